@@ -1,0 +1,70 @@
+# Needs Python 3.11 or newer and make; everything else goes into .venv.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+# Twice quiet: errors only.
+PIP := $(BIN)/python -m pip --quiet --quiet --disable-pip-version-check
+BENCHMARKS := $(filter-out benchmarks/_%,$(sort $(wildcard benchmarks/*.py)))
+
+# mkdocs-material prints a notice about its end of life unless told not to.
+export NO_MKDOCS_2_WARNING := 1
+
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.NOTPARALLEL:
+.PHONY: help demo test unit lint format docs bench clean
+
+help: ## List the targets
+	@echo "Usage: make TARGET [PYTHON=python3.x]"
+	@echo
+	@sed -n 's/^\([a-z]*\):.*## \(.*\)/\1|\2/p' $(MAKEFILE_LIST) | \
+		while IFS='|' read -r target words; do printf '  %-8s %s\n' "$$target" "$$words"; done
+
+demo: $(VENV)/.stamp-cli ## Install the package with its commands and show a schedule
+	@$(BIN)/taktline demo
+
+test: lint unit docs ## Everything that must pass: lint, types, imports, tests, docs
+
+unit: $(VENV)/.stamp-dev ## Run the tests and the doctests
+	$(BIN)/python -m pytest
+
+lint: $(VENV)/.stamp-dev ## Check style, format, types and imports
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/pyright
+	$(BIN)/lint-imports
+
+format: $(VENV)/.stamp-dev ## Format the code and sort its imports
+	$(BIN)/ruff check --fix-only
+	$(BIN)/ruff format
+
+# Not --quiet: it hides warnings from --strict as well.
+docs: $(VENV)/.stamp-dev ## Build the documentation into site/
+	$(BIN)/mkdocs build --strict --site-dir site
+
+bench: $(VENV)/.stamp-dev ## Run each benchmark (files that begin with _ are helpers)
+	@set -e; for file in $(BENCHMARKS); do echo "== $$file"; $(BIN)/python "$$file"; done
+
+clean: ## Remove the venv and everything that was built
+	rm -rf $(VENV) site build dist .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	find taktline tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
+
+$(VENV)/.stamp-venv:
+	@command -v "$(PYTHON)" >/dev/null || \
+		{ echo "taktline needs Python 3.11 or newer, and there is no '$(PYTHON)' here: name one with make PYTHON=..." >&2; exit 1; }
+	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "taktline needs Python 3.11 or newer, and '$(PYTHON)' is $$("$(PYTHON)" --version 2>&1): name another with make PYTHON=..." >&2; exit 1; }
+	@"$(PYTHON)" -m venv $(VENV)
+	@touch $@
+
+$(VENV)/.stamp-cli: pyproject.toml constraints.txt | $(VENV)/.stamp-venv
+	@echo "Installing taktline into $(VENV) ..."
+	@$(PIP) install --constraint constraints.txt --editable '.[cli]'
+	@touch $@
+
+# The development install holds all that the commands need, so it stands for both.
+$(VENV)/.stamp-dev: pyproject.toml constraints.txt | $(VENV)/.stamp-venv
+	@echo "Installing taktline and its development tools into $(VENV) ..."
+	@$(PIP) install --constraint constraints.txt --editable '.[dev]'
+	@touch $(VENV)/.stamp-cli $@

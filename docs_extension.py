@@ -1,0 +1,27 @@
+"""For the API pages (see mkdocs.yml): docstrings as Markdown.
+
+Doctests become code blocks; the marks of reStructuredText, ``::`` and roles, go.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import griffe
+
+_DOCTEST = re.compile(r"^( *)>>> .*(?:\n\1\S.*|\n\1 +\S.*)*", re.MULTILINE)
+_ROLE = re.compile(r":\w+:`~?([^`]+)`")
+
+
+class AsMarkdown(griffe.Extension):
+    """Rewrites each docstring before it is rendered."""
+
+    def on_instance(self, *, obj: griffe.Object, **kwargs: Any) -> None:
+        """Called by griffe for every module, class, function and attribute."""
+        if obj.docstring is not None:
+            text = re.sub(r"^ *::\n\n", "", obj.docstring.value, flags=re.MULTILINE)
+            text = _ROLE.sub(r"`\1`", text)
+            obj.docstring.value = _DOCTEST.sub(
+                lambda found: f"{found[1]}```pycon\n{found[0]}\n{found[1]}```", text
+            )
