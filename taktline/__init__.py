@@ -1,0 +1,62 @@
+"""Taktline: pipeline-parallel training for PyTorch.
+
+>>> import taktline as tl
+>>> plan = tl.build("1f1b", ranks=4, microbatches=8)
+>>> tl.validate(plan)
+()
+>>> tl.simulate(plan).makespan
+33.0
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from taktline.errors import InvalidPlanError as InvalidPlanError
+    from taktline.errors import TaktlineError as TaktlineError
+    from taktline.plan import Action as Action
+    from taktline.plan import Costs as Costs
+    from taktline.plan import Link as Link
+    from taktline.plan import Placement as Placement
+    from taktline.plan import Plan as Plan
+    from taktline.plan import Timeline as Timeline
+    from taktline.plan import Violation as Violation
+    from taktline.plan import build as build
+    from taktline.plan import lower as lower
+    from taktline.plan import simulate as simulate
+    from taktline.plan import validate as validate
+
+__version__ = "0.1.0.dev0"
+
+# Each name and the room that it comes from; loaded when it is first used.
+_ROOM_OF = {
+    "Action": "plan",
+    "Costs": "plan",
+    "InvalidPlanError": "errors",
+    "Link": "plan",
+    "Placement": "plan",
+    "Plan": "plan",
+    "TaktlineError": "errors",
+    "Timeline": "plan",
+    "Violation": "plan",
+    "build": "plan",
+    "lower": "plan",
+    "simulate": "plan",
+    "validate": "plan",
+}
+
+__all__ = sorted(_ROOM_OF)  # pyright: ignore[reportUnsupportedDunderAll]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _ROOM_OF:
+        raise AttributeError(f"module 'taktline' has no attribute {name!r}")
+    value = getattr(import_module(f"taktline.{_ROOM_OF[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,108 @@
+"""Every exception that Taktline raises for a reader to act on.
+
+::
+
+    TaktlineError
+    ├── ActionSyntaxError    a text is not an action; knows the character where it goes wrong
+    ├── PlanFileError        a plan file cannot be read; knows path, row and column
+    ├── ScheduleError        a schedule's name is unknown, or its numbers do not fit it
+    ├── CostError            costs that make no sense, or not for this plan
+    └── PlanError            a plan cannot be what it claims to be
+        └── InvalidPlanError     a plan broke its rules; carries every violation
+
+All of them are also a :class:`ValueError`, so code that does not know Taktline can catch them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+__all__ = [
+    "ActionSyntaxError",
+    "CostError",
+    "InvalidPlanError",
+    "PlanError",
+    "PlanFileError",
+    "ScheduleError",
+    "TaktlineError",
+]
+
+
+class TaktlineError(ValueError):
+    """The root of the tree: catch this to catch whatever Taktline says about your input."""
+
+
+class ActionSyntaxError(TaktlineError):
+    """A text is not an action; ``position`` is the character where reading stopped.
+
+    >>> raise ActionSyntaxError("1F-3", 2, "a micro-batch number")
+    Traceback (most recent call last):
+    taktline.errors.ActionSyntaxError: not an action: expected a micro-batch number at character 3
+      1F-3
+        ^
+    """
+
+    def __init__(self, text: str, position: int, expected: str) -> None:
+        self.text = text
+        self.position = position
+        self.expected = expected
+        # Long texts are cut around the mistake, so that the caret stays in sight.
+        left = max(0, position - 40)
+        excerpt = text[left : position + 40].replace("\n", " ").replace("\t", " ")
+        super().__init__(
+            f"not an action: expected {expected} at character {position + 1}\n"
+            f"  {excerpt}\n  {' ' * (position - left)}^"
+        )
+
+
+class PlanFileError(TaktlineError):
+    """A plan file cannot be read; ``row`` and ``column`` count from 1, as editors do."""
+
+    def __init__(
+        self, path: str | Path, reason: str, *, row: int | None = None, column: int | None = None
+    ) -> None:
+        self.path = Path(path)
+        self.reason = reason
+        self.row = row
+        self.column = column
+        where = "".join(
+            f", {name} {number}"
+            for name, number in (("row", row), ("column", column))
+            if number is not None
+        )
+        super().__init__(f"{path}{where}: {reason}")
+
+
+class ScheduleError(TaktlineError):
+    """A schedule's name is unknown, or its numbers do not fit it; the text says what would."""
+
+
+class CostError(TaktlineError):
+    """Costs that make no sense, or that do not fit the plan they are used with."""
+
+
+class PlanError(TaktlineError):
+    """A plan cannot be what it claims to be."""
+
+
+class _Violation(Protocol):
+    """What :class:`InvalidPlanError` needs to know of a violation (see ``plan.validate``)."""
+
+    def __str__(self) -> str: ...
+
+
+class InvalidPlanError(PlanError):
+    """A plan broke its rules; ``violations`` holds all of them, the text the first few."""
+
+    SHOWN = 10
+
+    def __init__(self, plan_name: str, violations: Sequence[_Violation]) -> None:
+        self.violations = tuple(violations)
+        count = len(self.violations)
+        lines = [f"plan {plan_name!r} is not valid: {count} violation{'s' * (count != 1)}"]
+        lines += [f"  {violation}" for violation in self.violations[: self.SHOWN]]
+        if count > self.SHOWN:
+            lines.append(f"  and {count - self.SHOWN} more (see .violations)")
+        super().__init__("\n".join(lines))

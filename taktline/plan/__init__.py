@@ -1,0 +1,49 @@
+"""Plans: schedules as data, validated, lowered and simulated. Nothing in here imports torch."""
+
+from taktline.plan.action import Action, Kind, Overlap, parse
+from taktline.plan.costs import Costs, Link
+from taktline.plan.io import read, read_costs, write
+from taktline.plan.memory import memory_curve, peak_memory
+from taktline.plan.passes import add_comm, add_reduce, add_shard, lower, merge_backward
+from taktline.plan.placement import Placement
+from taktline.plan.plan import Level, Plan
+from taktline.plan.rows import Rows
+from taktline.plan.schedules import Schedule, build, each_rank, find, names, register
+from taktline.plan.simulate import simulate
+from taktline.plan.timeline import Span, Timeline
+from taktline.plan.validate import Violation, require_valid, validate
+
+__all__ = [
+    "Action",
+    "Costs",
+    "Kind",
+    "Level",
+    "Link",
+    "Overlap",
+    "Placement",
+    "Plan",
+    "Rows",
+    "Schedule",
+    "Span",
+    "Timeline",
+    "Violation",
+    "add_comm",
+    "add_reduce",
+    "add_shard",
+    "build",
+    "each_rank",
+    "find",
+    "lower",
+    "memory_curve",
+    "merge_backward",
+    "names",
+    "parse",
+    "peak_memory",
+    "read",
+    "read_costs",
+    "register",
+    "require_valid",
+    "simulate",
+    "validate",
+    "write",
+]

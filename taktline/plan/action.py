@@ -1,0 +1,168 @@
+"""The words of a plan: what a rank can do, and how it is written.
+
+::
+
+    3F7                     stage 3, forward of micro-batch 7
+    3B7                     its full backward, or in two halves:
+    3I7  3W7                  the gradient of the input, then that of the weights
+    3SEND_F7  4RECV_F7      the activation from stage 3 to stage 4
+    4SEND_B7  3RECV_B7      its gradient, from stage 4 back to stage 3
+    3UNSHARD  3RESHARD      gather and release the parameters of a sharded stage
+    3REDUCE_GRAD            add up a stage's gradients over the data-parallel ranks
+    (0F1;3B0)OVERLAP_F_B    a forward and a backward run as one
+
+:func:`parse` and ``str`` are inverse: every action has exactly one text.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from enum import IntEnum
+
+from taktline.errors import ActionSyntaxError, PlanError
+
+__all__ = ["Action", "Kind", "Overlap", "parse"]
+
+
+class Kind(IntEnum):
+    """What an action does; the name is how it is written, the number how a plan stores it."""
+
+    F = 0  # forward
+    B = 1  # full backward: I and W in one
+    I = 2  # noqa: E741  backward for the inputs
+    W = 3  # backward for the weights
+    SEND_F = 4  # hand an activation to the next stage
+    RECV_F = 5  # post the receive of an activation
+    SEND_B = 6  # hand a gradient to the previous stage
+    RECV_B = 7  # post the receive of a gradient
+    UNSHARD = 8  # gather a sharded stage's parameters
+    RESHARD = 9  # release them
+    REDUCE_GRAD = 10  # reduce a stage's gradients over the data-parallel ranks
+
+    @property
+    def is_compute(self) -> bool:
+        """Whether this runs the stage's module."""
+        return self <= Kind.W
+
+    @property
+    def is_communication(self) -> bool:
+        """Whether this talks to a neighbouring stage."""
+        return Kind.SEND_F <= self <= Kind.RECV_B
+
+    @property
+    def has_microbatch(self) -> bool:
+        """Whether this belongs to one micro-batch, not to the stage as a whole."""
+        return self <= Kind.RECV_B
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Action:
+    """One thing that a rank does, for a stage and (mostly) a micro-batch.
+
+    >>> Action(3, Kind.F, 7)
+    Action(3F7)
+    """
+
+    stage: int
+    kind: Kind
+    microbatch: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.stage < 0 or (self.microbatch is not None and self.microbatch < 0):
+            raise PlanError(f"stage and micro-batch count from 0, not {self}")
+        if self.kind.has_microbatch != (self.microbatch is not None):
+            needs = "needs a" if self.kind.has_microbatch else "takes no"
+            raise PlanError(f"{self.kind.name} {needs} micro-batch: {self}")
+
+    def __str__(self) -> str:
+        number = "" if self.microbatch is None else self.microbatch
+        return f"{self.stage}{self.kind.name}{number}"
+
+    def __repr__(self) -> str:
+        return f"Action({self})"
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Overlap:
+    """A forward and a backward that run as one, so that each hides the other's communication.
+
+    >>> Overlap(Action(0, Kind.F, 1), Action(3, Kind.B, 0))
+    Overlap((0F1;3B0)OVERLAP_F_B)
+    """
+
+    forward: Action
+    backward: Action
+
+    def __post_init__(self) -> None:
+        if self.forward.kind is not Kind.F or self.backward.kind not in (Kind.B, Kind.I):
+            raise PlanError(f"an overlap joins an F and a B or I, in this order: {self}")
+
+    def __str__(self) -> str:
+        return f"({self.forward};{self.backward})OVERLAP_F_B"
+
+    def __repr__(self) -> str:
+        return f"Overlap({self})"
+
+
+# No leading zeros and no digits of other scripts: one text for each action.
+_NUMBER = re.compile(r"0|[1-9][0-9]*")
+_KIND = re.compile("|".join(sorted(Kind.__members__, key=len, reverse=True)))
+_SUFFIX = "OVERLAP_F_B"
+
+
+def parse(text: str) -> Action | Overlap:
+    """Read one action; the whole text must be one.
+
+    >>> parse("3F7").stage
+    3
+    >>> parse("(0F1;3B0)OVERLAP_F_B").backward
+    Action(3B0)
+    >>> parse("0BANANA3")
+    Traceback (most recent call last):
+    taktline.errors.ActionSyntaxError: not an action: expected a micro-batch number at character 3
+      0BANANA3
+        ^
+    """
+    if text.startswith("("):
+        forward, at = _read(text, 1, {Kind.F})
+        at = _expect(text, at, ";")
+        backward, at = _read(text, at, {Kind.B, Kind.I})
+        at = _expect(text, at, f"){_SUFFIX}")
+        action = Overlap(forward, backward)
+    else:
+        action, at = _read(text, 0)
+    if at != len(text):
+        raise ActionSyntaxError(text, at, "the end")
+    return action
+
+
+def _read(text: str, at: int, allowed: set[Kind] | None = None) -> tuple[Action, int]:
+    """Read one plain action from character ``at`` on; also return where it ends."""
+    stage = _NUMBER.match(text, at)
+    if stage is None:
+        raise ActionSyntaxError(text, at, "a stage number")
+    name = _KIND.match(text, stage.end())
+    if name is None or (allowed and Kind[name[0]] not in allowed):
+        names = [kind.name for kind in sorted(allowed or Kind)]
+        raise ActionSyntaxError(text, stage.end(), "one of " + ", ".join(names))
+    kind = Kind[name[0]]
+    if not kind.has_microbatch:
+        return Action(_number(stage), kind), name.end()
+    microbatch = _NUMBER.match(text, name.end())
+    if microbatch is None:
+        raise ActionSyntaxError(text, name.end(), "a micro-batch number")
+    return Action(_number(stage), kind, _number(microbatch)), microbatch.end()
+
+
+def _number(match: re.Match[str]) -> int:
+    if len(match[0]) > 18:
+        raise ActionSyntaxError(match.string, match.start(), "a number of at most 18 digits")
+    return int(match[0])
+
+
+def _expect(text: str, at: int, literal: str) -> int:
+    for offset, character in enumerate(literal):
+        if text[at + offset : at + offset + 1] != character:
+            raise ActionSyntaxError(text, at + offset, f"{literal[offset:]!r}")
+    return at + len(literal)

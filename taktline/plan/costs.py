@@ -1,0 +1,171 @@
+"""What actions cost: times and memory, for every stage alike or for each stage."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from taktline.errors import CostError
+from taktline.plan.action import Kind
+from taktline.plan.plan import Plan
+from taktline.plan.rows import FloatArray
+
+__all__ = ["Costs", "Link"]
+
+PerStage: TypeAlias = float | tuple[float, ...]
+"""One number for all stages, or one for each."""
+
+
+def _checked(name: str, value: Any) -> PerStage:
+    """A number, or a tuple of them, all finite and from 0 up."""
+    try:
+        numbers = np.asarray(value)
+    except ValueError:  # a ragged list
+        numbers = np.asarray("")
+    if (
+        numbers.dtype.kind not in "iuf"
+        or numbers.ndim > 1
+        or not (np.isfinite(numbers) & (numbers >= 0)).all()
+    ):
+        raise CostError(f"{name} must be a number from 0 up, or one for each stage, not {value!r}")
+    return tuple(map(float, numbers)) if numbers.ndim else float(numbers)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Link:
+    """What carries a message from rank to rank.
+
+    >>> Link(latency=2.0, bandwidth=10.0).time(50)
+    7.0
+    """
+
+    latency: float = 0.0
+    """From the end of a send to its arrival, in the unit of time of the costs."""
+    bandwidth: float = math.inf
+    """Bytes in one unit of time. Messages of one channel go one after the other."""
+
+    def __post_init__(self) -> None:
+        _checked("latency", self.latency)
+        if self.bandwidth != math.inf and _checked("bandwidth", self.bandwidth) == 0:
+            raise CostError(f"bandwidth must be more than 0, not {self.bandwidth}")
+
+    def time(self, bytes: float) -> float:
+        """How long one message takes on an idle link."""
+        return self.latency + bytes / self.bandwidth
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Costs:
+    """Times and memory of a plan's actions, as one number for all stages or a sequence of them.
+
+    >>> Costs(forward=1.0, backward_input=1.2, backward_weight=0.8).of("backward", stages=3)
+    array([2., 2., 2.])
+    """
+
+    forward: PerStage = 1.0
+    backward_input: PerStage = 1.0
+    backward_weight: PerStage = 1.0
+    backward: PerStage | None = None
+    """A full backward; by default backward_input + backward_weight."""
+    overlap: PerStage | None = None
+    """An overlapped pair, by its forward's stage; by default its forward + its backward."""
+    link: Link = Link()
+    message_bytes: PerStage = 0.0
+    """What a stage sends forward, and gets back as a gradient, for one micro-batch."""
+    comm_blocks: bool = False
+    """Whether a rank stops computing while it sends, instead of doing both at once."""
+    activation: PerStage = 1.0
+    """What a forward keeps for the backward, for one micro-batch."""
+    kept_for_weight: PerStage | None = None
+    """The part of it that a backward_input leaves for the backward_weight; by default all."""
+    unit: str = ""
+    """The unit of time, for people: "ms", for example."""
+
+    def __post_init__(self) -> None:
+        for name in _PER_STAGE:
+            value = getattr(self, name)
+            if value is not None:
+                object.__setattr__(self, name, _checked(name, value))
+        for name, kind in (("link", Link), ("comm_blocks", bool), ("unit", str)):
+            value = getattr(self, name)
+            if not isinstance(value, kind):
+                raise CostError(f"{name} must be a {kind.__name__}, not {value!r}")
+        if self.kept_for_weight is not None:
+            whole, kept = np.atleast_1d(self.activation), np.atleast_1d(self.kept_for_weight)
+            if (1 in (len(whole), len(kept)) or len(whole) == len(kept)) and (kept > whole).any():
+                raise CostError("kept_for_weight is a part of activation: it cannot be larger")
+
+    @property
+    def queues(self) -> bool:
+        """Whether a message can be held up by the one before it."""
+        return bool(np.any(self.message_bytes)) and math.isfinite(self.link.bandwidth)
+
+    def of(self, name: str, stages: int) -> FloatArray:
+        """One of the per-stage costs as an array of ``stages`` numbers."""
+        value: PerStage | None = getattr(self, name)
+        if value is None and name == "backward":
+            return self.of("backward_input", stages) + self.of("backward_weight", stages)
+        if value is None and name == "kept_for_weight":
+            return self.of("activation", stages)
+        if isinstance(value, tuple) and len(value) != stages:
+            raise CostError(
+                f"{name} is given for {len(value)} stages, but the plan has {stages}; "
+                "give one number for all, or one for each"
+            )
+        return np.broadcast_to(np.asarray(value, np.float64), (stages,)).copy()
+
+    def durations(self, plan: Plan) -> FloatArray:
+        """How long each row computes; both rows of a pair as long as the pair."""
+        table = np.zeros((len(Kind), plan.stages))
+        for kind, name in _DURATION.items():
+            table[kind] = self.of(name, plan.stages)
+        rows = plan.rows
+        duration = table[rows.kind, rows.stage]
+        first, second = np.flatnonzero(rows.joined), np.flatnonzero(rows.second_of_pair())
+        if self.overlap is None:
+            pair = duration[first] + duration[second]
+        else:
+            pair = self.of("overlap", plan.stages)[rows.stage[first]]
+        duration[first] = duration[second] = pair
+        return duration
+
+    def to_dict(self) -> dict[str, Any]:
+        """What differs from the defaults, as plain values."""
+        changed = {
+            field.name: getattr(self, field.name)
+            for field in fields(self)
+            if getattr(self, field.name) != field.default
+        }
+        if "link" in changed:
+            link = {"latency": self.link.latency, "bandwidth": self.link.bandwidth}
+            if math.isinf(self.link.bandwidth):
+                del link["bandwidth"]
+            changed["link"] = link
+        return changed
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Costs:
+        """The reverse of :meth:`to_dict`."""
+        known = {field.name for field in fields(cls)}
+        if unknown := sorted(set(values) - known):
+            raise CostError(f"costs do not know {unknown[0]!r}; they know {sorted(known)}")
+        values = dict(values)
+        try:
+            if "link" in values:
+                values["link"] = Link(**values["link"])
+            return cls(**values)
+        except TypeError as error:
+            raise CostError(f"costs cannot be read: {error}") from None
+
+
+_DURATION = {
+    Kind.F: "forward",
+    Kind.B: "backward",
+    Kind.I: "backward_input",
+    Kind.W: "backward_weight",
+}
+_PER_STAGE = (*_DURATION.values(), "overlap", "message_bytes", "activation", "kept_for_weight")

@@ -1,0 +1,226 @@
+"""Plans as files: CSV in the dialect that torch reads and writes, and JSON that says more.
+
+CSV has one row a rank and one action a cell; empty cells mean nothing. JSON adds the placement, the
+number of micro-batches, the plan's name and, where known, costs. Never pickle.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import os
+import stat
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from taktline.errors import ActionSyntaxError, CostError, PlanError, PlanFileError
+from taktline.plan.action import Action, Overlap, parse
+from taktline.plan.costs import Costs
+from taktline.plan.placement import Placement
+from taktline.plan.plan import Level, Plan
+
+__all__ = ["from_csv", "from_json", "read", "read_costs", "to_csv", "to_json", "write"]
+
+FORMAT, VERSION = "taktline-plan", 1
+
+
+def read(path: str | os.PathLike[str]) -> Plan:
+    """The plan in a file, CSV or JSON by its ending.
+
+    >>> read("no-such-plan.csv")
+    Traceback (most recent call last):
+    taktline.errors.PlanFileError: no-such-plan.csv: cannot be read: No such file or directory
+    """
+    path = Path(path)
+    text = _read_text(path)
+    return from_json(text, path) if _is_json(path) else from_csv(text, path)
+
+
+def read_costs(path: str | os.PathLike[str]) -> Costs | None:
+    """The costs in a JSON plan file, if it has any; a CSV file has none."""
+    path = Path(path)
+    if not _is_json(path):
+        return None
+    values = _json_object(_read_text(path), path).get("costs")
+    if values is None:
+        return None
+    try:
+        return Costs.from_dict(_expect(values, dict, "costs", path))
+    except CostError as error:
+        raise PlanFileError(path, f"costs: {error}") from None
+
+
+def write(plan: Plan, path: str | os.PathLike[str], *, costs: Costs | None = None) -> None:
+    """Write a plan to a file, CSV or JSON by its ending: all of it or nothing."""
+    path = Path(path)
+    if _is_json(path):
+        _write_atomically(path, to_json(plan, costs))
+    elif costs is not None:
+        raise PlanFileError(path, "a CSV file cannot hold costs; use .json")
+    else:
+        _write_atomically(path, to_csv(plan))
+
+
+def to_csv(plan: Plan) -> str:
+    """A plan as CSV text.
+
+    >>> from taktline.plan import build
+    >>> to_csv(build("gpipe", ranks=2, microbatches=1))
+    '0F0,0B0\\r\\n1F0,1B0\\r\\n'
+    """
+    text = io.StringIO()
+    csv.writer(text).writerows(plan[rank] for rank in range(plan.ranks))
+    return text.getvalue()
+
+
+def from_csv(text: str, path: str | os.PathLike[str] = "<text>") -> Plan:
+    """A plan from CSV text; the path is for messages, and its stem names the plan."""
+    path = Path(path)
+    reader = csv.reader(io.StringIO(text), strict=True)
+    ranks: list[list[Action | Overlap]] = []
+    try:
+        for row in reader:
+            ranks.append(list(_parse_cells(row, path, len(ranks) + 1)))
+    except csv.Error as error:
+        raise PlanFileError(path, f"not CSV: {error}", row=reader.line_num) from None
+    while ranks and not ranks[-1]:
+        ranks.pop()
+    if not ranks:
+        raise PlanFileError(path, "is empty: expected a row of actions for each rank")
+    try:
+        return Plan.from_actions(ranks, name=path.stem)
+    except PlanError as error:
+        raise PlanFileError(path, str(error)) from None
+
+
+def to_json(plan: Plan, costs: Costs | None = None) -> str:
+    """A plan as JSON text, one line a rank."""
+    head: dict[str, Any] = {
+        "format": FORMAT,
+        "version": VERSION,
+        "name": plan.name,
+        "level": plan.level.name.lower(),
+        "microbatches": plan.microbatches,
+        "placement": list(plan.placement.rank_of),
+    }
+    if costs is not None:
+        head["costs"] = costs.to_dict()
+    lines = [f"  {json.dumps(key)}: {json.dumps(value)}," for key, value in head.items()]
+    ranks = [json.dumps([str(action) for action in plan[rank]]) for rank in range(plan.ranks)]
+    return "\n".join(["{", *lines, '  "ranks": [', "    " + ",\n    ".join(ranks), "  ]", "}", ""])
+
+
+def from_json(text: str, path: str | os.PathLike[str] = "<text>") -> Plan:
+    """A plan from JSON text; the path is for messages."""
+    path = Path(path)
+    data = _json_object(text, path)
+    ranks = [
+        list(_parse_cells(_expect(row, list, f"ranks[{rank}]", path), path, rank + 1))
+        for rank, row in enumerate(_expect(data.get("ranks"), list, "ranks", path))
+    ]
+    levels = {level.name.lower(): level for level in Level}
+    level = _expect(data.get("level"), str, "level", path)
+    if level not in levels:
+        raise PlanFileError(path, f"level is one of {', '.join(levels)}, not {level!r}")
+    rank_of = [
+        _expect(rank, int, "placement", path)
+        for rank in _expect(data.get("placement"), list, "placement", path)
+    ]
+    try:
+        return Plan.from_actions(
+            ranks,
+            Placement.custom(rank_of, len(ranks)),
+            _expect(data.get("microbatches"), int, "microbatches", path),
+            level=levels[level],
+            name=_expect(data.get("name"), str, "name", path),
+        )
+    except PlanError as error:
+        raise PlanFileError(path, str(error)) from None
+
+
+def _json_object(text: str, path: Path) -> dict[str, Any]:
+    try:
+        data = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise PlanFileError(
+            path, f"not JSON: {error.msg}", row=error.lineno, column=error.colno
+        ) from None
+    _expect(data, dict, "the file", path)
+    if data.get("format") != FORMAT:
+        raise PlanFileError(path, f'not a plan: expected "format": "{FORMAT}"')
+    if data.get("version") != VERSION:
+        raise PlanFileError(
+            path,
+            f"has version {data.get('version')!r} of the format, but this program reads "
+            f"version {VERSION}; use the Taktline that wrote it, or write it as CSV there",
+        )
+    return data
+
+
+def _expect(value: Any, kind: type[Any], what: str, path: Path) -> Any:
+    if not isinstance(value, kind) or isinstance(value, bool):
+        raise PlanFileError(
+            path, f"{what} must be {_KIND_NAMES[kind]}, not {json.dumps(value)[:60]}"
+        )
+    return value
+
+
+_KIND_NAMES: dict[type[Any], str] = {
+    dict: "an object",
+    list: "a list",
+    str: "a text",
+    int: "a whole number",
+}
+
+
+def _parse_cells(cells: Iterable[Any], path: Path, row: int) -> Iterable[Action | Overlap]:
+    for column, cell in enumerate(cells, start=1):
+        if not isinstance(cell, str):
+            raise PlanFileError(path, "an action is a text", row=row, column=column)
+        text = cell.strip()
+        if text:
+            try:
+                yield parse(text)
+            except (ActionSyntaxError, PlanError) as error:
+                raise PlanFileError(path, str(error), row=row, column=column) from None
+
+
+def _is_json(path: Path) -> bool:
+    ending = path.suffix.lower()
+    if ending not in (".csv", ".json"):
+        raise PlanFileError(path, f"a plan's file ends in .csv or .json, not {ending!r}")
+    return ending == ".json"
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except OSError as error:
+        raise PlanFileError(path, f"cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise PlanFileError(path, f"is not a text in UTF-8 (byte {error.start})") from None
+
+
+def _write_atomically(path: Path, text: str) -> None:
+    """Write beside the target, then rename: a reader sees the old file or the new one."""
+    target = Path(os.path.realpath(path))
+    try:
+        if target.exists():
+            mode = stat.S_IMODE(target.stat().st_mode)
+        else:
+            os.umask(umask := os.umask(0))
+            mode = 0o666 & ~umask
+        handle, temporary = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
+        try:
+            with open(handle, "w", encoding="utf-8", newline="") as file:
+                file.write(text)
+            os.chmod(temporary, mode)
+            os.replace(temporary, target)
+        except BaseException:
+            os.unlink(temporary)
+            raise
+    except OSError as error:
+        raise PlanFileError(path, f"cannot be written: {error.strerror}") from None

@@ -1,0 +1,211 @@
+"""A plan: what each rank does, in order. It is immutable, and knows nothing of time or tensors."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from enum import IntEnum
+
+import numpy as np
+
+from taktline.errors import PlanError
+from taktline.plan.action import Action, Kind, Overlap, parse
+from taktline.plan.placement import Placement
+from taktline.plan.rows import IntArray, Rows
+from taktline.plan.words import counted
+
+__all__ = ["Level", "Plan"]
+
+
+class Level(IntEnum):
+    """How much of the work a plan spells out."""
+
+    COMPUTE = 0  # F, B, I, W and overlapped pairs
+    SHARDED = 1  # and UNSHARD, RESHARD, REDUCE_GRAD
+    LOWERED = 2  # and every SEND and RECV: ready to run
+
+
+class Plan:
+    """What each rank does, in order.
+
+    >>> plan = Plan.from_actions([["0F0", "0B0"], ["1F0", "1B0"]])
+    >>> plan[1]
+    [Action(1F0), Action(1B0)]
+    >>> plan.level.name, plan.ranks, plan.stages, plan.microbatches
+    ('COMPUTE', 2, 2, 1)
+    """
+
+    __slots__ = ("known", "level", "microbatches", "name", "offsets", "placement", "rows")
+
+    name: str
+    placement: Placement
+    microbatches: int
+    level: Level
+    rows: Rows
+    """The actions of all ranks, rank after rank."""
+    offsets: IntArray
+    """Rank r has the rows from ``offsets[r]`` up to ``offsets[r + 1]``."""
+    known: dict[str, object]
+    """What was found out about this plan: it never changes, so neither does this."""
+
+    def __init__(
+        self,
+        rows_by_rank: Sequence[Rows],
+        placement: Placement,
+        microbatches: int,
+        *,
+        level: Level | None = None,
+        name: str = "custom",
+    ) -> None:
+        if len(rows_by_rank) != placement.ranks:
+            raise PlanError(
+                f"the placement has {placement.ranks} ranks, but there are actions for "
+                f"{len(rows_by_rank)}; give one list of actions a rank, empty ones too"
+            )
+        if microbatches < 1:
+            raise PlanError(f"a plan needs at least one micro-batch, not {microbatches}")
+        rows = Rows.concatenate(rows_by_rank)
+        for column in (rows.kind, rows.stage, rows.microbatch, rows.joined):
+            column.flags.writeable = False
+        found = _level_of(rows)
+        if level is not None and level < found:
+            raise PlanError(
+                f"a {level.name} plan may not contain "
+                f"{Kind(rows.kind[_first_above(rows, level)]).name}: it is a {found.name} plan"
+            )
+        set_once = super().__setattr__
+        set_once("name", name)
+        set_once("placement", placement)
+        set_once("microbatches", microbatches)
+        set_once("level", found if level is None else level)
+        set_once("rows", rows)
+        set_once("offsets", np.cumsum([0, *map(len, rows_by_rank)]))
+        set_once("known", {})
+
+    @classmethod
+    def from_actions(
+        cls,
+        actions: Sequence[Iterable[Action | Overlap | str]],
+        placement: Placement | None = None,
+        microbatches: int | None = None,
+        *,
+        level: Level | None = None,
+        name: str = "custom",
+    ) -> Plan:
+        """A plan from one list of actions (or their texts) a rank.
+
+        What is not given is read off the actions: a stage lies where it first computes, and the
+        micro-batches run up to the highest number.
+        """
+        rows = [Rows.from_actions(map(_as_action, rank)) for rank in actions]
+        if not any(map(len, rows)):
+            raise PlanError("a plan without actions: give at least one forward")
+        if placement is None:
+            placement = _infer_placement(rows)
+        if microbatches is None:
+            microbatches = max(int(part.microbatch.max(initial=-1)) for part in rows) + 1
+        return cls(rows, placement, microbatches, level=level, name=name)
+
+    def __setattr__(self, attribute: str, value: object) -> None:
+        raise AttributeError(f"a plan does not change; make a new one to set {attribute!r}")
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks take part."""
+        return self.placement.ranks
+
+    @property
+    def stages(self) -> int:
+        """How many stages the model has."""
+        return self.placement.stages
+
+    def rows_of(self, rank: int) -> Rows:
+        """The actions of one rank as columns."""
+        return self.rows[int(self.offsets[rank]) : int(self.offsets[rank + 1])]
+
+    def rank_of_rows(self) -> IntArray:
+        """The rank of each row."""
+        return np.repeat(np.arange(self.ranks), np.diff(self.offsets))
+
+    def has(self, *kinds: Kind) -> bool:
+        """Whether any action is of one of these kinds."""
+        return bool(np.isin(self.rows.kind, kinds).any())
+
+    def with_rows(self, rows_by_rank: Sequence[Rows], level: Level | None = None) -> Plan:
+        """The same plan with other actions."""
+        return Plan(rows_by_rank, self.placement, self.microbatches, level=level, name=self.name)
+
+    def digest(self) -> str:
+        """A fingerprint of everything that matters for running: ranks compare it before a step."""
+        digest = hashlib.sha256()
+        digest.update(repr((self.placement, self.microbatches, int(self.level))).encode())
+        for column in (self.offsets, self.rows.kind, self.rows.stage, self.rows.microbatch):
+            digest.update(column.astype("<i8").tobytes())
+        digest.update(self.rows.joined.tobytes())
+        return digest.hexdigest()
+
+    def __getitem__(self, rank: int) -> list[Action | Overlap]:
+        if not -self.ranks <= rank < self.ranks:
+            raise IndexError(f"rank {rank} of {self.ranks}")
+        return list(self.rows_of(rank % self.ranks).actions())
+
+    def __len__(self) -> int:
+        """How many actions there are, an overlapped pair being one."""
+        return len(self.rows) - int(self.rows.joined.sum())
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Plan) and self.digest() == other.digest()
+
+    def __hash__(self) -> int:
+        return hash(self.digest())
+
+    def __repr__(self) -> str:
+        return (
+            f"Plan({self.name!r}, {self.level.name}, {self.placement}, "
+            f"{counted(self.microbatches, 'micro-batch')}, {counted(len(self), 'action')})"
+        )
+
+    def __str__(self) -> str:
+        from taktline.plan.render.text import grid
+
+        return grid(self)
+
+
+def _as_action(item: object) -> Action | Overlap:
+    if isinstance(item, str):
+        return parse(item)
+    if not isinstance(item, (Action, Overlap)):
+        raise PlanError(f"an action is an Action, an Overlap or a text, not {item!r}")
+    return item
+
+
+_LEVEL_OF_KIND = np.array(
+    [
+        Level.COMPUTE if kind.is_compute else
+        Level.LOWERED if kind.is_communication else
+        Level.SHARDED
+        for kind in Kind
+    ]
+)  # fmt: skip
+
+
+def _level_of(rows: Rows) -> Level:
+    return Level(int(_LEVEL_OF_KIND[rows.kind].max(initial=Level.COMPUTE)))
+
+
+def _first_above(rows: Rows, level: Level) -> int:
+    return int(np.argmax(_LEVEL_OF_KIND[rows.kind] > level))
+
+
+def _infer_placement(rows_by_rank: Sequence[Rows]) -> Placement:
+    """A stage lies on the rank that first computes with it."""
+    rank_of: dict[int, int] = {}
+    for rank, rows in enumerate(rows_by_rank):
+        for stage in np.unique(rows.stage[rows.kind <= Kind.W]).tolist():
+            rank_of.setdefault(stage, rank)
+    missing = next(stage for stage in range(len(rank_of) + 1) if stage not in rank_of)
+    if missing == 0 or missing < len(rank_of):
+        raise PlanError(
+            f"no rank computes stage {missing}, so where it lies is unknown; give a placement"
+        )
+    return Placement.custom([rank_of[stage] for stage in range(missing)], len(rows_by_rank))

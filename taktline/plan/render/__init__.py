@@ -1,0 +1,1 @@
+"""Plans and timelines for people to look at."""

@@ -1,0 +1,111 @@
+"""Actions in the millions: one NumPy column for each field.
+
+A row is one plain action. An overlapped pair is two neighbouring rows, the forward first, of which
+the first is marked as ``joined`` with the next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from taktline.errors import PlanError
+from taktline.plan.action import Action, Kind, Overlap
+
+__all__ = ["BoolArray", "FloatArray", "IntArray", "Rows"]
+
+IntArray: TypeAlias = npt.NDArray[np.integer[Any]]
+FloatArray: TypeAlias = npt.NDArray[np.float64]
+BoolArray: TypeAlias = npt.NDArray[np.bool_]
+
+_LARGEST = np.iinfo(np.int32).max
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Rows:
+    """Columns of actions; a missing micro-batch is -1.
+
+    >>> [str(action) for action in Rows.of(Kind.F, 2, [0, 1, 2]).actions()]
+    ['2F0', '2F1', '2F2']
+    """
+
+    kind: IntArray
+    stage: IntArray
+    microbatch: IntArray
+    joined: BoolArray
+
+    @classmethod
+    def of(
+        cls,
+        kind: npt.ArrayLike,
+        stage: npt.ArrayLike,
+        microbatch: npt.ArrayLike = -1,
+        joined: npt.ArrayLike = False,
+    ) -> Rows:
+        """Columns from arrays and scalars, which are stretched to one length."""
+        columns = np.broadcast_arrays(np.atleast_1d(kind), stage, microbatch, joined)
+        return cls(
+            columns[0].astype(np.int8),
+            columns[1].astype(np.int32),
+            columns[2].astype(np.int32),
+            columns[3].astype(np.bool_),
+        )
+
+    @classmethod
+    def from_actions(cls, actions: Iterable[Action | Overlap]) -> Rows:
+        """Columns from action objects."""
+        kinds: list[int] = []
+        stages: list[int] = []
+        microbatches: list[int] = []
+        joined: list[bool] = []
+        for action in actions:
+            pair = (action.forward, action.backward) if isinstance(action, Overlap) else (action,)
+            for leaf in pair:
+                microbatch = -1 if leaf.microbatch is None else leaf.microbatch
+                if max(leaf.stage, microbatch) > _LARGEST:
+                    raise PlanError(f"{leaf}: stages and micro-batches end at {_LARGEST:,}")
+                kinds.append(leaf.kind)
+                stages.append(leaf.stage)
+                microbatches.append(microbatch)
+                joined.append(leaf is not pair[-1])
+        return cls.of(np.array(kinds, np.int8), stages, microbatches, joined)
+
+    @classmethod
+    def concatenate(cls, parts: Sequence[Rows]) -> Rows:
+        """One after the other."""
+        return cls(
+            np.concatenate([part.kind for part in parts]),
+            np.concatenate([part.stage for part in parts]),
+            np.concatenate([part.microbatch for part in parts]),
+            np.concatenate([part.joined for part in parts]),
+        )
+
+    def __len__(self) -> int:
+        return len(self.kind)
+
+    def __getitem__(self, index: slice | IntArray | BoolArray) -> Rows:
+        """Some of the rows; the caller sees to it that pairs stay whole."""
+        return Rows(self.kind[index], self.stage[index], self.microbatch[index], self.joined[index])
+
+    def second_of_pair(self) -> BoolArray:
+        """Which rows are the second half of an overlapped pair."""
+        second = np.zeros(len(self), np.bool_)
+        second[1:] = self.joined[:-1]
+        return second
+
+    def leaf(self, row: int) -> Action:
+        """The plain action in one row."""
+        microbatch = int(self.microbatch[row])
+        return Action(
+            int(self.stage[row]), Kind(self.kind[row]), None if microbatch < 0 else microbatch
+        )
+
+    def actions(self) -> Iterator[Action | Overlap]:
+        """The rows as action objects, pairs put together."""
+        for row in np.flatnonzero(~self.second_of_pair()).tolist():
+            leaf = self.leaf(row)
+            yield Overlap(leaf, self.leaf(row + 1)) if self.joined[row] else leaf

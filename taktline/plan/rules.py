@@ -1,0 +1,310 @@
+"""The rules that a plan keeps, each a function that names every row which breaks it.
+
+They look at the columns as a whole and make objects only for what is wrong. What needs a walk
+through all ranks, freedom from deadlock, is in :mod:`taktline.plan.validate`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from taktline.plan.action import Action, Kind
+from taktline.plan.deps import Needs, Where, channels, needs
+from taktline.plan.plan import Level, Plan
+from taktline.plan.rows import BoolArray, IntArray
+from taktline.plan.words import counted
+
+__all__ = ["RULES", "Subject", "Violation", "sizes"]
+
+
+@dataclass(frozen=True, slots=True)
+class Violation:
+    """One broken rule: where, which action, and a sentence for a person."""
+
+    rule: str
+    message: str
+    rank: int | None = None
+    position: int | None = None
+    """The index of the action in its rank's list."""
+    action: Action | None = None
+    cycle: tuple[tuple[int, Action, Action], ...] = ()
+    """For a deadlock: each (rank, action it stands at, action that this waits for)."""
+
+    def __str__(self) -> str:
+        where = "".join(
+            f"{name} {value}, " if name else f"{value}: "
+            for name, value in (
+                ("rank", self.rank),
+                ("position", self.position),
+                ("", self.action),
+            )
+            if value is not None
+        )
+        return f"[{self.rule}] {where}{self.message}"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Subject:
+    """A plan under examination, with what several rules look at."""
+
+    plan: Plan
+    rank: IntArray
+    known: BoolArray
+    """Rows whose stage and micro-batch exist."""
+    where: Where
+    needs: Needs
+    position: IntArray = field(repr=False)
+
+    @classmethod
+    def of(cls, plan: Plan) -> Subject:
+        rows, where = plan.rows, Where(plan)
+        second = rows.second_of_pair()
+        index = np.cumsum(~second) - 1
+        starts = np.append(index, len(plan))[plan.offsets[:-1]]
+        rank = plan.rank_of_rows()
+        known = (rows.stage < plan.stages) & (rows.microbatch < plan.microbatches)
+        return cls(plan, rank, known, where, needs(plan, where), index - starts[rank])
+
+    def at(self, row: int, rule: str, message: str) -> Violation:
+        """A violation by the action in this row."""
+        return Violation(
+            rule, message, int(self.rank[row]), int(self.position[row]), self.plan.rows.leaf(row)
+        )
+
+    def absent(self, rule: str, message: str, action: Action) -> Violation:
+        """A violation by an action that is not there."""
+        return Violation(rule, message, self.plan.placement.rank_of[action.stage], None, action)
+
+    def select(self, *kinds: Kind) -> IntArray:
+        """The rows of these kinds whose numbers exist."""
+        return np.flatnonzero(self.known & np.isin(self.plan.rows.kind, kinds))
+
+
+Rule = Callable[[Subject], Iterator[Violation]]
+
+
+def sizes(plan: Plan) -> Iterator[Violation]:
+    """A typing error in one number must not blow up everything that is sized by it."""
+    cells = plan.stages * plan.microbatches
+    if cells > 2 * len(plan.rows) + 10_000:
+        row = int(plan.rows.microbatch.argmax())
+        rank = int(np.searchsorted(plan.offsets, row, side="right")) - 1
+        yield Violation(
+            "missing",
+            f"with {counted(plan.stages, 'stage')} × {counted(plan.microbatches, 'micro-batch')} "
+            f"there must be {cells:,} forwards, but the plan has only {len(plan.rows):,} actions; "
+            "this is the one with the highest micro-batch: is the number right?",
+            rank,
+            None,
+            plan.rows.leaf(row),
+        )
+
+
+def out_of_range(subject: Subject) -> Iterator[Violation]:
+    """Stages and micro-batches are those of the plan."""
+    plan = subject.plan
+    for row in np.flatnonzero(~subject.known).tolist():
+        what, limit = ("micro-batch", plan.microbatches)
+        if plan.rows.stage[row] >= plan.stages:
+            what, limit = ("stage", plan.stages)
+        yield subject.at(row, "range", f"the plan has only {counted(limit, what)}")
+
+
+def wrong_rank(subject: Subject) -> Iterator[Violation]:
+    """A stage's actions are on its rank."""
+    plan = subject.plan
+    rank_of = np.array(plan.placement.rank_of)
+    index = np.flatnonzero(subject.known)
+    owner = rank_of[plan.rows.stage[index]]
+    for row in index[owner != subject.rank[index]].tolist():
+        stage = int(plan.rows.stage[row])
+        yield subject.at(row, "rank", f"stage {stage} lies on rank {rank_of[stage]}")
+
+
+def duplicate(subject: Subject) -> Iterator[Violation]:
+    """Nothing is done twice."""
+    rows, where = subject.plan.rows, subject.where
+    index = subject.select(*(kind for kind in Kind if kind.has_microbatch))
+    kind, stage, microbatch = rows.kind[index], rows.stage[index], rows.microbatch[index]
+    first = where.rows(kind, stage, microbatch)
+    again = first != index
+    for row, earlier in zip(index[again].tolist(), first[again].tolist(), strict=True):
+        yield subject.at(row, "duplicate", f"done before, {_place(subject, earlier)}")
+    index = subject.select(Kind.I, Kind.W)
+    full = where.rows(Kind.B, rows.stage[index], rows.microbatch[index])
+    for row, other in zip(index[full >= 0].tolist(), full[full >= 0].tolist(), strict=True):
+        leaf = rows.leaf(other)
+        yield subject.at(row, "duplicate", f"{leaf} does this too, {_place(subject, other)}")
+
+
+def missing(subject: Subject) -> Iterator[Violation]:
+    """Every stage runs every micro-batch forward and, if any backward is planned, backward."""
+    plan, where = subject.plan, subject.where
+    stage, microbatch = (grid.ravel() for grid in np.mgrid[: plan.stages, : plan.microbatches])
+
+    def absent(kind: Kind, mask: BoolArray) -> Iterator[Violation]:
+        for at in np.flatnonzero(mask).tolist():
+            action = Action(int(stage[at]), kind, int(microbatch[at]))
+            yield subject.absent("missing", "is not in the plan", action)
+
+    yield from absent(Kind.F, where.rows(Kind.F, stage, microbatch) < 0)
+    if plan.has(Kind.B, Kind.I, Kind.W):
+        full, inputs, weights = (
+            where.rows(kind, stage, microbatch) >= 0 for kind in (Kind.B, Kind.I, Kind.W)
+        )
+        yield from absent(Kind.B, ~full & ~inputs & ~weights)
+        yield from absent(Kind.I, weights & ~inputs & ~full)
+        yield from absent(Kind.W, inputs & ~weights & ~full)
+
+
+def order(subject: Subject) -> Iterator[Violation]:
+    """On one rank, what an action needs comes before it."""
+    rows, rank, position = subject.plan.rows, subject.rank, subject.position
+    for column in (subject.needs.own, subject.needs.arrival, subject.needs.post):
+        late = (column >= 0) & (rank[column] == rank) & (position[column] >= position)
+        for row in np.flatnonzero(late).tolist():
+            need = int(column[row])
+            when = "runs together with it" if position[need] == position[row] else "comes later"
+            yield subject.at(
+                row, "order", f"needs {rows.leaf(need)}, which {when} ({_place(subject, need)})"
+            )
+
+
+def partners(subject: Subject) -> Iterator[Violation]:
+    """A send has its receive and the reverse, both where two stages lie on different ranks."""
+    plan, rows, where = subject.plan, subject.plan.rows, subject.where
+    if plan.level < Level.LOWERED:
+        return
+    crosses = channels(plan)[1]
+    for send, receive, step in ((Kind.SEND_F, Kind.RECV_F, 1), (Kind.SEND_B, Kind.RECV_B, -1)):
+        for kind, partner, hop in ((send, receive, step), (receive, send, -step)):
+            index = subject.select(kind)
+            for row in index[~crosses[index]].tolist():
+                yield subject.at(row, "partner", _nobody(plan, int(rows.stage[row]), hop))
+            index = index[crosses[index]]
+            stage, microbatch = rows.stage[index] + hop, rows.microbatch[index]
+            for row in index[where.rows(partner, stage, microbatch) < 0].tolist():
+                action = Action(int(rows.stage[row]) + hop, partner, int(rows.microbatch[row]))
+                peer = plan.placement.rank_of[action.stage]
+                yield subject.at(row, "partner", f"rank {peer} has no {action} for it")
+        yield from _untransported(subject, send, step)
+
+
+def _untransported(subject: Subject, send: Kind, step: int) -> Iterator[Violation]:
+    """What crosses between ranks and has neither a send nor a receive."""
+    plan, rows, where = subject.plan, subject.plan.rows, subject.where
+    rank_of = np.array(plan.placement.rank_of)
+    producers = (Kind.F,) if send is Kind.SEND_F else (Kind.B, Kind.I)
+    index = subject.select(*producers)
+    index = index[(rows.stage[index] + step >= 0) & (rows.stage[index] + step < plan.stages)]
+    stage, microbatch = rows.stage[index], rows.microbatch[index]
+    receive = Kind.RECV_F if send is Kind.SEND_F else Kind.RECV_B
+    lost = (
+        (rank_of[stage] != rank_of[stage + step])
+        & (where.rows(send, stage, microbatch) < 0)
+        & (where.rows(receive, stage + step, microbatch) < 0)
+    )
+    for row in index[lost].tolist():
+        action = Action(int(rows.stage[row]), send, int(rows.microbatch[row]))
+        peer = plan.placement.rank_of[action.stage + step]
+        yield subject.absent(
+            "missing", f"rank {peer} needs it from rank {subject.rank[row]}", action
+        )
+
+
+def channel_order(subject: Subject) -> Iterator[Violation]:
+    """Receives are posted in the order of their sends; told once for each channel."""
+    plan, rows = subject.plan, subject.plan.rows
+    if plan.level < Level.LOWERED:
+        return
+    channel, crosses = channels(plan)
+    for send, receive, step in ((Kind.SEND_F, Kind.RECV_F, 1), (Kind.SEND_B, Kind.RECV_B, -1)):
+        sends = subject.select(send)
+        sends = sends[crosses[sends]]
+        receives = subject.where.rows(receive, rows.stage[sends] + step, rows.microbatch[sends])
+        sends, receives = sends[receives >= 0], receives[receives >= 0]
+        # Rows are in program order, so a stable sort by channel keeps the order within each.
+        by_channel = np.argsort(channel[sends], kind="stable")
+        sends, receives = sends[by_channel], receives[by_channel]
+        same = channel[sends[1:]] == channel[sends[:-1]]
+        swapped = np.flatnonzero(same & (receives[1:] < receives[:-1])) + 1
+        _, first = np.unique(channel[sends[swapped]], return_index=True)
+        for at in swapped[first].tolist():
+            row, mine, other = int(sends[at]), int(receives[at]), int(receives[at - 1])
+            yield subject.at(
+                row,
+                "channel",
+                f"is sent after {rows.leaf(int(sends[at - 1]))}, but rank {subject.rank[mine]} "
+                f"posts {rows.leaf(mine)} (position {subject.position[mine]}) before "
+                f"{rows.leaf(other)} (position {subject.position[other]})",
+            )
+
+
+def sharding(subject: Subject) -> Iterator[Violation]:
+    """A stage computes only between its UNSHARD and its RESHARD, in a plan that has any."""
+    plan, rows = subject.plan, subject.plan.rows
+    if not plan.has(Kind.UNSHARD, Kind.RESHARD):
+        return
+    index = subject.select(Kind.F, Kind.B, Kind.I, Kind.W, Kind.UNSHARD, Kind.RESHARD)
+    index = index[np.argsort(rows.stage[index], kind="stable")]
+    kind, stage = rows.kind[index], rows.stage[index]
+    is_event = np.isin(kind, (Kind.UNSHARD, Kind.RESHARD))
+    latest = np.maximum.accumulate(np.where(is_event, np.arange(len(index)), -1))
+    before = np.concatenate([[-1], latest[:-1]])
+    ready = (before >= 0) & (stage[before] == stage) & (kind[before] == Kind.UNSHARD)
+    for at in np.flatnonzero(ready == (kind == Kind.UNSHARD)).tolist():
+        state = "is unsharded already" if ready[at] else "is not unsharded here"
+        yield subject.at(int(index[at]), "shard", f"stage {stage[at]} {state}")
+
+
+def reduction(subject: Subject) -> Iterator[Violation]:
+    """A stage's gradients are reduced once, after its last backward, in a plan that reduces."""
+    plan, rows = subject.plan, subject.plan.rows
+    if not plan.has(Kind.REDUCE_GRAD):
+        return
+    done: dict[int, int] = {}
+    for row in subject.select(Kind.REDUCE_GRAD).tolist():
+        stage = int(rows.stage[row])
+        if stage in done:
+            yield subject.at(row, "duplicate", f"done before, {_place(subject, done[stage])}")
+        done.setdefault(stage, row)
+    backward = subject.select(Kind.B, Kind.W)
+    last = np.full(plan.stages, -1)
+    np.maximum.at(last, rows.stage[backward], backward)
+    for stage in range(plan.stages):
+        if stage not in done:
+            action = Action(stage, Kind.REDUCE_GRAD)
+            yield subject.absent("missing", "is not in the plan, others are", action)
+        elif done[stage] < last[stage]:
+            need = int(last[stage])
+            yield subject.at(
+                done[stage],
+                "order",
+                f"comes before {rows.leaf(need)} ({_place(subject, need)}) of its stage",
+            )
+
+
+RULES: tuple[Rule, ...] = (
+    out_of_range,
+    wrong_rank,
+    duplicate,
+    missing,
+    order,
+    partners,
+    channel_order,
+    sharding,
+    reduction,
+)
+
+
+def _place(subject: Subject, row: int) -> str:
+    return f"rank {subject.rank[row]}, position {subject.position[row]}"
+
+
+def _nobody(plan: Plan, stage: int, hop: int) -> str:
+    if not 0 <= stage + hop < plan.stages:
+        return f"stage {stage} has no neighbour on that side"
+    return f"stage {stage + hop} lies on the same rank: leave it out"

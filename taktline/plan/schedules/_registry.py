@@ -1,0 +1,138 @@
+"""Finds a schedule by any of its usual names, and checks that the numbers fit it."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import wraps
+from typing import TypeAlias
+
+from taktline.errors import ScheduleError
+from taktline.plan.placement import Placement
+from taktline.plan.plan import Plan
+from taktline.plan.rows import Rows
+from taktline.plan.words import counted
+
+__all__ = ["Schedule", "build", "each_rank", "find", "names", "register"]
+
+Generator: TypeAlias = Callable[[Placement, int], list[Rows]]
+"""(placement, micro-batches) → what each rank does, in order."""
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """A schedule: its names, what it needs, and the function that writes it down."""
+
+    name: str
+    aliases: tuple[str, ...]
+    stages_per_rank: int | None
+    """How many stages each rank holds; None where any number goes."""
+    place: Callable[[int, int], Placement]
+    generate: Generator
+    summary: str
+
+    def build(self, ranks: int, microbatches: int, stages_per_rank: int | None = None) -> Plan:
+        """The plan for these numbers, or a ScheduleError that says what would fit."""
+        for what, number in (
+            ("ranks", ranks),
+            ("microbatches", microbatches),
+            ("stages_per_rank", 1 if stages_per_rank is None else stages_per_rank),
+        ):
+            if not isinstance(number, int) or number < 1:  # pyright: ignore
+                raise ScheduleError(
+                    f"{self.name}: {what} must be a whole number from 1 up, not {number!r}"
+                )
+        placement = self.place(ranks, self._stages_per_rank(stages_per_rank))
+        return Plan(self.generate(placement, microbatches), placement, microbatches, name=self.name)
+
+    def _stages_per_rank(self, asked: int | None) -> int:
+        if self.stages_per_rank is None:
+            return 2 if asked is None else asked
+        if asked not in (None, self.stages_per_rank):
+            fitting = ", ".join(
+                name
+                for name, schedule in _SCHEDULES.items()
+                if schedule.stages_per_rank in (None, asked)
+            )
+            raise ScheduleError(
+                f"{self.name} runs {counted(self.stages_per_rank, 'stage')} per rank, "
+                f"not {asked}; with {asked} there are: {fitting}"
+            )
+        return self.stages_per_rank
+
+
+_SCHEDULES: dict[str, Schedule] = {}
+_BY_ALIAS: dict[str, Schedule] = {}
+
+
+def register(
+    name: str,
+    *aliases: str,
+    stages_per_rank: int | None,
+    place: Callable[[int, int], Placement] = Placement.loop,
+) -> Callable[[Generator], Generator]:
+    """Make a function (placement, micro-batches) → rows of each rank known as a schedule."""
+
+    def decorate(generate: Generator) -> Generator:
+        summary = (generate.__doc__ or "").strip().partition("\n")[0]
+        schedule = Schedule(name, aliases, stages_per_rank, place, generate, summary)
+        for alias in (name, *aliases):
+            if _plain(alias) in _BY_ALIAS:
+                taken = _BY_ALIAS[_plain(alias)].name
+                raise ScheduleError(f"a schedule is called {alias!r} already: {taken}")
+        _SCHEDULES[name] = schedule
+        _BY_ALIAS.update(dict.fromkeys(map(_plain, (name, *aliases)), schedule))
+        return generate
+
+    return decorate
+
+
+def each_rank(rank_rows: Callable[[int, Placement, int], Rows]) -> Generator:
+    """For schedules that are written down rank by rank, as (rank, placement, micro-batches)."""
+
+    @wraps(rank_rows)
+    def generate(placement: Placement, microbatches: int) -> list[Rows]:
+        return [rank_rows(rank, placement, microbatches) for rank in range(placement.ranks)]
+
+    return generate
+
+
+def names() -> list[str]:
+    """The names of all schedules, from the plainest on.
+
+    >>> names()[:3]
+    ['forward_only', 'gpipe', '1f1b']
+    """
+    return list(_SCHEDULES)
+
+
+def find(name: str) -> Schedule:
+    """The schedule of this name: any usual one, in any letter case.
+
+    >>> find("ScheduleInterleaved1F1B").name
+    'interleaved_1f1b'
+    >>> find("1f2b")
+    Traceback (most recent call last):
+    taktline.errors.ScheduleError: no schedule is called '1f2b'; did you mean 1f1b? Known are: ...
+    """
+    schedule = _BY_ALIAS.get(_plain(name))
+    if schedule is None:
+        close = difflib.get_close_matches(_plain(name), _BY_ALIAS, n=1)
+        hint = f"did you mean {_BY_ALIAS[close[0]].name}? Known are" if close else "known are"
+        raise ScheduleError(f"no schedule is called {name!r}; {hint}: {', '.join(names())}")
+    return schedule
+
+
+def build(name: str, *, ranks: int, microbatches: int, stages_per_rank: int | None = None) -> Plan:
+    """The compute plan of a schedule.
+
+    >>> build("1f1b", ranks=2, microbatches=3)[0]
+    [Action(0F0), Action(0F1), Action(0B0), Action(0F2), Action(0B1), Action(0B2)]
+    """
+    return find(name).build(ranks, microbatches, stages_per_rank)
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[^a-z0-9]", "", name.lower()).removeprefix("schedule")

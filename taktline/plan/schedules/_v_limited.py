@@ -1,0 +1,123 @@
+"""Schedules in a V under a memory limit: the one generator behind V-Min and V-Half.
+
+A plain greedy choice fills the memory with forwards that then wait for one another. So each action
+gets a due time from a pattern that repeats every period, the work of one micro-batch on a rank. A
+rank runs what is due first; while that cannot run yet, it does a pending W; failing that, it runs
+ahead of the pattern, by one period at most. So the pattern is kept where all ranks are busy, and
+the gaps of warm-up and cool-down are filled.
+
+The limit holds whatever the actions cost, for it follows from the order on each rank alone: an
+activation is counted from its F to its W. The order never locks up: a rank's first stage leaves
+room for its second, so the oldest micro-batch under way can always go on.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import insort
+from collections import deque
+
+from taktline.plan.action import Action, Kind
+from taktline.plan.placement import Placement
+from taktline.plan.rows import Rows
+from taktline.plan.schedules.zbv import zbv
+
+__all__ = ["v_limited"]
+
+_PERIOD = 6  # F, I and W of two stages
+_TURN = 3  # what the pattern waits between F and I of the last stage
+
+
+def v_limited(placement: Placement, microbatches: int, limit: int) -> list[Rows]:
+    """All ranks' actions, with at most ``limit`` activations on a rank, from V-Min's number up."""
+    if limit >= 2 * placement.ranks:
+        return zbv(placement, microbatches)
+    ranks = _Ranks(placement.ranks, microbatches, limit)
+    moved = True
+    while ranks.unfinished():
+        # All ranks choose, then all run. If nobody can move, the pattern is in the way.
+        reach = _PERIOD * ranks.unit if moved else math.inf
+        choices = [(rank, ranks.choose(rank, reach)) for rank in range(placement.ranks)]
+        moves = [(rank, place) for rank, place in choices if place is not None]
+        for rank, place in moves:
+            ranks.run(rank, place)
+        moved = bool(moves)
+    return [Rows.from_actions(actions) for actions in ranks.actions]
+
+
+class _Ranks:
+    """The state of all ranks while the plan is written, tick by tick."""
+
+    def __init__(self, count: int, microbatches: int, limit: int) -> None:
+        self.count, self.microbatches, self.limit = count, microbatches, limit
+        self.actions: list[list[Action]] = [[] for _ in range(count)]
+        # Actions W of each rank whose I has run.
+        self.weights: list[deque[Action]] = [deque() for _ in range(count)]
+        # For each stage, the micro-batches through it and the activations held for it.
+        self.forwards, self.backwards, self.live = ([0] * (2 * count) for _ in range(3))
+
+        # Due times of micro-batch 0, in whole numbers. It moves one rank in a unit on the way down,
+        # and takes somewhat longer on the way up. Both stages of a rank then hold its activations
+        # for 4·count + 2·_TURN units and twice the whole stretch together, which is the memory in
+        # use times the period: the stretch is what the limit leaves over.
+        self.unit = unit = max(1, count - 1)
+        up = unit + max(0, 3 * limit - 2 * count - 4 - _TURN)
+        last = 2 * count - 1
+        at_loss = unit * count + up * (count - 1) + unit * (1 + _TURN)
+        # For each rank its next action of each kind and stage, as (due, tie, kind, stage). Of two
+        # that are due at once, the later in a micro-batch's life goes first.
+        self.queues = [
+            sorted(
+                [
+                    (unit * rank, 3, Kind.F, rank),
+                    (unit * count + up * (count - 1 - rank), 2, Kind.F, last - rank),
+                    (at_loss + unit * rank, 1, Kind.I, last - rank),
+                    (at_loss + unit * count + up * (count - 1 - rank), 0, Kind.I, rank),
+                ]
+            )
+            for rank in range(count)
+        ]
+
+    def unfinished(self) -> bool:
+        return any(self.queues) or any(self.weights)
+
+    def choose(self, rank: int, reach: float) -> int | None:
+        """The place in the rank's queue of what to run now; -1 for a W, None for nothing."""
+        queue, pending = self.queues[rank], self.weights[rank]
+        for place, (due, _, kind, stage) in enumerate(queue):
+            if place and (pending or due - queue[0][0] > reach):
+                break
+            if self._ready(kind, stage):
+                return place
+        return -1 if pending else None
+
+    def _ready(self, kind: Kind, stage: int) -> bool:
+        last = len(self.live) - 1
+        if kind is Kind.I:
+            number = self.backwards[stage]
+            return self.forwards[stage] > number and (
+                stage == last or self.backwards[stage + 1] > number
+            )
+        room = self.live[stage] + self.live[last - stage] < self.limit
+        if stage < self.count:
+            room = room and self.live[stage] < self.limit - 1
+        return room and (stage == 0 or self.forwards[stage - 1] > self.forwards[stage])
+
+    def run(self, rank: int, place: int) -> None:
+        """Write down the chosen action, and put the next of its kind into the queue."""
+        if place < 0:
+            action = self.weights[rank].popleft()
+            self.live[action.stage] -= 1
+            self.actions[rank].append(action)
+            return
+        due, tie, kind, stage = self.queues[rank].pop(place)
+        through = self.forwards if kind is Kind.F else self.backwards
+        number = through[stage]
+        through[stage] += 1
+        if number + 1 < self.microbatches:
+            insort(self.queues[rank], (due + _PERIOD * self.unit, tie, kind, stage))
+        if kind is Kind.F:
+            self.live[stage] += 1
+        else:
+            self.weights[rank].append(Action(stage, Kind.W, number))
+        self.actions[rank].append(Action(stage, kind, number))

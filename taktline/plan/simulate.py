@@ -1,0 +1,51 @@
+"""From a plan and its costs to when everything happens."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from taktline.plan.action import Kind
+from taktline.plan.costs import Costs
+from taktline.plan.deps import channels, needs
+from taktline.plan.passes.add_comm import add_comm
+from taktline.plan.plan import Plan
+from taktline.plan.timeline import Timeline
+from taktline.plan.validate import require_valid
+from taktline.plan.walk import Messages, waits_between_ranks, walk
+
+__all__ = ["simulate"]
+
+
+def simulate(plan: Plan, costs: Costs | None = None) -> Timeline:
+    """Run a plan in thought: every action as early as its rank and its dependencies allow.
+
+    Where messages may have to queue (a link of finite bandwidth), the timeline is that of the
+    plan with its messages spelled out.
+
+    >>> from taktline.plan import build
+    >>> timeline = simulate(build("1f1b", ranks=4, microbatches=8), Costs(forward=1.0))
+    >>> timeline.makespan
+    33.0
+    """
+    costs = costs or Costs()
+    require_valid(plan)
+    if costs.queues:
+        plan = add_comm(plan)
+    rows = plan.rows
+    duration = costs.durations(plan)
+    channel, crosses = channels(plan)
+    crosses &= ~np.isin(rows.kind, (Kind.RECV_F, Kind.RECV_B))
+    # A gradient is as large as its activation, which the stage before has sent.
+    backward = np.isin(rows.kind, (Kind.B, Kind.I, Kind.SEND_B))
+    size = costs.of("message_bytes", plan.stages)[np.maximum(rows.stage - backward, 0)]
+    occupies = np.where(crosses, size / costs.link.bandwidth, 0.0)
+    delay = np.where(crosses, costs.link.latency, 0.0)
+    hold = duration
+    if costs.comm_blocks:
+        sending = occupies + delay
+        sending[rows.joined] += sending[rows.second_of_pair()]
+        hold, occupies, delay = duration + sending, np.zeros(len(rows)), np.zeros(len(rows))
+        duration = np.where(rows.kind <= Kind.W, duration, hold)
+    waits = waits_between_ranks(plan, needs(plan))
+    run = walk(plan, waits, hold, Messages(channel, occupies, delay))
+    return Timeline(plan, run.start, run.start + duration, costs, run.arrival)

@@ -1,0 +1,158 @@
+"""When everything happened, or would: the result of a simulation and of a measurement alike."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Literal, TypeAlias, get_args
+
+import numpy as np
+
+from taktline.errors import PlanError
+from taktline.plan.action import Action, Kind
+from taktline.plan.costs import Costs
+from taktline.plan.deps import needs
+from taktline.plan.memory import peak_memory
+from taktline.plan.plan import Plan
+from taktline.plan.rows import FloatArray
+
+__all__ = ["Span", "Timeline"]
+
+By: TypeAlias = Literal["makespan", "span"]
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """One action and when it ran."""
+
+    rank: int
+    action: Action
+    start: float
+    end: float
+
+    def __str__(self) -> str:
+        return f"rank {self.rank}: {self.action} {self.start:g} – {self.end:g}"
+
+
+@dataclass(frozen=True, eq=False)
+class Timeline:
+    """When each row of a plan started and ended.
+
+    >>> from taktline.plan import build, simulate
+    >>> timeline = simulate(build("gpipe", ranks=4, microbatches=8))
+    >>> f"{timeline.makespan:g}, {timeline.bubble():.1%} idle"
+    '33, 27.3% idle'
+    """
+
+    plan: Plan
+    start: FloatArray
+    end: FloatArray
+    costs: Costs = field(default_factory=Costs)
+    arrival: FloatArray | None = None
+    """When each row's result was there for whoever waits for it; by default at its end."""
+
+    @property
+    def makespan(self) -> float:
+        """The end of the last action, counted from time 0."""
+        return float(self.end.max(initial=0.0))
+
+    @property
+    def rank_spans(self) -> FloatArray:
+        """For each rank, the time from its first start to its last end."""
+        compute = self._compute()
+        return np.array(
+            [
+                float(self.end[mine].max() - self.start[mine].min()) if mine.size else 0.0
+                for mine in self._by_rank(compute)
+            ]
+        )
+
+    @property
+    def busy(self) -> FloatArray:
+        """For each rank, the time in which it computes."""
+        lasting = (self.end - self.start) * ~self.plan.rows.second_of_pair()
+        return np.array([lasting[mine].sum() for mine in self._by_rank(self._compute())])
+
+    @property
+    def utilisation(self) -> FloatArray:
+        """For each rank, the share of the makespan in which it computes."""
+        return self.busy / self.makespan if self.makespan else np.zeros(self.plan.ranks)
+
+    @property
+    def peak_memory(self) -> FloatArray:
+        """For each rank, the most memory that its activations take at once."""
+        return peak_memory(self.plan, self.costs)
+
+    def cost(self, by: By = "makespan") -> float:
+        """What the step takes: all of it, or only the longest rank's own span.
+
+        The second counts no waiting before a rank's first and after its last action, which the next
+        step can fill where nothing holds all ranks together in between.
+        """
+        if by not in get_args(By):
+            raise PlanError(f"by is one of {get_args(By)}, not {by!r}")
+        return self.makespan if by == "makespan" else float(self.rank_spans.max(initial=0.0))
+
+    def bubble(self, by: By = "makespan") -> float:
+        """The share of that cost in which an average rank is idle."""
+        cost = self.cost(by)
+        return self.idle(by) / cost if cost else 0.0
+
+    def idle(self, by: By = "makespan") -> float:
+        """The time of that cost in which an average rank is idle."""
+        return self.cost(by) - float(self.busy.mean())
+
+    def spans(self, rank: int) -> Iterator[Span]:
+        """What a rank did, in order; the two halves of an overlapped pair one after the other."""
+        for row in range(int(self.plan.offsets[rank]), int(self.plan.offsets[rank + 1])):
+            yield self._span(rank, row)
+
+    def critical_path(self) -> list[Span]:
+        """The chain of actions, each held up by the one before, that ends last.
+
+        >>> from taktline.plan import build, simulate
+        >>> path = simulate(build("1f1b", ranks=2, microbatches=1)).critical_path()
+        >>> " ".join(str(span.action) for span in path)
+        '0F0 1F0 1B0 0B0'
+        """
+        plan, rows = self.plan, self.plan.rows
+        if not len(rows):
+            return []
+        rank, arrives_from = plan.rank_of_rows(), needs(plan).arrival
+        second = rows.second_of_pair()
+        arrival = self.end if self.arrival is None else self.arrival
+        free = arrival if self.costs.comm_blocks else self.end
+        path: list[int] = []
+        row = int(np.lexsort((np.arange(len(rows)), self.end))[-1])
+        while row >= 0:
+            path.append(row)
+            first = row - int(second[row])
+            candidates = [first - 1] if first > plan.offsets[rank[row]] else []
+            pair = range(first, first + 1 + int(rows.joined[first]))
+            candidates += [int(arrives_from[half]) for half in pair if arrives_from[half] >= 0]
+            # The latest to be there was the one waited for; what ran just before on the same rank
+            # comes first in the list and so wins a draw.
+            row = max(
+                candidates,
+                key=lambda other: free[other] if rank[other] == rank[row] else arrival[other],
+                default=-1,
+            )
+        path.reverse()
+        ahead = [*path[1:], path[-1]]
+        return [
+            self._span(int(rank[row]), row)
+            for row, following in zip(path, ahead, strict=True)
+            # Besides computing, only what takes time or goes to another rank holds anybody up.
+            if rows.kind[row] <= Kind.W
+            or self.end[row] > self.start[row]
+            or rank[row] != rank[following]
+        ]
+
+    def _span(self, rank: int, row: int) -> Span:
+        return Span(rank, self.plan.rows.leaf(row), float(self.start[row]), float(self.end[row]))
+
+    def _compute(self) -> np.ndarray:
+        return np.flatnonzero(self.plan.rows.kind <= Kind.W)
+
+    def _by_rank(self, rows: np.ndarray) -> list[np.ndarray]:
+        return np.split(rows, np.searchsorted(rows, self.plan.offsets[1:-1]))

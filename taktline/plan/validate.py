@@ -1,0 +1,130 @@
+"""Whether a plan can run: every broken rule at once, and the proof that it cannot deadlock."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Literal, TypeAlias, cast, get_args
+
+import numpy as np
+
+from taktline.errors import InvalidPlanError, PlanError
+from taktline.plan.action import Kind
+from taktline.plan.plan import Level, Plan
+from taktline.plan.rows import IntArray
+from taktline.plan.rules import RULES, Subject, Violation, sizes
+from taktline.plan.walk import Blocked, unit_run, waits_between_ranks, walk
+
+__all__ = ["Sends", "Violation", "require_valid", "validate"]
+
+Sends: TypeAlias = Literal["blocking", "asynchronous"]
+
+
+def validate(plan: Plan, *, sends: Sends = "blocking") -> tuple[Violation, ...]:
+    """Every violation of the rules; empty if the plan is sound.
+
+    With ``sends="blocking"``, a send counts as done only once its receive is posted, and a plan
+    that passes cannot deadlock on any transport. With ``"asynchronous"``, sends return at once and
+    messages arrive in order on each channel (sender, receiver, activations or gradients).
+
+    >>> from taktline.plan import Plan
+    >>> for violation in validate(Plan.from_actions([["0B0", "0F0"]])):
+    ...     print(violation)
+    [order] rank 0, position 0, 0B0: needs 0F0, which comes later (rank 0, position 1)
+    """
+    if sends not in get_args(Sends):
+        raise PlanError(f"sends is one of {get_args(Sends)}, not {sends!r}")
+    # A plan never changes, so neither does the answer. Sound with blocking sends is sound always.
+    if plan.known.get("blocking") == ():
+        return ()
+    if sends not in plan.known:
+        plan.known[sends] = tuple(_violations(plan, sends))
+    return cast(tuple[Violation, ...], plan.known[sends])
+
+
+def require_valid(plan: Plan, *, sends: Sends = "asynchronous") -> None:
+    """Raise an InvalidPlanError with every violation, if there is one."""
+    if violations := validate(plan, sends=sends):
+        raise InvalidPlanError(plan.name, violations)
+
+
+def _violations(plan: Plan, sends: Sends) -> Iterator[Violation]:
+    if found := list(sizes(plan)):
+        yield from found
+        return
+    subject = Subject.of(plan)
+    broken = [violation for rule in RULES for violation in rule(subject)]
+    yield from broken
+    if not broken:
+        yield from _deadlocks(subject, sends)
+
+
+def _deadlocks(subject: Subject, sends: Sends) -> Iterator[Violation]:
+    """Walk through the plan; whoever is left over waits in a circle."""
+    plan, rows = subject.plan, subject.plan.rows
+    if sends == "blocking" and plan.level == Level.LOWERED:
+        waits = waits_between_ranks(plan, subject.needs)
+        waits = np.where(waits < 0, _receives_of_sends(subject), waits)
+        if _follows_known_order(plan, waits, subject.rank):
+            return
+        result = walk(plan, waits, np.zeros(len(rows)))
+    else:
+        result = unit_run(plan, subject.needs)
+    blocked = {head.rank: head for head in result.blocked}
+    seen: set[int] = set()
+    for rank in blocked:
+        circle = _follow(rank, blocked, subject.rank, seen)
+        if circle:
+            cycle = tuple(
+                (head.rank, rows.leaf(head.row), rows.leaf(head.waits_for)) for head in circle
+            )
+            story = "; ".join(
+                f"rank {head.rank} stands at {here} (position {subject.position[head.row]}), "
+                f"which waits for {there} of rank {subject.rank[head.waits_for]}"
+                for head, (_, here, there) in zip(circle, cycle, strict=True)
+            )
+            head = circle[0]
+            yield Violation(
+                "deadlock",
+                story,
+                head.rank,
+                int(subject.position[head.row]),
+                rows.leaf(head.row),
+                cycle,
+            )
+
+
+def _follows_known_order(plan: Plan, waits: IntArray, rank: IntArray) -> bool:
+    """Whether the order that the plan was made along (if any) proves that it can always go on.
+
+    It does if nothing waits for what is not strictly earlier in it, on whatever rank.
+    """
+    key = plan.known.get("order")
+    if not isinstance(key, np.ndarray):
+        return False
+    same_rank = rank[1:] == rank[:-1]
+    in_order = (key[1:] >= key[:-1]) | ~same_rank
+    return bool(in_order.all() and (key[waits] < key)[waits >= 0].all())
+
+
+def _follow(
+    rank: int, blocked: dict[int, Blocked], rank_of_row: IntArray, seen: set[int]
+) -> list[Blocked]:
+    """From rank to rank along what each waits for; the circle, if it is a new one."""
+    path: list[int] = []
+    while rank not in seen:
+        seen.add(rank)
+        path.append(rank)
+        rank = int(rank_of_row[blocked[rank].waits_for])
+    return [blocked[other] for other in path[path.index(rank) :]] if rank in path else []
+
+
+def _receives_of_sends(subject: Subject) -> IntArray:
+    """For each SEND, the row of its RECV."""
+    rows = subject.plan.rows
+    receives = np.full(len(rows), -1)
+    for send, receive, step in ((Kind.SEND_F, Kind.RECV_F, 1), (Kind.SEND_B, Kind.RECV_B, -1)):
+        index = np.flatnonzero(rows.kind == send)
+        receives[index] = subject.where.rows(
+            receive, rows.stage[index] + step, rows.microbatch[index]
+        )
+    return receives

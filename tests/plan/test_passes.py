@@ -1,0 +1,178 @@
+"""Lowering: pure passes, each sound by itself, and equal to torch's where torch has one."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.distributed.pipelining import schedules as torch_schedules
+
+from taktline.errors import PlanError
+from taktline.plan import (
+    Level,
+    Placement,
+    Plan,
+    add_comm,
+    add_reduce,
+    add_shard,
+    build,
+    lower,
+    merge_backward,
+    simulate,
+    validate,
+)
+from tests.plan.strategies import shapes
+
+
+def texts(plan: Plan, rank: int) -> list[str]:
+    return [str(action) for action in plan[rank]]
+
+
+def torch_actions(plan: Plan, rank: int) -> list[torch_schedules._Action | None]:
+    return [torch_schedules._Action.from_str(text) for text in texts(plan, rank)]
+
+
+@given(shapes())
+def test_passes_leave_their_input_alone_and_always_give_the_same(plan: Plan) -> None:
+    before = plan.digest()
+    assert lower(plan, merge=True, keep_ready=2, reduce=True) == lower(
+        plan, merge=True, keep_ready=2, reduce=True
+    )
+    assert plan.digest() == before
+
+
+@given(shapes(), st.booleans(), st.none() | st.integers(1, 3), st.booleans())
+def test_lowering_only_adds_to_the_compute_actions(
+    plan: Plan, merge: bool, keep_ready: int | None, reduce: bool
+) -> None:
+    lowered = lower(plan, merge=merge, keep_ready=keep_ready, reduce=reduce)
+    assert lowered.level is Level.LOWERED
+    assert validate(lowered) == ()
+    compute = merge_backward(plan) if merge else plan
+    for rank in range(plan.ranks):
+        kept = [text for text in texts(lowered, rank) if re.search(r"\d[FBIW]\d", text)]
+        assert kept == texts(compute, rank)
+
+
+@given(shapes())
+def test_merging_gives_what_torch_gives(plan: Plan) -> None:
+    merged = merge_backward(plan)
+    for rank in range(plan.ranks):
+        expected = torch_schedules._merge_bw(torch_actions(plan, rank))
+        assert texts(merged, rank) == [str(action) for action in expected]
+    assert validate(merged) == ()
+
+
+def test_a_backward_in_an_overlapped_pair_is_not_merged() -> None:
+    plan = Plan.from_actions([["0F0", "(0F1;0I0)OVERLAP_F_B", "0W0", "0I1", "0W1"]])
+    assert texts(merge_backward(plan), 0) == ["0F0", "(0F1;0I0)OVERLAP_F_B", "0W0", "0B1"]
+
+
+@given(shapes(4, 6), st.integers(1, 4))
+def test_sharding_gives_what_torch_gives(plan: Plan, keep_ready: int) -> None:
+    sharded = add_shard(plan, keep_ready)
+    for rank in range(plan.ranks):
+        expected = torch_schedules._add_unshard_reshard(torch_actions(plan, rank), keep_ready)
+        assert _reshards_sorted(texts(sharded, rank)) == _reshards_sorted(map(str, expected))
+    assert validate(sharded) == ()
+
+
+def _reshards_sorted(cells: Iterable[str]) -> list[str]:
+    """Torch releases several stages at once in the order of a set: here, in that of their names."""
+    groups: list[list[str]] = [[]]
+    for cell in cells:
+        if cell.endswith("RESHARD"):
+            groups[-1].append(cell)
+        else:
+            groups += [[cell], []]
+    return [cell for group in groups for cell in sorted(group)]
+
+
+@given(shapes(4, 6))
+def test_reducing_gives_what_torch_gives(plan: Plan) -> None:
+    reduced = add_reduce(plan)
+    for rank in range(plan.ranks):
+        expected = torch_schedules._add_reduce_grad(torch_actions(plan, rank), plan.microbatches)
+        assert texts(reduced, rank) == [str(action) for action in expected]
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda plan: add_shard(plan, 0), "at least 1 stage, not 0"),
+        (lambda plan: add_shard(add_shard(plan)), "this one is SHARDED"),
+        (lambda plan: add_shard(lower(plan)), "this one is LOWERED"),
+        (lambda plan: add_reduce(add_reduce(plan)), "without REDUCE_GRAD"),
+        (lambda plan: add_reduce(lower(plan)), "without REDUCE_GRAD"),
+    ],
+)
+def test_passes_in_the_wrong_order(make: Callable[[Plan], Plan], message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        make(build("interleaved_1f1b", ranks=2, microbatches=2))
+
+
+class TestCommunication:
+    def test_a_send_follows_what_it_sends(self) -> None:
+        plan = lower(build("dualpipev", ranks=3, microbatches=8))
+        for rank in range(3):
+            cells = texts(plan, rank)
+            for at, cell in enumerate(cells):
+                if "SEND" in cell:
+                    source = at - 1
+                    while "SEND" in cells[source]:
+                        source -= 1
+                    stage, direction, number = re.fullmatch(r"(\d+)SEND_(.)(\d+)", cell).groups()  # type: ignore[union-attr]
+                    kinds = "F" if direction == "F" else "BI"
+                    assert re.search(rf"(^|\D){stage}[{kinds}]{number}(\D|$)", cells[source]), cells
+
+    def test_a_receive_is_posted_while_the_sender_still_computes(self) -> None:
+        """A post stands before what the receiver does when the message goes out, or in its gap."""
+        compute = build("1f1b", ranks=4, microbatches=8)
+        end = {
+            str(span.action): span.end
+            for rank in range(4)
+            for span in simulate(compute).spans(rank)
+        }
+        start = {
+            str(span.action): span.start
+            for rank in range(4)
+            for span in simulate(compute).spans(rank)
+        }
+        lowered = lower(compute)
+        posts = 0
+        for rank in range(4):
+            cells = texts(lowered, rank)
+            for at, cell in enumerate(cells):
+                if "RECV" in cell:
+                    stage, direction, number = re.fullmatch(r"(\d+)RECV_(.)(\d+)", cell).groups()  # type: ignore[union-attr]
+                    sender = int(stage) - 1 if direction == "F" else int(stage) + 1
+                    sent = end[f"{sender}{direction}{number}"]
+                    before = [c for c in cells[:at] if c in end]
+                    following = next(c for c in cells[at:] if c in start)
+                    idle = (end[before[-1]] if before else 0) < sent <= start[following]
+                    assert idle or start[following] < sent <= end[following], cells
+                    posts += 1
+        assert posts == 2 * 3 * 8
+
+    def test_stages_on_one_rank_need_no_messages(self) -> None:
+        plan = Plan.from_actions([["0F0", "1F0", "2F0", "2B0", "1B0", "0B0"]])
+        lowered = add_comm(plan)
+        assert lowered.level is Level.LOWERED
+        assert texts(lowered, 0) == texts(plan, 0)
+
+    def test_neighbours_on_one_rank_and_others_apart(self) -> None:
+        plan = Plan.from_actions(
+            [["0F0", "1F0", "1B0", "0B0"], ["2F0", "3F0", "3B0", "2B0"]],
+            Placement.custom([0, 0, 1, 1]),
+        )
+        assert texts(add_comm(plan), 0) == [
+            "0F0", "1F0", "1SEND_F0", "1RECV_B0", "1B0", "0B0",
+        ]  # fmt: skip
+        assert texts(add_comm(plan), 1) == ["2RECV_F0", "2F0", "3F0", "3B0", "2B0", "2SEND_B0"]
+
+    def test_a_lowered_plan_stays_as_it_is(self) -> None:
+        plan = lower(build("zbv", ranks=2, microbatches=3))
+        assert add_comm(plan) is plan

@@ -1,0 +1,288 @@
+"""Every schedule: valid for all numbers, as drawn, with the bubble and memory that it states."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from taktline.errors import ScheduleError
+from taktline.plan import (
+    Costs,
+    Plan,
+    Rows,
+    build,
+    each_rank,
+    find,
+    lower,
+    names,
+    peak_memory,
+    register,
+    simulate,
+    validate,
+)
+from taktline.plan.render.text import grid
+from taktline.plan.schedules import _registry
+
+UNEVEN = Costs(forward=1.25, backward_input=1.5, backward_weight=0.75, kept_for_weight=0.5)
+FULL = 1.25 + 1.5 + 0.75
+
+DRAWN = {
+    "forward_only": (3, 1, 4),
+    "gpipe": (3, 1, 4),
+    "1f1b": (3, 1, 4),
+    "interleaved_1f1b": (2, 2, 2),
+    "looped_bfs": (2, 2, 3),
+    "zb_h1": (3, 1, 4),
+    "zb_h2": (3, 1, 5),
+    "interleaved_zero_bubble": (2, 2, 2),
+    "zbv": (2, 2, 3),
+    "dualpipev": (2, 2, 4),
+    "v_half": (4, 2, 4),
+    "v_min": (4, 2, 4),
+}
+
+
+def stages_allowed(name: str) -> tuple[int, ...]:
+    fixed = find(name).stages_per_rank
+    return (1, 2, 3, 4) if fixed is None else (fixed,)
+
+
+@pytest.mark.parametrize("name", names())
+def test_any_number_of_ranks_and_microbatches(name: str) -> None:
+    for ranks in (1, 2, 3, 4, 5, 8):
+        for microbatches in (1, 2, 3, 5, 7, 8, 12):
+            for stages_per_rank in stages_allowed(name):
+                plan = build(
+                    name, ranks=ranks, microbatches=microbatches, stages_per_rank=stages_per_rank
+                )
+                numbers = (name, ranks, microbatches, stages_per_rank)
+                assert plan.stages == ranks * stages_per_rank, numbers
+                assert validate(plan) == (), numbers
+                assert validate(lower(plan)) == (), numbers
+
+
+def drawing(name: str) -> list[str]:
+    """The title and the rows of the drawing in a schedule's file."""
+    module = importlib.import_module(find(name).generate.__module__)
+    lines = [line.strip() for line in (module.__doc__ or "").splitlines()]
+    return [line for line in lines if line.startswith((f"{name}:", "rank "))]
+
+
+@pytest.mark.parametrize("name", names())
+def test_is_what_its_file_draws(name: str) -> None:
+    ranks, stages_per_rank, microbatches = DRAWN[name]
+    plan = build(name, ranks=ranks, microbatches=microbatches, stages_per_rank=stages_per_rank)
+    drawn = drawing(name)
+    actual = grid(plan, width=10_000).splitlines()
+    assert len(drawn) == len(actual) == ranks + 1
+    for line, expected in zip(drawn, actual, strict=True):
+        if line.endswith("…"):
+            assert expected.startswith(line[:-1].rstrip())
+        else:
+            assert expected == line
+
+
+@pytest.mark.parametrize("name", names())
+def test_the_documentation_shows_the_same_drawing(name: str) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "schedules.md").read_text()
+    for line in drawing(name):
+        assert line in page
+
+
+class TestNames:
+    @pytest.mark.parametrize(
+        ("asked", "name"),
+        [
+            ("1f1b", "1f1b"),
+            ("1F1B", "1f1b"),
+            ("Schedule1F1B", "1f1b"),
+            ("GPipe", "gpipe"),
+            ("Interleaved1F1B", "interleaved_1f1b"),
+            ("ScheduleInterleaved1F1B", "interleaved_1f1b"),
+            ("interleaved-1f1b", "interleaved_1f1b"),
+            ("LoopedBFS", "looped_bfs"),
+            ("InterleavedZeroBubble", "interleaved_zero_bubble"),
+            ("ZBVZeroBubble", "zbv"),
+            ("ZB-V", "zbv"),
+            ("zbvzerobubble", "zbv"),
+            ("DualPipeV", "dualpipev"),
+            ("ZB-H1", "zb_h1"),
+            ("V-Half", "v_half"),
+            ("VMin", "v_min"),
+            ("ForwardOnly", "forward_only"),
+            ("_ScheduleForwardOnly", "forward_only"),
+        ],
+    )
+    def test_a_schedule_has_many(self, asked: str, name: str) -> None:
+        assert find(asked).name == name
+
+    @pytest.mark.parametrize("asked", ["nonsense", "", "2F2B"])
+    def test_an_unknown_one_lists_the_known_ones(self, asked: str) -> None:
+        with pytest.raises(ScheduleError) as caught:
+            find(asked)
+        for name in names():
+            assert name in str(caught.value)
+
+    def test_a_near_miss_gets_a_hint(self) -> None:
+        with pytest.raises(ScheduleError, match=r"did you mean dualpipev\?"):
+            find("dualpipe")
+
+
+class TestConstraints:
+    @pytest.mark.parametrize(("name", "asked"), [("1f1b", 2), ("zbv", 1), ("dualpipev", 3)])
+    def test_stages_per_rank_that_do_not_fit(self, name: str, asked: int) -> None:
+        with pytest.raises(ScheduleError) as caught:
+            build(name, ranks=4, microbatches=8, stages_per_rank=asked)
+        text = str(caught.value)
+        assert f"per rank, not {asked}" in text
+        for other in text.partition("there are: ")[2].split(", "):
+            build(other, ranks=4, microbatches=8, stages_per_rank=asked)
+
+    @pytest.mark.parametrize(
+        ("numbers", "message"),
+        [
+            ({"ranks": 0, "microbatches": 1}, "ranks must be a whole number from 1 up, not 0"),
+            (
+                {"ranks": 2, "microbatches": 0},
+                "microbatches must be a whole number from 1 up, not 0",
+            ),
+            (
+                {"ranks": 2, "microbatches": 2, "stages_per_rank": 0},
+                "stages_per_rank must be a whole number from 1 up, not 0",
+            ),
+            (
+                {"ranks": 2.5, "microbatches": 2},
+                r"ranks must be a whole number from 1 up, not 2\.5",
+            ),
+        ],
+    )
+    def test_numbers_start_at_one(self, numbers: dict[str, Any], message: str) -> None:
+        with pytest.raises(ScheduleError, match=message):
+            build("interleaved_1f1b", **numbers)
+
+
+def activations(plan: Plan) -> list[float]:
+    return peak_memory(plan).tolist()
+
+
+@pytest.mark.parametrize("p", [1, 2, 3, 4, 8])
+class TestFormulas:
+    """The bubble and the memory that each file states."""
+
+    def test_forward_only(self, p: int) -> None:
+        for v in (1, 2, 3):
+            plan = build("forward_only", ranks=p, microbatches=2 * p, stages_per_rank=v)
+            assert simulate(plan, UNEVEN).idle() == pytest.approx((p - 1) * 1.25)
+            assert activations(plan) == [1] * p
+
+    def test_gpipe(self, p: int) -> None:
+        for m in (1, p, 3 * p + 1):
+            plan = build("gpipe", ranks=p, microbatches=m)
+            assert simulate(plan, UNEVEN).idle() == pytest.approx((p - 1) * FULL)
+            assert activations(plan) == [m] * p
+
+    def test_1f1b(self, p: int) -> None:
+        for m in (1, p, 3 * p + 1):
+            plan = build("1f1b", ranks=p, microbatches=m)
+            assert simulate(plan, UNEVEN).idle() == pytest.approx((p - 1) * FULL)
+            assert activations(plan) == [min(m, p - r) for r in range(p)]
+
+    def test_interleaved_1f1b(self, p: int) -> None:
+        for v in (1, 2, 3):
+            for m in (p, 3 * p):
+                plan = build("interleaved_1f1b", ranks=p, microbatches=m, stages_per_rank=v)
+                assert simulate(plan, UNEVEN).idle() == pytest.approx((p - 1) * FULL)
+                assert activations(plan) == [
+                    min(v * m, (v - 1) * p + 2 * (p - 1 - r) + 1) for r in range(p)
+                ]
+
+    def test_looped_bfs(self, p: int) -> None:
+        for v in (1, 2, 3):
+            for m in (p, 2 * p + 1):
+                plan = build("looped_bfs", ranks=p, microbatches=m, stages_per_rank=v)
+                assert simulate(plan, UNEVEN).idle() == pytest.approx((p - 1) * FULL)
+                assert activations(plan) == [v * m] * p
+
+    def test_zb_h1(self, p: int) -> None:
+        for m in (p, 2 * p + 1):
+            timeline = simulate(build("zb_h1", ranks=p, microbatches=m), UNEVEN)
+            assert timeline.idle() == pytest.approx((p - 1) * (1.25 + 1.5 - 0.75))
+            expected = [(p - r) * 1.0 + r * 0.5 for r in range(p)]
+            assert timeline.peak_memory.tolist() == expected
+
+    def test_zb_h2(self, p: int) -> None:
+        for m in (2 * p - 1, 3 * p):
+            timeline = simulate(build("zb_h2", ranks=p, microbatches=m), UNEVEN)
+            assert timeline.idle("span") == pytest.approx((p - 1) * (1.25 + 1.5 - 2 * 0.75))
+            expected = [(2 * p - 2 * r - 1) * 1.0 + 2 * r * 0.5 for r in range(p)]
+            assert timeline.peak_memory.tolist() == expected
+
+    def test_interleaved_zero_bubble(self, p: int) -> None:
+        for v in (1, 2, 3):
+            for m in (p, 3 * p):
+                plan = build("interleaved_zero_bubble", ranks=p, microbatches=m, stages_per_rank=v)
+                timeline = simulate(plan, UNEVEN)
+                assert timeline.idle() == pytest.approx((p - 1) * (1.25 + 1.5 - 0.75))
+                expected = [((v - 1) * p + p - r) * 1.0 + r * 0.5 for r in range(p)]
+                assert timeline.peak_memory.tolist() == pytest.approx(expected)
+
+    def test_zbv(self, p: int) -> None:
+        for m in (2 * p - 1, 3 * p):
+            timeline = simulate(build("zbv", ranks=p, microbatches=m))
+            assert timeline.idle("span") == 0
+            assert max(timeline.peak_memory) == min(2 * p, 2 * m)
+
+    @pytest.mark.parametrize("overlap", [3.25, 2.5, 2.0])
+    def test_dualpipev(self, p: int, overlap: float) -> None:
+        costs = Costs(forward=1.25, backward_input=1.25, backward_weight=0.75, overlap=overlap)
+        for m in (2 * p, 3 * p + 1):
+            timeline = simulate(build("dualpipev", ranks=p, microbatches=m), costs)
+            idle_at_turn = timeline.makespan - timeline.busy[-1]
+            assert idle_at_turn == pytest.approx((p - 1) * (overlap + 2.0 - 3 * 0.75))
+            assert timeline.peak_memory.tolist() == [min(2 * p + 1, 2 * m)] * p
+
+    @pytest.mark.parametrize(
+        ("name", "live"), [("v_min", lambda p: (p + 4) // 3), ("v_half", lambda p: (p + 2) // 2)]
+    )
+    def test_v_limited(self, p: int, name: str, live: Callable[[int], int]) -> None:
+        k = 2 * live(p)
+        for m in (1, p, 2 * p, 4 * p + 1):
+            timeline = simulate(build(name, ranks=p, microbatches=m))
+            assert max(timeline.peak_memory) <= k
+            if m >= 2 * p:
+                assert timeline.idle("span") <= max(0, 6 * p - 3 * k - 1)
+
+
+def test_rounds_that_do_not_divide_stay_close_to_those_that_do() -> None:
+    """Micro-batches that are no multiple of the ranks cost no more than one extra round."""
+    for m in range(4, 24):
+        idle = simulate(build("interleaved_1f1b", ranks=4, microbatches=m)).idle()
+        assert 9 <= idle <= 9 + 3 * (m % 4), m
+
+
+def test_registering_a_schedule_makes_it_known() -> None:
+    @register("test_lonely", "Test-Alone", stages_per_rank=1)
+    @each_rank
+    def lonely(rank: int, placement: object, microbatches: int) -> Rows:
+        """Each micro-batch alone."""
+        kinds = np.tile([0, 1], microbatches)
+        return Rows.of(kinds, rank, np.repeat(np.arange(microbatches), 2))
+
+    try:
+        plan = build("test alone", ranks=3, microbatches=2)
+        assert plan.name == "test_lonely"
+        assert find("test_lonely").summary == "Each micro-batch alone."
+        assert validate(plan) == ()
+        assert simulate(plan).makespan == 2 * 9
+        with pytest.raises(ScheduleError, match="a schedule is called 'Test-Lonely' already"):
+            register("other", "Test-Lonely", stages_per_rank=1)(lonely)
+        assert "other" not in names()
+    finally:
+        del _registry._SCHEDULES["test_lonely"]
+        for alias in ("testlonely", "testalone"):
+            del _registry._BY_ALIAS[alias]

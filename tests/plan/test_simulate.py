@@ -1,0 +1,340 @@
+"""Simulation: published figures, closed forms, and a brute-force second opinion."""
+
+from __future__ import annotations
+
+import csv
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from taktline.errors import CostError, PlanError
+from taktline.plan import (
+    Costs,
+    Link,
+    Placement,
+    Plan,
+    Timeline,
+    build,
+    lower,
+    memory_curve,
+    peak_memory,
+    simulate,
+)
+from tests.plan.brute_force import finish_times
+from tests.plan.strategies import costs, shapes
+
+FACTS = Path(__file__).parent / "facts"
+
+
+def facts(name: str) -> list[dict[str, str]]:
+    with open(FACTS / name, newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def four_digits(rate: float) -> str:
+    return f"{rate:.4f}".removeprefix("0")
+
+
+class TestPublishedFigures:
+    """Zero Bubble Pipeline Parallelism (arXiv 2401.10241), tables 5 and 8."""
+
+    @pytest.mark.parametrize("lowered", [False, True], ids=["compute", "lowered"])
+    @pytest.mark.parametrize("row", facts("zero_bubble_table_5.csv"), ids=lambda r: r["model"])
+    def test_table_5(self, row: dict[str, str], lowered: bool) -> None:
+        self.check(
+            row,
+            [float(row[name]) for name in ("t_f_ms", "t_b_ms", "t_w_ms")],
+            float(row["t_comm_ms"]),
+            int(row["chunks_per_rank_interleaved"]),
+            lowered,
+        )
+
+    @pytest.mark.parametrize("lowered", [False, True], ids=["compute", "lowered"])
+    @pytest.mark.parametrize(
+        "row", facts("zero_bubble_table_8.csv"), ids=lambda r: r["microbatches"]
+    )
+    def test_table_8(self, row: dict[str, str], lowered: bool) -> None:
+        times = [2 * float(row[name]) for name in ("chunk_f_us", "chunk_b_us", "chunk_w_us")]
+        self.check(row, times, float(row["comm_us"]), 2, lowered)
+
+    def check(
+        self, row: dict[str, str], times: list[float], comm: float, chunks: int, lowered: bool
+    ) -> None:
+        ranks, microbatches = int(row["ranks"]), int(row["microbatches"])
+
+        def timeline(name: str, stages_per_rank: int) -> Timeline:
+            plan = build(
+                name, ranks=ranks, microbatches=microbatches, stages_per_rank=stages_per_rank
+            )
+            forward, inputs, weights = (time / stages_per_rank for time in times)
+            return simulate(
+                lower(plan) if lowered else plan,
+                Costs(
+                    forward=forward,
+                    backward_input=inputs,
+                    backward_weight=weights,
+                    link=Link(latency=comm),
+                ),
+            )
+
+        interleaved = row["rate_1f1b_interleaved_all_dependencies"]
+        assert four_digits(timeline("1f1b", 1).bubble()) == row["rate_1f1b"]
+        assert four_digits(timeline("interleaved_1f1b", chunks).bubble()) == interleaved
+        assert four_digits(timeline("zb_h1", 1).bubble()) == row["rate_zb_h1"]
+        assert four_digits(timeline("zb_h2", 1).bubble("span")) == row["rate_zb_h2"]
+
+    @pytest.mark.parametrize(("name", "live"), [("v_min", 4), ("v_half", 6), ("zbv", 8)])
+    def test_v_schedules_at_unit_cost(self, name: str, live: int) -> None:
+        """Controllable Memory (arXiv 2405.15362): the best bubble found for so much memory."""
+        rows = [
+            row
+            for row in facts("v_schedules_unit_cost.csv")
+            if int(row["peak_chunk_activations"]) == live
+        ]
+        assert len(rows) == 2
+        for row in rows:
+            ranks, microbatches = int(row["ranks"]), int(row["microbatches"])
+            timeline = simulate(build(name, ranks=ranks, microbatches=microbatches))
+            assert max(timeline.peak_memory) == live
+            assert timeline.idle("span") <= int(row["bubble_units"])
+
+
+@given(shapes(), st.data())
+def test_equals_brute_force(plan: Plan, data: st.DataObject) -> None:
+    quarters = st.integers(1, 12).map(lambda n: n / 4)
+    times = {
+        kind: data.draw(st.lists(quarters, min_size=plan.stages, max_size=plan.stages))
+        for kind in "FBIW"
+    }
+    latency = data.draw(quarters)
+    timeline = simulate(
+        plan,
+        Costs(
+            forward=tuple(times["F"]),
+            backward=tuple(times["B"]),
+            backward_input=tuple(times["I"]),
+            backward_weight=tuple(times["W"]),
+            link=Link(latency=latency),
+        ),
+    )
+    expected = finish_times(
+        [[str(action) for action in plan[rank]] for rank in range(plan.ranks)],
+        plan.placement.rank_of,
+        times,
+        latency,
+    )
+    for rank in range(plan.ranks):
+        for span in timeline.spans(rank):
+            action = span.action
+            assert span.end == expected[action.stage, action.kind.name, action.microbatch]
+
+
+@given(st.data(), shapes(4, 6))
+def test_every_dependency_is_honoured(data: st.DataObject, plan: Plan) -> None:
+    timeline = simulate(plan, data.draw(costs(plan.stages)))
+    spans = {
+        (span.action.stage, span.action.kind.name, span.action.microbatch): span
+        for rank in range(plan.ranks)
+        for span in timeline.spans(rank)
+    }
+    rank_of, link = plan.placement.rank_of, timeline.costs.link
+    for (stage, kind, number), span in spans.items():
+        if kind not in "FBIW":
+            continue
+        if kind == "F":
+            neighbour = spans.get((stage - 1, "F", number))
+        elif kind == "W":
+            assert span.start >= spans[stage, "I", number].end
+            continue
+        else:
+            assert span.start >= spans[stage, "F", number].end
+            neighbour = spans.get((stage + 1, "B", number)) or spans.get((stage + 1, "I", number))
+        if neighbour is not None:
+            source = neighbour.action.stage
+            size = timeline.costs.of("message_bytes", plan.stages)[min(source, stage)]
+            hop = link.time(float(size)) if rank_of[source] != rank_of[stage] else 0.0
+            assert span.start >= neighbour.end + hop
+
+
+@given(st.data(), shapes(4, 6))
+def test_ranks_do_one_thing_at_a_time(data: st.DataObject, plan: Plan) -> None:
+    timeline = simulate(plan, data.draw(costs(plan.stages)))
+    second = timeline.plan.rows.second_of_pair()
+    for rank in range(plan.ranks):
+        mine = slice(*timeline.plan.offsets[rank : rank + 2])
+        start, end = (column[mine][~second[mine]] for column in (timeline.start, timeline.end))
+        assert (start[1:] >= end[:-1]).all()
+
+
+@given(shapes())
+def test_lowering_does_not_change_the_times(plan: Plan) -> None:
+    costs = Costs(forward=1.5, backward_input=1.25, backward_weight=0.5, link=Link(latency=0.25))
+    assert simulate(lower(plan), costs).makespan == simulate(plan, costs).makespan
+
+
+class TestLink:
+    CHAIN = Plan.from_actions([["0F0", "0F1", "0F2"], ["1F0", "1F1", "1F2"]])
+
+    def test_latency_overlaps_compute(self) -> None:
+        timeline = simulate(self.CHAIN, Costs(link=Link(latency=0.5)))
+        assert [span.start for span in timeline.spans(1)] == [1.5, 2.5, 3.5]
+
+    def test_messages_queue_for_their_channel(self) -> None:
+        costs = Costs(link=Link(latency=0.5, bandwidth=10), message_bytes=30)
+        timeline = simulate(self.CHAIN, costs)
+        starts = [s.start for s in timeline.spans(1) if s.action.kind.is_compute]
+        assert starts == [1 + 3 + 0.5, 1 + 6 + 0.5, 1 + 9 + 0.5]
+
+    def test_a_gradient_is_as_large_as_its_activation(self) -> None:
+        plan = Plan.from_actions([["0F0", "0B0"], ["1F0", "1B0"]])
+        costs = Costs(link=Link(bandwidth=10), message_bytes=(30, 0))
+        timeline = simulate(plan, costs)
+        assert timeline.makespan == 1 + 3 + 1 + 2 + 3 + 2
+
+    def test_communication_that_blocks(self) -> None:
+        costs = Costs(link=Link(latency=0.5), comm_blocks=True)
+        for plan in (self.CHAIN, lower(self.CHAIN)):
+            timeline = simulate(plan, costs)
+            starts = [s.start for s in timeline.spans(0) if s.action.kind.is_compute]
+            assert starts == [0, 1.5, 3]
+            assert timeline.busy.tolist() == [3, 3]
+
+    def test_a_pair_sends_both_its_results(self) -> None:
+        plan = build("dualpipev", ranks=2, microbatches=4)
+        costs = Costs(link=Link(latency=0.25), comm_blocks=True)
+        assert simulate(plan, costs).makespan == simulate(lower(plan), costs).makespan
+
+    def test_within_a_rank_nothing_travels(self) -> None:
+        plan = Plan.from_actions([["0F0", "1F0"]])
+        assert simulate(plan, Costs(link=Link(latency=9.0))).makespan == 2
+
+
+class TestTimeline:
+    TIMELINE = simulate(build("1f1b", ranks=2, microbatches=2))
+
+    def test_figures(self) -> None:
+        timeline = self.TIMELINE
+        assert timeline.makespan == 9
+        assert timeline.rank_spans.tolist() == [9, 6]
+        assert timeline.busy.tolist() == [6, 6]
+        assert timeline.utilisation.tolist() == pytest.approx([6 / 9, 6 / 9])
+        assert timeline.bubble() == pytest.approx(1 / 3)
+        assert timeline.bubble("span") == pytest.approx(1 / 3)
+
+    def test_bubble_by_span_leaves_out_what_the_next_step_can_fill(self) -> None:
+        timeline = simulate(build("zbv", ranks=4, microbatches=8))
+        assert timeline.bubble() == pytest.approx(3 / 51)
+        assert timeline.bubble("span") == 0
+
+    def test_critical_path_has_no_gaps(self) -> None:
+        for name in ("1f1b", "zbv", "dualpipev", "interleaved_1f1b"):
+            path = simulate(build(name, ranks=4, microbatches=8)).critical_path()
+            assert path[0].start == 0
+            for before, after in pairwise(path):
+                assert before.end == after.start or before.start == after.start
+
+    def test_critical_path_names_what_was_waited_for(self) -> None:
+        costs = Costs(backward=(1.0, 2.0))
+        path = simulate(build("gpipe", ranks=2, microbatches=2), costs).critical_path()
+        assert [str(span.action) for span in path] == [
+            "0F0", "1F0", "1F1", "1B0", "1B1", "0B1",
+        ]  # fmt: skip
+        assert str(path[-1]) == "rank 0: 0B1 7 – 8"
+
+    @given(st.data(), shapes(4, 6))
+    def test_critical_path_goes_forward_in_time(self, data: st.DataObject, plan: Plan) -> None:
+        """It once left out the time in which a rank is busy sending, and jumped past waits."""
+        timeline = simulate(plan, data.draw(costs(plan.stages)))
+        path = timeline.critical_path()
+        for before, after in pairwise(path):
+            if before.rank == after.rank and before.start != after.start:
+                assert before.end <= after.start
+        assert max(span.end for span in path) == timeline.makespan
+
+    def test_critical_path_with_communication_that_blocks(self) -> None:
+        plan = build("v_half", ranks=4, microbatches=9)
+        costs = Costs(link=Link(latency=0.75), comm_blocks=True)
+        for before, after in pairwise(simulate(plan, costs).critical_path()):
+            assert after.start - before.end in (0.0, 0.75), (before, after)
+
+    def test_an_unknown_definition(self) -> None:
+        with pytest.raises(PlanError, match="by is one of"):
+            self.TIMELINE.bubble("width")  # type: ignore[arg-type]
+
+    def test_critical_path_goes_through_slow_links(self) -> None:
+        plan = lower(build("1f1b", ranks=2, microbatches=1))
+        path = simulate(plan, Costs(link=Link(latency=5.0))).critical_path()
+        assert [str(span.action) for span in path] == [
+            "0F0", "0SEND_F0", "1F0", "1B0", "1SEND_B0", "0B0",
+        ]  # fmt: skip
+
+    def test_a_pair_counts_once(self) -> None:
+        plan = Plan.from_actions([["0F0", "(0F1;0B0)OVERLAP_F_B", "0B1"]], Placement.linear(1))
+        timeline = simulate(plan, Costs(overlap=2.5))
+        assert timeline.busy.tolist() == [1 + 2.5 + 2]
+        assert [span.start for span in timeline.spans(0)] == [0, 1, 1, 3.5]
+
+
+class TestMemory:
+    def test_what_is_alive_while_and_after(self) -> None:
+        plan = Plan.from_actions([["0F0", "0F1", "0I0", "0W0", "0I1", "0W1"]])
+        costs = Costs(activation=4.0, kept_for_weight=1.0)
+        during, after = memory_curve(plan, costs)
+        assert during.tolist() == [4, 8, 8, 5, 4, 1]
+        assert after.tolist() == [4, 8, 5, 4, 1, 0]
+
+    def test_stages_differ(self) -> None:
+        plan = Plan.from_actions([["0F0", "1F0", "1B0", "0B0"]])
+        assert peak_memory(plan, Costs(activation=(2.0, 3.0))).tolist() == [5]
+
+    def test_the_paper_s_limits(self) -> None:
+        """Memory of ZB-H1 and ZB-H2 with M_B and M_W of a real model (table 5, 1.5B)."""
+        row = facts("zero_bubble_table_5.csv")[0]
+        h, a, p, m = (int(row[name]) for name in ("hidden", "heads", "ranks", "microbatches"))
+        whole, kept = 34 * h + 5 * a * 1024, 32 * h
+        costs = Costs(activation=whole, kept_for_weight=kept)
+        h1 = peak_memory(build("zb_h1", ranks=p, microbatches=m), costs)
+        assert h1.tolist() == [(p - i + 1) * whole + (i - 1) * kept for i in range(1, p + 1)]
+        h2 = peak_memory(build("zb_h2", ranks=p, microbatches=m), costs)
+        assert h2.tolist() == [
+            (2 * p - 2 * i + 1) * whole + (2 * i - 2) * kept for i in range(1, p + 1)
+        ]
+
+
+class TestCosts:
+    @pytest.mark.parametrize(
+        ("values", "message"),
+        [
+            ({"forward": -1}, "forward must be a number from 0 up"),
+            ({"forward": float("nan")}, "forward must be a number from 0 up"),
+            ({"forward": "fast"}, "forward must be a number from 0 up"),
+            ({"backward_weight": [1, [2]]}, "backward_weight must be a number"),
+            ({"activation": 1.0, "kept_for_weight": 2.0}, "cannot be larger"),
+            ({"speed": 1}, "costs do not know 'speed'"),
+            ({"link": {"latency": -1}}, "latency must be a number from 0 up"),
+            ({"link": {"bandwidth": 0}}, "bandwidth must be more than 0"),
+            ({"link": {"colour": 0}}, "cannot be read"),
+            ({"link": {"latency": "short"}}, "latency must be a number"),
+            ({"link": {"bandwidth": None}}, "bandwidth must be a number"),
+            ({"comm_blocks": "no"}, "comm_blocks must be a bool, not 'no'"),
+            ({"unit": 3}, "unit must be a str, not 3"),
+        ],
+    )
+    def test_that_make_no_sense(self, values: dict[str, object], message: str) -> None:
+        with pytest.raises(CostError, match=message):
+            Costs.from_dict(values)
+
+    def test_for_another_number_of_stages(self) -> None:
+        with pytest.raises(CostError, match="forward is given for 3 stages, but the plan has 2"):
+            simulate(build("1f1b", ranks=2, microbatches=2), Costs(forward=(1.0, 2.0, 3.0)))
+
+    @given(costs(3))
+    def test_survive_as_plain_values(self, costs: Costs) -> None:
+        assert Costs.from_dict(costs.to_dict()) == costs
+
+    def test_numpy_is_welcome(self) -> None:
+        assert Costs(forward=np.array([1, 2])).forward == (1.0, 2.0)  # type: ignore[arg-type]

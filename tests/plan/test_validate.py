@@ -1,0 +1,355 @@
+"""Validation: every violation at once, each with rank, position, action and a sentence."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from taktline.errors import InvalidPlanError, PlanError
+from taktline.plan import (
+    Level,
+    Placement,
+    Plan,
+    Violation,
+    build,
+    find,
+    lower,
+    names,
+    require_valid,
+    simulate,
+    validate,
+)
+from taktline.plan.validate import Sends
+from tests.plan.brute_force import is_valid
+from tests.plan.peer import lowered_order
+from tests.plan.strategies import LEVELS, any_plan, at_level, shapes
+
+MODES: tuple[Sends, ...] = ("blocking", "asynchronous")
+
+
+def only(violations: Sequence[Violation]) -> Violation:
+    assert len(violations) == 1, violations
+    return violations[0]
+
+
+def where(violation: Violation) -> tuple[str, int | None, int | None, str]:
+    return violation.rule, violation.rank, violation.position, str(violation.action)
+
+
+class TestRules:
+    def test_missing(self) -> None:
+        plan = Plan.from_actions([["0F0", "0F1", "0B0", "0B1"], ["1F0", "1B0", "1B1"]])
+        found = validate(plan)
+        assert where(found[0]) == ("missing", 1, None, "1F1")
+        assert str(found[0]) == "[missing] rank 1, 1F1: is not in the plan"
+
+    def test_almost_everything_is_missing(self) -> None:
+        plan = Plan.from_actions([["0B0"]])
+        assert [where(v) for v in validate(plan)] == [("missing", 0, None, "0F0")]
+
+    def test_half_a_backward(self) -> None:
+        plan = Plan.from_actions([["0F0", "0I0", "0F1", "0W1"]])
+        assert [where(v) for v in validate(plan)] == [
+            ("missing", 0, None, "0I1"),
+            ("missing", 0, None, "0W0"),
+        ]
+
+    def test_duplicate(self) -> None:
+        plan = Plan.from_actions([["0F0", "0F0", "0B0"]])
+        violation = only(validate(plan))
+        assert where(violation) == ("duplicate", 0, 1, "0F0")
+        assert "done before, rank 0, position 0" in violation.message
+
+    def test_a_backward_both_whole_and_in_halves(self) -> None:
+        plan = Plan.from_actions([["0F0", "0B0", "0I0", "0W0"]])
+        assert [where(v) for v in validate(plan)] == [
+            ("duplicate", 0, 2, "0I0"),
+            ("duplicate", 0, 3, "0W0"),
+        ]
+
+    def test_out_of_range(self) -> None:
+        placement = Placement.linear(1)
+        plan = Plan.from_actions([["0F0", "1F0", "0F1", "0B0"]], placement, microbatches=1)
+        found = validate(plan)
+        assert [where(v) for v in found] == [("range", 0, 1, "1F0"), ("range", 0, 2, "0F1")]
+        assert [v.message for v in found] == [
+            "the plan has only 1 stage",
+            "the plan has only 1 micro-batch",
+        ]
+
+    def test_wrong_rank(self) -> None:
+        plan = Plan.from_actions([["0F0", "1F0", "0B0"], ["1B0"]], Placement.linear(2))
+        violation = validate(plan)[0]
+        assert where(violation) == ("rank", 0, 1, "1F0")
+        assert violation.message == "stage 1 lies on rank 1"
+
+    @pytest.mark.parametrize(
+        ("actions", "position", "message"),
+        [
+            (["0B0", "0F0"], 0, "needs 0F0, which comes later (rank 0, position 1)"),
+            (["0F0", "0W0", "0I0"], 1, "needs 0I0, which comes later (rank 0, position 2)"),
+            (["1F0", "0F0", "1B0", "0B0"], 0, "needs 0F0, which comes later"),
+            (["0F0", "1F0", "0B0", "1B0"], 2, "needs 1B0, which comes later"),
+        ],
+    )
+    def test_before_what_it_needs(self, actions: list[str], position: int, message: str) -> None:
+        violation = only(validate(Plan.from_actions([actions])))
+        assert (violation.rule, violation.position) == ("order", position)
+        assert message in violation.message
+
+    def test_a_pair_that_needs_itself(self) -> None:
+        plan = Plan.from_actions([["(0F0;0B0)OVERLAP_F_B"]])
+        violation = only(validate(plan))
+        assert violation.message == "needs 0F0, which runs together with it (rank 0, position 0)"
+
+    def test_a_position_counts_a_pair_once(self) -> None:
+        plan = Plan.from_actions([["0F0", "(0F1;0B0)OVERLAP_F_B", "0B1", "0B1"]])
+        assert where(only(validate(plan))) == ("duplicate", 0, 3, "0B1")
+
+
+FORWARD = [["0F0", "0SEND_F0"], ["1RECV_F0", "1F0"]]
+
+
+class TestCommunication:
+    def test_a_sound_exchange(self) -> None:
+        assert validate(Plan.from_actions(FORWARD)) == ()
+
+    @pytest.mark.parametrize(
+        ("ranks", "expected", "message"),
+        [
+            ([["0F0"], FORWARD[1]], ("partner", 1, 0, "1RECV_F0"), "rank 0 has no 0SEND_F0 for it"),
+            ([FORWARD[0], ["1F0"]], ("partner", 0, 1, "0SEND_F0"), "rank 1 has no 1RECV_F0 for it"),
+        ],
+    )
+    def test_a_lonely_half(
+        self, ranks: list[list[str]], expected: tuple[str, int, int, str], message: str
+    ) -> None:
+        violation = only(validate(Plan.from_actions(ranks)))
+        assert where(violation) == expected
+        assert violation.message == message
+
+    def test_neither_half(self) -> None:
+        plan = Plan.from_actions([["0F0"], ["1F0"]], level=Level.LOWERED)
+        violation = only(validate(plan))
+        assert where(violation) == ("missing", 0, None, "0SEND_F0")
+        assert violation.message == "rank 1 needs it from rank 0"
+
+    @pytest.mark.parametrize(
+        ("ranks", "message"),
+        [
+            ([["0F0", "0SEND_F0"]], "stage 0 has no neighbour on that side"),
+            ([["0RECV_F0", "0F0"]], "stage 0 has no neighbour on that side"),
+            ([["0F0", "0SEND_F0", "1F0"]], "stage 1 lies on the same rank: leave it out"),
+        ],
+    )
+    def test_nobody_to_talk_to(self, ranks: list[list[str]], message: str) -> None:
+        assert only(validate(Plan.from_actions(ranks))).message == message
+
+    def test_computing_before_the_receive_is_posted(self) -> None:
+        plan = Plan.from_actions([FORWARD[0], ["1F0", "1RECV_F0"]])
+        assert "needs 1RECV_F0, which comes later" in only(validate(plan)).message
+
+    def test_sending_before_computing(self) -> None:
+        plan = Plan.from_actions([["0SEND_F0", "0F0"], FORWARD[1]])
+        assert where(only(validate(plan))) == ("order", 0, 0, "0SEND_F0")
+
+    def test_channel_order_is_told_once(self) -> None:
+        plan = Plan.from_actions(
+            [
+                ["0F0", "0SEND_F0", "0F1", "0SEND_F1", "0F2", "0SEND_F2"],
+                ["1RECV_F0", "1RECV_F2", "1RECV_F1", "1F0", "1F1", "1F2"],
+            ]
+        )
+        violation = only(validate(plan))
+        assert where(violation) == ("channel", 0, 5, "0SEND_F2")
+        assert violation.message == (
+            "is sent after 0SEND_F1, but rank 1 posts 1RECV_F2 (position 1) before "
+            "1RECV_F1 (position 2)"
+        )
+
+
+class TestDeadlock:
+    def test_compute_orders_that_wait_for_each_other(self) -> None:
+        plan = Plan.from_actions(
+            [["0F0", "0F1", "0B0", "0B1"], ["1F0", "1F1", "1B1", "1B0"]], Placement.linear(2)
+        )
+        assert validate(plan) == ()
+        plan = Plan.from_actions([["0F0", "0B0", "0F1", "0B1"], ["1F0", "1F1", "1B0", "1B1"]])
+        violation = only(validate(plan))
+        assert where(violation) == ("deadlock", 0, 1, "0B0")
+        assert violation.message == (
+            "rank 0 stands at 0B0 (position 1), which waits for 1B0 of rank 1; "
+            "rank 1 stands at 1F1 (position 1), which waits for 0F1 of rank 0"
+        )
+        assert [(rank, str(a), str(b)) for rank, a, b in violation.cycle] == [
+            (0, "0B0", "1B0"),
+            (1, "1F1", "0F1"),
+        ]
+
+    def test_only_if_sends_block(self) -> None:
+        """Two ranks in a V that send to each other before they post their receives."""
+        ranks = [
+            ["0F0", "0F1", "0SEND_F0", "3RECV_F0", "3F0", "0SEND_F1", "3RECV_F1", "3F1"],
+            ["1RECV_F0", "1F0", "2F0", "2SEND_F0", "1RECV_F1", "1F1", "2F1", "2SEND_F1"],
+        ]
+        plan = Plan.from_actions(ranks)
+        assert validate(plan) == ()
+        ranks[0][2], ranks[0][3], ranks[0][4:6] = "0SEND_F0", "0SEND_F1", ["3RECV_F0", "3F0"]
+        plan = Plan.from_actions(ranks)
+        assert validate(plan, sends="asynchronous") == ()
+        violation = only(validate(plan, sends="blocking"))
+        assert [(rank, str(a), str(b)) for rank, a, b in violation.cycle] == [
+            (0, "0SEND_F1", "1RECV_F1"),
+            (1, "2SEND_F0", "3RECV_F0"),
+        ]
+
+    def test_torch_lowers_without_deadlock(self) -> None:
+        for name, per_rank in TORCH:
+            ranks = lowered_order(name, 4, 8, per_rank)
+            assert validate(Plan.from_actions(ranks)) == (), name
+
+    def test_torch_deferred_receives_pass_with_asynchronous_sends_only(self) -> None:
+        for name, per_rank in TORCH:
+            plan = Plan.from_actions(lowered_order(name, 4, 8, per_rank, defer=True))
+            assert validate(plan, sends="asynchronous") == (), name
+            blocking = validate(plan, sends="blocking")
+            assert {violation.rule for violation in blocking} == {"deadlock"}, name
+
+
+TORCH = [
+    ("Interleaved1F1B", 2),
+    ("LoopedBFS", 2),
+    ("InterleavedZeroBubble", 2),
+    ("ZBVZeroBubble", 2),
+    ("DualPipeV", 2),
+]
+
+
+class TestSharding:
+    @pytest.mark.parametrize(
+        ("actions", "expected", "message"),
+        [
+            (["0F0", "0UNSHARD"], ("shard", 0, 0, "0F0"), "stage 0 is not unsharded here"),
+            (["0RESHARD", "0UNSHARD", "0F0"], ("shard", 0, 0, "0RESHARD"), "not unsharded here"),
+            (["0UNSHARD", "0UNSHARD", "0F0"], ("shard", 0, 1, "0UNSHARD"), "unsharded already"),
+            (["0UNSHARD", "0RESHARD", "0F0"], ("shard", 0, 2, "0F0"), "not unsharded here"),
+        ],
+    )
+    def test_a_stage_computes_while_unsharded(
+        self, actions: list[str], expected: tuple[str, int, int, str], message: str
+    ) -> None:
+        violation = only(validate(Plan.from_actions([actions])))
+        assert where(violation) == expected
+        assert message in violation.message
+
+    def test_the_last_reshard_may_be_left_out(self) -> None:
+        assert validate(Plan.from_actions([["0UNSHARD", "0F0", "0B0"]])) == ()
+
+    def test_gradients_are_reduced_once_at_the_end(self) -> None:
+        plan = Plan.from_actions([["0F0", "0REDUCE_GRAD", "0B0"]])
+        violation = only(validate(plan))
+        assert where(violation) == ("order", 0, 1, "0REDUCE_GRAD")
+        assert "comes before 0B0 (rank 0, position 2)" in violation.message
+        plan = Plan.from_actions([["0F0", "0B0", "0REDUCE_GRAD", "0REDUCE_GRAD"]])
+        assert where(only(validate(plan))) == ("duplicate", 0, 3, "0REDUCE_GRAD")
+
+    def test_all_stages_reduce_or_none(self) -> None:
+        plan = Plan.from_actions([["0F0", "1F0", "1B0", "0B0", "0REDUCE_GRAD"]])
+        assert where(only(validate(plan))) == ("missing", 0, None, "1REDUCE_GRAD")
+
+
+def test_a_slip_in_one_number_is_found_at_once() -> None:
+    plan = Plan.from_actions([["0F0", "0F2000000000", "0B0"]])
+    violation = only(validate(plan))
+    assert where(violation) == ("missing", 0, None, "0F2000000000")
+    assert "is the number right?" in violation.message
+
+
+def test_an_unknown_way_to_send() -> None:
+    with pytest.raises(PlanError, match="sends is one of"):
+        validate(build("1f1b", ranks=1, microbatches=1), sends="pigeon")  # type: ignore[arg-type]
+
+
+def test_all_violations_are_raised_together() -> None:
+    plan = Plan.from_actions([[f"0F{m}" for m in range(30)] * 2], name="twice")
+    with pytest.raises(InvalidPlanError) as caught:
+        require_valid(plan)
+    assert len(caught.value.violations) == 30
+    assert "plan 'twice' is not valid: 30 violations" in str(caught.value)
+    assert "and 20 more" in str(caught.value)
+    with pytest.raises(InvalidPlanError):
+        simulate(plan)
+    with pytest.raises(InvalidPlanError):
+        lower(plan)
+
+
+@given(any_plan())
+def test_every_generated_plan_is_sound_at_every_level(plan: Plan) -> None:
+    assert validate(plan) == ()
+    assert is_valid(
+        [[str(action) for action in plan[rank]] for rank in range(plan.ranks)],
+        plan.placement.rank_of,
+        plan.microbatches,
+        plan.level == Level.LOWERED,
+        blocking=True,
+    )
+
+
+@settings(max_examples=600)
+@given(st.data(), shapes(4, 4), st.sampled_from(LEVELS), st.sampled_from(MODES))
+def test_a_changed_plan_is_valid_or_reported(
+    data: st.DataObject, plan: Plan, level: str, sends: Sends
+) -> None:
+    """One action moved, dropped, doubled or renamed: the brute-force check has the last word."""
+    plan = at_level(plan, level, data.draw(st.integers(1, 3)))
+    ranks = [[str(action) for action in plan[rank]] for rank in range(plan.ranks)]
+    _change_one(data, ranks)
+    assume(any(ranks))
+    changed = Plan.from_actions(ranks, plan.placement, plan.microbatches, level=plan.level)
+    assert (validate(changed, sends=sends) == ()) == is_valid(
+        ranks,
+        plan.placement.rank_of,
+        plan.microbatches,
+        plan.level == Level.LOWERED,
+        sends == "blocking",
+    )
+
+
+def _change_one(data: st.DataObject, ranks: list[list[str]]) -> None:
+    rank = data.draw(st.sampled_from([rank for rank, cells in enumerate(ranks) if cells]))
+    cells = ranks[rank]
+    at = data.draw(st.integers(0, len(cells) - 1))
+    change = data.draw(st.sampled_from(["move", "swap", "drop", "double", "rename", "give away"]))
+    if change == "move":
+        cells.insert(data.draw(st.integers(0, len(cells) - 1)), cells.pop(at))
+    elif change == "swap":
+        other = data.draw(st.integers(0, len(cells) - 1))
+        cells[at], cells[other] = cells[other], cells[at]
+    elif change == "drop":
+        del cells[at]
+    elif change == "double":
+        cells.insert(data.draw(st.integers(0, len(cells))), cells[at])
+    elif change == "rename":
+        everything = sorted({cell for others in ranks for cell in others})
+        cells[at] = data.draw(st.sampled_from(everything))
+    else:
+        receiver = data.draw(st.sampled_from(ranks))
+        receiver.insert(data.draw(st.integers(0, len(receiver))), cells.pop(at))
+
+
+@pytest.mark.parametrize("name", names())
+def test_the_order_a_plan_was_lowered_along_proves_what_the_walk_finds(name: str) -> None:
+    """A lowered plan carries its proof; without it, the walk comes to the same answer."""
+    schedule = find(name)
+    plan = lower(
+        build(name, ranks=4, microbatches=6, stages_per_rank=schedule.stages_per_rank), keep_ready=1
+    )
+    assert "order" in plan.known
+    bare = Plan.from_actions(
+        [plan[rank] for rank in range(4)], plan.placement, plan.microbatches, level=plan.level
+    )
+    assert "order" not in bare.known
+    assert validate(plan) == validate(bare) == ()

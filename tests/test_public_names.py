@@ -1,0 +1,62 @@
+"""The public names: all there, loaded lazily, documented."""
+
+from __future__ import annotations
+
+import inspect
+import subprocess
+import sys
+
+import pytest
+
+import taktline
+import taktline.errors
+import taktline.plan
+
+
+def test_top_level_names() -> None:
+    assert taktline.__all__ == [
+        "Action",
+        "Costs",
+        "InvalidPlanError",
+        "Link",
+        "Placement",
+        "Plan",
+        "TaktlineError",
+        "Timeline",
+        "Violation",
+        "build",
+        "lower",
+        "simulate",
+        "validate",
+    ]
+    for name in taktline.__all__:
+        assert name in dir(taktline)
+        assert getattr(taktline, name) is not None
+
+
+def test_an_unknown_name() -> None:
+    with pytest.raises(AttributeError, match="module 'taktline' has no attribute 'nonsense'"):
+        _ = taktline.nonsense
+
+
+@pytest.mark.parametrize("module", [taktline.plan, taktline.errors])
+def test_public_names_are_sorted_and_documented(module: object) -> None:
+    names = getattr(module, "__all__")  # noqa: B009
+    assert names == sorted(names)
+    for name in names:
+        thing = getattr(module, name)
+        assert inspect.getdoc(thing), f"{name} has no docstring"
+
+
+def test_every_error_is_in_the_drawn_tree() -> None:
+    drawn = taktline.errors.__doc__ or ""
+    for name in taktline.errors.__all__:
+        assert name in drawn
+        assert issubclass(getattr(taktline.errors, name), taktline.errors.TaktlineError)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("statement", ["import taktline", "import taktline.plan"])
+def test_importing_does_not_import_torch(statement: str) -> None:
+    code = f"{statement}; import sys; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
