@@ -1,0 +1,48 @@
+"""All commands in one application, with errors told in a line and exit codes for scripts.
+
+0: fine; 1: the plan breaks its rules; 2: the command or its input cannot be used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+import typer
+
+from taktline.cli.check import check
+from taktline.cli.compare import compare
+from taktline.cli.demo import demo
+from taktline.cli.plan import plan
+from taktline.cli.simulate import simulate
+from taktline.errors import InvalidPlanError, TaktlineError
+
+__all__ = ["app"]
+
+app = typer.Typer(
+    name="taktline",
+    help="Pipeline-parallel training for PyTorch: plan, check, simulate and compare schedules.",
+    epilog="Exit codes: 0 fine, 1 the plan breaks its rules, 2 the input cannot be used.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="markdown",
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _tell_errors(command: Callable[..., None]) -> Callable[..., None]:
+    @wraps(command)
+    def told(*args: Any, **kwargs: Any) -> None:
+        try:
+            command(*args, **kwargs)
+        except TaktlineError as error:
+            typer.echo(f"error: {error}", err=True)
+            raise typer.Exit(1 if isinstance(error, InvalidPlanError) else 2) from None
+
+    return told
+
+
+for _command in (plan, check, simulate, compare, demo):
+    app.command()(_tell_errors(_command))

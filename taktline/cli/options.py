@@ -1,0 +1,102 @@
+"""What several commands share: their options, and how a FILE or NAME becomes a plan."""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import Annotated, Any, TypeAlias
+
+import typer
+
+from taktline.errors import ScheduleError
+from taktline.plan import Costs, Plan, build, find, read, read_costs
+
+__all__ = [
+    "Backward",
+    "Comm",
+    "Forward",
+    "Json",
+    "Microbatches",
+    "Ranks",
+    "StagesPerRank",
+    "Weight",
+    "echo_json",
+    "load",
+    "make_costs",
+]
+
+Ranks: TypeAlias = Annotated[
+    int | None, typer.Option("--ranks", "-r", help="How many ranks (devices).")
+]
+StagesPerRank: TypeAlias = Annotated[
+    int | None,
+    typer.Option("--stages-per-rank", "-s", help="How many stages each rank holds."),
+]
+Microbatches: TypeAlias = Annotated[
+    int | None, typer.Option("--microbatches", "-m", help="How many micro-batches.")
+]
+Forward: TypeAlias = Annotated[float | None, typer.Option(help="Time of a forward (default 1).")]
+Backward: TypeAlias = Annotated[
+    float | None, typer.Option(help="Time of the backward for the inputs (default 1).")
+]
+Weight: TypeAlias = Annotated[
+    float | None, typer.Option(help="Time of the backward for the weights (default 1).")
+]
+Comm: TypeAlias = Annotated[
+    float | None, typer.Option(help="Time of a message between ranks (default 0).")
+]
+Json: TypeAlias = Annotated[bool, typer.Option("--json", help="Print JSON, for machines.")]
+
+
+def load(
+    target: str, ranks: int | None, stages_per_rank: int | None, microbatches: int | None
+) -> tuple[Plan, Costs | None]:
+    """The plan in a file, or of a schedule of this name; and the costs that the file knows."""
+    if target.lower().endswith((".csv", ".json")) or os.path.exists(target):
+        if (ranks, stages_per_rank, microbatches) != (None, None, None):
+            raise typer.BadParameter(
+                f"{target} is a file and has its own numbers; leave out --ranks, "
+                "--stages-per-rank and --microbatches"
+            )
+        return read(target), read_costs(target)
+    try:
+        schedule = find(target)
+    except ScheduleError as error:
+        raise ScheduleError(f"{error}; a file's name ends in .csv or .json") from None
+    if ranks is None or microbatches is None:
+        raise typer.BadParameter(f"{schedule.name} is a schedule: give --ranks and --microbatches")
+    plan = build(target, ranks=ranks, microbatches=microbatches, stages_per_rank=stages_per_rank)
+    return plan, None
+
+
+def make_costs(
+    known: Costs | None,
+    forward: float | None,
+    backward: float | None,
+    weight: float | None,
+    comm: float | None,
+    *,
+    share: int = 1,
+) -> Costs:
+    """The known costs with what was asked for in their place; times divided among stages."""
+    values = (known or Costs()).to_dict()
+    asked = {"forward": forward, "backward_input": backward, "backward_weight": weight}
+    for name, time in asked.items():
+        if time is not None:
+            values[name] = time
+            if name != "forward":
+                values.pop("backward", None)
+            values.pop("overlap", None)
+    if share > 1:
+        for name in (*asked, "activation"):
+            values[name] = values.get(name, 1.0) / share
+    costs = Costs.from_dict(values)
+    if comm is not None:
+        values["link"] = {"latency": comm}
+        costs = Costs.from_dict(values)
+    return costs
+
+
+def echo_json(value: Any) -> None:
+    """Print a value as JSON."""
+    typer.echo(json.dumps(value, indent=2))

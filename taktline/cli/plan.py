@@ -1,0 +1,68 @@
+"""``taktline plan``: write down a schedule."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from taktline.cli.options import Json, Microbatches, Ranks, StagesPerRank, echo_json
+from taktline.plan import build, find, lower, names, write
+from taktline.plan.io import to_json
+
+__all__ = ["plan"]
+
+
+def plan(
+    name: Annotated[
+        str | None, typer.Argument(help="A schedule's name; without one, all are listed.")
+    ] = None,
+    ranks: Ranks = None,
+    stages_per_rank: StagesPerRank = None,
+    microbatches: Microbatches = None,
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", help="Write to this .csv or .json file instead."),
+    ] = None,
+    lowered: Annotated[bool, typer.Option("--lower", help="With every send and receive.")] = False,
+    json: Json = False,
+) -> None:
+    """Write down a schedule: what each rank does, in order.
+
+    Examples:
+
+    - `taktline plan` lists the schedules
+
+    - `taktline plan 1f1b --ranks 4 --microbatches 8`
+
+    - `taktline plan interleaved_1f1b -r 4 -s 2 -m 8 -o plan.csv`
+
+    - `taktline plan zbv -r 4 -m 8 --lower --json`
+    """
+    if name is None:
+        _list(json)
+        return
+    schedule = find(name)
+    if ranks is None or microbatches is None:
+        raise typer.BadParameter(f"give --ranks and --microbatches for {schedule.name}")
+    result = build(name, ranks=ranks, microbatches=microbatches, stages_per_rank=stages_per_rank)
+    if lowered:
+        result = lower(result)
+    if output is not None:
+        write(result, output)
+        typer.echo(f"{output}: {len(result):,} actions of {result.ranks} ranks", err=json)
+    if json:
+        typer.echo(to_json(result), nl=False)
+    elif output is None:
+        typer.echo(str(result))
+
+
+def _list(json: bool) -> None:
+    summaries = {name: find(name).summary for name in names()}
+    if json:
+        echo_json(summaries)
+        return
+    width = max(map(len, summaries))
+    for name, summary in summaries.items():
+        typer.echo(f"{name:<{width}}  {summary}")

@@ -1,0 +1,92 @@
+"""``taktline simulate``: how long a plan takes, where it idles and what it keeps in memory."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from taktline.cli.options import (
+    Backward,
+    Comm,
+    Forward,
+    Json,
+    Microbatches,
+    Ranks,
+    StagesPerRank,
+    Weight,
+    echo_json,
+    load,
+    make_costs,
+)
+from taktline.plan import simulate as run
+from taktline.plan.timeline import Timeline
+from taktline.plan.words import counted
+
+__all__ = ["simulate"]
+
+
+def simulate(
+    target: Annotated[str, typer.Argument(metavar="FILE|NAME", help="A plan or a schedule.")],
+    ranks: Ranks = None,
+    stages_per_rank: StagesPerRank = None,
+    microbatches: Microbatches = None,
+    forward: Forward = None,
+    backward: Backward = None,
+    weight: Weight = None,
+    comm: Comm = None,
+    json: Json = False,
+) -> None:
+    """Run a plan in thought, with times for one stage and one micro-batch.
+
+    Examples:
+
+    - `taktline simulate plan.csv --forward 1 --backward 1.1 --weight 0.9 --comm 0.05`
+
+    - `taktline simulate zb_h1 -r 8 -m 24`
+    """
+    plan, known = load(target, ranks, stages_per_rank, microbatches)
+    timeline = run(plan, make_costs(known, forward, backward, weight, comm))
+    if json:
+        echo_json(
+            {
+                "name": plan.name,
+                "makespan": timeline.makespan,
+                "bubble": timeline.bubble(),
+                "bubble_by_span": timeline.bubble("span"),
+                "rank_spans": timeline.rank_spans.tolist(),
+                "busy": timeline.busy.tolist(),
+                "utilisation": timeline.utilisation.tolist(),
+                "peak_memory": timeline.peak_memory.tolist(),
+                "critical_path": [str(span.action) for span in timeline.critical_path()],
+            }
+        )
+    else:
+        _show(timeline)
+
+
+def _show(timeline: Timeline) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    plan = timeline.plan
+    microbatches = counted(plan.microbatches, "micro-batch")
+    table = Table(title=f"{plan.name}: {plan.placement}, {microbatches}")
+    for heading in ("rank", "stages", "busy", "idle", "span", "utilisation", "memory"):
+        table.add_column(heading, justify="right")
+    for rank in range(plan.ranks):
+        table.add_row(
+            str(rank),
+            " ".join(map(str, plan.placement.stages_of(rank))),
+            f"{timeline.busy[rank]:.4g}",
+            f"{timeline.makespan - timeline.busy[rank]:.4g}",
+            f"{timeline.rank_spans[rank]:.4g}",
+            f"{timeline.utilisation[rank]:.1%}",
+            f"{timeline.peak_memory[rank]:.4g}",
+        )
+    Console().print(table)
+    unit = f" {timeline.costs.unit}" if timeline.costs.unit else ""
+    typer.echo(
+        f"makespan {timeline.makespan:.6g}{unit}; bubble {timeline.bubble():.2%} of it, "
+        f"{timeline.bubble('span'):.2%} of the longest rank's own span"
+    )

@@ -1,0 +1,216 @@
+"""The commands as a user runs them: what they print, and the exit codes that scripts rely on."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from taktline.cli.app import app
+from taktline.plan import Costs, Link, Plan, build, lower, names, read, simulate, write
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "120")
+    return tmp_path
+
+
+def run(*words: str) -> Any:
+    return CliRunner().invoke(app, list(words), catch_exceptions=False)
+
+
+def ok(*words: str) -> str:
+    result = run(*words)
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+class TestPlan:
+    NUMBERS = ("--ranks", "4", "--stages-per-rank", "2", "--microbatches", "8")
+
+    def test_prints_a_grid(self, folder: Path) -> None:
+        lines = ok("plan", "1f1b", "-r", "2", "-m", "2").splitlines()
+        assert lines[0] == "1f1b: 2 ranks × 1 stage, 2 micro-batches"
+        assert [line[:8] for line in lines[1:]] == ["rank 0 │", "rank 1 │"]
+
+    @pytest.mark.parametrize("file", ["plan.csv", "plan.json"])
+    def test_writes_a_file(self, folder: Path, file: str) -> None:
+        out = ok("plan", "Interleaved1F1B", *self.NUMBERS, "-o", file)
+        assert out == f"{file}: 128 actions of 4 ranks\n"
+        assert read(file) == build("interleaved_1f1b", ranks=4, stages_per_rank=2, microbatches=8)
+
+    def test_lowered_as_json(self, folder: Path) -> None:
+        data = json.loads(ok("plan", "zbv", "-r", "2", "-m", "3", "--lower", "--json"))
+        assert data["level"] == "lowered"
+        assert "0SEND_F0" in data["ranks"][0]
+
+    def test_lists_the_schedules(self, folder: Path) -> None:
+        assert [line.split()[0] for line in ok("plan").splitlines()] == names()
+        assert list(json.loads(ok("plan", "--json"))) == names()
+
+    @pytest.mark.parametrize(
+        ("words", "message"),
+        [
+            (("plan", "2f2b", "-r", "2", "-m", "2"), "no schedule is called '2f2b'"),
+            (("plan", "1f1b"), "give --ranks and --microbatches"),
+            (("plan", "zbv", "-r", "2", "-m", "2", "-s", "3"), "zbv runs 2 stages per rank, not 3"),
+            (("plan", "1f1b", "-r", "0", "-m", "2"), "ranks must be a whole number from 1 up"),
+            (("plan", "1f1b", "-r", "2", "-m", "2", "-o", "x.txt"), "ends in .csv or .json"),
+            (("check", "none.csv"), "none.csv: cannot be read: No such file or directory"),
+            (("simulate", "none.csv"), "none.csv: cannot be read"),
+            (("simulate", "2f2b"), "a file's name ends in .csv or .json"),
+            (("simulate", "1f1b"), "give --ranks and --microbatches"),
+            (("simulate", "1f1b", "-r", "2", "-m", "2", "--forward", "-1"), "forward must be"),
+            (("compare", "1f1b", "2f2b"), "no schedule is called '2f2b'"),
+        ],
+    )
+    def test_bad_input_exits_with_2(
+        self, folder: Path, words: tuple[str, ...], message: str
+    ) -> None:
+        result = run(*words)
+        assert result.exit_code == 2
+        assert message in " ".join(result.stderr.replace("│", " ").split())
+        assert result.stdout == ""
+
+
+class TestCheck:
+    def test_a_sound_plan(self, folder: Path) -> None:
+        write(lower(build("zbv", ranks=2, microbatches=3)), "plan.csv")
+        out = ok("check", "plan.csv")
+        assert out.splitlines()[-1] == (
+            "valid: every action once, every dependency met, no deadlock even if sends block"
+        )
+        assert json.loads(ok("check", "plan.csv", "--json"))["valid"] is True
+
+    def test_a_broken_plan_exits_with_1_and_names_all(self, folder: Path) -> None:
+        (folder / "plan.csv").write_text("0B0,0F0,0F0\n")
+        result = run("check", "plan.csv")
+        assert result.exit_code == 1
+        assert "[duplicate] rank 0, position 2, 0F0: done before" in result.stdout
+        assert "[order] rank 0, position 0, 0B0: needs 0F0, which comes later" in result.stdout
+        assert result.stdout.endswith("not valid: 2 violations\n")
+        data = json.loads(run("check", "plan.csv", "--json").stdout)
+        assert data["valid"] is False
+        assert [violation["rule"] for violation in data["violations"]] == ["duplicate", "order"]
+
+    def test_only_blocking_sends_deadlock(self, folder: Path) -> None:
+        (folder / "plan.csv").write_text(
+            "0F0,0F1,0SEND_F0,0SEND_F1,3RECV_F0,3F0,3RECV_F1,3F1\n"
+            "1RECV_F0,1F0,2F0,2SEND_F0,1RECV_F1,1F1,2F1,2SEND_F1\n"
+        )
+        out = ok("check", "plan.csv")
+        assert "warning, where sends block: [deadlock]" in out
+        assert out.endswith("valid with asynchronous sends only\n")
+        assert len(json.loads(ok("check", "plan.csv", "--json"))["warnings"]) == 1
+
+
+class TestSimulate:
+    def test_a_schedule(self, folder: Path) -> None:
+        out = ok("simulate", "1f1b", "-r", "4", "-m", "8")
+        assert "makespan 33; bubble 27.27% of it, 27.27% of the longest rank's own span" in out
+
+    def test_a_file_with_times(self, folder: Path) -> None:
+        write(build("1f1b", ranks=4, microbatches=8), "plan.csv")
+        times = ("--forward", "2", "--backward", "3", "--weight", "1", "--comm", "0.5")
+        data = json.loads(ok("simulate", "plan.csv", *times, "--json"))
+        costs = Costs(forward=2.0, backward_input=3.0, backward_weight=1.0, link=Link(latency=0.5))
+        timeline = simulate(read("plan.csv"), costs)
+        assert data["makespan"] == timeline.makespan > 11 * 6
+        assert data["bubble"] == timeline.bubble()
+        assert data["peak_memory"] == [4, 3, 2, 1]
+        assert data["critical_path"][0] == "0F0"
+
+    def test_costs_in_the_file_are_used_unless_replaced(self, folder: Path) -> None:
+        plan = build("gpipe", ranks=1, microbatches=1)
+        write(plan, "plan.json", costs=Costs(forward=5.0, backward=7.0))
+        assert json.loads(ok("simulate", "plan.json", "--json"))["makespan"] == 12
+        write(plan, "plan.json", costs=Costs(forward=5.0, backward=7.0, unit="ms"))
+        assert "makespan 12 ms;" in ok("simulate", "plan.json")
+        replaced = ok("simulate", "plan.json", "--weight", "2", "--json")
+        assert json.loads(replaced)["makespan"] == 5 + 1 + 2
+
+    def test_a_broken_plan_exits_with_1(self, folder: Path) -> None:
+        (folder / "plan.csv").write_text("0B0,0F0\n")
+        result = run("simulate", "plan.csv")
+        assert result.exit_code == 1
+        assert "is not valid: 1 violation\n" in result.stderr
+
+    def test_numbers_go_with_names_only(self, folder: Path) -> None:
+        write(build("gpipe", ranks=1, microbatches=1), "plan.csv")
+        result = run("simulate", "plan.csv", "-r", "2")
+        assert result.exit_code == 2
+        assert "has its own numbers" in " ".join(result.stderr.split())
+
+
+class TestCompare:
+    def test_a_row_each(self, folder: Path) -> None:
+        out = ok("compare", "1f1b", "zbv")
+        assert "4 ranks, 8 micro-batches" in out
+        assert out.count("1f1b") == out.count("zbv") == 1
+
+    def test_fits_eighty_columns(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("COLUMNS", "80")
+        out = ok("compare")
+        assert "interleaved_zero_bubble" in out
+        assert "…" not in out
+
+    def test_all_schedules_for_one_model(self, folder: Path) -> None:
+        data = json.loads(ok("compare", "-r", "4", "-m", "8", "--json"))
+        assert [row["schedule"] for row in data] == [n for n in names() if n != "forward_only"]
+        figures = {row["schedule"]: row for row in data}
+        assert figures["1f1b"]["makespan"] == 33
+        assert figures["interleaved_1f1b"]["makespan"] == 24 + 9 / 2
+        assert figures["zbv"]["peak_memory"] == figures["1f1b"]["peak_memory"] == 4
+        assert figures["v_half"]["peak_memory"] == 3
+        assert figures["v_min"]["peak_memory"] == 2
+
+
+def test_demo_shows_the_tour(folder: Path) -> None:
+    out = ok("demo")
+    assert "Checked: sound" in out
+    assert "[order] rank 1, position 1, 1B1: needs 1F1, which comes later" in out
+    assert "dualpipev" in out
+
+
+@pytest.mark.parametrize("command", ["plan", "check", "simulate", "compare"])
+def test_help_has_examples(folder: Path, command: str) -> None:
+    assert f"taktline {command}" in ok(command, "--help")
+
+
+@pytest.mark.processes
+class TestAsAProcess:
+    def taktline(self, code: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-c", code], cwd=cwd, capture_output=True, text=True, check=False
+        )
+
+    def test_planning_never_imports_torch(self, folder: Path) -> None:
+        code = (
+            "import sys; sys.argv = ['taktline', 'plan', 'zbv', '-r', '2', '-m', '4']\n"
+            "from taktline.cli import main\n"
+            "try: main()\n"
+            "except SystemExit as stop: assert not stop.code, stop\n"
+            "assert 'torch' not in sys.modules, 'torch was imported'"
+        )
+        result = self.taktline(code, folder)
+        assert result.returncode == 0, result.stderr
+        assert result.stdout.startswith("zbv: 2 ranks × 2 stages")
+
+    def test_without_the_extra_says_what_to_install(self, folder: Path) -> None:
+        code = "import sys; sys.modules['typer'] = None\nfrom taktline.cli import main\nmain()"
+        result = self.taktline(code, folder)
+        assert result.returncode == 1
+        assert result.stderr == "taktline: the commands need typer: pip install 'taktline[cli]'\n"
+
+    def test_a_plan_written_here_is_the_plan_read_there(self, folder: Path) -> None:
+        plan: Plan = build("v_min", ranks=3, microbatches=5)
+        write(plan, "plan.json")
+        code = "from taktline.plan import read; print(read('plan.json').digest())"
+        assert self.taktline(code, folder).stdout.strip() == plan.digest()
