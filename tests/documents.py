@@ -1,0 +1,84 @@
+"""Runs the examples of Markdown pages, and writes down what they print.
+
+A ``python`` block runs in one namespace a page, and a ``text`` block right behind it is its output.
+In a ``console`` block, lines that begin with ``$ `` are commands and the rest is their output.
+
+``python -m tests.documents`` refreshes the outputs in README.md and docs/, each page in a process
+of its own, so that none depends on another.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+__all__ = ["PAGES", "ROOT", "fresh"]
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+_BLOCK = re.compile(r"^```(python|console)\n(.*?)^```$(?:\n\n^```text\n(.*?)^```$)?", re.S | re.M)
+
+
+def with_outputs(text: str) -> str:
+    """The page with every output as the examples print it now."""
+    namespace: dict[str, object] = {"__name__": "page"}
+
+    def run(block: re.Match[str]) -> str:
+        language, code, _ = block.groups()
+        if language == "console":
+            return f"```console\n{_run_console(code)}```"
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed):
+            exec(compile(code, "page", "exec"), namespace)
+        output = _tidy(printed.getvalue())
+        return f"```python\n{code}```" + (f"\n\n```text\n{output}```" if output else "")
+
+    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
+        return _BLOCK.sub(run, text)
+
+
+def _run_console(code: str) -> str:
+    """All commands of a block in one shell, so that ``$?`` and variables work."""
+    commands = [line[2:] for line in code.splitlines() if line.startswith("$ ")]
+    mark = "--- end of output ---"
+    script = "".join(f"{line}\nstatus=$?\necho '{mark}'\n(exit $status)\n" for line in commands)
+    folder = str(Path(sys.executable).parent)
+    environment = os.environ | {"PATH": os.pathsep.join([folder, os.environ["PATH"]])}
+    result = subprocess.run(
+        ["bash", "-c", script],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
+    outputs = result.stdout.split(f"{mark}\n")
+    return "".join(
+        f"$ {command}\n{_tidy(output)}" for command, output in zip(commands, outputs, strict=False)
+    )
+
+
+def _tidy(output: str) -> str:
+    return "".join(f"{line.rstrip()}\n" for line in output.splitlines())
+
+
+def fresh(page: Path) -> str:
+    """The page as it should be, found out in a process of its own."""
+    command = [sys.executable, "-m", "tests.documents", str(page)]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+
+
+if __name__ == "__main__":
+    os.environ.pop("COLUMNS", None)
+    if sys.argv[1:]:
+        sys.stdout.write(with_outputs(Path(sys.argv[1]).read_text()))
+    else:
+        for page in PAGES:
+            page.write_text(fresh(page))
