@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Literal, TypeAlias, get_args
 
 import numpy as np
@@ -14,7 +15,7 @@ from taktline.plan.costs import Costs
 from taktline.plan.deps import needs
 from taktline.plan.memory import peak_memory
 from taktline.plan.plan import Plan
-from taktline.plan.rows import FloatArray
+from taktline.plan.rows import FloatArray, IntArray
 
 __all__ = ["Span", "Timeline"]
 
@@ -107,6 +108,29 @@ class Timeline:
         for row in range(int(self.plan.offsets[rank]), int(self.plan.offsets[rank + 1])):
             yield self._span(rank, row)
 
+    @cached_property
+    def held_by(self) -> IntArray:
+        """For each row, the row that held it up last: before it on its rank, or elsewhere; or -1.
+
+        It is the latest to be done of what had to be: its rank's previous action and what it needs
+        from another rank. In a draw, the previous action counts.
+        """
+        plan, rows = self.plan, self.plan.rows
+        rank, arrives_from = plan.rank_of_rows(), needs(plan).arrival
+        arrival = self.end if self.arrival is None else self.arrival
+        free = arrival if self.costs.comm_blocks else self.end
+        row = np.arange(len(rows))
+        first = row - rows.second_of_pair()
+        previous = np.where(first > plan.offsets[rank], first - 1, -1)
+        held_by = previous
+        since = np.where(previous >= 0, free[previous], -np.inf)
+        for half in (first, first + rows.joined[first]):
+            source = arrives_from[half]
+            there = np.where(rank[source] == rank, self.end[source], arrival[source])
+            later = (source >= 0) & (there > since)
+            held_by, since = np.where(later, source, held_by), np.where(later, there, since)
+        return held_by
+
     def critical_path(self) -> list[Span]:
         """The chain of actions, each held up by the one before, that ends last.
 
@@ -115,33 +139,22 @@ class Timeline:
         >>> " ".join(str(span.action) for span in path)
         '0F0 1F0 1B0 0B0'
         """
-        plan, rows = self.plan, self.plan.rows
+        rank = self.plan.rank_of_rows()
+        return [self._span(int(rank[row]), row) for row in self.critical_rows()]
+
+    def critical_rows(self) -> list[int]:
+        """The rows of :meth:`critical_path`."""
+        rows = self.plan.rows
         if not len(rows):
             return []
-        rank, arrives_from = plan.rank_of_rows(), needs(plan).arrival
-        second = rows.second_of_pair()
-        arrival = self.end if self.arrival is None else self.arrival
-        free = arrival if self.costs.comm_blocks else self.end
-        path: list[int] = []
-        row = int(np.lexsort((np.arange(len(rows)), self.end))[-1])
-        while row >= 0:
-            path.append(row)
-            first = row - int(second[row])
-            candidates = [first - 1] if first > plan.offsets[rank[row]] else []
-            pair = range(first, first + 1 + int(rows.joined[first]))
-            candidates += [int(arrives_from[half]) for half in pair if arrives_from[half] >= 0]
-            # The latest to be there was the one waited for; what ran just before on the same rank
-            # comes first in the list and so wins a draw.
-            row = max(
-                candidates,
-                key=lambda other: free[other] if rank[other] == rank[row] else arrival[other],
-                default=-1,
-            )
+        rank, held_by = self.plan.rank_of_rows(), self.held_by
+        path = [len(rows) - 1 - int(np.argmax(self.end[::-1]))]
+        while held_by[path[-1]] >= 0:
+            path.append(int(held_by[path[-1]]))
         path.reverse()
-        ahead = [*path[1:], path[-1]]
         return [
-            self._span(int(rank[row]), row)
-            for row, following in zip(path, ahead, strict=True)
+            row
+            for row, following in zip(path, [*path[1:], path[-1]], strict=True)
             # Besides computing, only what takes time or goes to another rank holds anybody up.
             if rows.kind[row] <= Kind.W
             or self.end[row] > self.start[row]
