@@ -15,6 +15,7 @@ from taktline.cli.check import check
 from taktline.cli.compare import compare
 from taktline.cli.demo import demo
 from taktline.cli.plan import plan
+from taktline.cli.show import show
 from taktline.cli.simulate import simulate
 from taktline.errors import InvalidPlanError, TaktlineError
 
@@ -22,7 +23,7 @@ __all__ = ["app"]
 
 app = typer.Typer(
     name="taktline",
-    help="Pipeline-parallel training for PyTorch: plan, check, simulate and compare schedules.",
+    help="Pipeline-parallel training for PyTorch: plan, check, draw and compare schedules.",
     epilog="Exit codes: 0 fine, 1 the plan breaks its rules, 2 the input cannot be used.",
     no_args_is_help=True,
     add_completion=False,
@@ -44,5 +45,5 @@ def _tell_errors(command: Callable[..., None]) -> Callable[..., None]:
     return told
 
 
-for _command in (plan, check, simulate, compare, demo):
+for _command in (plan, check, show, simulate, compare, demo):
     app.command()(_tell_errors(_command))

@@ -21,6 +21,7 @@ __all__ = [
     "StagesPerRank",
     "Weight",
     "echo_json",
+    "is_file",
     "load",
     "make_costs",
 ]
@@ -48,11 +49,16 @@ Comm: TypeAlias = Annotated[
 Json: TypeAlias = Annotated[bool, typer.Option("--json", help="Print JSON, for machines.")]
 
 
+def is_file(target: str) -> bool:
+    """Whether a FILE|NAME is a file."""
+    return target.lower().endswith((".csv", ".json")) or os.path.exists(target)
+
+
 def load(
     target: str, ranks: int | None, stages_per_rank: int | None, microbatches: int | None
 ) -> tuple[Plan, Costs | None]:
     """The plan in a file, or of a schedule of this name; and the costs that the file knows."""
-    if target.lower().endswith((".csv", ".json")) or os.path.exists(target):
+    if is_file(target):
         if (ranks, stages_per_rank, microbatches) != (None, None, None):
             raise typer.BadParameter(
                 f"{target} is a file and has its own numbers; leave out --ranks, "

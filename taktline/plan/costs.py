@@ -100,9 +100,10 @@ class Costs:
                 raise CostError("kept_for_weight is a part of activation: it cannot be larger")
 
     @property
-    def queues(self) -> bool:
-        """Whether a message can be held up by the one before it."""
-        return bool(np.any(self.message_bytes)) and math.isfinite(self.link.bandwidth)
+    def messages_matter(self) -> bool:
+        """Whether a message can hold up the next one, or keep its sender from computing."""
+        queues = bool(np.any(self.message_bytes)) and math.isfinite(self.link.bandwidth)
+        return queues or self.comm_blocks
 
     def of(self, name: str, stages: int) -> FloatArray:
         """One of the per-stage costs as an array of ``stages`` numbers."""

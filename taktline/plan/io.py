@@ -1,7 +1,7 @@
 """Plans as files: CSV in the dialect that torch reads and writes, and JSON that says more.
 
 CSV has one row a rank and one action a cell; empty cells mean nothing. JSON adds the placement, the
-number of micro-batches, the plan's name and, where known, costs. Never pickle.
+number of micro-batches, the plan's origin and, where known, costs. Never pickle.
 """
 
 from __future__ import annotations
@@ -22,7 +22,16 @@ from taktline.plan.costs import Costs
 from taktline.plan.placement import Placement
 from taktline.plan.plan import Level, Plan
 
-__all__ = ["from_csv", "from_json", "read", "read_costs", "to_csv", "to_json", "write"]
+__all__ = [
+    "from_csv",
+    "from_json",
+    "read",
+    "read_costs",
+    "to_csv",
+    "to_json",
+    "write",
+    "write_text",
+]
 
 FORMAT, VERSION = "taktline-plan", 1
 
@@ -57,11 +66,11 @@ def write(plan: Plan, path: str | os.PathLike[str], *, costs: Costs | None = Non
     """Write a plan to a file, CSV or JSON by its ending: all of it or nothing."""
     path = Path(path)
     if _is_json(path):
-        _write_atomically(path, to_json(plan, costs))
+        write_text(path, to_json(plan, costs))
     elif costs is not None:
         raise PlanFileError(path, "a CSV file cannot hold costs; use .json")
     else:
-        _write_atomically(path, to_csv(plan))
+        write_text(path, to_csv(plan))
 
 
 def to_csv(plan: Plan) -> str:
@@ -101,7 +110,7 @@ def to_json(plan: Plan, costs: Costs | None = None) -> str:
     head: dict[str, Any] = {
         "format": FORMAT,
         "version": VERSION,
-        "name": plan.name,
+        "origin": plan.name,
         "level": plan.level.name.lower(),
         "microbatches": plan.microbatches,
         "placement": list(plan.placement.rank_of),
@@ -135,7 +144,7 @@ def from_json(text: str, path: str | os.PathLike[str] = "<text>") -> Plan:
             Placement.custom(rank_of, len(ranks)),
             _expect(data.get("microbatches"), int, "microbatches", path),
             level=levels[level],
-            name=_expect(data.get("name"), str, "name", path),
+            name=_expect(data.get("origin"), str, "origin", path),
         )
     except PlanError as error:
         raise PlanFileError(path, str(error)) from None
@@ -204,8 +213,9 @@ def _read_text(path: Path) -> str:
         raise PlanFileError(path, f"is not a text in UTF-8 (byte {error.start})") from None
 
 
-def _write_atomically(path: Path, text: str) -> None:
-    """Write beside the target, then rename: a reader sees the old file or the new one."""
+def write_text(path: str | os.PathLike[str], text: str) -> None:
+    """Write a text beside the target, then rename: a reader sees the old file or the new one."""
+    path = Path(path)
     target = Path(os.path.realpath(path))
     try:
         if target.exists():

@@ -38,6 +38,7 @@ class Plan:
     __slots__ = ("known", "level", "microbatches", "name", "offsets", "placement", "rows")
 
     name: str
+    """Where it comes from: a schedule, or a file."""
     placement: Placement
     microbatches: int
     level: Level

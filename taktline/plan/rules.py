@@ -52,7 +52,7 @@ class Subject:
 
     plan: Plan
     rank: IntArray
-    known: BoolArray
+    exists: BoolArray
     """Rows whose stage and micro-batch exist."""
     where: Where
     needs: Needs
@@ -65,8 +65,8 @@ class Subject:
         index = np.cumsum(~second) - 1
         starts = np.append(index, len(plan))[plan.offsets[:-1]]
         rank = plan.rank_of_rows()
-        known = (rows.stage < plan.stages) & (rows.microbatch < plan.microbatches)
-        return cls(plan, rank, known, where, needs(plan, where), index - starts[rank])
+        exists = (rows.stage < plan.stages) & (rows.microbatch < plan.microbatches)
+        return cls(plan, rank, exists, where, needs(plan, where), index - starts[rank])
 
     def at(self, row: int, rule: str, message: str) -> Violation:
         """A violation by the action in this row."""
@@ -80,7 +80,7 @@ class Subject:
 
     def select(self, *kinds: Kind) -> IntArray:
         """The rows of these kinds whose numbers exist."""
-        return np.flatnonzero(self.known & np.isin(self.plan.rows.kind, kinds))
+        return np.flatnonzero(self.exists & np.isin(self.plan.rows.kind, kinds))
 
 
 Rule = Callable[[Subject], Iterator[Violation]]
@@ -106,7 +106,7 @@ def sizes(plan: Plan) -> Iterator[Violation]:
 def out_of_range(subject: Subject) -> Iterator[Violation]:
     """Stages and micro-batches are those of the plan."""
     plan = subject.plan
-    for row in np.flatnonzero(~subject.known).tolist():
+    for row in np.flatnonzero(~subject.exists).tolist():
         what, limit = ("micro-batch", plan.microbatches)
         if plan.rows.stage[row] >= plan.stages:
             what, limit = ("stage", plan.stages)
@@ -117,7 +117,7 @@ def wrong_rank(subject: Subject) -> Iterator[Violation]:
     """A stage's actions are on its rank."""
     plan = subject.plan
     rank_of = np.array(plan.placement.rank_of)
-    index = np.flatnonzero(subject.known)
+    index = np.flatnonzero(subject.exists)
     owner = rank_of[plan.rows.stage[index]]
     for row in index[owner != subject.rank[index]].tolist():
         stage = int(plan.rows.stage[row])

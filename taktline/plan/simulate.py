@@ -19,8 +19,8 @@ __all__ = ["simulate"]
 def simulate(plan: Plan, costs: Costs | None = None) -> Timeline:
     """Run a plan in thought: every action as early as its rank and its dependencies allow.
 
-    Where messages may have to queue (a link of finite bandwidth), the timeline is that of the
-    plan with its messages spelled out.
+    Where messages hold anything up, by queueing or by keeping their sender busy, the timeline is
+    that of the plan with its messages spelled out.
 
     >>> from taktline.plan import build
     >>> timeline = simulate(build("1f1b", ranks=4, microbatches=8), Costs(forward=1.0))
@@ -29,7 +29,7 @@ def simulate(plan: Plan, costs: Costs | None = None) -> Timeline:
     """
     costs = costs or Costs()
     require_valid(plan)
-    if costs.queues:
+    if costs.messages_matter:
         plan = add_comm(plan)
     rows = plan.rows
     duration = costs.durations(plan)
@@ -40,12 +40,9 @@ def simulate(plan: Plan, costs: Costs | None = None) -> Timeline:
     size = costs.of("message_bytes", plan.stages)[np.maximum(rows.stage - backward, 0)]
     occupies = np.where(crosses, size / costs.link.bandwidth, 0.0)
     delay = np.where(crosses, costs.link.latency, 0.0)
-    hold = duration
     if costs.comm_blocks:
-        sending = occupies + delay
-        sending[rows.joined] += sending[rows.second_of_pair()]
-        hold, occupies, delay = duration + sending, np.zeros(len(rows)), np.zeros(len(rows))
-        duration = np.where(rows.kind <= Kind.W, duration, hold)
+        duration += occupies + delay
+        occupies, delay = np.zeros((2, len(rows)))
     waits = waits_between_ranks(plan, needs(plan))
-    run = walk(plan, waits, hold, Messages(channel, occupies, delay))
+    run = walk(plan, waits, duration, Messages(channel, occupies, delay))
     return Timeline(plan, run.start, run.start + duration, costs, run.arrival)

@@ -118,18 +118,26 @@ class Timeline:
         plan, rows = self.plan, self.plan.rows
         rank, arrives_from = plan.rank_of_rows(), needs(plan).arrival
         arrival = self.end if self.arrival is None else self.arrival
-        free = arrival if self.costs.comm_blocks else self.end
         row = np.arange(len(rows))
         first = row - rows.second_of_pair()
         previous = np.where(first > plan.offsets[rank], first - 1, -1)
         held_by = previous
-        since = np.where(previous >= 0, free[previous], -np.inf)
+        since = np.where(previous >= 0, self.end[previous], -np.inf)
         for half in (first, first + rows.joined[first]):
             source = arrives_from[half]
             there = np.where(rank[source] == rank, self.end[source], arrival[source])
             later = (source >= 0) & (there > since)
             held_by, since = np.where(later, source, held_by), np.where(later, there, since)
         return held_by
+
+    def messages(self) -> tuple[IntArray, IntArray]:
+        """The compute rows whose result crosses between ranks, and those that wait for it."""
+        plan, needed = self.plan, needs(self.plan)
+        rank, source = plan.rank_of_rows(), needed.arrival
+        targets = np.flatnonzero((source >= 0) & (rank[source] != rank))
+        sources = source[targets]
+        sends = plan.rows.kind[sources] > Kind.W
+        return np.where(sends, needed.own[sources], sources), targets
 
     def critical_path(self) -> list[Span]:
         """The chain of actions, each held up by the one before, that ends last.
@@ -160,6 +168,36 @@ class Timeline:
             or self.end[row] > self.start[row]
             or rank[row] != rank[following]
         ]
+
+    def to_svg(self, *, width: float | None = None) -> str:
+        """A drawing for papers and pages; see :func:`taktline.plan.render.svg.to_svg`."""
+        from taktline.plan.render.svg import to_svg
+
+        return to_svg([self], width=width)
+
+    def to_html(self, *others: Timeline) -> str:
+        """A page to explore, alone or beside others; see :func:`taktline.plan.render.html.to_html`.
+
+        >>> from taktline.plan import build, simulate
+        >>> page = simulate(build("1f1b", ranks=4, microbatches=8)).to_html()
+        >>> page[:15]
+        '<!doctype html>'
+        """
+        from taktline.plan.render.html import to_html
+
+        return to_html([self, *others])
+
+    def to_trace(self) -> str:
+        """A trace for Perfetto; see :func:`taktline.plan.render.trace.to_trace`."""
+        from taktline.plan.render.trace import to_trace
+
+        return to_trace([self])
+
+    def to_text(self, width: int | None = None, *, colour: bool = False) -> str:
+        """A chart for a terminal; see :func:`taktline.plan.render.text.chart`."""
+        from taktline.plan.render.text import chart
+
+        return chart([self], width, colour=colour)
 
     def _span(self, rank: int, row: int) -> Span:
         return Span(rank, self.plan.rows.leaf(row), float(self.start[row]), float(self.end[row]))

@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 from taktline.cli.app import app
 from taktline.plan import Costs, Link, Plan, build, lower, names, read, simulate, write
+from taktline.plan.render.text import grid
 
 
 @pytest.fixture
@@ -149,6 +150,62 @@ class TestSimulate:
         assert "has its own numbers" in " ".join(result.stderr.split())
 
 
+class TestShow:
+    NUMBERS = ("-r", "4", "-m", "8")
+
+    def test_in_the_terminal(self, folder: Path) -> None:
+        lines = ok("show", "1f1b", *self.NUMBERS).splitlines()
+        assert lines[0] == "1f1b: makespan 33, bubble 27.3%, peak memory 4"
+        assert [line[:8] for line in lines[1:5]] == [f"rank {rank} │" for rank in range(4)]
+        assert lines[-1].startswith("F forward  B backward")
+        assert "\x1b" not in "".join(lines)
+
+    def test_by_step(self, folder: Path) -> None:
+        out = ok("show", "1f1b", *self.NUMBERS, "--by", "step", "--width", "300")
+        assert out.startswith(str(grid(build("1f1b", ranks=4, microbatches=8), 300)))
+
+    def test_colours_on_request(self, folder: Path) -> None:
+        assert "\x1b[" in ok("show", "1f1b", *self.NUMBERS, "--colour")
+
+    @pytest.mark.parametrize(
+        ("file", "beginning"),
+        [("a.svg", "<svg"), ("a.html", "<!doctype html>"), ("a.json", '{"traceEvents"')],
+    )
+    def test_into_a_file(self, folder: Path, file: str, beginning: str) -> None:
+        out = ok("show", "1f1b", "zbv", *self.NUMBERS, "-o", file)
+        assert out.startswith(f"{file}: ")
+        text = Path(file).read_text()
+        assert text.startswith(beginning)
+        assert "zbv" in text
+
+    def test_several_share_one_model(self, folder: Path) -> None:
+        lines = ok("show", "1f1b", "zbv", *self.NUMBERS).splitlines()
+        assert [line for line in lines if "makespan" in line] == [
+            "1f1b: makespan 33, bubble 27.3%, peak memory 4",
+            "zbv: makespan 25.5, bubble 5.9%, peak memory 4",
+        ]
+
+    def test_files_beside_names(self, folder: Path) -> None:
+        plan = build("gpipe", ranks=2, microbatches=2)
+        write(plan, "plan.json", costs=Costs(forward=5.0))
+        out = ok("show", "plan.json", "interleaved_1f1b", "zbv", "-r", "2", "-m", "2", "-s", "3")
+        assert "gpipe: makespan 21" in out
+        assert "interleaved_1f1b: " in out
+
+    def test_numbers_with_files_only_are_refused(self, folder: Path) -> None:
+        write(build("gpipe", ranks=2, microbatches=2), "plan.csv")
+        result = run("show", "plan.csv", "-r", "2")
+        assert result.exit_code == 2
+        assert "has its own numbers" in " ".join(result.stderr.replace("│", " ").split())
+
+    @pytest.mark.parametrize("file", ["a.png", "a"])
+    def test_an_unknown_ending(self, folder: Path, file: str) -> None:
+        result = run("show", "1f1b", *self.NUMBERS, "-o", file)
+        assert result.exit_code == 2
+        assert "drawings are .svg, .html or .json" in " ".join(result.stderr.split())
+        assert not Path(file).exists()
+
+
 class TestCompare:
     def test_a_row_each(self, folder: Path) -> None:
         out = ok("compare", "1f1b", "zbv")
@@ -179,7 +236,7 @@ def test_demo_shows_the_tour(folder: Path) -> None:
     assert "dualpipev" in out
 
 
-@pytest.mark.parametrize("command", ["plan", "check", "simulate", "compare"])
+@pytest.mark.parametrize("command", ["plan", "check", "show", "simulate", "compare"])
 def test_help_has_examples(folder: Path, command: str) -> None:
     assert f"taktline {command}" in ok(command, "--help")
 

@@ -117,7 +117,7 @@ class TestMistakes:
             ({"microbatches": True}, "microbatches must be a whole number"),
             ({"level": "deep"}, "level is one of compute, sharded, lowered, not 'deep'"),
             ({"level": "compute", "ranks": [["0SEND_F0"], ["1F0"]]}, "may not contain SEND_F"),
-            ({"name": 3}, "name must be a text"),
+            ({"origin": 3}, "origin must be a text"),
         ],
     )
     def test_in_json(self, change: dict[str, object], message: str) -> None:

@@ -258,8 +258,10 @@ class TestTimeline:
     def test_critical_path_with_communication_that_blocks(self) -> None:
         plan = build("v_half", ranks=4, microbatches=9)
         costs = Costs(link=Link(latency=0.75), comm_blocks=True)
-        for before, after in pairwise(simulate(plan, costs).critical_path()):
-            assert after.start - before.end in (0.0, 0.75), (before, after)
+        path = simulate(plan, costs).critical_path()
+        assert any(span.action.kind.is_communication for span in path)
+        for before, after in pairwise(path):
+            assert after.start == before.end, (before, after)
 
     def test_an_unknown_definition(self) -> None:
         with pytest.raises(PlanError, match="by is one of"):

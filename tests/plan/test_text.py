@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from taktline.plan import Plan, build, lower
-from taktline.plan.render.text import grid
+from taktline.plan import Costs, Plan, build, lower, simulate
+from taktline.plan.render.text import chart, grid, legend
 from tests.plan.strategies import any_plan
 
 
@@ -62,3 +64,54 @@ def test_a_huge_plan_stays_readable() -> None:
 def test_print_uses_the_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "50")
     assert max(map(len, str(build("gpipe", ranks=2, microbatches=8)).splitlines())) <= 50
+
+
+class TestChart:
+    def lines(self, width: int = 100, name: str = "1f1b") -> list[str]:
+        return chart([simulate(build(name, ranks=4, microbatches=8))], width).splitlines()
+
+    @pytest.mark.parametrize("width", [40, 80, 100, 120, 200])
+    def test_fits_the_width_and_is_to_scale(self, width: int) -> None:
+        lines = self.lines(width)
+        assert lines[0] == "1f1b: makespan 33, bubble 27.3%, peak memory 4"
+        assert max(map(len, lines[1:])) <= width
+        room = width - len("rank 0 │ ") - 1
+        last_rank = lines[4][len("rank 0 │ ") :]
+        assert abs(last_rank.index("F") - 3 / 33 * room) <= 1
+        assert abs(len(last_rank.rstrip("· ")) - 27 / 33 * room) <= 2
+
+    def test_all_boxes_speak_alike(self) -> None:
+        assert "0F0 0F1 0F2" in self.lines(200)[1].replace("─", "")
+        assert "F0 F1 F2" in self.lines(120)[1].replace("─", "")
+        assert set(self.lines(60)[1][9:]) <= set("FB─· ")
+
+    def test_idle_time_is_visible_without_colour(self) -> None:
+        assert "····" in self.lines()[1]
+
+    def test_several_share_one_axis(self) -> None:
+        half = Costs(forward=0.5, backward_input=0.5, backward_weight=0.5)
+        timelines = [
+            simulate(build("1f1b", ranks=2, microbatches=4)),
+            simulate(build("zbv", ranks=2, microbatches=4), half),
+        ]
+        lines = chart(timelines, 100).splitlines()
+        assert [line.partition(":")[0] for line in lines if "makespan" in line] == ["1f1b", "zbv"]
+        assert len(lines[1]) > len(lines[5])
+        assert lines[-1].split()[0] == "0"
+
+    def test_a_measured_idle_plan_has_no_length(self) -> None:
+        zero = Costs(forward=0.0, backward_input=0.0, backward_weight=0.0)
+        assert "makespan 0" in chart([simulate(build("gpipe", ranks=1, microbatches=1), zero)], 60)
+
+
+def test_colour_adds_nothing_but_colour() -> None:
+    plan = build("zbv", ranks=2, microbatches=3)
+    for plain, painted in (
+        (grid(plan, 80), grid(plan, 80, colour=True)),
+        (chart([simulate(plan)], 80), chart([simulate(plan)], 80, colour=True)),
+    ):
+        assert painted.count("\x1b[") > 20
+        bare = re.sub(r"\x1b\[[0-9;]*m", "", painted)
+        assert [line.rstrip() for line in bare.splitlines()] == plain.splitlines()
+    assert "\x1b" in legend(colour=True)
+    assert "\x1b" not in legend()

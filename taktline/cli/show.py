@@ -1,0 +1,129 @@
+"""``taktline show``: draw plans."""
+
+from __future__ import annotations
+
+import os
+import sys
+from enum import StrEnum, auto
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from taktline.cli.options import (
+    Backward,
+    Comm,
+    Forward,
+    Microbatches,
+    Ranks,
+    StagesPerRank,
+    Weight,
+    is_file,
+    load,
+    make_costs,
+)
+from taktline.plan import Timeline, find, simulate
+from taktline.plan.io import write_text
+from taktline.plan.render.html import to_html
+from taktline.plan.render.svg import to_svg
+from taktline.plan.render.text import chart, grid, legend
+from taktline.plan.render.trace import to_trace
+from taktline.plan.words import counted
+
+__all__ = ["show"]
+
+
+class By(StrEnum):
+    """What a column of the terminal stands for."""
+
+    time = auto()
+    step = auto()
+
+
+def show(
+    targets: Annotated[
+        list[str], typer.Argument(metavar="FILE|NAME…", help="Plans or schedules to draw.")
+    ],
+    ranks: Ranks = None,
+    stages_per_rank: StagesPerRank = None,
+    microbatches: Microbatches = None,
+    forward: Forward = None,
+    backward: Backward = None,
+    weight: Weight = None,
+    comm: Comm = None,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "--output",
+            "-o",
+            help="Draw into this file: .svg, .html (a page to explore) or .json (for Perfetto).",
+        ),
+    ] = None,
+    by: Annotated[
+        By, typer.Option(help="In the terminal: to scale, or every action in full.")
+    ] = By.time,
+    width: Annotated[
+        int | None, typer.Option(min=20, help="Columns of the terminal, or pixels of an SVG.")
+    ] = None,
+    colour: Annotated[
+        bool | None,
+        typer.Option("--colour/--no-colour", help="Colours; by default in a terminal only."),
+    ] = None,
+) -> None:
+    """Draw plans: in the terminal, as SVG, as a page to explore, or as a trace for Perfetto.
+
+    With one plan, times are those of a stage; with several, those of a rank's whole share of the
+    model, so that schedules can be compared (a file with costs of its own keeps them).
+
+    Examples:
+
+    - `taktline show 1f1b -r 4 -m 8`
+
+    - `taktline show plan.csv --by step`
+
+    - `taktline show 1f1b zbv -r 4 -m 8 -o compare.html`
+
+    - `taktline show dualpipev -r 4 -m 10 --forward 1 --backward 1.1 --comm 0.1 -o plan.svg`
+    """
+    timelines: list[Timeline] = []
+    for target in targets:
+        numbers = (ranks, stages_per_rank, microbatches)
+        if is_file(target) and not all(map(is_file, targets)):
+            numbers = (None, None, None)  # they are meant for the schedules beside it
+        elif len(targets) > 1 and not is_file(target) and find(target).stages_per_rank:
+            numbers = (ranks, None, microbatches)  # meant for those that leave it open
+        plan, known = load(target, *numbers)
+        share = plan.stages // plan.ranks if len(targets) > 1 and known is None else 1
+        costs = make_costs(known, forward, backward, weight, comm, share=share)
+        timelines.append(simulate(plan, costs))
+    if output is None:
+        _print(timelines, by, width, colour)
+    else:
+        _write(timelines, output, width)
+
+
+def _print(timelines: list[Timeline], by: By, width: int | None, colour: bool | None) -> None:
+    automatic = sys.stdout.isatty() and "NO_COLOR" not in os.environ
+    painted = automatic if colour is None else colour
+    if by is By.time:
+        typer.echo(chart(timelines, width, colour=painted), color=True)
+    else:
+        for timeline in timelines:
+            typer.echo(grid(timeline.plan, width, colour=painted), color=True)
+    typer.echo(legend(colour=painted), color=True)
+
+
+def _write(timelines: list[Timeline], output: Path, width: int | None) -> None:
+    ending = output.suffix.lower()
+    if ending == ".svg":
+        text = to_svg(timelines, width=width)
+    elif ending == ".html":
+        text = to_html(timelines)
+    elif ending == ".json":
+        text = to_trace(timelines)
+    else:
+        raise typer.BadParameter(
+            f"drawings are .svg, .html or .json (for Perfetto), not {ending or output.name!r}"
+        )
+    write_text(output, text)
+    typer.echo(f"{output}: {counted(len(timelines), 'timeline')}")
