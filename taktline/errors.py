@@ -31,7 +31,15 @@ __all__ = [
 
 
 class TaktlineError(ValueError):
-    """The root of the tree: catch this to catch whatever Taktline says about your input."""
+    """The root of the tree: catch this to catch whatever Taktline says about your input.
+
+    >>> from taktline.plan import build
+    >>> try:
+    ...     build("1f1b", ranks=0, microbatches=8)
+    ... except TaktlineError as error:
+    ...     print(error)
+    1f1b: ranks must be a whole number from 1 up, not 0
+    """
 
 
 class ActionSyntaxError(TaktlineError):
@@ -58,7 +66,12 @@ class ActionSyntaxError(TaktlineError):
 
 
 class PlanFileError(TaktlineError):
-    """A plan file cannot be read; ``row`` and ``column`` count from 1, as editors do."""
+    """A plan file cannot be read; ``row`` and ``column`` count from 1, as editors do.
+
+    >>> raise PlanFileError("plan.csv", "an action is a text", row=2, column=7)
+    Traceback (most recent call last):
+    taktline.errors.PlanFileError: plan.csv, row 2, column 7: an action is a text
+    """
 
     def __init__(
         self, path: str | Path, reason: str, *, row: int | None = None, column: int | None = None
@@ -76,15 +89,33 @@ class PlanFileError(TaktlineError):
 
 
 class ScheduleError(TaktlineError):
-    """A schedule's name is unknown, or its numbers do not fit it; the text says what would."""
+    """A schedule's name is unknown, or its numbers do not fit it; the text says what would.
+
+    >>> from taktline.plan import build
+    >>> build("zbv", ranks=4, microbatches=8, stages_per_rank=3)
+    Traceback (most recent call last):
+    taktline.errors.ScheduleError: zbv runs 2 stages per rank, not 3; with 3 there are: ...
+    """
 
 
 class CostError(TaktlineError):
-    """Costs that make no sense, or that do not fit the plan they are used with."""
+    """Costs that make no sense, or that do not fit the plan they are used with.
+
+    >>> from taktline.plan import Costs
+    >>> Costs(forward=-1.0)
+    Traceback (most recent call last):
+    taktline.errors.CostError: forward must be a number from 0 up, or one for each stage, not -1.0
+    """
 
 
 class PlanError(TaktlineError):
-    """A plan cannot be what it claims to be."""
+    """A plan cannot be what it claims to be.
+
+    >>> from taktline.plan import Plan
+    >>> Plan.from_actions([["1F0"]])
+    Traceback (most recent call last):
+    taktline.errors.PlanError: no rank computes stage 0, so where it lies is unknown; ...
+    """
 
 
 class _Violation(Protocol):
@@ -94,7 +125,14 @@ class _Violation(Protocol):
 
 
 class InvalidPlanError(PlanError):
-    """A plan broke its rules; ``violations`` holds all of them, the text the first few."""
+    """A plan broke its rules; ``violations`` holds all of them, the text the first few.
+
+    >>> from taktline.plan import Plan, require_valid
+    >>> require_valid(Plan.from_actions([["0B0", "0F0"]]))
+    Traceback (most recent call last):
+    taktline.errors.InvalidPlanError: plan 'custom' is not valid: 1 violation
+      [order] rank 0, position 0, 0B0: needs 0F0, which comes later (rank 0, position 1)
+    """
 
     SHOWN = 10
 

@@ -40,12 +40,12 @@ def test_an_unknown_name() -> None:
 
 
 @pytest.mark.parametrize("module", [taktline.plan, taktline.errors])
-def test_public_names_are_sorted_and_documented(module: object) -> None:
+def test_public_names_are_sorted_and_have_examples(module: object) -> None:
     names = getattr(module, "__all__")  # noqa: B009
     assert names == sorted(names)
     for name in names:
         thing = getattr(module, name)
-        assert inspect.getdoc(thing), f"{name} has no docstring"
+        assert ">>>" in (inspect.getdoc(thing) or ""), f"{name} has no example"
 
 
 def test_every_error_is_in_the_drawn_tree() -> None:

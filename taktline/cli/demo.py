@@ -37,7 +37,10 @@ def demo() -> None:
             )
         )
     show(timelines)
-    typer.echo("Next: taktline plan zbv --ranks 4 --microbatches 8, or taktline --help")
+    typer.echo(
+        "Next: taktline show 1f1b zbv -r 4 -m 8 (with -o page.html, a page to explore), "
+        "or taktline --help"
+    )
 
 
 def _swapped(plan: Plan) -> Plan:

@@ -8,7 +8,15 @@ from taktline.plan.passes import add_comm, add_reduce, add_shard, lower, merge_b
 from taktline.plan.placement import Placement
 from taktline.plan.plan import Level, Plan
 from taktline.plan.rows import Rows
-from taktline.plan.schedules import Schedule, build, each_rank, find, names, register
+from taktline.plan.schedules import (
+    Schedule,
+    build,
+    each_rank,
+    find,
+    names,
+    register,
+    unregister,
+)
 from taktline.plan.simulate import simulate
 from taktline.plan.timeline import Span, Timeline
 from taktline.plan.validate import Violation, require_valid, validate
@@ -44,6 +52,7 @@ __all__ = [
     "register",
     "require_valid",
     "simulate",
+    "unregister",
     "validate",
     "write",
 ]

@@ -26,7 +26,11 @@ __all__ = ["Action", "Kind", "Overlap", "parse"]
 
 
 class Kind(IntEnum):
-    """What an action does; the name is how it is written, the number how a plan stores it."""
+    """What an action does; the name is how it is written, the number how a plan stores it.
+
+    >>> Kind.F.is_compute, Kind.SEND_F.is_communication, Kind.UNSHARD.has_microbatch
+    (True, True, False)
+    """
 
     F = 0  # forward
     B = 1  # full backward: I and W in one

@@ -49,7 +49,11 @@ def read(path: str | os.PathLike[str]) -> Plan:
 
 
 def read_costs(path: str | os.PathLike[str]) -> Costs | None:
-    """The costs in a JSON plan file, if it has any; a CSV file has none."""
+    """The costs in a JSON plan file, if it has any; a CSV file has none.
+
+    >>> read_costs("plan.csv") is None
+    True
+    """
     path = Path(path)
     if not _is_json(path):
         return None
@@ -63,7 +67,16 @@ def read_costs(path: str | os.PathLike[str]) -> Costs | None:
 
 
 def write(plan: Plan, path: str | os.PathLike[str], *, costs: Costs | None = None) -> None:
-    """Write a plan to a file, CSV or JSON by its ending: all of it or nothing."""
+    """Write a plan to a file, CSV or JSON by its ending: all of it or nothing.
+
+    >>> from tempfile import TemporaryDirectory
+    >>> from taktline.plan import build
+    >>> plan = build("1f1b", ranks=2, microbatches=2)
+    >>> with TemporaryDirectory() as folder:
+    ...     write(plan, f"{folder}/plan.json", costs=Costs(forward=2.0))
+    ...     read(f"{folder}/plan.json") == plan, read_costs(f"{folder}/plan.json").forward
+    (True, 2.0)
+    """
     path = Path(path)
     if _is_json(path):
         write_text(path, to_json(plan, costs))

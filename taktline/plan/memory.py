@@ -17,7 +17,13 @@ __all__ = ["memory_curve", "peak_memory"]
 
 
 def memory_curve(plan: Plan, costs: Costs | None = None) -> tuple[FloatArray, FloatArray]:
-    """What is alive on a row's rank while it runs, and after it."""
+    """What is alive on a row's rank while it runs, and after it.
+
+    >>> from taktline.plan import build
+    >>> during, after = memory_curve(build("gpipe", ranks=1, microbatches=2))
+    >>> during.tolist(), after.tolist()
+    ([1.0, 2.0, 2.0, 1.0], [1.0, 2.0, 1.0, 0.0])
+    """
     costs = costs or Costs()
     whole = costs.of("activation", plan.stages)
     kept = costs.of("kept_for_weight", plan.stages)

@@ -18,7 +18,11 @@ __all__ = ["Level", "Plan"]
 
 
 class Level(IntEnum):
-    """How much of the work a plan spells out."""
+    """How much of the work a plan spells out.
+
+    >>> Plan.from_actions([["0F0", "0B0", "0REDUCE_GRAD"]]).level.name
+    'SHARDED'
+    """
 
     COMPUTE = 0  # F, B, I, W and overlapped pairs
     SHARDED = 1  # and UNSHARD, RESHARD, REDUCE_GRAD

@@ -22,7 +22,13 @@ __all__ = ["RULES", "Subject", "Violation", "sizes"]
 
 @dataclass(frozen=True, slots=True)
 class Violation:
-    """One broken rule: where, which action, and a sentence for a person."""
+    """One broken rule: where, which action, and a sentence for a person.
+
+    >>> from taktline.plan import Plan, validate
+    >>> violation = validate(Plan.from_actions([["0F0", "0F0"]]))[0]
+    >>> violation.rule, violation.rank, violation.position, violation.action
+    ('duplicate', 0, 1, Action(0F0))
+    """
 
     rule: str
     message: str

@@ -24,7 +24,12 @@ By: TypeAlias = Literal["makespan", "span"]
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One action and when it ran."""
+    """One action and when it ran.
+
+    >>> from taktline.plan import build, simulate
+    >>> print(*simulate(build("gpipe", ranks=1, microbatches=1)).spans(0), sep=", ")
+    rank 0: 0F0 0 – 1, rank 0: 0B0 1 – 3
+    """
 
     rank: int
     action: Action

@@ -42,7 +42,11 @@ def validate(plan: Plan, *, sends: Sends = "blocking") -> tuple[Violation, ...]:
 
 
 def require_valid(plan: Plan, *, sends: Sends = "asynchronous") -> None:
-    """Raise an InvalidPlanError with every violation, if there is one."""
+    """Raise an InvalidPlanError with every violation, if there is one.
+
+    >>> from taktline.plan import Plan
+    >>> require_valid(Plan.from_actions([["0F0", "0B0"]]))
+    """
     if violations := validate(plan, sends=sends):
         raise InvalidPlanError(plan.name, violations)
 

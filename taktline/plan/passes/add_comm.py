@@ -27,6 +27,10 @@ def add_comm(plan: Plan) -> Plan:
     no buffer for nothing. All posts, sends and computations then follow one order in time, so that
     not even sends that block until their receive is posted can close a circle. Posts of one channel
     keep the order of its sends.
+
+    >>> from taktline.plan import build
+    >>> " ".join(map(str, add_comm(build("1f1b", ranks=2, microbatches=2))[1]))
+    '1RECV_F0 1RECV_F1 1F0 1B0 1SEND_B0 1F1 1B1 1SEND_B1'
     """
     require_valid(plan)
     if plan.level == Level.LOWERED:

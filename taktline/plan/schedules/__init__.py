@@ -2,9 +2,17 @@
 
 from importlib import import_module
 
-from taktline.plan.schedules._registry import Schedule, build, each_rank, find, names, register
+from taktline.plan.schedules._registry import (
+    Schedule,
+    build,
+    each_rank,
+    find,
+    names,
+    register,
+    unregister,
+)
 
-__all__ = ["Schedule", "build", "each_rank", "find", "names", "register"]
+__all__ = ["Schedule", "build", "each_rank", "find", "names", "register", "unregister"]
 
 # In the order in which people are shown them: from the plainest on.
 for _file in (

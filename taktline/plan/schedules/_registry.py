@@ -15,7 +15,7 @@ from taktline.plan.plan import Plan
 from taktline.plan.rows import Rows
 from taktline.plan.words import counted
 
-__all__ = ["Schedule", "build", "each_rank", "find", "names", "register"]
+__all__ = ["Schedule", "build", "each_rank", "find", "names", "register", "unregister"]
 
 Generator: TypeAlias = Callable[[Placement, int], list[Rows]]
 """(placement, micro-batches) → what each rank does, in order."""
@@ -23,7 +23,11 @@ Generator: TypeAlias = Callable[[Placement, int], list[Rows]]
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """A schedule: its names, what it needs, and the function that writes it down."""
+    """A schedule: its names, what it needs, and the function that writes it down.
+
+    >>> find("zbv").summary
+    'Zero bubble at the memory of 1F1B, with two stages a rank in a V.'
+    """
 
     name: str
     aliases: tuple[str, ...]
@@ -73,7 +77,19 @@ def register(
     stages_per_rank: int | None,
     place: Callable[[int, int], Placement] = Placement.loop,
 ) -> Callable[[Generator], Generator]:
-    """Make a function (placement, micro-batches) → rows of each rank known as a schedule."""
+    """Make a function (placement, micro-batches) → rows of each rank known as a schedule.
+
+    >>> from taktline.plan import Kind
+    >>> @register("one_by_one", stages_per_rank=1)
+    ... @each_rank
+    ... def one_by_one(rank, placement, microbatches):
+    ...     "A micro-batch begins when the last one has ended."
+    ...     kinds = [Kind.F, Kind.B] * microbatches
+    ...     return Rows.of(kinds, rank, [n // 2 for n in range(len(kinds))])
+    >>> build("one_by_one", ranks=3, microbatches=2)[1]
+    [Action(1F0), Action(1B0), Action(1F1), Action(1B1)]
+    >>> unregister("one_by_one")
+    """
 
     def decorate(generate: Generator) -> Generator:
         summary = (generate.__doc__ or "").strip().partition("\n")[0]
@@ -90,13 +106,32 @@ def register(
 
 
 def each_rank(rank_rows: Callable[[int, Placement, int], Rows]) -> Generator:
-    """For schedules that are written down rank by rank, as (rank, placement, micro-batches)."""
+    """For schedules that are written down rank by rank, as (rank, placement, micro-batches).
+
+    >>> from taktline.plan import Kind
+    >>> generate = each_rank(lambda rank, placement, microbatches: Rows.of(Kind.F, rank, 0))
+    >>> len(generate(Placement.linear(4), 1))
+    4
+    """
 
     @wraps(rank_rows)
     def generate(placement: Placement, microbatches: int) -> list[Rows]:
         return [rank_rows(rank, placement, microbatches) for rank in range(placement.ranks)]
 
     return generate
+
+
+def unregister(name: str) -> None:
+    """Forget a schedule and all its names.
+
+    >>> unregister("nonsense")
+    Traceback (most recent call last):
+    taktline.errors.ScheduleError: no schedule is called 'nonsense'; known are: ...
+    """
+    schedule = find(name)
+    del _SCHEDULES[schedule.name]
+    for alias in (schedule.name, *schedule.aliases):
+        del _BY_ALIAS[_plain(alias)]
 
 
 def names() -> list[str]:
@@ -119,7 +154,7 @@ def find(name: str) -> Schedule:
     """
     schedule = _BY_ALIAS.get(_plain(name))
     if schedule is None:
-        close = difflib.get_close_matches(_plain(name), _BY_ALIAS, n=1)
+        close = difflib.get_close_matches(_plain(name), _BY_ALIAS, n=1, cutoff=0.75)
         hint = f"did you mean {_BY_ALIAS[close[0]].name}? Known are" if close else "known are"
         raise ScheduleError(f"no schedule is called {name!r}; {hint}: {', '.join(names())}")
     return schedule
