@@ -96,11 +96,9 @@ def make_costs(
     if share > 1:
         for name in (*asked, "activation"):
             values[name] = values.get(name, 1.0) / share
-    costs = Costs.from_dict(values)
     if comm is not None:
         values["link"] = {"latency": comm}
-        costs = Costs.from_dict(values)
-    return costs
+    return Costs.from_dict(values)
 
 
 def echo_json(value: Any) -> None:

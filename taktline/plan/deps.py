@@ -36,8 +36,8 @@ class Where:
     """Finds the row of an action: a dense table over (kind, stage, micro-batch)."""
 
     def __init__(self, plan: Plan) -> None:
-        self._shape = (_WITH_MICROBATCH, plan.stages, plan.microbatches)
-        self._table = np.full(self._shape, NONE, np.int32)
+        shape = (_WITH_MICROBATCH, plan.stages, plan.microbatches)
+        self._table = np.full(shape, NONE, np.int32)
         rows = plan.rows
         known = (
             (rows.kind < _WITH_MICROBATCH)

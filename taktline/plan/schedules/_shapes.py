@@ -80,12 +80,8 @@ def play(phases: list[tuple[int, str]], stages: tuple[int, ...]) -> Rows:
 
 def _words(pattern: str) -> list[tuple[int, int, bool]]:
     """``"F0&B1 W"`` → [(F, 0, joined), (B, 1, not joined), (W, -1, not joined)]."""
-    return [
-        (Kind[word[0]], int(word[1:] or -1), half < word_count - 1)
-        for pair in pattern.split()
-        for word_count in [pair.count("&") + 1]
-        for half, word in enumerate(pair.split("&"))
-    ]
+    words = pattern.replace("&", "& ").split()
+    return [(Kind[word[0]], int(word[1:].rstrip("&") or -1), word[-1] == "&") for word in words]
 
 
 def drop_beyond(rows: Rows, microbatches: int) -> Rows:
