@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+import taktline
 from taktline.cli.app import app
 from taktline.plan import Costs, Link, Plan, build, lower, names, read, simulate, write
 from taktline.plan.render.text import grid
@@ -227,6 +228,10 @@ class TestCompare:
         assert figures["zbv"]["peak_memory"] == figures["1f1b"]["peak_memory"] == 4
         assert figures["v_half"]["peak_memory"] == 3
         assert figures["v_min"]["peak_memory"] == 2
+
+
+def test_version(folder: Path) -> None:
+    assert ok("--version") == f"taktline {taktline.__version__}\n"
 
 
 def test_demo_shows_the_tour(folder: Path) -> None:
