@@ -9,6 +9,7 @@ import typer
 
 from taktline.cli.options import Json, echo_json
 from taktline.plan import Violation, read, validate
+from taktline.plan.words import counted
 
 __all__ = ["check"]
 
@@ -54,7 +55,7 @@ def check(
 
 def _verdict(errors: int, warnings: bool) -> str:
     if errors:
-        return f"not valid: {errors} violation{'s' * (errors > 1)}"
+        return f"not valid: {counted(errors, 'violation')}"
     if warnings:
         return "valid with asynchronous sends only"
     return "valid: every action once, every dependency met, no deadlock even if sends block"

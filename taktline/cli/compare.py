@@ -10,7 +10,7 @@ from taktline.cli.options import Backward, Comm, Forward, Json, Weight, echo_jso
 from taktline.plan import Timeline, build, find, names, simulate
 from taktline.plan.words import counted
 
-__all__ = ["compare"]
+__all__ = ["compare", "for_one_model", "print_table"]
 
 
 def compare(
@@ -43,19 +43,36 @@ def compare(
     - `taktline compare 1f1b zb_h1 zbv --ranks 8 --microbatches 32 --comm 0.05`
     """
     chosen = schedules or [name for name in names() if name != "forward_only"]
+    timelines = for_one_model(
+        chosen, ranks, microbatches, stages_per_rank, forward, backward, weight, comm
+    )
+    if json:
+        echo_json([_as_dict(timeline) for timeline in timelines])
+    else:
+        print_table(timelines)
+
+
+def for_one_model(
+    schedules: list[str],
+    ranks: int,
+    microbatches: int,
+    stages_per_rank: int | None = None,
+    forward: float | None = None,
+    backward: float | None = None,
+    weight: float | None = None,
+    comm: float | None = None,
+) -> list[Timeline]:
+    """The schedules simulated with the times of a rank's whole share of the model."""
     timelines: list[Timeline] = []
-    for name in chosen:
+    for name in schedules:
         asked = stages_per_rank if find(name).stages_per_rank is None else None
         plan = build(name, ranks=ranks, microbatches=microbatches, stages_per_rank=asked)
         costs = make_costs(None, forward, backward, weight, comm, share=plan.stages // ranks)
         timelines.append(simulate(plan, costs))
-    if json:
-        echo_json([_as_dict(timeline) for timeline in timelines])
-    else:
-        show(timelines)
+    return timelines
 
 
-def show(timelines: list[Timeline]) -> None:
+def print_table(timelines: list[Timeline]) -> None:
     """Print timelines as a table, a row each; the best figure of a column stands out."""
     from rich.console import Console
     from rich.table import Table

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import typer
 
-from taktline.cli.compare import show
-from taktline.plan import Costs, Plan, build, lower, simulate, validate
+from taktline.cli.compare import for_one_model, print_table
+from taktline.plan import Plan, build, lower, validate
 
 __all__ = ["demo"]
 
@@ -26,17 +26,8 @@ def demo() -> None:
     typer.echo("\n".join(f"   {violation}" for violation in validate(_swapped(plan))))
 
     typer.echo("\n4. The same model under other schedules (one rank's F = I = W = 1):\n")
-    timelines = []
-    for name in ("gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zbv", "dualpipev"):
-        other = build(name, ranks=4, microbatches=12)
-        share = 1 / (other.stages // other.ranks)
-        timelines.append(
-            simulate(
-                other,
-                Costs(forward=share, backward_input=share, backward_weight=share, activation=share),
-            )
-        )
-    show(timelines)
+    names = ["gpipe", "1f1b", "interleaved_1f1b", "zb_h1", "zbv", "dualpipev"]
+    print_table(for_one_model(names, ranks=4, microbatches=12))
     typer.echo(
         "Next: taktline show 1f1b zbv -r 4 -m 8 (with -o page.html, a page to explore), "
         "or taktline --help"

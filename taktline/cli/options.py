@@ -9,7 +9,7 @@ from typing import Annotated, Any, TypeAlias
 import typer
 
 from taktline.errors import ScheduleError
-from taktline.plan import Costs, Plan, build, find, read, read_costs
+from taktline.plan import Costs, Plan, find, read, read_costs
 
 __all__ = [
     "Backward",
@@ -20,6 +20,7 @@ __all__ = [
     "Ranks",
     "StagesPerRank",
     "Weight",
+    "build_by_name",
     "echo_json",
     "is_file",
     "load",
@@ -66,13 +67,20 @@ def load(
             )
         return read(target), read_costs(target)
     try:
-        schedule = find(target)
+        find(target)
     except ScheduleError as error:
         raise ScheduleError(f"{error}; a file's name ends in .csv or .json") from None
+    return build_by_name(target, ranks, stages_per_rank, microbatches), None
+
+
+def build_by_name(
+    name: str, ranks: int | None, stages_per_rank: int | None, microbatches: int | None
+) -> Plan:
+    """The plan of a schedule, whose numbers must have been given."""
+    schedule = find(name)
     if ranks is None or microbatches is None:
         raise typer.BadParameter(f"{schedule.name} is a schedule: give --ranks and --microbatches")
-    plan = build(target, ranks=ranks, microbatches=microbatches, stages_per_rank=stages_per_rank)
-    return plan, None
+    return schedule.build(ranks, microbatches, stages_per_rank)
 
 
 def make_costs(

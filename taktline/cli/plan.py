@@ -7,9 +7,17 @@ from typing import Annotated
 
 import typer
 
-from taktline.cli.options import Json, Microbatches, Ranks, StagesPerRank, echo_json
-from taktline.plan import build, find, lower, names, write
+from taktline.cli.options import (
+    Json,
+    Microbatches,
+    Ranks,
+    StagesPerRank,
+    build_by_name,
+    echo_json,
+)
+from taktline.plan import find, lower, names, write
 from taktline.plan.io import to_json
+from taktline.plan.words import counted
 
 __all__ = ["plan"]
 
@@ -43,15 +51,13 @@ def plan(
     if name is None:
         _list(json)
         return
-    schedule = find(name)
-    if ranks is None or microbatches is None:
-        raise typer.BadParameter(f"give --ranks and --microbatches for {schedule.name}")
-    result = build(name, ranks=ranks, microbatches=microbatches, stages_per_rank=stages_per_rank)
+    result = build_by_name(name, ranks, stages_per_rank, microbatches)
     if lowered:
         result = lower(result)
     if output is not None:
         write(result, output)
-        typer.echo(f"{output}: {len(result):,} actions of {result.ranks} ranks", err=json)
+        summary = f"{counted(len(result), 'action')} of {counted(result.ranks, 'rank')}"
+        typer.echo(f"{output}: {summary}", err=json)
     if json:
         typer.echo(to_json(result), nl=False)
     elif output is None:

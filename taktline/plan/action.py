@@ -60,7 +60,7 @@ class Kind(IntEnum):
         return self <= Kind.RECV_B
 
 
-@dataclass(frozen=True, slots=True, order=True)
+@dataclass(frozen=True, slots=True)
 class Action:
     """One thing that a rank does, for a stage and (mostly) a micro-batch.
 
@@ -87,7 +87,7 @@ class Action:
         return f"Action({self})"
 
 
-@dataclass(frozen=True, slots=True, order=True)
+@dataclass(frozen=True, slots=True)
 class Overlap:
     """A forward and a backward that run as one, so that each hides the other's communication.
 

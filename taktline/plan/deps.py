@@ -24,12 +24,20 @@ from taktline.plan.action import Kind
 from taktline.plan.plan import Level, Plan
 from taktline.plan.rows import BoolArray, IntArray
 
-__all__ = ["NONE", "Needs", "Where", "channels", "needs"]
+__all__ = ["HOPS", "NONE", "Needs", "Where", "channels", "exists", "needs"]
 
 NONE = -1
 """In a column of row numbers: there is no such row."""
 
+HOPS = ((Kind.SEND_F, Kind.RECV_F, 1), (Kind.SEND_B, Kind.RECV_B, -1))
+"""Of activations and gradients: the send, the receive, and the step to the receiving stage."""
+
 _WITH_MICROBATCH = sum(kind.has_microbatch for kind in Kind)
+
+
+def exists(plan: Plan) -> BoolArray:
+    """Which rows name a stage and a micro-batch that the plan has."""
+    return (plan.rows.stage < plan.stages) & (plan.rows.microbatch < plan.microbatches)
 
 
 class Where:
@@ -39,12 +47,8 @@ class Where:
         shape = (_WITH_MICROBATCH, plan.stages, plan.microbatches)
         self._table = np.full(shape, NONE, np.int32)
         rows = plan.rows
-        known = (
-            (rows.kind < _WITH_MICROBATCH)
-            & (rows.stage < plan.stages)
-            & (rows.microbatch < plan.microbatches)
-        )
-        index = np.flatnonzero(known)[::-1]  # reversed: where doubled, the first one counts
+        index = np.flatnonzero(exists(plan) & (rows.kind < _WITH_MICROBATCH))
+        index = index[::-1]  # where an action is doubled, the first one counts
         self._table[rows.kind[index], rows.stage[index], rows.microbatch[index]] = index
 
     def rows(
@@ -76,7 +80,7 @@ def needs(plan: Plan, where: Where | None = None) -> Needs:
     where = where or Where(plan)
     rows, rank_of = plan.rows, np.array(plan.placement.rank_of)
     own, arrival, post = (np.full(len(rows), NONE, np.int32) for _ in range(3))
-    in_range = (rows.stage < plan.stages) & (rows.microbatch < plan.microbatches)
+    in_range = exists(plan)
 
     def select(*kinds: Kind) -> tuple[IntArray, IntArray, IntArray]:
         index = np.flatnonzero(in_range & np.isin(rows.kind, kinds))

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from taktline.plan.action import Action, Kind
-from taktline.plan.deps import Needs, Where, channels, needs
+from taktline.plan.deps import HOPS, Needs, Where, channels, exists, needs
 from taktline.plan.plan import Level, Plan
 from taktline.plan.rows import BoolArray, IntArray
 from taktline.plan.words import counted
@@ -71,8 +71,8 @@ class Subject:
         index = np.cumsum(~second) - 1
         starts = np.append(index, len(plan))[plan.offsets[:-1]]
         rank = plan.rank_of_rows()
-        exists = (rows.stage < plan.stages) & (rows.microbatch < plan.microbatches)
-        return cls(plan, rank, exists, where, needs(plan, where), index - starts[rank])
+        position = index - starts[rank]
+        return cls(plan, rank, exists(plan), where, needs(plan, where), position)
 
     def at(self, row: int, rule: str, message: str) -> Violation:
         """A violation by the action in this row."""
@@ -185,7 +185,7 @@ def partners(subject: Subject) -> Iterator[Violation]:
     if plan.level < Level.LOWERED:
         return
     crosses = channels(plan)[1]
-    for send, receive, step in ((Kind.SEND_F, Kind.RECV_F, 1), (Kind.SEND_B, Kind.RECV_B, -1)):
+    for send, receive, step in HOPS:
         for kind, partner, hop in ((send, receive, step), (receive, send, -step)):
             index = subject.select(kind)
             for row in index[~crosses[index]].tolist():
@@ -196,10 +196,10 @@ def partners(subject: Subject) -> Iterator[Violation]:
                 action = Action(int(rows.stage[row]) + hop, partner, int(rows.microbatch[row]))
                 peer = plan.placement.rank_of[action.stage]
                 yield subject.at(row, "partner", f"rank {peer} has no {action} for it")
-        yield from _untransported(subject, send, step)
+        yield from _untransported(subject, send, receive, step)
 
 
-def _untransported(subject: Subject, send: Kind, step: int) -> Iterator[Violation]:
+def _untransported(subject: Subject, send: Kind, receive: Kind, step: int) -> Iterator[Violation]:
     """What crosses between ranks and has neither a send nor a receive."""
     plan, rows, where = subject.plan, subject.plan.rows, subject.where
     rank_of = np.array(plan.placement.rank_of)
@@ -207,7 +207,6 @@ def _untransported(subject: Subject, send: Kind, step: int) -> Iterator[Violatio
     index = subject.select(*producers)
     index = index[(rows.stage[index] + step >= 0) & (rows.stage[index] + step < plan.stages)]
     stage, microbatch = rows.stage[index], rows.microbatch[index]
-    receive = Kind.RECV_F if send is Kind.SEND_F else Kind.RECV_B
     lost = (
         (rank_of[stage] != rank_of[stage + step])
         & (where.rows(send, stage, microbatch) < 0)
@@ -227,7 +226,7 @@ def channel_order(subject: Subject) -> Iterator[Violation]:
     if plan.level < Level.LOWERED:
         return
     channel, crosses = channels(plan)
-    for send, receive, step in ((Kind.SEND_F, Kind.RECV_F, 1), (Kind.SEND_B, Kind.RECV_B, -1)):
+    for send, receive, step in HOPS:
         sends = subject.select(send)
         sends = sends[crosses[sends]]
         receives = subject.where.rows(receive, rows.stage[sends] + step, rows.microbatch[sends])
@@ -262,7 +261,11 @@ def sharding(subject: Subject) -> Iterator[Violation]:
     before = np.concatenate([[-1], latest[:-1]])
     ready = (before >= 0) & (stage[before] == stage) & (kind[before] == Kind.UNSHARD)
     for at in np.flatnonzero(ready == (kind == Kind.UNSHARD)).tolist():
-        state = "is unsharded already" if ready[at] else "is not unsharded here"
+        state = (
+            "is unsharded already: leave one out"
+            if ready[at]
+            else "is not unsharded here: put an UNSHARD before it"
+        )
         yield subject.at(int(index[at]), "shard", f"stage {stage[at]} {state}")
 
 

@@ -8,7 +8,7 @@ from typing import Literal, TypeAlias, cast, get_args
 import numpy as np
 
 from taktline.errors import InvalidPlanError, PlanError
-from taktline.plan.action import Kind
+from taktline.plan.deps import HOPS
 from taktline.plan.plan import Level, Plan
 from taktline.plan.rows import IntArray
 from taktline.plan.rules import RULES, Subject, Violation, sizes
@@ -126,7 +126,7 @@ def _receives_of_sends(subject: Subject) -> IntArray:
     """For each SEND, the row of its RECV."""
     rows = subject.plan.rows
     receives = np.full(len(rows), -1)
-    for send, receive, step in ((Kind.SEND_F, Kind.RECV_F, 1), (Kind.SEND_B, Kind.RECV_B, -1)):
+    for send, receive, step in HOPS:
         index = np.flatnonzero(rows.kind == send)
         receives[index] = subject.where.rows(
             receive, rows.stage[index] + step, rows.microbatch[index]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 
 Leaf = tuple[int, str, int | None]
 Ranks = Sequence[Sequence[str]]
@@ -101,6 +101,17 @@ def _shards_in_order(ranks: Ranks) -> bool:
 
 def _runs(ranks: Ranks, rank_of: Sequence[int], lowered: bool, blocking: bool) -> bool:
     done: set[Leaf] = set()
+    run = 0
+    for _, cell in _as_they_can(ranks, done, rank_of, lowered, blocking):
+        done.update(cell)
+        run += 1
+    return run == sum(map(len, ranks))
+
+
+def _as_they_can(
+    ranks: Ranks, done: Container[Leaf], rank_of: Sequence[int], lowered: bool, blocking: bool
+) -> Iterator[tuple[int, list[Leaf]]]:
+    """(rank, leaves) of each cell, once what it needs is done; whoever asks adds to what is."""
     at = [0] * len(ranks)
     moved = True
     while moved:
@@ -110,14 +121,13 @@ def _runs(ranks: Ranks, rank_of: Sequence[int], lowered: bool, blocking: bool) -
                 cell = leaves(cells[at[rank]])
                 if not all(_ready(leaf, done, rank_of, lowered, blocking) for leaf in cell):
                     break
-                done.update(cell)
+                yield rank, cell
                 at[rank] += 1
                 moved = True
-    return all(at[rank] == len(cells) for rank, cells in enumerate(ranks))
 
 
 def _ready(
-    leaf: Leaf, done: set[Leaf], rank_of: Sequence[int], lowered: bool, blocking: bool
+    leaf: Leaf, done: Container[Leaf], rank_of: Sequence[int], lowered: bool, blocking: bool
 ) -> bool:
     stage, kind, number = leaf
 
@@ -126,10 +136,11 @@ def _ready(
 
     def arrived(source: int, direction: str, direct: bool) -> bool:
         if lowered and rank_of[source] != rank_of[stage]:
-            return {
+            sent, posted = (
                 (source, f"SEND_{direction}", number),
                 (stage, f"RECV_{direction}", number),
-            } <= done
+            )
+            return sent in done and posted in done
         return direct
 
     if kind == "F":
@@ -154,32 +165,23 @@ def finish_times(
 ) -> dict[Leaf, float]:
     """When each action of a compute plan ends; a pair's duration is that of its halves together."""
     end: dict[Leaf, float] = {}
-    at, clock = [0] * len(ranks), [0.0] * len(ranks)
-    moved = True
-    while moved:
-        moved = False
-        for rank, cells in enumerate(ranks):
-            while at[rank] < len(cells):
-                cell = leaves(cells[at[rank]])
-                if not all(_ready(leaf, set(end), rank_of, False, False) for leaf in cell):
-                    break
-                begin = max(
-                    [clock[rank]]
-                    + [
-                        end[needed] + latency * (rank_of[needed[0]] != rank)
-                        for stage, kind, number in cell
-                        for needed in (
-                            [(stage - 1, "F", number)]
-                            if kind == "F"
-                            else [(stage + 1, "B", number), (stage + 1, "I", number)]
-                            if kind in "BI"
-                            else []
-                        )
-                        if needed in end
-                    ]
-                )
-                clock[rank] = begin + sum(duration[kind][stage] for stage, kind, _ in cell)
-                end.update(dict.fromkeys(cell, clock[rank]))
-                at[rank] += 1
-                moved = True
+    clock = [0.0] * len(ranks)
+    for rank, cell in _as_they_can(ranks, end, rank_of, lowered=False, blocking=False):
+        arrivals = [
+            end[needed] + latency * (rank_of[needed[0]] != rank)
+            for stage, kind, number in cell
+            for needed in _sources(stage, kind, number)
+            if needed in end
+        ]
+        start = max([clock[rank], *arrivals])
+        clock[rank] = start + sum(duration[kind][stage] for stage, kind, _ in cell)
+        end.update(dict.fromkeys(cell, clock[rank]))
     return end
+
+
+def _sources(stage: int, kind: str, number: int | None) -> list[Leaf]:
+    if kind == "F":
+        return [(stage - 1, "F", number)]
+    if kind in "BI":
+        return [(stage + 1, "B", number), (stage + 1, "I", number)]
+    return []

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
+import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
@@ -207,6 +208,30 @@ class TestDeadlock:
             (0, "0SEND_F1", "1RECV_F1"),
             (1, "2SEND_F0", "3RECV_F0"),
         ]
+
+    @pytest.mark.parametrize(
+        "order",
+        [
+            lambda plan: np.zeros(len(plan.rows)),
+            lambda plan: np.arange(len(plan.rows)),
+            # What waits comes after what it waits for, but not after what is before it on its rank.
+            lambda plan: np.select(
+                [np.isin(plan.rows.kind, (Kind.RECV_F, Kind.RECV_B)), plan.rows.kind > Kind.W],
+                [0, 1],
+                2,
+            ),
+        ],
+        ids=["all at once", "rank after rank", "against the ranks' own order"],
+    )
+    def test_a_forged_proof_is_not_believed(self, order: Callable[[Plan], object]) -> None:
+        plan = Plan.from_actions(
+            [
+                ["0F0", "0F1", "0SEND_F0", "0SEND_F1", "3RECV_F0", "3F0", "3RECV_F1", "3F1"],
+                ["1RECV_F0", "1F0", "2F0", "2SEND_F0", "1RECV_F1", "1F1", "2F1", "2SEND_F1"],
+            ]
+        )
+        plan.known["order"] = order(plan)
+        assert only(validate(plan)).rule == "deadlock"
 
     def test_torch_lowers_without_deadlock(self) -> None:
         for name, per_rank in TORCH:

@@ -21,7 +21,10 @@ def add_reduce(plan: Plan) -> Plan:
     '0F0 1F0 1B0 1REDUCE_GRAD 0B0 0REDUCE_GRAD'
     """
     if plan.level == Level.LOWERED or plan.has(Kind.REDUCE_GRAD):
-        raise PlanError("gradients are reduced in a plan without REDUCE_GRAD, SEND and RECV")
+        raise PlanError(
+            "add_reduce needs a plan without REDUCE_GRAD, SEND and RECV; apply it once, and before "
+            "add_comm"
+        )
     by_rank = [_reduce(plan.rows_of(rank)) for rank in range(plan.ranks)]
     return plan.with_rows(by_rank, Level.SHARDED)
 

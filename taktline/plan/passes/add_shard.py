@@ -23,7 +23,9 @@ def add_shard(plan: Plan, keep_ready: int = 3) -> Plan:
     if keep_ready < 1:
         raise PlanError(f"keep_ready must be at least 1 stage, not {keep_ready}")
     if plan.level != Level.COMPUTE:
-        raise PlanError(f"parameters are sharded in a COMPUTE plan, this one is {plan.level.name}")
+        raise PlanError(
+            f"add_shard needs a COMPUTE plan, this one is {plan.level.name}; apply it once, first"
+        )
     by_rank = [_shard(plan.rows_of(rank), keep_ready) for rank in range(plan.ranks)]
     return plan.with_rows(by_rank, Level.SHARDED)
 

@@ -19,9 +19,9 @@ import numpy as np
 from taktline.plan.action import Kind
 from taktline.plan.deps import needs
 from taktline.plan.memory import memory_curve
-from taktline.plan.plan import Plan
-from taktline.plan.render.palette import COLOURS, MEANINGS, MEMORY, is_dark, shade
+from taktline.plan.render.palette import COLOURS, MEANINGS, MEMORY, is_dark, shades
 from taktline.plan.render.scale import shared_axis
+from taktline.plan.render.shape import shape
 from taktline.plan.rows import BoolArray, FloatArray, IntArray
 from taktline.plan.timeline import Timeline
 from taktline.plan.words import counted
@@ -62,10 +62,10 @@ def to_html(timelines: Sequence[Timeline], *, title: str | None = None) -> str:
 def _timeline(timeline: Timeline) -> dict[str, Any]:
     plan = timeline.plan
     peak = timeline.peak_memory
-    colours = [[shade(kind, chunk, chunks) for chunk, chunks in _chunks(plan)] for kind in COLOURS]
+    colours = list(shades(plan.placement).values())
     return {
         "name": plan.name,
-        "shape": _shape(plan),
+        "shape": f"{shape(plan)} × {counted(plan.microbatches, 'micro-batch')}",
         "ranks": plan.ranks,
         "stages": plan.stages,
         "microbatches": plan.microbatches,
@@ -76,23 +76,6 @@ def _timeline(timeline: Timeline) -> dict[str, Any]:
         "peak": _numbers(peak),
         **_columns(timeline),
     }
-
-
-def _shape(plan: Plan) -> str:
-    per_rank, rest = divmod(plan.stages, plan.ranks)
-    ranks, microbatches = counted(plan.ranks, "rank"), counted(plan.microbatches, "micro-batch")
-    if rest:
-        return f"{counted(plan.stages, 'stage')} on {ranks} × {microbatches}"
-    return f"{ranks} × {counted(per_rank, 'stage')} × {microbatches}"
-
-
-def _chunks(plan: Plan) -> list[tuple[int, int]]:
-    """For each stage, which of its rank's stages it is, and how many those are."""
-    of_rank = [plan.placement.stages_of(rank) for rank in range(plan.ranks)]
-    return [
-        (of_rank[rank].index(stage), len(of_rank[rank]))
-        for stage, rank in enumerate(plan.placement.rank_of)
-    ]
 
 
 def _columns(timeline: Timeline) -> dict[str, Any]:

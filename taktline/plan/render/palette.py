@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from taktline.plan.action import Kind
+from taktline.plan.placement import Placement
 
-__all__ = ["COLOURS", "MEANINGS", "MEMORY", "is_dark", "shade"]
+__all__ = ["COLOURS", "MEANINGS", "MEMORY", "is_dark", "shade", "shades"]
 
 COLOURS = {
     Kind.F: "#3b75af",
@@ -21,7 +22,6 @@ MEANINGS = {
     Kind.W: "backward for the weights",
 }
 
-
 MEMORY = "#7d70ab"
 """The curves of what is alive."""
 
@@ -35,6 +35,19 @@ def shade(kind: Kind, chunk: int, chunks: int) -> str:
     towards_white = 0.45 * chunk / max(1, chunks - 1)
     channels = (int(COLOURS[kind][at : at + 2], 16) for at in (1, 3, 5))
     return "#" + "".join(f"{round(c + (255 - c) * towards_white):02x}" for c in channels)
+
+
+def shades(placement: Placement) -> dict[Kind, list[str]]:
+    """The colour of each kind for every stage.
+
+    >>> shades(Placement.v(2))[Kind.F]
+    ['#3b75af', '#3b75af', '#93b3d3', '#93b3d3']
+    """
+    of_rank = [placement.stages_of(rank) for rank in range(placement.ranks)]
+    chunks = [
+        (of_rank[r].index(stage), len(of_rank[r])) for stage, r in enumerate(placement.rank_of)
+    ]
+    return {kind: [shade(kind, *chunk) for chunk in chunks] for kind in COLOURS}
 
 
 def is_dark(colour: str) -> bool:

@@ -9,7 +9,7 @@ import numpy as np
 
 from taktline.plan.action import Kind
 from taktline.plan.memory import memory_curve
-from taktline.plan.render.palette import MEANINGS, MEMORY, is_dark, shade
+from taktline.plan.render.palette import MEANINGS, MEMORY, is_dark, shade, shades
 from taktline.plan.render.scale import nice_ticks, shared_axis
 from taktline.plan.timeline import Timeline
 from taktline.plan.words import counted
@@ -87,6 +87,7 @@ def _timeline(timeline: Timeline, y: float, scale: float, unit: str) -> Iterator
         f"{escape(facts)}</tspan></text>"
     )
     y += TOP
+    fills = shades(plan.placement)
     for rank in range(plan.ranks):
         top = y + rank * (LANE + GAP)
         yield _label(f"rank {rank}", top + LANE / 2)
@@ -94,16 +95,17 @@ def _timeline(timeline: Timeline, y: float, scale: float, unit: str) -> Iterator
             f"<rect x='{LEFT:g}' y='{top:g}' width='{timeline.makespan * scale:.2f}' "
             f"height='{LANE:g}' fill='url(#idle)'/>"
         )
-        yield from _boxes(timeline, rank, top, scale)
+        yield from _boxes(timeline, rank, top, scale, fills)
     y += plan.ranks * (LANE + GAP)
     yield from _axis(timeline, y, scale, unit)
     yield from _memory(timeline, y + 28, scale)
 
 
-def _boxes(timeline: Timeline, rank: int, top: float, scale: float) -> Iterator[str]:
+def _boxes(
+    timeline: Timeline, rank: int, top: float, scale: float, fills: dict[Kind, list[str]]
+) -> Iterator[str]:
     plan = timeline.plan
     rows, first = plan.rows_of(rank), int(plan.offsets[rank])
-    stages = plan.placement.stages_of(rank)
     second = rows.second_of_pair()
     for at in np.flatnonzero(rows.kind <= Kind.W).tolist():
         leaf = rows.leaf(at)
@@ -112,8 +114,7 @@ def _boxes(timeline: Timeline, rank: int, top: float, scale: float) -> Iterator[
         paired = bool(rows.joined[at] or second[at])
         height = LANE / 2 if paired else LANE
         y = top + (LANE / 2 if second[at] else 0.0)
-        chunk = stages.index(leaf.stage) if leaf.stage in stages else 0
-        fill = shade(leaf.kind, chunk, len(stages))
+        fill = fills[leaf.kind][leaf.stage]
         x, width = LEFT + start * scale, (end - start) * scale
         label = str(leaf.microbatch)
         yield (

@@ -16,6 +16,7 @@ from taktline.plan.action import Kind, Overlap
 from taktline.plan.plan import Level, Plan
 from taktline.plan.render.palette import MEANINGS
 from taktline.plan.render.scale import nice_ticks, shared_axis
+from taktline.plan.render.shape import shape
 from taktline.plan.timeline import Timeline
 from taktline.plan.validate import validate
 from taktline.plan.walk import unit_run
@@ -94,9 +95,7 @@ def grid(plan: Plan, width: int | None = None, *, colour: bool = False) -> str:
 
 
 def _title(plan: Plan) -> str:
-    per_rank, rest = divmod(plan.stages, plan.ranks)
-    stages = counted(plan.stages if rest else per_rank, "stage")
-    parts = [f"{counted(plan.ranks, 'rank')} × {stages}", counted(plan.microbatches, "micro-batch")]
+    parts = [shape(plan), counted(plan.microbatches, "micro-batch")]
     if plan.level != Level.COMPUTE:
         parts.append(f"{plan.level.name.lower()}, in order")
     return f"{plan.name}: {', '.join(parts)}"
