@@ -80,6 +80,12 @@ class TestChart:
         assert abs(last_rank.index("F") - 3 / 33 * room) <= 1
         assert abs(len(last_rank.rstrip("· ")) - 27 / 33 * room) <= 2
 
+    def test_a_number_at_the_very_end_does_not_stick_out(self) -> None:
+        plan = build("gpipe", ranks=1, microbatches=1)
+        lines = chart([simulate(plan, Costs(forward=50.0, backward=50.0))], 80).splitlines()
+        assert max(map(len, lines)) <= 80
+        assert lines[-1].split() == ["0", "20", "40", "60", "80"]
+
     def test_all_boxes_speak_alike(self) -> None:
         assert "0F0 0F1 0F2" in self.lines(200)[1].replace("─", "")
         assert "F0 F1 F2" in self.lines(120)[1].replace("─", "")
