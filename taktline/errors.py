@@ -7,8 +7,15 @@
     ├── PlanFileError        a plan file cannot be read; knows path, row and column
     ├── ScheduleError        a schedule's name is unknown, or its numbers do not fit it
     ├── CostError            costs that make no sense, or not for this plan
-    └── PlanError            a plan cannot be what it claims to be
-        └── InvalidPlanError     a plan broke its rules; carries every violation
+    ├── PlanError            a plan cannot be what it claims to be
+    │   └── InvalidPlanError     a plan broke its rules; carries every violation
+    ├── TransportError       ranks cannot talk to each other as asked
+    │   └── DeadlockError        every rank waits for another; says who waits for what
+    ├── BatchError           a batch cannot be cut into the micro-batches asked for
+    ├── MismatchError        what the ranks bring to a step does not fit together
+    ├── SignatureError       a value at a boundary is not what was expected, or cannot cross it
+    ├── LossError            the loss is not something to begin a backward with
+    └── StageError           an action failed on some rank; raised on every rank
 
 All of them are also a :class:`ValueError`, so code that does not know Taktline can catch them.
 """
@@ -17,16 +24,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 __all__ = [
     "ActionSyntaxError",
+    "BatchError",
     "CostError",
+    "DeadlockError",
     "InvalidPlanError",
+    "LossError",
+    "MismatchError",
     "PlanError",
     "PlanFileError",
     "ScheduleError",
+    "SignatureError",
+    "StageError",
     "TaktlineError",
+    "TransportError",
 ]
 
 
@@ -40,6 +54,17 @@ class TaktlineError(ValueError):
     ...     print(error)
     1f1b: ranks must be a whole number from 1 up, not 0
     """
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Pickled by text and fields: what the constructor took is not kept.
+        return restore, (type(self), self.args, self.__dict__)
+
+
+def restore(cls: type[TaktlineError], args: tuple[Any, ...], fields: dict[str, Any]) -> Any:
+    """An error as it was on another rank or in another process."""
+    error = cls.__new__(cls, *args)
+    error.__dict__.update(fields)
+    return error
 
 
 class ActionSyntaxError(TaktlineError):
@@ -63,6 +88,15 @@ class ActionSyntaxError(TaktlineError):
             f"not an action: expected {expected} at character {position + 1}\n"
             f"  {excerpt}\n  {' ' * (position - left)}^"
         )
+
+
+class BatchError(TaktlineError):
+    """A batch cannot be cut into the micro-batches asked for, or theirs not merged into one.
+
+    >>> raise BatchError("target is int64[3]: 3 along dimension 0 cannot be cut into 4 pieces")
+    Traceback (most recent call last):
+    taktline.errors.BatchError: target is int64[3]: 3 along dimension 0 cannot be cut into 4 pieces
+    """
 
 
 class PlanFileError(TaktlineError):
@@ -144,3 +178,75 @@ class InvalidPlanError(PlanError):
         if count > self.SHOWN:
             lines.append(f"  and {count - self.SHOWN} more (see .violations)")
         super().__init__("\n".join(lines))
+
+
+class TransportError(TaktlineError):
+    """Ranks cannot talk to each other as asked.
+
+    >>> raise TransportError("activations from rank 0 to rank 1: 8 bytes sent, 4 bytes awaited")
+    Traceback (most recent call last):
+    taktline.errors.TransportError: activations from rank 0 to rank 1: 8 bytes sent, 4 bytes awaited
+    """
+
+
+class DeadlockError(TransportError):
+    """Every rank waits for another; the text says who waits for what.
+
+    >>> raise DeadlockError("no rank can go on\\n  rank 0 waits for rank 1\\n  rank 1 has ended")
+    Traceback (most recent call last):
+    taktline.errors.DeadlockError: no rank can go on
+      rank 0 waits for rank 1
+      rank 1 has ended
+    """
+
+
+class MismatchError(TaktlineError):
+    """What the ranks bring to a step does not fit together; every rank raises the same.
+
+    >>> raise MismatchError("the ranks disagree on the number of micro-batches: ...")
+    Traceback (most recent call last):
+    taktline.errors.MismatchError: the ranks disagree on the number of micro-batches: ...
+    """
+
+
+class SignatureError(TaktlineError):
+    """A value at the boundary of a stage is not what was expected, or cannot cross it.
+
+    >>> raise SignatureError("output 0 is float32[4, 16], not float32[4, 32]")
+    Traceback (most recent call last):
+    taktline.errors.SignatureError: output 0 is float32[4, 16], not float32[4, 32]
+    """
+
+
+class LossError(TaktlineError):
+    """The loss is not something to begin a backward with.
+
+    >>> raise LossError("loss_fn must give one number as a tensor, not a float")
+    Traceback (most recent call last):
+    taktline.errors.LossError: loss_fn must give one number as a tensor, not a float
+    """
+
+
+class StageError(TaktlineError):
+    """An action failed on some rank; every rank raises this, after taking part in the step's rest.
+
+    Gradients of that step are incomplete: call ``zero_grad()`` before the next one. On the rank
+    where it happened, ``__cause__`` is what was raised.
+
+    >>> raise StageError(rank=1, stage=3, microbatch=0, action="3F0", reason="RuntimeError: no")
+    Traceback (most recent call last):
+    taktline.errors.StageError: rank 1, stage 3, micro-batch 0 (3F0): RuntimeError: no
+    """
+
+    def __init__(
+        self, *, rank: int, stage: int, microbatch: int | None, action: str, reason: str
+    ) -> None:
+        self.rank = rank
+        self.stage = stage
+        self.microbatch = microbatch
+        self.action = action
+        self.reason = reason
+        where = f"rank {rank}, stage {stage}"
+        if microbatch is not None:
+            where += f", micro-batch {microbatch}"
+        super().__init__(f"{where} ({action}): {reason}")

@@ -1,0 +1,186 @@
+"""What crosses the boundary between two stages, described: shapes and types, but no data."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any, TypeAlias
+
+import torch
+from torch.utils import _pytree as pytree
+
+from taktline.plan.words import counted
+
+__all__ = ["Leaf", "Signature", "TensorMeta", "as_arguments", "flatten"]
+
+Constant: TypeAlias = bool | int | float | str | None
+"""What is part of a signature rather than data: it may differ between signatures only."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorMeta:
+    """Shape and type of a tensor, and whether a gradient comes back for it.
+
+    >>> print(TensorMeta.of(torch.zeros(4, 16)))
+    float32[4, 16]
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool = False
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> TensorMeta:
+        """The description of a tensor."""
+        return cls(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
+
+    @property
+    def nbytes(self) -> int:
+        """How much room the data takes."""
+        return prod(self.shape) * self.dtype.itemsize
+
+    def describes(self, value: object) -> bool:
+        """Whether a value is such a tensor."""
+        return (
+            isinstance(value, torch.Tensor)
+            and value.shape == self.shape
+            and value.dtype is self.dtype
+            and value.requires_grad is self.requires_grad
+        )
+
+    def __str__(self) -> str:
+        return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)}"
+
+
+Leaf: TypeAlias = TensorMeta | Constant
+
+
+@dataclass(frozen=True, slots=True)
+class Signature:
+    """All that one stage hands to the next: its leaves and, unless they are plain, their tree.
+
+    >>> signature = Signature.of([torch.zeros(2, 3), 7])
+    >>> print(signature)
+    (float32[2, 3], 7)
+    >>> print(signature.difference([torch.zeros(2, 4), 7]))
+    output 0 is float32[2, 4], not float32[2, 3]
+    """
+
+    leaves: tuple[Leaf, ...]
+    spec: pytree.TreeSpec | None = None
+
+    @classmethod
+    def of(cls, leaves: Sequence[Any], spec: pytree.TreeSpec | None = None) -> Signature:
+        """The signature of flattened arguments."""
+        return cls(
+            tuple(TensorMeta.of(x) if isinstance(x, torch.Tensor) else x for x in leaves), spec
+        )
+
+    @property
+    def tensors(self) -> tuple[TensorMeta, ...]:
+        """The tensors among the leaves."""
+        return tuple(leaf for leaf in self.leaves if isinstance(leaf, TensorMeta))
+
+    @property
+    def gradients(self) -> tuple[TensorMeta, ...]:
+        """What comes back: a gradient for each tensor that asks for one."""
+        return tuple(TensorMeta(t.shape, t.dtype) for t in self.tensors if t.requires_grad)
+
+    def describes(self, leaves: Sequence[object], spec: pytree.TreeSpec | None = None) -> bool:
+        """Whether flattened arguments are what the signature says."""
+        return (
+            len(leaves) == len(self.leaves)
+            and spec == self.spec
+            and all(
+                meta.describes(leaf) if isinstance(meta, TensorMeta) else _same(meta, leaf)
+                for meta, leaf in zip(self.leaves, leaves, strict=True)
+            )
+        )
+
+    def difference(
+        self,
+        leaves: Sequence[Any],
+        spec: pytree.TreeSpec | None = None,
+        *,
+        any_batch: bool = False,
+        gradients: bool = True,
+        name: str = "output",
+    ) -> str:
+        """What is not as the signature says, in words; empty if nothing is.
+
+        Args:
+            leaves: the flattened arguments, or their descriptions.
+            spec: their tree.
+            any_batch: whether dimension 0 may have another size.
+            gradients: whether it matters which tensors require a gradient.
+            name: what one of them is called.
+        """
+        if len(leaves) != len(self.leaves):
+            verb = "is" if len(leaves) == 1 else "are"
+            return f"there {verb} {counted(len(leaves), name)}, not {len(self.leaves)}"
+        if spec != self.spec:
+            return f"the {name}s are arranged as {spec}, not as {self.spec}"
+        words: list[str] = []
+        for index, (expected, leaf) in enumerate(zip(self.leaves, leaves, strict=True)):
+            actual = TensorMeta.of(leaf) if isinstance(leaf, torch.Tensor) else leaf
+            if not _fits(expected, actual, any_batch, gradients):
+                words.append(
+                    f"{name} {index} is {_told(actual, expected)}, not {_told(expected, actual)}"
+                )
+        return "; ".join(words)
+
+    def __str__(self) -> str:
+        return f"({', '.join(map(str, self.leaves))})"
+
+
+def _same(expected: object, actual: object) -> bool:
+    """Whether constants are the same: nan is, although it does not equal itself."""
+    return type(expected) is type(actual) and (
+        expected == actual or (expected != expected and actual != actual)
+    )
+
+
+def _fits(expected: object, actual: object, any_batch: bool, gradients: bool) -> bool:
+    if not isinstance(expected, TensorMeta) or not isinstance(actual, TensorMeta):
+        return _same(expected, actual)
+    ignored = 1 if any_batch and expected.shape and actual.shape else 0
+    return (
+        len(expected.shape) == len(actual.shape)
+        and expected.shape[ignored:] == actual.shape[ignored:]
+        and expected.dtype is actual.dtype
+        and (expected.requires_grad is actual.requires_grad or not gradients)
+    )
+
+
+def _told(leaf: object, other: object) -> str:
+    """A leaf in words, with what sets it apart from the other one."""
+    alike = isinstance(leaf, TensorMeta) and str(leaf) == str(other)
+    if alike and isinstance(leaf, TensorMeta):
+        return f"{leaf} {'with' if leaf.requires_grad else 'without'} gradient"
+    return repr(leaf) if isinstance(leaf, str) else str(leaf)
+
+
+def as_arguments(output: Any) -> Sequence[Any]:
+    """What a stage's output is to the next stage: several values are several arguments.
+
+    A named tuple, or another container with a type of its own, is one value.
+    """
+    return output if type(output) is tuple or type(output) is list else (output,)
+
+
+def flatten(arguments: Sequence[Any]) -> tuple[Sequence[Any], pytree.TreeSpec | None]:
+    """The leaves of a stage's arguments; most often these are the arguments themselves."""
+    for argument in arguments:
+        if not isinstance(argument, torch.Tensor):
+            break
+    else:
+        return arguments, None
+    leaves, spec = pytree.tree_flatten(tuple(arguments))
+    return (arguments, None) if len(leaves) == len(arguments) == _width(spec) else (leaves, spec)
+
+
+def _width(spec: pytree.TreeSpec) -> int:
+    """How many children a tree has if all of them are leaves, or else -1."""
+    children = spec.children()
+    return len(children) if all(child.is_leaf() for child in children) else -1

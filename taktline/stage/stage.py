@@ -1,0 +1,151 @@
+"""One stage: a module, and what its backward needs of each micro-batch in flight."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed import ProcessGroup
+
+from taktline.errors import MismatchError
+from taktline.meta import Signature, as_arguments, flatten
+from taktline.stage.backward import accumulate, input_gradients
+
+__all__ = ["PipelineStage"]
+
+
+class PipelineStage:
+    """One piece of a model, to be run by a schedule.
+
+    Args:
+        submodule: the piece; it lies on ``device`` already.
+        stage_index: its number, from 0.
+        num_stages: how many pieces the model has.
+        device: where it computes.
+        input_args: one micro-batch's arguments as an example. Nothing needs them: shapes are
+            learned in the first step. Where they are given, what arrives is checked against them
+            (dimension 0, the size of the micro-batch, may differ).
+        output_args: the same for the output.
+        output_grads: not needed: gradients have the shapes of the outputs.
+        input_grads: not needed, likewise.
+        group: the ranks of the pipeline; all ranks by default.
+        dw_builder: makes the function that computes the weights' gradients (W) of a micro-batch.
+        get_mesh: finds the device mesh of tensors that are sharded within a stage.
+
+    >>> stage = PipelineStage(nn.Linear(4, 4), 0, 2, torch.device("cpu"))
+    >>> stage
+    PipelineStage(0 of 2, Linear, 20 parameters, cpu)
+    """
+
+    def __init__(
+        self,
+        submodule: nn.Module,
+        stage_index: int,
+        num_stages: int,
+        device: torch.device,
+        input_args: torch.Tensor | tuple[torch.Tensor, ...] | None = None,
+        output_args: torch.Tensor | tuple[torch.Tensor, ...] | None = None,
+        output_grads: torch.Tensor | tuple[torch.Tensor | None, ...] | None = None,
+        input_grads: torch.Tensor | tuple[torch.Tensor | None, ...] | None = None,
+        group: ProcessGroup | None = None,
+        dw_builder: Callable[[], Callable[..., None]] | None = None,
+        get_mesh: Callable[..., Any] | None = None,
+    ) -> None:
+        if not 0 <= stage_index < num_stages:
+            raise MismatchError(
+                f"stage {stage_index} of {num_stages}: stages are numbered from 0 to "
+                f"{num_stages - 1}"
+            )
+        self.submod = submodule
+        self.stage_index = stage_index
+        self.num_stages = num_stages
+        self.device = torch.device(device)
+        self.group = group
+        self.dw_builder = dw_builder
+        self.get_mesh = get_mesh
+        self.expected_input = _signature(input_args)
+        self.expected_output = _signature(output_args)
+        self._trainable: list[nn.Parameter] = []
+        self._in_flight: dict[int, tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]] = {}
+        self._weights_due: dict[int, tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]] = {}
+
+    @property
+    def is_first(self) -> bool:
+        """Whether it takes the batch."""
+        return self.stage_index == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Whether it gives the output and the loss."""
+        return self.stage_index == self.num_stages - 1
+
+    def begin(self) -> tuple[bool, ...]:
+        """Find the parameters that get gradients in this step; tells which of all do."""
+        parameters = list(self.submod.parameters())
+        self._trainable = [p for p in parameters if p.requires_grad]
+        return tuple(p.requires_grad for p in parameters)
+
+    def keep(
+        self, microbatch: int, inputs: Sequence[torch.Tensor], roots: Sequence[torch.Tensor]
+    ) -> None:
+        """Note what the backward begins with (roots) and where it ends (inputs)."""
+        self._in_flight[microbatch] = (inputs, roots)
+
+    def backward(
+        self, microbatch: int, gradients: Sequence[torch.Tensor | None]
+    ) -> list[torch.Tensor | None]:
+        """B: add up all gradients; gives those of the inputs."""
+        inputs, roots = self._in_flight.pop(microbatch)
+        roots, gradients = _reached(roots, gradients)
+        if roots:
+            accumulate(roots, gradients)
+        return [tensor.grad for tensor in inputs]
+
+    def backward_input(
+        self, microbatch: int, gradients: Sequence[torch.Tensor | None]
+    ) -> list[torch.Tensor | None]:
+        """I: gives the gradients of the inputs; those of the weights follow in W."""
+        inputs, roots = self._in_flight.pop(microbatch)
+        roots, gradients = _reached(roots, gradients)
+        self._weights_due[microbatch] = (roots, gradients)
+        if not (inputs and roots):
+            return [None] * len(inputs)
+        return input_gradients(roots, gradients, inputs)
+
+    def backward_weight(self, microbatch: int) -> None:
+        """W: add up the gradients of the weights."""
+        roots, gradients = self._weights_due.pop(microbatch)
+        # The first stage has no inputs of its own, so all that the graph reaches is due.
+        weights = () if self.is_first else self._trainable
+        if roots and (weights or self.is_first):
+            accumulate(roots, gradients, weights)
+
+    def clear(self) -> None:
+        """Forget every micro-batch in flight."""
+        self._in_flight.clear()
+        self._weights_due.clear()
+
+    def __repr__(self) -> str:
+        count = sum(p.numel() for p in self.submod.parameters())
+        return (
+            f"PipelineStage({self.stage_index} of {self.num_stages}, "
+            f"{type(self.submod).__name__}, {count:,} parameters, {self.device})"
+        )
+
+
+def _signature(example: Any) -> Signature | None:
+    return None if example is None else Signature.of(*flatten(as_arguments(example)))
+
+
+def _reached(
+    roots: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]
+) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
+    """Roots and their gradients, without those that got none."""
+    pairs = [
+        (root, gradient)
+        for root, gradient in zip(roots, gradients, strict=True)
+        if gradient is not None
+    ]
+    return [root for root, _ in pairs], [gradient for _, gradient in pairs]
