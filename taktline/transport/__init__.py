@@ -1,0 +1,32 @@
+"""How ranks talk to each other: processes over torch.distributed, or threads in one process."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from taktline.transport import local
+from taktline.transport.alone import Alone
+from taktline.transport.base import Channel, Handle, Post, Transport
+from taktline.transport.distributed import Distributed
+
+__all__ = ["Channel", "Handle", "Post", "Transport", "find", "local"]
+
+
+def find(group: dist.ProcessGroup | None = None, device: torch.device | None = None) -> Transport:
+    """The transport of this rank: the local one inside ``local.run``, else that of the group.
+
+    Args:
+        group: the ranks; all of them by default.
+        device: where the tensors are; on the CPU by default.
+
+    >>> find().size
+    1
+    """
+    here = local.current()
+    if here is not None:
+        return here
+    if not dist.is_available() or not dist.is_initialized():
+        return Alone()
+    group = group if group is not None else dist.distributed_c10d._get_default_group()
+    return Distributed.of(group, device or torch.device("cpu"))

@@ -1,0 +1,38 @@
+"""One rank, nobody to talk to: a pipeline without any process group."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from taktline.errors import TransportError
+from taktline.transport.base import Channel, Post
+
+__all__ = ["Alone"]
+
+
+class Alone:
+    """The transport of a pipeline that runs on one rank.
+
+    >>> Alone().exchange([3])
+    [[3]]
+    """
+
+    rank = 0
+    size = 1
+
+    def open(self, channels: Sequence[Channel]) -> None:
+        """There are no channels to open."""
+        for channel in channels:
+            self.sender(channel)
+
+    def sender(self, channel: Channel, *, eager: bool = False) -> Post:
+        """There is nobody to send to."""
+        raise TransportError(f"{channel}: this process is the only rank; start the others, too")
+
+    def receiver(self, channel: Channel) -> Post:
+        """There is nobody to receive from."""
+        return self.sender(channel)
+
+    def exchange(self, numbers: Sequence[int]) -> list[list[int]]:
+        """The numbers of the only rank."""
+        return [list(numbers)]

@@ -1,0 +1,300 @@
+"""All ranks in one process: for debugging, tests, notebooks, and several ranks on one GPU.
+
+Each rank has a thread of its own, and the threads pass a baton. Exactly one runs at any time, and
+it gives the baton away only where it waits for another rank, or where it ends. So every run is the
+same, and between two waits nothing changes under a rank's feet::
+
+    rank 0  ━━━━━┓              ┏━━━━
+    rank 1       ┗━━━━┓         ┃
+    rank 2            ┗━━━━━━━━━┛
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, TypeVar, TypeVarTuple
+
+import torch
+
+from taktline.errors import DeadlockError, TransportError
+from taktline.plan.words import counted
+from taktline.transport.base import Channel, Handle, Post
+
+__all__ = ["LocalTransport", "current", "run"]
+
+T = TypeVar("T")
+Args = TypeVarTuple("Args")
+_thread = threading.local()
+
+
+def run(fn: Callable[[int, *Args], T], ranks: int, *args: *Args, strict: bool = False) -> list[T]:
+    """Call ``fn(rank, *args)`` for each rank, and return the results in the order of the ranks.
+
+    With ``strict`` a send blocks until its receive is posted, as it may over nccl. Random numbers
+    belong to the rank: each draws what it would alone, beginning where the caller is (on CUDA, too,
+    if that is initialised by now). Ctrl-C ends each rank at its next call of the transport.
+
+    >>> def share(rank, factor):
+    ...     return current().exchange([rank, factor * rank])
+    >>> run(share, 2, 10)
+    [[[0, 0], [1, 10]], [[0, 0], [1, 10]]]
+    """
+    if (here := current()) is not None:
+        raise TransportError(f"rank {here.rank} is a local rank and cannot run local ranks itself")
+    if ranks < 1:
+        raise TransportError(f"ranks must be a whole number from 1 up, not {ranks}")
+    return _World(ranks, strict).run(lambda rank: fn(rank, *args))
+
+
+def current() -> LocalTransport | None:
+    """The transport of the rank that asks, or None outside of :func:`run`.
+
+    >>> print(current(), run(lambda rank: current().rank, 3))
+    None [0, 1, 2]
+    """
+    return getattr(_thread, "transport", None)
+
+
+class LocalTransport:
+    """What a local rank talks through; :func:`current` gives it.
+
+    >>> run(lambda rank: current().exchange([rank * rank]), 3)[0]
+    [[0], [1], [4]]
+    """
+
+    def __init__(self, world: _World, rank: int, size: int) -> None:
+        self.rank, self.size = rank, size
+        self._world = world
+        self._opened: set[Channel] = set()
+        self._turn = threading.Lock()
+        self._turn.acquire()
+        self._random = _random_state()
+        # Before a rank begins, it awaits what is done already; while it runs or has ended, nothing.
+        self._awaited: _Exchange | _Message | None = _Exchange(0)
+        self._deadlock: str | None = None
+        self._end = "has ended"
+
+    def open(self, channels: Sequence[Channel]) -> None:
+        """Make channels ready; every rank gives the same ones in the same order."""
+        self._opened.update(channels)
+
+    def sender(self, channel: Channel, *, eager: bool = False) -> Post:
+        """What sends a buffer; it is copied once its receive is posted, too."""
+        blocks = self._world.strict and not eager
+        return self._poster(channel, channel.sender, "send", blocks)
+
+    def receiver(self, channel: Channel) -> Post:
+        """What receives into a buffer of the size that was sent."""
+        return self._poster(channel, channel.receiver, "receive", False)
+
+    def exchange(self, numbers: Sequence[int]) -> list[list[int]]:
+        """Give every rank the numbers of every rank, equally many each; all ranks take part."""
+        self._check_turn()
+        exchange = self._world.exchange
+        exchange.given[self.rank] = list(numbers)
+        if exchange.done:
+            # The next one may begin before all ranks have seen the end of this one.
+            self._world.exchange = _Exchange(self.size)
+        self._wait(exchange)
+        return exchange.result()
+
+    def _poster(self, channel: Channel, rank: int, verb: str, blocks: bool) -> Post:
+        if rank != self.rank:
+            raise TransportError(f"rank {self.rank} cannot {verb} {channel}")
+        if channel not in self._opened:
+            raise TransportError(f"{channel}: rank {rank} has not opened this channel")
+        return partial(self._post, channel, verb, blocks)
+
+    def _post(self, channel: Channel, verb: str, blocks: bool, buffer: torch.Tensor) -> Handle:
+        """Match a message with the first one at the other end, or let it wait for one."""
+        self._check_turn()
+        message = _Message(self, f"to {verb} {channel}", buffer)
+        others = self._world.posted[channel, "receive" if verb == "send" else "send"]
+        if others:
+            _copy(channel, *((message, others[0]) if verb == "send" else (others[0], message)))
+            others.popleft()
+        else:
+            self._world.posted[channel, verb].append(message)
+        if blocks:
+            message.wait()
+        return message
+
+    def _wait(self, awaited: _Exchange | _Message) -> None:
+        """Give the baton away until something is done."""
+        self._check_turn()
+        if awaited.done:
+            return
+        self._awaited, self._random = awaited, _random_state()
+        self._world.pass_on(self.rank)
+        self._turn.acquire()
+        _set_random_state(*self._random)
+        self._awaited, deadlock, self._deadlock = None, self._deadlock, None
+        self._check_turn()
+        if deadlock is not None:
+            raise DeadlockError(deadlock)
+
+    def _check_turn(self) -> None:
+        """Refuse to go on after Ctrl-C, or out of turn, which would end in waiting for ever."""
+        if self._world.holder is not self:
+            raise TransportError(f"rank {self.rank} alone can use its transport, and while it runs")
+        if self._world.interrupts:
+            raise KeyboardInterrupt("the local ranks were stopped")
+
+    def _can_go_on(self) -> bool:
+        return self._awaited is not None and (self._awaited.done or self._deadlock is not None)
+
+    def _live(self, fn: Callable[[int], Any], results: list[Any]) -> None:
+        self._turn.acquire()
+        self._awaited, world, _thread.transport = None, self._world, self
+        threading.current_thread().name = f"rank {self.rank}"
+        _set_random_state(*self._random)
+        try:
+            if world.stream is not None:
+                torch.cuda.set_stream(world.stream)
+            self._check_turn()
+            with torch.set_grad_enabled(world.grad):
+                results[self.rank] = fn(self.rank)
+        except BaseException as error:
+            self._end = f"has raised {type(error).__name__}"
+            if not world.errors:
+                error.add_note(f"on rank {self.rank} of {counted(self.size, 'local rank')}")
+                world.errors.append(error)
+        world.pass_on(self.rank)
+
+    def __str__(self) -> str:
+        doing = self._end if self._awaited is None else f"waits {self._awaited}"
+        return f"rank {self.rank} {doing}"
+
+
+class _World:
+    """What the ranks share. Only the one with the baton touches it, so it needs no lock."""
+
+    def __init__(self, size: int, strict: bool) -> None:
+        self.strict = strict
+        self.grad = torch.is_grad_enabled()
+        # A stream brings its device along.
+        self.stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
+        self.ranks = [LocalTransport(self, rank, size) for rank in range(size)]
+        # The caller's thread has the baton before the ranks have it, and after them.
+        self.caller = self.holder = LocalTransport(self, -1, size)
+        self.posted: defaultdict[tuple[Channel, str], deque[_Message]] = defaultdict(deque)
+        self.exchange = _Exchange(size)
+        self.errors: list[BaseException] = []
+        self.interrupts: list[BaseException] = []
+
+    def run(self, fn: Callable[[int], Any]) -> list[Any]:
+        """Call a function on each rank, and leave no thread behind, whatever happens."""
+        results: list[Any] = [None] * len(self.ranks)
+        threads = [threading.Thread(target=rank._live, args=(fn, results)) for rank in self.ranks]
+        try:
+            for thread in threads:
+                thread.start()
+        except BaseException as error:
+            self.interrupts.append(error)
+            del self.ranks[sum(thread.is_alive() for thread in threads) :]
+        self.pass_on(self.caller.rank)
+        # Not join: in CPython 3.11 a thread counts as ended once Ctrl-C has interrupted that.
+        while self.holder is not self.caller:
+            try:
+                self.caller._turn.acquire()
+            except BaseException as error:
+                self.interrupts.append(error)
+        for thread in filter(threading.Thread.is_alive, threads):
+            thread.join()
+        _set_random_state(*self.caller._random)
+        # The world and its ranks hold each other for a while; nobody's tensors should stay as long.
+        self.posted.clear()
+        for errors in (self.interrupts, self.errors):
+            if errors:
+                raise errors.pop(0)
+        return results
+
+    def pass_on(self, rank: int) -> None:
+        """Give the baton to the next rank that can go on; if none can, wake all that wait."""
+        order = self.ranks[rank + 1 :] + self.ranks[: rank + 1]
+        if not any(other._can_go_on() for other in order):
+            text = "".join(["no rank can go on", *(f"\n  {other}" for other in self.ranks)])
+            for other in order:
+                other._deadlock = text
+        self.holder = next((other for other in order if other._can_go_on()), self.caller)
+        self.holder._turn.release()
+
+
+class _Exchange:
+    """What the ranks have given so far in one exchange."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.given: dict[int, list[int]] = {}
+
+    @property
+    def done(self) -> bool:
+        return len(self.given) == self.size
+
+    def result(self) -> list[list[int]]:
+        rows = [list(self.given[rank]) for rank in range(self.size)]
+        if len({len(row) for row in rows}) > 1:
+            counts = ", ".join(f"{len(row)} of rank {rank}" for rank, row in enumerate(rows))
+            raise TransportError(f"an exchange takes equally many numbers of each rank: {counts}")
+        return rows
+
+    def __str__(self) -> str:
+        missing = [str(rank) for rank in range(self.size) if rank not in self.given]
+        return f"for an exchange with rank{'s' * (len(missing) > 1)} {', '.join(missing)}"
+
+
+class _Message:
+    """A buffer that was posted, and the handle for it."""
+
+    def __init__(self, rank: LocalTransport, what: str, buffer: torch.Tensor) -> None:
+        self._rank = rank
+        self._what = what
+        # Bytes, not numbers: the two ends need not agree on dtype and shape.
+        self.data = buffer.detach().view(-1).view(torch.uint8)
+        self.done = False
+        self.record()
+
+    def wait(self) -> None:
+        """Return once the buffer may be used; on CUDA, by the current stream."""
+        self._rank._wait(self)
+        self.follow()
+
+    def record(self) -> None:
+        """Mark what the buffer's device has been told by now; the CPU has always done it."""
+        on_cuda = self.data.is_cuda
+        self.mark = torch.cuda.current_stream(self.data.device).record_event() if on_cuda else None
+
+    def follow(self) -> None:
+        """Let what the buffer's device is told from now on come after the mark."""
+        if self.mark is not None:
+            torch.cuda.current_stream(self.data.device).wait_event(self.mark)
+
+    def __str__(self) -> str:
+        return self._what
+
+
+def _copy(channel: Channel, sent: _Message, awaited: _Message) -> None:
+    sizes = [counted(end.data.nbytes, "byte") for end in (sent, awaited)]
+    if sizes[0] != sizes[1]:
+        raise TransportError(f"{channel}: {sizes[0]} sent, but {sizes[1]} awaited")
+    sent.follow()
+    awaited.follow()
+    # Not no_grad: a buffer made in inference mode can be written to in inference mode only.
+    with torch.inference_mode():
+        awaited.data.copy_(sent.data)
+    for message in (sent, awaited):
+        message.record()
+        message.done = True
+
+
+def _random_state() -> tuple[torch.Tensor, list[torch.Tensor]]:
+    on_cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+    return torch.get_rng_state(), on_cuda
+
+
+def _set_random_state(on_cpu: torch.Tensor, on_cuda: list[torch.Tensor]) -> None:
+    torch.set_rng_state(on_cpu)
+    torch.cuda.set_rng_state_all(on_cuda)

@@ -1,0 +1,537 @@
+"""Local ranks: who runs when, what arrives where, and how it ends when it cannot go on."""
+
+from __future__ import annotations
+
+import gc
+import signal
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from taktline.errors import DeadlockError, TransportError
+from taktline.transport.base import Channel, Handle, Transport
+from taktline.transport.local import LocalTransport, current, run
+
+cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+
+
+@pytest.fixture(autouse=True)
+def no_thread_is_left() -> Iterator[None]:
+    before = threading.active_count()
+    yield
+    assert threading.active_count() == before
+
+
+def here() -> LocalTransport:
+    transport = current()
+    assert transport is not None
+    return transport
+
+
+def send(to: int, buffer: torch.Tensor, *, gradients: bool = False) -> Handle:
+    channel = Channel(here().rank, to, gradients)
+    here().open([channel])
+    return here().sender(channel)(buffer)
+
+
+def receive(source: int, buffer: torch.Tensor, *, gradients: bool = False) -> Handle:
+    channel = Channel(source, here().rank, gradients)
+    here().open([channel])
+    return here().receiver(channel)(buffer)
+
+
+def received(source: int, *, gradients: bool = False) -> int:
+    buffer = torch.zeros(1, dtype=torch.int64)
+    receive(source, buffer, gradients=gradients).wait()
+    return int(buffer.item())
+
+
+def test_results_come_in_the_order_of_the_ranks() -> None:
+    def ask(rank: int, word: str) -> tuple[int, int, str]:
+        transport: Transport = here()
+        return transport.rank, transport.size, f"{word} {rank}"
+
+    assert run(ask, 3, "rank") == [(0, 3, "rank 0"), (1, 3, "rank 1"), (2, 3, "rank 2")]
+    assert run(ask, 1, "only") == [(0, 1, "only 0")]
+    assert current() is None
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("ranks", [2, 5])
+def test_a_ring(ranks: int, strict: bool) -> None:
+    def ring(rank: int) -> int:
+        if rank == 0:
+            send(1, torch.tensor([1])).wait()
+            return received(ranks - 1)
+        number = received(rank - 1)
+        send((rank + 1) % ranks, torch.tensor([10 * number + 1])).wait()
+        return number
+
+    assert run(ring, ranks, strict=strict) == [
+        int("1" * ranks),
+        *(int("1" * rank) for rank in range(1, ranks)),
+    ]
+
+
+def test_a_rank_can_send_to_itself() -> None:
+    def talk(rank: int) -> int:
+        handle = send(rank, torch.tensor([7]))
+        number = received(rank)
+        handle.wait()
+        return number
+
+    assert run(talk, 1) == [7]
+
+
+@pytest.mark.parametrize("receive_first", [False, True])
+def test_messages_of_a_channel_keep_their_order(receive_first: bool) -> None:
+    def talk(rank: int) -> list[int]:
+        buffers = [torch.tensor([10 + i if rank else -1]) for i in range(4)]
+        if rank == int(receive_first):
+            # The other rank begins only now, so that all of its messages are posted before.
+            here().exchange([])
+        post = (lambda buffer: send(0, buffer)) if rank else (lambda buffer: receive(1, buffer))
+        handles = [post(buffer) for buffer in buffers]
+        if rank != int(receive_first):
+            here().exchange([])
+        for handle in reversed(handles):
+            handle.wait()
+        return [int(buffer.item()) for buffer in buffers]
+
+    assert run(talk, 2) == [[10, 11, 12, 13], [10, 11, 12, 13]]
+
+
+def test_a_message_that_waits_holds_up_no_other_channel() -> None:
+    def talk(rank: int) -> list[int]:
+        if rank == 0:
+            handles = [send(1, torch.tensor([i]), gradients=i > 2) for i in (1, 2, 3)]
+            for handle in handles:
+                handle.wait()
+            return []
+        return [received(0, gradients=True), received(0), received(0)]
+
+    assert run(talk, 2) == [[], [3, 1, 2]]
+
+
+def test_bytes_arrive_whatever_they_stand_for() -> None:
+    def talk(rank: int) -> torch.Tensor:
+        buffer = torch.empty(2, 2) if rank else torch.arange(16, dtype=torch.uint8)
+        (receive(0, buffer) if rank else send(1, buffer)).wait()
+        return buffer
+
+    sent, got = run(talk, 2)
+    assert got.view(torch.uint8).flatten().tolist() == sent.tolist() == list(range(16))
+
+
+def test_an_empty_message_and_one_without_dimensions() -> None:
+    def talk(rank: int) -> float:
+        scalar = torch.tensor(0.0 if rank else 2.5)
+        for buffer in (torch.empty(0), scalar):
+            (receive(0, buffer) if rank else send(1, buffer)).wait()
+        return scalar.item()
+
+    assert run(talk, 2) == [2.5, 2.5]
+
+
+def test_a_send_is_done_when_it_is_received() -> None:
+    log: list[str] = []
+
+    def talk(rank: int) -> None:
+        if rank == 0:
+            handle = send(1, torch.tensor([1]))
+            log.append("sent")
+            handle.wait()
+            handle.wait()
+            log.append("arrived")
+        else:
+            log.append("other")
+            received(0)
+
+    run(talk, 2)
+    assert log == ["sent", "other", "arrived"]
+    log.clear()
+    run(talk, 2, strict=True)
+    assert log == ["other", "sent", "arrived"]
+
+
+def swap(rank: int) -> int:
+    handle = send(1 - rank, torch.tensor([rank]))
+    number = received(1 - rank)
+    handle.wait()
+    return number
+
+
+def test_both_may_send_first_unless_sends_block() -> None:
+    assert run(swap, 2) == [1, 0]
+    with pytest.raises(DeadlockError) as caught:
+        run(swap, 2, strict=True)
+    assert str(caught.value) == (
+        "no rank can go on\n"
+        "  rank 0 waits to send activations from rank 0 to rank 1\n"
+        "  rank 1 waits to send activations from rank 1 to rank 0"
+    )
+    assert caught.value.__notes__ == ["on rank 0 of 2 local ranks"]
+
+
+def test_exchanges_back_to_back() -> None:
+    def talk(rank: int) -> list[list[list[int]]]:
+        results = [here().exchange([rank, step]) for step in range(20)]
+        return [*results, here().exchange([])]
+
+    expected = [[[rank, step] for rank in range(3)] for step in range(20)] + [[[], [], []]]
+    assert run(talk, 3) == [expected] * 3
+
+
+def test_what_an_exchange_gives_belongs_to_the_rank() -> None:
+    def talk(rank: int) -> list[list[int]]:
+        numbers = [rank]
+        result = here().exchange(numbers)
+        if rank == 1:
+            # Rank 1 comes last and goes on first, so rank 0 has not looked yet.
+            numbers[0] = result[0][0] = result[1][0] = 99
+        return result
+
+    assert run(talk, 2) == [[[0], [1]], [[99], [99]]]
+
+
+def test_exchanges_of_unequal_length() -> None:
+    errors: list[str] = []
+
+    def talk(rank: int) -> None:
+        try:
+            here().exchange([0] * rank)
+        except TransportError as error:
+            errors.append(str(error))
+
+    run(talk, 2)
+    text = "an exchange takes equally many numbers of each rank: 0 of rank 0, 1 of rank 1"
+    assert errors == [text] * 2
+
+
+def test_only_one_rank_runs_at_a_time() -> None:
+    inside: list[int] = []
+    interval = sys.getswitchinterval()
+
+    def work(rank: int) -> int:
+        seen = 0
+        for _ in range(20):
+            inside.append(rank)
+            seen += sum(inside == [rank] for _ in range(100))
+            inside.pop()
+            here().exchange([])
+        return seen
+
+    # Threads that may run at once would now change places amid the work.
+    sys.setswitchinterval(1e-6)
+    try:
+        assert run(work, 4) == [2000] * 4
+    finally:
+        sys.setswitchinterval(interval)
+
+
+def test_the_baton_goes_to_the_next_rank_that_can_go_on() -> None:
+    log: list[int] = []
+
+    def work(rank: int) -> None:
+        for _ in range(4):
+            log.append(rank)
+            here().exchange([])
+
+    run(work, 3)
+    # Whoever completes an exchange goes on at once, and begins the next one.
+    assert log == [0, 1, 2, 2, 0, 1, 1, 2, 0, 0, 1, 2]
+
+
+def test_the_baton_passes_over_a_rank_that_cannot_go_on() -> None:
+    log: list[int] = []
+
+    def work(rank: int) -> None:
+        log.append(rank)
+        if rank == 0:
+            send(2, torch.tensor([0])).wait()
+        else:
+            received(2 if rank == 1 else 0)
+        log.append(rank)
+        if rank == 2:
+            send(1, torch.tensor([0])).wait()
+
+    run(work, 3)
+    assert log == [0, 1, 2, 2, 0, 1]
+
+
+def draw(rank: int, device: str, generator: torch.Generator | None = None) -> list[float]:
+    numbers: list[float] = []
+    for _ in range(3):
+        numbers += torch.rand(rank + 1, device=device, generator=generator).tolist()
+        if generator is None:
+            here().exchange([])
+    return numbers
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=cuda)])
+def test_random_numbers_belong_to_the_rank(device: str) -> None:
+    torch.manual_seed(11)
+    torch.rand(3, device=device)
+    states = [torch.get_rng_state, torch.cuda.get_rng_state][: 1 + (device == "cuda")]
+    before = [state() for state in states]
+    together = run(draw, 3, device)
+    assert all(torch.equal(state(), old) for state, old in zip(states, before, strict=True))
+    for rank in range(3):
+        generator = torch.Generator(device)
+        generator.set_state(before[-1])
+        assert together[rank] == draw(rank, device, generator)
+
+
+def test_a_rank_may_seed() -> None:
+    def seed_and_draw(rank: int) -> list[float]:
+        torch.manual_seed(rank)
+        return draw(0, "cpu")
+
+    for rank, numbers in enumerate(run(seed_and_draw, 3)):
+        assert numbers == draw(0, "cpu", torch.Generator().manual_seed(rank))
+
+
+def test_the_random_state_is_restored_after_an_error() -> None:
+    before = torch.get_rng_state()
+    with pytest.raises(ZeroDivisionError):
+        run(lambda rank: torch.rand(3).sum() / (1 // rank), 2)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("enabled", [False, True])
+def test_ranks_begin_in_the_grad_mode_of_the_caller(enabled: bool) -> None:
+    def modes(rank: int) -> list[bool]:
+        mine = [torch.is_grad_enabled()]
+        with torch.set_grad_enabled(rank == 0):
+            here().exchange([])
+            return [*mine, torch.is_grad_enabled()]
+
+    with torch.set_grad_enabled(enabled):
+        assert run(modes, 2) == [[enabled, True], [enabled, False]]
+        assert torch.is_grad_enabled() == enabled
+
+
+def test_buffers_made_in_inference_mode() -> None:
+    def talk(rank: int) -> int:
+        with torch.inference_mode(rank == 0):
+            buffer = torch.tensor([rank])
+            (send if rank else receive)(1 - rank, buffer)
+        here().exchange([])
+        return int(buffer.item())
+
+    assert run(talk, 2) == [1, 1]
+
+
+def test_the_text_of_a_deadlock() -> None:
+    texts: list[str] = []
+
+    def talk(rank: int) -> None:
+        try:
+            if rank == 0:
+                received(1, gradients=True)
+            elif rank == 2:
+                here().exchange([])
+            elif rank == 3:
+                send(0, torch.tensor([1])).wait()
+        except DeadlockError as error:
+            texts.append(str(error))
+
+    run(talk, 4)
+    expected = (
+        "no rank can go on\n"
+        "  rank 0 waits to receive gradients from rank 1 to rank 0\n"
+        "  rank 1 has ended\n"
+        "  rank 2 waits for an exchange with ranks 0, 1, 3\n"
+        "  rank 3 waits to send activations from rank 3 to rank 0"
+    )
+    assert texts == [expected] * 3
+
+
+def test_after_a_deadlock_ranks_can_go_on() -> None:
+    def talk(rank: int) -> int:
+        with pytest.raises(DeadlockError):
+            received(1 - rank, gradients=True)
+        return swap(rank)
+
+    assert run(talk, 2) == [1, 0]
+
+
+def test_an_error_wakes_those_who_wait_for_its_rank() -> None:
+    texts: list[str] = []
+
+    def talk(rank: int) -> None:
+        if rank == 2:
+            raise KeyError("the cause")
+        try:
+            received(2)
+        except DeadlockError as error:
+            texts.append(str(error))
+            raise
+
+    with pytest.raises(KeyError, match="the cause") as caught:
+        run(talk, 4)
+    assert caught.value.__notes__ == ["on rank 2 of 4 local ranks"]
+    assert len(texts) == 3
+    assert all("\n  rank 2 has raised KeyError\n" in text for text in texts)
+
+
+def test_of_several_errors_the_first_is_raised() -> None:
+    def fail(rank: int) -> None:
+        if rank == 0:
+            received(2)
+        raise ValueError(f"rank {rank}")
+
+    with pytest.raises(ValueError, match="rank 1") as caught:
+        run(fail, 3)
+    assert caught.value.__notes__ == ["on rank 1 of 3 local ranks"]
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_sizes_that_differ(first: int) -> None:
+    def talk(rank: int) -> None:
+        if rank != first:
+            here().exchange([])
+        handle = receive(0, torch.zeros(3)) if rank else send(1, torch.zeros(250, 2))
+        if rank == first:
+            here().exchange([])
+        handle.wait()
+
+    with pytest.raises(TransportError) as caught:
+        run(talk, 2)
+    text = "activations from rank 0 to rank 1: 2,000 bytes sent, but 12 bytes awaited"
+    assert str(caught.value) == text
+    assert caught.value.__notes__ == [f"on rank {1 - first} of 2 local ranks"]
+
+
+def test_what_is_refused() -> None:
+    channel = Channel(0, 1, gradients=True)
+
+    def refused(rank: int) -> LocalTransport:
+        with pytest.raises(TransportError, match=r"^rank 0 is a local rank and cannot run local"):
+            run(refused, 1)
+        with pytest.raises(TransportError, match=r"1: rank 0 has not opened this channel$"):
+            here().sender(channel)
+        here().open([channel])
+        with pytest.raises(TransportError, match=r"^rank 0 cannot receive gradients from"):
+            here().receiver(channel)
+        return here()
+
+    for ranks in (0, -1):
+        with pytest.raises(TransportError, match=f"whole number from 1 up, not {ranks}$"):
+            run(refused, ranks)
+    [transport] = run(refused, 1)
+    for late in (lambda: transport.exchange([]), lambda: transport.sender(channel)(torch.ones(1))):
+        with pytest.raises(TransportError, match=r"^rank 0 alone can use its transport"):
+            late()
+
+
+def test_ctrl_c_stops_every_rank() -> None:
+    log: list[str] = []
+    main = threading.get_ident()
+
+    def work(rank: int) -> None:
+        try:
+            # Not for ever, so that the test fails rather than hangs.
+            for step in range(1_000_000):
+                if (rank, step) == (1, 5):
+                    for _ in range(2):
+                        signal.pthread_kill(main, signal.SIGINT)
+                        time.sleep(0.1)
+                    log.append("slept")
+                here().exchange([])
+        except KeyboardInterrupt:
+            log.append(f"rank {rank} stopped")
+            raise
+
+    before = torch.get_rng_state()
+    with pytest.raises(KeyboardInterrupt) as caught:
+        run(work, 3)
+    assert log[0] == "slept"
+    assert sorted(log[1:]) == ["rank 0 stopped", "rank 1 stopped", "rank 2 stopped"]
+    assert not hasattr(caught.value, "__notes__")
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_thread_that_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    start, ran = threading.Thread.start, []
+
+    def limited(thread: threading.Thread) -> None:
+        if threading.active_count() > before + 1:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    before = threading.active_count()
+    monkeypatch.setattr(threading.Thread, "start", limited)
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        run(ran.append, 4)
+    assert ran == []
+
+
+class Memory(bytearray):
+    """What a tensor can lie in, and a weak reference can point at."""
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_nothing_keeps_tensors_alive(fails: bool) -> None:
+    memories: list[weakref.ref[Memory]] = []
+
+    def tensor() -> torch.Tensor:
+        memory = Memory(8)
+        memories.append(weakref.ref(memory))
+        return torch.frombuffer(memory, dtype=torch.int64)
+
+    def work(rank: int) -> torch.Tensor:
+        send(rank, tensor(), gradients=True)
+        buffer = tensor()
+        (receive if rank else send)(1 - rank, buffer).wait()
+        if fails:
+            raise ValueError(rank)
+        return buffer
+
+    gc.disable()
+    try:
+        try:
+            run(work, 2)
+        except ValueError:
+            assert fails
+        assert [memory() for memory in memories] == [None] * 4
+    finally:
+        gc.enable()
+
+
+@cuda
+@pytest.mark.parametrize("first", [0, 1])
+@pytest.mark.parametrize("slow", [0, 1])
+def test_copies_follow_the_streams(first: int, slow: int) -> None:
+    def talk(rank: int) -> float:
+        with torch.cuda.stream(torch.cuda.Stream()):
+            buffer = torch.zeros(1 << 20, device="cuda")
+            if rank != first:
+                here().exchange([])
+            if rank == slow:
+                torch.cuda._sleep(100_000_000)
+            buffer.fill_(1 - rank)
+            handle = (receive if rank else send)(1 - rank, buffer)
+            if rank == first:
+                here().exchange([])
+            handle.wait()
+            total = buffer.sum()
+            buffer.fill_(5)
+            here().exchange([])
+            return total.item()
+
+    # Twice: where a kernel is used for the first time, the device may be waited for.
+    for _ in range(2):
+        assert run(talk, 2) == [1 << 20, 1 << 20]
+
+
+@cuda
+def test_ranks_begin_on_the_stream_of_the_caller() -> None:
+    with torch.cuda.stream(torch.cuda.Stream()):
+        mine = torch.cuda.current_stream()
+        assert run(lambda rank: torch.cuda.current_stream(), 2) == [mine, mine]
