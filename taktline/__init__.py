@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from taktline.errors import InvalidPlanError as InvalidPlanError
+    from taktline.errors import MismatchError as MismatchError
+    from taktline.errors import StageError as StageError
     from taktline.errors import TaktlineError as TaktlineError
     from taktline.plan import Action as Action
     from taktline.plan import Costs as Costs
@@ -27,6 +29,20 @@ if TYPE_CHECKING:
     from taktline.plan import lower as lower
     from taktline.plan import simulate as simulate
     from taktline.plan import validate as validate
+    from taktline.runtime import Schedule1F1B as Schedule1F1B
+    from taktline.runtime import ScheduleDualPipeV as ScheduleDualPipeV
+    from taktline.runtime import ScheduleFromPlan as ScheduleFromPlan
+    from taktline.runtime import ScheduleGPipe as ScheduleGPipe
+    from taktline.runtime import ScheduleInterleaved1F1B as ScheduleInterleaved1F1B
+    from taktline.runtime import ScheduleInterleavedZeroBubble as ScheduleInterleavedZeroBubble
+    from taktline.runtime import ScheduleLoopedBFS as ScheduleLoopedBFS
+    from taktline.runtime import ScheduleZBVZeroBubble as ScheduleZBVZeroBubble
+    from taktline.runtime import TensorChunkSpec as TensorChunkSpec
+    from taktline.runtime import get_schedule_class as get_schedule_class
+    from taktline.runtime import merge_chunks as merge_chunks
+    from taktline.runtime import split_args_kwargs_into_chunks as split_args_kwargs_into_chunks
+    from taktline.stage import PipelineStage as PipelineStage
+    from taktline.transport import local as local
 
 __version__ = "0.1.0.dev0"
 
@@ -36,14 +52,30 @@ _ROOM_OF = {
     "Costs": "plan",
     "InvalidPlanError": "errors",
     "Link": "plan",
+    "MismatchError": "errors",
+    "PipelineStage": "stage",
     "Placement": "plan",
     "Plan": "plan",
+    "Schedule1F1B": "runtime",
+    "ScheduleDualPipeV": "runtime",
+    "ScheduleFromPlan": "runtime",
+    "ScheduleGPipe": "runtime",
+    "ScheduleInterleaved1F1B": "runtime",
+    "ScheduleInterleavedZeroBubble": "runtime",
+    "ScheduleLoopedBFS": "runtime",
+    "ScheduleZBVZeroBubble": "runtime",
+    "StageError": "errors",
     "TaktlineError": "errors",
+    "TensorChunkSpec": "runtime",
     "Timeline": "plan",
     "Violation": "plan",
     "build": "plan",
+    "get_schedule_class": "runtime",
+    "local": "transport",
     "lower": "plan",
+    "merge_chunks": "runtime",
     "simulate": "plan",
+    "split_args_kwargs_into_chunks": "runtime",
     "validate": "plan",
 }
 

@@ -1,0 +1,35 @@
+"""Carries out a plan: binds it to stages and a transport, runs it, and chunks the batch for it."""
+
+from __future__ import annotations
+
+from taktline.runtime.classes import (
+    Schedule1F1B,
+    ScheduleDualPipeV,
+    ScheduleFromPlan,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+    ScheduleLoopedBFS,
+    ScheduleZBVZeroBubble,
+    get_schedule_class,
+)
+from taktline.runtime.microbatch import (
+    TensorChunkSpec,
+    merge_chunks,
+    split_args_kwargs_into_chunks,
+)
+
+__all__ = [
+    "Schedule1F1B",
+    "ScheduleDualPipeV",
+    "ScheduleFromPlan",
+    "ScheduleGPipe",
+    "ScheduleInterleaved1F1B",
+    "ScheduleInterleavedZeroBubble",
+    "ScheduleLoopedBFS",
+    "ScheduleZBVZeroBubble",
+    "TensorChunkSpec",
+    "get_schedule_class",
+    "merge_chunks",
+    "split_args_kwargs_into_chunks",
+]

@@ -1,0 +1,146 @@
+"""What the ranks tell each other before a step, and what does not fit together, in words."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import NamedTuple
+
+from taktline.plan import Placement
+from taktline.plan.words import counted
+
+__all__ = ["Call", "Introduction", "misfit", "mismatch"]
+
+
+@dataclass(frozen=True, slots=True)
+class Introduction:
+    """What a rank brings to a schedule; told once, before its first step."""
+
+    schedule: str
+    microbatches: int
+    num_stages: int
+    stages: list[int]
+    rank_of: list[int]
+    """Where the plan wants each stage."""
+    plan: str
+    """The plan's fingerprint."""
+    trains: bool
+
+    def to_text(self) -> str:
+        """For the wire."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_text(cls, text: str) -> Introduction:
+        """From the wire."""
+        return cls(**json.loads(text))
+
+
+def misfit(ranks: Sequence[Introduction]) -> str | None:
+    """Why these ranks cannot run a schedule together; None if they can.
+
+    Every rank comes to the same answer, since all see the same introductions.
+    """
+    for field, noun in (
+        ("schedule", "schedule"),
+        ("microbatches", "number of micro-batches"),
+        ("num_stages", "number of stages"),
+        ("trains", "presence of a loss_fn"),
+    ):
+        if story := _differs(noun, [getattr(rank, field) for rank in ranks]):
+            return f"{story}; give every rank the same"
+    if story := _misplaced([rank.stages for rank in ranks], ranks[0].rank_of):
+        return story
+    if _differs("plan", [rank.plan for rank in ranks]):
+        groups = _by_value([rank.plan[:8] for rank in ranks])
+        return f"the ranks have different plans: {groups}; build or read the same plan on each"
+    return None
+
+
+def _misplaced(held: Sequence[Sequence[int]], rank_of: Sequence[int]) -> str | None:
+    """Where the stages that each rank holds are not those that the plan gives it."""
+    placement = Placement.custom(rank_of, len(held))
+    wanted = [list(placement.stages_of(rank)) for rank in range(len(held))]
+    if [sorted(stages) for stages in held] == wanted:
+        return None
+    holders = {
+        stage: [rank for rank, stages in enumerate(held) for s in stages if s == stage]
+        for stage in range(len(rank_of))
+    }
+    words = [
+        f"stage {stage} is missing: no rank has it"
+        if not ranks
+        else f"stage {stage} is there {len(ranks)} times: on rank {_listed(ranks)}"
+        for stage, ranks in holders.items()
+        if len(ranks) != 1
+    ]
+    if not words:
+        words = ["the stages do not lie where the schedule runs them"]
+    needs = "; ".join(
+        f"rank {rank} has {_stages(has)} and needs {_stages(needs)}"
+        for rank, (has, needs) in enumerate(zip(held, wanted, strict=True))
+        if sorted(has) != needs
+    )
+    return f"{'; '.join(words)}. {needs[0].upper()}{needs[1:]}"
+
+
+class Call(NamedTuple):
+    """What a rank says of one call of step() or eval(), as numbers."""
+
+    failed: int
+    """1 if it could not even begin."""
+    introduced: int
+    plan: int
+    trains: int
+    batch: int
+    """The size of the batch along its micro-batches, 0 if this rank got none."""
+    target: int
+    """The same for the target."""
+    inputs: int
+    """A fingerprint of the shapes and types of what it got."""
+
+
+def mismatch(calls: Sequence[Call]) -> str | None:
+    """Why these calls cannot be one step; None if they can."""
+    modes = ["step" if call.trains else "eval" for call in calls]
+    if story := _differs("call", [f"{mode}()" for mode in modes]):
+        return f"{story}; make the same calls in the same order on every rank"
+    if len({call.plan for call in calls}) > 1:
+        groups = _by_value([f"{call.plan & 0xFFFFFFFF:08x}" for call in calls])
+        return f"the ranks run different plans: {groups}; step the same schedule on every rank"
+    batches = {rank: call.batch for rank, call in enumerate(calls) if call.batch}
+    if len(set(batches.values())) > 1:
+        told = ", ".join(f"{size} on rank {rank}" for rank, size in batches.items())
+        return f"the batch has different sizes: {told}; give every rank its part of one batch"
+    batch = max(call.batch for call in calls)
+    for rank, call in enumerate(calls):
+        # Not always equal: a target may have one entry a token, or one for several samples.
+        if batch and call.target and max(batch, call.target) % min(batch, call.target):
+            return (
+                f"the batch has {batch} samples, but the target on rank {rank} has {call.target}; "
+                "give arguments and target of one batch"
+            )
+    return None
+
+
+def _differs(noun: str, values: Sequence[object]) -> str | None:
+    if len(set(values)) == 1:
+        return None
+    return f"the ranks disagree on the {noun}: {_by_value(values)}"
+
+
+def _by_value(values: Sequence[object]) -> str:
+    """``8 on rank 0; 4 on rank 1, 2``, by value."""
+    return "; ".join(
+        f"{value} on rank {_listed([r for r, v in enumerate(values) if v == value])}"
+        for value in dict.fromkeys(values)
+    )
+
+
+def _listed(numbers: Sequence[int]) -> str:
+    return ", ".join(map(str, numbers))
+
+
+def _stages(stages: Sequence[int]) -> str:
+    return f"{counted(len(stages), 'stage')} ({_listed(stages)})" if stages else "no stage"

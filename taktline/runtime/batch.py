@@ -1,0 +1,119 @@
+"""One batch as it is given to a step: whole, or as micro-batches that are cut already."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from taktline.errors import BatchError
+from taktline.plan.words import counted
+from taktline.runtime.microbatch import (
+    batch_size_of,
+    split_args_kwargs_into_chunks,
+    split_value,
+)
+
+__all__ = ["Batch", "Cutter"]
+
+
+@dataclass(frozen=True, slots=True)
+class Cutter:
+    """How a schedule cuts batches."""
+
+    microbatches: int
+    args_spec: tuple[Any, ...] | None = None
+    kwargs_spec: dict[str, Any] | None = None
+
+
+@dataclass(slots=True)
+class Batch:
+    """What a step works on; a rank uses its own share of it.
+
+    >>> batch = Batch(args=(torch.arange(6),))
+    >>> batch.arguments(Cutter(microbatches=3))[0][2]
+    (tensor([4, 5]),)
+    """
+
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    target: Any = None
+    arg_mbs: Sequence[tuple[Any, ...]] | None = None
+    kwarg_mbs: Sequence[dict[str, Any]] | None = None
+    target_mbs: Sequence[Any] | None = None
+
+    def without_args(self) -> Batch:
+        """As a rank without the first stage sees it: keyword arguments are for its own stages."""
+        return Batch((), self.kwargs, self.target, None, self.kwarg_mbs, self.target_mbs)
+
+    def arguments(
+        self, cutter: Cutter
+    ) -> tuple[Sequence[Sequence[Any]], Sequence[Mapping[str, Any]]]:
+        """Positional and keyword arguments of each micro-batch."""
+        count = cutter.microbatches
+        args, kwargs = [()] * count, [{}] * count
+        if self.args or self.kwargs:
+            args, kwargs = split_args_kwargs_into_chunks(
+                self.args,
+                self.kwargs,
+                count,
+                _cut_to(cutter.args_spec, self.args),
+                cutter.kwargs_spec,
+            )
+        return (
+            args if self.arg_mbs is None else _ready("arg_mbs", self.arg_mbs, count, self.args),
+            kwargs
+            if self.kwarg_mbs is None
+            else _ready("kwarg_mbs", self.kwarg_mbs, count, self.kwargs),
+        )
+
+    def targets(self, cutter: Cutter) -> Sequence[Any] | None:
+        """The target of each micro-batch; None if there is none."""
+        if self.target_mbs is not None:
+            return _ready("target_mbs", self.target_mbs, cutter.microbatches, self.target)
+        if self.target is None:
+            return None
+        return split_value(self.target, cutter.microbatches, name="target")
+
+    def size(self, cutter: Cutter) -> int:
+        """Its size along the micro-batches; 0 where that is not to be seen."""
+        if not (self.args or self.kwargs):
+            return 0
+        spec = _cut_to(cutter.args_spec, self.args)
+        return batch_size_of(self.args, self.kwargs, spec, cutter.kwargs_spec) or 0
+
+    def target_size(self) -> int:
+        """The size of the target along the micro-batches; 0 where that is not to be seen."""
+        return batch_size_of((self.target,), None) or 0
+
+    def look(self) -> int:
+        """A fingerprint of shapes, types and plain values, on which depends what boundaries see."""
+        leaves, spec = pytree.tree_flatten((self.args, self.kwargs, self.arg_mbs, self.kwarg_mbs))
+        return hash((*map(_look, leaves), spec))
+
+
+def _cut_to(spec: tuple[Any, ...] | None, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    """No spec where there are no arguments, as on ranks without the first stage."""
+    return spec if args else None
+
+
+def _ready(name: str, chunks: Sequence[Any], count: int, whole: Any) -> Sequence[Any]:
+    if whole:
+        raise BatchError(f"{name} and the whole batch were given; give one of them")
+    if len(chunks) != count:
+        raise BatchError(
+            f"{name} has {counted(len(chunks), 'micro-batch')}, but the schedule runs {count}; "
+            f"give {count}"
+        )
+    return chunks
+
+
+def _look(leaf: object) -> object:
+    if isinstance(leaf, torch.Tensor):
+        return (leaf.shape, leaf.dtype, leaf.requires_grad)
+    if leaf is None or isinstance(leaf, (bool, int, float, str)):
+        return leaf
+    return type(leaf)

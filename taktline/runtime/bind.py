@@ -1,0 +1,234 @@
+"""From a lowered plan, stages and a transport to the program of one rank: all resolved once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import pairwise
+
+import torch
+
+from taktline.meta import Signature, TensorMeta
+from taktline.plan import Action, Kind, Plan
+from taktline.runtime.executor import Instruction, Program
+from taktline.runtime.feed import Feed
+from taktline.runtime.learning import Inbox, LearningIncoming, LearningOutgoing
+from taktline.runtime.ports import Handover, Incoming, Outgoing
+from taktline.runtime.work import Work
+from taktline.stage import PipelineStage
+from taktline.transport import Channel, Transport
+from taktline.transport.wire import Layout
+
+__all__ = ["Binding", "Bound", "Signatures", "bind", "channels_of"]
+
+UNDER_WAY = 2
+"""How many messages of a boundary may be under way where nothing later tells that they arrived."""
+
+
+@dataclass(slots=True)
+class Signatures:
+    """What crosses this rank's boundaries: for each stage, one signature a micro-batch."""
+
+    arriving: dict[int, list[Signature]] = field(default_factory=dict)
+    leaving: dict[int, list[Signature]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Binding:
+    """What a program is made from."""
+
+    plan: Plan
+    stages: Mapping[int, PipelineStage]
+    transport: Transport
+    feed: Feed
+    loss_fn: Callable[..., torch.Tensor] | None = None
+    loss_scale: float = 1.0
+    seed: int | None = None
+    trains: bool = True
+    sends_may_wait: bool = True
+    """Whether the plan goes on even where a send waits until its receive is posted."""
+
+
+def channels_of(plan: Plan) -> list[Channel]:
+    """Every channel of a plan, in the order in which all ranks open them."""
+    rank_of = plan.placement.rank_of
+    pairs = {(a, b) for a, b in pairwise(rank_of) if a != b}
+    forward = {Channel(a, b, False) for a, b in pairs}
+    return sorted(forward | {Channel(b, a, True) for a, b in pairs})
+
+
+def bind(binding: Binding, known: Signatures | None) -> Bound:
+    """The program of this rank; without known signatures each message describes itself."""
+    make = _Learning(binding) if known is None else _Known(binding, known)
+    ends = _ends(binding, make)
+    works = {index: _work(binding, ends, index, checks=known is None) for index in binding.stages}
+    rows = binding.plan.rows_of(binding.transport.rank)
+    instructions = [_instruction(rows.leaf(row), works, ends) for row in range(len(rows))]
+    program = Program(
+        binding.transport.rank,
+        [instruction for instruction in instructions if instruction is not None],
+        [*ends.activations_out.values(), *ends.gradients_out.values()],
+    )
+    return Bound(program, partial(_learned, ends, binding.plan.microbatches))
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """A program, and what tells the signatures once it has run."""
+
+    program: Program
+    learned: Callable[[], Signatures]
+
+
+@dataclass(frozen=True, slots=True)
+class _Ends:
+    """The ports of this rank's stages, by stage."""
+
+    handed_on: dict[int, Handover]
+    handed_back: dict[int, Handover]
+    activations_in: dict[int, Incoming | LearningIncoming]
+    activations_out: dict[int, Outgoing | LearningOutgoing]
+    gradients_in: dict[int, Incoming | LearningIncoming]
+    gradients_out: dict[int, Outgoing | LearningOutgoing]
+
+
+def _ends(binding: Binding, make: _Known | _Learning) -> _Ends:
+    here, rank_of = binding.transport.rank, binding.plan.placement.rank_of
+    # A boundary between two stages of this rank is known by the first of them.
+    joined = [stage for stage in binding.stages if stage + 1 in binding.stages]
+    later = [s for s in binding.stages if s + 1 < len(rank_of) and s not in joined]
+    earlier = [s for s in binding.stages if s > 0 and s - 1 not in joined]
+    train = binding.trains
+    return _Ends(
+        {s: Handover() for s in joined},
+        {s: Handover() for s in joined if train},
+        {s: make.incoming(s, Channel(rank_of[s - 1], here, False)) for s in earlier},
+        {s: make.outgoing(s, Channel(here, rank_of[s + 1], False)) for s in later},
+        {s: make.incoming(s, Channel(rank_of[s + 1], here, True)) for s in later if train},
+        {s: make.outgoing(s, Channel(here, rank_of[s - 1], True)) for s in earlier if train},
+    )
+
+
+class _Known:
+    """Makes ports whose messages have known sizes."""
+
+    def __init__(self, binding: Binding, signatures: Signatures) -> None:
+        self._binding = binding
+        self._signatures = signatures
+        self._layouts: dict[tuple[tuple[TensorMeta, ...], torch.device], Layout] = {}
+
+    def incoming(self, stage: int, channel: Channel) -> Incoming:
+        """The receiving end for a stage."""
+        signatures = (
+            [Signature(s.gradients) for s in self._signatures.leaving[stage]]
+            if channel.gradients
+            else self._signatures.arriving[stage]
+        )
+        layouts = [self._layout(stage, s.tensors) for s in signatures]
+        return Incoming(self._binding.transport.receiver(channel), layouts, signatures)
+
+    def outgoing(self, stage: int, channel: Channel) -> Outgoing:
+        """The sending end for a stage."""
+        post = self._binding.transport.sender(channel)
+        # In training, the gradient of a micro-batch tells that its activations have arrived.
+        told = self._binding.trains and not channel.gradients
+        limit = None if told or not self._binding.sends_may_wait else UNDER_WAY
+        if channel.gradients:
+            arriving = self._signatures.arriving[stage]
+            return Outgoing(post, [self._layout(stage, s.gradients) for s in arriving], limit=limit)
+        leaving = self._signatures.leaving[stage]
+        layouts = [self._layout(stage, s.tensors) for s in leaving]
+        return Outgoing(post, layouts, leaving, limit=limit)
+
+    def _layout(self, stage: int, tensors: tuple[TensorMeta, ...]) -> Layout:
+        key = (tensors, self._binding.stages[stage].device)
+        return self._layouts.setdefault(key, Layout(*key))
+
+
+class _Learning:
+    """Makes ports whose messages describe themselves."""
+
+    def __init__(self, binding: Binding) -> None:
+        self._binding = binding
+        self._inboxes: dict[Channel, Inbox] = {}
+
+    def incoming(self, stage: int, channel: Channel) -> LearningIncoming:
+        """The receiving end for a stage."""
+        if channel not in self._inboxes:
+            self._inboxes[channel] = Inbox(
+                self._binding.transport.receiver(channel),
+                self._order(channel),
+                self._binding.stages[stage].device,
+            )
+        return LearningIncoming(self._inboxes[channel], stage)
+
+    def outgoing(self, stage: int, channel: Channel) -> LearningOutgoing:
+        """The sending end for a stage."""
+        post = self._binding.transport.sender(channel, eager=True)
+        return LearningOutgoing(post, self._binding.stages[stage].device)
+
+    def _order(self, channel: Channel) -> list[tuple[int, int]]:
+        """The (stage, micro-batch) of each message, in the order of the plan's receives."""
+        plan, rank_of = self._binding.plan, self._binding.plan.placement.rank_of
+        kind, step = (Kind.RECV_B, 1) if channel.gradients else (Kind.RECV_F, -1)
+        rows = plan.rows_of(channel.receiver)
+        return [
+            (stage, microbatch)
+            for row, stage, microbatch in zip(
+                rows.kind.tolist(), rows.stage.tolist(), rows.microbatch.tolist(), strict=True
+            )
+            if row == kind and rank_of[stage + step] == channel.sender
+        ]
+
+
+def _learned(ends: _Ends, microbatches: int) -> Signatures:
+    def table(ports: Mapping[int, object]) -> dict[int, list[Signature]]:
+        return {
+            stage: [port.learned[m] for m in range(microbatches)]
+            for stage, port in ports.items()
+            if isinstance(port, (LearningIncoming, LearningOutgoing))
+        }
+
+    return Signatures(table(ends.activations_in), table(ends.activations_out))
+
+
+def _work(binding: Binding, ends: _Ends, stage: int, *, checks: bool) -> Work:
+    return Work(
+        binding.stages[stage],
+        binding.feed,
+        activations_in=ends.handed_on.get(stage - 1) or ends.activations_in.get(stage),
+        activations_out=ends.handed_on.get(stage) or ends.activations_out.get(stage),
+        gradients_in=ends.handed_back.get(stage) or ends.gradients_in.get(stage),
+        gradients_out=ends.handed_back.get(stage - 1) or ends.gradients_out.get(stage),
+        loss_fn=binding.loss_fn,
+        loss_scale=binding.loss_scale,
+        seed=binding.seed,
+        trains=binding.trains,
+        checks=checks,
+    )
+
+
+def _instruction(action: Action, works: Mapping[int, Work], ends: _Ends) -> Instruction | None:
+    """What an action does; None for one that has nothing to do with this kind of stage."""
+    stage, microbatch = action.stage, action.microbatch
+    if microbatch is None:  # UNSHARD, RESHARD, REDUCE_GRAD: the stage is not sharded
+        return None
+    if action.kind in (Kind.SEND_F, Kind.SEND_B):
+        out = (ends.activations_out if action.kind == Kind.SEND_F else ends.gradients_out)[stage]
+        return Instruction(action, partial(out.send, microbatch), partial(out.fail, microbatch))
+    if action.kind in (Kind.RECV_F, Kind.RECV_B):
+        into = (ends.activations_in if action.kind == Kind.RECV_F else ends.gradients_in)[stage]
+        return Instruction(action, partial(into.post, microbatch), partial(into.post, microbatch))
+    method, arrivals = {
+        Kind.F: (works[stage].forward, ends.activations_in),
+        Kind.B: (works[stage].backward, ends.gradients_in),
+        Kind.I: (works[stage].backward_input, ends.gradients_in),
+        Kind.W: (works[stage].backward_weight, {}),
+    }[action.kind]
+    arrival = arrivals.get(stage)
+    return Instruction(
+        action,
+        partial(method, microbatch),
+        None if arrival is None else partial(arrival.discard, microbatch),
+    )

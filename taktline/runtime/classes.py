@@ -1,0 +1,247 @@
+"""The schedules under the names that torch gives them, and one from any plan."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import ClassVar
+
+from taktline.errors import MismatchError, ScheduleError
+from taktline.plan import Kind, Plan, build, find, read
+from taktline.runtime.schedule import ArgsSpec, KwargsSpec, LossFn, MergeSpec, Schedule
+from taktline.stage import PipelineStage
+
+__all__ = [
+    "Schedule1F1B",
+    "ScheduleDualPipeV",
+    "ScheduleFromPlan",
+    "ScheduleGPipe",
+    "ScheduleInterleaved1F1B",
+    "ScheduleInterleavedZeroBubble",
+    "ScheduleLoopedBFS",
+    "ScheduleZBVZeroBubble",
+    "get_schedule_class",
+]
+
+
+class _Named(Schedule):
+    """A schedule that is known by its name."""
+
+    _name: ClassVar[str]
+
+    @classmethod
+    def _plan(cls, num_stages: int, microbatches: int, ranks: int) -> Plan:
+        """The plan for so many ranks."""
+        per_rank, rest = divmod(num_stages, ranks)
+        if rest or not per_rank:
+            raise MismatchError(
+                f"{cls.__name__}: {num_stages} stages do not lie evenly on {ranks} ranks; cut the "
+                f"model into a multiple of {ranks}"
+            )
+        return build(cls._name, ranks=ranks, microbatches=microbatches, stages_per_rank=per_rank)
+
+
+class _Single(_Named):
+    """A schedule with one stage a rank."""
+
+    def __init__(
+        self,
+        stage: PipelineStage,
+        n_microbatches: int,
+        loss_fn: LossFn | None = None,
+        args_chunk_spec: ArgsSpec | None = None,
+        kwargs_chunk_spec: KwargsSpec | None = None,
+        output_merge_spec: MergeSpec | None = None,
+        scale_grads: bool = True,
+        *,
+        seed: int | None = None,
+    ) -> None:
+        super().__init__(
+            [stage],
+            n_microbatches,
+            loss_fn,
+            args_chunk_spec,
+            kwargs_chunk_spec,
+            output_merge_spec,
+            scale_grads,
+            seed,
+            name=type(self).__name__,
+            make_plan=lambda ranks: self._plan(stage.num_stages, n_microbatches, ranks),
+        )
+
+
+class _Multi(_Named):
+    """A schedule with several stages a rank."""
+
+    def __init__(
+        self,
+        stages: list[PipelineStage],
+        n_microbatches: int,
+        loss_fn: LossFn | None = None,
+        args_chunk_spec: ArgsSpec | None = None,
+        kwargs_chunk_spec: KwargsSpec | None = None,
+        output_merge_spec: MergeSpec | None = None,
+        scale_grads: bool = True,
+        backward_requires_autograd: bool = True,
+        defer_pp_recv: bool = False,
+        *,
+        seed: int | None = None,
+    ) -> None:
+        if not stages:
+            raise MismatchError(
+                f"{type(self).__name__} needs the stages of this rank, at least one"
+            )
+        super().__init__(
+            stages,
+            n_microbatches,
+            loss_fn,
+            args_chunk_spec,
+            kwargs_chunk_spec,
+            output_merge_spec,
+            scale_grads,
+            seed,
+            name=type(self).__name__,
+            make_plan=lambda ranks: self._plan(stages[0].num_stages, n_microbatches, ranks),
+        )
+
+
+class ScheduleGPipe(_Single):
+    """All forwards, then all backwards."""
+
+    _name = "gpipe"
+
+
+class Schedule1F1B(_Single):
+    """One forward, one backward: as few micro-batches in flight as there are ranks ahead."""
+
+    _name = "1f1b"
+
+
+class ScheduleInterleaved1F1B(_Multi):
+    """1F1B over several stages a rank: a smaller bubble for more messages."""
+
+    _name = "interleaved_1f1b"
+
+
+class ScheduleLoopedBFS(_Multi):
+    """GPipe over several stages a rank: each stage runs all micro-batches before the next one."""
+
+    _name = "looped_bfs"
+
+    def __init__(
+        self,
+        stages: list[PipelineStage],
+        n_microbatches: int,
+        loss_fn: LossFn | None = None,
+        output_merge_spec: MergeSpec | None = None,
+        scale_grads: bool = True,
+        backward_requires_autograd: bool = True,
+        defer_pp_recv: bool = False,
+        *,
+        seed: int | None = None,
+    ) -> None:
+        super().__init__(
+            stages,
+            n_microbatches,
+            loss_fn,
+            output_merge_spec=output_merge_spec,
+            scale_grads=scale_grads,
+            backward_requires_autograd=backward_requires_autograd,
+            defer_pp_recv=defer_pp_recv,
+            seed=seed,
+        )
+
+
+class ScheduleInterleavedZeroBubble(_Multi):
+    """Interleaved 1F1B whose weight gradients (W) fill what would be the bubble."""
+
+    _name = "interleaved_zero_bubble"
+
+
+class ScheduleZBVZeroBubble(_Multi):
+    """Two stages a rank in the shape of a V; weight gradients fill the bubble."""
+
+    _name = "zbv"
+
+
+class ScheduleDualPipeV(_Multi):
+    """Two stages a rank in the shape of a V; forwards run together with backwards."""
+
+    _name = "dualpipev"
+
+
+class ScheduleFromPlan(Schedule):
+    """A schedule from any plan, or from a file that holds one (CSV or JSON).
+
+    >>> import torch
+    >>> import taktline as tl
+    >>> stage = tl.PipelineStage(torch.nn.Linear(4, 4), 0, 1, torch.device("cpu"))
+    >>> plan = tl.Plan.from_actions([["0F0", "0B0", "0F1", "0B1"]])
+    >>> schedule = ScheduleFromPlan([stage], plan, torch.nn.functional.mse_loss)
+    >>> schedule.step(torch.ones(4, 4), target=torch.zeros(4, 4)).shape
+    torch.Size([4, 4])
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[PipelineStage],
+        plan: Plan | str | os.PathLike[str],
+        loss_fn: LossFn | None = None,
+        *,
+        args_chunk_spec: ArgsSpec | None = None,
+        kwargs_chunk_spec: KwargsSpec | None = None,
+        output_merge_spec: MergeSpec | None = None,
+        scale_grads: bool = True,
+        seed: int | None = None,
+    ) -> None:
+        chosen = plan if isinstance(plan, Plan) else read(plan)
+
+        def check(ranks: int) -> Plan:
+            if chosen.ranks != ranks:
+                raise MismatchError(
+                    f"plan {chosen.name!r} is for {chosen.ranks} ranks, here are {ranks}"
+                )
+            return chosen
+
+        trains = chosen.has(Kind.B, Kind.I)
+        super().__init__(
+            stages,
+            chosen.microbatches,
+            loss_fn if trains else None,
+            args_chunk_spec,
+            kwargs_chunk_spec,
+            output_merge_spec,
+            scale_grads,
+            seed,
+            name=f"plan {chosen.name!r}",
+            make_plan=check,
+        )
+
+
+_CLASSES = {
+    schedule._name: schedule
+    for schedule in (
+        ScheduleGPipe,
+        Schedule1F1B,
+        ScheduleInterleaved1F1B,
+        ScheduleLoopedBFS,
+        ScheduleInterleavedZeroBubble,
+        ScheduleZBVZeroBubble,
+        ScheduleDualPipeV,
+    )
+}
+
+
+def get_schedule_class(schedule_name: str) -> type[_Single | _Multi]:
+    """The class of a schedule by any of its usual names, in any letter case.
+
+    >>> get_schedule_class("Interleaved1F1B").__name__
+    'ScheduleInterleaved1F1B'
+    """
+    name = find(schedule_name).name
+    if name not in _CLASSES:
+        raise ScheduleError(
+            f"{name} has no class of its own; use ScheduleFromPlan with build({name!r}, …). "
+            f"Classes there are for: {', '.join(_CLASSES)}"
+        )
+    return _CLASSES[name]

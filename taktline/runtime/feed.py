@@ -1,0 +1,35 @@
+"""What one step works on: the micro-batches that go in, the outputs and losses that come out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+__all__ = ["Feed"]
+
+
+@dataclass(slots=True)
+class Feed:
+    """The micro-batches of a step on one rank, and what it keeps of their results."""
+
+    arguments: Sequence[Sequence[Any]] = ()
+    keywords: Sequence[Mapping[str, Any]] = ()
+    targets: Sequence[Any] | None = None
+    loss_keywords: Mapping[str, Any] = field(default_factory=dict)
+    outputs: dict[int, Any] | None = None
+    """Outputs of the last stage; None if they are not asked for."""
+    losses: dict[int, torch.Tensor] = field(default_factory=dict)
+    number: int = 0
+    """Which training step this is, for seeds."""
+
+    def clear(self) -> None:
+        """Let go of everything."""
+        self.arguments = ()
+        self.keywords = ()
+        self.targets = None
+        self.loss_keywords = {}
+        self.outputs = None
+        self.losses = {}

@@ -1,0 +1,136 @@
+"""Ports for boundaries whose signature is not known yet: each message describes itself.
+
+A message is a head of three numbers, the text of its signature and its data::
+
+    [status, bytes of text, bytes of data]   text …   data …
+
+The receiver cannot know a size before the head is here, so it receives when it needs the values,
+message after message in the channel's order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.utils._pytree import TreeSpec
+
+from taktline.meta import Signature, TensorMeta
+from taktline.runtime.ports import PeerFailed, Values
+from taktline.transport import Handle, Post
+from taktline.transport.wire import Layout, decode, encode
+
+__all__ = ["Inbox", "LearningIncoming", "LearningOutgoing"]
+
+_HEAD = 3 * 8
+
+
+class Inbox:
+    """The receiving end of a channel: takes messages in their order, keeps what comes early."""
+
+    def __init__(self, post: Post, order: Sequence[tuple[int, int]], device: torch.device) -> None:
+        self._post = post
+        self._device = device
+        self._order = order
+        self._next = 0
+        self._arrived: dict[tuple[int, int], tuple[Signature, torch.Tensor] | None] = {}
+
+    def take(self, key: tuple[int, int]) -> tuple[Signature, torch.Tensor] | None:
+        """The message for a (stage, micro-batch), None from a rank that has failed."""
+        while key not in self._arrived:
+            self._arrived[self._order[self._next]] = self._receive()
+            self._next += 1
+        return self._arrived.pop(key)
+
+    def discard(self, key: tuple[int, int]) -> None:
+        """Receive a message unless it was taken, and forget it."""
+        if key in self._arrived or key in self._order[self._next :]:
+            self.take(key)
+
+    def _receive(self) -> tuple[Signature, torch.Tensor] | None:
+        failed, text_size, data_size = self._bytes(_HEAD).view(torch.int64).tolist()
+        if failed:
+            return None
+        text = bytes(self._bytes(text_size).tolist())
+        return decode(text), self._bytes(data_size)
+
+    def _bytes(self, count: int) -> torch.Tensor:
+        buffer = torch.empty(count, dtype=torch.uint8, device=self._device)
+        self._post(buffer).wait()
+        return buffer
+
+
+class LearningIncoming:
+    """Takes the values of one stage from an inbox, and notes their signatures."""
+
+    def __init__(self, inbox: Inbox, stage: int) -> None:
+        self._inbox = inbox
+        self._stage = stage
+        self.learned: dict[int, Signature] = {}
+
+    def post(self, microbatch: int) -> None:
+        """Nothing can be posted before the size is known."""
+
+    def take(self, microbatch: int) -> Values:
+        """Wait for the values."""
+        message = self._inbox.take((self._stage, microbatch))
+        if message is None:
+            raise PeerFailed
+        signature, data = message
+        self.learned[microbatch] = signature
+        tensors = iter(Layout(signature.tensors, data.device).unpack(data))
+        leaves = [
+            next(tensors) if isinstance(leaf, TensorMeta) else leaf for leaf in signature.leaves
+        ]
+        return leaves, signature.spec
+
+    def discard(self, microbatch: int) -> None:
+        """Receive the values unless they were taken, and forget them."""
+        self._inbox.discard((self._stage, microbatch))
+
+
+class LearningOutgoing:
+    """Sends values with their description, and notes their signatures."""
+
+    def __init__(self, post: Post, device: torch.device) -> None:
+        self._post = post
+        self._device = device
+        self._given: dict[int, tuple[Signature, torch.Tensor]] = {}
+        self._sent: list[tuple[Handle, torch.Tensor]] = []
+        self.learned: dict[int, Signature] = {}
+
+    def give(self, microbatch: int, leaves: Sequence[Any], spec: TreeSpec | None) -> None:
+        """Pack the values."""
+        signature = self.learned[microbatch] = Signature.of(leaves, spec)
+        layout = Layout(signature.tensors, self._device)
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        self._given[microbatch] = (signature, layout.pack(tensors).buffer)
+
+    def send(self, microbatch: int) -> None:
+        """Send what was packed."""
+        signature, data = self._given.pop(microbatch)
+        text = encode(signature)
+        self._send([0, len(text), len(data)])
+        self._dispatch(torch.tensor(list(text), dtype=torch.uint8, device=self._device))
+        self._dispatch(data)
+
+    def fail(self, microbatch: int) -> None:
+        """Send word of a failure instead."""
+        self._given.pop(microbatch, None)
+        self._send([1, 0, 0])
+
+    def settle(self, microbatch: int) -> None:
+        """Nothing: messages are settled at the end of the step."""
+
+    def settle_all(self) -> None:
+        """Wait until every message is out."""
+        for handle, _ in self._sent:
+            handle.wait()
+        self._sent.clear()
+
+    def _send(self, head: list[int]) -> None:
+        self._dispatch(torch.tensor(head, device=self._device).view(torch.uint8))
+
+    def _dispatch(self, buffer: torch.Tensor) -> None:
+        self._sent.append((self._post(buffer), buffer))

@@ -1,0 +1,325 @@
+"""Cut a batch into micro-batches, and merge what came out of them.
+
+A tensor is cut along dimension 0, anything else goes whole to every micro-batch; a chunk spec says
+otherwise. It has the structure of the arguments, or ends early: one spec for a container holds for
+all that is in it, and None stands for the default.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils._pytree import TreeSpec, tree_map, tree_unflatten
+
+from taktline.errors import BatchError
+from taktline.plan.words import counted
+from taktline.runtime.pieces import children, cut, describe, flatten, is_block_mask, join, same
+
+__all__ = [
+    "TensorChunkSpec",
+    "batch_size_of",
+    "merge_chunks",
+    "split_args_kwargs_into_chunks",
+    "split_value",
+]
+
+
+@dataclass(frozen=True, repr=False)
+class TensorChunkSpec:
+    """Cut a tensor along this dimension, or join it along this one.
+
+    >>> split_value(torch.arange(6).view(2, 3), 3, spec=TensorChunkSpec(1), name="x")[0].tolist()
+    [[0], [3]]
+    """
+
+    split_dim: int
+
+    def __repr__(self) -> str:
+        return f"{type(self).__module__}.{self}"
+
+    def __str__(self) -> str:
+        return f"{type(self).__name__}({self.split_dim})"
+
+    @staticmethod
+    def from_tuple(chunk_dims: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Specs for positional arguments, from their dimensions.
+
+        >>> [str(spec) for spec in TensorChunkSpec.from_tuple((0, 1))]
+        ['TensorChunkSpec(0)', 'TensorChunkSpec(1)']
+        """
+        return tree_map(TensorChunkSpec, chunk_dims)
+
+    @staticmethod
+    def from_dict(chunk_dims: dict[str, Any]) -> dict[str, Any]:
+        """Specs for keyword arguments, from their dimensions.
+
+        >>> str(TensorChunkSpec.from_dict({"mask": 1})["mask"])
+        'TensorChunkSpec(1)'
+        """
+        return tree_map(TensorChunkSpec, chunk_dims)
+
+
+class _Replicate:
+    """Give the value whole to every micro-batch; the class itself will do as well as an instance.
+
+    >>> split_value(torch.zeros(1), 2, spec=_Replicate(), name="scale")
+    [tensor([0.]), tensor([0.])]
+    """
+
+
+class _CustomReducer:
+    """Merge the values of the micro-batches by a function of two, from an initial value on.
+
+    >>> merge_chunks([3, 4], _CustomReducer(0, max))
+    4
+    """
+
+    def __init__(self, init_value: Any, reduce_fn: Callable[[Any, Any], Any]) -> None:
+        self.init_value = init_value
+        self.reduce_fn = reduce_fn
+
+
+class _LossReducer(_CustomReducer):
+    """A reducer for losses.
+
+    >>> merge_chunks([torch.tensor(1.0), torch.tensor(2.0)], _LossReducer(0.0, torch.add))
+    tensor(3.)
+    """
+
+
+def split_args_kwargs_into_chunks(
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any] | None,
+    chunks: int,
+    args_chunk_spec: tuple[Any, ...] | None = None,
+    kwargs_chunk_spec: dict[str, Any] | None = None,
+) -> tuple[list[tuple[Any, ...]], list[dict[str, Any]]]:
+    """The arguments of each micro-batch, as views of those of the batch.
+
+    >>> split_args_kwargs_into_chunks((torch.arange(5), "x"), {"causal": True}, 2)
+    ([(tensor([0, 1, 2]), 'x'), (tensor([3, 4]), 'x')], [{'causal': True}, {'causal': True}])
+    """
+    arguments = _arguments(args, kwargs, args_chunk_spec, kwargs_chunk_spec)
+    _require_enough(arguments, chunks)
+    cut = [argument.cut(chunks) for argument in arguments]
+    # From one list per argument to one tuple per micro-batch; zip of nothing would give none.
+    positional = list(zip(*cut[: len(args)], strict=True)) if args else [()] * chunks
+    if not kwargs:
+        return positional, [{} for _ in range(chunks)]
+    named = zip(*cut[len(args) :], strict=True)
+    return positional, [dict(zip(kwargs, values, strict=True)) for values in named]
+
+
+def split_value(value: Any, chunks: int, *, spec: Any = None, name: str) -> list[Any]:
+    """The pieces of one value, which errors call by the name.
+
+    >>> split_value(torch.arange(3), 4, name="target")
+    Traceback (most recent call last):
+    taktline.errors.BatchError: target is int64[3]: 3 along dimension 0 cannot be cut into 4 ...
+    """
+    argument = _argument(name, value, spec)
+    _require_enough([argument], chunks)
+    return list(argument.cut(chunks))
+
+
+def batch_size_of(
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any] | None,
+    args_chunk_spec: tuple[Any, ...] | None = None,
+    kwargs_chunk_spec: dict[str, Any] | None = None,
+) -> int | None:
+    """The size that all arguments share along the dimensions they are cut along, if any is cut.
+
+    >>> batch_size_of((torch.zeros(6, 2),), {"scale": 0.5})
+    6
+    """
+    first = _first_cut(_arguments(args, kwargs, args_chunk_spec, kwargs_chunk_spec))
+    return None if first is None else first.size
+
+
+def merge_chunks(chunks: list[Any], chunk_spec: Any) -> Any:
+    """One output from those of the micro-batches, in their structure; scalars become a vector.
+
+    >>> merge_chunks([(torch.tensor([1, 2]), "x"), (torch.tensor([3]), "x")], None)
+    (tensor([1, 2, 3]), 'x')
+    """
+    if not chunks:
+        raise BatchError("there is no micro-batch to merge")
+    (leaves, tree), *others = [flatten(chunk) for chunk in chunks]
+    for number, (_, other) in enumerate(others, 1):
+        if other != tree:
+            shown = " ".join(f"{tree}, but micro-batch {number} has {other}".split())
+            raise BatchError(f"micro-batch 0 has the structure {shown}")
+    columns = zip(leaves, *[leaves for leaves, _ in others], strict=True)
+    walk = _walk("output", chunks[0], chunk_spec)
+    merged = [
+        _merge(name, values, spec) for (name, _, spec), values in zip(walk, columns, strict=True)
+    ]
+    return tree_unflatten(merged, tree)
+
+
+class _Leaf(NamedTuple):
+    """A tensor (or what is none), and the dimension to cut it along; None: it is not cut."""
+
+    name: str
+    value: Any
+    dim: int | None
+    by_default: bool = True
+
+    @property
+    def size(self) -> int:
+        return self.value.shape[self.dim]
+
+    def __str__(self) -> str:
+        return f"{self.name} is {describe(self.value)}: {self.size} along dimension {self.dim}"
+
+
+class _Argument(NamedTuple):
+    """A value to be cut, leaf by leaf; one that is a leaf itself has no tree."""
+
+    leaves: list[_Leaf]
+    tree: TreeSpec | None
+
+    def cut(self, chunks: int) -> Sequence[Any]:
+        """A piece for each micro-batch."""
+        pieces = [cut(name, value, dim, chunks) for name, value, dim, _ in self.leaves]
+        if self.tree is None:
+            return pieces[0]
+        return [tree_unflatten([p[chunk] for p in pieces], self.tree) for chunk in range(chunks)]
+
+
+def _argument(name: str, value: Any, spec: Any) -> _Argument:
+    """A value with its spec, once it is known that the spec fits."""
+    if spec is None and type(value) is torch.Tensor:  # the usual case: spare it the pytree
+        return _Argument([_Leaf(name, value, 0 if value.ndim else None)], None)
+    leaves = [
+        _Leaf(name, leaf, _cut_dim(name, leaf, spec), spec is None)
+        for name, leaf, spec in _walk(name, value, spec)
+    ]
+    tree = flatten(value)[1]
+    return _Argument(leaves, None if tree.is_leaf() else tree)
+
+
+def _arguments(
+    args: Sequence[Any], kwargs: Mapping[str, Any] | None, args_spec: Any, kwargs_spec: Any
+) -> list[_Argument]:
+    """All arguments, each with its spec; where there are none, their specs do not matter."""
+    if args_spec is None or not args:
+        args_spec = [None] * len(args)
+    elif not isinstance(args_spec, tuple | list) or len(args_spec) != len(args):
+        raise BatchError(
+            f"the chunk spec of {counted(len(args), 'positional argument')} must be a tuple with "
+            f"one entry for each, not {describe(args_spec)}"
+        )
+    found = [_argument(f"argument {i}", args[i], spec) for i, spec in enumerate(args_spec)]
+    if not kwargs:
+        return found
+    if kwargs_spec is None:
+        kwargs_spec = dict.fromkeys(kwargs)
+    elif not isinstance(kwargs_spec, Mapping) or kwargs_spec.keys() != kwargs.keys():
+        raise BatchError(
+            f"the chunk spec of the keyword arguments {list(kwargs)} must be a dict with one entry "
+            f"for each, not {describe(kwargs_spec)}"
+        )
+    for key, value in kwargs.items():
+        found.append(_argument(f"keyword argument {key!r}", value, kwargs_spec[key]))
+    return found
+
+
+def _first_cut(arguments: list[_Argument]) -> _Leaf | None:
+    """The first leaf that is cut, once all of them are known to be equally long."""
+    cut = [leaf for argument in arguments for leaf in argument.leaves if leaf.dim is not None]
+    for leaf in cut[1:]:
+        if leaf.size != cut[0].size:
+            hint = (
+                "; where dimension 0 is not the batch, give a chunk spec: TensorChunkSpec(dim), "
+                "or _Replicate() for the whole in each micro-batch"
+            )
+            by_default = leaf.by_default or cut[0].by_default
+            raise BatchError(f"not one batch: {cut[0]}, but {leaf}{hint if by_default else ''}")
+    return cut[0] if cut else None
+
+
+def _require_enough(arguments: list[_Argument], chunks: int) -> None:
+    """Raise unless each micro-batch gets a part of each leaf that is cut."""
+    if not isinstance(chunks, int) or chunks < 1:
+        raise BatchError(f"micro-batches must be a whole number from 1 up, not {chunks!r}")
+    first = _first_cut(arguments)
+    if first is not None and first.size < chunks:
+        fewer = f", or use at most {counted(first.size, 'micro-batch')}" if first.size else ""
+        raise BatchError(
+            f"{first} cannot be cut into {counted(chunks, 'micro-batch')}; "
+            f"give at least {chunks}{fewer}"
+        )
+
+
+def _walk(name: str, value: Any, spec: Any) -> Iterator[tuple[str, Any, Any]]:
+    """Each leaf of a value, with its name and its spec."""
+    values, specs = children(value), None
+    if not _is_spec(spec):
+        specs = children(spec)
+        if specs is None:
+            raise BatchError(
+                f"{name}: {spec!r} is no chunk spec; give a TensorChunkSpec, _Replicate() or None"
+            )
+        if values is None or specs.keys() != values.keys():
+            raise BatchError(f"{name} is {describe(value)}, but its chunk spec {describe(spec)}")
+    if values is None:
+        yield name, value, spec
+        return
+    for key, inner in values.items():
+        yield from _walk(f"{name}[{key!r}]", inner, spec if specs is None else specs[key])
+
+
+def _is_spec(spec: Any) -> bool:
+    """Whether it says itself what to do, not as a container of others."""
+    kinds = TensorChunkSpec | _Replicate | _CustomReducer
+    return spec is None or spec is _Replicate or isinstance(spec, kinds)
+
+
+def _cut_dim(name: str, leaf: Any, spec: Any) -> int | None:
+    """The dimension to cut a leaf along; None if it goes whole to each micro-batch."""
+    if spec is _Replicate or isinstance(spec, _Replicate):
+        return None
+    if isinstance(spec, _CustomReducer):
+        raise BatchError(f"{name} has a reducer for its chunk spec, but these are for merging")
+    if isinstance(leaf, torch.Tensor):
+        return None if spec is None and not leaf.ndim else _dimension(name, leaf, spec)
+    if is_block_mask(leaf):
+        if spec is not None and spec.split_dim != 0:
+            raise BatchError(f"{name} is a BlockMask, which is cut along dimension 0, not {spec}")
+        return 0 if leaf.shape[0] > 1 else None  # a mask for a batch of 1 holds for all of it
+    if spec is not None:
+        raise BatchError(f"{name} is {describe(leaf)}, no tensor: give _Replicate(), not {spec}")
+    return None
+
+
+def _dimension(name: str, value: torch.Tensor, spec: TensorChunkSpec | None) -> int:
+    """The dimension that a spec means, counted from the front."""
+    dim = spec.split_dim if spec else 0
+    if not isinstance(dim, int) or not -value.ndim <= dim < value.ndim:
+        fits = f"one from {-value.ndim} to {value.ndim - 1}" if value.ndim else "_Replicate()"
+        raise BatchError(f"{name} is {describe(value)}: it has no dimension {dim!r}; give {fits}")
+    return dim % value.ndim
+
+
+def _merge(name: str, values: Sequence[Any], spec: Any) -> Any:
+    """One leaf from those of the micro-batches."""
+    first = values[0]
+    if isinstance(spec, _CustomReducer):
+        return functools.reduce(spec.reduce_fn, values, spec.init_value)
+    if isinstance(first, torch.Tensor) and (spec is None or isinstance(spec, TensorChunkSpec)):
+        return join(name, values, _dimension(name, first, spec) if first.ndim else 0)
+    if isinstance(spec, TensorChunkSpec):
+        raise BatchError(f"{name} is {describe(first)}, no tensor: give _Replicate(), not {spec}")
+    for number, value in enumerate(values[1:], 1):
+        if not same(first, value):
+            raise BatchError(
+                f"{name} is {describe(first)} in micro-batch 0, but {describe(value)} in "
+                f"micro-batch {number}; give a _CustomReducer as its chunk spec"
+            )
+    return first

@@ -1,0 +1,196 @@
+"""One schedule on one rank: agrees with the others, learns what crosses boundaries, runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NoReturn
+
+import torch
+
+from taktline.errors import BatchError, MismatchError, TaktlineError, restore
+from taktline.plan import Plan
+from taktline.runtime.agreement import Call, Introduction, misfit, mismatch
+from taktline.runtime.bind import Binding, Bound, Signatures, bind, channels_of
+from taktline.runtime.executor import Failure
+from taktline.runtime.feed import Feed
+from taktline.runtime.plans import Runnable
+from taktline.stage import PipelineStage
+from taktline.transport import Transport, find
+from taktline.transport.control import share_error, share_texts
+
+__all__ = ["Facts", "Prepare", "Runner"]
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What a rank knows of its part of a batch."""
+
+    size: int = 0
+    """0 if there is nothing to cut."""
+    target: int = 0
+    look: int = 0
+    """A fingerprint of shapes and types."""
+
+
+Prepare = Callable[[Feed], Facts]
+"""Fills the feed of a step."""
+
+_REMEMBERED = 32
+"""For how many kinds of batches the signatures are kept."""
+
+
+class Runner:
+    """Runs the steps of one schedule on this rank."""
+
+    def __init__(
+        self,
+        name: str,
+        make_plan: Callable[[int], Plan],
+        stages: Sequence[PipelineStage],
+        microbatches: int,
+        *,
+        loss_fn: Callable[..., torch.Tensor] | None,
+        loss_scale: float,
+        seed: int | None,
+    ) -> None:
+        self._name = name
+        self._make_plan = make_plan
+        self._stages = list(stages)
+        self._microbatches = microbatches
+        self._loss_fn = loss_fn
+        self._loss_scale = loss_scale
+        self._seed = seed
+        self._feed = Feed()
+        self._transport: Transport | None = None
+        self._runnable: Runnable | None = None
+        self._introduced = False
+        # By mode and by what the inputs of all ranks look like; the same on every rank.
+        self._known: dict[tuple[int, ...], Signatures | Bound] = {}
+
+    @property
+    def transport(self) -> Transport:
+        """How this rank talks to the others."""
+        if self._transport is None:
+            stage = self._stages[0]
+            self._transport = find(stage.group, stage.device)
+        return self._transport
+
+    @property
+    def runnable(self) -> Runnable:
+        """The plan, for training and for evaluation."""
+        if self._runnable is None:
+            self._runnable = Runnable(self._make_plan(self.transport.size))
+        return self._runnable
+
+    def run(self, prepare: Prepare, *, trains: bool) -> Feed:
+        """One step: the feed with its outputs and losses. The same error is raised on every rank.
+
+        Args:
+            prepare: fills the feed.
+            trains: whether there is a backward.
+        """
+        self._feed.clear()
+        agreed = self._agree(prepare, trains)
+        known = self._known.pop(agreed, None)
+        bound = known if isinstance(known, Bound) else self._bind(known, trains)
+        # Buffers outlive the step, so they must not be made in inference mode.
+        with (
+            torch.inference_mode(False),
+            torch.set_grad_enabled(trains),
+            torch.autograd.set_multithreading_enabled(False),
+        ):
+            failure = bound.program.run()
+        self._conclude(failure)
+        # Put last, so that the first one is always the longest unused.
+        self._known[agreed] = bound if known is not None else bound.learned()
+        if len(self._known) > _REMEMBERED:
+            del self._known[next(iter(self._known))]
+        return self._feed
+
+    def _agree(self, prepare: Prepare, trains: bool) -> tuple[int, ...]:
+        """Make sure that all ranks are about to do the same; tells what their inputs look like."""
+        error, plan, facts, flags = None, 0, Facts(), ()
+        try:
+            plan = self.runnable.fingerprint
+            facts = prepare(self._feed)
+            flags = tuple(stage.begin() for stage in self._stages)
+        except Exception as raised:
+            error = self._told(raised)
+        call = Call(
+            failed=int(error is not None),
+            introduced=int(self._introduced),
+            plan=plan,
+            trains=trains,
+            batch=facts.size,
+            target=facts.target,
+            inputs=hash((facts.look, flags)),
+        )
+        calls = [Call(*numbers) for numbers in self.transport.exchange(call)]
+        if any(call.failed for call in calls):
+            self._raise(error)
+        if not all(call.introduced for call in calls):
+            self._introduce()
+        if story := mismatch(calls):
+            raise MismatchError(story)
+        return (trains, *(call.inputs for call in calls))
+
+    def _introduce(self) -> None:
+        """Before the first step: compare what each rank brings, and open the channels."""
+        mine = Introduction(
+            self._name,
+            self._microbatches,
+            self.runnable.plan.stages,
+            [stage.stage_index for stage in self._stages],
+            list(self.runnable.plan.placement.rank_of),
+            self.runnable.plan.digest(),
+            self._loss_fn is not None,
+        )
+        texts = share_texts(self.transport, mine.to_text())
+        if story := misfit([Introduction.from_text(text) for text in texts]):
+            raise MismatchError(story)
+        self.transport.open(channels_of(self.runnable.plan))
+        self._introduced = True
+
+    def _bind(self, known: Signatures | None, trains: bool) -> Bound:
+        return bind(
+            Binding(
+                self.runnable.lowered if trains else self.runnable.forward_only,
+                {stage.stage_index: stage for stage in self._stages},
+                self.transport,
+                self._feed,
+                self._loss_fn,
+                self._loss_scale,
+                self._seed,
+                trains,
+                sends_may_wait=not trains or self.runnable.sends_may_wait,
+            ),
+            known,
+        )
+
+    def _conclude(self, failure: Failure | None) -> None:
+        """Agree on the outcome."""
+        outcomes = self.transport.exchange([int(failure is not None)])
+        if any(failed for (failed,) in outcomes):
+            for stage in self._stages:
+                stage.clear()
+            self._known.clear()
+            self._raise(None if failure is None else failure.error)
+
+    def _raise(self, error: TaktlineError | None) -> NoReturn:
+        """Raise the same error on every rank."""
+        self._feed.clear()
+        shared = share_error(self.transport, error)
+        if shared is None:
+            raise MismatchError("a rank failed without saying why; look at the other ranks' output")
+        raise shared
+
+    def _told(self, error: Exception) -> TaktlineError:
+        """What went wrong before anything was run, with the rank that it went wrong on."""
+        rank = f"rank {self.transport.rank}: " if self.transport.size > 1 else ""
+        if isinstance(error, TaktlineError):
+            told = restore(type(error), (f"{rank}{error}",), vars(error))
+        else:
+            told = BatchError(f"{rank}{type(error).__name__}: {error}")
+        told.__cause__ = error
+        return told

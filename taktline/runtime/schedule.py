@@ -1,0 +1,175 @@
+"""What every schedule can do: run a batch forward and backward, or forward only."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from taktline.errors import BatchError, MismatchError, ScheduleError
+from taktline.plan import Plan
+from taktline.runtime.batch import Batch, Cutter
+from taktline.runtime.feed import Feed
+from taktline.runtime.microbatch import TensorChunkSpec, merge_chunks
+from taktline.runtime.runner import Facts, Runner
+from taktline.stage import PipelineStage
+
+__all__ = ["ArgsSpec", "KwargsSpec", "LossFn", "MergeSpec", "Schedule"]
+
+LossFn = Callable[..., torch.Tensor]
+ArgsSpec = tuple[TensorChunkSpec, ...]
+KwargsSpec = dict[str, TensorChunkSpec]
+MergeSpec = dict[str, Any] | tuple[Any]
+
+
+class Schedule:
+    """A plan, this rank's stages, and how to cut a batch: all that a step needs."""
+
+    def __init__(
+        self,
+        stages: Sequence[PipelineStage],
+        n_microbatches: int,
+        loss_fn: LossFn | None,
+        args_chunk_spec: ArgsSpec | None,
+        kwargs_chunk_spec: KwargsSpec | None,
+        output_merge_spec: MergeSpec | None,
+        scale_grads: bool,
+        seed: int | None,
+        *,
+        name: str,
+        make_plan: Callable[[int], Plan],
+    ) -> None:
+        if not isinstance(n_microbatches, int) or n_microbatches < 1:
+            raise ScheduleError(
+                f"n_microbatches must be a whole number from 1 up, not {n_microbatches!r}"
+            )
+        self._stages = list(stages)
+        self._n_microbatches = n_microbatches
+        self._loss_fn = loss_fn
+        self._cutter = Cutter(n_microbatches, args_chunk_spec, kwargs_chunk_spec)
+        self._output_merge_spec = output_merge_spec
+        self.scale_grads = scale_grads
+        self.steps = 0
+        """Training steps so far; with a seed, dropout depends on it (set it when you resume)."""
+        self._runner = Runner(
+            name,
+            make_plan,
+            self._stages,
+            n_microbatches,
+            loss_fn=loss_fn,
+            loss_scale=1 / n_microbatches if scale_grads else 1.0,
+            seed=seed,
+        )
+
+    @property
+    def plan(self) -> Plan:
+        """What each rank does, in order."""
+        return self._runner.runnable.plan
+
+    def step(
+        self,
+        *args: Any,
+        target: Any = None,
+        losses: list[torch.Tensor] | None = None,
+        return_outputs: bool = True,
+        loss_kwargs: dict[str, Any] | None = None,
+        arg_mbs: Sequence[tuple[Any, ...]] | None = None,
+        kwarg_mbs: Sequence[dict[str, Any]] | None = None,
+        target_mbs: Sequence[Any] | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Run a batch forward and, if there is a ``loss_fn``, backward.
+
+        Gradients are added to ``.grad``, as ``backward()`` does. Gives the outputs of the last
+        stage on its rank, None on the others.
+
+        Args:
+            args: the model's arguments; used on the rank of the first stage.
+            target: what ``loss_fn`` compares the output with; used on the rank of the last stage.
+            losses: a list to be filled with the loss of each micro-batch, on that rank.
+            return_outputs: whether to keep and give the outputs; costs their memory.
+            loss_kwargs: further arguments for ``loss_fn``, the same for each micro-batch.
+            arg_mbs: instead of ``args``: the arguments of each micro-batch, cut already.
+            kwarg_mbs: instead of ``kwargs``, likewise.
+            target_mbs: instead of ``target``, likewise.
+            kwargs: keyword arguments for the stages of this rank.
+        """
+        batch = Batch(args, kwargs, target, arg_mbs, kwarg_mbs, target_mbs)
+        trains = self._loss_fn is not None
+        results = self._run(batch, losses, loss_kwargs, return_outputs, trains)
+        self.steps += trains
+        return results
+
+    def eval(
+        self,
+        *args: Any,
+        target: Any = None,
+        losses: list[torch.Tensor] | None = None,
+        return_outputs: bool = True,
+        loss_kwargs: dict[str, Any] | None = None,
+        arg_mbs: Sequence[tuple[Any, ...]] | None = None,
+        kwarg_mbs: Sequence[dict[str, Any]] | None = None,
+        target_mbs: Sequence[Any] | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Run a batch forward only, without gradients; with a target, the losses too.
+
+        Takes what ``step`` takes. It does not touch ``module.training``: see to that yourself.
+        """
+        batch = Batch(args, kwargs, target, arg_mbs, kwarg_mbs, target_mbs)
+        return self._run(batch, losses, loss_kwargs, return_outputs, trains=False)
+
+    def _run(
+        self,
+        batch: Batch,
+        losses: list[torch.Tensor] | None,
+        loss_kwargs: dict[str, Any] | None,
+        return_outputs: bool,
+        trains: bool,
+    ) -> Any:
+        def prepare(feed: Feed) -> Facts:
+            if losses is not None and not isinstance(losses, list):
+                raise BatchError(f"losses is a list to be filled, not a {type(losses).__name__}")
+            if trains and not torch.is_grad_enabled():
+                raise MismatchError(
+                    "step() trains, but under torch.no_grad() it cannot; call eval()"
+                )
+            feed.loss_keywords = loss_kwargs or {}
+            feed.number = self.steps
+            if return_outputs and self._has_last():
+                feed.outputs = {}
+            return self._cut(batch, feed, trains)
+
+        feed = self._runner.run(prepare, trains=trains)
+        outputs, found = feed.outputs, feed.losses
+        feed.clear()
+        if losses is not None and found:
+            losses[:] = [found[m] for m in range(self._n_microbatches)]
+        if outputs is None:
+            return None
+        chunks = [outputs[m] for m in range(self._n_microbatches)]
+        return merge_chunks(chunks, self._output_merge_spec)
+
+    def _cut(self, batch: Batch, feed: Feed, trains: bool) -> Facts:
+        """Fill the feed."""
+        if not any(stage.is_first for stage in self._stages):
+            batch = batch.without_args()
+        feed.arguments, feed.keywords = batch.arguments(self._cutter)
+        target = 0
+        if self._loss_fn is not None and self._has_last():
+            feed.targets = batch.targets(self._cutter)
+            target = batch.target_size()
+            if trains and feed.targets is None:
+                raise BatchError(
+                    "step() trains, so the rank of the last stage needs target=… for loss_fn; "
+                    "call eval() to run forward only"
+                )
+        return Facts(batch.size(self._cutter), target, batch.look())
+
+    def _has_last(self) -> bool:
+        return any(stage.is_last for stage in self._stages)
+
+    def __repr__(self) -> str:
+        stages = ", ".join(str(stage.stage_index) for stage in self._stages)
+        return f"{type(self).__name__}(stages [{stages}], {self._n_microbatches} micro-batches)"

@@ -1,0 +1,70 @@
+"""The same on a GPU: several local ranks share one, and nccl runs where it can."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from taktline.transport import Channel
+from taktline.transport.distributed import Distributed
+from tests.runtime.cases import (
+    SCHEDULES,
+    Case,
+    assert_same,
+    merge,
+    run_local,
+    run_pipelined,
+    run_plain,
+)
+
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # asked for by what is deterministic
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+
+CALLS = (("eval", 8), ("step", 8), ("step", 8), ("eval", 9), ("step", 11))
+
+
+@pytest.fixture(autouse=True)
+def deterministic() -> Iterator[None]:
+    """The gradients of embeddings and of attention are added up in any order otherwise."""
+    torch.zeros(1, device="cuda")
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("strict", [False, True], ids=["", "strict"])
+@pytest.mark.parametrize("model", ["mlp", "gpt", "llama"])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_local_ranks_on_one_gpu(schedule: str, model: str, strict: bool) -> None:
+    per_rank = SCHEDULES[schedule][-1]
+    case = Case(schedule, 2, per_rank, 4, model, CALLS, strict=strict, device="cuda")
+    assert_same(merge(run_local(case)), run_plain(case))
+
+
+def test_seeded_dropout() -> None:
+    case = Case(
+        "Schedule1F1B", 2, 1, 4, "gpt", (("step", 8),) * 2, dropout=0.5, seed=1, device="cuda"
+    )
+    assert_same(merge(run_local(case)), run_plain(case))
+
+
+@pytest.fixture
+def nccl(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dist.ProcessGroup]:
+    store = tmp_path_factory.mktemp("nccl") / "store"
+    dist.init_process_group("nccl", init_method=f"file://{store}", rank=0, world_size=1)
+    yield dist.distributed_c10d._get_default_group()
+    dist.destroy_process_group()
+
+
+def test_one_rank_over_nccl(nccl: dist.ProcessGroup) -> None:
+    """Several ranks would need several GPUs: nccl refuses to share one."""
+    case = Case("ScheduleInterleavedZeroBubble", 1, 3, 4, "gpt", CALLS, device="cuda")
+    assert_same(run_pipelined(0, nccl, case), run_plain(case))
+    transport = Distributed.of(nccl)
+    assert transport.exchange([1, 2]) == [[1, 2]]
+    transport.open([Channel(1, 2, False)])  # not of this rank: nothing to do

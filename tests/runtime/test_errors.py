@@ -1,0 +1,395 @@
+"""Bad input: the same clear error on every rank, nothing hangs, and the next step works."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import taktline as tl
+from taktline.errors import BatchError
+from tests.workers import Workers
+
+CPU = torch.device("cpu")
+Main = Callable[..., Any]
+Outcomes = Callable[..., list[Any]]
+
+
+def _over_local(main: Main, *args: Any, ranks: int = 2) -> list[Any]:
+    def caught(rank: int) -> Any:
+        try:
+            return main(rank, None, *args)
+        except Exception as error:
+            return error
+
+    return tl.local.run(caught, ranks)
+
+
+@pytest.fixture(
+    params=["local", pytest.param("gloo", marks=pytest.mark.processes)],
+)
+def outcomes(request: pytest.FixtureRequest) -> Outcomes:
+    """Runs a main on every rank; gives each rank's result or error."""
+    if request.param == "local":
+        return _over_local
+    workers: Workers = request.getfixturevalue("workers")
+    return workers.outcomes
+
+
+def make(
+    rank: int,
+    group: dist.ProcessGroup | None,
+    *,
+    module: nn.Module | None = None,
+    microbatches: int = 4,
+    schedule: Any = tl.Schedule1F1B,
+    stages: list[int] | None = None,
+    num_stages: int = 2,
+    **options: Any,
+) -> Any:
+    """A schedule over stages of one linear layer."""
+    torch.manual_seed(rank)
+    indices = [rank] if stages is None else stages
+    made = [
+        tl.PipelineStage(module or nn.Linear(4, 4), i, num_stages, CPU, group=group, **options)
+        for i in indices
+    ]
+    single = schedule in (tl.Schedule1F1B, tl.ScheduleGPipe)
+    return schedule(made[0] if single else made, microbatches, nn.functional.mse_loss)
+
+
+def run(schedule: Any, call: str = "step", size: int = 8, width: int = 4) -> Any:
+    batch = torch.ones(size, width)
+    return getattr(schedule, call)(batch, target=torch.zeros(size, 4))
+
+
+def assert_all(errors: list[Any], kind: type[Exception], text: str) -> None:
+    """The same error, on every rank."""
+    assert [type(error) for error in errors] == [kind] * len(errors), errors
+    assert {str(error) for error in errors} == {text}
+
+
+def batch_too_small(rank: int, group: Any) -> None:
+    run(make(rank, group), size=3)
+
+
+def test_a_batch_that_is_too_small(outcomes: Outcomes) -> None:
+    assert_all(
+        outcomes(batch_too_small),
+        BatchError,
+        "rank 0: argument 0 is float32[3, 4]: 3 along dimension 0 cannot be cut into 4 "
+        "micro-batches; give at least 4, or use at most 3 micro-batches",
+    )
+
+
+def batches_of_two_sizes(rank: int, group: Any) -> None:
+    run(make(rank, group), size=8 - 2 * rank)
+
+
+def test_arguments_and_target_of_different_batches(outcomes: Outcomes) -> None:
+    assert_all(
+        outcomes(batches_of_two_sizes),
+        tl.MismatchError,
+        "the batch has 8 samples, but the target on rank 1 has 6; give arguments and target of "
+        "one batch",
+    )
+
+
+def no_target(rank: int, group: Any) -> None:
+    make(rank, group).step(torch.ones(8, 4))
+
+
+def test_training_without_a_target(outcomes: Outcomes) -> None:
+    assert_all(
+        outcomes(no_target),
+        BatchError,
+        "rank 1: step() trains, so the rank of the last stage needs target=… for loss_fn; call "
+        "eval() to run forward only",
+    )
+
+
+def without_gradients(rank: int, group: Any) -> None:
+    with torch.no_grad():
+        run(make(rank, group))
+
+
+def test_training_without_gradients(outcomes: Outcomes) -> None:
+    assert_all(
+        outcomes(without_gradients),
+        tl.MismatchError,
+        "rank 0: step() trains, but under torch.no_grad() it cannot; call eval()",
+    )
+
+
+def two_calls(rank: int, group: Any) -> None:
+    run(make(rank, group), "step" if rank == 0 else "eval")
+
+
+def test_ranks_that_train_and_ranks_that_evaluate(outcomes: Outcomes) -> None:
+    assert_all(
+        outcomes(two_calls),
+        tl.MismatchError,
+        "the ranks disagree on the call: step() on rank 0; eval() on rank 1; make the same calls "
+        "in the same order on every rank",
+    )
+
+
+def two_counts(rank: int, group: Any) -> None:
+    run(make(rank, group, microbatches=4 + rank), size=40)
+
+
+def test_different_numbers_of_microbatches(outcomes: Outcomes) -> None:
+    assert_all(
+        outcomes(two_counts),
+        tl.MismatchError,
+        "the ranks disagree on the number of micro-batches: 4 on rank 0; 5 on rank 1; give every "
+        "rank the same",
+    )
+
+
+def two_schedules(rank: int, group: Any) -> None:
+    run(make(rank, group, schedule=(tl.Schedule1F1B, tl.ScheduleGPipe)[rank]))
+
+
+def test_different_schedules(outcomes: Outcomes) -> None:
+    assert_all(
+        outcomes(two_schedules),
+        tl.MismatchError,
+        "the ranks disagree on the schedule: Schedule1F1B on rank 0; ScheduleGPipe on rank 1; "
+        "give every rank the same",
+    )
+
+
+def two_plans(rank: int, group: Any) -> None:
+    first = [["0F0", "0F1", "0B0", "0B1"], ["1F0", "1B0", "1F1", "1B1"]]
+    second = [["0F0", "0B0", "0F1", "0B1"], ["1F0", "1B0", "1F1", "1B1"]]
+    plan = tl.Plan.from_actions(second if rank else first)
+    stage = tl.PipelineStage(nn.Linear(4, 4), rank, 2, CPU, group=group)
+    run(tl.ScheduleFromPlan([stage], plan, nn.functional.mse_loss))
+
+
+def test_different_plans(outcomes: Outcomes) -> None:
+    errors = outcomes(two_plans)
+    assert {type(error) for error in errors} == {tl.MismatchError}
+    assert len({str(error) for error in errors}) == 1
+    assert str(errors[0]).startswith("the ranks have different plans: ")
+    assert str(errors[0]).endswith("; build or read the same plan on each")
+
+
+def steps_of_two_schedules(rank: int, group: Any) -> None:
+    first, second = make(rank, group), make(rank, group, microbatches=2)
+    for schedule in (first, second):
+        run(schedule)
+    run((first, second)[rank])
+
+
+def test_ranks_that_step_different_schedules(outcomes: Outcomes) -> None:
+    errors = outcomes(steps_of_two_schedules)
+    assert {type(error) for error in errors} == {tl.MismatchError}
+    assert len({str(error) for error in errors}) == 1
+    assert str(errors[0]).startswith("the ranks run different plans: ")
+    assert str(errors[0]).endswith("; step the same schedule on every rank")
+
+
+def held(rank: int, group: Any, stages: list[list[int]], num_stages: int = 4) -> None:
+    run(
+        make(
+            rank,
+            group,
+            stages=stages[rank],
+            num_stages=num_stages,
+            schedule=tl.ScheduleInterleaved1F1B,
+        )
+    )
+
+
+@pytest.mark.parametrize(
+    ("stages", "text"),
+    [
+        (
+            [[0, 1], [2, 3]],
+            "the stages do not lie where the schedule runs them. Rank 0 has 2 stages (0, 1) and "
+            "needs 2 stages (0, 2); rank 1 has 2 stages (2, 3) and needs 2 stages (1, 3)",
+        ),
+        (
+            [[0, 2], [1]],
+            "stage 3 is missing: no rank has it. Rank 1 has 1 stage (1) and needs 2 stages (1, 3)",
+        ),
+        (
+            [[0, 2], [1, 1]],
+            "stage 1 is there 2 times: on rank 1, 1; stage 3 is missing: no rank has it. Rank 1 "
+            "has 2 stages (1, 1) and needs 2 stages (1, 3)",
+        ),
+        (
+            [[0, 2, 3], [1, 3]],
+            "stage 3 is there 2 times: on rank 0, 1. Rank 0 has 3 stages (0, 2, 3) and needs 2 "
+            "stages (0, 2)",
+        ),
+    ],
+)
+def test_stages_that_do_not_fit(outcomes: Outcomes, stages: list[list[int]], text: str) -> None:
+    assert_all(outcomes(held, stages), tl.MismatchError, text)
+
+
+def test_stages_that_no_number_of_ranks_shares_evenly(outcomes: Outcomes) -> None:
+    assert_all(
+        outcomes(held, [[0, 2], [1]], 3),
+        tl.MismatchError,
+        "rank 0: ScheduleInterleaved1F1B: 3 stages do not lie evenly on 2 ranks; cut the model "
+        "into a multiple of 2",
+    )
+
+
+def plan_for_four(rank: int, group: Any) -> None:
+    plan = tl.build("1f1b", ranks=4, microbatches=4)
+    stage = tl.PipelineStage(nn.Linear(4, 4), rank, 4, CPU, group=group)
+    run(tl.ScheduleFromPlan([stage], plan, nn.functional.mse_loss))
+
+
+def test_a_plan_for_other_ranks(outcomes: Outcomes) -> None:
+    assert_all(
+        outcomes(plan_for_four),
+        tl.MismatchError,
+        "rank 0: plan '1f1b' is for 4 ranks, here are 2",
+    )
+
+
+def other_shape(rank: int, group: Any) -> None:
+    example = torch.ones(2, 8) if rank == 1 else None
+    run(make(rank, group, input_args=example))
+
+
+def test_an_output_that_the_next_stage_does_not_expect(outcomes: Outcomes) -> None:
+    assert_all(
+        outcomes(other_shape),
+        tl.StageError,
+        "rank 1, stage 1, micro-batch 0 (1F0): SignatureError: input 0 is float32[2, 4], not "
+        "float32[2, 8]; input_args of this stage says (float32[2, 8])",
+    )
+
+
+class Fails(nn.Linear):
+    """Fails in one forward or backward."""
+
+    def __init__(self, at: int, backward: bool) -> None:
+        super().__init__(4, 4)
+        self.at = at
+        self.backward = backward
+        self.calls = 0
+
+    def forward(self, input: Tensor) -> Tensor:
+        here = self.calls == self.at
+        self.calls += 1
+        if here and not self.backward:
+            raise RuntimeError("no luck today")
+        output = super().forward(input)
+        if here:
+            output.register_hook(_fail)
+        return output
+
+
+def _fail(gradient: Tensor) -> Tensor:
+    raise RuntimeError("no luck today")
+
+
+def fails_once(
+    rank: int, group: Any, schedule: str, failing: int, at: int, backward: bool, before: int
+) -> Any:
+    """Steps, then one that fails, then one that works again; gives its error and gradients."""
+    per_rank = 1 if schedule in ("Schedule1F1B", "ScheduleGPipe") else 2
+    plan = tl.build(schedule, ranks=2, microbatches=4, stages_per_rank=per_rank)
+    mine = plan.placement.stages_of(rank)
+    module = Fails(at + 4 * before, backward) if rank == failing else None
+    made = []
+    for number, index in enumerate(mine):
+        torch.manual_seed(index)
+        part = module if module is not None and number == 0 else nn.Linear(4, 4)
+        made.append(tl.PipelineStage(part, index, plan.stages, CPU, group=group))
+    pipe = tl.ScheduleFromPlan(made, plan, nn.functional.mse_loss)
+    for _ in range(before):
+        run(pipe)
+    with pytest.raises(tl.StageError) as caught:
+        run(pipe)
+    gradients = []
+    for _ in range(2):
+        for stage in made:
+            stage.submod.zero_grad()
+        run(pipe)
+        gradients.append([p.grad.clone() for s in made for p in s.submod.parameters()])
+    assert all(torch.equal(one, two) for one, two in zip(*gradients, strict=True))
+    return caught.value, caught.value.__cause__
+
+
+@pytest.mark.parametrize("before", [0, 2], ids=["in the first step", "later"])
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+@pytest.mark.parametrize("failing", [0, 1])
+@pytest.mark.parametrize("schedule", ["ScheduleGPipe", "Schedule1F1B", "ScheduleZBVZeroBubble"])
+def test_a_stage_that_fails(
+    outcomes: Outcomes, schedule: str, failing: int, backward: bool, before: int
+) -> None:
+    results = outcomes(fails_once, schedule, failing, 2, backward, before)
+    assert not [result for result in results if isinstance(result, Exception)], results
+    errors = [error for error, _ in results]
+    assert_all(errors, tl.StageError, str(errors[0]))
+    error = errors[1 - failing]
+    assert error.rank == failing
+    assert error.stage == failing
+    assert error.microbatch == 2
+    kinds = ("B", "I", "W") if backward else ("F",)
+    assert error.action in [f"{failing}{kind}2" for kind in kinds]
+    where = f"rank {failing}, stage {failing}, micro-batch 2 ({error.action})"
+    assert str(error) == f"{where}: RuntimeError: no luck today"
+    assert str(results[failing][1]) == "no luck today"
+
+
+def no_scalar(rank: int, group: Any, reduction: str) -> None:
+    stage = tl.PipelineStage(nn.Linear(4, 4), rank, 2, CPU, group=group)
+    loss_fn = nn.MSELoss(reduction=reduction)
+    run(tl.ScheduleGPipe(stage, 4, loss_fn if reduction == "none" else _as_float))
+
+
+def _as_float(output: Tensor, target: Tensor) -> Any:
+    return nn.functional.mse_loss(output, target).item()
+
+
+@pytest.mark.parametrize(
+    ("reduction", "told"), [("none", "a tensor of shape [2, 4]"), ("mean", "a float")]
+)
+def test_a_loss_that_is_no_number(outcomes: Outcomes, reduction: str, told: str) -> None:
+    assert_all(
+        outcomes(no_scalar, reduction),
+        tl.StageError,
+        "rank 1, stage 1, micro-batch 0 (1F0): LossError: loss_fn must give one number as a "
+        f"tensor, not {told}",
+    )
+
+
+class Grows(nn.Linear):
+    """Gives another shape each step."""
+
+    steps = 0
+
+    def forward(self, input: Tensor) -> Tensor:
+        type(self).steps += 1
+        output = super().forward(input)
+        return output if self.steps <= 4 else torch.cat([output, output])
+
+
+def changes_shape(rank: int, group: Any) -> None:
+    Grows.steps = 0
+    schedule = make(rank, group, module=Grows(4, 4) if rank == 0 else None)
+    run(schedule)
+    run(schedule)
+
+
+def test_an_output_that_changes_although_the_inputs_do_not(outcomes: Outcomes) -> None:
+    assert_all(
+        outcomes(changes_shape),
+        tl.StageError,
+        "rank 0, stage 0, micro-batch 0 (0F0): SignatureError: output 0 is float32[4, 4], not "
+        "float32[2, 4], as it was for the same inputs before",
+    )

@@ -1,0 +1,674 @@
+"""Cutting and merging: as torch does where torch does, and clear where it does not."""
+
+from __future__ import annotations
+
+import inspect
+import subprocess
+import sys
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.pipelining import microbatch as theirs
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, create_mask
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._pytree import (
+    _deregister_pytree_node,
+    register_pytree_node,
+    tree_flatten,
+    tree_map,
+)
+
+from taktline.errors import BatchError
+from taktline.runtime import microbatch as ours
+from taktline.runtime.microbatch import (
+    TensorChunkSpec,
+    _LossReducer,
+    _Replicate,
+    batch_size_of,
+    merge_chunks,
+    split_args_kwargs_into_chunks,
+    split_value,
+)
+
+# ── Generated arguments ──────────────────────────────────────────────────────────────────────────
+
+
+class Pair(NamedTuple):
+    left: Any
+    right: Any
+
+
+class Output(OrderedDict[str, Any]):
+    """Like the outputs of transformers: a dict of its own type, registered without key paths."""
+
+
+register_pytree_node(
+    Output,
+    lambda output: (list(output.values()), list(output)),
+    lambda values, keys: Output(zip(keys, values, strict=True)),
+)
+
+
+@dataclass(frozen=True)
+class Item:
+    """A leaf to be, and the dimension to cut it along; None: replicate it."""
+
+    value: Any
+    dim: int | None
+
+    def spec(self, module: Any) -> Any:
+        return module._Replicate() if self.dim is None else module.TensorChunkSpec(self.dim)
+
+
+class Case(NamedTuple):
+    chunks: int
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    @property
+    def values(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return tree_map(lambda item: item.value, (self.args, self.kwargs))
+
+    @property
+    def is_for_torch(self) -> bool:
+        """torch cannot cut arguments that are there, but are nothing but empty containers."""
+        return all(not each or tree_flatten(each)[0] for each in self[1:])
+
+    def specs(self, module: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return tree_map(lambda item: item.spec(module), (self.args, self.kwargs))
+
+
+@st.composite
+def tensors(draw: st.DrawFn, batch: int, any_dim: bool) -> Item:
+    shape = draw(st.lists(st.integers(1, 3), max_size=2))
+    dim = draw(st.integers(0, len(shape))) if any_dim else 0
+    shape.insert(dim, batch)
+    value = torch.arange(torch.Size(shape).numel(), dtype=torch.float32).view(shape)
+    if draw(st.booleans()):  # not contiguous
+        value = value.t().contiguous().t() if value.ndim == 2 else value
+    return Item(value, draw(st.sampled_from([dim, dim - len(shape)])) if any_dim else 0)
+
+
+@st.composite
+def cases(draw: st.DrawFn, any_dim: bool) -> Case:
+    chunks = draw(st.integers(1, 5))
+    batch = draw(st.integers(chunks, 12))
+    plain = st.sampled_from([None, 3, 0.5, "text", True]).map(lambda value: Item(value, None))
+    leaves = tensors(batch, any_dim) | plain
+    if any_dim:
+        leaves |= st.builds(lambda size: Item(torch.ones(size), None), st.integers(0, 5))
+    nested = st.recursive(
+        leaves,
+        lambda inner: (
+            st.lists(inner, max_size=3)
+            | st.tuples(inner, inner)
+            | st.builds(Pair, inner, inner)
+            | st.dictionaries(st.sampled_from("abc"), inner, max_size=3)
+            | st.dictionaries(st.sampled_from("abc"), inner, max_size=3).map(Output)
+        ),
+        max_leaves=5,
+    )
+    args = tuple(draw(st.lists(nested, max_size=3)))
+    return Case(chunks, args, draw(st.dictionaries(st.sampled_from("xyz"), nested, max_size=3)))
+
+
+def place(tensor: Tensor) -> tuple[Any, ...]:
+    return tensor.shape, tensor.stride(), tensor.data_ptr(), tensor.dtype
+
+
+def assert_same(mine: Any, expected: Any, *, views: bool = True) -> None:
+    """The same structure and values; tensors at the same place in memory too, if views."""
+    (my_leaves, my_tree), (leaves, tree) = tree_flatten(mine), tree_flatten(expected)
+    assert my_tree == tree
+    for my_leaf, leaf in zip(my_leaves, leaves, strict=True):
+        if not isinstance(leaf, Tensor):
+            assert my_leaf is leaf
+        else:
+            assert torch.equal(my_leaf, leaf)
+            assert not views or place(my_leaf) == place(leaf)
+
+
+# ── As torch does ────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    "find",
+    [
+        lambda module: module.TensorChunkSpec,
+        lambda module: module.TensorChunkSpec.from_tuple,
+        lambda module: module.TensorChunkSpec.from_dict,
+        lambda module: module.split_args_kwargs_into_chunks,
+        lambda module: module.merge_chunks,
+        lambda module: module._Replicate,
+        lambda module: module._CustomReducer,
+        lambda module: module._LossReducer,
+    ],
+)
+def test_signatures_are_those_of_torch(find: Callable[[Any], Callable[..., Any]]) -> None:
+    def parameters(module: Any) -> list[Any]:
+        found = inspect.signature(find(module)).parameters.values()
+        return [(each.name, each.kind, each.default) for each in found]
+
+    assert parameters(ours) == parameters(theirs)
+    assert set(theirs.__all__) <= set(ours.__all__)
+
+
+def test_specs_read_like_those_of_torch() -> None:
+    for module in (ours, theirs):
+        specs = module.TensorChunkSpec.from_tuple((0, 2))
+        assert isinstance(specs, tuple)
+        assert [spec.split_dim for spec in specs] == [0, 2]
+        assert str(specs[1]) == "TensorChunkSpec(2)"
+        assert repr(specs[1]) == f"{module.__name__}.TensorChunkSpec(2)"
+        named = module.TensorChunkSpec.from_dict({"id": 0, "mask": 1})
+        assert {name: spec.split_dim for name, spec in named.items()} == {"id": 0, "mask": 1}
+
+
+@given(cases(any_dim=False))
+def test_cuts_as_torch_does_by_default(case: Case) -> None:
+    assume(case.is_for_torch)
+    args, kwargs = case.values
+    mine = split_args_kwargs_into_chunks(args, kwargs, case.chunks)
+    assert_same(mine, theirs.split_args_kwargs_into_chunks(args, kwargs, case.chunks))
+
+
+@given(cases(any_dim=True))
+def test_cuts_as_torch_does_by_specs(case: Case) -> None:
+    assume(case.is_for_torch)
+    args, kwargs = case.values
+    mine = split_args_kwargs_into_chunks(args, kwargs, case.chunks, *case.specs(ours))
+    expected = theirs.split_args_kwargs_into_chunks(args, kwargs, case.chunks, *case.specs(theirs))
+    assert_same(mine, expected)
+
+
+@given(cases(any_dim=True))
+def test_merges_as_torch_does(case: Case) -> None:
+    """Where torch can: it compares tensors that are not cut in a way that most do not survive."""
+
+    def without_whole_tensors(item: Item) -> Item:
+        return Item(1, None) if item.dim is None and isinstance(item.value, Tensor) else item
+
+    case = Case(case.chunks, *tree_map(without_whole_tensors, case[1:]))
+    args, kwargs = split_args_kwargs_into_chunks(*case.values, case.chunks, *case.specs(ours))
+    outputs = list(zip(args, kwargs, strict=True))
+    mine, expected = (module.merge_chunks(outputs, case.specs(module)) for module in (ours, theirs))
+    assert_same(mine, expected, views=False)
+
+
+@given(cases(any_dim=True))
+def test_merging_undoes_cutting(case: Case) -> None:
+    specs = case.specs(ours)
+    args, kwargs = split_args_kwargs_into_chunks(*case.values, case.chunks, *specs)
+    assert len(args) == len(kwargs) == case.chunks
+    merged = merge_chunks(list(zip(args, kwargs, strict=True)), specs)
+    assert_same(merged, case.values, views=False)
+
+
+@given(cases(any_dim=False))
+def test_merging_undoes_cutting_by_default(case: Case) -> None:
+    args, kwargs = split_args_kwargs_into_chunks(*case.values, case.chunks)
+    assert_same(merge_chunks(args, None), case.values[0], views=False)
+    assert_same(merge_chunks(kwargs, None), case.values[1], views=False)
+
+
+@pytest.mark.parametrize("module", [ours, theirs])
+def test_reducers(module: Any) -> None:
+    outputs = [(torch.tensor(1.0), 3), (torch.tensor(2.0), 5), (torch.tensor(4.0), 4)]
+    spec = (module._LossReducer(torch.tensor(10.0), torch.sub), module._CustomReducer(0, max))
+    assert module.merge_chunks(outputs, spec) == (torch.tensor(3.0), 5)
+    assert issubclass(module._LossReducer, module._CustomReducer)
+
+
+@pytest.mark.parametrize("module", [ours, theirs])
+def test_a_leaf_hands_its_gradient_to_its_pieces(module: Any) -> None:
+    """A stage reads the gradient of its input, and the pieces are the inputs."""
+    leaf = torch.ones(4, requires_grad=True)
+    pieces, _ = module.split_args_kwargs_into_chunks((leaf, leaf * 1), None, 2)
+    torch.stack([(2 * piece).sum() for piece, _ in pieces]).sum().backward()
+    assert [piece.grad.tolist() for piece, _ in pieces] == [[2.0, 2.0]] * 2
+    assert leaf.grad is not None
+    assert leaf.grad.tolist() == [2.0] * 4
+    assert not any(later.retains_grad for _, later in pieces)
+
+
+# ── Better than torch ────────────────────────────────────────────────────────────────────────────
+
+
+def test_pieces_are_views() -> None:
+    x = torch.arange(20).view(5, 4)
+    rows = split_value(x, 2, name="x")
+    columns = split_value(x, 3, spec=TensorChunkSpec(-1), name="x")
+    assert [tuple(piece.shape) for piece in rows + columns] == [
+        (3, 4), (2, 4), (5, 2), (5, 1), (5, 1),
+    ]  # fmt: skip
+    offsets = [piece.data_ptr() - x.data_ptr() for piece in rows + columns]
+    assert offsets == [8 * first for first in (0, 12, 0, 2, 3)]
+
+
+def test_plain_tensors_are_cut_without_pytree(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ours, "flatten", None)
+    pieces, _ = split_args_kwargs_into_chunks((torch.arange(2), torch.tensor(7)), {}, 2)
+    assert pieces == [(torch.tensor([0]), torch.tensor(7)), (torch.tensor([1]), torch.tensor(7))]
+
+
+def test_each_micro_batch_has_containers_of_its_own() -> None:
+    args, kwargs = split_args_kwargs_into_chunks(([1],), {"a": {}}, 2)
+    args[0][0].append(2)
+    kwargs[0]["a"]["b"] = kwargs[0]["c"] = 3
+    assert (args[1], kwargs[1]) == (([1],), {"a": {}})
+    _, empty = split_args_kwargs_into_chunks((), None, 2)
+    assert empty[0] is not empty[1]
+
+
+def test_nothing_to_cut() -> None:
+    assert split_args_kwargs_into_chunks((), None, 3) == ([(), (), ()], [{}, {}, {}])
+    assert split_value(None, 2, name="target") == [None, None]
+    scalar = torch.tensor(2.0)
+    for whole in (scalar, "text", object()):
+        assert all(piece is whole for piece in split_value(whole, 3, name="x"))
+        assert split_value([whole], 2, name="x") == [[whole], [whole]]
+
+
+def test_specs_of_a_rank_without_inputs_do_not_matter() -> None:
+    specs = TensorChunkSpec.from_tuple((0,)), TensorChunkSpec.from_dict({"a": 0})
+    assert split_args_kwargs_into_chunks((), {}, 2, *specs) == ([(), ()], [{}, {}])
+
+
+def test_specs_of_keyword_arguments_go_by_name() -> None:
+    """torch goes by their order."""
+    x, y = torch.zeros(2, 4), torch.zeros(4, 2)
+    specs = {"y": TensorChunkSpec(0), "x": TensorChunkSpec(1)}
+    _, pieces = split_args_kwargs_into_chunks((), {"x": x, "y": y}, 4, None, specs)
+    assert [(p["x"].shape, p["y"].shape) for p in pieces] == [((2, 1), (1, 2))] * 4
+
+
+def test_one_spec_for_all_in_a_container_and_none_for_the_default() -> None:
+    x = torch.arange(4).view(2, 2)
+    spec = ({"a": TensorChunkSpec(1), "b": _Replicate, "c": None}, None)
+    args, _ = split_args_kwargs_into_chunks(({"a": [x, (x,)], "b": [x], "c": x}, x), {}, 2, spec)
+    assert_same(
+        args,
+        [
+            (
+                {"a": [x[:, i : i + 1], (x[:, i : i + 1],)], "b": [x], "c": x[i : i + 1]},
+                x[i : i + 1],
+            )
+            for i in range(2)
+        ],
+    )
+
+
+def test_batch_size() -> None:
+    x = torch.zeros(6, 2)
+    assert batch_size_of((x, 1), {"y": [torch.zeros(6)]}) == 6
+    assert batch_size_of((x,), None, (TensorChunkSpec(1),)) == 2
+    assert batch_size_of((), {"x": x}, None, {"x": TensorChunkSpec(-1)}) == 2
+    assert batch_size_of((x,), None, (_Replicate(),)) is None
+    assert batch_size_of((torch.tensor(1.0), "text"), {}) is None
+    assert batch_size_of((torch.zeros(0),), None) == 0
+    with pytest.raises(BatchError, match="not one batch"):
+        batch_size_of((x, torch.zeros(5)), None)
+
+
+def test_scalars_are_stacked() -> None:
+    losses = [torch.tensor(1.0), torch.tensor(2.0)]
+    for spec in (None, TensorChunkSpec(0)):
+        assert merge_chunks(losses, spec).tolist() == [1.0, 2.0]
+
+
+def test_outputs_that_are_not_tensors() -> None:
+    assert merge_chunks([None, None], None) is None
+    output = Output(logits=torch.zeros(1, 2), cache=None)
+    merged = merge_chunks([output, output], None)
+    assert type(merged) is Output
+    assert merged["logits"].shape == (2, 2)
+    assert merged["cache"] is None
+
+
+def test_outputs_keep_their_type_whatever_that_of_the_spec() -> None:
+    x = torch.zeros(2, 2)
+    merged = merge_chunks([[x, x], [x, x]], TensorChunkSpec.from_tuple((0, 1)))
+    assert isinstance(merged, list)
+    assert [tuple(each.shape) for each in merged] == [(4, 2), (2, 4)]
+    counts = defaultdict(int, a=torch.zeros(1))
+    assert merge_chunks([counts, counts], None).default_factory is int
+
+
+def test_whole_tensors_are_merged_if_they_are_the_same() -> None:
+    x = torch.arange(3)
+    assert merge_chunks([x, x.clone()], _Replicate()) is x
+    with pytest.raises(BatchError, match=r"but int64\[4\] in micro-batch 1; give a _CustomReducer"):
+        merge_chunks([x, torch.arange(4)], _Replicate)
+
+
+# ── What is said when it does not work ───────────────────────────────────────────────────────────
+
+HINT = (
+    "; where dimension 0 is not the batch, give a chunk spec: TensorChunkSpec(dim), "
+    "or _Replicate() for the whole in each micro-batch"
+)
+X = torch.zeros(3, 16)
+DIM: Any = TensorChunkSpec
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs", "chunks", "text"),
+    [
+        (
+            (X,), {}, 4,
+            "argument 0 is float32[3, 16]: 3 along dimension 0 cannot be cut into 4 micro-batches; "
+            "give at least 4, or use at most 3 micro-batches",
+        ),
+        (
+            (1, {"mask": [0, X[:1].bool()]}), None, 2,
+            "argument 1['mask'][1] is bool[1, 16]: 1 along dimension 0 cannot be cut into 2 "
+            "micro-batches; give at least 2, or use at most 1 micro-batch",
+        ),
+        (
+            (), {"mask": X[:0]}, 1,
+            "keyword argument 'mask' is float32[0, 16]: 0 along dimension 0 cannot be cut into 1 "
+            "micro-batch; give at least 1",
+        ),
+        (
+            (X, torch.zeros(6).long()), {}, 2,
+            "not one batch: argument 0 is float32[3, 16]: 3 along dimension 0, "
+            "but argument 1 is int64[6]: 6 along dimension 0" + HINT,
+        ),
+        (
+            (X,), {"a": Output(b=X[:1])}, 1,
+            "not one batch: argument 0 is float32[3, 16]: 3 along dimension 0, "
+            "but keyword argument 'a'['b'] is float32[1, 16]: 1 along dimension 0" + HINT,
+        ),
+        ((X,), {}, 0, "micro-batches must be a whole number from 1 up, not 0"),
+        ((X,), {}, 1.5, "micro-batches must be a whole number from 1 up, not 1.5"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_cut(args: Any, kwargs: Any, chunks: Any, text: str) -> None:
+    with pytest.raises(BatchError) as caught:
+        split_args_kwargs_into_chunks(args, kwargs, chunks)
+    assert str(caught.value) == text
+
+
+@pytest.mark.parametrize(
+    ("value", "spec", "text"),
+    [
+        (X, DIM(2), "it is float32[3, 16]: it has no dimension 2; give one from -2 to 1"),
+        (X, DIM(-3), "it is float32[3, 16]: it has no dimension -3; give one from -2 to 1"),
+        (X, DIM("a"), "it is float32[3, 16]: it has no dimension 'a'; give one from -2 to 1"),
+        (X[0, 0], DIM(0), "it is float32[]: it has no dimension 0; give _Replicate()"),
+        (5, DIM(0), "it is 5, no tensor: give _Replicate(), not TensorChunkSpec(0)"),
+        (
+            {"a": (HINT, object)}, {"a": (None, DIM(0))},
+            "it['a'][1] is a type, no tensor: give _Replicate(), not TensorChunkSpec(0)",
+        ),
+        (X, 0, "it: 0 is no chunk spec; give a TensorChunkSpec, _Replicate() or None"),
+        (
+            X, theirs.TensorChunkSpec(0),
+            "it: torch.distributed.pipelining.microbatch.TensorChunkSpec(0) is no chunk spec; "
+            "give a TensorChunkSpec, _Replicate() or None",
+        ),
+        (X, _LossReducer(0, max), "it has a reducer for its chunk spec, but these are for merging"),
+        ([X, X], [None], "it is a list of [0, 1], but its chunk spec a list of [0]"),
+        (
+            {"a": [X]}, {"a": {"b": None}},
+            "it['a'] is a list of [0], but its chunk spec a dict of ['b']",
+        ),
+        (X, (None,), "it is float32[3, 16], but its chunk spec a tuple of [0]"),
+        (
+            [X, X], [TensorChunkSpec(0), TensorChunkSpec(1)],
+            "not one batch: it[0] is float32[3, 16]: 3 along dimension 0, "
+            "but it[1] is float32[3, 16]: 16 along dimension 1",
+        ),
+        (
+            [X, X], [TensorChunkSpec(1), None],
+            "not one batch: it[0] is float32[3, 16]: 16 along dimension 1, "
+            "but it[1] is float32[3, 16]: 3 along dimension 0" + HINT,
+        ),
+    ],
+)  # fmt: skip
+def test_specs_that_do_not_fit(value: Any, spec: Any, text: str) -> None:
+    with pytest.raises(BatchError) as caught:
+        split_value(value, 2, spec=spec, name="it")
+    assert str(caught.value) == text
+
+
+@pytest.mark.parametrize(
+    ("args_spec", "kwargs_spec", "text"),
+    [
+        (
+            (None,), None,
+            "the chunk spec of 2 positional arguments must be a tuple with one entry for each, "
+            "not a tuple of [0]",
+        ),
+        (
+            TensorChunkSpec(0), None,
+            "the chunk spec of 2 positional arguments must be a tuple with one entry for each, "
+            "not a TensorChunkSpec",
+        ),
+        (
+            None, {"b": None},
+            "the chunk spec of the keyword arguments ['a'] must be a dict with one entry for each, "
+            "not a dict of ['b']",
+        ),
+        (
+            None, (None,),
+            "the chunk spec of the keyword arguments ['a'] must be a dict with one entry for each, "
+            "not a tuple of [0]",
+        ),
+    ],
+)  # fmt: skip
+def test_specs_for_other_arguments(args_spec: Any, kwargs_spec: Any, text: str) -> None:
+    for call in (
+        lambda: split_args_kwargs_into_chunks((X, X), {"a": X}, 2, args_spec, kwargs_spec),
+        lambda: batch_size_of((X, X), {"a": X}, args_spec, kwargs_spec),
+    ):
+        with pytest.raises(BatchError) as caught:
+            call()
+        assert str(caught.value) == text
+
+
+@pytest.mark.parametrize(
+    ("chunks", "spec", "text"),
+    [
+        ([], None, "there is no micro-batch to merge"),
+        (
+            [(X, X), (X, [X])], None,
+            "micro-batch 0 has the structure TreeSpec(tuple, None, [*, *]), but micro-batch 1 has "
+            "TreeSpec(tuple, None, [*, TreeSpec(list, None, [*])])",
+        ),
+        (
+            [{"a": X}, {"a": X}, {"a": X[:, :5]}], None,
+            "output['a'] is float32[3, 16] in micro-batch 0, but float32[3, 5] in micro-batch 2: "
+            "these cannot be joined along dimension 0",
+        ),
+        (
+            [X, X[:2]], TensorChunkSpec(1),
+            "output is float32[3, 16] in micro-batch 0, but float32[2, 16] in micro-batch 1: "
+            "these cannot be joined along dimension 1",
+        ),
+        (
+            [X[0, 0], X[0]], None,
+            "output is float32[] in micro-batch 0, but float32[16] in micro-batch 1: "
+            "these cannot be joined along dimension 0",
+        ),
+        (
+            [X, None], None,
+            "output is float32[3, 16] in micro-batch 0, but None in micro-batch 1: "
+            "these cannot be joined along dimension 0",
+        ),
+        (
+            [(X, 1), (X, 2)], None,
+            "output[1] is 1 in micro-batch 0, but 2 in micro-batch 1; "
+            "give a _CustomReducer as its chunk spec",
+        ),
+        ([X], DIM(2), "output is float32[3, 16]: it has no dimension 2; give one from -2 to 1"),
+        ([(1,)], DIM(0), "output[0] is 1, no tensor: give _Replicate(), not TensorChunkSpec(0)"),
+        ([(X, X)], (None,), "output is a tuple of [0, 1], but its chunk spec a tuple of [0]"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_merged(chunks: list[Any], spec: Any, text: str) -> None:
+    with pytest.raises(BatchError) as caught:
+        merge_chunks(chunks, spec)
+    assert str(caught.value) == text
+
+
+# ── Block masks and distributed tensors ──────────────────────────────────────────────────────────
+
+
+def block_mask(batch: int) -> BlockMask:
+    """A mask that is another for each sample: sample b sees the last 150 + 20b of those before."""
+
+    def seen(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        return (q >= kv) & (q - kv < 150 + 20 * b)
+
+    return create_block_mask(seen, batch, 1, 512, 512, device="cpu")
+
+
+def dense(mask: BlockMask) -> Tensor:
+    """What the function of a mask says for each sample and pair of positions."""
+    return create_mask(mask.mask_mod, mask.shape[0], 1, 512, 512, device="cpu")
+
+
+def test_block_masks_are_cut_as_torch_does() -> None:
+    mask = block_mask(5)
+    pieces = split_value({"mask": mask}, 3, name="x")
+    expected, _ = theirs.split_args_kwargs_into_chunks(({"mask": mask},), None, 3)
+    for piece, (other,) in zip(pieces, expected, strict=True):
+        piece, other = piece["mask"], other["mask"]
+        assert piece.shape == other.shape
+        assert torch.equal(dense(piece), dense(other))
+        for name, value in vars(other).items():
+            if isinstance(value, Tensor):
+                assert torch.equal(getattr(piece, name), value), name
+                assert getattr(piece, name).untyped_storage().data_ptr() == (
+                    getattr(mask, name).untyped_storage().data_ptr()
+                )
+            elif name != "mask_mod":
+                assert getattr(piece, name) == value
+    assert torch.equal(torch.cat([dense(piece["mask"]) for piece in pieces]), dense(mask))
+    assert mask.shape[0] == 5
+
+
+def test_a_block_mask_is_no_container_even_where_pytree_takes_it_for_one() -> None:
+    mask = block_mask(2)
+    register_pytree_node(
+        BlockMask,
+        lambda mask: ([mask.kv_num_blocks, mask.kv_indices], None),
+        lambda blocks, _: BlockMask.from_kv_blocks(*blocks),
+    )
+    try:
+        pieces = split_value([mask], 2, name="x")
+        assert merge_chunks([mask, mask], None) is mask
+    finally:
+        _deregister_pytree_node(BlockMask)
+    assert torch.equal(torch.cat([dense(piece) for (piece,) in pieces]), dense(mask))
+
+
+def test_a_block_mask_for_all_samples_goes_to_each_micro_batch() -> None:
+    mask = block_mask(1)
+    args, _ = split_args_kwargs_into_chunks((torch.zeros(4, 2), mask), None, 2)
+    assert all(piece is mask for _, piece in args)
+    assert split_value(mask, 2, spec=_Replicate(), name="x") == [mask, mask]
+    assert batch_size_of((mask,), None) is None
+
+
+def test_block_masks_that_cannot_be_cut() -> None:
+    mask = block_mask(2)
+    with pytest.raises(BatchError) as caught:
+        split_value([mask], 3, name="mask")
+    assert str(caught.value) == (
+        "mask[0] is BlockMask[2, 1, 512, 512]: 2 along dimension 0 cannot be cut into 3 "
+        "micro-batches; give at least 3, or use at most 2 micro-batches"
+    )
+    with pytest.raises(BatchError, match=r"along dimension 0, not TensorChunkSpec\(1\)$"):
+        split_value(mask, 2, spec=TensorChunkSpec(1), name="mask")
+    with pytest.raises(
+        BatchError, match=r"not one batch: argument 0 .* but argument 1 is BlockMask"
+    ):
+        split_args_kwargs_into_chunks((torch.zeros(4), mask), None, 2)
+
+
+@pytest.fixture
+def mesh() -> Iterator[Any]:
+    """Two ranks, of which this process is the first; nothing is ever sent."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    yield init_device_mesh("cpu", (2,))
+    dist.destroy_process_group()
+
+
+def distributed(mesh: Any, placement: Any, shape: tuple[int, int]) -> DTensor:
+    """The part of rank 0, and the shape of the whole."""
+    local = torch.arange(shape[0] * shape[1]).view(shape)
+    if isinstance(placement, Shard):
+        local = local.chunk(2, placement.dim)[0]
+    return DTensor.from_local(
+        local, mesh, [placement], run_check=False, shape=torch.Size(shape), stride=(shape[1], 1)
+    )
+
+
+@pytest.mark.parametrize(
+    ("placement", "dim", "sizes"),
+    [
+        (Replicate(), 0, [4, 3, 3]),
+        (Shard(1), 0, [4, 3, 3]),
+        (Shard(0), 0, [4, 4, 2]),  # each rank cuts its 5 into 2, 2 and 1
+        (Shard(0), 1, [2, 1, 1]),
+    ],
+)
+def test_each_rank_cuts_its_part(mesh: Any, placement: Any, dim: int, sizes: list[int]) -> None:
+    whole = distributed(mesh, placement, (10, 4))
+    pieces = split_value(whole, 3, spec=TensorChunkSpec(dim), name="x")
+    assert [piece.shape[dim] for piece in pieces] == sizes
+    local = whole.to_local().tensor_split(3, dim)
+    for piece, mine in zip(pieces, local, strict=True):
+        assert piece.placements == whole.placements
+        assert piece.stride() == whole.stride()
+        assert place(piece.to_local()) == place(mine)
+    merged = merge_chunks(pieces, TensorChunkSpec(dim))
+    assert isinstance(merged, DTensor)
+    assert (merged.shape, merged.stride()) == (whole.shape, whole.stride())
+    assert merged.placements == whole.placements
+    assert torch.equal(merged.to_local(), whole.to_local())
+
+
+def test_distributed_tensors_that_do_not_fit(mesh: Any) -> None:
+    with pytest.raises(BatchError) as caught:
+        split_value(distributed(mesh, Shard(0), (7, 4)), 2, name="x")
+    assert str(caught.value) == (
+        "x is int64[7, 4] (Shard(dim=0),): 7 along dimension 0 must divide evenly among its "
+        "2 shards, with at least 2 in each"
+    )
+    with pytest.raises(BatchError, match="4 along dimension 0 must divide evenly"):
+        split_value(distributed(mesh, Shard(0), (4, 4)), 3, name="x")
+    parts = [distributed(mesh, placement, (4, 4)) for placement in (Shard(0), Replicate())]
+    for one, other in (parts, parts[::-1], (parts[1], torch.zeros(4, 4))):
+        with pytest.raises(BatchError, match="cannot be joined along dimension 0"):
+            merge_chunks([one, other], None)
+
+
+# ── Cheap to import ──────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.processes
+def test_cutting_imports_neither_attention_nor_distributed_tensors() -> None:
+    code = f"""
+import importlib.util, sys, torch
+spec = importlib.util.spec_from_file_location("microbatch", {ours.__file__!r})
+module = sys.modules["microbatch"] = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(module)
+pieces = module.split_value([torch.nn.Parameter(torch.zeros(4)), 1], 2, name="x")
+module.merge_chunks(pieces, None)
+for name in ("torch.nn.attention.flex_attention", "torch.distributed.tensor"):
+    assert name not in sys.modules, name
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)

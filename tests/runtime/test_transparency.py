@@ -1,0 +1,98 @@
+"""Transparency: a pipeline gives the losses, outputs and gradients that the plain model gives."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.pipelining as peer
+
+from tests import models
+from tests.runtime.cases import (
+    SCHEDULES,
+    Case,
+    Result,
+    assert_same,
+    merge,
+    run_local,
+    run_pipelined,
+    run_plain,
+)
+from tests.workers import Workers
+
+# Evaluation before, between and after training steps that accumulate; batches of several sizes,
+# which are uneven micro-batches for most counts.
+CALLS = (("eval", 8), ("step", 8), ("step", 8), ("eval", 9), ("step", 11), ("eval", 8))
+
+
+def cases() -> Iterator[Case]:
+    """Every schedule and model on 1, 2 and 4 ranks; 1, few, odd and many micro-batches."""
+    for schedule, per_rank_choices in SCHEDULES.items():
+        for model in models.NAMES:
+            for ranks in (1, 2, 4):
+                for per_rank in per_rank_choices:
+                    for microbatches in (1, 3, 8):
+                        yield Case(schedule, ranks, per_rank, microbatches, model, CALLS)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """As many threads as the workers have: the order of additions depends on it."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("case", list(cases()), ids=str)
+def test_local(case: Case) -> None:
+    assert_same(merge(run_local(case)), run_plain(case))
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("case", list(cases()), ids=str)
+def test_gloo(workers: Workers, case: Case) -> None:
+    assert_same(merge(workers.run(run_pipelined, case, ranks=case.ranks)), run_plain(case))
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_local_with_sends_that_wait_for_their_receive(schedule: str) -> None:
+    case = Case(schedule, 4, SCHEDULES[schedule][-1], 6, "mlp", CALLS, strict=True)
+    assert_same(merge(run_local(case)), run_plain(case))
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_losses_that_are_sums(schedule: str) -> None:
+    case = Case(schedule, 2, SCHEDULES[schedule][-1], 4, "gpt", CALLS, scale_grads=False)
+    assert_same(merge(run_local(case)), run_plain(case))
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_seeded_dropout_does_not_depend_on_the_schedule(schedule: str) -> None:
+    case = Case(schedule, 2, SCHEDULES[schedule][-1], 4, "gpt", CALLS[1:3], dropout=0.5, seed=7)
+    plain = run_plain(case)
+    assert_same(merge(run_local(case)), plain)
+    other = run_plain(replace(case, seed=8))
+    assert not torch.equal(plain.outputs[0], other.outputs[0])
+
+
+def run_peer(rank: int, group: dist.ProcessGroup, case: Case) -> Result:
+    return run_pipelined(rank, group, case, peer)
+
+
+# One step each: torch divides the gradients of earlier steps again, and cannot change the batch.
+@pytest.mark.processes
+@pytest.mark.parametrize("model", models.NAMES)
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_close_to_torch(workers: Workers, schedule: str, model: str) -> None:
+    case = Case(schedule, 2, SCHEDULES[schedule][-1], 4, model, (("step", 8),))
+    ours = merge(workers.run(run_pipelined, case))
+    theirs = merge(workers.run(run_peer, case))
+    assert ours.gradients.keys() == theirs.gradients.keys()
+    for name, gradient in theirs.gradients.items():
+        torch.testing.assert_close(ours.gradients[name], gradient, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(ours.losses, theirs.losses)
+    torch.testing.assert_close(ours.outputs, theirs.outputs)

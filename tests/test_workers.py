@@ -1,0 +1,235 @@
+"""Whether the pool of worker processes can be trusted by the tests that use it."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import time
+import warnings
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.workers import Workers, WorkersFailed, WorkersLost
+
+pytestmark = pytest.mark.processes
+
+
+class NotPicklable(Exception):
+    """Pickle makes it anew from its text alone, which is one argument too few."""
+
+    def __init__(self, name: str, number: int) -> None:
+        super().__init__(f"{name} {number}")
+
+
+class Reworded(Exception):
+    """Pickle makes it anew from its text, and that changes the text."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(f"no {name}")
+
+
+@pytest.fixture(scope="module")
+def own_workers() -> Iterator[Workers]:
+    """A small pool to break; its groups give up early."""
+    pool = Workers(size=2, group_timeout=3.0)
+    yield pool
+    pool.stop()
+
+
+def _where(rank: int, group: dist.ProcessGroup, *args: object) -> tuple[object, ...]:
+    return rank, group.rank(), group.size(), *args
+
+
+def _identity(rank: int, group: dist.ProcessGroup) -> int:
+    return os.getpid()
+
+
+def _sum(rank: int, group: dist.ProcessGroup, values: torch.Tensor) -> torch.Tensor:
+    total = values * (rank + 1)
+    dist.all_reduce(total, group=group)
+    return total
+
+
+def _random(rank: int, group: dist.ProcessGroup) -> float:
+    return torch.rand(()).item()
+
+
+def _raise(rank: int, group: dist.ProcessGroup, error: type[Exception], *args: object) -> int:
+    if rank == 1:
+        raise error(*args)
+    return rank
+
+
+def _raise_inside(rank: int, group: dist.ProcessGroup) -> None:
+    if rank == 0:
+        raise NotPicklable("item", 3)
+    raise Reworded("item")
+
+
+def _return_function(rank: int, group: dist.ProcessGroup) -> object:
+    return lambda: rank
+
+
+def _warn(rank: int, group: dist.ProcessGroup) -> None:
+    warnings.warn("careful", UserWarning, stacklevel=1)
+
+
+def _leave_a_message(rank: int, group: dist.ProcessGroup) -> None:
+    if rank == 0:
+        dist.isend(torch.tensor(1.0), 1, group=group)
+    else:
+        raise RuntimeError("fetches nothing")
+
+
+def _pass_on(rank: int, group: dist.ProcessGroup, value: float) -> float:
+    message = torch.tensor(value if rank == 0 else 0.0)
+    if rank == 0:
+        dist.send(message, 1, group=group)
+    else:
+        dist.recv(message, 0, group=group)
+    return message.item()
+
+
+def _wait_in_vain(rank: int, group: dist.ProcessGroup) -> None:
+    if rank == 0:
+        dist.recv(torch.zeros(()), 1, group=group)
+
+
+def _sleep(rank: int, group: dist.ProcessGroup, sleeper: int) -> int:
+    if rank == sleeper:
+        time.sleep(100)
+    return rank
+
+
+def _die(rank: int, group: dist.ProcessGroup) -> None:
+    if rank == 1:
+        os._exit(7)
+    time.sleep(100)
+
+
+def test_results_come_in_the_order_of_the_ranks(workers: Workers) -> None:
+    expected = [(rank, rank, 4, "a", 1) for rank in range(4)]
+    assert workers.run(_where, "a", 1, ranks=4) == expected
+    assert workers.outcomes(_where, "a", 1, ranks=4) == expected
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_the_group_holds_the_first_ranks(workers: Workers, ranks: int) -> None:
+    assert workers.run(_where, ranks=ranks) == [(rank, rank, ranks) for rank in range(ranks)]
+
+
+@pytest.mark.parametrize("ranks", [0, 5])
+def test_ranks_outside_the_pool_are_refused(workers: Workers, ranks: int) -> None:
+    with pytest.raises(ValueError, match=f"ranks must be from 1 to 4, not {ranks}"):
+        workers.run(_where, ranks=ranks)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_tensors_go_in_through_the_group_and_out(workers: Workers, ranks: int) -> None:
+    expected = torch.tensor([1.0, 2.0]) * sum(range(1, ranks + 1))
+    for result in workers.run(_sum, torch.tensor([1.0, 2.0]), ranks=ranks):
+        torch.testing.assert_close(result, expected, rtol=0, atol=0)
+
+
+def test_the_same_processes_serve_every_run(workers: Workers) -> None:
+    first = workers.run(_identity, ranks=4)
+    assert len({os.getpid(), *first}) == 5
+    assert workers.run(_identity, ranks=4) == first
+
+
+def test_random_numbers_do_not_depend_on_earlier_runs(workers: Workers) -> None:
+    assert workers.run(_random) == workers.run(_random)
+
+
+def test_an_exception_on_one_rank(workers: Workers) -> None:
+    before = workers.run(_identity)
+    with pytest.raises(WorkersFailed) as caught:
+        workers.run(_raise, ZeroDivisionError, "by nought", ranks=3)
+    assert list(caught.value.errors) == [1]
+    assert isinstance(caught.value.errors[1], ZeroDivisionError)
+    text = str(caught.value)
+    assert text.startswith("raised on rank 1\n--- rank 1 ---\nTraceback")
+    assert "in _raise\n    raise error(*args)" in text
+    assert text.endswith("ZeroDivisionError: by nought")
+    assert workers.run(_identity) == before
+
+
+def test_outcomes_hold_results_and_exceptions(workers: Workers) -> None:
+    first, second, third = workers.outcomes(_raise, KeyError, "x", ranks=3)
+    assert (first, third) == (0, 2)
+    assert isinstance(second, KeyError)
+    assert second.args == ("x",)
+
+
+def test_an_exit_is_an_exception_too(workers: Workers) -> None:
+    assert isinstance(workers.outcomes(_raise, SystemExit, 0)[1], SystemExit)
+
+
+def test_exceptions_that_pickle_would_lose_come_as_their_text(workers: Workers) -> None:
+    outcomes = workers.outcomes(_raise_inside)
+    assert [type(outcome) for outcome in outcomes] == [RuntimeError, RuntimeError]
+    assert [str(outcome) for outcome in outcomes] == ["NotPicklable: item 3", "Reworded: no item"]
+
+
+def test_a_result_that_cannot_be_pickled_is_an_error(workers: Workers) -> None:
+    with pytest.raises(WorkersFailed, match=r"raised on ranks 0, 1\n(.*\n)*.*pickle"):
+        workers.run(_return_function)
+
+
+def test_warnings_are_errors(workers: Workers) -> None:
+    with pytest.raises(WorkersFailed, match="UserWarning: careful"):
+        workers.run(_warn)
+
+
+def test_a_message_of_a_failed_run_does_not_reach_the_next(workers: Workers) -> None:
+    before = workers.run(_identity)
+    with pytest.raises(WorkersFailed, match="fetches nothing"):
+        workers.run(_leave_a_message)
+    assert workers.run(_pass_on, 2.0) == [2.0, 2.0]
+    assert workers.run(_identity) == before
+
+
+def test_a_wait_in_gloo_ends_as_an_error(own_workers: Workers) -> None:
+    outcomes = own_workers.outcomes(_wait_in_vain)
+    assert isinstance(outcomes[0], RuntimeError)
+    assert "imed out" in str(outcomes[0])
+    assert own_workers.run(_pass_on, 2.0) == [2.0, 2.0]
+
+
+def test_a_worker_that_hangs(own_workers: Workers) -> None:
+    before = own_workers.run(_identity)
+    with pytest.raises(WorkersLost) as caught:
+        own_workers.run(_sleep, 0, timeout=0.5)
+    assert (caught.value.died, caught.value.silent) == ({}, [0])
+    text = str(caught.value)
+    assert text.startswith("no answer within 0.5 s from rank 0\n--- rank 0 ---\n")
+    assert "in _sleep" in text
+    after = own_workers.run(_identity)
+    assert not set(before) & set(after)
+    assert own_workers.run(_pass_on, 2.0) == [2.0, 2.0]
+
+
+def test_a_worker_that_dies(own_workers: Workers) -> None:
+    with pytest.raises(WorkersLost) as caught:
+        own_workers.outcomes(_die)
+    assert (caught.value.died, caught.value.silent) == ({1: 7}, [0])
+    text = str(caught.value)
+    assert text.startswith("rank 1 died with exit code 7\nno answer until then from rank 0\n")
+    assert own_workers.run(_where, ranks=1) == [(0, 0, 1)]
+
+
+def test_a_worker_that_was_dead_before_the_run(own_workers: Workers) -> None:
+    os.kill(own_workers.run(_identity)[0], signal.SIGKILL)
+    with pytest.raises(WorkersLost, match=f"rank 0 died with exit code {-signal.SIGKILL}"):
+        own_workers.run(_where, ranks=1)
+
+
+def test_stop_leaves_no_process(own_workers: Workers) -> None:
+    pids = own_workers.run(_identity)
+    own_workers.stop()
+    own_workers.stop()
+    assert not set(pids) & {child.pid for child in multiprocessing.active_children()}

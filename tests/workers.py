@@ -1,0 +1,371 @@
+"""Worker processes for the tests that communicate, started once and used by many tests.
+
+A test hands over a function of its module; every worker runs it as ``fn(rank, group, *args)``, and
+the results come back in the order of the ranks::
+
+    def _sum(rank: int, group: dist.ProcessGroup, start: int) -> float:
+        total = torch.tensor(float(start + rank))
+        dist.all_reduce(total, group=group)
+        return total.item()
+
+
+    @pytest.mark.processes
+    def test_sum(workers: Workers) -> None:
+        assert workers.run(_sum, 10, ranks=3) == [33.0, 33.0, 33.0]
+
+The workers meet over gloo. Inside the function warnings are errors, as in every test, and torch's
+random numbers begin anew with each call. After a failure the workers meet again in new groups, so
+that a message which nobody has fetched cannot reach the next test.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import gc
+import multiprocessing
+import os
+import pickle
+import signal
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+__all__ = ["Workers", "WorkersFailed", "WorkersLost"]
+
+# For what the pool does on its own account. Generous: on a busy machine torch loads slowly.
+MEETING_SECONDS = 60.0
+LEAVING_SECONDS = 10.0
+STACK_SECONDS = 1.0
+
+
+class WorkersFailed(Exception):
+    """The function raised on some ranks; ``errors`` holds what it raised, by rank."""
+
+    def __init__(self, errors: Mapping[int, BaseException], tracebacks: Mapping[int, str]) -> None:
+        self.errors = dict(errors)
+        super().__init__(f"raised on {_ranks(sorted(errors))}\n{_by_rank(tracebacks)}")
+
+
+class WorkersLost(Exception):
+    """Some ranks gave no answer, so the pool was ended; the next run starts a new one.
+
+    ``died`` holds the exit codes of the ranks whose process ended, and ``silent`` the ranks that
+    were still busy when the wait was over.
+    """
+
+    def __init__(self, reason: str, died: Mapping[int, int | None], silent: Sequence[int]) -> None:
+        self.died = dict(died)
+        self.silent = list(silent)
+        super().__init__(reason)
+
+
+class Workers:
+    """A pool of processes, started at the first run; ``group_timeout`` ends a wait in a group."""
+
+    def __init__(self, size: int = 4, group_timeout: float = 60.0) -> None:
+        self.size = size
+        self.group_timeout = group_timeout
+        self._pool: _Pool | None = None
+
+    def run(
+        self, fn: Callable[..., Any], *args: Any, ranks: int = 2, timeout: float = 120.0
+    ) -> list[Any]:
+        """What ``fn(rank, group, *args)`` returns on the workers ``0 .. ranks - 1``."""
+        answers = self._ask(fn, args, ranks, timeout)
+        if tracebacks := _tracebacks(answers):
+            raise WorkersFailed({rank: answers[rank].load() for rank in tracebacks}, tracebacks)
+        return [answers[rank].load() for rank in range(ranks)]
+
+    def outcomes(
+        self, fn: Callable[..., Any], *args: Any, ranks: int = 2, timeout: float = 120.0
+    ) -> list[Any]:
+        """Like :meth:`run`, but an exception stands in the place of the result."""
+        answers = self._ask(fn, args, ranks, timeout)
+        return [answers[rank].load() for rank in range(ranks)]
+
+    def stop(self) -> None:
+        """End the processes; another run would start new ones."""
+        if self._pool is not None:
+            self._pool.leave()
+            self._pool = None
+
+    def _ask(
+        self, fn: Callable[..., Any], args: tuple[Any, ...], ranks: int, timeout: float
+    ) -> dict[int, _Answer]:
+        if not 1 <= ranks <= self.size:
+            raise ValueError(f"ranks must be from 1 to {self.size}, not {ranks}")
+        # Not by the connection: it would send tensors as shared memory, which ends with a process.
+        call = _Call(pickle.dumps((fn, args)), ranks)
+        try:
+            pool = self._met()
+            answers = pool.ask(call, ranks, timeout)
+        except BaseException:
+            # Ctrl-C as well: a worker that is still busy would answer the next question with this.
+            self._kill()
+            raise
+        pool.clean = not _tracebacks(answers)
+        return answers
+
+    def _met(self) -> _Pool:
+        """A pool whose groups hold nothing of an earlier failure."""
+        if self._pool is not None and not self._pool.clean:
+            try:
+                self._pool.meet()
+            except (WorkersLost, WorkersFailed):
+                # Work that a failure left behind may block; only the end of its process helps.
+                self._kill()
+        if self._pool is None:
+            self._pool = _Pool(self.size, self.group_timeout)
+            self._pool.meet()
+        return self._pool
+
+    def _kill(self) -> None:
+        if self._pool is not None:
+            self._pool.kill()
+            self._pool = None
+
+
+@dataclass(frozen=True)
+class _Meet:
+    """Leave all groups and make new ones, by a file that no earlier meeting has used."""
+
+    store: Path
+
+
+@dataclass(frozen=True)
+class _Call:
+    """Run a function, pickled with its arguments, in the group of the first ``ranks``."""
+
+    payload: bytes
+    ranks: int
+
+
+@dataclass(frozen=True)
+class _Answer:
+    """A pickled result, or a pickled exception and its traceback."""
+
+    payload: bytes
+    traceback: str | None = None
+
+    def load(self) -> Any:
+        return pickle.loads(self.payload)
+
+
+class _Pool:
+    """One start of the processes."""
+
+    def __init__(self, size: int, group_timeout: float) -> None:
+        self.clean = True
+        self._meetings = 0
+        self._folder = TemporaryDirectory(prefix="taktline-workers-")
+        self._connections: list[Connection] = []
+        self._processes: list[BaseProcess] = []
+        # Not fork: it copies the locks of torch's threads, but not the threads.
+        context = multiprocessing.get_context("spawn")
+        for rank in range(size):
+            here, there = context.Pipe()
+            arguments = (rank, size, group_timeout, self._stack_file(rank), there)
+            process = context.Process(target=_work, args=arguments, daemon=True)
+            process.start()
+            # With this end open here too, a worker that dies would never read as gone.
+            there.close()
+            self._connections.append(here)
+            self._processes.append(process)
+
+    def meet(self) -> None:
+        """Give all workers new groups."""
+        self._meetings += 1
+        store = Path(self._folder.name, f"store-{self._meetings}")
+        answers = self.ask(_Meet(store), len(self._processes), MEETING_SECONDS)
+        if tracebacks := _tracebacks(answers):
+            raise WorkersFailed({rank: answers[rank].load() for rank in tracebacks}, tracebacks)
+        self.clean = True
+
+    def ask(self, request: _Meet | _Call, ranks: int, timeout: float) -> dict[int, _Answer]:
+        """The answers of the first workers."""
+        waiting = {self._connections[rank]: rank for rank in range(ranks)}
+        for connection in waiting:
+            # Whoever cannot be reached has died, and the read below says so.
+            with suppress(OSError):
+                connection.send(request)
+        answers: dict[int, _Answer] = {}
+        died: list[int] = []
+        deadline = time.monotonic() + timeout
+        while waiting and not died:
+            ready = wait(list(waiting), max(0.0, deadline - time.monotonic()))
+            if not ready:
+                break
+            for connection in [one for one in waiting if one in ready]:
+                rank = waiting.pop(connection)
+                try:
+                    answers[rank] = connection.recv()
+                except (EOFError, OSError):
+                    died.append(rank)
+        if died or waiting:
+            raise self._lost(died, sorted(waiting.values()), answers, timeout)
+        return answers
+
+    def leave(self) -> None:
+        """Let the idle workers end by themselves."""
+        for connection in self._connections:
+            # Closing is the sign to leave, and it also reaches workers whose parent was killed.
+            connection.close()
+        deadline = time.monotonic() + LEAVING_SECONDS
+        for process in self._processes:
+            process.join(max(0.0, deadline - time.monotonic()))
+        self.kill()
+
+    def kill(self) -> None:
+        """End the workers, whatever they do."""
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.join()
+            process.close()
+        for connection in self._connections:
+            connection.close()
+        self._folder.cleanup()
+
+    def _lost(
+        self,
+        died: Sequence[int],
+        silent: Sequence[int],
+        answers: Mapping[int, _Answer],
+        timeout: float,
+    ) -> WorkersLost:
+        """The error for ranks without an answer, with all that helps to find the cause."""
+        codes = {rank: self._exit_code(rank) for rank in died}
+        lines = [f"rank {rank} died with exit code {code}" for rank, code in codes.items()]
+        if silent:
+            limit = "until then" if died else f"within {timeout:g} s"
+            lines.append(f"no answer {limit} from {_ranks(silent)}")
+        lines.append(_by_rank(_tracebacks(answers)))
+        lines.append(_by_rank({rank: self._stack(rank) for rank in silent}))
+        return WorkersLost("\n".join(filter(None, lines)), codes, silent)
+
+    def _exit_code(self, rank: int) -> int | None:
+        # The pipe closes a moment before the process is gone.
+        self._processes[rank].join(LEAVING_SECONDS)
+        return self._processes[rank].exitcode
+
+    def _stack(self, rank: int) -> str:
+        """Where a busy worker is just now."""
+        file, pid = self._stack_file(rank), self._processes[rank].pid
+        if pid is None or not file.exists():
+            return "has not come up yet"
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGUSR1)
+        deadline = time.monotonic() + STACK_SECONDS
+        stack, before = "", ""
+        # It is written line by line: done when it grows no more.
+        while (not stack or stack != before) and time.monotonic() < deadline:
+            time.sleep(0.05)
+            stack, before = file.read_text(), stack
+        return stack
+
+    def _stack_file(self, rank: int) -> Path:
+        return Path(self._folder.name, f"stack-{rank}")
+
+
+class _Worker:
+    """The side of one process."""
+
+    def __init__(self, rank: int, size: int, group_timeout: float) -> None:
+        self._rank = rank
+        self._size = size
+        self._timeout = timedelta(seconds=group_timeout)
+        self._groups: list[Any] = []
+
+    def answer(self, request: _Meet | _Call) -> _Answer:
+        """Do what is asked; whatever goes wrong is an answer too."""
+        try:
+            if isinstance(request, _Call):
+                return _Answer(pickle.dumps(self._call(request)))
+            self.leave()
+            self._meet(request.store)
+            return _Answer(pickle.dumps(None))
+        except BaseException as error:
+            return _Answer(_pickled(error), "".join(traceback.format_exception(error)))
+
+    def leave(self) -> None:
+        """Give up all groups."""
+        self._groups.clear()
+        # Whatever a failed function has left in flight holds on to its group.
+        gc.collect()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    def _meet(self, store: Path) -> None:
+        dist.init_process_group(
+            "gloo",
+            init_method=store.as_uri(),
+            rank=self._rank,
+            world_size=self._size,
+            # Its own: here those who have loaded torch wait for those who have not yet.
+            timeout=timedelta(seconds=MEETING_SECONDS),
+        )
+        for count in range(1, self._size + 1):
+            # The timeout again: a new group does not inherit it, and would wait for half an hour.
+            self._groups.append(dist.new_group(range(count), timeout=self._timeout))
+
+    def _call(self, call: _Call) -> Any:
+        fn, args = pickle.loads(call.payload)
+        torch.manual_seed(0)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            return fn(self._rank, self._groups[call.ranks - 1], *args)
+
+
+def _work(
+    rank: int, size: int, group_timeout: float, stack_file: Path, connection: Connection
+) -> None:
+    """Answer requests until the other end is closed: the main function of a worker."""
+    # Ctrl-C reaches the workers as well; how it ends them is up to their parent.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    torch.set_num_threads(1)
+    worker = _Worker(rank, size, group_timeout)
+    with stack_file.open("w") as stacks:
+        faulthandler.register(signal.SIGUSR1, stacks)
+        with suppress(EOFError, OSError):
+            while True:
+                connection.send(worker.answer(connection.recv()))
+        worker.leave()
+        faulthandler.unregister(signal.SIGUSR1)
+
+
+def _pickled(error: BaseException) -> bytes:
+    """The exception, or its text where pickle would lose or change it."""
+    try:
+        payload = pickle.dumps(error)
+        copy = pickle.loads(payload)
+        # One that calls super().__init__() with another text comes back with a different one.
+        if type(copy) is type(error) and str(copy) == str(error):
+            return payload
+    except Exception:
+        pass
+    return pickle.dumps(RuntimeError(f"{type(error).__name__}: {error}"))
+
+
+def _tracebacks(answers: Mapping[int, _Answer]) -> dict[int, str]:
+    """The ranks that raised, in order, and where."""
+    return {rank: text for rank in sorted(answers) if (text := answers[rank].traceback) is not None}
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(map(str, ranks))
+
+
+def _by_rank(texts: Mapping[int, str]) -> str:
+    return "\n".join(f"--- rank {rank} ---\n{text.rstrip()}" for rank, text in texts.items())
