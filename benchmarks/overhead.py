@@ -1,0 +1,87 @@
+"""What a runtime costs beside the work itself: step() less bare autograd, on tiny layers.
+
+    python benchmarks/overhead.py                 1 rank, then 2 (about a minute)
+    python benchmarks/overhead.py --ranks 2
+
+Bare autograd is what this rank would do without a pipeline: forward and backward of its stages for
+each micro-batch. The rest, divided by the stages and micro-batches of the rank, is overhead; over
+two ranks it contains the messages and the bubble. Both runtimes take turns; medians of the rounds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from _peers import RUNTIMES, SCHEDULES, gloo_as_left_by, make_schedule, run_ranks
+from torch import nn
+
+WIDTH, MICROBATCHES, STEPS = 16, 8, 5
+
+
+def layer() -> nn.Module:
+    """A tiny stage: hardly any work, so that what is left is overhead."""
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())
+
+
+def bare(modules: list[nn.Module], batch: torch.Tensor) -> None:
+    """Forward and backward of each stage for each micro-batch, without a pipeline."""
+    for chunk in batch.tensor_split(MICROBATCHES):
+        for module in modules:
+            output = module(chunk.detach().requires_grad_())
+            output.backward(torch.ones_like(output))
+
+
+def measure(rank: int, ranks: int, rounds: int) -> None:
+    """Print a line for each schedule."""
+    batch = torch.randn(2 * MICROBATCHES, WIDTH)
+    for name, per_rank in SCHEDULES.items():
+        calls: dict[str, Callable[[], object]] = {}
+        for key, runtime in RUNTIMES.items():
+            schedule, modules, first, last = make_schedule(
+                runtime, name, rank, ranks, MICROBATCHES, layer
+            )
+            args = (batch,) if first else ()
+            target = batch if last else None
+            calls[key] = lambda step=schedule.step, args=args, target=target: step(
+                *args, target=target, return_outputs=False
+            )
+            calls["bare"] = lambda modules=modules: bare(modules, batch)
+        gc.disable()  # as timeit does: nobody pays for what others have left lying about
+        times: dict[str, list[float]] = {key: [] for key in calls}
+        for number in range(rounds + 1):
+            for key, call in calls.items():
+                gc.collect()
+                gloo_as_left_by(key)
+                dist.barrier()
+                call()  # warms up, after the others' turn
+                start = time.perf_counter()
+                for _ in range(STEPS):
+                    call()
+                if number:  # in the first round, shapes are learned
+                    times[key].append((time.perf_counter() - start) / STEPS)
+        unit = 1e6 / (per_rank * MICROBATCHES)
+        bare_time = statistics.median(times["bare"])
+        cost = {k: (statistics.median(times[k]) - bare_time) * unit for k in RUNTIMES}
+        if rank == 0:
+            label = f"{name.removeprefix('Schedule'):22} {ranks} rank{'s' * (ranks > 1)}"
+            told = "   ".join(f"{key} {value:7.1f}" for key, value in cost.items())
+            ratio = cost["taktline"] / cost["torch"]
+            print(
+                f"{label:32} bare {bare_time * unit:6.1f}   {told}   ratio {ratio:.2f}", flush=True
+            )
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
+    options = parser.parse_args()
+    print(f"µs per stage and micro-batch; {MICROBATCHES} micro-batches, {options.rounds} rounds")
+    for ranks in options.ranks:
+        run_ranks(measure, ranks, options.rounds)
