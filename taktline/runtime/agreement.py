@@ -107,7 +107,7 @@ def mismatch(calls: Sequence[Call]) -> str | None:
     if story := _differs("call", [f"{mode}()" for mode in modes]):
         return f"{story}; make the same calls in the same order on every rank"
     if len({call.plan for call in calls}) > 1:
-        groups = _by_value([f"{call.plan & 0xFFFFFFFF:08x}" for call in calls])
+        groups = _by_value([f"{call.plan:015x}"[:8] for call in calls])
         return f"the ranks run different plans: {groups}; step the same schedule on every rank"
     batches = {rank: call.batch for rank, call in enumerate(calls) if call.batch}
     if len(set(batches.values())) > 1:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -13,7 +14,7 @@ from taktline.meta import Signature, TensorMeta
 from taktline.plan import Action, Kind, Plan
 from taktline.runtime.executor import Instruction, Program
 from taktline.runtime.feed import Feed
-from taktline.runtime.learning import Inbox, LearningIncoming, LearningOutgoing
+from taktline.runtime.learning import Inbox, LearningIncoming, LearningOutgoing, Line, Outbox
 from taktline.runtime.ports import Handover, Incoming, Outgoing
 from taktline.runtime.work import Work
 from taktline.stage import PipelineStage
@@ -151,22 +152,27 @@ class _Learning:
 
     def __init__(self, binding: Binding) -> None:
         self._binding = binding
-        self._inboxes: dict[Channel, Inbox] = {}
+        self._lines: defaultdict[int, Line] = defaultdict(Line)
 
     def incoming(self, stage: int, channel: Channel) -> LearningIncoming:
         """The receiving end for a stage."""
-        if channel not in self._inboxes:
-            self._inboxes[channel] = Inbox(
+        line = self._lines[channel.sender]
+        if channel.gradients not in line.inboxes:
+            line.inboxes[channel.gradients] = Inbox(
                 self._binding.transport.receiver(channel),
                 self._order(channel),
                 self._binding.stages[stage].device,
+                line,
             )
-        return LearningIncoming(self._inboxes[channel], stage)
+        return LearningIncoming(line.inboxes[channel.gradients], stage)
 
     def outgoing(self, stage: int, channel: Channel) -> LearningOutgoing:
         """The sending end for a stage."""
-        post = self._binding.transport.sender(channel, eager=True)
-        return LearningOutgoing(post, self._binding.stages[stage].device)
+        line = self._lines[channel.receiver]
+        if channel.gradients not in line.outboxes:
+            post = self._binding.transport.sender(channel, eager=True)
+            line.outboxes[channel.gradients] = Outbox(post, self._binding.stages[stage].device)
+        return LearningOutgoing(line.outboxes[channel.gradients], line)
 
     def _order(self, channel: Channel) -> list[tuple[int, int]]:
         """The (stage, micro-batch) of each message, in the order of the plan's receives."""

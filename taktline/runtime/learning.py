@@ -1,8 +1,11 @@
 """Ports for boundaries whose signature is not known yet: each message describes itself.
 
-A message is a head of three numbers, the text of its signature and its data::
+A message is a head of five numbers, the text of its signature and its data::
 
-    [status, bytes of text, bytes of data]   text …   data …
+    [status, bytes of text, bytes of data, received …]   text …   data …
+
+``received`` tells how many messages of activations and of gradients its sender has received from
+its receiver by now, which can let go of these.
 
 The receiver cannot know a size before the head is here, so it receives when it needs the values,
 message after message in the channel's order.
@@ -10,6 +13,7 @@ message after message in the channel's order.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,35 +25,86 @@ from taktline.runtime.ports import PeerFailed, Values
 from taktline.transport import Handle, Post
 from taktline.transport.wire import Layout, decode, encode
 
-__all__ = ["Inbox", "LearningIncoming", "LearningOutgoing"]
+__all__ = ["Inbox", "LearningIncoming", "LearningOutgoing", "Line", "Outbox"]
 
-_HEAD = 3 * 8
+_HEAD = 5 * 8
+_KINDS = (False, True)
+"""Activations, then gradients."""
+
+
+class Outbox:
+    """The sending end of a channel: keeps each message until it is known to have arrived."""
+
+    def __init__(self, post: Post, device: torch.device) -> None:
+        self.device = device
+        self._post = post
+        self._sent: deque[list[tuple[Handle, torch.Tensor]]] = deque()
+        self._settled = 0
+
+    def send(self, *buffers: torch.Tensor) -> None:
+        """Send a message."""
+        self._sent.append([(self._post(buffer), buffer) for buffer in buffers])
+
+    def arrived(self, count: int) -> None:
+        """Let go of the first messages."""
+        while self._settled < count:
+            for handle, _ in self._sent.popleft():
+                handle.wait()
+            self._settled += 1
+
+    def settle_all(self) -> None:
+        """Wait until every message is out."""
+        self.arrived(self._settled + len(self._sent))
+
+
+class Line:
+    """All that goes to and comes from one other rank, by whether it is gradients."""
+
+    def __init__(self) -> None:
+        self.inboxes: dict[bool, Inbox] = {}
+        self.outboxes: dict[bool, Outbox] = {}
+
+    @property
+    def received(self) -> list[int]:
+        """How many messages of each kind have come from there."""
+        return [self.inboxes[kind].received if kind in self.inboxes else 0 for kind in _KINDS]
+
+    def arrived(self, counts: Sequence[int]) -> None:
+        """Note how many messages of each kind have come there."""
+        for kind, count in zip(_KINDS, counts, strict=True):
+            if kind in self.outboxes:
+                self.outboxes[kind].arrived(count)
 
 
 class Inbox:
     """The receiving end of a channel: takes messages in their order, keeps what comes early."""
 
-    def __init__(self, post: Post, order: Sequence[tuple[int, int]], device: torch.device) -> None:
+    def __init__(
+        self, post: Post, order: Sequence[tuple[int, int]], device: torch.device, line: Line
+    ) -> None:
+        self._line = line
         self._post = post
         self._device = device
         self._order = order
-        self._next = 0
+        self.received = 0
         self._arrived: dict[tuple[int, int], tuple[Signature, torch.Tensor] | None] = {}
 
     def take(self, key: tuple[int, int]) -> tuple[Signature, torch.Tensor] | None:
         """The message for a (stage, micro-batch), None from a rank that has failed."""
         while key not in self._arrived:
-            self._arrived[self._order[self._next]] = self._receive()
-            self._next += 1
+            self._arrived[self._order[self.received]] = self._receive()
+            self.received += 1
         return self._arrived.pop(key)
 
     def discard(self, key: tuple[int, int]) -> None:
         """Receive a message unless it was taken, and forget it."""
-        if key in self._arrived or key in self._order[self._next :]:
+        if key in self._arrived or key in self._order[self.received :]:
             self.take(key)
 
     def _receive(self) -> tuple[Signature, torch.Tensor] | None:
-        failed, text_size, data_size = self._bytes(_HEAD).view(torch.int64).tolist()
+        head = self._bytes(_HEAD).view(torch.int64).tolist()
+        failed, text_size, data_size, *received = head
+        self._line.arrived(received)
         if failed:
             return None
         text = bytes(self._bytes(text_size).tolist())
@@ -93,11 +148,11 @@ class LearningIncoming:
 class LearningOutgoing:
     """Sends values with their description, and notes their signatures."""
 
-    def __init__(self, post: Post, device: torch.device) -> None:
-        self._post = post
-        self._device = device
+    def __init__(self, outbox: Outbox, line: Line) -> None:
+        self._outbox = outbox
+        self._line = line
+        self._device = outbox.device
         self._given: dict[int, tuple[Signature, torch.Tensor]] = {}
-        self._sent: list[tuple[Handle, torch.Tensor]] = []
         self.learned: dict[int, Signature] = {}
 
     def give(self, microbatch: int, leaves: Sequence[Any], spec: TreeSpec | None) -> None:
@@ -111,26 +166,24 @@ class LearningOutgoing:
         """Send what was packed."""
         signature, data = self._given.pop(microbatch)
         text = encode(signature)
-        self._send([0, len(text), len(data)])
-        self._dispatch(torch.tensor(list(text), dtype=torch.uint8, device=self._device))
-        self._dispatch(data)
+        self._outbox.send(
+            self._head(0, len(text), len(data)),
+            torch.tensor(list(text), dtype=torch.uint8, device=self._device),
+            data,
+        )
 
     def fail(self, microbatch: int) -> None:
         """Send word of a failure instead."""
         self._given.pop(microbatch, None)
-        self._send([1, 0, 0])
+        self._outbox.send(self._head(1, 0, 0))
 
     def settle(self, microbatch: int) -> None:
-        """Nothing: messages are settled at the end of the step."""
+        """Nothing: what comes back tells what has arrived."""
 
     def settle_all(self) -> None:
         """Wait until every message is out."""
-        for handle, _ in self._sent:
-            handle.wait()
-        self._sent.clear()
+        self._outbox.settle_all()
 
-    def _send(self, head: list[int]) -> None:
-        self._dispatch(torch.tensor(head, device=self._device).view(torch.uint8))
-
-    def _dispatch(self, buffer: torch.Tensor) -> None:
-        self._sent.append((self._post(buffer), buffer))
+    def _head(self, *numbers: int) -> torch.Tensor:
+        head = torch.tensor([*numbers, *self._line.received], device=self._device)
+        return head.view(torch.uint8)

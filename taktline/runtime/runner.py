@@ -10,6 +10,7 @@ import torch
 
 from taktline.errors import BatchError, MismatchError, TaktlineError, restore
 from taktline.plan import Plan
+from taktline.plan.words import counted
 from taktline.runtime.agreement import Call, Introduction, misfit, mismatch
 from taktline.runtime.bind import Binding, Bound, Signatures, bind, channels_of
 from taktline.runtime.executor import Failure
@@ -36,7 +37,7 @@ class Facts:
 Prepare = Callable[[Feed], Facts]
 """Fills the feed of a step."""
 
-_REMEMBERED = 32
+_REMEMBERED = 8
 """For how many kinds of batches the signatures are kept."""
 
 
@@ -113,6 +114,7 @@ class Runner:
         error, plan, facts, flags = None, 0, Facts(), ()
         try:
             plan = self.runnable.fingerprint
+            self._check_stages()
             facts = prepare(self._feed)
             flags = tuple(stage.begin() for stage in self._stages)
         except Exception as raised:
@@ -134,6 +136,14 @@ class Runner:
         if story := mismatch(calls):
             raise MismatchError(story)
         return (trains, *(call.inputs for call in calls))
+
+    def _check_stages(self) -> None:
+        for stage in self._stages:
+            if stage.num_stages != self.runnable.plan.stages:
+                raise MismatchError(
+                    f"stage {stage.stage_index} is one of {stage.num_stages} (num_stages), but "
+                    f"the plan has {counted(self.runnable.plan.stages, 'stage')}"
+                )
 
     def _introduce(self) -> None:
         """Before the first step: compare what each rank brings, and open the channels."""

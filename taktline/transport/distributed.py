@@ -1,15 +1,17 @@
-"""Ranks as processes, over torch.distributed: gloo, nccl, or any other backend."""
+"""Ranks as processes, over torch.distributed: gloo or nccl."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any, Protocol
 from weakref import WeakKeyDictionary, ref
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store
 
 from taktline.errors import TransportError
 from taktline.transport.base import Channel, Handle, Post
@@ -27,12 +29,19 @@ _FEW = 4
 _known: WeakKeyDictionary[dist.ProcessGroup, Distributed] = WeakKeyDictionary()
 
 
+class _Link(Protocol):
+    """What a process group and its backends have in common."""
+
+    def send(self, tensors: list[torch.Tensor], dstRank: int, tag: int, /) -> dist.Work: ...
+    def recv(self, tensors: list[torch.Tensor], srcRank: int, tag: int, /) -> dist.Work: ...
+
+
 class Distributed:
     """The ranks of a process group.
 
     On gloo a channel is a tag. On nccl, where one communicator serves both directions of a pair in
-    one order, it is a process group of its own; and the small exchanges, which live on the CPU,
-    go over a gloo group beside it.
+    one order, it has a communicator of its own; and the small exchanges, which live on the CPU, go
+    over gloo beside it.
     """
 
     def __init__(
@@ -51,17 +60,18 @@ class Distributed:
         self._group_per_channel = (
             self._backend != "gloo" if group_per_channel is None else group_per_channel
         )
-        self._groups: dict[Channel, dist.ProcessGroup] = {}
-        self._made_control = None
+        self._links: dict[Channel, _Link] = {}
+        self._store = self._own_store(group)
+        self._made_control: Any = None
         if "cpu:gloo" not in dist.get_backend_config(group):
-            self._made_control = _subgroup(group, range(self.size), "gloo")
+            self._made_control = _connect("gloo", self._store, "control", self.rank, self.size)
         calm_gloo()
 
     @classmethod
     def of(cls, group: dist.ProcessGroup, device: torch.device = _CPU) -> Distributed:
         """The transport of a group, made once."""
         known = _known.get(group)
-        if known is None or known.device != device:
+        if known is None or known.device.type != device.type:
             known = _known[group] = cls(group, device)
         return known
 
@@ -74,14 +84,21 @@ class Distributed:
         return found
 
     def open(self, channels: Sequence[Channel]) -> None:
-        """Make the groups of those channels that have one of their own and are not yet known."""
+        """Connect those channels of this rank that have a link of their own, and none yet."""
         if not self._group_per_channel:
             return
         for channel in channels:
             ends = (channel.sender, channel.receiver)
-            if self.rank in ends and channel not in self._groups:
-                self._groups[channel] = _subgroup(self.group, ends, self._backend)
+            if self.rank in ends and channel not in self._links:
+                name, end = str(channel), ends.index(self.rank)
+                self._links[channel] = _connect(self._backend, self._store, name, end, 2)
                 self._greet(channel)
+
+    def _own_store(self, group: dist.ProcessGroup) -> Store:
+        """Where the ends of a link find each other, apart from those of earlier transports."""
+        store = group.get_group_store()
+        generation = store.add(f"taktline/{self.rank}", 1)
+        return PrefixStore(f"taktline/{generation}", store)
 
     def sender(self, channel: Channel, *, eager: bool = False) -> Post:
         """What sends a buffer without waiting."""
@@ -102,7 +119,7 @@ class Distributed:
         mine = torch.tensor(numbers, dtype=torch.int64)
         everyone = torch.empty(self.size, len(numbers), dtype=torch.int64)
         if self.size > _FEW:
-            control._allgather_base(everyone, mine).wait()
+            control._allgather_base(everyone.view(-1), mine).wait()
             return everyone.tolist()
         everyone[self.rank] = mine
         peers = [peer for peer in range(self.size) if peer != self.rank]
@@ -119,10 +136,9 @@ class Distributed:
         post = self.sender(channel) if channel.sender == self.rank else self.receiver(channel)
         post(byte).wait()
 
-    def _route(self, channel: Channel, peer: int) -> tuple[dist.ProcessGroup, int, int]:
+    def _route(self, channel: Channel, peer: int) -> tuple[_Link, int, int]:
         if self._group_per_channel:
-            group = self._groups[channel]
-            return group, dist.get_group_rank(group, dist.get_global_rank(self.group, peer)), 0
+            return self._links[channel], int(peer == channel.receiver), 0
         return self.group, peer, _TAG + channel.gradients
 
 
@@ -157,10 +173,17 @@ def _checked(work: dist.Work | None) -> Handle:
     return work
 
 
-def _subgroup(group: dist.ProcessGroup, ranks: Sequence[int], backend: str) -> dist.ProcessGroup:
-    """A group of some of a group's ranks; only these take part in making it."""
-    members = sorted(dist.get_global_rank(group, rank) for rank in ranks)
-    made = dist.new_group(members, backend=backend, use_local_synchronization=True)
-    if not isinstance(made, dist.ProcessGroup):
-        raise TransportError(f"no process group could be made of the ranks {members}")
-    return made
+def _connect(backend: str, store: Store, name: str, rank: int, size: int) -> _Link:
+    """A link that only its own ends take part in making.
+
+    Not ``new_group``: that is for all ranks of the program at once or, made by its members alone,
+    is named after how many groups a member is in, which differs along a pipeline.
+    """
+    makers: dict[str, Callable[[Store, int, int], _Link]] = {
+        "gloo": dist.ProcessGroupGloo,
+        "nccl": getattr(dist, "ProcessGroupNCCL", None),
+    }  # pyright: ignore[reportAssignmentType]
+    make = makers.get(backend)
+    if make is None:
+        raise TransportError(f"there are channels for gloo and nccl, but none for {backend!r} yet")
+    return make(PrefixStore(name, store), rank, size)

@@ -27,6 +27,8 @@ __all__ = ["Layout", "Parcel", "decode", "encode"]
 _ALIGNMENT = 16
 _STATUS = 0
 _FAILED = 1
+_KEPT = 4
+"""How many sent parcels are kept for the next messages of their layout."""
 _CANNOT = (
     "cannot go from one rank to another; tensors, None, numbers and strings can, and tuples, lists "
     "and dicts of them"
@@ -39,6 +41,7 @@ class Parcel:
 
     buffer: torch.Tensor
     views: list[torch.Tensor]
+    failure: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -78,13 +81,15 @@ class Layout:
         return parcel
 
     def recycle(self, parcel: Parcel) -> None:
-        """Take back a parcel that has been sent."""
-        self._free.append(parcel)
+        """Take back a parcel that has been sent; a few are kept."""
+        if len(self._free) < _KEPT and not parcel.failure:
+            self._free.append(parcel)
 
     def failure(self) -> Parcel:
         """A message of the same size that says only that its sender has failed."""
         parcel = self._parcel()
         parcel.buffer[_STATUS] = _FAILED
+        parcel.failure = True
         return parcel
 
     def empty(self) -> torch.Tensor:

@@ -65,6 +65,6 @@ def test_one_rank_over_nccl(nccl: dist.ProcessGroup) -> None:
     """Several ranks would need several GPUs: nccl refuses to share one."""
     case = Case("ScheduleInterleavedZeroBubble", 1, 3, 4, "gpt", CALLS, device="cuda")
     assert_same(run_pipelined(0, nccl, case), run_plain(case))
-    transport = Distributed.of(nccl)
+    transport = Distributed.of(nccl, torch.device("cuda"))
     assert transport.exchange([1, 2]) == [[1, 2]]
     transport.open([Channel(1, 2, False)])  # not of this rank: nothing to do

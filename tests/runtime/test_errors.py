@@ -258,6 +258,20 @@ def test_a_plan_for_other_ranks(outcomes: Outcomes) -> None:
     )
 
 
+def other_counts(rank: int, group: Any) -> None:
+    plan = tl.build("1f1b", ranks=2, microbatches=4)
+    stage = tl.PipelineStage(nn.Linear(4, 4), rank, 4, CPU, group=group)
+    run(tl.ScheduleFromPlan([stage], plan, nn.functional.mse_loss))
+
+
+def test_stages_of_another_model(outcomes: Outcomes) -> None:
+    assert_all(
+        outcomes(other_counts),
+        tl.MismatchError,
+        "rank 0: stage 0 is one of 4 (num_stages), but the plan has 2 stages",
+    )
+
+
 def other_shape(rank: int, group: Any) -> None:
     example = torch.ones(2, 8) if rank == 1 else None
     run(make(rank, group, input_args=example))

@@ -1,0 +1,289 @@
+"""What ranks tell each other before a step, and the words for what does not fit together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from taktline.runtime.agreement import Call, Introduction, misfit, mismatch
+
+LOOP = [0, 1, 2, 3, 0, 1, 2, 3]
+"""Eight stages on four ranks."""
+
+HELD = [[0, 4], [1, 5], [2, 6], [3, 7]]
+
+
+def introductions(
+    held: Sequence[list[int]] = HELD, rank_of: list[int] = LOOP, **differing: Sequence[Any]
+) -> list[Introduction]:
+    """The ranks that hold these stages, each with its own value of some fields."""
+    alike = Introduction("1F1B", 8, len(rank_of), [], rank_of, "0123456789abcdef", True)
+    return [
+        replace(alike, stages=stages, **{field: of[rank] for field, of in differing.items()})
+        for rank, stages in enumerate(held)
+    ]
+
+
+def test_an_introduction_survives_as_text() -> None:
+    mine = Introduction("plan 'größer'", 8, 2, [1], [0, 1], "0123456789abcdef", False)
+    assert Introduction.from_text(mine.to_text()) == mine
+
+
+@pytest.mark.parametrize(
+    ("held", "rank_of"),
+    [
+        (HELD, LOOP),
+        ([[4, 0], [1, 5], [6, 2], [7, 3]], LOOP),
+        ([[0]], [0]),
+        ([[2, 0, 1]], [0, 0, 0]),
+        ([[0, 3], [1, 2]], [0, 1, 1, 0]),
+        ([[0], [], [1]], [0, 2]),
+    ],
+    ids=str,
+)
+def test_ranks_that_fit_together(held: list[list[int]], rank_of: list[int]) -> None:
+    assert misfit(introductions(held, rank_of)) is None
+
+
+@pytest.mark.parametrize(
+    ("field", "values", "text"),
+    [
+        (
+            "schedule",
+            ["GPipe", "1F1B", "GPipe", "1F1B"],
+            "the ranks disagree on the schedule: GPipe on rank 0, 2; 1F1B on rank 1, 3",
+        ),
+        (
+            "schedule",
+            ["A", "B", "C", "A"],
+            "the ranks disagree on the schedule: A on rank 0, 3; B on rank 1; C on rank 2",
+        ),
+        (
+            "microbatches",
+            [8, 8, 8, 4],
+            "the ranks disagree on the number of micro-batches: 8 on rank 0, 1, 2; 4 on rank 3",
+        ),
+        (
+            "num_stages",
+            [8, 4, 4, 4],
+            "the ranks disagree on the number of stages: 8 on rank 0; 4 on rank 1, 2, 3",
+        ),
+        (
+            "trains",
+            [False, True, False, False],
+            "the ranks disagree on the presence of a loss_fn: False on rank 0, 2, 3; True on "
+            "rank 1",
+        ),
+    ],
+)
+def test_ranks_that_disagree(field: str, values: list[Any], text: str) -> None:
+    assert misfit(introductions(**{field: values})) == f"{text}; give every rank the same"
+
+
+def test_ranks_with_different_plans() -> None:
+    plans = ["a" * 64, "b" * 64, "a" * 64, "b" * 64]
+    assert misfit(introductions(plan=plans)) == (
+        "the ranks have different plans: aaaaaaaa on rank 0, 2; bbbbbbbb on rank 1, 3; build or "
+        "read the same plan on each"
+    )
+
+
+@pytest.mark.parametrize(
+    ("held", "rank_of", "text"),
+    [
+        (
+            [[0, 4], [1, 1], [2, 6, 7], []],
+            LOOP,
+            "stage 1 is there 2 times: on rank 1, 1; stage 3 is missing: no rank has it; "
+            "stage 5 is missing: no rank has it. "
+            "Rank 1 has 2 stages (1, 1) and needs 2 stages (1, 5); "
+            "rank 2 has 3 stages (2, 6, 7) and needs 2 stages (2, 6); "
+            "rank 3 has no stage and needs 2 stages (3, 7)",
+        ),
+        (
+            [[0, 4]] * 4,
+            LOOP,
+            "stage 0 is there 4 times: on rank 0, 1, 2, 3; stage 1 is missing: no rank has it; "
+            "stage 2 is missing: no rank has it; stage 3 is missing: no rank has it; "
+            "stage 4 is there 4 times: on rank 0, 1, 2, 3; stage 5 is missing: no rank has it; "
+            "stage 6 is missing: no rank has it; stage 7 is missing: no rank has it. "
+            "Rank 1 has 2 stages (0, 4) and needs 2 stages (1, 5); "
+            "rank 2 has 2 stages (0, 4) and needs 2 stages (2, 6); "
+            "rank 3 has 2 stages (0, 4) and needs 2 stages (3, 7)",
+        ),
+        (
+            [[0, 4, 5], [1, 5], [2, 6], [3, 7, 0]],
+            LOOP,
+            "stage 0 is there 2 times: on rank 0, 3; stage 5 is there 2 times: on rank 0, 1. "
+            "Rank 0 has 3 stages (0, 4, 5) and needs 2 stages (0, 4); "
+            "rank 3 has 3 stages (3, 7, 0) and needs 2 stages (3, 7)",
+        ),
+        (
+            [[0, 7], [1, 6], [2, 5], [3, 4]],
+            LOOP,
+            "the stages do not lie where the schedule runs them. "
+            "Rank 0 has 2 stages (0, 7) and needs 2 stages (0, 4); "
+            "rank 1 has 2 stages (1, 6) and needs 2 stages (1, 5); "
+            "rank 2 has 2 stages (2, 5) and needs 2 stages (2, 6); "
+            "rank 3 has 2 stages (3, 4) and needs 2 stages (3, 7)",
+        ),
+        (
+            [[0], [2], [1]],
+            [0, 0, 1],
+            "the stages do not lie where the schedule runs them. "
+            "Rank 0 has 1 stage (0) and needs 2 stages (0, 1); "
+            "rank 2 has 1 stage (1) and needs no stage",
+        ),
+        (
+            [[], [], [], []],
+            [0, 1, 2, 3],
+            "stage 0 is missing: no rank has it; stage 1 is missing: no rank has it; "
+            "stage 2 is missing: no rank has it; stage 3 is missing: no rank has it. "
+            "Rank 0 has no stage and needs 1 stage (0); rank 1 has no stage and needs 1 stage (1); "
+            "rank 2 has no stage and needs 1 stage (2); rank 3 has no stage and needs 1 stage (3)",
+        ),
+        (
+            # One that the plan does not know.
+            [[0], [1, 5]],
+            [0, 1],
+            "the stages do not lie where the schedule runs them. "
+            "Rank 1 has 2 stages (1, 5) and needs 1 stage (1)",
+        ),
+    ],
+)
+def test_stages_that_are_missing_or_there_too_often(
+    held: list[list[int]], rank_of: list[int], text: str
+) -> None:
+    assert misfit(introductions(held, rank_of)) == text
+
+
+def test_the_first_thing_that_does_not_fit_is_told() -> None:
+    """What explains the rest comes first."""
+    everything = {
+        "schedule": ["A", "B"],
+        "microbatches": [1, 2],
+        "num_stages": [2, 3],
+        "trains": [True, False],
+        "plan": ["a" * 64, "b" * 64],
+    }
+    nouns = ["schedule", "number of micro-batches", "number of stages", "presence of a loss_fn"]
+    for noun in nouns:
+        text = misfit(introductions([[1], [0]], [0, 1], **everything))
+        assert text is not None
+        assert text.startswith(f"the ranks disagree on the {noun}: ")
+        del everything[next(iter(everything))]
+    text = misfit(introductions([[1], [0]], [0, 1], **everything))
+    assert text is not None
+    assert text.startswith("the stages do not lie where the schedule runs them. ")
+    text = misfit(introductions([[0], [1]], [0, 1], **everything))
+    assert text is not None
+    assert text.startswith("the ranks have different plans: ")
+
+
+@given(st.permutations(range(8)).map(list), st.integers(0, 7))
+def test_only_the_stages_of_the_plan_fit(order: list[int], cut: int) -> None:
+    held = [sorted(order[start : start + 2]) for start in range(0, 8, 2)]
+    assert (misfit(introductions(held)) is None) == (held == HELD)
+    without = [[stage for stage in stages if stage != cut] for stages in HELD]
+    assert misfit(introductions(without)) == (
+        f"stage {cut} is missing: no rank has it. Rank {cut % 4} has 1 stage ({(cut + 4) % 8}) and "
+        f"needs 2 stages ({cut % 4}, {cut % 4 + 4})"
+    )
+
+
+CALL = Call(failed=0, introduced=1, plan=0x1234567890ABCDE, trains=1, batch=0, target=0, inputs=0)
+
+
+def calls(**differing: Sequence[int]) -> list[Call]:
+    """Calls of as many ranks as there are values, each with its own."""
+    count = len(next(iter(differing.values())))
+    return [
+        CALL._replace(**{field: values[rank] for field, values in differing.items()})
+        for rank in range(count)
+    ]
+
+
+@pytest.mark.parametrize(
+    "differing",
+    [
+        {"batch": [0]},
+        {"trains": [0, 0, 0, 0]},
+        {"batch": [8, 0, 0, 0], "target": [0, 0, 0, 8]},
+        {"batch": [8, 8, 8, 8], "target": [8, 8, 8, 8]},
+        {"batch": [0, 8, 0, 8]},
+        {"batch": [0, 0, 0, 0], "target": [7, 0, 0, 5]},
+        # One entry a token, or one for several samples.
+        {"batch": [8, 0], "target": [0, 96]},
+        {"batch": [96, 0], "target": [0, 8]},
+        {"batch": [1, 0], "target": [0, 7]},
+        {"batch": [7, 0], "target": [0, 1]},
+        # Each rank's own affair.
+        {"inputs": [1, 2, 3, 4]},
+        {"introduced": [1, 0, 1, 0]},
+    ],
+    ids=str,
+)
+def test_calls_that_are_one_step(differing: dict[str, list[int]]) -> None:
+    assert mismatch(calls(**differing)) is None
+
+
+@pytest.mark.parametrize(
+    ("differing", "text"),
+    [
+        (
+            {"trains": [1, 0, 0, 1]},
+            "the ranks disagree on the call: step() on rank 0, 3; eval() on rank 1, 2; make the "
+            "same calls in the same order on every rank",
+        ),
+        (
+            {"trains": [0, 1]},
+            "the ranks disagree on the call: eval() on rank 0; step() on rank 1; make the same "
+            "calls in the same order on every rank",
+        ),
+        (
+            {"plan": [0xABCDEF012345678, 0x1, 0x1, 0xABCDEF012345678]},
+            "the ranks run different plans: abcdef01 on rank 0, 3; 00000000 on rank 1, 2; step "
+            "the same schedule on every rank",
+        ),
+        (
+            {"batch": [8, 0, 6, 8]},
+            "the batch has different sizes: 8 on rank 0, 6 on rank 2, 8 on rank 3; give every "
+            "rank its part of one batch",
+        ),
+        (
+            {"batch": [8, 0, 0, 0], "target": [0, 0, 0, 6]},
+            "the batch has 8 samples, but the target on rank 3 has 6; give arguments and target "
+            "of one batch",
+        ),
+        (
+            {"batch": [8, 0], "target": [0, 12]},
+            "the batch has 8 samples, but the target on rank 1 has 12; give arguments and target "
+            "of one batch",
+        ),
+        (
+            # The first target fits, the second one does not.
+            {"batch": [0, 0, 9, 0], "target": [3, 6, 0, 0]},
+            "the batch has 9 samples, but the target on rank 1 has 6; give arguments and target "
+            "of one batch",
+        ),
+    ],
+    ids=str,
+)
+def test_calls_that_are_not_one_step(differing: dict[str, list[int]], text: str) -> None:
+    assert mismatch(calls(**differing)) == text
+
+
+def test_the_first_thing_that_keeps_calls_apart_is_told() -> None:
+    everything = {"trains": [1, 0], "plan": [1, 2], "batch": [4, 8], "target": [3, 0]}
+    beginnings = ["the ranks disagree on the call", "the ranks run different plans"]
+    for beginning in (*beginnings, "the batch has different sizes"):
+        text = mismatch(calls(**everything))
+        assert text is not None
+        assert text.startswith(f"{beginning}: ")
+        del everything[next(iter(everything))]
+    assert mismatch(calls(batch=[4, 4], **everything)) is not None

@@ -1,0 +1,341 @@
+"""Descriptions of what crosses a boundary: what they tell, and what they tell apart."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from taktline.meta import Signature, TensorMeta, as_arguments, flatten
+
+DTYPES = (
+    torch.float32,
+    torch.bfloat16,
+    torch.float64,
+    torch.int64,
+    torch.bool,
+    torch.uint8,
+)
+
+shapes = st.lists(st.integers(0, 4), max_size=3).map(tuple)
+constants = (
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5)
+)
+
+
+@st.composite
+def tensors(draw: st.DrawFn) -> torch.Tensor:
+    """Zeros of any shape and type, with or without a gradient."""
+    tensor = torch.zeros(draw(shapes), dtype=draw(st.sampled_from(DTYPES)))
+    return tensor.requires_grad_(tensor.is_floating_point() and draw(st.booleans()))
+
+
+def _containers(children: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    several = st.lists(children, max_size=3)
+    return several | several.map(tuple) | st.dictionaries(st.text(max_size=3), children, max_size=3)
+
+
+values = st.recursive(constants | tensors(), _containers, max_leaves=8)
+arguments = st.lists(values, max_size=4).map(tuple)
+
+
+def same(one: Any, other: Any) -> bool:
+    """The same tensors (not only equal ones) and the same constants, in the same containers."""
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, torch.Tensor):
+        return one is other
+    if isinstance(one, dict):
+        return list(one) == list(other) and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(same, one, other))
+    return one == other
+
+
+class Pair(NamedTuple):
+    """A container with a type of its own."""
+
+    left: Any
+    right: Any
+
+
+@pytest.mark.parametrize(
+    ("tensor", "meta", "text", "nbytes"),
+    [
+        (torch.zeros(4, 16), TensorMeta((4, 16), torch.float32), "float32[4, 16]", 256),
+        (torch.zeros(3, dtype=torch.bfloat16), TensorMeta((3,), torch.bfloat16), "bfloat16[3]", 6),
+        (torch.tensor(7), TensorMeta((), torch.int64), "int64[]", 8),
+        (torch.zeros(2, 0, 3), TensorMeta((2, 0, 3), torch.float32), "float32[2, 0, 3]", 0),
+        (torch.zeros(5).bool(), TensorMeta((5,), torch.bool), "bool[5]", 5),
+        (
+            nn.Parameter(torch.zeros(2, dtype=torch.float64)),
+            TensorMeta((2,), torch.float64, requires_grad=True),
+            "float64[2]",
+            16,
+        ),
+    ],
+)
+def test_a_tensor_is_described(
+    tensor: torch.Tensor, meta: TensorMeta, text: str, nbytes: int
+) -> None:
+    assert TensorMeta.of(tensor) == meta
+    assert TensorMeta.of(tensor).describes(tensor)
+    assert str(meta) == text
+    assert meta.nbytes == nbytes
+
+
+def test_a_result_that_needs_a_gradient_is_described_as_such() -> None:
+    result = torch.zeros(2, requires_grad=True) * 2
+    assert TensorMeta.of(result) == TensorMeta((2,), torch.float32, requires_grad=True)
+    assert TensorMeta.of(result.detach()) == TensorMeta((2,), torch.float32)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        torch.zeros(3, 2),
+        torch.zeros(2, 3, 1),
+        torch.zeros(6),
+        torch.zeros(2, 3, dtype=torch.float64),
+        torch.zeros(2, 3, dtype=torch.int32),
+        torch.zeros(2, 3, requires_grad=True),
+        [[0.0] * 3] * 2,
+        TensorMeta((2, 3), torch.float32),
+        None,
+    ],
+    ids=str,
+)
+def test_another_tensor_is_not_described(other: object) -> None:
+    meta = TensorMeta((2, 3), torch.float32)
+    assert meta.describes(torch.ones(2, 3))
+    assert not meta.describes(other)
+
+
+def test_how_a_tensor_lies_in_memory_does_not_matter() -> None:
+    assert TensorMeta((2, 3), torch.float32).describes(torch.zeros(3, 2).t())
+
+
+def test_a_signature_has_leaves_tensors_and_gradients() -> None:
+    signature = Signature.of(
+        [torch.zeros(2, requires_grad=True), 7, torch.zeros(3).bool(), None, "x"]
+    )
+    assert signature.leaves == (
+        TensorMeta((2,), torch.float32, requires_grad=True),
+        7,
+        TensorMeta((3,), torch.bool),
+        None,
+        "x",
+    )
+    assert signature.tensors == (
+        TensorMeta((2,), torch.float32, requires_grad=True),
+        TensorMeta((3,), torch.bool),
+    )
+    # The gradient is asked for no gradient itself.
+    assert signature.gradients == (TensorMeta((2,), torch.float32),)
+    assert signature.spec is None
+    assert str(signature) == "(float32[2], 7, bool[3], None, x)"
+
+
+def _differences(
+    expected: Sequence[Any], actual: Sequence[Any], **options: Any
+) -> tuple[str, bool]:
+    signature = Signature.of(*flatten(expected))
+    return signature.difference(*flatten(actual), **options), signature.describes(*flatten(actual))
+
+
+X = torch.zeros(2, 3)
+WITH = torch.zeros(2, 3, requires_grad=True)
+
+
+@pytest.mark.parametrize(
+    ("expected", "actual", "text"),
+    [
+        ([X], [X, X], "there are 2 outputs, not 1"),
+        ([X, X], [X], "there is 1 output, not 2"),
+        ([X], [], "there are 0 outputs, not 1"),
+        ([X], [torch.zeros(2, 4)], "output 0 is float32[2, 4], not float32[2, 3]"),
+        ([X], [torch.zeros(2)], "output 0 is float32[2], not float32[2, 3]"),
+        ([X], [torch.zeros(())], "output 0 is float32[], not float32[2, 3]"),
+        ([X], [X.double()], "output 0 is float64[2, 3], not float32[2, 3]"),
+        ([X], [X.bfloat16()], "output 0 is bfloat16[2, 3], not float32[2, 3]"),
+        (
+            [X],
+            [WITH],
+            "output 0 is float32[2, 3] with gradient, not float32[2, 3] without gradient",
+        ),
+        (
+            [WITH],
+            [X],
+            "output 0 is float32[2, 3] without gradient, not float32[2, 3] with gradient",
+        ),
+        ([X, 1], [X, True], "output 1 is True, not 1"),
+        ([X, True], [X, 1], "output 1 is 1, not True"),
+        ([X, 0], [X, False], "output 1 is False, not 0"),
+        ([X, 1.0], [X, 1], "output 1 is 1, not 1.0"),
+        ([X, 1], [X, 2], "output 1 is 2, not 1"),
+        ([X, None], [X, 0], "output 1 is 0, not None"),
+        ([X, 1], [X, "1"], "output 1 is '1', not 1"),
+        ([X, "one"], [X, "two"], "output 1 is 'two', not 'one'"),
+        ([1.5], [math.nan], "output 0 is nan, not 1.5"),
+        ([X], [None], "output 0 is None, not float32[2, 3]"),
+        (["x"], [X], "output 0 is float32[2, 3], not 'x'"),
+        (
+            [X, 1, WITH],
+            [X.long(), 2, torch.zeros(1, requires_grad=True)],
+            "output 0 is int64[2, 3], not float32[2, 3]; output 1 is 2, not 1; "
+            "output 2 is float32[1], not float32[2, 3]",
+        ),
+    ],
+)
+def test_what_differs_is_told_in_words(expected: list[Any], actual: list[Any], text: str) -> None:
+    assert _differences(expected, actual) == (text, False)
+
+
+@pytest.mark.parametrize(
+    ("expected", "actual"),
+    [
+        (([X, 1],), ((X, 1),)),
+        (([X, 1],), (X, 1)),
+        ((X, 1), ([X, 1],)),
+        (({"a": X, "b": 1},), ({"a": X, "c": 1},)),
+        (([X], [1]), ([], [X, 1])),
+        ((Pair(X, 1),), ((X, 1),)),
+    ],
+)
+def test_another_tree_is_told(expected: tuple[Any, ...], actual: tuple[Any, ...]) -> None:
+    text, described = _differences(expected, actual)
+    assert text.startswith("the outputs are arranged as ")
+    assert str(flatten(expected)[1]) in text
+    assert str(flatten(actual)[1]) in text
+    assert not described
+
+
+def test_the_batch_may_have_any_size_if_so_asked() -> None:
+    larger, narrower = torch.zeros(5, 3), torch.zeros(5, 2)
+    assert _differences([X], [larger], any_batch=True) == ("", False)
+    assert _differences([X], [larger])[0] == "output 0 is float32[5, 3], not float32[2, 3]"
+    for actual, told in (
+        (narrower, "float32[5, 2]"),
+        (larger.double(), "float64[5, 3]"),
+        (torch.zeros(3), "float32[3]"),
+        (torch.zeros(2, 3, 1), "float32[2, 3, 1]"),
+        (torch.zeros(()), "float32[]"),
+    ):
+        text, _ = _differences([X], [actual], any_batch=True)
+        assert text == f"output 0 is {told}, not float32[2, 3]"
+    # A single number has no batch.
+    number = torch.zeros(())
+    assert _differences([number], [number], any_batch=True)[0] == ""
+    assert _differences([number], [X], any_batch=True)[0] != ""
+
+
+def test_gradients_may_differ_if_so_asked() -> None:
+    assert _differences([X, WITH], [WITH, X], gradients=False) == ("", False)
+    assert _differences([X], [torch.zeros(1, 3, requires_grad=True)], gradients=False)[0] == (
+        "output 0 is float32[1, 3], not float32[2, 3]"
+    )
+
+
+def test_the_values_have_the_name_they_are_given() -> None:
+    assert _differences([X], [X, X], name="input")[0] == "there are 2 inputs, not 1"
+    assert _differences([X, X], [X], name="input")[0] == "there is 1 input, not 2"
+    assert _differences([X, 1], [X, 2], name="input")[0] == "input 1 is 2, not 1"
+    assert _differences([X], [[X]], name="input")[0].startswith("the inputs are arranged as ")
+
+
+def test_a_signature_can_be_compared_with_descriptions() -> None:
+    signature = Signature.of([X, 1])
+    assert signature.difference([TensorMeta((2, 3), torch.float32), 1]) == ""
+    assert signature.difference([TensorMeta((2,), torch.float32), 1]) == (
+        "output 0 is float32[2], not float32[2, 3]"
+    )
+
+
+@given(arguments)
+def test_a_signature_describes_what_it_was_made_of(given: tuple[Any, ...]) -> None:
+    leaves, spec = flatten(given)
+    signature = Signature.of(leaves, spec)
+    assert signature.describes(leaves, spec)
+    assert signature.difference(leaves, spec) == ""
+    assert signature.difference(leaves, spec, any_batch=True, gradients=False) == ""
+
+
+@given(arguments, arguments)
+def test_there_are_words_exactly_where_something_differs(
+    one: tuple[Any, ...], other: tuple[Any, ...]
+) -> None:
+    signature, leaves = Signature.of(*flatten(one)), flatten(other)
+    assert signature.describes(*leaves) == (signature.difference(*leaves) == "")
+
+
+def test_a_number_that_is_none_is_like_itself() -> None:
+    # It differs from every number, even from itself; but as a constant it is still the same.
+    signature = Signature.of([X, math.nan])
+    assert signature.describes([X, float("nan")])
+    assert signature.difference([X, float("nan")]) == ""
+    assert not signature.describes([X, 0.0])
+
+
+@pytest.mark.parametrize("value", [X, None, 3, "text", Pair(X, 1), {"a": X}, {}])
+def test_one_value_is_one_argument(value: Any) -> None:
+    (argument,) = as_arguments(value)
+    assert argument is value
+
+
+@pytest.mark.parametrize("values", [(), (X,), [X], (X, 1), [X, None], ([X],), [{"a": X}]])
+def test_several_values_are_several_arguments(values: Sequence[Any]) -> None:
+    assert as_arguments(values) is values
+
+
+@pytest.mark.parametrize("plain", [(), (X,), (X, WITH), [X, X]])
+def test_plain_tensors_are_their_own_leaves(plain: Sequence[Any]) -> None:
+    leaves, spec = flatten(plain)
+    assert leaves is plain
+    assert spec is None
+
+
+@pytest.mark.parametrize("plain", [(None,), (X, 3), [3, X], ("a", 1.5, True, None)])
+def test_constants_among_the_arguments_need_no_tree(plain: Sequence[Any]) -> None:
+    leaves, spec = flatten(plain)
+    assert same(list(leaves), list(plain))
+    assert spec is None
+
+
+@pytest.mark.parametrize(
+    ("nested", "leaves"),
+    [
+        (([X],), [X]),
+        (((X,), WITH), [X, WITH]),
+        (({"a": X, "b": 2},), [X, 2]),
+        (([X], []), [X]),
+        (([], X), [X]),
+        # As many leaves as arguments, but not the arguments themselves.
+        (([X, WITH], []), [X, WITH]),
+        (([X], [WITH]), [X, WITH]),
+        ((Pair(X, None), 1), [X, None, 1]),
+        (((),), []),
+        (({},), []),
+    ],
+)
+def test_containers_are_opened(nested: tuple[Any, ...], leaves: list[Any]) -> None:
+    found, spec = flatten(nested)
+    assert same(list(found), leaves)
+    assert spec is not None
+    assert same(pytree.tree_unflatten(found, spec), nested)
+
+
+@given(arguments)
+def test_opened_arguments_can_be_put_together_again(given: tuple[Any, ...]) -> None:
+    leaves, spec = flatten(given)
+    containers = (list, tuple, dict)
+    assert not any(isinstance(leaf, containers) for leaf in leaves)
+    assert (spec is None) == (not any(isinstance(argument, containers) for argument in given))
+    again = leaves if spec is None else pytree.tree_unflatten(leaves, spec)
+    assert same(tuple(again), given)

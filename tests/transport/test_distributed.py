@@ -1,0 +1,396 @@
+"""Ranks as processes: channels, the small exchange, and groups for channels as nccl needs them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from taktline.errors import TransportError
+from taktline.transport import Channel, Handle, Transport, distributed, find, local
+from taktline.transport.alone import Alone
+from taktline.transport.distributed import Distributed
+from taktline.transport.local import LocalTransport
+from tests.runtime.cases import (
+    Case,
+    Result,
+    assert_same,
+    merge,
+    run_pipelined,
+    run_plain,
+)
+from tests.workers import Workers
+
+MANY = 1 << 20
+"""More bytes than any connection takes before they are awaited."""
+
+SOON = 60.0
+"""Where ranks miss each other while they make a group, they wait for half an hour."""
+
+GRADIENTS = [False, True]
+PER_CHANNEL = pytest.mark.parametrize(
+    "per_channel", [False, True], ids=["by tag", "by group per channel"]
+)
+
+
+@contextmanager
+def opened(
+    group: dist.ProcessGroup, per_channel: bool, channels: list[Channel]
+) -> Iterator[Distributed]:
+    """A transport whose ranks are all done in the end."""
+    transport = Distributed(group, group_per_channel=per_channel)
+    transport.open(channels)
+    yield transport
+    transport.exchange([0])
+
+
+def both_ways(one: int = 0, other: int = 1) -> list[Channel]:
+    """All four channels between two ranks."""
+    return [
+        Channel(sender, receiver, gradients)
+        for sender, receiver in ((one, other), (other, one))
+        for gradients in GRADIENTS
+    ]
+
+
+def message(number: int, size: int = MANY) -> torch.Tensor:
+    return torch.full((size,), number, dtype=torch.uint8)
+
+
+def received(transport: Transport, channel: Channel, size: int = MANY) -> int:
+    buffer = message(255, size)
+    transport.receiver(channel)(buffer).wait()
+    (number,) = set(buffer.tolist())
+    return number
+
+
+def send_crossing(rank: int, group: dist.ProcessGroup, per_channel: bool) -> list[int]:
+    """Both ranks send on one channel and the other, and receive from the other and the one."""
+    with opened(group, per_channel, both_ways()) as transport:
+        out, back = ([Channel(a, 1 - a, g) for g in GRADIENTS] for a in (rank, 1 - rank))
+        handles = [
+            transport.sender(out[gradients])(message(10 * rank + number))
+            for number, gradients in enumerate((False, False, True, True))
+        ]
+        numbers = [received(transport, back[g]) for g in (True, False, True, False)]
+        for handle in handles:
+            handle.wait()
+        return numbers
+
+
+@pytest.mark.processes
+@PER_CHANNEL
+def test_a_message_that_waits_holds_up_no_other_channel(
+    workers: Workers, per_channel: bool
+) -> None:
+    assert workers.run(send_crossing, per_channel, timeout=SOON) == [[12, 10, 13, 11], [2, 0, 3, 1]]
+
+
+def send_many(
+    rank: int, group: dist.ProcessGroup, per_channel: bool, size: int, receive_first: bool
+) -> list[int]:
+    channel = Channel(0, 1, False)
+    with opened(group, per_channel, [channel]) as transport:
+        buffers = [message(255 if rank else number, size) for number in range(20)]
+        post = transport.receiver(channel) if rank else transport.sender(channel)
+        if rank != receive_first:
+            transport.exchange([0])
+        handles = [post(buffer) for buffer in buffers]
+        if rank == receive_first:
+            transport.exchange([0])
+        for handle in reversed(handles):
+            handle.wait()
+        return [int(buffer[-1]) for buffer in buffers]
+
+
+@pytest.mark.processes
+@PER_CHANNEL
+@pytest.mark.parametrize("receive_first", [False, True])
+@pytest.mark.parametrize("size", [1, 1 << 16])
+def test_messages_of_a_channel_keep_their_order(
+    workers: Workers, per_channel: bool, size: int, receive_first: bool
+) -> None:
+    results = workers.run(send_many, per_channel, size, receive_first, timeout=SOON)
+    assert results == [list(range(20))] * 2
+
+
+def send_around(rank: int, group: dist.ProcessGroup, per_channel: bool) -> list[int]:
+    """Everybody sends to everybody, on every channel."""
+    pairs = [(a, b) for a in range(4) for b in range(a)]
+    with opened(group, per_channel, [c for a, b in pairs for c in both_ways(a, b)]) as transport:
+        mine = [c for a, b in pairs for c in both_ways(a, b)]
+        handles: list[Handle] = [
+            transport.sender(c)(message(100 * c.gradients + 10 * c.sender + c.receiver, 8))
+            for c in mine
+            if c.sender == rank
+        ]
+        numbers = [received(transport, c, 8) for c in reversed(mine) if c.receiver == rank]
+        for handle in handles:
+            handle.wait()
+        return sorted(numbers)
+
+
+@pytest.mark.processes
+@PER_CHANNEL
+def test_every_channel_has_its_own_ends(workers: Workers, per_channel: bool) -> None:
+    assert workers.run(send_around, per_channel, ranks=4, timeout=SOON) == [
+        sorted(100 * gradients + 10 * a + b for gradients in GRADIENTS for a in range(4) if a != b)
+        for b in range(4)
+    ]
+
+
+def send_between_others(rank: int, group: dist.ProcessGroup, per_channel: bool) -> Any:
+    """Ranks 3 and 1 of four are a group of their own, in which they are ranks 1 and 0."""
+    pair = dist.new_group([1, 3])
+    if rank not in (1, 3):
+        return None
+    assert isinstance(pair, dist.ProcessGroup)
+    try:
+        with opened(pair, per_channel, both_ways()) as transport:
+            here = transport.rank
+            handle = transport.sender(Channel(here, 1 - here, False))(message(rank))
+            number = received(transport, Channel(1 - here, here, False))
+            handle.wait()
+            return here, transport.size, number, transport.exchange([rank])
+    finally:
+        dist.destroy_process_group(pair)
+
+
+@pytest.mark.processes
+@PER_CHANNEL
+def test_ranks_are_counted_within_the_group(workers: Workers, per_channel: bool) -> None:
+    assert workers.run(send_between_others, per_channel, ranks=4, timeout=SOON) == [
+        None,
+        (0, 2, 3, [[1], [3]]),
+        None,
+        (1, 2, 1, [[1], [3]]),
+    ]
+
+
+def open_groups(rank: int, group: dist.ProcessGroup) -> tuple[int, int, list[list[int]]]:
+    channels = sorted(both_ways() + both_ways(1, 2))
+    with opened(group, True, channels) as transport:
+        first = dict(transport._links)
+        assert set(first) == {c for c in channels if rank in (c.sender, c.receiver)}
+        transport.open(channels[:2])
+        transport.open(channels)
+        assert transport._links == first
+        ends = [sorted((channel.sender, channel.receiver)) for channel in first]
+        return len(first), len({id(own) for own in [group, *first.values()]}), ends
+
+
+@pytest.mark.processes
+def test_each_channel_gets_one_group_of_its_two_ends(workers: Workers) -> None:
+    assert workers.run(open_groups, ranks=3, timeout=SOON) == [
+        (4, 5, [[0, 1]] * 4),
+        (8, 9, [[0, 1]] * 4 + [[1, 2]] * 4),
+        (4, 5, [[1, 2]] * 4),
+    ]
+
+
+def open_tags(rank: int, group: dist.ProcessGroup) -> int:
+    transport = Distributed(group)
+    transport.open(both_ways())
+    return len(transport._links)
+
+
+@pytest.mark.processes
+def test_over_gloo_channels_need_no_groups(workers: Workers) -> None:
+    assert workers.run(open_tags) == [0, 0]
+
+
+EXTREMES = [0, -1, 2**63 - 1, -(2**63)]
+
+
+def exchange(rank: int, group: dist.ProcessGroup, few: int) -> list[list[list[int]]]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(distributed, "_FEW", few)
+        transport = Distributed(group)
+        return [
+            transport.exchange(numbers)
+            for numbers in ([rank], [], [10 * rank, 10 * rank + 1], EXTREMES, [7 - rank])
+        ]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("few", [8, 1], ids=["direct", "collective"])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_every_rank_gets_the_numbers_of_every_rank(workers: Workers, ranks: int, few: int) -> None:
+    everyone = range(ranks)
+    expected = [
+        [[rank] for rank in everyone],
+        [[] for _ in everyone],
+        [[10 * rank, 10 * rank + 1] for rank in everyone],
+        [EXTREMES for _ in everyone],
+        [[7 - rank] for rank in everyone],
+    ]
+    assert workers.run(exchange, few, ranks=ranks) == [expected] * ranks
+
+
+class Recording:
+    """Says which way an exchange went: notes what it calls of a group."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self.group = group
+        self.called: list[str] = []
+
+    def __getattr__(self, name: str) -> Any:
+        self.called.append(name)
+        return getattr(self.group, name)
+
+
+def ways(rank: int, group: dist.ProcessGroup, few: int) -> list[str]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(distributed, "_FEW", few)
+        transport = Distributed(group)
+        recording: Any = Recording(group)
+        patch.setattr(transport, "_made_control", recording)
+        transport.exchange([1])
+        return sorted(recording.called)
+
+
+@pytest.mark.processes
+def test_few_ranks_send_directly_and_many_by_a_collective(workers: Workers) -> None:
+    assert workers.run(ways, 3, ranks=3) == [["recv"] * 2 + ["send"] * 2] * 3
+    assert workers.run(ways, 2, ranks=3) == [["_allgather_base"]] * 3
+
+
+def exchange_meanwhile(rank: int, group: dist.ProcessGroup, few: int) -> Any:
+    """Numbers go from rank to rank while messages wait, and a message of somebody else, too."""
+    channel = Channel(0, 1, False)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(distributed, "_FEW", few)
+        transport = Distributed(group)
+        foreign = torch.tensor([40 + rank])
+        handles = []
+        if rank == 0:
+            handles = [transport.sender(channel)(message(5)), group.send([foreign], 1, 0)]
+        numbers = transport.exchange([rank, rank])
+        arrived = []
+        if rank == 1:
+            arrived = [received(transport, channel)]
+            handles = [group.recv([foreign], 0, 0)]
+        for handle in handles:
+            assert handle is not None
+            handle.wait()
+        return numbers, arrived, foreign.item()
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("few", [8, 1], ids=["direct", "collective"])
+def test_numbers_and_messages_and_those_of_others_do_not_mix(workers: Workers, few: int) -> None:
+    numbers = [[0, 0], [1, 1]]
+    assert workers.run(exchange_meanwhile, few) == [(numbers, [], 40), (numbers, [5], 40)]
+
+
+def run_per_channel(rank: int, group: dist.ProcessGroup, case: Case) -> tuple[Result, list[int]]:
+    """A case over groups for channels, run twice; also how many groups there were after each."""
+    before = distributed._known.pop(group, None)
+    transport = distributed._known[group] = Distributed(group, group_per_channel=True)
+    try:
+        run_pipelined(rank, group, case)
+        counts = [len(transport._links)]
+        # Another schedule over the same channels, which are open already.
+        result = run_pipelined(rank, group, case)
+        return result, [*counts, len(transport._links)]
+    finally:
+        del distributed._known[group]
+        if before is not None:
+            distributed._known[group] = before
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """As many threads as the workers have: the order of additions depends on it."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+CALLS = (("eval", 8), ("step", 8), ("step", 8), ("step", 9), ("eval", 8))
+
+
+@pytest.mark.processes
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize(
+    ("case", "counts"),
+    [
+        (Case("ScheduleGPipe", 1, 1, 3, "mlp", CALLS), [0]),
+        (Case("ScheduleGPipe", 2, 1, 3, "mlp", CALLS), [2, 2]),
+        (Case("Schedule1F1B", 4, 1, 6, "gpt", CALLS), [2, 4, 4, 2]),
+        (Case("ScheduleInterleaved1F1B", 2, 2, 4, "llama", CALLS), [4, 4]),
+        (Case("ScheduleInterleavedZeroBubble", 4, 2, 4, "mlp", CALLS), [4, 4, 4, 4]),
+        (Case("ScheduleZBVZeroBubble", 4, 2, 6, "mlp", CALLS), [4, 8, 8, 4]),
+        (Case("ScheduleDualPipeV", 2, 2, 4, "gpt", CALLS), [4, 4]),
+    ],
+    ids=str,
+)
+def test_training_over_groups_for_channels_is_that_of_the_plain_model(
+    workers: Workers, case: Case, counts: list[int]
+) -> None:
+    results = workers.run(run_per_channel, case, ranks=case.ranks, timeout=SOON)
+    assert_same(merge([result for result, _ in results]), run_plain(case))
+    assert [found for _, found in results] == [[count, count] for count in counts]
+
+
+def find_here(rank: int, group: dist.ProcessGroup) -> tuple[Any, ...]:
+    mine, default = find(group), find()
+    assert isinstance(mine, Distributed)
+    assert isinstance(default, Distributed)
+    assert mine.group is group
+    assert find(group) is mine
+    assert find() is default
+    assert Distributed.of(group) is mine
+
+    def inside(rank: int) -> tuple[bool, int]:
+        transport = find(group)
+        return transport is local.current(), transport.size
+
+    return mine.rank, mine.size, default.size, local.run(inside, 3)
+
+
+@pytest.mark.processes
+def test_each_group_has_one_transport(workers: Workers) -> None:
+    inside = [(True, 3)] * 3
+    assert workers.run(find_here, ranks=2) == [(0, 2, 4, inside), (1, 2, 4, inside)]
+
+
+def test_without_a_process_group_a_rank_is_alone() -> None:
+    transport = find()
+    assert type(transport) is Alone
+    assert (transport.rank, transport.size) == (0, 1)
+    assert transport.exchange([1, 2]) == [[1, 2]]
+    transport.open([])
+
+
+def test_inside_local_ranks_their_transport_is_found() -> None:
+    def ask(rank: int) -> tuple[type, int, int]:
+        transport = find()
+        assert transport is local.current()
+        return type(transport), transport.rank, transport.size
+
+    assert local.run(ask, 2) == [(LocalTransport, 0, 2), (LocalTransport, 1, 2)]
+    assert type(find()) is Alone
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda channel: Alone().open([channel]),
+        lambda channel: Alone().sender(channel),
+        lambda channel: Alone().sender(channel, eager=True),
+        lambda channel: Alone().receiver(channel),
+    ],
+    ids=["open", "sender", "eager sender", "receiver"],
+)
+def test_a_rank_that_is_alone_has_no_channels(ask: Callable[[Channel], object]) -> None:
+    with pytest.raises(TransportError) as caught:
+        ask(Channel(0, 1, True))
+    assert str(caught.value) == (
+        "gradients from rank 0 to rank 1: this process is the only rank; start the others, too"
+    )

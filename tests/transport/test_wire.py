@@ -1,0 +1,294 @@
+"""How values travel: what is packed comes out again, and a signature survives as text."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import OrderedDict
+from fractions import Fraction
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from taktline.errors import SignatureError
+from taktline.meta import Signature, TensorMeta, flatten
+from taktline.transport.wire import Layout, decode, encode
+from tests.test_meta import DTYPES, arguments, shapes
+
+
+class Pair(NamedTuple):
+    """A container with a type of its own, which pytree cannot write down."""
+
+    left: Any
+    right: Any
+
+
+@st.composite
+def tensors(draw: st.DrawFn) -> torch.Tensor:
+    """Random bits in any shape and type; some lie apart in memory, some require a gradient."""
+    shape, dtype = draw(shapes), draw(st.sampled_from(DTYPES))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 99)))
+    apart = draw(st.sampled_from(["contiguous", "transposed", "every other", "expanded"]))
+    if apart == "transposed":
+        tensor = torch.randint(0, 99, shape[::-1], generator=generator)
+        tensor = tensor.permute(tuple(reversed(range(len(shape)))))
+    elif apart == "every other" and shape:
+        tensor = torch.randint(0, 99, (2 * shape[0], *shape[1:]), generator=generator)[::2]
+    elif apart == "expanded" and shape:
+        tensor = torch.randint(0, 99, (1, *shape[1:]), generator=generator).expand(shape)
+    else:
+        tensor = torch.randint(0, 99, shape, generator=generator)
+    tensor = tensor > 49 if dtype is torch.bool else tensor.to(dtype)
+    return tensor.requires_grad_(dtype.is_floating_point and draw(st.booleans()))
+
+
+def layout_of(*packed: torch.Tensor) -> Layout:
+    return Layout(tuple(TensorMeta.of(tensor) for tensor in packed))
+
+
+def assert_equal(actual: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
+    assert len(actual) == len(expected)
+    for one, other in zip(actual, expected, strict=True):
+        assert one.dtype is other.dtype
+        assert one.shape == other.shape
+        assert torch.equal(one, other)
+
+
+@given(st.lists(tensors(), max_size=5))
+def test_what_is_packed_comes_out_again(packed: list[torch.Tensor]) -> None:
+    layout = layout_of(*packed)
+    buffer = layout.pack(packed).buffer
+    assert buffer.dtype is torch.uint8
+    assert buffer.shape == (layout.nbytes,)
+    assert not layout.failed(buffer)
+    # On the other rank it lies in another buffer.
+    arrived = layout.empty()
+    assert arrived.shape == buffer.shape
+    arrived.copy_(buffer)
+    unpacked = layout.unpack(arrived)
+    assert_equal(unpacked, packed)
+    for tensor, meta in zip(unpacked, layout.tensors, strict=True):
+        assert meta.describes(tensor)
+        assert tensor.is_leaf
+        assert tensor.is_contiguous()
+        assert tensor.data_ptr() % 16 == 0
+        if tensor.numel():
+            assert tensor.untyped_storage().data_ptr() == arrived.data_ptr()
+
+
+@given(st.lists(tensors(), max_size=5))
+def test_every_tensor_has_its_own_place(packed: list[torch.Tensor]) -> None:
+    layout = layout_of(*packed)
+    buffer = layout.pack(packed).buffer
+    start = buffer.data_ptr()
+    end = 16
+    for tensor in layout.unpack(buffer):
+        if tensor.numel():
+            assert tensor.data_ptr() - start >= end
+            end = tensor.data_ptr() - start + tensor.nbytes
+    # No room is wasted but for the alignment.
+    assert end <= layout.nbytes < end + 16
+
+
+def test_the_types_that_the_properties_leave_out() -> None:
+    packed = [
+        torch.arange(5).to(dtype)
+        for dtype in (
+            torch.int8,
+            torch.float16,
+            torch.float8_e4m3fn,
+            torch.complex64,
+            torch.int16,
+            torch.complex128,
+        )
+    ]
+    layout = layout_of(*packed)
+    unpacked = layout.unpack(layout.pack(packed).buffer)
+    assert [tensor.dtype for tensor in unpacked] == [tensor.dtype for tensor in packed]
+    for one, other in zip(unpacked, packed, strict=True):
+        assert torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+
+
+def test_special_numbers_arrive_bit_for_bit() -> None:
+    numbers = torch.tensor([math.nan, math.inf, -math.inf, -0.0, 1e-45, 3.4e38])
+    layout = layout_of(numbers)
+    (arrived,) = layout.unpack(layout.pack([numbers]).buffer)
+    assert torch.equal(arrived.view(torch.int32), numbers.view(torch.int32))
+
+
+def test_a_boundary_without_tensors_has_a_status_only() -> None:
+    layout = layout_of()
+    buffer = layout.pack([]).buffer
+    assert layout.nbytes == len(buffer) == 16
+    assert layout.unpack(buffer) == []
+    assert not layout.failed(buffer)
+    assert layout.failed(layout.failure().buffer)
+
+
+def test_a_missing_tensor_becomes_zeros() -> None:
+    here, missing = torch.full((3,), 7.0), torch.full((2, 2), 7, dtype=torch.int64)
+    layout = layout_of(here, missing)
+    parcel = layout.pack([here, missing])
+    # In a used buffer, where something else lies.
+    layout.recycle(parcel)
+    again = layout.pack([here, None])
+    assert_equal(layout.unpack(again.buffer), [here, torch.zeros(2, 2, dtype=torch.int64)])
+
+
+@pytest.mark.parametrize("count", [0, 1, 3])
+def test_as_many_tensors_are_packed_as_the_layout_has(count: int) -> None:
+    layout = layout_of(torch.zeros(2), torch.zeros(2))
+    with pytest.raises(ValueError, match="zip"):
+        layout.pack([torch.zeros(2)] * count)
+
+
+@given(st.lists(tensors(), max_size=3))
+def test_a_failure_is_a_message_of_the_same_size(packed: list[torch.Tensor]) -> None:
+    layout = layout_of(*packed)
+    ordinary, failure = layout.pack(packed).buffer, layout.failure().buffer
+    assert failure.shape == ordinary.shape
+    assert layout.failed(failure)
+    assert not layout.failed(ordinary)
+
+
+def test_data_is_never_taken_for_a_failure() -> None:
+    ones = torch.full((4,), 255, dtype=torch.uint8)
+    layout = layout_of(ones)
+    assert not layout.failed(layout.pack([ones]).buffer)
+
+
+def test_a_buffer_is_used_again_once_it_is_taken_back() -> None:
+    first, second = torch.ones(3), torch.zeros(3)
+    layout = layout_of(first)
+    parcel = layout.pack([first])
+    other = layout.pack([second])
+    assert other is not parcel
+    assert other.buffer.data_ptr() != parcel.buffer.data_ptr()
+    layout.recycle(parcel)
+    again = layout.pack([second])
+    assert again is parcel
+    assert_equal(layout.unpack(again.buffer), [second])
+    # It was given once, so it is free once.
+    assert layout.pack([second]) is not parcel
+
+
+def test_packing_records_nothing_for_autograd() -> None:
+    weight = torch.ones(3, requires_grad=True)
+    result = weight * 2
+    layout = layout_of(result)
+    parcel = layout.pack([result])
+    assert not parcel.buffer.requires_grad
+    assert [view.grad_fn for view in parcel.views] == [None]
+    (arrived,) = layout.unpack(parcel.buffer)
+    assert arrived.requires_grad
+    assert arrived.grad_fn is None
+    (arrived * 3).sum().backward()
+    assert weight.grad is None
+    assert torch.equal(arrived.grad, torch.full((3,), 3.0))  # pyright: ignore[reportArgumentType]
+
+
+def test_a_buffer_can_be_packed_again_after_it_was_a_leaf() -> None:
+    tensor = torch.ones(3, requires_grad=True)
+    layout = layout_of(tensor)
+    parcel = layout.pack([tensor])
+    layout.unpack(parcel.buffer)
+    layout.recycle(parcel)
+    assert_equal(layout.unpack(layout.pack([tensor * 2]).buffer), [torch.full((3,), 2.0)])
+
+
+def test_what_is_unpacked_can_be_changed_in_place_without_touching_the_others() -> None:
+    x, count = torch.ones(3, requires_grad=True), torch.zeros(3)
+    layout = layout_of(x, count)
+    x, count = layout.unpack(layout.pack([x, count]).buffer)
+    result = (x * x).sum()
+    # What autograd has kept of x has not changed, although both lie in one buffer.
+    count.add_(1)
+    result.backward()
+    assert torch.equal(x.grad, torch.full((3,), 2.0))  # pyright: ignore[reportArgumentType]
+    assert torch.equal(count, torch.ones(3))
+
+
+@given(arguments)
+def test_a_signature_survives_as_text(given: tuple[Any, ...]) -> None:
+    signature = Signature.of(*flatten(given))
+    text = encode(signature)
+    again = decode(text)
+    assert again == signature
+    # Equal is not enough: True equals 1.
+    assert repr(again.leaves) == repr(signature.leaves)
+    assert again.describes(*flatten(given))
+    # Nothing but JSON, all the way down: no pickle that could run code.
+    leaves, spec = json.loads(text)
+    assert len(leaves) == len(signature.leaves)
+    assert (spec is None) == (signature.spec is None)
+    assert spec is None or isinstance(json.loads(spec), list)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ([torch.zeros(2), [torch.zeros(3, dtype=torch.bool), (None, {"deep": ["x", 1.5]})]],),
+        ({"b": torch.zeros(1), "a": 2},),
+        ({3: torch.zeros(1), None: 2, 1.5: 3},),
+        (OrderedDict(b=torch.zeros(1), a=[]),),
+        (torch.Size([2, 3]), torch.zeros(1)),
+        ((), [], {}),
+        (10**40, -(2**63), math.inf, "größer\n\0", ""),
+    ],
+)
+def test_trees_and_constants_survive_as_text(arguments: tuple[Any, ...]) -> None:
+    leaves, spec = flatten(arguments)
+    signature = Signature.of(leaves, spec)
+    again = decode(encode(signature))
+    assert again == signature
+    assert again.describes(leaves, spec)
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.float8_e5m2, torch.complex64, torch.int8])
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_every_type_survives_as_text(dtype: torch.dtype, requires_grad: bool) -> None:
+    signature = Signature((TensorMeta((3, 0), dtype, requires_grad),))
+    again = decode(encode(signature))
+    assert again == signature
+    assert isinstance(again.tensors[0].shape, tuple)
+
+
+@pytest.mark.parametrize(
+    ("value", "name"),
+    [
+        (object(), "object"),
+        (1 + 2j, "complex"),
+        (b"bytes", "bytes"),
+        (Fraction(1, 2), "Fraction"),
+        (torch.float32, "dtype"),
+        ({1, 2}, "set"),
+        (slice(1, 2), "slice"),
+    ],
+)
+@pytest.mark.parametrize("nested", [False, True])
+def test_an_object_that_cannot_travel_is_refused(value: Any, name: str, nested: bool) -> None:
+    given = [torch.zeros(1), [value] if nested else value]
+    with pytest.raises(SignatureError) as caught:
+        encode(Signature.of(*flatten(given)))
+    assert str(caught.value) == (
+        f"a {name} cannot go from one rank to another; tensors, None, numbers and strings can, "
+        "and tuples, lists and dicts of them"
+    )
+
+
+@pytest.mark.parametrize(
+    "container",
+    [
+        Pair(torch.zeros(1), 1),
+        [Pair(torch.zeros(1), 1)],
+        {(1, 2): torch.zeros(1)},
+        {torch.float32: torch.zeros(1)},
+    ],
+    ids=["named tuple", "named tuple in a list", "tuple as key", "object as key"],
+)
+def test_a_container_that_cannot_travel_is_refused(container: Any) -> None:
+    with pytest.raises(SignatureError, match="cannot go from one rank to another; tensors, None"):
+        encode(Signature.of(*flatten([container, torch.zeros(1)])))
