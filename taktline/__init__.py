@@ -42,6 +42,11 @@ if TYPE_CHECKING:
     from taktline.runtime import merge_chunks as merge_chunks
     from taktline.runtime import split_args_kwargs_into_chunks as split_args_kwargs_into_chunks
     from taktline.stage import PipelineStage as PipelineStage
+    from taktline.stage import SplitReport as SplitReport
+    from taktline.stage import check_split_backward as check_split_backward
+    from taktline.stage import stage_backward as stage_backward
+    from taktline.stage import stage_backward_input as stage_backward_input
+    from taktline.stage import stage_backward_weight as stage_backward_weight
     from taktline.transport import local as local
 
 __version__ = "0.1.0.dev0"
@@ -64,18 +69,23 @@ _ROOM_OF = {
     "ScheduleInterleavedZeroBubble": "runtime",
     "ScheduleLoopedBFS": "runtime",
     "ScheduleZBVZeroBubble": "runtime",
+    "SplitReport": "stage",
     "StageError": "errors",
     "TaktlineError": "errors",
     "TensorChunkSpec": "runtime",
     "Timeline": "plan",
     "Violation": "plan",
     "build": "plan",
+    "check_split_backward": "stage",
     "get_schedule_class": "runtime",
     "local": "transport",
     "lower": "plan",
     "merge_chunks": "runtime",
     "simulate": "plan",
     "split_args_kwargs_into_chunks": "runtime",
+    "stage_backward": "stage",
+    "stage_backward_input": "stage",
+    "stage_backward_weight": "stage",
     "validate": "plan",
 }
 

@@ -15,6 +15,7 @@
     ├── MismatchError        what the ranks bring to a step does not fit together
     ├── SignatureError       a value at a boundary is not what was expected, or cannot cross it
     ├── LossError            the loss is not something to begin a backward with
+    ├── SplitError           the two halves of a backward do not fit together
     └── StageError           an action failed on some rank; raised on every rank
 
 All of them are also a :class:`ValueError`, so code that does not know Taktline can catch them.
@@ -38,6 +39,7 @@ __all__ = [
     "PlanFileError",
     "ScheduleError",
     "SignatureError",
+    "SplitError",
     "StageError",
     "TaktlineError",
     "TransportError",
@@ -224,6 +226,15 @@ class LossError(TaktlineError):
     >>> raise LossError("loss_fn must give one number as a tensor, not a float")
     Traceback (most recent call last):
     taktline.errors.LossError: loss_fn must give one number as a tensor, not a float
+    """
+
+
+class SplitError(TaktlineError):
+    """The two halves of a split backward do not fit together.
+
+    >>> raise SplitError("dw_builder of stage 0 must give a function, not None")
+    Traceback (most recent call last):
+    taktline.errors.SplitError: dw_builder of stage 0 must give a function, not None
     """
 
 

@@ -2,6 +2,19 @@
 
 from __future__ import annotations
 
+from taktline.stage.backward import (
+    stage_backward,
+    stage_backward_input,
+    stage_backward_weight,
+)
+from taktline.stage.check import SplitReport, check_split_backward
 from taktline.stage.stage import PipelineStage
 
-__all__ = ["PipelineStage"]
+__all__ = [
+    "PipelineStage",
+    "SplitReport",
+    "check_split_backward",
+    "stage_backward",
+    "stage_backward_input",
+    "stage_backward_weight",
+]

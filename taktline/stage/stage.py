@@ -9,9 +9,10 @@ import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 
-from taktline.errors import MismatchError
+from taktline.errors import MismatchError, SplitError
 from taktline.meta import Signature, as_arguments, flatten
-from taktline.stage.backward import accumulate, input_gradients
+from taktline.stage.engine import accumulate
+from taktline.stage.split import Splitter
 
 __all__ = ["PipelineStage"]
 
@@ -68,8 +69,9 @@ class PipelineStage:
         self.expected_input = _signature(input_args)
         self.expected_output = _signature(output_args)
         self._trainable: list[nn.Parameter] = []
+        self._splitter = Splitter()
         self._in_flight: dict[int, tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]] = {}
-        self._weights_due: dict[int, tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]] = {}
+        self._weights_due: dict[int, Callable[[], object]] = {}
 
     @property
     def is_first(self) -> bool:
@@ -88,7 +90,10 @@ class PipelineStage:
         return tuple(p.requires_grad for p in parameters)
 
     def keep(
-        self, microbatch: int, inputs: Sequence[torch.Tensor], roots: Sequence[torch.Tensor]
+        self,
+        microbatch: int,
+        inputs: Sequence[torch.Tensor],
+        roots: Sequence[torch.Tensor],
     ) -> None:
         """Note what the backward begins with (roots) and where it ends (inputs)."""
         self._in_flight[microbatch] = (inputs, roots)
@@ -101,6 +106,8 @@ class PipelineStage:
         roots, gradients = _reached(roots, gradients)
         if roots:
             accumulate(roots, gradients)
+        if self.dw_builder is not None:
+            self._weights_function()()
         return [tensor.grad for tensor in inputs]
 
     def backward_input(
@@ -109,18 +116,32 @@ class PipelineStage:
         """I: gives the gradients of the inputs; those of the weights follow in W."""
         inputs, roots = self._in_flight.pop(microbatch)
         roots, gradients = _reached(roots, gradients)
-        self._weights_due[microbatch] = (roots, gradients)
-        if not (inputs and roots):
-            return [None] * len(inputs)
-        return input_gradients(roots, gradients, inputs)
+        if self.dw_builder is not None:
+            # The module itself puts off its weights' gradients.
+            if roots:
+                accumulate(roots, gradients)
+            self._weights_due[microbatch] = self._weights_function()
+        elif roots:
+            pending = self._splitter.run_input(roots, gradients, inputs, self._trainable)
+            if pending is not None:
+                self._weights_due[microbatch] = pending.run
+        return [tensor.grad for tensor in inputs]
 
     def backward_weight(self, microbatch: int) -> None:
-        """W: add up the gradients of the weights."""
-        roots, gradients = self._weights_due.pop(microbatch)
-        # The first stage has no inputs of its own, so all that the graph reaches is due.
-        weights = () if self.is_first else self._trainable
-        if roots and (weights or self.is_first):
-            accumulate(roots, gradients, weights)
+        """W: add up the gradients of the weights that I has left out."""
+        due = self._weights_due.pop(microbatch, None)
+        if due is not None:
+            due()
+
+    def _weights_function(self) -> Callable[..., None]:
+        """What computes the weights' gradients of the micro-batch whose backward has just run."""
+        function = None if self.dw_builder is None else self.dw_builder()
+        if not callable(function):
+            raise SplitError(
+                f"dw_builder of stage {self.stage_index} must give a function that computes the "
+                f"gradients of the weights, not {function!r}"
+            )
+        return function
 
     def clear(self) -> None:
         """Forget every micro-batch in flight."""

@@ -1,0 +1,109 @@
+"""The backward of one stage as functions: whole, or its two halves.
+
+Stages run on the same parts; these are for code that brings its own graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from taktline.errors import SplitError
+from taktline.stage.engine import accumulate
+from taktline.stage.split import Pending, Splitter
+
+__all__ = ["stage_backward", "stage_backward_input", "stage_backward_weight"]
+
+
+def stage_backward(
+    stage_output: Any,
+    output_grads: Any,
+    input_values: Sequence[Any],
+    outputs_with_grads_idxs: list[int] | None = None,
+) -> tuple[torch.Tensor | None, ...]:
+    """Add up all gradients of a stage; gives those of its inputs.
+
+    Args:
+        stage_output: the output, or the loss; any nesting of tensors.
+        output_grads: the gradients of its tensors in the same nesting; None for a loss.
+        input_values: the inputs, of which those that are tensors have their gradient given back.
+        outputs_with_grads_idxs: which outputs to begin with, if not all.
+
+    >>> x = torch.ones(2, requires_grad=True)
+    >>> stage_backward((x * 3).sum(), None, [x, "label"])
+    (tensor([3., 3.]), None)
+    """
+    outputs = pytree.tree_leaves(stage_output)
+    gradients = [None] * len(outputs) if output_grads is None else pytree.tree_leaves(output_grads)
+    if outputs_with_grads_idxs is not None:
+        outputs = [outputs[index] for index in outputs_with_grads_idxs]
+        gradients = [gradients[index] for index in outputs_with_grads_idxs]
+    roots, gradients = _roots(outputs, gradients)
+    if roots:
+        accumulate(roots, gradients)
+    return tuple(x.grad if isinstance(x, torch.Tensor) else None for x in input_values)
+
+
+def stage_backward_input(
+    stage_outputs_or_loss: list[torch.Tensor],
+    output_grads: list[torch.Tensor] | None,
+    input_values: list[Any],
+    weights: Iterator[nn.Parameter],
+) -> tuple[tuple[torch.Tensor | None, ...], list[dict[str, Any]]]:
+    """The first half: the gradients of the inputs, and what the second half needs.
+
+    >>> layer, x = nn.Linear(2, 2), torch.ones(3, 2, requires_grad=True)
+    >>> _, groups = stage_backward_input([layer(x).sum()], None, [x], layer.parameters())
+    >>> layer.weight.grad is None, layer.bias.grad
+    (True, tensor([3., 3.]))
+    >>> stage_backward_weight(layer.parameters(), groups)[0]
+    tensor([[3., 3.],
+            [3., 3.]])
+    """
+    gradients = [None] * len(stage_outputs_or_loss) if output_grads is None else output_grads
+    roots, gradients = _roots(stage_outputs_or_loss, gradients)
+    inputs = [x for x in input_values if isinstance(x, torch.Tensor) and x.requires_grad]
+    trainable = [weight for weight in weights if weight.requires_grad]
+    pending = Splitter().run_input(roots, gradients, inputs, trainable) if roots else None
+    groups = [] if pending is None else [{"params": pending.weights, "pending": pending}]
+    return tuple(x.grad if isinstance(x, torch.Tensor) else None for x in input_values), groups
+
+
+def stage_backward_weight(
+    weights: Iterator[nn.Parameter], param_groups: list[dict[str, Any]], retain_graph: bool = False
+) -> tuple[torch.Tensor | None, ...]:
+    """The second half: the gradients of the weights; gives what is in their ``.grad`` then.
+
+    ``retain_graph`` is accepted for code that passes it: the graph has gone with the first half.
+    """
+    for group in param_groups:
+        pending = group.pop("pending", None)
+        if not isinstance(pending, Pending):
+            raise SplitError(
+                "stage_backward_weight needs what stage_backward_input has given, once for each"
+            )
+        pending.run()
+    return tuple(weight.grad for weight in weights)
+
+
+def _roots(
+    outputs: Sequence[Any], gradients: Sequence[Any]
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """The outputs to begin with, and their gradients; a loss begins with one."""
+    if len(outputs) != len(gradients):
+        raise SplitError(f"there are {len(outputs)} outputs, but {len(gradients)} gradients")
+    roots: list[torch.Tensor] = []
+    found: list[torch.Tensor] = []
+    for output, gradient in zip(outputs, gradients, strict=True):
+        if not isinstance(output, torch.Tensor) or not output.requires_grad:
+            continue
+        if gradient is None and output.numel() != 1:
+            # Nobody asked for this one.
+            continue
+        roots.append(output)
+        found.append(torch.ones_like(output) if gradient is None else gradient)
+    return roots, found

@@ -1,0 +1,138 @@
+"""Tells a user what of a module's backward is split, and whether its gradients are right."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from taktline.stage.engine import accumulate
+from taktline.stage.split import Splitter, explain
+
+__all__ = ["SplitReport", "check_split_backward"]
+
+
+@dataclass(frozen=True, slots=True)
+class SplitReport:
+    """What the split backward does with each parameter of a module.
+
+    >>> block = nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2))
+    >>> print(check_split_backward(block, torch.ones(1, 2)))
+    gradients equal those of a plain backward
+    in W: 0.weight
+    in I: 0.bias, 1.weight, 1.bias (no plain matrix)
+    """
+
+    later: tuple[str, ...]
+    """Parameters whose gradients W computes."""
+    at_once: dict[str, str]
+    """Parameters whose gradients I computes, and why."""
+    differences: dict[str, float]
+    """Where gradients differ from those of a plain backward: the largest difference."""
+
+    @property
+    def exact(self) -> bool:
+        """Whether all gradients equal those of a plain backward."""
+        return not self.differences
+
+    def __str__(self) -> str:
+        if self.exact:
+            lines = ["gradients equal those of a plain backward"]
+        else:
+            told = ", ".join(f"{name} by {value:g}" for name, value in self.differences.items())
+            lines = [f"gradients differ from those of a plain backward: {told}"]
+        lines.append(f"in W: {', '.join(self.later) or 'nothing'}")
+        for reason in dict.fromkeys(self.at_once.values()):
+            names = [name for name, other in self.at_once.items() if other == reason]
+            lines.append(f"in I: {', '.join(names)} ({reason})")
+        return "\n".join(lines)
+
+
+def check_split_backward(module: nn.Module, *example: Any, **kwargs: Any) -> SplitReport:
+    """Run a module's backward whole and split on an example, and compare.
+
+    Gradients, buffers and random numbers are left as they were. Tensors of floating point among the
+    positional arguments stand for what the stage before would give.
+    """
+    parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
+    before = {name: p.grad for name, p in parameters.items()}
+    buffers = {name: b.clone() for name, b in module.named_buffers()}
+    run = partial(_gradients, module, parameters, example, kwargs, buffers)
+    try:
+        plain, _ = run(split=False)
+        split, reasons = run(split=True)
+    finally:
+        _restore(module, buffers)
+        for name, parameter in parameters.items():
+            parameter.grad = before[name]
+    return SplitReport(
+        tuple(name for name in parameters if name not in reasons),
+        reasons,
+        {
+            name: difference
+            for name, gradient in plain.items()
+            if (difference := _difference(gradient, split[name])) != 0
+        },
+    )
+
+
+def _gradients(
+    module: nn.Module,
+    parameters: dict[str, nn.Parameter],
+    example: Sequence[Any],
+    kwargs: dict[str, Any],
+    buffers: dict[str, torch.Tensor],
+    *,
+    split: bool,
+) -> tuple[dict[str, torch.Tensor | None], dict[str, str]]:
+    """All gradients of one run, and why parameters get theirs in I."""
+    for parameter in parameters.values():
+        parameter.grad = None
+    _restore(module, buffers)
+    arguments = pytree.tree_map_only(torch.Tensor, _as_input, tuple(example))
+    inputs = [x for x in pytree.tree_leaves(arguments) if _requires_grad(x)]
+    devices = {p.device for p in parameters.values() if p.device.type == "cuda"}
+    with torch.random.fork_rng(devices=devices):
+        torch.manual_seed(0)
+        output = module(*arguments, **kwargs)
+    roots = [x for x in pytree.tree_leaves(output) if _requires_grad(x)]
+    gradients = [torch.linspace(-1, 1, x.numel()).to(x).view(x.shape) for x in roots]
+    weights = list(parameters.values())
+    reasons: dict[str, str] = {}
+    if split:
+        told = explain(roots, inputs, weights)
+        reasons = {name: told[p] for name, p in parameters.items() if p in told}
+        pending = Splitter().run_input(roots, gradients, inputs, weights)
+        if pending is not None:
+            pending.run()
+    else:
+        accumulate(roots, gradients)
+    found = {name: p.grad for name, p in parameters.items()}
+    found |= {f"input {index}": x.grad for index, x in enumerate(inputs)}
+    return found, reasons
+
+
+def _restore(module: nn.Module, buffers: dict[str, torch.Tensor]) -> None:
+    for name, buffer in module.named_buffers():
+        buffer.data.copy_(buffers[name])
+
+
+def _as_input(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().clone().requires_grad_(tensor.is_floating_point())
+
+
+def _requires_grad(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and value.requires_grad
+
+
+def _difference(one: torch.Tensor | None, other: torch.Tensor | None) -> float:
+    if one is None or other is None:
+        return 0.0 if one is other else float("inf")
+    # What is infinite, or no number, in both is no difference.
+    gaps = (one - other)[one.ne(other) & ~(one.isnan() & other.isnan())].abs()
+    return gaps.nan_to_num(float("inf")).max().item() if gaps.numel() else 0.0

@@ -1,0 +1,333 @@
+"""The split backward: I gives the gradients of a stage's inputs, W those of its weights.
+
+What W can do later, and cheaply, are the matrix products of linear layers::
+
+    forward    Y = X · Wᵀ + b          the graph:   Addmm ──▶ X
+                                                     ├─────▶ b
+    in I       dX = dY · W, db, and                  └─ T ──▶ W
+               X and dY are put aside
+    in W       dW = dYᵀ · X
+
+So I is one pass of the engine over the graph, in which these products are left out, and after which
+the graph is gone; of a micro-batch stay X and dY of each linear layer. All other gradients (norms,
+biases, embeddings, convolutions, what is compiled or checkpointed) are due in I, once: the engine
+computes them on the way. A weight is left out only if every use of it is such a product.
+
+Finding the products means walking through the graph. What was found is remembered for a shape of
+graph (a Recipe), and used again where shape, leaves and products are the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch.autograd.graph import GradientEdge
+
+from taktline.errors import SplitError
+from taktline.stage.engine import accumulate, add_to_grad
+
+__all__ = ["Pending", "Splitter", "explain"]
+
+Node = Any
+"""A node of the autograd graph; torch has no public type for them that knows their fields."""
+
+# The products: the edge that leads to the weight, and where the other factor is saved.
+_PRODUCTS = {
+    "AddmmBackward0": (2, "_saved_mat1", "_raw_saved_mat1"),
+    "MmBackward0": (1, "_saved_self", "_raw_saved_self"),
+}
+_TURN, _CAST = "TBackward0", "ToCopyBackward0"
+_LEAF, _REENTRANT = "torch::autograd::AccumulateGrad", "CheckpointFunctionBackward"
+# Marks in the shape of a graph, apart from all slots.
+_NOWHERE, _NEXT = -1, -2
+_REMEMBERED = 8
+
+
+@dataclass(frozen=True, slots=True)
+class _Product:
+    """One product that W does: where its node is, and what lies between it and the weight."""
+
+    slot: int
+    name: str
+    chain: tuple[str, ...]
+    weight: torch.Tensor
+
+    def matches(self, node: Node) -> bool:
+        """Whether a node is this product, for this weight."""
+        if node.name() != self.name or _hindrance(node) is not None:
+            return False
+        node = node.next_functions[_PRODUCTS[self.name][0]][0]
+        for name in self.chain:
+            if node is None or node.name() != name:
+                return False
+            node = node.next_functions[0][0]
+        return getattr(node, "variable", None) is self.weight and not _hooked(self.weight)
+
+    def compute(self, factor: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+        """The gradient of the weight, by the same product as the engine's."""
+        product = gradient.t().mm(factor) if _TURN in self.chain else factor.t().mm(gradient)
+        return product.to(self.weight) if _CAST in self.chain else product
+
+
+@dataclass(frozen=True, slots=True)
+class _Recipe:
+    """How to split graphs of one shape."""
+
+    ends: tuple[tuple[int, torch.Tensor | None], ...]
+    """The leaves of the graph by their slots; None stands for an input of the stage."""
+    products: tuple[_Product, ...]
+    leaves: tuple[torch.Tensor, ...]
+    """What gets its gradient in I, besides the stage's inputs."""
+    whole: bool = False
+    """Nothing can be left out: everything is due in I."""
+
+    def fits(self, graph: _Graph, inputs: Sequence[torch.Tensor]) -> bool:
+        """Whether a graph of the same shape has the same leaves and products."""
+        nodes, given = graph.nodes, set(inputs)
+        for slot, leaf in self.ends:
+            here = nodes[slot].variable
+            if here is not leaf and (leaf is not None or here not in given):
+                return False
+        return all(product.matches(nodes[product.slot]) for product in self.products)
+
+
+class Pending:
+    """What W has left to do for one micro-batch."""
+
+    __slots__ = ("_factors", "_gradients", "_products", "_versions")
+
+    def __init__(self, products: Sequence[_Product], factors: Sequence[torch.Tensor]) -> None:
+        self._products = products
+        self._factors = factors
+        self._versions = [factor._version for factor in factors]
+        self._gradients: list[tuple[int, torch.Tensor]] = []
+
+    @property
+    def weights(self) -> list[torch.Tensor]:
+        """The weights that wait for their gradients."""
+        return list(dict.fromkeys(product.weight for product in self._products))
+
+    def note(self, index: int, gradients: tuple[torch.Tensor | None, ...]) -> None:
+        """Put aside the gradient that a product's node is about to work on."""
+        if gradients[0] is not None:
+            self._gradients.append((index, gradients[0]))
+
+    def part_from(self, leaves: Sequence[torch.Tensor]) -> None:
+        """Copy new gradients in the memory of those put aside: later ones are added to them."""
+        aside = {gradient.untyped_storage().data_ptr() for _, gradient in self._gradients}
+        for leaf in leaves:
+            if leaf.grad is not None and leaf.grad.untyped_storage().data_ptr() in aside:
+                leaf.grad = leaf.grad.clone()
+
+    def run(self) -> None:
+        """Do the products; those of one weight are summed first, in the engine's order."""
+        if [factor._version for factor in self._factors] != self._versions:
+            raise SplitError(
+                "an input of a linear layer was changed in place between the backward for the "
+                "inputs (I) and that for the weights (W)"
+            )
+        totals: dict[torch.Tensor, torch.Tensor] = {}
+        with torch.no_grad():
+            for index, gradient in self._gradients:
+                product = self._products[index]
+                value = product.compute(self._factors[index], gradient)
+                known = totals.get(product.weight)
+                totals[product.weight] = value if known is None else known + value
+            for weight, total in totals.items():
+                add_to_grad(weight, total)
+        # Who keeps an output keeps the graph, and with it what notes gradients here.
+        self._factors, self._gradients, self._versions = (), [], []
+
+
+class Splitter:
+    """Splits the backward of one stage, micro-batch by micro-batch."""
+
+    def __init__(self) -> None:
+        self._recipes: dict[tuple[int, ...], _Recipe] = {}
+
+    def run_input(
+        self,
+        roots: Sequence[torch.Tensor],
+        gradients: Sequence[torch.Tensor],
+        inputs: Sequence[torch.Tensor],
+        weights: Sequence[torch.Tensor],
+    ) -> Pending | None:
+        """I: gradients for the inputs and all that W does not do; None if W has nothing to do."""
+        graph = _Graph(roots, inputs)
+        recipe = self._recipe(graph, inputs, weights)
+        if recipe.whole:
+            accumulate(roots, gradients)
+            return None
+        found = [graph.nodes[product.slot] for product in recipe.products]
+        pending = Pending(
+            recipe.products,
+            [
+                getattr(node, _PRODUCTS[product.name][1]).detach()
+                for product, node in zip(recipe.products, found, strict=True)
+            ],
+        )
+        for index, node in enumerate(found):
+            node.register_prehook(partial(pending.note, index))
+        edges = [GradientEdge(node, 0) for node in found]
+        new = [leaf for leaf in recipe.leaves if leaf.grad is None]
+        accumulate(roots, gradients, [*inputs, *recipe.leaves, *edges])
+        pending.part_from(new)
+        return pending if recipe.products else None
+
+    def _recipe(
+        self, graph: _Graph, inputs: Sequence[torch.Tensor], weights: Sequence[torch.Tensor]
+    ) -> _Recipe:
+        shape = tuple(graph.shape)
+        recipe = self._recipes.get(shape)
+        if recipe is None or not recipe.fits(graph, inputs):
+            recipe, _ = _learn(graph, inputs, weights)
+            self._recipes.pop(shape, None)
+            self._recipes[shape] = recipe
+            if len(self._recipes) > _REMEMBERED:
+                del self._recipes[next(iter(self._recipes))]
+        return recipe
+
+
+class _Graph:
+    """All nodes that the roots reach, numbered as they are found: their slots."""
+
+    def __init__(self, roots: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> None:
+        self.nodes: list[Node] = []
+        self.shape: list[int] = []
+        """The slots of the roots, then those that each node leads to, with marks between."""
+        self.roots = {root.grad_fn for root in roots}
+        # What lies behind an input that is no leaf belongs to others.
+        ends = {x.grad_fn for x in inputs if x.grad_fn is not None}
+        slots: dict[Node | None, int] = {None: _NOWHERE}
+        edges: Any = [(root.grad_fn, 0) for root in roots]
+        nodes, shape = self.nodes, self.shape
+        position = 0
+        while True:
+            for child, _ in edges:
+                slot = slots.get(child)
+                if slot is None:
+                    slot = slots[child] = len(nodes)
+                    nodes.append(child)
+                shape.append(slot)
+            shape.append(_NEXT)
+            if position == len(nodes):
+                break
+            node = nodes[position]
+            edges = ((None, 0),) if node in ends else node.next_functions
+            position += 1
+
+    def consumers(self) -> dict[Node, list[tuple[Node, int]]]:
+        """Who leads to each node, and by which edge."""
+        found: dict[Node, list[tuple[Node, int]]] = {node: [] for node in self.nodes}
+        for node in self.nodes:
+            for edge, (child, _) in enumerate(node.next_functions):
+                if child in found:
+                    found[child].append((node, edge))
+        return found
+
+
+def _learn(
+    graph: _Graph, inputs: Sequence[torch.Tensor], weights: Sequence[torch.Tensor]
+) -> tuple[_Recipe, dict[torch.Tensor, str]]:
+    """The recipe for a graph, and why each weight that is not left out is not."""
+    known, given = set(weights), set(inputs)
+    ends = [
+        (slot, None if node.variable in given else node.variable)
+        for slot, node in enumerate(graph.nodes)
+        if node.name() == _LEAF
+    ]
+
+    def whole(reason: str) -> tuple[_Recipe, dict[torch.Tensor, str]]:
+        recipe = _Recipe(tuple(ends), (), (), whole=True)
+        return recipe, dict.fromkeys(weights, reason)
+
+    if None in graph.roots:
+        return whole("an output of the stage is one of its leaves")
+    if any(node.name() == _REENTRANT for node in graph.nodes):
+        return whole("re-entrant checkpointing does its backward at once")
+    if any(leaf is not None and leaf not in known for _, leaf in ends):
+        return whole("the graph reaches leaves outside of the stage")
+    reasons: dict[torch.Tensor, str] = {}
+    products: list[_Product] = []
+    leaves: list[torch.Tensor] = []
+    slots = {node: slot for slot, node in enumerate(graph.nodes)}
+    consumers = graph.consumers()
+    for slot, leaf in ends:
+        if leaf is None:
+            continue
+        found = _uses(consumers, graph.roots, graph.nodes[slot], leaf)
+        if isinstance(found, str):
+            reasons[leaf] = found
+            leaves.append(leaf)
+        else:
+            products += [_Product(slots[node], node.name(), chain, leaf) for node, chain in found]
+    return _Recipe(tuple(ends), tuple(products), tuple(leaves)), reasons
+
+
+def _uses(
+    consumers: Mapping[Node, list[tuple[Node, int]]],
+    roots: set[Node],
+    leaf: Node,
+    weight: torch.Tensor,
+) -> list[tuple[Node, tuple[str, ...]]] | str:
+    """Every product that a weight is a factor of; or why they cannot be left out."""
+    # By its strides the engine chooses one of two forms of a product; for 1 × 1 they tell nothing.
+    plain = weight.dim() == 2 and weight.stride() == (weight.size(1), 1) and weight.numel() != 1
+    if not plain or weight.is_complex():
+        return "no plain matrix"
+    if _hooked(weight):
+        return "it has hooks"
+    found: list[tuple[Node, tuple[str, ...]]] = []
+    order: list[tuple[int, int]] = []
+    # Each with what lies between it and the weight, and the last before the weight.
+    waiting: list[tuple[Node, tuple[str, ...], Node]] = [(leaf, (), None)]
+    while waiting:
+        here, chain, last = waiting.pop()
+        if here in roots:
+            return "an output of the stage shows it"
+        for parent, edge in consumers[here]:
+            name = parent.name()
+            if name in (_TURN, _CAST) and name not in chain:
+                waiting.append((parent, (name, *chain), last or parent))
+            elif name not in _PRODUCTS or edge != _PRODUCTS[name][0]:
+                return f"used in {name.removesuffix('0').removesuffix('Backward')}"
+            elif (hindrance := _hindrance(parent)) is not None:
+                return hindrance
+            else:
+                found.append((parent, chain))
+                order.append((parent._sequence_nr(), (last or parent)._sequence_nr()))
+    if len(found) > 1 and any(_CAST in chain for _, chain in found):
+        return "cast, and used more than once"
+    # The engine sums in the order of what comes last, W in that of the products. For two it is
+    # the same, whatever the order; and for products that all share the last.
+    lasts = [last for _, last in sorted(order)]
+    if len(found) > 2 and len(set(lasts)) > 1 and lasts != sorted(set(lasts)):
+        return "used several times, in an order of its own"
+    return found
+
+
+def _hindrance(product: Node) -> str | None:
+    """Why a product cannot be left out."""
+    if getattr(product, _PRODUCTS[product.name()][2]).unpack_hook is not None:
+        return "checkpointed, or its activations are kept elsewhere"
+    return None if getattr(product, "_saved_alpha", 1) == 1 else "in a scaled product"
+
+
+def _hooked(weight: torch.Tensor) -> bool:
+    hooks: Mapping[int, Callable[..., object]] | None = weight._backward_hooks
+    return bool(hooks) or bool(weight._post_accumulate_grad_hooks)
+
+
+def explain(
+    roots: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], weights: Sequence[torch.Tensor]
+) -> dict[torch.Tensor, str]:
+    """Why each weight gets its gradient in I; those that are missing here get it in W."""
+    recipe, reasons = _learn(_Graph(roots, inputs), inputs, weights)
+    later = {product.weight for product in recipe.products}
+    return {
+        weight: reasons.get(weight, "not used here") for weight in weights if weight not in later
+    }

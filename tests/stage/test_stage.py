@@ -1,0 +1,586 @@
+"""A stage's backward, whole and split: the gradients of a plain backward, bit for bit."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable, Sequence
+from copy import deepcopy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from taktline.errors import MismatchError
+from taktline.meta import as_arguments
+from taktline.stage import PipelineStage
+
+CPU = torch.device("cpu")
+Gradients = list[Tensor | None]
+
+
+def stage_of(module: nn.Module, index: int = 1, count: int = 3) -> PipelineStage:
+    return PipelineStage(module, index, count, CPU)
+
+
+class MLP(nn.Sequential):
+    """Two layers."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.LayerNorm(4), nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 4))
+
+
+class SharedWeights(nn.Module):
+    """One layer, used twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(F.gelu(self.layer(x)))
+
+
+class TiedWeights(nn.Module):
+    """One weight in two layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.second.weight = self.first.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(F.gelu(self.first(x)))
+
+
+class Frozen(MLP):
+    """A weight in the middle, and a whole layer, learn nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self[1].weight.requires_grad_(False)  # pyright: ignore
+        self[3].requires_grad_(False)
+
+
+class AllFrozen(MLP):
+    """Gradients only pass through."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.requires_grad_(False)
+
+
+class Unused(MLP):
+    """Has parameters that no output depends on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unused = nn.Parameter(torch.ones(3))
+        self.unused_layer = nn.Linear(4, 4)
+
+    def forward(self, input: Tensor) -> Tensor:
+        self.unused_layer(input)
+        return self[3](self[1](input))
+
+
+class SeveralOutputs(nn.Module):
+    """Outputs that share a part of their graph, and each have one of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.common, self.left, self.right = (nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        x = F.gelu(self.common(x))
+        return self.left(x), self.right(x), x
+
+
+class SeveralInputs(nn.Module):
+    """Two inputs are used, the second only detached, the third not at all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, y: Tensor, z: Tensor) -> Tensor:
+        return self.layer(x) * y.detach()
+
+
+class PassesOn(nn.Module):
+    """Returns its input beside a result."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return x, self.layer(x)
+
+
+class OneTwice(nn.Module):
+    """Returns one tensor as two outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        result = self.layer(x).exp()
+        return result, result
+
+
+class TwoBranches(nn.Module):
+    """Two outputs that have nothing in common but the input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.left(x), self.right(x)
+
+
+class Chooses(nn.Module):
+    """Uses one layer or the other, by what the input says; the graphs are of one size."""
+
+    def __init__(self, layer: Callable[[], nn.Module], linear: bool) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4) if linear else nn.Identity()
+        self.choices = nn.ModuleList([layer(), layer()])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.choices[int(x.sum() > 0)](self.first(x))
+
+
+class Checkpointed(nn.Module):
+    """Computes its forward again in each part of the backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = MLP()
+
+    def forward(self, x: Tensor) -> Any:
+        return checkpoint(self.inner, x, use_reentrant=False)
+
+
+MODULES: dict[str, tuple[Callable[[], nn.Module], int, list[bool]]] = {
+    "an MLP": (MLP, 1, [True]),
+    "weights used twice": (SharedWeights, 1, [True]),
+    "one weight in two layers": (TiedWeights, 1, [True]),
+    "frozen parameters": (Frozen, 1, [True]),
+    "nothing to learn": (AllFrozen, 1, [True]),
+    "parameters that are not used": (Unused, 1, [True]),
+    "several outputs": (SeveralOutputs, 1, [True, True, True]),
+    "an output without gradient": (SeveralOutputs, 1, [True, False, True]),
+    "one output with a gradient": (SeveralOutputs, 1, [False, True, False]),
+    "no output with a gradient": (SeveralOutputs, 1, [False, False, False]),
+    "inputs without gradient": (SeveralInputs, 3, [True]),
+    "no layer at all": (nn.Identity, 1, [True]),
+    "the input as an output": (PassesOn, 1, [True, True]),
+    "only the input gets a gradient": (PassesOn, 1, [True, False]),
+    "one tensor returned twice": (OneTwice, 1, [True, True]),
+    "one tensor returned twice, one gradient": (OneTwice, 1, [False, True]),
+    "two branches": (TwoBranches, 1, [True, True]),
+    "a choice of linear layers": (lambda: Chooses(lambda: nn.Linear(4, 4), False), 1, [True]),
+    "a choice of norms": (lambda: Chooses(lambda: nn.LayerNorm(4), False), 1, [True]),
+    "a choice of norms after a linear layer": (
+        lambda: Chooses(lambda: nn.LayerNorm(4), True),
+        1,
+        [True],
+    ),
+    "activation checkpointing": (Checkpointed, 1, [True]),
+}
+"""Each module, the number of its inputs, and which outputs get a gradient."""
+
+CHOICES = [name for name in MODULES if name.startswith("a choice")]
+
+
+class Example:
+    """A module with the inputs and the output gradients of some micro-batches."""
+
+    def __init__(self, name: str, microbatches: int = 1) -> None:
+        make, inputs, reached = MODULES[name]
+        self.generator = torch.Generator().manual_seed(len(name))
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(len(name))
+            self.module = make()
+        self.inputs = [[self._random() for _ in range(inputs)] for _ in range(microbatches)]
+        self.gradients: list[Gradients] = [
+            [self._random() if here else None for here in reached] for _ in range(microbatches)
+        ]
+
+    def forward(self, module: nn.Module, m: int) -> tuple[list[Tensor], list[Tensor]]:
+        """Inputs as they arrive at a stage, and what the module makes of them."""
+        inputs = [x.clone().requires_grad_() for x in self.inputs[m]]
+        return inputs, list(as_arguments(module(*inputs)))
+
+    def plain(self, order: Sequence[int] = (0,)) -> tuple[dict[int, Gradients], Gradients]:
+        """Gradients of the inputs by micro-batch, and of the parameters, by a plain backward."""
+        module, found = deepcopy(self.module), {}
+        for m in order:
+            inputs, outputs = self.forward(module, m)
+            pairs = [
+                (output, gradient)
+                for output, gradient in zip(outputs, self.gradients[m], strict=True)
+                if gradient is not None
+            ]
+            if pairs:
+                torch.autograd.backward([o for o, _ in pairs], [g for _, g in pairs])
+            found[m] = [x.grad for x in inputs]
+        return found, [parameter.grad for parameter in module.parameters()]
+
+    def begun(self) -> PipelineStage:
+        """A stage in the middle, with all micro-batches in flight."""
+        stage = stage_of(deepcopy(self.module))
+        stage.begin()
+        for m in range(len(self.inputs)):
+            stage.keep(m, *self.forward(stage.submod, m))
+        return stage
+
+    def _random(self) -> Tensor:
+        return torch.randn(2, 4, generator=self.generator)
+
+
+def assert_same(actual: Gradients, expected: Gradients) -> None:
+    """Equal to the last bit, and None in the same places."""
+    assert [x is None for x in actual] == [x is None for x in expected]
+    for one, other in zip(actual, expected, strict=True):
+        if one is not None and other is not None:
+            assert torch.equal(one, other)
+
+
+def weights(stage: PipelineStage) -> Gradients:
+    return [parameter.grad for parameter in stage.submod.parameters()]
+
+
+@pytest.mark.parametrize("index", [-1, 2, 3])
+def test_a_stage_lies_in_the_pipeline(index: int) -> None:
+    with pytest.raises(MismatchError) as caught:
+        stage_of(nn.Linear(4, 4), index, 2)
+    assert str(caught.value) == f"stage {index} of 2: stages are numbered from 0 to 1"
+
+
+@pytest.mark.parametrize(
+    ("index", "count", "first", "last"),
+    [(0, 1, True, True), (0, 3, True, False), (1, 3, False, False), (2, 3, False, True)],
+)
+def test_a_stage_knows_where_it_stands(index: int, count: int, first: bool, last: bool) -> None:
+    stage = stage_of(nn.Linear(4, 4), index, count)
+    assert (stage.is_first, stage.is_last) == (first, last)
+
+
+def test_a_stage_says_what_it_is() -> None:
+    assert repr(stage_of(nn.Linear(4, 4), 0, 2)) == (
+        "PipelineStage(0 of 2, Linear, 20 parameters, cpu)"
+    )
+    assert repr(stage_of(nn.Linear(100, 100), 2, 3)) == (
+        "PipelineStage(2 of 3, Linear, 10,100 parameters, cpu)"
+    )
+    # A weight in two layers is there once.
+    assert "(1 of 3, TiedWeights, 24 parameters, cpu)" in repr(stage_of(TiedWeights()))
+    meta = PipelineStage(nn.ReLU(), 1, 2, torch.device("meta"))
+    assert repr(meta) == "PipelineStage(1 of 2, ReLU, 0 parameters, meta)"
+
+
+def test_examples_are_kept_as_signatures() -> None:
+    x = torch.zeros(2, 4)
+    stage = PipelineStage(nn.ReLU(), 0, 2, CPU, input_args=x, output_args=(x, x.long()))
+    assert str(stage.expected_input) == "(float32[2, 4])"
+    assert str(stage.expected_output) == "(float32[2, 4], int64[2, 4])"
+    assert stage_of(nn.ReLU()).expected_input is None
+    assert stage_of(nn.ReLU()).expected_output is None
+
+
+def test_beginning_tells_which_parameters_learn() -> None:
+    module = nn.Linear(4, 4)
+    stage = stage_of(module)
+    assert stage.begin() == (True, True)
+    module.weight.requires_grad_(False)
+    assert stage.begin() == (False, True)
+    assert stage_of(nn.ReLU()).begin() == ()
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_a_whole_backward_is_a_plain_backward(name: str) -> None:
+    example = Example(name)
+    inputs, parameters = example.plain()
+    stage = example.begun()
+    assert_same(stage.backward(0, example.gradients[0]), inputs[0])
+    assert_same(weights(stage), parameters)
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_a_split_backward_is_a_plain_backward(name: str) -> None:
+    example = Example(name)
+    inputs, parameters = example.plain()
+    stage = example.begun()
+    assert_same(stage.backward_input(0, example.gradients[0]), inputs[0])
+    stage.backward_weight(0)
+    assert_same(weights(stage), parameters)
+
+
+def test_the_examples_are_what_they_claim_to_be() -> None:
+    """None of the comparisons is one of nothing with nothing."""
+    without = {
+        "nothing to learn": ([False], [True] * 6),
+        "no output with a gradient": ([True], [True] * 6),
+        "inputs without gradient": ([False, True, True], [False, False]),
+        "no layer at all": ([False], []),
+        "only the input gets a gradient": ([False], [True, True]),
+        "frozen parameters": ([False], [False, False, True, False, True, True]),
+        "parameters that are not used": ([False], [True, True, True, *[False] * 4, True, True]),
+        "an output without gradient": ([False], [*[False] * 4, True, True]),
+        "one output with a gradient": ([False], [False, False, True, True, False, False]),
+    }
+    for name in MODULES:
+        if name in CHOICES:
+            continue
+        inputs, parameters = Example(name).plain()
+        expected = without.get(name, ([False], [False] * len(parameters)))
+        assert ([x is None for x in inputs[0]], [x is None for x in parameters]) == expected, name
+
+
+def test_gradients_are_added_to_those_that_are_there() -> None:
+    example = Example("an MLP")
+    _, parameters = example.plain()
+    for split in (False, True):
+        stage = example.begun()
+        for parameter in stage.submod.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        if split:
+            stage.backward_input(0, example.gradients[0])
+            stage.backward_weight(0)
+        else:
+            stage.backward(0, example.gradients[0])
+        assert_same(weights(stage), [1 + x for x in parameters if x is not None])
+
+
+@pytest.mark.parametrize("thawed", [nn.Linear, nn.LayerNorm, nn.Module])
+def test_parameters_that_were_frozen_learn_from_the_next_step_on(thawed: type[nn.Module]) -> None:
+    example = Example("an MLP")
+    stage = stage_of(deepcopy(example.module))
+    for learns in (False, True, False):
+        for module in (example.module, stage.submod):
+            for layer in module.children():
+                layer.requires_grad_(not isinstance(layer, thawed) or learns)
+            module.zero_grad()
+        _, parameters = example.plain()
+        stage.begin()
+        stage.keep(0, *example.forward(stage.submod, 0))
+        stage.backward_input(0, example.gradients[0])
+        stage.backward_weight(0)
+        assert_same(weights(stage), parameters)
+
+
+def test_parameters_that_were_replaced_learn_from_the_next_step_on() -> None:
+    example = Example("an MLP")
+    _, parameters = example.plain()
+    stage = stage_of(deepcopy(example.module))
+    for _ in range(2):
+        stage.begin()
+        stage.keep(0, *example.forward(stage.submod, 0))
+        stage.backward_input(0, example.gradients[0])
+        stage.backward_weight(0)
+        assert_same(weights(stage), parameters)
+        for layer in stage.submod.children():
+            if isinstance(layer, (nn.Linear, nn.LayerNorm)):
+                layer.weight = nn.Parameter(layer.weight.detach().clone())
+                layer.bias = nn.Parameter(layer.bias.detach().clone())
+
+
+def test_the_weights_of_linear_layers_wait_for_their_half() -> None:
+    example = Example("an MLP")
+    stage = example.begun()
+    linear = [m.weight for m in stage.submod.modules() if isinstance(m, nn.Linear)]
+    stage.backward_input(0, example.gradients[0])
+    assert [weight.grad for weight in linear] == [None, None]
+    stage.backward_weight(0)
+    assert None not in [weight.grad for weight in linear]
+
+
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize("name", ["an MLP", "weights used twice", "frozen parameters"])
+def test_the_first_stage_has_no_inputs(name: str, split: bool) -> None:
+    example = Example(name)
+    _, parameters = example.plain()
+    stage = stage_of(deepcopy(example.module), 0)
+    stage.begin()
+    stage.keep(0, [], [stage.submod(example.inputs[0][0])])
+    backward = stage.backward_input if split else stage.backward
+    assert backward(0, example.gradients[0]) == []
+    if split:
+        stage.backward_weight(0)
+    assert_same(weights(stage), parameters)
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_the_first_stage_reaches_all_that_the_batch_depends_on(split: bool) -> None:
+    example = Example("an MLP")
+    inputs, parameters = example.plain()
+    stage = stage_of(deepcopy(example.module), 0)
+    stage.begin()
+    # Made by a part of the model that is in no stage, or given with requires_grad.
+    x = example.inputs[0][0].clone().requires_grad_()
+    stage.keep(0, [], [stage.submod(x)])
+    backward = stage.backward_input if split else stage.backward
+    assert backward(0, example.gradients[0]) == []
+    if split:
+        stage.backward_weight(0)
+    assert_same([x.grad], inputs[0])
+    assert_same(weights(stage), parameters)
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_the_inputs_get_nothing_from_the_weights(name: str) -> None:
+    example = Example(name)
+    expected, _ = example.plain()
+    stage = stage_of(deepcopy(example.module))
+    stage.begin()
+    inputs, outputs = example.forward(stage.submod, 0)
+    stage.keep(0, inputs, outputs)
+    given = stage.backward_input(0, example.gradients[0])
+    stage.backward_weight(0)
+    # What was handed to the stage before must not change under its feet.
+    assert_same(given, expected[0])
+
+
+def test_a_stage_without_inputs_that_ask_for_a_gradient() -> None:
+    """In the middle, where only whole numbers arrive."""
+    stage = stage_of(nn.Embedding(5, 4))
+    stage.begin()
+    stage.keep(0, [], [stage.submod(torch.tensor([1, 2]))])
+    assert stage.backward_input(0, [torch.ones(2, 4)]) == []
+    stage.backward_weight(0)
+    expected = torch.zeros(5, 4)
+    expected[1:3] = 1
+    assert_same(weights(stage), [expected])
+
+
+def test_as_many_gradients_arrive_as_there_are_outputs() -> None:
+    example = Example("several outputs")
+    for split in (False, True):
+        stage = example.begun()
+        backward = stage.backward_input if split else stage.backward
+        with pytest.raises(ValueError, match="zip"):
+            backward(0, example.gradients[0][:2])
+
+
+COUNT = 4
+
+
+@st.composite
+def orders(draw: st.DrawFn) -> list[str]:
+    """Each micro-batch as B, or as I and later W, in any order."""
+    split = draw(st.lists(st.booleans(), min_size=COUNT, max_size=COUNT))
+    actions = [f"{kind}{m}" for m in range(COUNT) for kind in ("IW" if split[m] else "B")]
+    order = draw(st.permutations(actions))
+    # Where W comes before its I, they change places.
+    for m in range(COUNT):
+        if split[m]:
+            first, second = sorted((order.index(f"I{m}"), order.index(f"W{m}")))
+            order[first], order[second] = f"I{m}", f"W{m}"
+    return order
+
+
+@given(orders(), st.sampled_from(["an MLP", "weights used twice", "the input as an output"]))
+@settings(max_examples=40)
+def test_microbatches_may_be_in_flight_in_any_order(order: list[str], name: str) -> None:
+    example = Example(name, COUNT)
+    # A gradient is added in I or in W, so the last bits of a sum follow the order of one of them.
+    inputs, in_order_of_i = example.plain([int(a[1]) for a in order if a[0] != "W"])
+    _, in_order_of_w = example.plain([int(a[1]) for a in order if a[0] != "I"])
+    stage = example.begun()
+    for kind, m in ((action[0], int(action[1])) for action in order):
+        if kind == "W":
+            stage.backward_weight(m)
+        else:
+            backward = stage.backward if kind == "B" else stage.backward_input
+            assert_same(backward(m, example.gradients[m]), inputs[m])
+    for gradient, *expected in zip(weights(stage), in_order_of_i, in_order_of_w, strict=True):
+        assert gradient is not None
+        assert any(torch.equal(gradient, one) for one in expected if one is not None)
+
+
+def run_split(example: Example) -> PipelineStage:
+    """All micro-batches one after the other, each split."""
+    stage = example.begun()
+    for m in range(len(example.inputs)):
+        stage.backward_input(m, example.gradients[m])
+        stage.backward_weight(m)
+    return stage
+
+
+@pytest.mark.parametrize("name", CHOICES)
+def test_microbatches_may_take_different_ways_through_a_stage(name: str) -> None:
+    example = Example(name, 3)
+    for m, sign in enumerate((1, -1, 1)):
+        example.inputs[m][0] = sign * example.inputs[m][0].abs()
+    _, parameters = example.plain(range(3))
+    assert not any(gradient is None for gradient in parameters)
+    assert_same(weights(run_split(example)), parameters)
+
+
+@pytest.mark.parametrize(
+    "reached",
+    [[(1, 0), (0, 1)], [(1, 0), (1, 1)], [(0, 1), (1, 1)], [(1, 1), (1, 0)], [(0, 0), (0, 1)]],
+    ids=str,
+)
+@pytest.mark.parametrize("name", ["two branches", "the input as an output"])
+def test_outputs_may_get_gradients_for_some_microbatches_only(
+    name: str, reached: list[tuple[int, int]]
+) -> None:
+    example = Example(name, 2)
+    example.gradients = [
+        [gradient if here else None for gradient, here in zip(gradients, which, strict=True)]
+        for gradients, which in zip(example.gradients, reached, strict=True)
+    ]
+    _, parameters = example.plain(range(2))
+    assert_same(weights(run_split(example)), parameters)
+
+
+@pytest.mark.parametrize("done", ["nothing", "I", "cleared", "I, cleared", "B", "I, W"])
+def test_memory_is_kept_only_as_long_as_it_is_needed(done: str) -> None:
+    example = Example("an MLP")
+    stage = stage_of(deepcopy(example.module))
+    stage.begin()
+    inputs, outputs = example.forward(stage.submod, 0)
+    kept = weakref.ref(outputs[0])
+    stage.keep(0, inputs, outputs)
+    del inputs, outputs
+    for part in done.split(", "):
+        if part == "B":
+            stage.backward(0, example.gradients[0])
+        elif part == "I":
+            stage.backward_input(0, example.gradients[0])
+        elif part == "W":
+            stage.backward_weight(0)
+        elif part == "cleared":
+            stage.clear()
+    gc.collect()
+    assert (kept() is not None) == (done == "nothing")
+
+
+def test_a_cleared_stage_has_forgotten_every_microbatch() -> None:
+    example = Example("an MLP", 3)
+    stage = example.begun()
+    stage.backward_input(0, example.gradients[0])
+    before = [None if x is None else x.clone() for x in weights(stage)]
+    stage.clear()
+    stage.backward_weight(0)
+    for m in (1, 2):
+        with pytest.raises(KeyError):
+            stage.backward(m, example.gradients[m])
+        with pytest.raises(KeyError):
+            stage.backward_input(m, example.gradients[m])
+    assert_same(weights(stage), before)
+    # What comes next starts afresh.
+    stage.submod.zero_grad()
+    inputs, parameters = example.plain([1])
+    stage.keep(1, *example.forward(stage.submod, 1))
+    assert_same(stage.backward(1, example.gradients[1]), inputs[1])
+    assert_same(weights(stage), parameters)
