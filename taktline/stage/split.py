@@ -19,13 +19,13 @@ graph (a Recipe), and used again where shape, leaves and products are the same.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
-from torch.autograd.graph import GradientEdge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from taktline.errors import SplitError
 from taktline.stage.engine import accumulate, add_to_grad
@@ -41,7 +41,8 @@ _PRODUCTS = {
     "MmBackward0": (1, "_saved_self", "_raw_saved_self"),
 }
 _TURN, _CAST = "TBackward0", "ToCopyBackward0"
-_LEAF, _REENTRANT = "torch::autograd::AccumulateGrad", "CheckpointFunctionBackward"
+_REENTRANT = "CheckpointFunctionBackward"
+_LEAF: Any = type(get_gradient_edge(torch.zeros(0, requires_grad=True)).node)
 # Marks in the shape of a graph, apart from all slots.
 _NOWHERE, _NEXT = -1, -2
 _REMEMBERED = 8
@@ -56,16 +57,13 @@ class _Product:
     chain: tuple[str, ...]
     weight: torch.Tensor
 
-    def matches(self, node: Node) -> bool:
-        """Whether a node is this product, for this weight."""
-        if node.name() != self.name or _hindrance(node) is not None:
-            return False
+    def path(self, node: Node) -> Iterator[Node]:
+        """The product's node, and what lies between it and the weight."""
+        yield node
         node = node.next_functions[_PRODUCTS[self.name][0]][0]
-        for name in self.chain:
-            if node is None or node.name() != name:
-                return False
+        for _ in self.chain:
+            yield node
             node = node.next_functions[0][0]
-        return getattr(node, "variable", None) is self.weight and not _hooked(self.weight)
 
     def compute(self, factor: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
         """The gradient of the weight, by the same product as the engine's."""
@@ -79,8 +77,10 @@ class _Recipe:
 
     ends: tuple[tuple[int, torch.Tensor | None], ...]
     """The leaves of the graph by their slots; None stands for an input of the stage."""
-    products: tuple[_Product, ...]
-    leaves: tuple[torch.Tensor, ...]
+    kinds: tuple[tuple[int, type], ...] = ()
+    """What the products are, and what lies between them and their weights, by slot."""
+    products: tuple[_Product, ...] = ()
+    leaves: tuple[torch.Tensor, ...] = ()
     """What gets its gradient in I, besides the stage's inputs."""
     whole: bool = False
     """Nothing can be left out: everything is due in I."""
@@ -92,7 +92,13 @@ class _Recipe:
             here = nodes[slot].variable
             if here is not leaf and (leaf is not None or here not in given):
                 return False
-        return all(product.matches(nodes[product.slot]) for product in self.products)
+        for slot, kind in self.kinds:
+            if type(nodes[slot]) is not kind:
+                return False
+        for product in self.products:
+            if _hooked(product.weight) or _hindrance(product.name, nodes[product.slot]):
+                return False
+        return True
 
 
 class Pending:
@@ -175,7 +181,8 @@ class Splitter:
         edges = [GradientEdge(node, 0) for node in found]
         new = [leaf for leaf in recipe.leaves if leaf.grad is None]
         accumulate(roots, gradients, [*inputs, *recipe.leaves, *edges])
-        pending.part_from(new)
+        if new:
+            pending.part_from(new)
         return pending if recipe.products else None
 
     def _recipe(
@@ -217,7 +224,8 @@ class _Graph:
             if position == len(nodes):
                 break
             node = nodes[position]
-            edges = ((None, 0),) if node in ends else node.next_functions
+            leaf = type(node) is _LEAF  # leads nowhere
+            edges = () if leaf else ((None, 0),) if node in ends else node.next_functions
             position += 1
 
     def consumers(self) -> dict[Node, list[tuple[Node, int]]]:
@@ -238,11 +246,11 @@ def _learn(
     ends = [
         (slot, None if node.variable in given else node.variable)
         for slot, node in enumerate(graph.nodes)
-        if node.name() == _LEAF
+        if type(node) is _LEAF
     ]
 
     def whole(reason: str) -> tuple[_Recipe, dict[torch.Tensor, str]]:
-        recipe = _Recipe(tuple(ends), (), (), whole=True)
+        recipe = _Recipe(tuple(ends), whole=True)
         return recipe, dict.fromkeys(weights, reason)
 
     if None in graph.roots:
@@ -253,7 +261,6 @@ def _learn(
         return whole("the graph reaches leaves outside of the stage")
     reasons: dict[torch.Tensor, str] = {}
     products: list[_Product] = []
-    leaves: list[torch.Tensor] = []
     slots = {node: slot for slot, node in enumerate(graph.nodes)}
     consumers = graph.consumers()
     for slot, leaf in ends:
@@ -262,10 +269,14 @@ def _learn(
         found = _uses(consumers, graph.roots, graph.nodes[slot], leaf)
         if isinstance(found, str):
             reasons[leaf] = found
-            leaves.append(leaf)
         else:
             products += [_Product(slots[node], node.name(), chain, leaf) for node, chain in found]
-    return _Recipe(tuple(ends), tuple(products), tuple(leaves)), reasons
+    kinds = dict.fromkeys(
+        (slots[node], type(node))
+        for product in products
+        for node in product.path(graph.nodes[product.slot])
+    )
+    return _Recipe(tuple(ends), tuple(kinds), tuple(products), tuple(reasons)), reasons
 
 
 def _uses(
@@ -295,7 +306,7 @@ def _uses(
                 waiting.append((parent, (name, *chain), last or parent))
             elif name not in _PRODUCTS or edge != _PRODUCTS[name][0]:
                 return f"used in {name.removesuffix('0').removesuffix('Backward')}"
-            elif (hindrance := _hindrance(parent)) is not None:
+            elif (hindrance := _hindrance(name, parent)) is not None:
                 return hindrance
             else:
                 found.append((parent, chain))
@@ -310,9 +321,9 @@ def _uses(
     return found
 
 
-def _hindrance(product: Node) -> str | None:
+def _hindrance(name: str, product: Node) -> str | None:
     """Why a product cannot be left out."""
-    if getattr(product, _PRODUCTS[product.name()][2]).unpack_hook is not None:
+    if getattr(product, _PRODUCTS[name][2]).unpack_hook is not None:
         return "checkpointed, or its activations are kept elsewhere"
     return None if getattr(product, "_saved_alpha", 1) == 1 else "in a scaled product"
 

@@ -1,0 +1,891 @@
+"""The split backward gives the gradients of a plain one, bit for bit, and frees what it can."""
+
+from __future__ import annotations
+
+import gc
+import inspect
+import shutil
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from copy import deepcopy
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.autograd.graph import save_on_cpu
+from torch.distributed.pipelining import _backward as theirs
+from torch.profiler import ProfilerActivity, profile
+from torch.utils import _pytree as pytree
+from torch.utils.checkpoint import checkpoint
+
+from taktline.errors import SplitError
+from taktline.stage import (
+    PipelineStage,
+    check_split_backward,
+    stage_backward,
+    stage_backward_input,
+    stage_backward_weight,
+)
+from taktline.stage.split import Pending, Splitter, _Product
+
+Gradients = list[Tensor | None]
+Forward = Callable[[Any, Tensor], Any]
+MICROBATCHES = 4
+I_ORDER, W_ORDER = (1, 0, 3, 2), (2, 1, 3, 0)
+
+
+class Piece(nn.Module):
+    """Parts by name, and a function of them and the input."""
+
+    def __init__(self, function: Forward, **parts: nn.Module | nn.Parameter) -> None:
+        super().__init__()
+        self.function = function
+        for name, part in parts.items():
+            setattr(self, name, part)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.function(self, x)
+
+
+def matrix(*shape: int) -> nn.Parameter:
+    return nn.Parameter(torch.randn(*shape))
+
+
+def mlp() -> nn.Sequential:
+    return nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 4))
+
+
+def freeze(module: nn.Module, *names: str) -> nn.Module:
+    for name in names:
+        module.get_parameter(name).requires_grad_(False)
+    return module
+
+
+def tie(module: nn.Module, one: str, other: str) -> nn.Module:
+    module.get_submodule(other).weight = module.get_submodule(one).weight
+    return module
+
+
+class Scaled(torch.autograd.Function):
+    """Has a field that leaves have too."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor) -> Tensor:
+        ctx.variable = x
+        ctx.save_for_backward(x, w)
+        return x * w
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        x, w = ctx.saved_tensors
+        return grads[0] * w, (grads[0] * x).sum(0)
+
+
+def attention(m: Any, x: Tensor) -> Tensor:
+    q, k, v = m.qkv(x.unsqueeze(0)).chunk(3, -1)
+    return x + m.out(F.scaled_dot_product_attention(q, k, v, is_causal=True)).squeeze(0)
+
+
+def experts(m: Any, x: Tensor) -> Tensor:
+    """Rows go to the expert that they choose; some experts get none."""
+    scores = m.gate(x).softmax(-1)
+    best, chosen = scores.max(-1)
+    out = torch.zeros_like(x)
+    for index, expert in enumerate(m.experts):
+        rows = (chosen == index).nonzero().squeeze(-1)
+        if len(rows):
+            out = out.index_add(0, rows, expert(x[rows]) * best[rows, None])
+    return out
+
+
+def positive(x: Tensor) -> bool:
+    return bool(x.detach().sum() > 0)
+
+
+def two_branches(m: Any, x: Tensor) -> Tensor:
+    return m.a(x) if positive(x) else m.b(x) * 2
+
+
+def one_scale_or_other(m: Any, x: Tensor) -> Tensor:
+    """Graphs of one shape and one product, with different leaves elsewhere."""
+    return m.a(x * (m.p if positive(x) else m.q))
+
+
+def once_or_twice(m: Any, x: Tensor) -> Tensor:
+    """Graphs of one shape; in one of them the weight has another use."""
+    return m.a(x) * (m.a.weight if positive(x) else m.b.weight).sum()
+
+
+def scaled_or_not(m: Any, x: Tensor) -> Tensor:
+    return torch.addmm(m.b, x, m.w, alpha=1 if positive(x) else 2)
+
+
+def checkpointed_or_not(m: Any, x: Tensor) -> Any:
+    return m.a(x) if positive(x) else checkpoint(m.a, x, use_reentrant=False)
+
+
+def input_or_own(m: Any, x: Tensor) -> Tensor:
+    return m.a(x) * (x if positive(x) else m.p.view(-1)).sum()
+
+
+def roots_change(m: Any, x: Tensor) -> tuple[Tensor, ...]:
+    y = m.a(x)
+    return (y, m.a(y)) if positive(x) else (m.a(y),)
+
+
+def leaf_or_not(m: Any, x: Tensor) -> tuple[Tensor, Tensor]:
+    return (x, m.a(x)) if positive(x) else (m.a(x), x)
+
+
+def turned_thrice(m: Any, x: Tensor) -> Tensor:
+    """The engine sums in the order of the transposes, which is not that of the products."""
+    a, b, c = m.w.t(), m.w.t(), m.w.t()
+    return ((x @ b).tanh() @ a).tanh() @ c
+
+
+def two_then_one(m: Any, x: Tensor) -> Tensor:
+    a, b = m.w.t(), m.w.t()
+    return ((x @ a).tanh() @ b).tanh() @ a
+
+
+def in_place(m: Any, x: Tensor) -> Tensor:
+    y = m.a(x)
+    y.mul_(2)
+    y[:, :2] += 1
+    y.relu_()
+    return m.b(y.view(-1, 4)).add_(1)
+
+
+def added_view(m: Any, x: Tensor) -> Tensor:
+    """The engine gives the parameter a gradient in the memory of the layer's."""
+    p = m.p.view(1, 5, 4)
+    return m.a(m.n(x).view(1, 5, 4)) + p
+
+
+def lora(m: Any, x: Tensor) -> Tensor:
+    return m.base(x) + x @ m.down.t() @ m.up.t() * 0.5
+
+
+def autocast(m: Any, x: Tensor) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        return m.b(F.gelu(m.a(x)))
+
+
+def autocast_shared(m: Any, x: Tensor) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        return m.a(F.gelu(m.a(x)))
+
+
+def offloaded(m: Any, x: Tensor) -> Tensor:
+    with save_on_cpu():
+        y = F.gelu(m.a(x))
+    return m.b(y)
+
+
+def checkpointed(reentrant: bool) -> Forward:
+    return lambda m, x: m.b(checkpoint(m.a, m.b(x), use_reentrant=reentrant))
+
+
+def recurrent(m: Any, x: Tensor) -> tuple[Tensor, ...]:
+    y, (h, c) = m.rnn(x.unsqueeze(1))
+    return y, h, c
+
+
+def linear(**kwargs: Any) -> nn.Linear:
+    return nn.Linear(4, 4, **kwargs)
+
+
+def dropped() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Dropout(0.5), nn.Linear(8, 4))
+
+
+MODULES: dict[str, Callable[[], nn.Module]] = {
+    # Layers
+    "linear": lambda: nn.Linear(4, 4),
+    "no bias": lambda: nn.Linear(4, 4, bias=False),
+    "one out": lambda: nn.Linear(4, 1),
+    "one in": lambda: Piece(lambda m, x: m.a(x[:, :1]), a=nn.Linear(1, 4)),
+    "one by one": lambda: Piece(lambda m, x: x[:, :1] @ m.w + m.a(x[:, :1]), w=matrix(1, 1),
+                                a=nn.Linear(1, 1)),
+    "3-D": lambda: Piece(lambda m, x: m.b(m.a(x.view(1, 5, 4))), a=linear(), b=linear(bias=False)),
+    "non-contiguous": lambda: Piece(lambda m, x: m.a(x.t()), a=nn.Linear(5, 3)),
+    "non-contiguous 3-D": lambda: Piece(
+        lambda m, x: m.b(m.a(x.expand(2, 5, 4).transpose(0, 1)).transpose(0, 1)),
+        a=linear(), b=linear(bias=False)),
+    "mlp": mlp,
+    "norms": lambda: nn.Sequential(linear(), nn.RMSNorm(4), linear(), nn.BatchNorm1d(4)),
+    "conv": lambda: Piece(lambda m, x: m.a(m.c(x.view(1, 1, 5, 4))), a=linear(),
+                          c=nn.Conv2d(1, 2, 3, padding=1)),
+    "embedding": lambda: Piece(lambda m, x: m.a(m.e((x * 2).long().abs() % 7)) + x[:, :, None],
+                               e=nn.Embedding(7, 4), a=linear()),
+    "einsum": lambda: Piece(lambda m, x: m.a(torch.einsum("bi,io->bo", x, m.w)), w=matrix(4, 4),
+                            a=linear()),
+    "x @ w": lambda: Piece(lambda m, x: (x @ m.w).tanh() @ m.v.t(), w=matrix(4, 8), v=matrix(4, 8)),
+    "w @ x": lambda: Piece(lambda m, x: m.w @ m.a(x), w=matrix(3, 5), a=linear()),
+    "w @ v": lambda: Piece(lambda m, x: x @ (m.w @ m.v), w=matrix(4, 2), v=matrix(2, 4)),
+    "addmm": lambda: Piece(
+        lambda m, x: torch.addmm(m.b, torch.addmm(m.b, x, m.w, beta=3), m.v, alpha=2),
+        b=matrix(4), w=matrix(4, 4), v=matrix(4, 4)),
+    "function": lambda: Piece(lambda m, x: m.a(Scaled.apply(m.a(x), m.p)), a=linear(), p=matrix(4)),
+    # Sharing
+    "used twice": lambda: Piece(lambda m, x: m.a(m.a(x).tanh()), a=linear()),
+    "used four times": lambda: Piece(lambda m, x: m.a(m.a(m.a(m.a(x).tanh()).sin()).cos()),
+                                     a=linear()),
+    "turned thrice": lambda: Piece(turned_thrice, w=matrix(4, 4)),
+    "two then one": lambda: Piece(two_then_one, w=matrix(4, 4)),
+    "turned once": lambda: Piece(
+        lambda m, x: (lambda w: ((x @ w).tanh() @ w).tanh() @ w)(m.w.t()), w=matrix(4, 4)),
+    "turned or not": lambda: Piece(lambda m, x: x @ m.w + x @ m.w.t(), w=matrix(4, 4)),
+    "tied": lambda: tie(nn.Sequential(linear(), nn.Tanh(), linear()), "0", "2"),
+    "tied embedding": lambda: tie(
+        Piece(lambda m, x: m.a(m.e((x * 2).long().abs() % 7).sum(1) + x), e=nn.Embedding(7, 4),
+              a=nn.Linear(4, 7, bias=False)), "e", "a"),
+    # Several outputs of a node
+    "chunk": lambda: Piece(
+        lambda m, x: torch.cat([h.tanh() for h in m.a(x).chunk(2, -1)][::-1], -1), a=linear()),
+    "split": lambda: Piece(lambda m, x: m.b(m.a(x).split([1, 3], -1)[1]), a=linear(),
+                           b=nn.Linear(3, 4)),
+    "unbind": lambda: Piece(lambda m, x: [m.b(y) for y in m.a(x).view(5, 2, 2).unbind(1)],
+                            a=linear(), b=nn.Linear(2, 3)),
+    "sort": lambda: Piece(lambda m, x: m.a(m.a(x).sort(-1)[0]), a=linear()),
+    "lstm": lambda: Piece(recurrent, rnn=nn.LSTM(4, 3, 2)),
+    "attention": lambda: Piece(attention, qkv=nn.Linear(4, 12), out=linear()),
+    # Who gets gradients
+    "frozen": lambda: freeze(mlp(), "1.weight", "3.bias"),
+    "all frozen": lambda: mlp().requires_grad_(False),
+    "lora": lambda: Piece(lora, base=linear().requires_grad_(False), down=matrix(2, 4),
+                          up=matrix(4, 2)),
+    "unused": lambda: Piece(lambda m, x: m.a(x), a=linear(), b=linear()),
+    "branches": lambda: Piece(two_branches, a=linear(), b=linear()),
+    "other leaf": lambda: Piece(one_scale_or_other, a=linear(), p=matrix(4), q=matrix(4)),
+    "other use": lambda: Piece(once_or_twice, a=linear(), b=linear()),
+    "other alpha": lambda: Piece(scaled_or_not, w=matrix(4, 4), b=matrix(4)),
+    "other end": lambda: Piece(input_or_own, a=linear(), p=matrix(4)),
+    "other roots": lambda: Piece(roots_change, a=linear()),
+    "other leaf out": lambda: Piece(leaf_or_not, a=linear()),
+    "experts": lambda: Piece(experts, gate=nn.Linear(4, 3),
+                             experts=nn.ModuleList(mlp() for _ in range(3))),
+    # Outputs
+    "input out": lambda: Piece(lambda m, x: (x, m.a(x)), a=linear()),
+    "parameter out": lambda: Piece(lambda m, x: (m.a(x), m.a.weight, m.a.bias), a=linear()),
+    "weight shown": lambda: Piece(lambda m, x: (m.a(x), m.a.weight.t()), a=linear()),
+    "used weight shown": lambda: Piece(
+        lambda m, x: (lambda w: (x @ w, w))(m.a.weight.t()), a=linear()),
+    "twice out": lambda: Piece(lambda m, x: [m.a(x)] * 2, a=linear()),
+    "view out": lambda: Piece(lambda m, x: (lambda y: (y, y.view(-1), y[1:]))(m.a(x)), a=linear()),
+    "no gradient": lambda: Piece(lambda m, x: {"skip": m.a(x), "y": m.b(m.a(x))}, a=linear(),
+                                 b=linear()),
+    "in place": lambda: Piece(in_place, a=linear(), b=linear()),
+    "added view": lambda: Piece(added_view, n=nn.LayerNorm(4), a=linear(), p=matrix(20)),
+    # Ways to run
+    "checkpoint": lambda: Piece(checkpointed(False), a=dropped(), b=linear()),
+    "checkpoint, re-entrant": lambda: Piece(checkpointed(True), a=dropped(), b=linear()),
+    "checkpoint at times": lambda: Piece(checkpointed_or_not, a=dropped()),
+    "dropout": dropped,
+    "save_on_cpu": lambda: Piece(offloaded, a=linear(), b=linear()),
+    "autocast": lambda: Piece(autocast, a=nn.Linear(4, 8), b=nn.Linear(8, 4, bias=False)),
+    "autocast, shared": lambda: Piece(autocast_shared, a=linear()),
+    "bfloat16": lambda: Piece(lambda m, x: m.b(m.a(x.bfloat16())).float(), a=mlp().bfloat16(),
+                              b=linear(dtype=torch.bfloat16)),
+    "double": lambda: Piece(lambda m, x: m.a(x.double()) @ m.b.weight.double().t(),
+                            a=linear(dtype=torch.double), b=linear()),
+}  # fmt: skip
+
+
+def example(index: int, *, grad: bool = True) -> Tensor:
+    """One micro-batch's input; their sums differ in sign."""
+    generator = torch.Generator().manual_seed(index)
+    x = torch.randn(5, 4, generator=generator) + (1 if index % 2 else -1)
+    return x.requires_grad_(grad)
+
+
+def outputs_of(module: nn.Module, x: Tensor, seed: int) -> list[tuple[Tensor, Tensor]]:
+    """Outputs that get gradients, and these."""
+    torch.manual_seed(seed)
+    output = module(x)
+    if isinstance(output, dict):
+        output.pop("skip", None)
+    roots = [y for y in pytree.tree_leaves(output) if y.requires_grad]
+    return [(y, torch.randn(y.shape).to(y)) for y in roots]
+
+
+def plain(module: nn.Module, *, grad: bool = True) -> list[list[tuple[Gradients, Gradients]]]:
+    """Gradients of the input and of the parameters: for two iterations, each micro-batch alone."""
+    found: list[list[tuple[Gradients, Gradients]]] = []
+    for iteration in range(2):
+        xs = [example(index, grad=grad) for index in range(MICROBATCHES)]
+        pairs = [outputs_of(module, x, index + 10 * iteration) for index, x in enumerate(xs)]
+        alone: dict[int, tuple[Gradients, Gradients]] = {}
+        for index in I_ORDER:
+            module.zero_grad()
+            if pairs[index]:
+                roots, gradients = zip(*pairs[index], strict=True)
+                torch.autograd.backward(roots, gradients)
+            own = [None if p.grad is None else p.grad.clone() for p in module.parameters()]
+            alone[index] = ([xs[index].grad], own)
+        found.append([alone[index] for index in range(MICROBATCHES)])
+    return found
+
+
+Half = Callable[[list[Tensor], list[Tensor], Tensor], tuple[set[Tensor], Callable[[], Any]]]
+
+
+def with_splitter(module: nn.Module) -> Half:
+    """The way of a stage."""
+    splitter = Splitter()
+
+    def half(
+        roots: list[Tensor], gradients: list[Tensor], x: Tensor
+    ) -> tuple[set[Tensor], Callable[[], Any]]:
+        inputs = [x] if x.requires_grad else []
+        weights = [p for p in module.parameters() if p.requires_grad]
+        pending = splitter.run_input(roots, gradients, inputs, weights)
+        return (set(), bool) if pending is None else (set(pending.weights), pending.run)
+
+    return half
+
+
+def with_functions(module: nn.Module) -> Half:
+    """The way of code that brings its own graph."""
+
+    def half(
+        roots: list[Tensor], gradients: list[Tensor], x: Tensor
+    ) -> tuple[set[Tensor], Callable[[], Any]]:
+        (given,), groups = stage_backward_input(roots, gradients, [x], module.parameters())
+        assert given is x.grad
+        weights = {weight for group in groups for weight in group["params"]}
+        return weights, lambda: stage_backward_weight(module.parameters(), groups)
+
+    return half
+
+
+def same(one: Tensor | None, other: Tensor | None) -> bool:
+    if one is None or other is None:
+        return one is other
+    return one.dtype == other.dtype and torch.equal(one, other)
+
+
+def check_exact(
+    module: nn.Module, way: Callable[[nn.Module], Half] = with_splitter, *, grad: bool = True
+) -> set[str]:
+    """Compare the split with a plain backward; gives the names of what W has done."""
+    expected = plain(deepcopy(module), grad=grad)
+    half = way(module)
+    parameters = list(module.parameters())
+    totals: Gradients = [None] * len(parameters)
+    later: set[Tensor] = set()
+
+    def add(iteration: int, index: int, chosen: Callable[[Tensor], bool]) -> None:
+        for position, value in enumerate(expected[iteration][index][1]):
+            if value is not None and chosen(parameters[position]):
+                known = totals[position]
+                totals[position] = value if known is None else known + value
+
+    for iteration in range(2):
+        xs = [example(index, grad=grad) for index in range(MICROBATCHES)]
+        ready = [outputs_of(module, x, index + 10 * iteration) for index, x in enumerate(xs)]
+        due: dict[int, tuple[set[Tensor], Callable[[], Any]]] = {}
+        for index in I_ORDER:
+            roots, gradients = [y for y, _ in ready[index]], [g for _, g in ready[index]]
+            due[index] = half(roots, gradients, xs[index]) if roots else (set(), bool)
+            add(iteration, index, lambda p, weights=due[index][0]: p not in weights)
+            assert same(xs[index].grad, expected[iteration][index][0][0])
+        for index in W_ORDER:
+            weights, run = due[index]
+            run()
+            add(iteration, index, lambda p, weights=weights: p in weights)
+            later |= weights
+        for (name, parameter), total in zip(module.named_parameters(), totals, strict=True):
+            assert same(parameter.grad, total), name
+    return {name for name, p in module.named_parameters() if p in later}
+
+
+@pytest.mark.parametrize("grad", [True, False], ids=["", "no input gradient"])
+@pytest.mark.parametrize("way", [with_splitter, with_functions])
+@pytest.mark.parametrize("name", MODULES)
+def test_gradients_equal_plain_ones(
+    name: str, way: Callable[[nn.Module], Half], grad: bool
+) -> None:
+    if name == "checkpoint, re-entrant" and not grad:
+        pytest.skip("torch gives no gradients then")
+    torch.manual_seed(0)
+    check_exact(MODULES[name](), way, grad=grad)
+
+
+def gpt_block() -> nn.Module:
+    return nn.Sequential(
+        nn.LayerNorm(4), Piece(attention, qkv=nn.Linear(4, 12), out=linear()), mlp()
+    )
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")
+@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_compiled(backend: str, whole: bool) -> None:
+    if backend == "inductor" and shutil.which("g++") is None:
+        pytest.skip("no C++ compiler")
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    block: Any = torch.compile(mlp(), backend=backend)
+    if whole:
+        assert check_exact(block) == set()
+    else:
+        module = nn.Sequential(linear(), block, linear())
+        assert check_exact(module) == {"0.weight", "2.weight"}
+
+
+def test_w_does_what_it_can() -> None:
+    torch.manual_seed(0)
+    done = {name: check_exact(MODULES[name]()) for name in MODULES}
+    assert done["mlp"] == {"1.weight", "3.weight"}
+    assert done["used four times"] == {"a.weight"}
+    assert done["tied"] == {"0.weight"}
+    assert done["lora"] == {"down", "up"}
+    assert done["attention"] == {"qkv.weight", "out.weight"}
+    assert done["autocast"] == {"a.weight", "b.weight"}
+    assert done["turned once"] == {"w"}
+    assert done["frozen"] == {"3.weight"}
+    assert done["tied embedding"] == done["checkpoint, re-entrant"] == done["two then one"] == set()
+
+
+def test_the_graph_may_change_between_steps() -> None:
+    """Freezing, unfreezing and hooks between two uses of one splitter."""
+    torch.manual_seed(0)
+    module, splitter = mlp(), Splitter()
+    reference = deepcopy(module)
+    calls: list[str] = []
+
+    def step() -> None:
+        for part, split in ((reference, False), (module, True)):
+            part.zero_grad()
+            x = example(0)
+            ((y, g),) = outputs_of(part, x, 0)
+            if split:
+                weights = [p for p in part.parameters() if p.requires_grad]
+                pending = splitter.run_input([y], [g], [x], weights)
+                if pending is not None:
+                    pending.run()
+            else:
+                y.backward(g)
+        for one, other in zip(module.parameters(), reference.parameters(), strict=True):
+            assert same(one.grad, other.grad)
+
+    step()
+    for part in (module, reference):
+        freeze(part, "1.bias", "3.weight", "0.weight")
+    step()
+    for part in (module, reference):
+        part.requires_grad_(True)
+    step()
+    module.get_parameter("3.weight").register_hook(lambda gradient: calls.append("hook"))
+    step()
+    assert calls == ["hook"]
+
+
+@pytest.mark.parametrize("name", ["1.weight", "1.bias"])
+def test_hooks_run_once_for_each_backward(name: str) -> None:
+    torch.manual_seed(0)
+    module = mlp()
+    calls: list[Tensor] = []
+    check_exact(module)
+    module.zero_grad()
+    module.get_parameter(name).register_hook(calls.append)
+    module.get_parameter(name).register_post_accumulate_grad_hook(calls.append)
+    x = example(0)
+    pending = Splitter().run_input([module(x)], [torch.ones(5, 4)], [x], list(module.parameters()))
+    assert pending is not None
+    assert len(calls) == 2
+    pending.run()
+    assert len(calls) == 2
+
+
+@pytest.mark.parametrize("hooked", [True, False])
+def test_a_hook_may_change_the_gradient(hooked: bool) -> None:
+    torch.manual_seed(0)
+    module = mlp()
+    plain, split = deepcopy(module), module
+    for part in (plain, split):
+        if hooked:
+            part.get_parameter("1.weight").register_hook(lambda gradient: gradient * 3)
+        x = example(0)
+        y = part[0](x)
+        y.register_hook(lambda gradient: gradient.clamp(-0.1, 0.1))
+        z = part[1](y)
+        z.register_hook(lambda gradient: gradient * 2)
+        out = part[3](part[2](z))
+        if part is plain:
+            out.backward(torch.ones(5, 4))
+        else:
+            pending = Splitter().run_input([out], [torch.ones(5, 4)], [x], list(split.parameters()))
+            assert pending is not None
+            pending.run()
+    for one, other in zip(plain.parameters(), split.parameters(), strict=True):
+        assert same(one.grad, other.grad)
+
+
+def test_gradients_share_no_memory_where_a_parameter_has_hooks() -> None:
+    torch.manual_seed(0)
+    module = MODULES["added view"]()
+    expected = deepcopy(module)
+    module.get_parameter("a.bias").register_hook(lambda gradient: None)
+    splitter, due = Splitter(), []
+    for index in range(2):
+        expected(example(index)).sum().backward()
+        x = example(index)
+        roots, gradients = [module(x).sum()], [torch.tensor(1.0)]
+        due.append(splitter.run_input(roots, gradients, [x], list(module.parameters())))
+    for pending in due:
+        pending.run()
+    for one, other in zip(module.parameters(), expected.parameters(), strict=True):
+        assert same(one.grad, other.grad)
+
+
+def test_an_optimizer_in_the_backward() -> None:
+    """Each parameter learns, and loses its gradient, as soon as it has one."""
+    torch.manual_seed(0)
+    split = mlp()
+    plain = deepcopy(split)
+    for part in (split, plain):
+        for parameter in part.parameters():
+            optimizer = torch.optim.SGD([parameter], lr=0.1)
+
+            def learn(p: Tensor, optimizer: torch.optim.SGD = optimizer) -> None:
+                optimizer.step()
+                optimizer.zero_grad()
+
+            parameter.register_post_accumulate_grad_hook(learn)
+    splitter = Splitter()
+    for index in range(3):
+        one, other = example(index), example(index)
+        plain(one).sum().backward()
+        assert (
+            splitter.run_input(
+                [split(other).sum()], [torch.tensor(1.0)], [other], list(split.parameters())
+            )
+            is None
+        )
+        assert same(one.grad, other.grad)
+        for p, q in zip(plain.parameters(), split.parameters(), strict=True):
+            assert p.grad is None
+            assert q.grad is None
+            assert torch.equal(p, q)
+
+
+def test_a_factor_must_stay_as_it_is_until_w() -> None:
+    layer, x = linear(), example(0, grad=False)
+    pending = Splitter().run_input([layer(x).sum()], [torch.tensor(1.0)], [], [*layer.parameters()])
+    assert pending is not None
+    x.zero_()
+    with pytest.raises(SplitError, match="changed in place between"):
+        pending.run()
+
+
+def test_gradients_of_another_type() -> None:
+    layer, x = linear(dtype=torch.bfloat16), example(0).bfloat16()
+    layer.weight.grad_dtype = torch.float32
+    for _ in range(2):
+        pending = Splitter().run_input(
+            [layer(x)], [torch.ones(5, 4, dtype=torch.bfloat16)], [x], [*layer.parameters()]
+        )
+        assert pending is not None
+        pending.run()
+    assert layer.weight.grad is not None
+    assert layer.weight.grad.dtype == torch.float32
+
+
+def products(run: Callable[[], object]) -> int:
+    """How many matrix products a call does."""
+    with profile(activities=[ProfilerActivity.CPU], acc_events=True) as profiler:
+        run()
+    return sum(
+        event.name in ("aten::mm", "aten::addmm", "aten::bmm") for event in profiler.events() or ()
+    )
+
+
+def test_i_leaves_the_products_of_weights_to_w() -> None:
+    layers = nn.Sequential(linear(), nn.Tanh(), linear(bias=False), nn.Tanh(), linear())
+    splitter, due = Splitter(), []
+    for _ in range(2):
+        x = example(0)
+        y = layers(x)
+        assert (
+            products(
+                lambda y=y, x=x: due.append(
+                    splitter.run_input([y], [torch.ones_like(y)], [x], [*layers.parameters()])
+                )
+            )
+            == 3
+        )
+        assert products(due.pop().run) == 3
+
+
+class Keep(nn.Module):
+    """Notes the tensors that pass."""
+
+    def __init__(self, seen: dict[str, weakref.ref[torch.UntypedStorage]], name: str) -> None:
+        super().__init__()
+        self.seen, self.name = seen, name
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen[self.name] = weakref.ref(x.untyped_storage())
+        if x.requires_grad:
+            x.register_hook(self.note)
+        return x
+
+    def note(self, gradient: Tensor) -> None:
+        self.seen[f"d{self.name}"] = weakref.ref(gradient.untyped_storage())
+
+
+def test_after_i_only_what_w_needs_is_alive() -> None:
+    seen: dict[str, weakref.ref[torch.UntypedStorage]] = {}
+    parts: list[nn.Module] = []
+    for index in range(4):
+        parts += [nn.LayerNorm(4), Keep(seen, f"X{index}"), linear(), Keep(seen, f"Y{index}")]
+        parts += [nn.GELU(), Keep(seen, f"Z{index}")]
+    module = nn.Sequential(*parts)
+
+    def alive() -> set[str]:
+        gc.collect()
+        return {name for name, ref in seen.items() if ref() is not None}
+
+    x = example(0)
+    output = module(x)
+    loss = output.sum()
+    del output
+    before = alive()
+    assert before >= {f"{kind}{index}" for kind in "XY" for index in range(4)}
+    pending = Splitter().run_input([loss], [torch.tensor(1.0)], [x], [*module.parameters()])
+    assert pending is not None
+    assert alive() == {f"{kind}{index}" for kind in ("X", "dY") for index in range(4)}
+    pending.run()
+    # The loss, and with it the emptied graph, is still there.
+    assert loss.grad_fn is not None
+    assert alive() == set()
+
+
+def test_report_for_a_block() -> None:
+    torch.manual_seed(0)
+    assert str(check_split_backward(gpt_block(), example(0))) == (
+        "gradients equal those of a plain backward\n"
+        "in W: 1.qkv.weight, 1.out.weight, 2.1.weight, 2.3.weight\n"
+        "in I: 0.weight, 0.bias, 1.qkv.bias, 1.out.bias, 2.0.weight, 2.0.bias, 2.1.bias, 2.3.bias "
+        "(no plain matrix)"
+    )
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")
+def test_report_for_what_cannot_be_split() -> None:
+    torch._dynamo.reset()
+    block: Any = torch.compile(mlp(), backend="aot_eager")
+    report = check_split_backward(nn.Sequential(linear(), block), example(0))
+    assert report.exact
+    assert "in W: 0.weight\n" in str(report)
+    assert "in I: 1._orig_mod.1.weight, 1._orig_mod.3.weight (used in CompiledFunction)" in str(
+        report
+    )
+    hooked = nn.Sequential(linear(), linear())
+    hooked[0].get_parameter("weight").register_hook(lambda gradient: None)
+    assert "in W: 1.weight\nin I: 0.weight (it has hooks)\n" in str(
+        check_split_backward(hooked, example(0))
+    )
+    report = check_split_backward(MODULES["checkpoint"](), example(0))
+    assert report.exact
+    assert report.at_once["a.0.weight"] == "checkpointed, or its activations are kept elsewhere"
+    assert report.later == ("b.weight",)
+    report = check_split_backward(MODULES["checkpoint, re-entrant"](), example(0))
+    assert str(report) == (
+        "gradients equal those of a plain backward\nin W: nothing\n"
+        "in I: a.0.weight, a.0.bias, a.3.weight, a.3.bias, b.weight, b.bias "
+        "(re-entrant checkpointing does its backward at once)"
+    )
+    assert check_split_backward(MODULES["unused"](), example(0)).at_once["b.weight"] == (
+        "not used here"
+    )
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_every_module_is_reported_exact(name: str) -> None:
+    torch.manual_seed(0)
+    report = check_split_backward(MODULES[name](), example(0))
+    assert report.exact, report
+
+
+def test_a_report_leaves_no_trace() -> None:
+    module = nn.Sequential(linear(), nn.BatchNorm1d(4), nn.Dropout(0.5))
+    kept = torch.ones(4, 4)
+    module[0].get_parameter("weight").grad = kept
+    buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
+    state = torch.get_rng_state()
+    x = example(0)
+    check_split_backward(module, x)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert x.grad is None
+    assert module[0].get_parameter("weight").grad is kept
+    assert torch.equal(kept, torch.ones(4, 4))
+    assert module[0].get_parameter("bias").grad is None
+    for name, buffer in module.named_buffers():
+        assert torch.equal(buffer, buffers[name])
+
+
+def test_a_report_tells_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    compute = _Product.compute
+    monkeypatch.setattr(_Product, "compute", lambda self, x, dy: compute(self, x, dy) + 0.5)
+    report = check_split_backward(linear(), example(0))
+    assert not report.exact
+    assert report.differences == {"weight": pytest.approx(0.5)}
+    assert str(report).startswith("gradients differ from those of a plain backward: weight by 0.5")
+    monkeypatch.setattr(Pending, "run", lambda self: None)
+    assert check_split_backward(linear(), example(0)).differences == {"weight": float("inf")}
+
+
+def test_infinite_gradients_are_no_difference() -> None:
+    module = Piece(lambda m, x: m.a(x) * float("inf"), a=linear())
+    assert check_split_backward(module, example(0)).exact
+
+
+def test_a_report_for_what_has_no_gradients() -> None:
+    report = check_split_backward(linear().requires_grad_(False), example(0))
+    assert report.exact
+    assert check_split_backward(Piece(lambda m, x: x.detach()), example(0)).exact
+
+
+@pytest.mark.parametrize("function", [stage_backward, stage_backward_input, stage_backward_weight])
+def test_signatures_are_those_of_torch(function: Callable[..., Any]) -> None:
+    def shape(of: Callable[..., Any]) -> list[tuple[object, ...]]:
+        parameters = inspect.signature(of).parameters.values()
+        return [(p.name, p.kind, p.default) for p in parameters]
+
+    assert shape(function) == shape(getattr(theirs, function.__name__))
+
+
+@pytest.mark.parametrize("loss", [True, False])
+def test_functions_give_what_torch_gives(loss: bool) -> None:
+    torch.manual_seed(0)
+    found: list[list[Gradients]] = []
+    module = mlp()
+    for origin in (theirs, None):
+        got: list[Gradients] = []
+        for split in (False, True):
+            part, x = deepcopy(module), example(0)
+            output = part(x).sum() if loss else part(x)
+            gradients = None if loss else [torch.ones(5, 4)]
+            weights: Callable[[], Iterator[nn.Parameter]] = part.parameters
+            if not split:
+                backward = stage_backward if origin is None else origin.stage_backward
+                value: Any = output if loss else [output]
+                got.append(list(backward(value, gradients, [x, "label", 3])))
+                got.append([p.grad for p in part.parameters()])
+                continue
+            first = stage_backward_input if origin is None else origin.stage_backward_input
+            second = stage_backward_weight if origin is None else origin.stage_backward_weight
+            inputs, groups = first([output], gradients, [x], weights())
+            second(weights(), groups)
+            got += [list(inputs), [p.grad for p in part.parameters()]]
+        found.append(got)
+    for one, other in zip(*found, strict=True):
+        assert len(one) == len(other)
+        assert all(same(a, b) for a, b in zip(one, other, strict=True))
+
+
+def test_functions_with_odd_arguments() -> None:
+    layer, x = linear(), example(0)
+    (dx, none), groups = stage_backward_input([layer(x)[0, 0]], None, [x, None], layer.parameters())
+    assert none is None
+    assert dx is x.grad is not None
+    stage_backward_weight(layer.parameters(), groups)
+    with pytest.raises(SplitError, match="once for each"):
+        stage_backward_weight(layer.parameters(), groups)
+    y = {"a": layer(x), "b": layer(x)}
+    x.grad = None
+    (dx,) = stage_backward(y, {"a": None, "b": torch.ones(5, 4)}, [x])
+    assert same(dx, torch.ones(5, 4) @ layer.weight)
+    x.grad = None
+    assert stage_backward([x, layer(x).sum()], None, [x], [1])[0] is not None
+    with pytest.raises(SplitError, match="2 outputs, but 1 gradients"):
+        stage_backward([layer(x), layer(x)], [None], [x])
+    assert stage_backward_input([torch.ones(1)], None, [x], layer.parameters())[1] == []
+
+
+def stage_with(builder: Any) -> tuple[PipelineStage, Tensor, Tensor]:
+    stage = PipelineStage(linear(), 0, 2, torch.device("cpu"), dw_builder=builder)
+    stage.begin()
+    x = example(0)
+    y = stage.submod(x)
+    stage.keep(0, [x], [y])
+    return stage, x, torch.ones(5, 4)
+
+
+def test_a_stage_with_its_own_weight_gradients() -> None:
+    calls: list[str] = []
+
+    def build() -> Callable[[], None]:
+        calls.append("build")
+        return lambda: calls.append("W")
+
+    stage, x, gradient = stage_with(build)
+    assert stage.backward_input(0, [gradient])[0] is x.grad is not None
+    assert stage.submod.get_parameter("weight").grad is not None
+    assert calls == ["build"]
+    stage.backward_weight(0)
+    stage.backward_weight(0)
+    assert calls == ["build", "W"]
+    stage, _, gradient = stage_with(build)
+    stage.backward(0, [gradient])
+    assert calls == ["build", "W", "build", "W"]
+
+
+def test_a_builder_must_give_a_function() -> None:
+    stage, _, gradient = stage_with(lambda: None)
+    with pytest.raises(SplitError) as caught:
+        stage.backward_input(0, [gradient])
+    assert str(caught.value) == (
+        "dw_builder of stage 0 must give a function that computes the gradients of the weights, "
+        "not None"
+    )
+
+
+@st.composite
+def modules(draw: st.DrawFn) -> nn.Module:
+    """Pieces in a row; some layers are used again, some parameters are frozen."""
+    torch.manual_seed(draw(st.integers(0, 9)))
+    layers: list[nn.Linear] = []
+
+    def piece(depth: int) -> nn.Module:
+        kinds = ["linear", "again", "norm", "tanh", "relu", "turn"]
+        kind = draw(st.sampled_from(kinds + ["residual", "chunk"] * (depth < 2)))
+        if kind == "again" and layers:
+            return draw(st.sampled_from(layers))
+        if kind in ("linear", "again"):
+            layers.append(nn.Linear(4, 4, bias=draw(st.booleans())))
+            return layers[-1]
+        if kind in ("residual", "chunk"):
+            inner = nn.Sequential(*(piece(depth + 1) for _ in range(draw(st.integers(1, 3)))))
+            if kind == "residual":
+                return Piece(lambda m, x: x + m.a(x), a=inner)
+            return Piece(lambda m, x: m.a(torch.cat(x.chunk(2, -1)[::-1], -1)), a=inner)
+        if kind == "relu":
+            return Piece(lambda m, x: (x + 0).relu_())
+        if kind == "turn":
+            return Piece(lambda m, x: x @ m.w, w=matrix(4, 4))
+        return nn.LayerNorm(4) if kind == "norm" else nn.Tanh()
+
+    module = nn.Sequential(*(piece(0) for _ in range(draw(st.integers(1, 6)))))
+    for parameter in module.parameters():
+        parameter.requires_grad_(draw(st.integers(0, 3)) > 0)
+    shape: Sequence[int] = draw(st.sampled_from([(5, 4), (1, 5, 4), (5, 1, 4), (20,), (2, 2, 5)]))
+    if shape[-1] == 4:
+        return Piece(lambda m, x: m.a(x.view(shape)), a=module)
+    if len(shape) == 1:
+        return Piece(lambda m, x: m.a(x[:1]), a=module)
+    return Piece(lambda m, x: m.a(x.expand(3, 5, 4).transpose(0, 1)), a=module)
+
+
+@settings(max_examples=60, deadline=None)
+@given(module=modules(), grad=st.booleans())
+def test_random_modules(module: nn.Module, grad: bool) -> None:
+    check_exact(module, grad=grad)
