@@ -60,7 +60,7 @@ def test_an_unknown_name() -> None:
         _ = taktline.nonsense
 
 
-@pytest.mark.parametrize("module", [taktline.plan, taktline.errors])
+@pytest.mark.parametrize("module", [taktline, taktline.plan, taktline.errors])
 def test_public_names_are_sorted_and_have_examples(module: object) -> None:
     names = getattr(module, "__all__")  # noqa: B009
     assert names == sorted(names)

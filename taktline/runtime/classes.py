@@ -106,25 +106,53 @@ class _Multi(_Named):
 
 
 class ScheduleGPipe(_Single):
-    """All forwards, then all backwards."""
+    """All forwards, then all backwards.
+
+    >>> from taktline.plan import build
+    >>> print(build("gpipe", ranks=2, microbatches=2))
+    gpipe: 2 ranks × 1 stage, 2 micro-batches
+    rank 0 │ 0F0 0F1             0B0──── 0B1────
+    rank 1 │     1F0 1F1 1B0──── 1B1────
+    """
 
     _name = "gpipe"
 
 
 class Schedule1F1B(_Single):
-    """One forward, one backward: as few micro-batches in flight as there are ranks ahead."""
+    """One forward, one backward: as few micro-batches in flight as there are ranks ahead.
+
+    >>> from taktline.plan import build
+    >>> print(build("1f1b", ranks=2, microbatches=2))
+    1f1b: 2 ranks × 1 stage, 2 micro-batches
+    rank 0 │ 0F0 0F1         0B0────     0B1────
+    rank 1 │     1F0 1B0──── 1F1 1B1────
+    """
 
     _name = "1f1b"
 
 
 class ScheduleInterleaved1F1B(_Multi):
-    """1F1B over several stages a rank: a smaller bubble for more messages."""
+    """1F1B over several stages a rank: a smaller bubble for more messages.
+
+    >>> from taktline.plan import build
+    >>> print(build("interleaved_1f1b", ranks=2, microbatches=2))
+    interleaved_1f1b: 2 ranks × 2 stages, 2 micro-batches
+    rank 0 │ 0F0 0F1 2F0 2F1         2B0────     2B1──── 0B0──── 0B1────
+    rank 1 │     1F0 1F1 3F0 3B0──── 3F1 3B1──── 1B0──── 1B1────
+    """
 
     _name = "interleaved_1f1b"
 
 
 class ScheduleLoopedBFS(_Multi):
-    """GPipe over several stages a rank: each stage runs all micro-batches before the next one."""
+    """GPipe over several stages a rank: each stage runs all micro-batches before the next one.
+
+    >>> from taktline.plan import build
+    >>> print(build("looped_bfs", ranks=2, microbatches=2))
+    looped_bfs: 2 ranks × 2 stages, 2 micro-batches
+    rank 0 │ 0F0 0F1 2F0 2F1             2B1──── 2B0──── 0B1──── 0B0────
+    rank 1 │     1F0 1F1 3F0 3F1 3B1──── 3B0──── 1B1──── 1B0────
+    """
 
     _name = "looped_bfs"
 
@@ -153,19 +181,40 @@ class ScheduleLoopedBFS(_Multi):
 
 
 class ScheduleInterleavedZeroBubble(_Multi):
-    """Interleaved 1F1B whose weight gradients (W) fill what would be the bubble."""
+    """Interleaved 1F1B whose weight gradients (W) fill what would be the bubble.
+
+    >>> from taktline.plan import build
+    >>> print(build("interleaved_zero_bubble", ranks=2, microbatches=2))
+    interleaved_zero_bubble: 2 ranks × 2 stages, 2 micro-batches
+    rank 0 │ 0F0 0F1 2F0 2F1     2I0 2W0 2I1 2W1 0I0 0W0 0I1 0W1
+    rank 1 │     1F0 1F1 3F0 3I0 3F1 3I1 3W0 1I0 3W1 1I1 1W0 1W1
+    """
 
     _name = "interleaved_zero_bubble"
 
 
 class ScheduleZBVZeroBubble(_Multi):
-    """Two stages a rank in the shape of a V; weight gradients fill the bubble."""
+    """Two stages a rank in the shape of a V; weight gradients fill the bubble.
+
+    >>> from taktline.plan import build
+    >>> print(build("zbv", ranks=2, microbatches=2))
+    zbv: 2 ranks × 2 stages, 2 micro-batches
+    rank 0 │ 0F0 0F1     3F0 3I0 3W0 3F1 3I1 3W1 0I0 0W0     0I1 0W1
+    rank 1 │     1F0 2F0 1F1 2F1 2I0 2W0 1I0 1W0 2I1 2W1 1I1 1W1
+    """
 
     _name = "zbv"
 
 
 class ScheduleDualPipeV(_Multi):
-    """Two stages a rank in the shape of a V; forwards run together with backwards."""
+    """Two stages a rank in the shape of a V; forwards run together with backwards.
+
+    >>> from taktline.plan import build
+    >>> print(build("dualpipev", ranks=2, microbatches=2))
+    dualpipev: 2 ranks × 2 stages, 2 micro-batches
+    rank 0 │ 0F0 0F1     3F0 3I0 3W0 3F1 3B1──── 0B0────         0B1────
+    rank 1 │     1F0 2F0 1F1 2F1 2B0──── 1B0──── 2B1──── 1B1────
+    """
 
     _name = "dualpipev"
 

@@ -79,6 +79,11 @@ def stage_backward_weight(
     """The second half: the gradients of the weights; gives what is in their ``.grad`` then.
 
     ``retain_graph`` is accepted for code that passes it: the graph has gone with the first half.
+
+    >>> layer, x = nn.Linear(1, 1, bias=False), torch.ones(2, 1)
+    >>> _, groups = stage_backward_input([layer(x).sum()], None, [x], layer.parameters())
+    >>> stage_backward_weight(layer.parameters(), groups)
+    (tensor([[2.]]),)
     """
     for group in param_groups:
         pending = group.pop("pending", None)

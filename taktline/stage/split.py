@@ -67,6 +67,8 @@ class _Product:
 
     def compute(self, factor: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
         """The gradient of the weight, by the same product as the engine's."""
+        if self.chain == (_TURN,):  # the usual case
+            return gradient.t().mm(factor)
         product = gradient.t().mm(factor) if _TURN in self.chain else factor.t().mm(gradient)
         return product.to(self.weight) if _CAST in self.chain else product
 

@@ -7,6 +7,9 @@ same, and between two waits nothing changes under a rank's feet::
     rank 0  ━━━━━┓              ┏━━━━
     rank 1       ┗━━━━┓         ┃
     rank 2            ┗━━━━━━━━━┛
+
+>>> run(lambda rank: rank + 1, 3)
+[1, 2, 3]
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed.pipelining as peer
@@ -18,7 +19,7 @@ from torch.nn.functional import mse_loss
 
 import taktline as tl
 from taktline.errors import BatchError, InvalidPlanError, ScheduleError
-from taktline.plan import write
+from taktline.plan import Kind, write
 from tests.runtime.cases import SCHEDULES
 
 CPU = torch.device("cpu")
@@ -313,3 +314,35 @@ def test_under_torchrun(tmp_path: Path) -> None:
     layers = [nn.Linear(4, 4) for _ in range(2)]
     loss = mse_loss(nn.Sequential(*layers)(torch.ones(8, 4)), torch.zeros(8, 4))
     assert float(result.stdout.split("loss")[1]) == pytest.approx(loss.item())
+
+
+def count_messages(rank: int, name: str, posted: list[str]) -> tuple[int, int]:
+    """How many messages a rank sends in a second step, and how many its plan has."""
+    plan = tl.lower(tl.build(name, ranks=2, microbatches=6))
+    stages = [
+        tl.PipelineStage(linear(index), index, plan.stages, CPU)
+        for index in plan.placement.stages_of(rank)
+    ]
+    schedule = tl.ScheduleFromPlan(stages, plan, mse_loss)
+    for _ in range(2):
+        posted.clear()
+        schedule.step(torch.ones(12, 4), target=torch.zeros(12, 4))
+    kinds = plan.rows_of(rank).kind
+    return len(posted), int(np.isin(kinds, (Kind.SEND_F, Kind.SEND_B)).sum())
+
+
+@pytest.mark.parametrize("name", ["1f1b", "interleaved_1f1b", "zbv"])
+def test_one_message_for_each_boundary_and_micro_batch(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    by_rank: dict[int, list[str]] = {0: [], 1: []}
+    post = tl.local.LocalTransport._post
+
+    def counted(self: Any, channel: Any, verb: str, *rest: Any) -> Any:
+        if verb == "send":
+            by_rank[self.rank].append(str(channel))
+        return post(self, channel, verb, *rest)
+
+    monkeypatch.setattr(tl.local.LocalTransport, "_post", counted)
+    results = tl.local.run(lambda rank: count_messages(rank, name, by_rank[rank]), 2)
+    assert all(sent == planned > 0 for sent, planned in results), results
