@@ -5,7 +5,8 @@
 
 Bare autograd is what this rank would do without a pipeline: forward and backward of its stages for
 each micro-batch. The rest, divided by the stages and micro-batches of the rank, is overhead; over
-two ranks it contains the messages and the bubble. Both runtimes take turns; medians of the rounds.
+two ranks it contains the messages and the bubble. Both runtimes take turns, each with the threads
+of gloo scheduled as it leaves them; medians of the rounds.
 """
 
 from __future__ import annotations

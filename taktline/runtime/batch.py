@@ -54,36 +54,27 @@ class Batch:
     ) -> tuple[Sequence[Sequence[Any]], Sequence[Mapping[str, Any]]]:
         """Positional and keyword arguments of each micro-batch."""
         count = cutter.microbatches
-        args, kwargs = [()] * count, [{}] * count
-        if self.args or self.kwargs:
-            args, kwargs = split_args_kwargs_into_chunks(
-                self.args,
-                self.kwargs,
-                count,
-                _cut_to(cutter.args_spec, self.args),
-                cutter.kwargs_spec,
-            )
-        return (
-            args if self.arg_mbs is None else _ready("arg_mbs", self.arg_mbs, count, self.args),
-            kwargs
-            if self.kwarg_mbs is None
-            else _ready("kwarg_mbs", self.kwarg_mbs, count, self.kwargs),
+        args, kwargs = split_args_kwargs_into_chunks(
+            self.args, self.kwargs, count, cutter.args_spec, cutter.kwargs_spec
         )
+        if self.arg_mbs is not None:
+            args = _ready("arg_mbs", self.arg_mbs, count, whole=bool(self.args))
+        if self.kwarg_mbs is not None:
+            kwargs = _ready("kwarg_mbs", self.kwarg_mbs, count, whole=bool(self.kwargs))
+        return args, kwargs
 
     def targets(self, cutter: Cutter) -> Sequence[Any] | None:
         """The target of each micro-batch; None if there is none."""
         if self.target_mbs is not None:
-            return _ready("target_mbs", self.target_mbs, cutter.microbatches, self.target)
+            whole = self.target is not None
+            return _ready("target_mbs", self.target_mbs, cutter.microbatches, whole=whole)
         if self.target is None:
             return None
         return split_value(self.target, cutter.microbatches, name="target")
 
     def size(self, cutter: Cutter) -> int:
         """Its size along the micro-batches; 0 where that is not to be seen."""
-        if not (self.args or self.kwargs):
-            return 0
-        spec = _cut_to(cutter.args_spec, self.args)
-        return batch_size_of(self.args, self.kwargs, spec, cutter.kwargs_spec) or 0
+        return batch_size_of(self.args, self.kwargs, cutter.args_spec, cutter.kwargs_spec) or 0
 
     def target_size(self) -> int:
         """The size of the target along the micro-batches; 0 where that is not to be seen."""
@@ -95,12 +86,8 @@ class Batch:
         return hash((*map(_look, leaves), spec))
 
 
-def _cut_to(spec: tuple[Any, ...] | None, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
-    """No spec where there are no arguments, as on ranks without the first stage."""
-    return spec if args else None
-
-
-def _ready(name: str, chunks: Sequence[Any], count: int, whole: Any) -> Sequence[Any]:
+def _ready(name: str, chunks: Sequence[Any], count: int, *, whole: bool) -> Sequence[Any]:
+    """Micro-batches that are cut already; ``whole`` is whether the batch was given, too."""
     if whole:
         raise BatchError(f"{name} and the whole batch were given; give one of them")
     if len(chunks) != count:

@@ -71,7 +71,11 @@ class _Single(_Named):
 
 
 class _Multi(_Named):
-    """A schedule with several stages a rank."""
+    """A schedule with several stages a rank.
+
+    ``backward_requires_autograd`` and ``defer_pp_recv`` are accepted for scripts that pass them,
+    and change nothing: a plan's receives are posted where they overlap and hold up no send.
+    """
 
     def __init__(
         self,
@@ -248,7 +252,8 @@ class ScheduleFromPlan(Schedule):
         def check(ranks: int) -> Plan:
             if chosen.ranks != ranks:
                 raise MismatchError(
-                    f"plan {chosen.name!r} is for {chosen.ranks} ranks, here are {ranks}"
+                    f"plan {chosen.name!r} is for {chosen.ranks} ranks, here are {ranks}; "
+                    f"build it for {ranks}, or start {chosen.ranks}"
                 )
             return chosen
 

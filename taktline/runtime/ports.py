@@ -104,7 +104,9 @@ class Outgoing:
             signature = self._signatures[microbatch]
             if not signature.describes(leaves, spec):
                 raise SignatureError(
-                    f"{signature.difference(leaves, spec)}, as it was for the same inputs before"
+                    f"{signature.difference(leaves, spec)}, as it was for inputs of the same "
+                    "shapes before; what a stage gives may depend on their shapes, not on their "
+                    "values"
                 )
             leaves = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         self._packed[microbatch] = self._layouts[microbatch].pack(leaves)

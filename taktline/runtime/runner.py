@@ -139,10 +139,11 @@ class Runner:
 
     def _check_stages(self) -> None:
         for stage in self._stages:
-            if stage.num_stages != self.runnable.plan.stages:
+            planned = self.runnable.plan.stages
+            if stage.num_stages != planned:
                 raise MismatchError(
                     f"stage {stage.stage_index} is one of {stage.num_stages} (num_stages), but "
-                    f"the plan has {counted(self.runnable.plan.stages, 'stage')}"
+                    f"the plan has {counted(planned, 'stage')}; give both the same"
                 )
 
     def _introduce(self) -> None:

@@ -88,6 +88,9 @@ class Layout:
     def failure(self) -> Parcel:
         """A message of the same size that says only that its sender has failed."""
         parcel = self._parcel()
+        # Zeros, since a GPU computes with them before it learns of the failure: as indices, what
+        # happens to lie in the memory could break it for good.
+        parcel.buffer.zero_()
         parcel.buffer[_STATUS] = _FAILED
         parcel.failure = True
         return parcel

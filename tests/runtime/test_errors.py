@@ -254,7 +254,7 @@ def test_a_plan_for_other_ranks(outcomes: Outcomes) -> None:
     assert_all(
         outcomes(plan_for_four),
         tl.MismatchError,
-        "rank 0: plan '1f1b' is for 4 ranks, here are 2",
+        "rank 0: plan '1f1b' is for 4 ranks, here are 2; build it for 2, or start 4",
     )
 
 
@@ -268,7 +268,7 @@ def test_stages_of_another_model(outcomes: Outcomes) -> None:
     assert_all(
         outcomes(other_counts),
         tl.MismatchError,
-        "rank 0: stage 0 is one of 4 (num_stages), but the plan has 2 stages",
+        "rank 0: stage 0 is one of 4 (num_stages), but the plan has 2 stages; give both the same",
     )
 
 
@@ -405,5 +405,6 @@ def test_an_output_that_changes_although_the_inputs_do_not(outcomes: Outcomes) -
         outcomes(changes_shape),
         tl.StageError,
         "rank 0, stage 0, micro-batch 0 (0F0): SignatureError: output 0 is float32[4, 4], not "
-        "float32[2, 4], as it was for the same inputs before",
+        "float32[2, 4], as it was for inputs of the same shapes before; what a stage gives may "
+        "depend on their shapes, not on their values",
     )

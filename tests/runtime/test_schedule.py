@@ -190,6 +190,8 @@ def test_micro_batches_that_are_cut_already() -> None:
         alone(ready).step(arg_mbs=[(x,)], target=target)
     with pytest.raises(BatchError, match="arg_mbs and the whole batch were given; give one"):
         alone(ready).step(x, arg_mbs=[(x[:2],), (x[2:],)], target=target)
+    with pytest.raises(BatchError, match="target_mbs and the whole batch were given; give one"):
+        alone(ready).step(x, target=target, target_mbs=[target[:2], target[2:]])
 
 
 def test_chunk_specs_and_a_merge_spec() -> None:
