@@ -26,6 +26,10 @@ class Introduction:
     plan: str
     """The plan's fingerprint."""
     trains: bool
+    shards: bool = False
+    """Whether a stage is to be gathered before it computes."""
+    reduces: bool = False
+    """Whether a stage averages its gradients over replicas."""
 
     def to_text(self) -> str:
         """For the wire."""

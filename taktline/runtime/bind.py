@@ -18,6 +18,7 @@ from taktline.runtime.learning import Inbox, LearningIncoming, LearningOutgoing,
 from taktline.runtime.ports import Handover, Incoming, Outgoing
 from taktline.runtime.work import Work
 from taktline.stage import PipelineStage
+from taktline.stage.grad_sync import GradSync
 from taktline.transport import Channel, Transport
 from taktline.transport.wire import Layout
 
@@ -65,7 +66,9 @@ def bind(binding: Binding, known: Signatures | None) -> Bound:
     ends = _ends(binding, make)
     works = {index: _work(binding, ends, index, checks=known is None) for index in binding.stages}
     rows = binding.plan.rows_of(binding.transport.rank)
-    instructions = [_instruction(rows.leaf(row), works, ends) for row in range(len(rows))]
+    instructions = [
+        _instruction(rows.leaf(row), binding.stages, works, ends) for row in range(len(rows))
+    ]
     program = Program(
         binding.transport.rank,
         [instruction for instruction in instructions if instruction is not None],
@@ -215,11 +218,14 @@ def _work(binding: Binding, ends: _Ends, stage: int, *, checks: bool) -> Work:
     )
 
 
-def _instruction(action: Action, works: Mapping[int, Work], ends: _Ends) -> Instruction | None:
+def _instruction(
+    action: Action, stages: Mapping[int, PipelineStage], works: Mapping[int, Work], ends: _Ends
+) -> Instruction | None:
     """What an action does; None for one that has nothing to do with this kind of stage."""
     stage, microbatch = action.stage, action.microbatch
-    if microbatch is None:  # UNSHARD, RESHARD, REDUCE_GRAD: the stage is not sharded
-        return None
+    if microbatch is None:
+        sync = stages[stage].grad_sync
+        return None if sync is None else _sync_instruction(action, sync)
     if action.kind in (Kind.SEND_F, Kind.SEND_B):
         out = (ends.activations_out if action.kind == Kind.SEND_F else ends.gradients_out)[stage]
         return Instruction(action, partial(out.send, microbatch), partial(out.fail, microbatch))
@@ -238,3 +244,12 @@ def _instruction(action: Action, works: Mapping[int, Work], ends: _Ends) -> Inst
         partial(method, microbatch),
         None if arrival is None else partial(arrival.discard, microbatch),
     )
+
+
+def _sync_instruction(action: Action, sync: GradSync) -> Instruction | None:
+    """UNSHARD, RESHARD and REDUCE_GRAD of a wrapped stage."""
+    if action.kind == Kind.REDUCE_GRAD:
+        return Instruction(action, sync.reduce, None)
+    if not sync.shards:
+        return None
+    return Instruction(action, sync.unshard if action.kind == Kind.UNSHARD else sync.reshard, None)

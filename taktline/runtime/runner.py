@@ -16,6 +16,7 @@ from taktline.runtime.bind import Binding, Bound, Signatures, bind, channels_of
 from taktline.runtime.executor import Failure
 from taktline.runtime.feed import Feed
 from taktline.runtime.plans import Runnable
+from taktline.runtime.replicas import Replicas
 from taktline.stage import PipelineStage
 from taktline.transport import Transport, find
 from taktline.transport.control import share_error, share_texts
@@ -63,6 +64,7 @@ class Runner:
         self._loss_scale = loss_scale
         self._seed = seed
         self._feed = Feed()
+        self.replicas = Replicas(self._stages)
         self._transport: Transport | None = None
         self._runnable: Runnable | None = None
         self._introduced = False
@@ -100,6 +102,7 @@ class Runner:
             torch.inference_mode(False),
             torch.set_grad_enabled(trains),
             torch.autograd.set_multithreading_enabled(False),
+            self.replicas.step(),
         ):
             failure = bound.program.run()
         self._conclude(failure)
@@ -115,10 +118,12 @@ class Runner:
         try:
             plan = self.runnable.fingerprint
             self._check_stages()
+            self.replicas.check(self.transport)
             facts = prepare(self._feed)
             flags = tuple(stage.begin() for stage in self._stages)
         except Exception as raised:
             error = self._told(raised)
+        error = self.replicas.agree(error)
         call = Call(
             failed=int(error is not None),
             introduced=int(self._introduced),
@@ -156,10 +161,18 @@ class Runner:
             list(self.runnable.plan.placement.rank_of),
             self.runnable.plan.digest(),
             self._loss_fn is not None,
+            self.replicas.shards,
+            self.replicas.reduces,
         )
         texts = share_texts(self.transport, mine.to_text())
-        if story := misfit([Introduction.from_text(text) for text in texts]):
+        everyone = [Introduction.from_text(text) for text in texts]
+        if story := misfit(everyone):
             raise MismatchError(story)
+        # The same plan on every rank, though only some of them may hold wrapped stages.
+        self._runnable = self.runnable.with_wrapped(
+            shards=any(rank.shards for rank in everyone),
+            reduces=any(rank.reduces for rank in everyone),
+        )
         self.transport.open(channels_of(self.runnable.plan))
         self._introduced = True
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -119,6 +120,15 @@ class Schedule:
         """
         batch = Batch(args, kwargs, target, arg_mbs, kwarg_mbs, target_mbs)
         return self._run(batch, losses, loss_kwargs, return_outputs, trains=False)
+
+    def accumulate(self) -> AbstractContextManager[None]:
+        """Steps inside of ``with schedule.accumulate():`` are reduced together, at its end.
+
+        For stages in DDP, ``fully_shard`` or ``replicate``, whose gradients each step would
+        otherwise average over the replicas; for plain stages nothing changes. If something is
+        raised inside, nothing is reduced.
+        """
+        return self._runner.replicas.accumulate()
 
     def _run(
         self,

@@ -12,6 +12,7 @@ from torch.distributed import ProcessGroup
 from taktline.errors import MismatchError, SplitError
 from taktline.meta import Signature, as_arguments, flatten
 from taktline.stage.engine import accumulate
+from taktline.stage.grad_sync import GradSync, find
 from taktline.stage.split import Splitter
 
 __all__ = ["PipelineStage"]
@@ -68,7 +69,9 @@ class PipelineStage:
         self.get_mesh = get_mesh
         self.expected_input = _signature(input_args)
         self.expected_output = _signature(output_args)
-        self._trainable: list[nn.Parameter] = []
+        self._trainable: list[nn.Parameter] | None = None
+        self._looked_at: nn.Module | None = None
+        self._sync: GradSync | None = None
         self._splitter = Splitter()
         self._in_flight: dict[int, tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]] = {}
         self._weights_due: dict[int, Callable[[], object]] = {}
@@ -83,10 +86,21 @@ class PipelineStage:
         """Whether it gives the output and the loss."""
         return self.stage_index == self.num_stages - 1
 
+    @property
+    def grad_sync(self) -> GradSync | None:
+        """What averages its gradients over replicas; None if nothing is wrapped."""
+        if self._looked_at is not self.submod:
+            self._sync = find(self.submod)
+            self._looked_at = self.submod
+        return self._sync
+
     def begin(self) -> tuple[bool, ...]:
         """Find the parameters that get gradients in this step; tells which of all do."""
         parameters = list(self.submod.parameters())
-        self._trainable = [p for p in parameters if p.requires_grad]
+        # Of a wrapped stage they are known only once it is gathered.
+        self._trainable = (
+            [p for p in parameters if p.requires_grad] if self.grad_sync is None else None
+        )
         return tuple(p.requires_grad for p in parameters)
 
     def keep(
@@ -122,7 +136,9 @@ class PipelineStage:
                 accumulate(roots, gradients)
             self._weights_due[microbatch] = self._weights_function()
         elif roots:
-            pending = self._splitter.run_input(roots, gradients, inputs, self._trainable)
+            if self._trainable is None and self._sync is not None:
+                self._trainable = self._sync.trainable(self.submod)
+            pending = self._splitter.run_input(roots, gradients, inputs, self._trainable or ())
             if pending is not None:
                 self._weights_due[microbatch] = pending.run
         return [tensor.grad for tensor in inputs]
@@ -132,6 +148,8 @@ class PipelineStage:
         due = self._weights_due.pop(microbatch, None)
         if due is not None:
             due()
+            if self._sync is not None:
+                self._sync.weights_done()
 
     def _weights_function(self) -> Callable[..., None]:
         """What computes the weights' gradients of the micro-batch whose backward has just run."""
@@ -147,6 +165,8 @@ class PipelineStage:
         """Forget every micro-batch in flight."""
         self._in_flight.clear()
         self._weights_due.clear()
+        if self._sync is not None:
+            self._sync.forget()
 
     def __repr__(self) -> str:
         count = sum(p.numel() for p in self.submod.parameters())

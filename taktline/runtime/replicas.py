@@ -1,0 +1,137 @@
+"""Where several pipelines train copies of one model: what this rank shares with its like."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch.distributed as dist
+
+from taktline.errors import MismatchError, TaktlineError
+from taktline.stage import PipelineStage
+from taktline.stage.grad_sync import GradSync
+from taktline.transport import Transport, find
+from taktline.transport.control import share_error
+from taktline.transport.local import LocalTransport
+
+__all__ = ["Replicas"]
+
+
+class Replicas:
+    """The wrapped stages of this rank, and the ranks that hold their copies."""
+
+    def __init__(self, stages: Sequence[PipelineStage]) -> None:
+        self._stages = list(stages)
+        self._syncs: list[GradSync] = []
+        self._others: list[Transport] = []
+        self._checked = False
+        self._depth = 0
+
+    @property
+    def shards(self) -> bool:
+        """Whether a stage of this rank is to be gathered before it computes."""
+        return any(sync.shards for sync in self._syncs)
+
+    @property
+    def reduces(self) -> bool:
+        """Whether a stage of this rank averages its gradients."""
+        return bool(self._syncs)
+
+    def check(self, transport: Transport) -> None:
+        """Before the first step: find the wrapped stages; raise if one cannot work here."""
+        if self._checked:
+            return
+        wrapped = {
+            stage: sync for stage in self._stages if (sync := _found(stage, transport)) is not None
+        }
+        groups = dict.fromkeys(group for sync in wrapped.values() for group in sync.groups)
+        # Known first: those who wait there for this rank are told, too, if something is wrong.
+        self._others = [
+            find(group, stage.device)
+            for stage in self._stages[:1]
+            for group in groups
+            if group.size() > 1 and len(_shared(stage, group)) == 1
+        ]
+        for stage, sync in wrapped.items():
+            _check(stage, sync)
+            sync.accumulating = self._depth > 0
+        self._syncs = list(wrapped.values())
+        self._checked = True
+
+    def agree(self, error: TaktlineError | None) -> TaktlineError | None:
+        """The error of any replica, so that none goes on to wait for one that does not."""
+        for others in self._others:
+            if any(failed for (failed,) in others.exchange([int(error is not None)])):
+                error = share_error(others, error)
+        return error
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Inside, the wrappers do nothing by themselves."""
+        begun: list[GradSync] = []
+        try:
+            for sync in self._syncs:
+                begun.append(sync)
+                sync.begin()
+            yield
+        finally:
+            for sync in begun:
+                sync.end()
+
+    @contextmanager
+    def accumulate(self) -> Iterator[None]:
+        """Inside, nothing is reduced; at its end everything is, once, unless something failed."""
+        self._depth += 1
+        for sync in self._syncs:
+            sync.accumulating = True
+        try:
+            yield
+        except BaseException:
+            self._leave()
+            for sync in self._syncs:
+                sync.forget()
+            raise
+        self._leave()
+        if not self._depth:
+            for sync in self._syncs:
+                sync.catch_up()
+
+    def _leave(self) -> None:
+        self._depth -= 1
+        for sync in self._syncs:
+            sync.accumulating = self._depth > 0
+
+
+def _found(stage: PipelineStage, transport: Transport) -> GradSync | None:
+    """What wraps a stage, if anything does and it can work on this transport."""
+    try:
+        sync = stage.grad_sync
+    except MismatchError as error:
+        raise MismatchError(f"stage {stage.stage_index}: {error}") from None
+    if sync is not None and isinstance(transport, LocalTransport):
+        raise MismatchError(
+            f"stage {stage.stage_index} is wrapped in {sync.name}, which needs one process a rank, "
+            "but local ranks share one; leave the wrapper out here, or start processes with "
+            "torchrun"
+        )
+    return sync
+
+
+def _check(stage: PipelineStage, sync: GradSync) -> None:
+    """Raise if the wrapper of a stage does not fit into its pipeline."""
+    for group in sync.groups:
+        if len(shared := _shared(stage, group)) > 1:
+            raise MismatchError(
+                f"stage {stage.stage_index}: its {sync.name} averages gradients over the ranks "
+                f"{dist.get_process_group_ranks(group)}, but of these {shared} are one pipeline "
+                "and hold other stages; give the wrapper the data-parallel dimension of the mesh, "
+                "and the stage group= the pipeline's"
+            )
+    if refusal := sync.refusal():
+        raise MismatchError(f"stage {stage.stage_index}: {refusal}")
+
+
+def _shared(stage: PipelineStage, group: dist.ProcessGroup) -> list[int]:
+    """The ranks of a wrapper's group that belong to the pipeline of a stage."""
+    pipeline = dist.get_process_group_ranks(stage.group)
+    return sorted(set(pipeline).intersection(dist.get_process_group_ranks(group)))

@@ -1,0 +1,61 @@
+"""Stages that other pipelines hold copies of: how DDP, FSDP2 and ``replicate`` are told when.
+
+::
+
+    find(module) ──▶ None       nothing is wrapped
+                 ──▶ DDPSync    DistributedDataParallel, or the older ``replicate`` made from it
+                 ──▶ FSDPSync   ``fully_shard``, or the newer ``replicate`` made from it
+"""
+
+from __future__ import annotations
+
+import sys
+
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from taktline.errors import MismatchError
+from taktline.stage.grad_sync.base import GradSync
+
+__all__ = ["GradSync", "find"]
+
+
+def find(module: nn.Module) -> GradSync | None:
+    """What averages the gradients of a module; None for a plain one.
+
+    >>> print(find(nn.Linear(2, 2)))
+    None
+    """
+    modules = list(module.modules())
+    ddp = (DistributedDataParallel, *_loaded("torch.distributed._composable.replicate", "DDP"))
+    replicated = [m for m in modules if isinstance(m, ddp)]
+    sharded = _any(modules, _loaded("torch.distributed.fsdp", "FSDPModule"))
+    if _any(modules, _loaded("torch.distributed.fsdp", "FullyShardedDataParallel")):
+        raise MismatchError(
+            "FullyShardedDataParallel gathers and reduces by itself, which in a pipeline is the "
+            "wrong time; use fully_shard instead"
+        )
+    if replicated and sharded:
+        raise MismatchError(
+            "it contains both DDP and fully_shard; wrap a stage with one of them (a mesh of two "
+            "dimensions makes fully_shard replicate, too)"
+        )
+    if replicated:
+        from taktline.stage.grad_sync.ddp import DDPSync
+
+        return DDPSync(replicated)
+    if sharded:
+        from taktline.stage.grad_sync.fsdp import FSDPSync
+
+        return FSDPSync(module)
+    return None
+
+
+def _any(modules: list[nn.Module], classes: tuple[type, ...]) -> bool:
+    return any(isinstance(module, classes) for module in modules)
+
+
+def _loaded(module: str, name: str) -> tuple[type, ...]:
+    """A class, if it is loaded: importing it is slow, and until then nothing can be one of it."""
+    found = getattr(sys.modules.get(module), name, None)
+    return () if found is None else (found,)

@@ -1,0 +1,199 @@
+"""DistributedDataParallel: its reducer rests, and gradients are averaged once, when told.
+
+The reducer counts one backward for each forward, and learns of gradients by hooks of the engine. In
+a pipeline several forwards are under way, and the weights left to W get their gradients without the
+engine. So what DDP would do is done here: the same buckets of the same size, divided by the number
+of replicas and summed over the same group.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from taktline.stage.grad_sync.base import GradSync
+
+__all__ = ["DDPSync"]
+
+
+class DDPSync(GradSync):
+    """Stages in, or with parts in, DistributedDataParallel or the ``replicate`` made from it."""
+
+    name = "DDP"
+
+    def __init__(self, wrapped: Sequence[nn.Module]) -> None:
+        super().__init__()
+        self._wrappers = [_Wrapper.of(module) for module in wrapped]
+        self._wanted: list[_Wrapper] = []
+        self._held = False
+
+    @property
+    def groups(self) -> list[dist.ProcessGroup]:
+        """Each group once."""
+        return list(dict.fromkeys(wrapper.ddp.process_group for wrapper in self._wrappers))
+
+    def refusal(self) -> str | None:
+        """What the reduction here does not do as DDP does."""
+        for wrapper in self._wrappers:
+            ddp: Any = wrapper.ddp
+            for found, what, instead in (
+                (ddp._comm_hooks, "a communication hook", "leave it out"),
+                (ddp.static_graph, "static_graph=True", "leave it out: here it saves nothing"),
+                (ddp.mixed_precision, "its own mixed precision", "use fully_shard or autocast"),
+                (
+                    getattr(ddp, "_delay_all_reduce_params", None),
+                    "delay_all_reduce_named_params",
+                    "leave it out: all gradients are reduced at the end",
+                ),
+                (
+                    getattr(ddp, "_use_python_reducer", False),
+                    "the Python reducer of compiled autograd",
+                    "choose another torch._dynamo.config.optimize_ddp",
+                ),
+                (_sparse(ddp), "sparse gradients", "use Embedding(sparse=False)"),
+            ):
+                if found:
+                    return (
+                        f"its DDP has {what}, with which it reduces by itself, at the wrong time; "
+                        f"{instead}"
+                    )
+        return None
+
+    def begin(self) -> None:
+        """Take the reduction from the reducers; those under no_sync() stay as they are."""
+        self._wanted = [wrapper for wrapper in self._wrappers if wrapper.syncs]
+        self._held = True
+        for wrapper in self._wanted:
+            wrapper.syncs = False
+
+    def end(self) -> None:
+        """Give it back."""
+        if self._held:
+            self._held = False
+            for wrapper in self._wanted:
+                wrapper.syncs = True
+
+    def unshard(self) -> None:
+        """Nothing: every replica has all parameters."""
+
+    def reshard(self) -> None:
+        """Nothing."""
+
+    def weights_done(self) -> None:
+        """Nothing: gradients lie where they are reduced."""
+
+    def _reduce(self) -> None:
+        pending = [bucket for wrapper in self._wanted for bucket in _buckets(wrapper.ddp)]
+        for bucket in pending:
+            bucket.post()
+        for bucket in pending:
+            bucket.finish()
+        for wrapper in self._wanted:
+            # Buffers are broadcast at the first forward after a reduction, as in DDP.
+            wrapper.ddp.require_forward_param_sync = True
+
+
+@dataclass(slots=True)
+class _Wrapper:
+    """One DDP, and where to say whether it reduces."""
+
+    ddp: DistributedDataParallel
+    state: Any = None
+    """That of ``replicate``, which tells its DDP anew before each forward."""
+
+    @classmethod
+    def of(cls, module: nn.Module) -> _Wrapper:
+        if isinstance(module, DistributedDataParallel):
+            return cls(module)
+        state = sys.modules["torch.distributed._composable.replicate"].replicate.state(module)
+        if state._init_args or state._init_kwargs:
+            # It makes its DDP at the first forward; what it is made with is needed before that.
+            state.lazy_init()
+        return cls(state._ddp, state)
+
+    @property
+    def syncs(self) -> bool:
+        """Whether a backward reduces."""
+        if self.state is not None:
+            return not self.state._no_sync
+        return self.ddp.require_backward_grad_sync
+
+    @syncs.setter
+    def syncs(self, value: bool) -> None:
+        if self.state is not None:
+            self.state._no_sync = not value
+        self.ddp.require_backward_grad_sync = value
+
+
+class _Bucket:
+    """Some parameters whose gradients travel together.
+
+    Behind the gradients there is one number for each parameter that tells whether any replica has
+    used it: a gradient that is nowhere stays None, and one that is missing here counts as zero.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) -> None:
+        self._parameters = parameters
+        self._group = group
+        self._flat = torch.empty(0)
+        self._work: dist.Work | None = None
+
+    def post(self) -> None:
+        """Begin to sum up."""
+        first = self._parameters[0]
+        used = [float(p.grad is not None) for p in self._parameters]
+        parts = [
+            p.new_zeros(p.numel()) if p.grad is None else p.grad.detach().reshape(-1)
+            for p in self._parameters
+        ]
+        flags = torch.tensor(used, dtype=first.dtype, device=first.device)
+        with torch.no_grad():
+            self._flat = torch.cat([*parts, flags]).mul_(1 / self._group.size())
+        self._work = dist.all_reduce(self._flat, group=self._group, async_op=True)
+
+    def finish(self) -> None:
+        """Wait, and put the averages where the gradients were."""
+        if self._work is not None:
+            self._work.wait()
+        sizes = [p.numel() for p in self._parameters]
+        *averages, flags = self._flat.detach().split([*sizes, len(sizes)])
+        with torch.no_grad():
+            for index, (parameter, average) in enumerate(
+                zip(self._parameters, averages, strict=True)
+            ):
+                if parameter.grad is not None:
+                    parameter.grad.copy_(average.view_as(parameter.grad))
+                elif flags[index] > 0:
+                    parameter.grad = average.view_as(parameter).clone()
+
+
+def _buckets(ddp: DistributedDataParallel) -> Iterator[_Bucket]:
+    """The parameters that DDP reduces, in buckets of its size and of one kind each."""
+    ignored: set[str] = ddp.parameters_to_ignore  # pyright: ignore[reportAssignmentType]
+    kinds: dict[tuple[torch.dtype, torch.device], list[nn.Parameter]] = {}
+    for name, parameter in ddp.module.named_parameters():
+        if parameter.requires_grad and name not in ignored:
+            kinds.setdefault((parameter.dtype, parameter.device), []).append(parameter)
+    for parameters in kinds.values():
+        bucket: list[nn.Parameter] = []
+        size = 0
+        for parameter in parameters:
+            bucket.append(parameter)
+            size += parameter.numel() * parameter.element_size()
+            if size >= ddp.bucket_bytes_cap:
+                yield _Bucket(bucket, ddp.process_group)
+                bucket, size = [], 0
+        if bucket:
+            yield _Bucket(bucket, ddp.process_group)
+
+
+def _sparse(ddp: DistributedDataParallel) -> bool:
+    kinds = (nn.Embedding, nn.EmbeddingBag)
+    return any(isinstance(m, kinds) and m.sparse for m in ddp.modules())

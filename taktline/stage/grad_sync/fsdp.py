@@ -1,0 +1,182 @@
+"""FSDP2 and the ``replicate`` made from it: gathered, released and reduced where the plan says.
+
+While a stage is gathered, its modules hold the whole parameters, each the same object every time;
+their gradients add up there. A reduction takes them from there into the ``.grad`` of the sharded
+parameters, which the optimizer knows. FSDP's own hooks stay: they wait for what is being gathered,
+cast, and keep gradients in the type that they are reduced in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from torch.distributed import ProcessGroup
+from torch.distributed.fsdp import FSDPModule
+
+from taktline.stage.grad_sync.base import GradSync
+
+__all__ = ["FSDPSync"]
+
+ParamGroup = Any
+"""Parameters that FSDP communicates together; torch has no public type for them."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Settings:
+    """How a group of parameters communicates by itself."""
+
+    reduce_grads: bool
+    reshard_after_backward: bool
+    post_forward_mesh_info: Any
+
+    @classmethod
+    def of(cls, group: ParamGroup) -> _Settings:
+        return cls(group.reduce_grads, group.reshard_after_backward, group.post_forward_mesh_info)
+
+    def apply(self, group: ParamGroup) -> None:
+        group.reduce_grads = self.reduce_grads
+        group.reshard_after_backward = self.reshard_after_backward
+        group.post_forward_mesh_info = self.post_forward_mesh_info
+
+
+_NOTHING = _Settings(False, False, None)
+
+
+class FSDPSync(GradSync):
+    """Stages in, or with parts in, ``fully_shard`` or ``replicate``."""
+
+    name = "FSDP"
+    shards = True
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        # By state: modules that are sharded together share one.
+        units = {m._get_fsdp_state(): m for m in module.modules() if isinstance(m, FSDPModule)}
+        self._units: list[FSDPModule] = list(units.values())
+        self._roots: list[Any] = [m._get_fsdp_state() for m in _outermost(module)]
+        self._groups: list[ParamGroup] = [g for state in units for g in _groups_of(state)]
+        self._settings: list[_Settings] = []
+        self._reduced = False
+
+    @property
+    def groups(self) -> list[ProcessGroup]:
+        """Those that shard, then those that replicate, each once."""
+        kinds = ("shard_process_group", "replicate_process_group")
+        found = [getattr(g.mesh_info, kind, None) for kind in kinds for g in self._groups]
+        return list(dict.fromkeys(group for group in found if group is not None))
+
+    def refusal(self) -> str | None:
+        """Nothing is known that does not work."""
+        return None
+
+    def begin(self) -> None:
+        """Let nothing be gathered, released or reduced but by the plan."""
+        for root in self._roots:
+            # Before the first forward, so that what FSDP sets up for a root is kept.
+            root._lazy_init()
+        self._settings = [_Settings.of(group) for group in self._groups]
+        for group in self._groups:
+            _NOTHING.apply(group)
+        # What a forward outside of the pipeline has left gathered may be old by now.
+        self.reshard()
+
+    def end(self) -> None:
+        """Wait for reductions, release what a plan has left gathered, and give everything back."""
+        if self._reduced:
+            self._reduced = False
+            for root in self._roots:
+                _finish(root)
+        self.reshard()
+        for root in self._roots:
+            # For prefetching, which a plan does; without a backward nobody would clear it.
+            root._comm_ctx.post_forward_order.clear()
+        for group, settings in zip(self._groups, self._settings, strict=False):
+            group._post_forward_indices.clear()
+            settings.apply(group)
+        self._settings = []
+
+    def unshard(self) -> None:
+        """Begin to gather; the first forward or backward waits for it."""
+        for unit in self._units:
+            unit.unshard(async_op=True)
+
+    def reshard(self) -> None:
+        """Release the whole parameters; their gradients stay."""
+        for unit in self._units:
+            unit.reshard()
+
+    def _reduce(self) -> None:
+        for group, settings in zip(self._groups, self._settings, strict=True):
+            # Unless the user has put it off with set_requires_gradient_sync(False).
+            group.reduce_grads = settings.reduce_grads
+            group.post_backward()
+            group.reduce_grads = False
+        self._reduced = True
+
+    def trainable(self, module: nn.Module) -> list[nn.Parameter]:
+        """The whole parameters: the graph knows no others."""
+        for unit in self._units:
+            unit.unshard()
+        return super().trainable(module)
+
+    def weights_done(self) -> None:
+        """Add what W has computed to the gradients in the type that they are reduced in."""
+        for group in self._groups:
+            for parameter in group.fsdp_params:
+                if parameter.reduce_dtype is not None:
+                    parameter.accumulate_unsharded_grad_if_needed()
+                    parameter.to_accumulated_grad_if_needed()
+
+    def forget(self) -> None:
+        """Drop gradients that are not reduced, and what a failure has left half done."""
+        super().forget()
+        for root in self._roots:
+            _reset(root)
+        for group in self._groups:
+            for parameter in group.fsdp_params:
+                parameter.unsharded_accumulated_grad = None
+                if hasattr(parameter, "_unsharded_param"):
+                    parameter._unsharded_param.grad = None
+        self.reshard()
+
+
+def _outermost(module: nn.Module) -> Iterator[FSDPModule]:
+    """The wrapped modules that lie in no other one."""
+    if isinstance(module, FSDPModule):
+        yield module
+    else:
+        for child in module.children():
+            yield from _outermost(child)
+
+
+def _groups_of(state: Any) -> list[ParamGroup]:
+    several = getattr(state, "_fsdp_param_groups", None)
+    if several is not None:
+        return list(several)
+    return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+
+
+def _finish(root: Any) -> None:
+    """Wait for the reductions of all groups below a root, as FSDP does after a last backward."""
+    context = root._state_ctx
+    last, context.is_last_backward = context.is_last_backward, True
+    root._root_post_backward_final_callback()
+    context.is_last_backward = last
+
+
+def _reset(root: Any) -> None:
+    """Bring a root and all below it back to where a forward can begin."""
+    if hasattr(root, "_reset_iter_state"):
+        root._reset_iter_state()
+        return
+    context = root._state_ctx
+    context.iter_forward_root = None
+    context.post_backward_final_callback_queued = False
+    for state in context.all_states:
+        idle = type(state._training_state).IDLE
+        state._training_state = idle
+        for group in _groups_of(state):
+            group._training_state = idle
