@@ -95,13 +95,13 @@ def _wrapped(rows: Rows, shards: bool, reduces: bool) -> Rows:
     for stage in np.unique(rows.stage[computes]).tolist():
         at = np.flatnonzero(computes & (rows.stage == stage))
         # Around a pair, not into it.
-        first, last = int(at[0]) - second[at[0]], int(at[-1]) + joined[at[-1]]
+        first, last = at[0] - int(second[at[0]]), at[-1] + int(joined[at[-1]])
         added = [(Kind.UNSHARD, first - 0.5), (Kind.RESHARD, last + 0.5)] if shards else []
         if reduces and np.isin(rows.kind[at], (Kind.B, Kind.W)).any():
             added.append((Kind.REDUCE_GRAD, last + 0.25))
         for kind, anchor in added:
             kinds.append(kind)
             stages.append(stage)
-            anchors.append(anchor)
+            anchors.append(float(anchor))
     order = np.argsort(np.concatenate([np.arange(len(rows)), anchors]), kind="stable")
     return Rows.concatenate([rows, Rows.of(np.array(kinds), np.array(stages))])[order]

@@ -28,7 +28,7 @@ import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from taktline.errors import SplitError
-from taktline.stage.engine import accumulate, add_to_grad
+from taktline.stage.engine import accumulate, add_to_grad, addresses
 
 __all__ = ["Pending", "Splitter", "explain"]
 
@@ -126,9 +126,9 @@ class Pending:
 
     def part_from(self, leaves: Sequence[torch.Tensor]) -> None:
         """Copy new gradients in the memory of those put aside: later ones are added to them."""
-        aside = {gradient.untyped_storage().data_ptr() for _, gradient in self._gradients}
+        aside = {place for _, gradient in self._gradients for place in addresses(gradient)}
         for leaf in leaves:
-            if leaf.grad is not None and leaf.grad.untyped_storage().data_ptr() in aside:
+            if leaf.grad is not None and not aside.isdisjoint(addresses(leaf.grad)):
                 leaf.grad = leaf.grad.clone()
 
     def run(self) -> None:

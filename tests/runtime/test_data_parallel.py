@@ -1,24 +1,184 @@
-"""Pipelines × data: every wrapper under every schedule trains as the plain model does."""
+"""Pipelines × data or tensor parallelism: each combination trains as the plain model does."""
 
 from __future__ import annotations
 
-import pytest
+import warnings
+from typing import Any
 
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
+
+import taktline as tl
+from tests import models
 from tests.runtime.cases import SCHEDULES
-from tests.runtime.parallel import WRAPPERS, Case, assert_like_plain, run_case
+from tests.runtime.parallel import (
+    WRAPPERS,
+    Case,
+    Rank,
+    Wrap,
+    assert_like_plain,
+    batch_of,
+    in_fsdp,
+    in_nested_fsdp,
+    in_parts,
+    in_replicate_with_ddp,
+    mesh_of,
+    named,
+    run_case,
+    stage_modules,
+    texts,
+    whole,
+)
 from tests.workers import Workers
 
-CLOSE = {"rtol": 1e-9, "atol": 1e-12}
-
-# Evaluation before, between and after steps that add up.
-CALLS = ("eval", "step", "step", "eval", "step", "eval")
+SPLIT = ("Schedule1F1B", "ScheduleZBVZeroBubble")
+"""One schedule with whole backwards, and one that splits them."""
 
 
+# Steps that add up, an update after which all must be gathered anew, and evaluation in between.
 @pytest.mark.processes
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_gradients_equal_those_of_the_plain_model(
     workers: Workers, schedule: str, wrapper: str
 ) -> None:
-    case = Case(schedule, WRAPPERS[wrapper], CALLS)
-    assert_like_plain(workers.run(run_case, case, ranks=4), case, **CLOSE)
+    case = Case(schedule, WRAPPERS[wrapper], ("eval", "step", "update", "eval", "step", "step"))
+    assert_like_plain(workers.run(run_case, case, ranks=4), case)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("wrap", [in_parts, in_replicate_with_ddp])
+@pytest.mark.parametrize("schedule", SPLIT)
+def test_other_ways_to_wrap(workers: Workers, schedule: str, wrap: Wrap) -> None:
+    case = Case(schedule, wrap, ("step", "update", "step", "eval"), model="llama")
+    assert_like_plain(workers.run(run_case, case, ranks=4), case)
+
+
+# A file, or a plan that torch wrote, may have its messages already, and none of the rest.
+@pytest.mark.processes
+@pytest.mark.parametrize("wrapper", ["ddp", "nested_fsdp"])
+@pytest.mark.parametrize("schedule", SPLIT)
+def test_a_plan_with_nothing_but_messages(workers: Workers, schedule: str, wrapper: str) -> None:
+    case = Case(schedule, WRAPPERS[wrapper], ("step", "update", "step"))
+    results = workers.run(run_case, case, texts(tl.lower(case.plan)), ranks=4)
+    assert_like_plain(results, case)
+
+
+def in_fsdp_and_tensor_parallel(module: nn.Sequential, mesh: DeviceMesh) -> Any:
+    return in_nested_fsdp(in_tensor_parallel(module, mesh["tp"]), mesh["dp"])
+
+
+# A pipeline of one rank, so that four are enough for two dimensions beside it.
+@pytest.mark.processes
+@pytest.mark.parametrize("schedule", ["ScheduleGPipe", "ScheduleInterleavedZeroBubble"])
+def test_two_more_dimensions(workers: Workers, schedule: str) -> None:
+    names = ("replicate", "shard")
+    mesh = ((1, 2, 2), ("pp", *names))
+    case = Case(schedule, in_nested_fsdp, ("step", "step"), ranks=1, mesh=mesh, data=names)
+    assert_like_plain(workers.run(run_case, case, ranks=4), case)
+    mesh = ((1, 2, 2), ("pp", "dp", "tp"))
+    case = Case(schedule, in_fsdp_and_tensor_parallel, ("step", "step"), ranks=1, mesh=mesh)
+    assert_like_plain(workers.run(run_case, case, ranks=4), case)
+
+
+def in_tensor_parallel(module: nn.Sequential, mesh: DeviceMesh) -> Any:
+    for block in module.modules():
+        if isinstance(block, models.GPTBlock):
+            parallelize_module(block, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    return module
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_tensor_parallel_stages(workers: Workers, schedule: str) -> None:
+    case = Case(schedule, in_tensor_parallel, ("step", "update", "step"), data=())
+    assert_like_plain(workers.run(run_case, case, ranks=4), case)
+
+
+def compiled(module: nn.Sequential, mesh: DeviceMesh) -> Any:
+    # Dynamo looks at the .grad of every tensor that it meets, and means to hide this warning.
+    warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
+    for index, layer in enumerate(module):
+        module[index] = torch.compile(layer, backend="aot_eager")  # pyright: ignore
+    return in_nested_fsdp(module, mesh)
+
+
+def checkpointed(module: nn.Sequential, mesh: DeviceMesh) -> Any:
+    for index, layer in enumerate(module):
+        module[index] = checkpoint_wrapper(layer)
+    return in_nested_fsdp(module, mesh)
+
+
+def checkpointed_around(module: nn.Sequential, mesh: DeviceMesh) -> Any:
+    """The other way round: what is computed again runs FSDP's hooks again."""
+    for index, layer in enumerate(module):
+        module[index] = checkpoint_wrapper(in_fsdp(layer, mesh))  # pyright: ignore
+    return in_fsdp(module, mesh)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("wrap", [compiled, checkpointed, checkpointed_around])
+@pytest.mark.parametrize("schedule", SPLIT)
+def test_compiled_and_checkpointed_blocks(workers: Workers, schedule: str, wrap: Wrap) -> None:
+    case = Case(schedule, wrap, ("step", "step"))
+    assert_like_plain(workers.run(run_case, case, ranks=4), case)
+
+
+def in_mixed_precision(module: nn.Sequential, mesh: DeviceMesh) -> Any:
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, output_dtype=torch.float32)
+    for layer in module:
+        fully_shard(layer, mesh=mesh, mp_policy=policy)
+    return fully_shard(module, mesh=mesh, mp_policy=policy)
+
+
+def run_beside_fsdp(
+    rank: int, group: dist.ProcessGroup, case: Case
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The gradients of a step, and those of the same stages in a loop over micro-batches."""
+    mine = Rank(group, case)
+    mine.call("step")
+    stages = [case.wrap(module, mesh_of(group)["dp"]) for module in stage_modules(case)]
+    x, target = (t.chunk(2)[mine.replica] for t in batch_of(case, 0))
+    for m in range(case.microbatches):
+        value = x.chunk(case.microbatches)[m]
+        for stage in stages:
+            stage.set_requires_gradient_sync(m == case.microbatches - 1)
+            value = stage(value)
+        loss = models.loss_fn(case.model)(value, target.chunk(case.microbatches)[m])
+        (loss / case.microbatches).backward()
+    outside = {name: whole(p.grad) for s in mine.modules for name, p in named(s, stages[s])}
+    return mine.gradients(), outside
+
+
+# Gradients are computed in bfloat16 and added up in float32, those of W too: else bits are lost.
+@pytest.mark.processes
+@pytest.mark.parametrize("schedule", SPLIT)
+def test_mixed_precision_is_that_of_fsdp_to_the_last_bit(workers: Workers, schedule: str) -> None:
+    case = Case(schedule, in_mixed_precision, dtype=torch.float32)
+    for ours, theirs in workers.run(run_beside_fsdp, case, ranks=4):
+        assert ours.keys() == theirs.keys()
+        for name, gradient in theirs.items():
+            assert gradient.dtype == torch.float32
+            assert torch.equal(ours[name], gradient), name
+
+
+def summed(module: nn.Sequential, mesh: DeviceMesh) -> Any:
+    wrapped = in_fsdp(module, mesh)
+    wrapped.set_gradient_divide_factor(1.0)
+    return wrapped
+
+
+@pytest.mark.processes
+def test_gradients_are_scaled_as_the_wrapper_is_told(workers: Workers) -> None:
+    case = Case("ScheduleZBVZeroBubble", summed)
+    assert_like_plain(workers.run(run_case, case, ranks=4), case, times=2.0)

@@ -37,7 +37,7 @@ class DDPSync(GradSync):
     @property
     def groups(self) -> list[dist.ProcessGroup]:
         """Each group once."""
-        return list(dict.fromkeys(wrapper.ddp.process_group for wrapper in self._wrappers))
+        return list(dict.fromkeys(wrapper.group for wrapper in self._wrappers))
 
     def refusal(self) -> str | None:
         """What the reduction here does not do as DDP does."""
@@ -90,7 +90,7 @@ class DDPSync(GradSync):
         """Nothing: gradients lie where they are reduced."""
 
     def _reduce(self) -> None:
-        pending = [bucket for wrapper in self._wanted for bucket in _buckets(wrapper.ddp)]
+        pending = [bucket for wrapper in self._wanted for bucket in _buckets(wrapper)]
         for bucket in pending:
             bucket.post()
         for bucket in pending:
@@ -117,6 +117,12 @@ class _Wrapper:
             # It makes its DDP at the first forward; what it is made with is needed before that.
             state.lazy_init()
         return cls(state._ddp, state)
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """The replicas."""
+        group: Any = self.ddp.process_group
+        return group
 
     @property
     def syncs(self) -> bool:
@@ -174,8 +180,9 @@ class _Bucket:
                     parameter.grad = average.view_as(parameter).clone()
 
 
-def _buckets(ddp: DistributedDataParallel) -> Iterator[_Bucket]:
+def _buckets(wrapper: _Wrapper) -> Iterator[_Bucket]:
     """The parameters that DDP reduces, in buckets of its size and of one kind each."""
+    ddp, group = wrapper.ddp, wrapper.group
     ignored: set[str] = ddp.parameters_to_ignore  # pyright: ignore[reportAssignmentType]
     kinds: dict[tuple[torch.dtype, torch.device], list[nn.Parameter]] = {}
     for name, parameter in ddp.module.named_parameters():
@@ -188,10 +195,10 @@ def _buckets(ddp: DistributedDataParallel) -> Iterator[_Bucket]:
             bucket.append(parameter)
             size += parameter.numel() * parameter.element_size()
             if size >= ddp.bucket_bytes_cap:
-                yield _Bucket(bucket, ddp.process_group)
+                yield _Bucket(bucket, group)
                 bucket, size = [], 0
         if bucket:
-            yield _Bucket(bucket, ddp.process_group)
+            yield _Bucket(bucket, group)
 
 
 def _sparse(ddp: DistributedDataParallel) -> bool:

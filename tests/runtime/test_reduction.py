@@ -1,0 +1,437 @@
+"""When wrapped stages communicate: where the plan says, once a step or once a block; and errors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import taktline as tl
+from taktline.plan import Plan
+from taktline.plan.passes import add_reduce, add_shard
+from tests.runtime.cases import SCHEDULES
+from tests.runtime.parallel import (
+    WRAPPERS,
+    Case,
+    Log,
+    Rank,
+    Texts,
+    Wrap,
+    assert_gradients,
+    collectives_of,
+    in_ddp,
+    in_fsdp,
+    mesh_of,
+    run_case,
+    run_logged,
+    run_plain,
+    texts,
+)
+from tests.workers import Workers
+
+FSDP = {"UNSHARD": "all_gather", "REDUCE_GRAD": "reduce_scatter"}
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_collectives_happen_where_the_plan_says(workers: Workers, schedule: str) -> None:
+    case = Case(schedule, in_fsdp)
+    lowered = tl.lower(case.plan, keep_ready=3, reduce=True)
+    for rank, (events, _) in enumerate(workers.run(run_logged, case, ranks=4)):
+        assert events == collectives_of(lowered, rank // 2, **FSDP)
+
+
+def moved() -> dict[str, Texts]:
+    """Plans for ranks with two stages each: with one stage gathered at a time, and by hand."""
+    plan = tl.build("interleaved_1f1b", ranks=2, microbatches=2)
+    tight = texts(add_reduce(add_shard(plan, keep_ready=1)))
+    # All reductions last, and long after everything was released.
+    late = [
+        [action for action in rank if "REDUCE" not in action]
+        + [action for action in rank if "REDUCE" in action][::-1]
+        for rank in tight
+    ]
+    # Both stages gathered at once, ahead of all, and never released.
+    early = [
+        [f"{rank + 2}UNSHARD", f"{rank}UNSHARD"]
+        + [action for action in actions if "SHARD" not in action]
+        for rank, actions in enumerate(late)
+    ]
+    return {"tight": tight, "late": late, "early": early}
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("name", ["tight", "late", "early"])
+def test_moved_actions_happen_where_they_were_moved(workers: Workers, name: str) -> None:
+    plan = moved()[name]
+    case = Case("ScheduleInterleaved1F1B", in_fsdp, microbatches=2)
+    results = workers.run(run_logged, case, plan, ranks=4)
+    for rank, (events, _) in enumerate(results):
+        assert events == collectives_of(Plan.from_actions(plan), rank // 2, **FSDP)
+    assert (
+        len({tuple(collectives_of(Plan.from_actions(p), 0, **FSDP)) for p in moved().values()}) == 3
+    )
+    assert_gradients([found for _, found in results], run_plain(case)[0], case)
+
+
+def run_gathered(rank: int, group: dist.ProcessGroup, case: Case, plan: Texts) -> list[int]:
+    """How many stages were gathered at each forward and backward."""
+    mine, counts = Rank(group, case, plan), []
+
+    def look(*_: object) -> None:
+        whole = [type(next(m.parameters()).data) is Tensor for m in mine.modules.values()]
+        counts.append(sum(whole))
+
+    for module in mine.modules.values():
+        module[-1].register_forward_hook(look)
+    mine.call("step")
+    look()
+    return counts
+
+
+@pytest.mark.processes
+def test_stages_are_gathered_as_long_as_the_plan_says(workers: Workers) -> None:
+    case = Case("ScheduleInterleaved1F1B", in_fsdp, microbatches=2)
+    # At the end nothing is, whatever the plan leaves: what comes next may change the parameters.
+    for counts in workers.run(run_gathered, case, moved()["tight"], ranks=4):
+        assert counts == [1, 1, 1, 1, 0]
+    for counts in workers.run(run_gathered, case, moved()["early"], ranks=4):
+        assert counts == [1, 1, 2, 2, 0]
+
+
+STEP: dict[str, dict[str, int]] = {
+    "ddp": {"all_reduce": 1},
+    "fsdp": {"all_gather": 1, "reduce_scatter": 1},
+    "nested_fsdp": {"all_gather": 2, "reduce_scatter": 2},
+    "replicate": {"all_reduce": 1},
+}
+"""The collectives of a step for each stage; nested, two layers hold all parameters."""
+
+
+def run_counted(rank: int, group: dist.ProcessGroup, case: Case) -> list[dict[str, int]]:
+    """The collectives of an eval, a step, two steps in a block, and the end of that block."""
+    mine, counts = Rank(group, case), []
+
+    def count(*calls: str) -> None:
+        with Log() as log:
+            for call in calls:
+                mine.call(call)
+        counts.append(log.counts())
+
+    count("eval")
+    count("step")
+    with Log() as log:
+        with mine.schedule.accumulate():
+            count("step", "eval", "step")
+        counts.append(log.counts())
+    return counts
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("wrapper", STEP)
+@pytest.mark.parametrize("schedule", ["ScheduleGPipe", "ScheduleInterleavedZeroBubble"])
+def test_gradients_are_reduced_once_a_step_or_once_a_block(
+    workers: Workers, schedule: str, wrapper: str
+) -> None:
+    case = Case(schedule, WRAPPERS[wrapper])
+    gathered = {name: n for name, n in STEP[wrapper].items() if name == "all_gather"}
+    reduced = {name: n for name, n in STEP[wrapper].items() if name != "all_gather"}
+    here = case.stages // 2
+
+    def times(factor: int, counts: dict[str, int]) -> dict[str, int]:
+        return {name: factor * n for name, n in counts.items()}
+
+    for evaluated, step, inside, end in workers.run(run_counted, case, ranks=4):
+        assert evaluated == times(here, gathered)
+        assert step == times(here, STEP[wrapper])
+        assert inside == times(3 * here, gathered)
+        assert end == times(here, reduced)
+
+
+def run_accumulated(
+    rank: int, group: dist.ProcessGroup, case: Case, nested: bool
+) -> dict[str, Tensor]:
+    mine = Rank(group, case)
+    mine.call("step", 0)
+    with mine.schedule.accumulate():
+        mine.call("step", 1)
+        if nested:
+            with mine.schedule.accumulate():
+                mine.call("step", 2)
+        else:
+            mine.call("step", 2)
+    return mine.gradients()
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_a_block_gives_the_gradients_of_its_steps(
+    workers: Workers, wrapper: str, nested: bool
+) -> None:
+    case = Case("ScheduleZBVZeroBubble", WRAPPERS[wrapper], ("step", "step", "step"))
+    found = workers.run(run_accumulated, case, nested, ranks=4)
+    assert_gradients(found, run_plain(case)[0], case)
+
+
+def run_interrupted(rank: int, group: dist.ProcessGroup, case: Case) -> Any:
+    mine = Rank(group, case)
+    mine.call("eval")
+    with Log() as log, pytest.raises(KeyError), mine.schedule.accumulate():
+        mine.call("step", 1)
+        raise KeyError
+    counts = log.counts()
+    for module in mine.modules.values():
+        module.zero_grad()
+    mine.call("step", 0)
+    return counts, mine.gradients()
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_a_block_that_fails_reduces_nothing(workers: Workers, wrapper: str) -> None:
+    case = Case("Schedule1F1B", WRAPPERS[wrapper])
+    results = workers.run(run_interrupted, case, ranks=4)
+    for counts, _ in results:
+        assert counts.keys() <= {"all_gather"}
+    # Nor does anything of it reach the next step.
+    assert_gradients([found for _, found in results], run_plain(case)[0], case)
+
+
+def run_without_sync(rank: int, group: dist.ProcessGroup, case: Case) -> Any:
+    """One step that the wrapper is told not to reduce, then one that it is."""
+    mine = Rank(group, case)
+    (module,) = mine.modules.values()
+    with Log() as log:
+        if case.wrap is in_ddp:
+            with module.no_sync():
+                mine.call("step", 0)
+        else:
+            module.set_requires_gradient_sync(False)
+            mine.call("step", 0)
+            module.set_requires_gradient_sync(True)
+    mine.call("step", 1)
+    return log.counts(), mine.gradients()
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("wrap", [in_ddp, in_fsdp])
+def test_what_the_wrapper_is_told_holds(workers: Workers, wrap: Wrap) -> None:
+    case = Case("Schedule1F1B", wrap, ("step", "step"))
+    results = workers.run(run_without_sync, case, ranks=4)
+    for counts, _ in results:
+        assert counts.keys() <= {"all_gather"}
+    assert_gradients([found for _, found in results], run_plain(case)[0], case)
+
+
+def half_wrapped(module: nn.Sequential, mesh: DeviceMesh) -> Any:
+    """Only the stages of the pipeline's second rank are wrapped."""
+    return in_fsdp(module, mesh) if dist.get_rank() > 1 else module
+
+
+@pytest.mark.processes
+def test_ranks_agree_on_a_plan_where_only_some_hold_wrapped_stages(workers: Workers) -> None:
+    case = Case("ScheduleInterleaved1F1B", half_wrapped)
+    gradients, _ = run_plain(case)
+    results = workers.run(run_case, case, ranks=4)
+    for found, _ in results[2:]:
+        for name, gradient in found.items():
+            torch.testing.assert_close(gradient, gradients[name], rtol=1e-9, atol=1e-12)
+    # A plain stage has the gradients of its own half of the batch.
+    for name, gradient in results[0][0].items():
+        mean = (gradient + results[1][0][name]) / 2
+        torch.testing.assert_close(mean, gradients[name], rtol=1e-9, atol=1e-12)
+        assert not torch.equal(gradient, results[1][0][name])
+
+
+# ---- errors ----------------------------------------------------------------------------------
+
+
+def run_refused(rank: int, group: dist.ProcessGroup, case: Case) -> str:
+    mine = Rank(group, case)
+    with pytest.raises(tl.MismatchError) as caught:
+        mine.call("step")
+    return str(caught.value)
+
+
+def hooked(module: nn.Sequential, mesh: DeviceMesh) -> Any:
+    ddp = in_ddp(module, mesh)
+    ddp.register_comm_hook(mesh.get_group(), allreduce_hook)
+    return ddp
+
+
+def static(module: nn.Sequential, mesh: DeviceMesh) -> Any:
+    return DistributedDataParallel(module, process_group=mesh.get_group(), static_graph=True)
+
+
+def sparse(module: nn.Sequential, mesh: DeviceMesh) -> Any:
+    for layer in module.modules():
+        if isinstance(layer, nn.Embedding):
+            layer.sparse = True
+    return in_ddp(module, mesh)
+
+
+def both(module: nn.Sequential, mesh: DeviceMesh) -> Any:
+    in_fsdp(module[0], mesh)  # pyright: ignore
+    module[1] = DistributedDataParallel(module[1], process_group=mesh.get_group())
+    return module
+
+
+def old(module: nn.Sequential, mesh: DeviceMesh) -> Any:
+    return FullyShardedDataParallel(
+        module, process_group=mesh.get_group(), device_id=torch.device("cpu")
+    )
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("wrap", "text"),
+    [
+        (
+            hooked,
+            "rank 0: stage 0: its DDP has a communication hook, with which it reduces by itself, "
+            "at the wrong time; leave it out",
+        ),
+        (
+            static,
+            "rank 0: stage 0: its DDP has static_graph=True, with which it reduces by itself, at "
+            "the wrong time; leave it out: here it saves nothing",
+        ),
+        (
+            sparse,
+            "rank 0: stage 0: its DDP has sparse gradients, with which it reduces by itself, at "
+            "the wrong time; use Embedding(sparse=False)",
+        ),
+        (
+            both,
+            "rank 0: stage 0: it contains both DDP and fully_shard; wrap a stage with one of them "
+            "(a mesh of two dimensions makes fully_shard replicate, too)",
+        ),
+        (
+            old,
+            "rank 0: stage 0: FullyShardedDataParallel gathers and reduces by itself, which in a "
+            "pipeline is the wrong time; use fully_shard instead",
+        ),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_wrappers_that_do_not_fit(workers: Workers, wrap: Callable[..., Any], text: str) -> None:
+    assert workers.run(run_refused, Case("Schedule1F1B", wrap), ranks=4) == [text] * 4
+
+
+def run_on_the_wrong_dimension(rank: int, group: dist.ProcessGroup, name: str) -> str:
+    """Both stages are alike, so that no wrapper notices anything."""
+    mesh = mesh_of(group)
+    pipeline = mesh["pp"]
+    module: Any = nn.Sequential(nn.Linear(4, 4))
+    module = in_ddp(module, pipeline) if name == "ddp" else in_fsdp(module, pipeline)
+    index = pipeline.get_local_rank()
+    stage = tl.PipelineStage(module, index, 2, torch.device("cpu"), group=pipeline.get_group())
+    schedule = tl.ScheduleGPipe(stage, 2, nn.functional.mse_loss)
+    with pytest.raises(tl.MismatchError) as caught:
+        schedule.step(torch.ones(4, 4), target=torch.ones(4, 4))
+    return str(caught.value)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("name", ["ddp", "fsdp"])
+def test_a_wrapper_on_the_dimension_of_the_pipeline(workers: Workers, name: str) -> None:
+    for rank, told in enumerate(workers.run(run_on_the_wrong_dimension, name, ranks=4)):
+        ranks = [rank % 2, rank % 2 + 2]
+        assert told == (
+            f"rank 0: stage 0: its {name.upper()} averages gradients over the ranks {ranks}, but "
+            f"of these {ranks} are one pipeline and hold other stages; give the wrapper the "
+            "data-parallel dimension of the mesh, and the stage group= the pipeline's"
+        )
+
+
+def run_one_bad_batch(rank: int, group: dist.ProcessGroup, case: Case) -> Any:
+    """One replica gets a batch that cannot be cut; then all go on."""
+    mine = Rank(group, case)
+    told = []
+    for _ in range(2):
+        size = 2 if mine.replica == 1 else 8
+        x = torch.zeros(size, 12, dtype=torch.int64)
+        with pytest.raises(tl.TaktlineError) as caught:
+            mine.schedule.step(x, target=x)
+        told.append(str(caught.value))
+        mine.call("step")
+    return told, mine.gradients()
+
+
+# Else the replica that is well would wait in its first collective for the other one.
+@pytest.mark.processes
+@pytest.mark.parametrize("wrapper", ["ddp", "fsdp"])
+def test_an_error_of_one_replica_is_raised_in_all(workers: Workers, wrapper: str) -> None:
+    case = Case("Schedule1F1B", WRAPPERS[wrapper], ("step", "step"))
+    results = workers.run(run_one_bad_batch, case, ranks=4)
+    for told, _ in results:
+        assert told == [results[0][0][0]] * 2
+        assert "cannot be cut into 4 pieces" in told[0]
+
+
+def run_locally(rank: int, module: nn.Module) -> str:
+    stage = tl.PipelineStage(module, rank, 2, torch.device("cpu"))
+    schedule = tl.ScheduleGPipe(stage, 2, nn.functional.mse_loss)
+    with pytest.raises(tl.MismatchError) as caught:
+        schedule.step(torch.ones(4, 4), target=torch.ones(4, 4))
+    return str(caught.value)
+
+
+def run_wrapped_locally(rank: int, group: dist.ProcessGroup) -> list[str]:
+    mesh = mesh_of(group)["dp"]
+    module: Any = fully_shard(nn.Linear(4, 4), mesh=mesh)
+    return tl.local.run(run_locally, 2, module)
+
+
+@pytest.mark.processes
+def test_local_ranks_cannot_be_wrapped(workers: Workers) -> None:
+    for told in workers.run(run_wrapped_locally, ranks=4):
+        assert (
+            told
+            == [
+                "rank 0: stage 0 is wrapped in FSDP, which needs one process a rank, but local ranks "
+                "share one; leave the wrapper out here, or start processes with torchrun"
+            ]
+            * 2
+        )
+
+
+def run_failing(rank: int, group: dist.ProcessGroup, case: Case) -> Any:
+    """A forward that fails in every replica alike, and a step after it."""
+    mine = Rank(group, case)
+    mine.call("step")
+    mine.call("update")
+    seen = []
+
+    def fail(*_: object) -> None:
+        seen.append(None)
+        if len(seen) == 3:
+            raise RuntimeError("out of luck")
+
+    if 1 in mine.modules:
+        handle = mine.modules[1].register_forward_hook(fail)
+    with pytest.raises(tl.StageError, match="out of luck"):
+        mine.call("step", 1)
+    if 1 in mine.modules:
+        handle.remove()
+    for module in mine.modules.values():
+        module.zero_grad()
+    mine.call("step", 2)
+    return mine.gradients()
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_a_step_that_fails_leaves_nothing_behind(workers: Workers, wrapper: str) -> None:
+    case = Case("Schedule1F1B", WRAPPERS[wrapper], ("step", "update", "step"))
+    found = workers.run(run_failing, case, ranks=4)
+    assert_gradients(found, run_plain(case)[0], case)
