@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch.distributed as dist
 
-from taktline.errors import MismatchError, TaktlineError
+from taktline.errors import MismatchError, TaktlineError, restore
 from taktline.stage import PipelineStage
 from taktline.stage.grad_sync import GradSync
 from taktline.transport import Transport, find
@@ -62,12 +62,15 @@ class Replicas:
         """The error of any replica, so that none goes on to wait for one that does not."""
         for others in self._others:
             if any(failed for (failed,) in others.exchange([int(error is not None)])):
-                error = share_error(others, error)
+                error = share_error(others, _told(error, others.rank))
         return error
 
-    @contextmanager
-    def step(self) -> Iterator[None]:
+    def step(self) -> AbstractContextManager[None]:
         """Inside, the wrappers do nothing by themselves."""
+        return self._step() if self._syncs else nullcontext()
+
+    @contextmanager
+    def _step(self) -> Iterator[None]:
         begun: list[GradSync] = []
         try:
             for sync in self._syncs:
@@ -100,6 +103,15 @@ class Replicas:
         self._depth -= 1
         for sync in self._syncs:
             sync.accumulating = self._depth > 0
+
+
+def _told(error: TaktlineError | None, replica: int) -> TaktlineError | None:
+    """An error of this rank, with the replica that it went wrong in."""
+    if error is None or str(error).startswith("replica "):
+        return error
+    told = restore(type(error), (f"replica {replica}, {error}",), vars(error))
+    told.__cause__ = error.__cause__
+    return told
 
 
 def _found(stage: PipelineStage, transport: Transport) -> GradSync | None:

@@ -42,28 +42,9 @@ class DDPSync(GradSync):
     def refusal(self) -> str | None:
         """What the reduction here does not do as DDP does."""
         for wrapper in self._wrappers:
-            ddp: Any = wrapper.ddp
-            for found, what, instead in (
-                (ddp._comm_hooks, "a communication hook", "leave it out"),
-                (ddp.static_graph, "static_graph=True", "leave it out: here it saves nothing"),
-                (ddp.mixed_precision, "its own mixed precision", "use fully_shard or autocast"),
-                (
-                    getattr(ddp, "_delay_all_reduce_params", None),
-                    "delay_all_reduce_named_params",
-                    "leave it out: all gradients are reduced at the end",
-                ),
-                (
-                    getattr(ddp, "_use_python_reducer", False),
-                    "the Python reducer of compiled autograd",
-                    "choose another torch._dynamo.config.optimize_ddp",
-                ),
-                (_sparse(ddp), "sparse gradients", "use Embedding(sparse=False)"),
-            ):
+            for found, story in _hindrances(wrapper.ddp):
                 if found:
-                    return (
-                        f"its DDP has {what}, with which it reduces by itself, at the wrong time; "
-                        f"{instead}"
-                    )
+                    return f"its DDP has {story}"
         return None
 
     def begin(self) -> None:
@@ -201,6 +182,32 @@ def _buckets(wrapper: _Wrapper) -> Iterator[_Bucket]:
             yield _Bucket(bucket, group)
 
 
-def _sparse(ddp: DistributedDataParallel) -> bool:
+def _hindrances(ddp: Any) -> Iterator[tuple[object, str]]:
+    """What a DDP may have, and why it cannot then be part of a stage."""
+    yield (
+        ddp._comm_hooks,
+        "a communication hook, which reduces by itself, at the wrong time; leave it out",
+    )
+    yield (
+        ddp.static_graph,
+        "static_graph=True, so that it reduces by itself after the first backward, which is the "
+        "wrong time; leave it out: it saves nothing here",
+    )
+    yield (
+        getattr(ddp, "_use_python_reducer", False),
+        "the Python reducer, which reduces by itself, at the wrong time; choose another "
+        "torch._dynamo.config.optimize_ddp",
+    )
+    yield (
+        getattr(ddp, "_delay_all_reduce_params", None),
+        "delay_all_reduce_named_params; leave it out: here all gradients are reduced together",
+    )
+    yield (
+        ddp.mixed_precision,
+        "mixed precision of its own, which needs its own backward; use fully_shard or autocast",
+    )
     kinds = (nn.Embedding, nn.EmbeddingBag)
-    return any(isinstance(m, kinds) and m.sparse for m in ddp.modules())
+    yield (
+        any(isinstance(module, kinds) and module.sparse for module in ddp.modules()),
+        "sparse gradients, which cannot be put into buckets; leave out sparse=True",
+    )

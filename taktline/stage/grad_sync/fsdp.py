@@ -69,14 +69,16 @@ class FSDPSync(GradSync):
         return list(dict.fromkeys(group for group in found if group is not None))
 
     def refusal(self) -> str | None:
-        """Nothing is known that does not work."""
+        """What FSDP finds wrong when it is set up, which it does before its first forward."""
+        try:
+            for root in self._roots:
+                root._lazy_init()
+        except (AssertionError, RuntimeError, ValueError) as error:
+            return f"its FSDP cannot begin: {error}"
         return None
 
     def begin(self) -> None:
         """Let nothing be gathered, released or reduced but by the plan."""
-        for root in self._roots:
-            # Before the first forward, so that what FSDP sets up for a root is kept.
-            root._lazy_init()
         self._settings = [_Settings.of(group) for group in self._groups]
         for group in self._groups:
             _NOTHING.apply(group)

@@ -1,0 +1,283 @@
+"""Wrappers in the hands of a stage: what they do when told, and nothing else."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from taktline.stage import PipelineStage
+from taktline.stage.grad_sync import GradSync, find
+from taktline.stage.grad_sync.ddp import DDPSync
+from taktline.stage.grad_sync.fsdp import FSDPSync
+from tests.runtime.parallel import (
+    WRAPPERS,
+    Log,
+    Wrap,
+    in_ddp,
+    in_fsdp,
+    in_nested_fsdp,
+    in_parts,
+    in_replicate_with_ddp,
+    mesh_of,
+    whole,
+)
+from tests.workers import Workers
+
+KINDS = {"ddp": DDPSync, "fsdp": FSDPSync, "nested_fsdp": FSDPSync, "replicate": FSDPSync}
+
+
+def wrapped(group: dist.ProcessGroup, wrap: Wrap) -> tuple[Any, GradSync]:
+    torch.manual_seed(0)
+    layers = nn.Sequential(nn.Linear(4, 8, bias=False), nn.Linear(8, 4, bias=False))
+    module = wrap(layers.double(), mesh_of(group)["dp"])
+    sync = find(module)
+    assert sync is not None
+    assert sync.refusal() is None
+    return module, sync
+
+
+def test_a_plain_module_has_none() -> None:
+    assert find(nn.Linear(2, 2)) is None
+    stage = PipelineStage(nn.Linear(2, 2), 0, 1, torch.device("cpu"))
+    assert stage.grad_sync is None
+    assert stage.grad_sync is None
+
+
+def run_find(rank: int, group: dist.ProcessGroup) -> dict[str, tuple[type, bool, list[list[int]]]]:
+    found = {}
+    for name, wrap in {**WRAPPERS, "parts": in_parts, "old": in_replicate_with_ddp}.items():
+        _, sync = wrapped(group, wrap)
+        ranks = [dist.get_process_group_ranks(one) for one in sync.groups]
+        found[name] = (type(sync), sync.shards, ranks)
+    return found
+
+
+@pytest.mark.processes
+def test_every_wrapper_is_found_with_the_ranks_that_it_averages_over(workers: Workers) -> None:
+    kinds = KINDS | {"parts": FSDPSync, "old": DDPSync}
+    for rank, found in enumerate(workers.run(run_find, ranks=4)):
+        ranks = [[0, 1], [2, 3]][rank // 2]
+        assert found == {n: (kind, kind is FSDPSync, [ranks]) for n, kind in kinds.items()}
+
+
+def run_later(rank: int, group: dist.ProcessGroup) -> list[type]:
+    """A stage is given its wrapped module after it was made, as some trainers do."""
+    stage = PipelineStage(nn.Sequential(nn.Linear(4, 4)), 0, 1, torch.device("cpu"))
+    found = [type(stage.grad_sync)]
+    stage.submod = in_ddp(stage.submod, mesh_of(group)["dp"])  # pyright: ignore
+    found.append(type(stage.grad_sync))
+    return found
+
+
+@pytest.mark.processes
+def test_a_module_that_is_replaced_is_looked_at_again(workers: Workers) -> None:
+    assert workers.run(run_later, ranks=4) == [[type(None), DDPSync]] * 4
+
+
+def run_backwards(rank: int, group: dist.ProcessGroup, wrap: Wrap) -> Any:
+    """Two backwards inside, whose forwards are both under way; then one outside, as ever."""
+    module, sync = wrapped(group, wrap)
+    x = torch.full((2, 4), rank + 1.0, dtype=torch.float64)
+    log = Log()
+    with log:
+        sync.begin()
+        sync.unshard()
+        first, second = module(x), module(2 * x)
+        second.sum().backward()
+        first.sum().backward()
+        inside = [event for event in log.events if event != "all_gather"]
+        sync.reduce()
+        sync.reshard()
+        sync.end()
+    together = [whole(p.grad) for p in module.parameters()]
+    module.zero_grad()
+    with log:
+        log.events.clear()
+        module(3 * x).sum().backward()
+    outside = log.counts()
+    return inside, together, [whole(p.grad) for p in module.parameters()], outside
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+def test_nothing_is_reduced_unasked_and_all_is_as_before_at_the_end(
+    workers: Workers, wrapper: str
+) -> None:
+    for inside, together, alone, outside in workers.run(run_backwards, WRAPPERS[wrapper], ranks=4):
+        assert set(inside) <= {"broadcast"}
+        # Linear layers: for 3x they are what they are for x and 2x.
+        for one, other in zip(together, alone, strict=True):
+            torch.testing.assert_close(one, other)
+        assert any(name in outside for name in ("all_reduce", "reduce_scatter"))
+
+
+def run_settings(rank: int, group: dist.ProcessGroup) -> list[Any]:
+    _, sync = wrapped(group, in_nested_fsdp)
+    assert isinstance(sync, FSDPSync)
+    groups = sync._groups
+
+    def settings() -> list[Any]:
+        return [
+            (g.reduce_grads, g.reshard_after_backward, g._reshard_after_forward) for g in groups
+        ]
+
+    found = [settings()]
+    sync.begin()
+    found.append(settings())
+    sync.end()
+    return [*found, settings()]
+
+
+@pytest.mark.processes
+def test_settings_of_fsdp_are_taken_and_given_back(workers: Workers) -> None:
+    for before, inside, after in workers.run(run_settings, ranks=4):
+        assert before == after
+        assert set(inside) == {(False, False, False)}
+        assert (True, True, True) in before
+
+
+def run_stale(rank: int, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
+    """The root of FSDP stays gathered after a forward; then somebody changes its parameters."""
+    module, sync = wrapped(group, in_fsdp)
+    x = torch.ones(2, 4, dtype=torch.float64)
+    with torch.no_grad():
+        module(x)
+        module.reshard()
+        parameters = list(module.parameters())
+        module(x)
+        for parameter in parameters:
+            parameter.zero_()
+        sync.begin()
+        sync.unshard()
+        fresh = module(x)
+        sync.end()
+    return fresh, torch.zeros_like(fresh)
+
+
+@pytest.mark.processes
+def test_what_was_gathered_before_a_step_is_gathered_anew(workers: Workers) -> None:
+    for fresh, zeros in workers.run(run_stale, ranks=4):
+        assert torch.equal(fresh, zeros)
+
+
+class Sometimes(nn.Module):
+    """One layer that all use, one that only the first replica uses, and one that nobody does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.always, self.first, self.never = (nn.Linear(2, 2, bias=False) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.first(self.always(x)) if dist.get_rank() % 2 == 0 else self.always(x)
+
+
+def run_unused(rank: int, group: dist.ProcessGroup) -> dict[str, Tensor | None]:
+    torch.manual_seed(0)
+    module = DistributedDataParallel(
+        Sometimes(),
+        process_group=mesh_of(group)["dp"].get_group(),
+        find_unused_parameters=True,
+        bucket_cap_mb=1e-5,  # pyright: ignore
+    )
+    sync = DDPSync([module])
+    own = Sometimes()
+    own.load_state_dict(module.module.state_dict())
+    own(torch.ones(1, 2)).sum().backward()
+    sync.begin()
+    module(torch.ones(1, 2)).sum().backward()
+    sync.reduce()
+    sync.end()
+    named = {name: p.grad for name, p in module.module.named_parameters()}
+    return named | {f"own {name}": p.grad for name, p in own.named_parameters()}
+
+
+@pytest.mark.processes
+def test_parameters_that_only_some_replicas_use(workers: Workers) -> None:
+    results = workers.run(run_unused, ranks=4)
+    always = (results[0]["own always.weight"] + results[1]["own always.weight"]) / 2
+    for found in results:
+        torch.testing.assert_close(found["always.weight"], always)
+        torch.testing.assert_close(found["first.weight"], results[0]["own first.weight"] / 2)
+        assert found["never.weight"] is None
+
+
+def run_buffers(rank: int, group: dist.ProcessGroup) -> list[Any]:
+    """The buffers of both replicas at the forwards of two rounds."""
+    module = DistributedDataParallel(
+        nn.BatchNorm1d(2, momentum=1.0), process_group=mesh_of(group)["dp"].get_group()
+    )
+    sync, counts = DDPSync([module]), []
+    for _ in range(2):
+        with Log() as log:
+            sync.begin()
+            outputs = [module(torch.randn(4, 2) + rank) for _ in range(3)]
+            for output in outputs:
+                output.square().sum().backward()
+            sync.reduce()
+            sync.end()
+        counts.append(log.counts())
+    return counts
+
+
+# As in DDP outside of a pipeline: those of the first replica, before what follows a reduction.
+@pytest.mark.processes
+def test_buffers_are_broadcast_once_before_each_reduction(workers: Workers) -> None:
+    for counts in workers.run(run_buffers, ranks=4):
+        assert [count["all_reduce"] for count in counts] == [1, 1]
+        assert counts[0]["broadcast"] == counts[1]["broadcast"] > 0
+
+
+def run_beside_ddp(rank: int, group: dist.ProcessGroup) -> tuple[list[Tensor], list[Tensor]]:
+    """Gradients of three rounds that add up: reduced here, and by DDP itself."""
+    gradients = []
+    for ours in (True, False):
+        torch.manual_seed(0)
+        module = in_ddp(nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4)), mesh_of(group)["dp"])
+        sync = DDPSync([module])
+        generator = torch.Generator().manual_seed(rank)
+        for _ in range(3):
+            x = torch.randn(2, 4, generator=generator)
+            if ours:
+                sync.begin()
+            module(x).square().sum().backward()
+            if ours:
+                sync.reduce()
+                sync.end()
+        gradients.append([p.grad for p in module.parameters()])
+    return gradients[0], gradients[1]
+
+
+@pytest.mark.processes
+def test_ddp_is_equalled_to_the_last_bit(workers: Workers) -> None:
+    for ours, theirs in workers.run(run_beside_ddp, ranks=4):
+        for one, other in zip(ours, theirs, strict=True):
+            assert torch.equal(one, other)
+
+
+def run_together(rank: int, group: dist.ProcessGroup) -> int:
+    """Modules that are sharded together, below a root of their own."""
+    mesh = mesh_of(group)["dp"]
+    module: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    fully_shard([module[0], module[1]], mesh=mesh)
+    sync = find(fully_shard(module, mesh=mesh))  # pyright: ignore
+    assert sync is not None
+    assert sync.refusal() is None
+    with Log() as log:
+        sync.begin()
+        sync.unshard()
+        module(torch.ones(2, 4)).sum().backward()
+        sync.reduce()
+        sync.end()
+    assert log.counts() == {"all_gather": 1, "reduce_scatter": 1}
+    return len(log.events)
+
+
+@pytest.mark.processes
+def test_modules_that_are_sharded_together_communicate_together(workers: Workers) -> None:
+    assert workers.run(run_together, ranks=4) == [2] * 4
