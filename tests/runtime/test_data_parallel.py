@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -182,3 +184,19 @@ def summed(module: nn.Sequential, mesh: DeviceMesh) -> Any:
 def test_gradients_are_scaled_as_the_wrapper_is_told(workers: Workers) -> None:
     case = Case("ScheduleZBVZeroBubble", summed)
     assert_like_plain(workers.run(run_case, case, ranks=4), case, times=2.0)
+
+
+def run_page(rank: int, group: dist.ProcessGroup, code: str) -> float:
+    """The workers have met already, and find their mesh among themselves."""
+    names: dict[str, Any] = {}
+    exec(code.replace('dist.init_process_group("gloo")', ""), names)
+    return whole(next(names["module"].parameters())).sum().item()
+
+
+@pytest.mark.processes
+def test_the_script_on_the_page_of_the_docs(workers: Workers) -> None:
+    page = Path(__file__).parents[2] / "docs" / "data-parallel.md"
+    (code,) = re.findall(r"^```py\n(.*?)^```$", page.read_text(), re.S | re.M)
+    first, second, third, fourth = workers.run(run_page, code, ranks=4)
+    assert first == second
+    assert third == fourth != first
