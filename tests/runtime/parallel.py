@@ -169,7 +169,8 @@ class Telling(tl.PipelineStage):
         return super().backward_input(microbatch, gradients)
 
     def backward_weight(self, microbatch: int) -> None:
-        self.log.events.append(f"{self.stage_index}W{microbatch}")
+        if microbatch in self._weights_due:  # else all was done in I
+            self.log.events.append(f"{self.stage_index}W{microbatch}")
         super().backward_weight(microbatch)
 
 

@@ -27,7 +27,6 @@ from tests.runtime.parallel import (
     Texts,
     Wrap,
     assert_gradients,
-    assert_like_plain,
     collectives_of,
     in_ddp,
     in_fsdp,
@@ -90,8 +89,12 @@ def test_moved_actions_happen_where_they_were_moved(workers: Workers, name: str)
 @pytest.mark.parametrize("name", ["interleaved_zero_bubble", "zbv", "dualpipev"])
 def test_one_stage_gathered_at_a_time(workers: Workers, name: str, wrapper: str) -> None:
     case = Case(name, WRAPPERS[wrapper], ("step", "step"))
-    plan = texts(add_reduce(add_shard(case.plan, keep_ready=1)))
-    assert_like_plain(workers.run(run_case, case, plan, ranks=4), case)
+    plan = add_reduce(add_shard(case.plan, keep_ready=1))
+    results = workers.run(run_logged, case, texts(plan), ranks=4)
+    assert_gradients([found for _, found in results], run_plain(case)[0], case)
+    for rank, (events, _) in enumerate(results):
+        computed = [event for event in events if event[0].isdigit()]
+        assert computed == collectives_of(plan, rank // 2) * 2
 
 
 def run_gathered(rank: int, group: dist.ProcessGroup, case: Case, plan: Texts) -> list[int]:
@@ -481,8 +484,10 @@ def test_local_ranks_cannot_be_wrapped(workers: Workers) -> None:
         assert told == [text, text]
 
 
-def run_failing(rank: int, group: dist.ProcessGroup, case: Case) -> Any:
-    """A forward that fails in every replica alike, and a step after it."""
+def run_failing(
+    rank: int, group: dist.ProcessGroup, case: Case, backward: bool
+) -> dict[str, Tensor]:
+    """A forward or backward that fails in every replica alike, and a step after it."""
     mine = Rank(group, case)
     mine.call("step")
     mine.call("update")
@@ -493,9 +498,13 @@ def run_failing(rank: int, group: dist.ProcessGroup, case: Case) -> Any:
         if len(seen) == 3:
             raise RuntimeError("out of luck")
 
+    def fail_later(_: nn.Module, __: Any, output: Tensor) -> None:
+        output.register_hook(fail)
+
     layers = [m for s, module in mine.modules.items() if s == 1 for m in module.modules()]
     norms = [layer for layer in layers if isinstance(layer, nn.LayerNorm)]
-    handles = [norm.register_forward_hook(fail) for norm in norms[-1:]]
+    hook = fail_later if backward else fail
+    handles = [norm.register_forward_hook(hook) for norm in norms[-1:]]
     with pytest.raises(tl.StageError, match="out of luck"):
         mine.call("step", 1)
     for handle in handles:
@@ -507,8 +516,11 @@ def run_failing(rank: int, group: dist.ProcessGroup, case: Case) -> Any:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("wrapper", WRAPPERS)
-def test_a_step_that_fails_leaves_nothing_behind(workers: Workers, wrapper: str) -> None:
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("wrapper", ["ddp", "fsdp", "nested_fsdp"])
+def test_a_step_that_fails_leaves_nothing_behind(
+    workers: Workers, wrapper: str, backward: bool
+) -> None:
     case = Case("Schedule1F1B", WRAPPERS[wrapper], ("step", "update", "step"))
-    found = workers.run(run_failing, case, ranks=4)
+    found = workers.run(run_failing, case, backward, ranks=4)
     assert_gradients(found, run_plain(case)[0], case)

@@ -281,3 +281,31 @@ def run_together(rank: int, group: dist.ProcessGroup) -> int:
 @pytest.mark.processes
 def test_modules_that_are_sharded_together_communicate_together(workers: Workers) -> None:
     assert workers.run(run_together, ranks=4) == [2] * 4
+
+
+def run_after_a_failure(rank: int, group: dist.ProcessGroup, wrap: Wrap) -> dict[str, int]:
+    """A backward that fails, and a plain one after it, which nothing of the first may reach."""
+    module, sync = wrapped(group, wrap)
+    x = torch.ones(2, 4, dtype=torch.float64)
+
+    def fail(_: Tensor) -> None:
+        raise RuntimeError("out of luck")
+
+    sync.begin()
+    sync.unshard()
+    output = module(x)
+    output.register_hook(fail)
+    with pytest.raises(RuntimeError, match="out of luck"):
+        (2 * output).sum().backward()
+    sync.end()
+    sync.forget()
+    with Log() as log:
+        module(x).sum().backward()
+    return log.counts()
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("wrapper", ["ddp", "fsdp", "nested_fsdp"])
+def test_a_wrapper_works_as_ever_after_a_failure(workers: Workers, wrapper: str) -> None:
+    for counts in workers.run(run_after_a_failure, WRAPPERS[wrapper], ranks=4):
+        assert counts.keys() & {"all_reduce", "reduce_scatter"}
