@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import cache
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -271,6 +272,14 @@ def run_logged(
 
 def run_plain(case: Case) -> tuple[dict[str, Tensor], list[Tensor]]:
     """The same on the whole model with the whole batch; the loss of each call."""
+    # Neither the schedule nor the wrapper matters; the number of stages is that of layers, too.
+    return _run_plain(
+        Case("ScheduleGPipe", in_fsdp, case.calls, case.model, 1, case.dtype, case.stages)
+    )
+
+
+@cache
+def _run_plain(case: Case) -> tuple[dict[str, Tensor], list[Tensor]]:
     modules, losses = stage_modules(case), []
     for number, name in enumerate(case.calls):
         if name == "update":
@@ -342,7 +351,3 @@ def collectives_of(plan: Plan, rank: int, **kinds: str) -> list[str]:
         elif (name := kinds.get(action.kind.name)) is not None:
             found.append(name)
     return found
-
-
-def with_calls(case: Case, *calls: str) -> Case:
-    return replace(case, calls=calls)
