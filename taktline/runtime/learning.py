@@ -22,6 +22,7 @@ from torch.utils._pytree import TreeSpec
 
 from taktline.meta import Signature, TensorMeta
 from taktline.runtime.ports import PeerFailed, Values
+from taktline.stage import PipelineStage
 from taktline.transport import Handle, Post
 from taktline.transport.wire import Layout, decode, encode
 
@@ -119,9 +120,10 @@ class Inbox:
 class LearningIncoming:
     """Takes the values of one stage from an inbox, and notes their signatures."""
 
-    def __init__(self, inbox: Inbox, stage: int) -> None:
+    def __init__(self, inbox: Inbox, stage: PipelineStage) -> None:
         self._inbox = inbox
-        self._stage = stage
+        self._stage = stage.stage_index
+        self._mesh_for = stage.mesh_for
         self.learned: dict[int, Signature] = {}
 
     def post(self, microbatch: int) -> None:
@@ -134,7 +136,7 @@ class LearningIncoming:
             raise PeerFailed
         signature, data = message
         self.learned[microbatch] = signature
-        tensors = iter(Layout(signature.tensors, data.device).unpack(data))
+        tensors = iter(Layout(signature.tensors, data.device, self._mesh_for).unpack(data))
         leaves = [
             next(tensors) if isinstance(leaf, TensorMeta) else leaf for leaf in signature.leaves
         ]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import json
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -15,6 +16,7 @@ from taktline.runtime.agreement import Call, Introduction, misfit, mismatch
 from taktline.runtime.bind import Binding, Bound, Signatures, bind, channels_of
 from taktline.runtime.executor import Failure
 from taktline.runtime.feed import Feed
+from taktline.runtime.outcome import Outcome
 from taktline.runtime.plans import Runnable
 from taktline.stage import PipelineStage
 from taktline.transport import Transport, find
@@ -32,6 +34,8 @@ class Facts:
     target: int = 0
     look: int = 0
     """A fingerprint of shapes and types."""
+    shares: bool = False
+    """Whether every rank shall have the losses."""
 
 
 Prepare = Callable[[Feed], Facts]
@@ -54,6 +58,7 @@ class Runner:
         loss_fn: Callable[..., torch.Tensor] | None,
         loss_scale: float,
         seed: int | None,
+        dynamic_shapes: bool,
     ) -> None:
         self._name = name
         self._make_plan = make_plan
@@ -62,6 +67,7 @@ class Runner:
         self._loss_fn = loss_fn
         self._loss_scale = loss_scale
         self._seed = seed
+        self._dynamic_shapes = dynamic_shapes
         self._feed = Feed()
         self._transport: Transport | None = None
         self._runnable: Runnable | None = None
@@ -92,7 +98,7 @@ class Runner:
             trains: whether there is a backward.
         """
         self._feed.clear()
-        agreed = self._agree(prepare, trains)
+        shares, agreed = self._agree(prepare, trains)
         known = self._known.pop(agreed, None)
         bound = known if isinstance(known, Bound) else self._bind(known, trains)
         # Buffers outlive the step, so they must not be made in inference mode.
@@ -102,15 +108,26 @@ class Runner:
             torch.autograd.set_multithreading_enabled(False),
         ):
             failure = bound.program.run()
-        self._conclude(failure)
-        # Put last, so that the first one is always the longest unused.
-        self._known[agreed] = bound if known is not None else bound.learned()
-        if len(self._known) > _REMEMBERED:
-            del self._known[next(iter(self._known))]
+        got = {index: sorted(work.got) for index, work in bound.works.items() if work.got}
+        skips = self._conclude(failure, bool(got), shares)
+        if not self._dynamic_shapes:
+            if known is None:
+                self._remember(agreed, bound.learned().along(self._routes(got) if skips else {}))
+            else:
+                self._remember(agreed, bound)
         return self._feed
 
-    def _agree(self, prepare: Prepare, trains: bool) -> tuple[int, ...]:
-        """Make sure that all ranks are about to do the same; tells what their inputs look like."""
+    def _remember(self, agreed: tuple[int, ...], known: Signatures | Bound) -> None:
+        # Put last, so that the first one is always the longest unused.
+        self._known[agreed] = known
+        if len(self._known) > _REMEMBERED:
+            del self._known[next(iter(self._known))]
+
+    def _agree(self, prepare: Prepare, trains: bool) -> tuple[bool, tuple[int, ...]]:
+        """Make sure that all ranks are about to do the same; tells what their inputs look like.
+
+        Tells before that whether every rank shall have the losses.
+        """
         error, plan, facts, flags = None, 0, Facts(), ()
         try:
             plan = self.runnable.fingerprint
@@ -126,6 +143,7 @@ class Runner:
             trains=trains,
             batch=facts.size,
             target=facts.target,
+            shares=facts.shares,
             inputs=hash((facts.look, flags)),
         )
         calls = [Call(*numbers) for numbers in self.transport.exchange(call)]
@@ -135,7 +153,7 @@ class Runner:
             self._introduce()
         if story := mismatch(calls):
             raise MismatchError(story)
-        return (trains, *(call.inputs for call in calls))
+        return facts.shares, (trains, *(call.inputs for call in calls))
 
     def _check_stages(self) -> None:
         for stage in self._stages:
@@ -156,6 +174,7 @@ class Runner:
             list(self.runnable.plan.placement.rank_of),
             self.runnable.plan.digest(),
             self._loss_fn is not None,
+            self._dynamic_shapes,
         )
         texts = share_texts(self.transport, mine.to_text())
         if story := misfit([Introduction.from_text(text) for text in texts]):
@@ -179,14 +198,31 @@ class Runner:
             known,
         )
 
-    def _conclude(self, failure: Failure | None) -> None:
-        """Agree on the outcome."""
-        outcomes = self.transport.exchange([int(failure is not None)])
-        if any(failed for (failed,) in outcomes):
+    def _conclude(self, failure: Failure | None, skips: bool, shares: bool) -> bool:
+        """Agree on the outcome, with the losses of all ranks if they share; tells of skips."""
+        mine = Outcome.of(
+            self._feed,
+            failed=failure is not None,
+            skips=skips,
+            shares=self._microbatches if shares else 0,
+        )
+        outcomes = [Outcome(numbers) for numbers in self.transport.exchange(mine.numbers)]
+        if any(outcome.failed for outcome in outcomes):
             for stage in self._stages:
                 stage.clear()
             self._known.clear()
             self._raise(None if failure is None else failure.error)
+        if shares:
+            Outcome.share(outcomes, self._feed)
+        return any(outcome.skips for outcome in outcomes)
+
+    def _routes(self, got: Mapping[int, Sequence[str]]) -> dict[str, int]:
+        """The last stage of all ranks that gets each skip."""
+        routes: dict[str, int] = {}
+        for text in share_texts(self.transport, json.dumps(got)):
+            for stage, names in json.loads(text).items():
+                routes |= {name: max(int(stage), routes.get(name, 0)) for name in names}
+        return routes
 
     def _raise(self, error: TaktlineError | None) -> NoReturn:
         """Raise the same error on every rank."""
