@@ -48,6 +48,7 @@ class Aside:
         self.skips = skips
         """What is there to get: what came from earlier stages, and what was put since."""
         self.got: set[str] = set()
+        self._replaced: set[str] = set()
         self.losses: list[torch.Tensor] = []
         self.replays = False
         """Whether blocks run a second time: values can be got again, the rest is known."""
@@ -69,6 +70,8 @@ class Aside:
                 f"{name!r} is put by stage {waiting.stage} and again by stage {self.stage}, before "
                 "anybody got it; give each value a name of its own"
             )
+        if waiting is not None:
+            self._replaced.add(name)
         self.skips[name] = Skip(value, self.stage)
 
     def get(self, name: str) -> torch.Tensor:
@@ -76,6 +79,11 @@ class Aside:
         skip = self.skips.get(name)
         if skip is None:
             raise SkipError(self._missing(name))
+        if self.replays and name in self._replaced:
+            raise SkipError(
+                f"a checkpointed block of stage {self.stage} gets {name!r} a second time, but the "
+                "stage has put another value under that name since; give that a name of its own"
+            )
         skip.taken = True
         self.got.add(name)
         return skip.value

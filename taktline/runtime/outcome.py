@@ -63,5 +63,5 @@ def _bits(losses: Mapping[int, torch.Tensor], count: int) -> tuple[int, ...]:
     zero = torch.zeros(())
     values = [losses.get(m, zero).to(torch.float64) for m in range(count)]
     # Together, so that a GPU is waited for once.
-    together = torch.stack([value.reshape(()).to(values[0].device) for value in values])
+    together = torch.stack([value.to(values[0].device) for value in values])
     return struct.unpack(f"<{count}q", struct.pack(f"<{count}d", *together.tolist()))

@@ -192,7 +192,7 @@ class Work:
 
 def _value(loss: torch.Tensor) -> torch.Tensor:
     """A loss as a number for the user."""
-    loss = loss.detach()
+    loss = loss.detach().reshape(())
     # A copy: torch's mse_loss gives a scalar in a storage as large as the output.
     return loss.full_tensor() if is_sharded(loss) else loss.clone()
 

@@ -130,21 +130,14 @@ def run_plain(scenario: Scenario, plan: Plan, scales: Sequence[float] | None = N
                 output = forward(modules, args_of[m], kwargs_of[m])
                 extra = scenario.options.get("loss_kwargs", {}) if call == "step" else {}
                 loss = scenario.loss(output, target_m, **extra)
-            losses.append(loss.detach())
-            if added:
-                aux.append(sum(loss.detach() for loss in added))
-            outputs.append(pytree.tree_map_only(Tensor, Tensor.detach, output))
-            if call == "step":
-                roots = [loss, *(loss for loss in added if loss.requires_grad)]
-                weights = [1 / count if scales is None else scales[m]]
-                weights += [1 / count] * (len(roots) - 1)
-                gradients = torch.autograd.grad(
-                    roots,
-                    list(wanted.values()),
-                    [torch.full_like(r, w) for r, w in zip(roots, weights, strict=True)],
-                    allow_unused=True,
-                )
-                found.append(dict(zip(wanted, gradients, strict=True)))
+                losses.append(loss.detach())
+                if added:
+                    aux.append(sum(loss.detach().reshape(()) for loss in added))
+                outputs.append(pytree.tree_map_only(Tensor, Tensor.detach, output))
+                if call == "step":
+                    scale = 1 / count if scales is None else scales[m]
+                    roots = [(loss, scale), *((a, 1 / count) for a in added if a.requires_grad)]
+                    found.append(_gradients(roots, wanted))
         result.losses.append(losses)
         result.aux_losses.append(aux)
         result.outputs.append(tl.merge_chunks(outputs, None))
@@ -154,6 +147,18 @@ def run_plain(scenario: Scenario, plan: Plan, scales: Sequence[float] | None = N
     for s, module in enumerate(modules):
         result.buffers |= {f"{s}.{n}": b for n, b in module.named_buffers()}
     return result
+
+
+def _gradients(
+    roots: list[tuple[Tensor, float]], wanted: dict[str, nn.Parameter]
+) -> dict[str, Tensor | None]:
+    gradients = torch.autograd.grad(
+        [root for root, _ in roots],
+        list(wanted.values()),
+        [torch.full_like(root, scale) for root, scale in roots],
+        allow_unused=True,
+    )
+    return dict(zip(wanted, gradients, strict=True))
 
 
 def forward(modules: Sequence[nn.Module], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
