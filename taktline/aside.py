@@ -6,11 +6,11 @@ where checkpointed blocks run a second time: what they hand over then is known a
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from threading import local
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import torch
 from torch.utils import _pytree as pytree
@@ -26,7 +26,10 @@ __all__ = [
     "handed_on",
     "opened",
     "require_number",
+    "uncompiled",
 ]
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 @dataclass(slots=True)
@@ -147,7 +150,12 @@ def current() -> Aside:
     return _here.aside
 
 
-@torch.compiler.disable
+def uncompiled(function: _Function) -> _Function:
+    """A function that compiled blocks call as it is: it changes what is outside of them."""
+    return torch.compiler.disable(function)  # pyright: ignore[reportReturnType]
+
+
+@uncompiled
 def add_loss(loss: torch.Tensor) -> None:
     """Add a loss to what training minimises, from inside the forward of any stage.
 

@@ -22,13 +22,13 @@ from __future__ import annotations
 
 import torch
 
-from taktline.aside import current
+from taktline.aside import current, uncompiled
 from taktline.errors import SkipError
 
 __all__ = ["get", "put"]
 
 
-@torch.compiler.disable
+@uncompiled
 def put(name: str, value: torch.Tensor) -> None:
     """Hand a value to whichever stages get it, this one or later ones.
 
@@ -41,7 +41,7 @@ def put(name: str, value: torch.Tensor) -> None:
     current().put(name, value)
 
 
-@torch.compiler.disable
+@uncompiled
 def get(name: str) -> torch.Tensor:
     """The value that was put under a name; any number of stages may get it.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 
@@ -22,7 +22,7 @@ from taktline.stage import PipelineStage
 from taktline.transport import Transport, find
 from taktline.transport.control import share_error, share_texts
 
-__all__ = ["Facts", "Prepare", "Runner"]
+__all__ = ["Facts", "Finish", "Prepare", "Runner"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +40,9 @@ class Facts:
 
 Prepare = Callable[[Feed], Facts]
 """Fills the feed of a step."""
+
+Finish = Callable[[Feed], Any]
+"""Makes one output of those of the micro-batches."""
 
 _REMEMBERED = 8
 """For how many kinds of batches the signatures are kept."""
@@ -90,11 +93,12 @@ class Runner:
             self._runnable = Runnable(self._make_plan(self.transport.size))
         return self._runnable
 
-    def run(self, prepare: Prepare, *, trains: bool) -> Feed:
-        """One step: the feed with its outputs and losses. The same error is raised on every rank.
+    def run(self, prepare: Prepare, finish: Finish, *, trains: bool) -> tuple[Any, Feed]:
+        """One step: its output, and the feed with its losses. Every rank raises the same error.
 
         Args:
             prepare: fills the feed.
+            finish: makes one output of those of the micro-batches.
             trains: whether there is a backward.
         """
         self._feed.clear()
@@ -108,6 +112,12 @@ class Runner:
             torch.autograd.set_multithreading_enabled(False),
         ):
             failure = bound.program.run()
+        output = None
+        if failure is None:
+            try:
+                output = finish(self._feed)
+            except Exception as raised:
+                failure = Failure(self._told(raised))
         got = {index: sorted(work.got) for index, work in bound.works.items() if work.got}
         skips = self._conclude(failure, bool(got), shares)
         if not self._dynamic_shapes:
@@ -115,7 +125,7 @@ class Runner:
                 self._remember(agreed, bound.learned().along(self._routes(got) if skips else {}))
             else:
                 self._remember(agreed, bound)
-        return self._feed
+        return output, self._feed
 
     def _remember(self, agreed: tuple[int, ...], known: Signatures | Bound) -> None:
         # Put last, so that the first one is always the longest unused.
@@ -233,7 +243,7 @@ class Runner:
         raise shared
 
     def _told(self, error: Exception) -> TaktlineError:
-        """What went wrong before anything was run, with the rank that it went wrong on."""
+        """What went wrong before or after everything was run, with its rank."""
         rank = f"rank {self.transport.rank}: " if self.transport.size > 1 else ""
         if isinstance(error, TaktlineError):
             told = restore(type(error), (f"{rank}{error}",), vars(error))

@@ -161,14 +161,21 @@ class Schedule:
                 feed.scales = scales(loss_weights, feed.targets, normalised=self.scale_grads)
             return replace(facts, shares=wanted.shares)
 
-        feed = self._runner.run(prepare, trains=trains)
-        outputs = feed.outputs
+        output, feed = self._runner.run(prepare, self._merged, trains=trains)
         wanted.fill(feed, self._n_microbatches)
         feed.clear()
-        if outputs is None:
+        return output
+
+    def _merged(self, feed: Feed) -> Any:
+        if feed.outputs is None:
             return None
-        chunks = [outputs[m] for m in range(self._n_microbatches)]
-        return merge_chunks(chunks, self._output_merge_spec)
+        chunks = [feed.outputs[m] for m in range(self._n_microbatches)]
+        try:
+            return merge_chunks(chunks, self._output_merge_spec)
+        except BatchError as error:
+            raise BatchError(
+                f"{error}; pass return_outputs=False if you do not need them"
+            ) from error
 
     def _cut(self, batch: Batch, feed: Feed, trains: bool) -> Facts:
         """Fill the feed."""

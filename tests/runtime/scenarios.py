@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -102,9 +104,7 @@ def run_gloo(
 
 
 def _scenario(module: str, name: str) -> Scenario:
-    import importlib
-
-    return importlib.import_module(module).SCENARIOS[name]
+    return import_module(module).SCENARIOS[name]
 
 
 def run_local(scenario: Scenario, plan: Plan, **options: Any) -> list[Result]:
@@ -187,15 +187,16 @@ def _order(plan: Plan) -> Iterator[tuple[int, int]]:
 
 def assert_same(ranks: Sequence[Result], plain: Result, *, exact: bool = True) -> None:
     """The ranks together gave what the plain model gave; the losses on every rank."""
-    tolerance = {"rtol": 0, "atol": 0} if exact else {"rtol": 1e-5, "atol": 1e-7}
+    tolerance = (0.0, 0.0) if exact else (1e-5, 1e-7)
+    close = partial(torch.testing.assert_close, rtol=tolerance[0], atol=tolerance[1])
     gradients = {name: g for rank in ranks for name, g in rank.gradients.items()}
     buffers = {name: b for rank in ranks for name, b in rank.buffers.items()}
     assert gradients.keys() == plain.gradients.keys()
-    torch.testing.assert_close(gradients, plain.gradients, **tolerance)
-    torch.testing.assert_close(buffers, plain.buffers, **tolerance)
+    close(gradients, plain.gradients)
+    close(buffers, plain.buffers)
     for rank in ranks:
         assert len(rank.losses) == len(plain.losses)
-        torch.testing.assert_close(rank.losses, plain.losses, **tolerance)
-        torch.testing.assert_close(rank.aux_losses, plain.aux_losses, **tolerance)
+        close(rank.losses, plain.losses)
+        close(rank.aux_losses, plain.aux_losses)
     outputs = [output for rank in ranks for output in rank.outputs]
-    torch.testing.assert_close(outputs, plain.outputs, **tolerance)
+    close(outputs, plain.outputs)

@@ -53,8 +53,8 @@ class Experts(nn.Module):
         tl.add_loss(0.1 * (self.stage + 1) * shares.mean(0).square().sum())
         if self.stage == 1:  # two in one forward, of which one has no gradient
             tl.add_loss(shares.detach().max().reshape(1))
-        mixed = sum(shares[:, i : i + 1] * e(x) for i, e in enumerate(self.experts))
-        return torch.tanh(mixed)
+        left, right = (shares[:, i : i + 1] * e(x) for i, e in enumerate(self.experts))
+        return torch.tanh(left + right)
 
 
 class OnlyThere(Experts):
@@ -137,7 +137,7 @@ def test_gloo(workers: Workers, schedule: str, name: str) -> None:
 
 def train_on_tokens(
     rank: int, group: Any, schedule: str, way: str
-) -> tuple[dict[str, Tensor], list[Tensor]]:
+) -> tuple[dict[str, Tensor | None], list[Tensor]]:
     """Gradients of the mean over all tokens of a batch, in one of the ways to ask for it."""
     torch.manual_seed(7)
     plan = plan_for(schedule, 2)
@@ -238,9 +238,9 @@ class Adds(nn.Linear):
     def __init__(self, stage: int) -> None:
         super().__init__(4, 4)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         tl.add_loss(torch.ones(()))
-        return super().forward(x)
+        return super().forward(input)
 
 
 def test_outside_of_a_pipeline_losses_are_for_whom_asks() -> None:

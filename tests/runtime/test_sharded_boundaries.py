@@ -42,7 +42,7 @@ class Block(nn.Module):
         return x + self.down(torch.tanh(self.up(self.norm(x))))
 
 
-def blocks(count: int) -> list[nn.Module]:
+def blocks(count: int) -> list[Any]:
     torch.manual_seed(7)
     return [Block() for _ in range(count)]
 
@@ -50,10 +50,10 @@ def blocks(count: int) -> list[nn.Module]:
 class Sequence(nn.Module):
     """A block whose input and output are DTensors in shards along the sequence."""
 
-    def __init__(self, block: nn.Module, mesh: DeviceMesh, stage: int, count: int) -> None:
+    def __init__(self, block: Any, mesh: DeviceMesh, stage: int, count: int) -> None:
         super().__init__()
         self.mesh, self.first, self.last = mesh, stage == 0, stage == count - 1
-        self.block = parallelize_module(
+        self.block: Any = parallelize_module(
             block,
             mesh,
             {
@@ -63,7 +63,7 @@ class Sequence(nn.Module):
             },
         )
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Any) -> Tensor:
         if self.first:
             x = distribute_tensor(x, self.mesh, [Shard(1)])
         assert isinstance(x, DTensor)
@@ -78,10 +78,10 @@ class Mixed(nn.Module):
     What crosses is a dict with several kinds of them, a plain tensor among it.
     """
 
-    def __init__(self, block: nn.Module, mesh: DeviceMesh, stage: int, count: int) -> None:
+    def __init__(self, block: Any, mesh: DeviceMesh, stage: int, count: int) -> None:
         super().__init__()
         self.mesh, self.stage, self.last = mesh, stage, stage == count - 1
-        self.block = block
+        self.block: Any = block
         for linear, dim in ((block.up, 0), (block.down, 1)):
             weight = distribute_tensor(linear.weight.detach(), mesh, [Shard(dim)])
             linear.weight = nn.Parameter(weight)
@@ -93,7 +93,7 @@ class Mixed(nn.Module):
 
     def forward(self, given: Any) -> Any:
         if self.stage == 0:
-            x = distribute_tensor(given, self.mesh, [Replicate()])
+            x: Any = distribute_tensor(given, self.mesh, [Replicate()])
         else:
             assert given["columns"].placements == (Shard(2),)
             assert given["partial"].placements == (Partial(),)

@@ -194,10 +194,10 @@ class Sometimes(nn.Linear):
         self.stage = stage
         self.gets = gets
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         if self.stage == 0:
-            tl.skip.put("a", x * 2)
-        return super().forward(x + tl.skip.get("a") if self.gets else x)
+            tl.skip.put("a", input * 2)
+        return super().forward(input + tl.skip.get("a") if self.gets else input)
 
 
 def test_a_value_goes_no_further_than_the_last_stage_that_gets_it() -> None:
@@ -224,7 +224,8 @@ class Puts(nn.Linear):
         self.puts = puts
         self.gets = gets
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
+        x = input
         for name in self.gets:
             x = x + tl.skip.get(name)
         for name in self.puts:
@@ -291,8 +292,8 @@ def test_a_value_that_is_put_again_before_it_was_got(outcomes: Outcomes) -> None
 class Recomputes(Puts):
     """Gets a value in a checkpointed block, and puts another one in its place."""
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = checkpoint(lambda x: torch.sin(x + tl.skip.get("a")), x, use_reentrant=False)
+    def forward(self, input: Tensor) -> Tensor:
+        x = checkpoint(lambda x: torch.sin(x + tl.skip.get("a")), input, use_reentrant=False)
         tl.skip.put("a", x)
         return super().forward(x + tl.skip.get("a"))
 

@@ -287,7 +287,7 @@ def test_a_missing_tensor_is_marked_and_lies_there_as_zeros() -> None:
     parcel = layout.pack(given)
     assert layout.missing(parcel.buffer) == [0, 19]
     for index, tensor in enumerate(layout.unpack(parcel.buffer)):
-        assert torch.equal(tensor, torch.zeros(2) if index in (0, 19) else given[index])
+        assert torch.equal(tensor, torch.full((2,), 0.0 if index in (0, 19) else float(index)))
     layout.recycle(parcel)
     # The marks must not be there the next time.
     again = layout.pack([torch.ones(2)] * 20)
