@@ -46,15 +46,15 @@ class Skip:
 class Aside:
     """All that one forward of a stage puts, gets and adds."""
 
+    __slots__ = ("_outer", "_replaced", "got", "losses", "replays", "skips", "stage")
+
     def __init__(self, stage: int, skips: dict[str, Skip]) -> None:
         self.stage = stage
-        self.skips = skips
-        """What is there to get: what came from earlier stages, and what was put since."""
+        self.skips = skips  # to get: what came from earlier stages, and what was put since
         self.got: set[str] = set()
         self._replaced: set[str] = set()
         self.losses: list[torch.Tensor] = []
-        self.replays = False
-        """Whether blocks run a second time: values can be got again, the rest is known."""
+        self.replays = False  # blocks run a second time: values can be got again, the rest is known
 
     def __enter__(self) -> Self:
         self._outer, _here.aside = _here.aside, self

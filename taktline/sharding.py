@@ -36,6 +36,8 @@ _PLACEMENT = re.compile(r"R|S\((-?\d+)\)|P\((\w+)\)")
 
 def is_sharded(value: object) -> TypeGuard[DTensor]:
     """Whether a value is a DTensor; there are none unless their module was imported."""
+    if type(value) is torch.Tensor:  # the usual case, asked for often
+        return False
     return isinstance(value, getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ()))
 
 

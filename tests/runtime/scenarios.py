@@ -57,18 +57,19 @@ def run_stages(
     group: dist.ProcessGroup | None,
     scenario: Scenario,
     plan: Plan,
+    device: torch.device = CPU,
     **options: Any,
 ) -> Result:
     """A scenario as one rank of a pipeline."""
     torch.manual_seed(7)
-    modules = scenario.make(plan.stages)
+    modules = [module.to(device) for module in scenario.make(plan.stages)]
     mine = plan.placement.stages_of(rank)
-    stages = [tl.PipelineStage(modules[s], s, plan.stages, CPU, group=group) for s in mine]
+    stages = [tl.PipelineStage(modules[s], s, plan.stages, device, group=group) for s in mine]
     schedule = tl.ScheduleFromPlan(stages, plan, scenario.loss, **options)
     result = Result()
     for number, (call, size) in enumerate(scenario.calls):
         torch.manual_seed(number)
-        args, kwargs, target = scenario.batch(number, size)
+        args, kwargs, target = _on(device, scenario.batch(number, size))
         losses: list[Tensor] = []
         aux: list[Tensor] = []
         extra = scenario.options if call == "step" else {}
@@ -111,17 +112,21 @@ def run_local(scenario: Scenario, plan: Plan, **options: Any) -> list[Result]:
     return tl.local.run(lambda rank: run_stages(rank, None, scenario, plan, **options), plan.ranks)
 
 
-def run_plain(scenario: Scenario, plan: Plan, scales: Sequence[float] | None = None) -> Result:
+def _on(device: torch.device, batch: Batch) -> Batch:
+    return pytree.tree_map_only(Tensor, lambda tensor: tensor.to(device), batch)
+
+
+def run_plain(scenario: Scenario, plan: Plan, device: torch.device = CPU) -> Result:
     """The same without a pipeline: gradients of each micro-batch, added up in the plan's order."""
     torch.manual_seed(7)
-    modules = list(scenario.make(plan.stages))
+    modules = [module.to(device) for module in scenario.make(plan.stages)]
     count, result = plan.microbatches, Result()
     parameters = {f"{s}.{n}": p for s, m in enumerate(modules) for n, p in m.named_parameters()}
     wanted = {name: p for name, p in parameters.items() if p.requires_grad}
     totals: dict[str, Tensor] = {}
     for number, (call, size) in enumerate(scenario.calls):
         torch.manual_seed(number)
-        args, kwargs, target = scenario.batch(number, size)
+        args, kwargs, target = _on(device, scenario.batch(number, size))
         args_of, kwargs_of = tl.split_args_kwargs_into_chunks(args, kwargs, count)
         found: list[dict[str, Tensor | None]] = []
         losses, aux, outputs = [], [], []
@@ -135,9 +140,11 @@ def run_plain(scenario: Scenario, plan: Plan, scales: Sequence[float] | None = N
                     aux.append(sum(loss.detach().reshape(()) for loss in added))
                 outputs.append(pytree.tree_map_only(Tensor, Tensor.detach, output))
                 if call == "step":
-                    scale = 1 / count if scales is None else scales[m]
-                    roots = [(loss, scale), *((a, 1 / count) for a in added if a.requires_grad)]
-                    found.append(_gradients(roots, wanted))
+                    roots = [
+                        loss,
+                        *(added_loss for added_loss in added if added_loss.requires_grad),
+                    ]
+                    found.append(_gradients(roots, 1 / count, wanted))
         result.losses.append(losses)
         result.aux_losses.append(aux)
         result.outputs.append(tl.merge_chunks(outputs, None))
@@ -150,12 +157,12 @@ def run_plain(scenario: Scenario, plan: Plan, scales: Sequence[float] | None = N
 
 
 def _gradients(
-    roots: list[tuple[Tensor, float]], wanted: dict[str, nn.Parameter]
+    roots: list[Tensor], scale: float, wanted: dict[str, nn.Parameter]
 ) -> dict[str, Tensor | None]:
     gradients = torch.autograd.grad(
-        [root for root, _ in roots],
+        roots,
         list(wanted.values()),
-        [torch.full_like(root, scale) for root, scale in roots],
+        [torch.full_like(root, scale) for root in roots],
         allow_unused=True,
     )
     return dict(zip(wanted, gradients, strict=True))
@@ -196,7 +203,12 @@ def assert_same(ranks: Sequence[Result], plain: Result, *, exact: bool = True) -
     close(buffers, plain.buffers)
     for rank in ranks:
         assert len(rank.losses) == len(plain.losses)
-        close(rank.losses, plain.losses)
-        close(rank.aux_losses, plain.aux_losses)
+        # What is shared lies on the CPU.
+        close(rank.losses, _on_cpu(plain.losses))
+        close(rank.aux_losses, _on_cpu(plain.aux_losses))
     outputs = [output for rank in ranks for output in rank.outputs]
     close(outputs, plain.outputs)
+
+
+def _on_cpu(losses: list[list[Tensor]]) -> list[list[Tensor]]:
+    return [[loss.cpu() for loss in step] for step in losses]

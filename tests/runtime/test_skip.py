@@ -100,7 +100,7 @@ class Shared(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if self.stage == 0:
             tl.skip.put("origin", x @ self.linear.weight)
-            tl.skip.put("positions", torch.arange(x.shape[0]))
+            tl.skip.put("positions", torch.arange(x.shape[0], device=x.device))
             tl.skip.put("running", x.sum(1, keepdim=True) + self.linear.bias.sum())
         running = tl.skip.get("running")
         tl.skip.put("running", running * 0.5)

@@ -71,7 +71,7 @@ class Many(Layer):
         x = self.compute(x)
         if self.last:
             return x
-        index = torch.arange(DIM - 1, -1, -1)
+        index = torch.arange(DIM - 1, -1, -1, device=x.device)
         return x, x * 2, index, x > 0, None, self.stage + 1, f"to {self.stage + 1}", 0.5
 
 
