@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from threading import local
-from typing import Any, Self, TypeVar
+from typing import Any, ClassVar, Self, TypeVar
 
 import torch
 from torch.utils import _pytree as pytree
@@ -57,11 +57,12 @@ class Aside:
         self.replays = False  # blocks run a second time: values can be got again, the rest is known
 
     def __enter__(self) -> Self:
-        self._outer, _here.aside = _here.aside, self
+        self._outer = (_here.aside, _Here.latest)
+        _here.aside = _Here.latest = self
         return self
 
     def __exit__(self, *_: object) -> None:
-        _here.aside = self._outer
+        _here.aside, _Here.latest = self._outer
 
     def put(self, name: str, value: torch.Tensor) -> None:
         """Hand a value to later stages."""
@@ -138,8 +139,9 @@ class _Outside(_Plain):
 class _Here(local):
     """What is open on this thread."""
 
-    def __init__(self) -> None:
-        self.aside: Aside = _Outside()
+    aside: Aside | None = None
+    latest: ClassVar[Aside] = _Outside()
+    """On all threads: on a GPU, blocks run a second time on one that autograd has started."""
 
 
 _here = _Here()
@@ -147,7 +149,7 @@ _here = _Here()
 
 def current() -> Aside:
     """The aside of the forward that is running."""
-    return _here.aside
+    return _here.aside or _Here.latest
 
 
 def uncompiled(function: _Function) -> _Function:
@@ -174,7 +176,7 @@ def add_loss(loss: torch.Tensor) -> None:
     1
     """
     require_number(loss, "add_loss takes")
-    _here.aside.add(loss)
+    current().add(loss)
 
 
 def require_number(loss: object, demand: str) -> None:
