@@ -14,6 +14,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from taktline import skip as skip
+    from taktline.aside import add_loss as add_loss
+    from taktline.aside import collect_losses as collect_losses
     from taktline.errors import InvalidPlanError as InvalidPlanError
     from taktline.errors import MismatchError as MismatchError
     from taktline.errors import StageError as StageError
@@ -51,7 +54,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0.dev0"
 
-# Each name and the room that it comes from; loaded when it is first used.
+# Each name and the room that it comes from, or that it is; loaded when it is first used.
 _ROOM_OF = {
     "Action": "plan",
     "Costs": "plan",
@@ -75,13 +78,16 @@ _ROOM_OF = {
     "TensorChunkSpec": "runtime",
     "Timeline": "plan",
     "Violation": "plan",
+    "add_loss": "aside",
     "build": "plan",
     "check_split_backward": "stage",
+    "collect_losses": "aside",
     "get_schedule_class": "runtime",
     "local": "transport",
     "lower": "plan",
     "merge_chunks": "runtime",
     "simulate": "plan",
+    "skip": "skip",
     "split_args_kwargs_into_chunks": "runtime",
     "stage_backward": "stage",
     "stage_backward_input": "stage",
@@ -95,7 +101,8 @@ __all__ = sorted(_ROOM_OF)  # pyright: ignore[reportUnsupportedDunderAll]
 def __getattr__(name: str) -> Any:
     if name not in _ROOM_OF:
         raise AttributeError(f"module 'taktline' has no attribute {name!r}")
-    value = getattr(import_module(f"taktline.{_ROOM_OF[name]}"), name)
+    room = import_module(f"taktline.{_ROOM_OF[name]}")
+    value = room if _ROOM_OF[name] == name else getattr(room, name)
     globals()[name] = value
     return value
 

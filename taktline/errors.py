@@ -14,6 +14,7 @@
     ├── BatchError           a batch cannot be cut into the micro-batches asked for
     ├── MismatchError        what the ranks bring to a step does not fit together
     ├── SignatureError       a value at a boundary is not what was expected, or cannot cross it
+    ├── SkipError            a skip connection that is put and not got, or got and not put
     ├── LossError            the loss is not something to begin a backward with
     ├── SplitError           the two halves of a backward do not fit together
     └── StageError           an action failed on some rank; raised on every rank
@@ -39,6 +40,7 @@ __all__ = [
     "PlanFileError",
     "ScheduleError",
     "SignatureError",
+    "SkipError",
     "SplitError",
     "StageError",
     "TaktlineError",
@@ -217,6 +219,16 @@ class SignatureError(TaktlineError):
     >>> raise SignatureError("output 0 is float32[4, 16], not float32[4, 32]")
     Traceback (most recent call last):
     taktline.errors.SignatureError: output 0 is float32[4, 16], not float32[4, 32]
+    """
+
+
+class SkipError(TaktlineError):
+    """A skip connection that is put and not got, or got and not put.
+
+    >>> from taktline import skip
+    >>> skip.get("level 7")
+    Traceback (most recent call last):
+    taktline.errors.SkipError: 'level 7' was not put before it is got; so far there is ...
     """
 
 

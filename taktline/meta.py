@@ -10,7 +10,9 @@ from typing import Any, TypeAlias
 import torch
 from torch.utils import _pytree as pytree
 
+from taktline.errors import SignatureError
 from taktline.plan.words import counted
+from taktline.sharding import Sharding, is_sharded, local
 
 __all__ = ["Leaf", "Signature", "TensorMeta", "as_arguments", "flatten"]
 
@@ -29,10 +31,21 @@ class TensorMeta:
     shape: tuple[int, ...]
     dtype: torch.dtype
     requires_grad: bool = False
+    sharding: Sharding | None = None
+    """How it lies on a mesh, if it does; ``shape`` is then that of this rank's shard."""
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> TensorMeta:
         """The description of a tensor."""
+        if tensor.layout is not torch.strided or tensor.is_nested:
+            kind = "nested" if tensor.is_nested else "sparse"
+            raise SignatureError(
+                f"a {kind} tensor cannot go from one stage to another; hand over the dense tensors "
+                "that it is made of"
+            )
+        if is_sharded(tensor):
+            shard, sharding = local(tensor.detach()), Sharding.of(tensor)
+            return cls(tuple(shard.shape), tensor.dtype, tensor.requires_grad, sharding)
         return cls(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
 
     @property
@@ -42,6 +55,8 @@ class TensorMeta:
 
     def describes(self, value: object) -> bool:
         """Whether a value is such a tensor."""
+        if self.sharding is not None or is_sharded(value):
+            return isinstance(value, torch.Tensor) and TensorMeta.of(value) == self
         return (
             isinstance(value, torch.Tensor)
             and value.shape == self.shape
@@ -49,8 +64,15 @@ class TensorMeta:
             and value.requires_grad is self.requires_grad
         )
 
+    @property
+    def of_gradient(self) -> TensorMeta:
+        """The description of the gradient that comes back."""
+        sharding = None if self.sharding is None else self.sharding.of_gradient
+        return TensorMeta(self.shape, self.dtype, sharding=sharding)
+
     def __str__(self) -> str:
-        return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)}"
+        shape = f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)}"
+        return shape if self.sharding is None else f"{shape} ({self.sharding})"
 
 
 Leaf: TypeAlias = TensorMeta | Constant
@@ -85,7 +107,7 @@ class Signature:
     @property
     def gradients(self) -> tuple[TensorMeta, ...]:
         """What comes back: a gradient for each tensor that asks for one."""
-        return tuple(TensorMeta(t.shape, t.dtype) for t in self.tensors if t.requires_grad)
+        return tuple(tensor.of_gradient for tensor in self.tensors if tensor.requires_grad)
 
     def describes(self, leaves: Sequence[object], spec: pytree.TreeSpec | None = None) -> bool:
         """Whether flattened arguments are what the signature says."""
@@ -149,8 +171,15 @@ def _fits(expected: object, actual: object, any_batch: bool, gradients: bool) ->
         len(expected.shape) == len(actual.shape)
         and expected.shape[ignored:] == actual.shape[ignored:]
         and expected.dtype is actual.dtype
+        and _placed(expected, any_batch) == _placed(actual, any_batch)
         and (expected.requires_grad is actual.requires_grad or not gradients)
     )
+
+
+def _placed(tensor: TensorMeta, any_batch: bool) -> object:
+    """How a tensor lies on its mesh; the size of a batch is to be seen in its shape alone."""
+    sharding = tensor.sharding
+    return (sharding.names, sharding.placements) if sharding and any_batch else sharding
 
 
 def _told(leaf: object, other: object) -> str:

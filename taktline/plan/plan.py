@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Sequence
 from enum import IntEnum
+from typing import Any
 
 import numpy as np
 
@@ -114,6 +115,11 @@ class Plan:
     def __setattr__(self, attribute: str, value: object) -> None:
         raise AttributeError(f"a plan does not change; make a new one to set {attribute!r}")
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Made anew where it is unpickled; what is known about it (a proof, say) stays behind.
+        rows = [self.rows_of(rank) for rank in range(self.ranks)]
+        return _again, (rows, self.placement, self.microbatches, self.level, self.name)
+
     @property
     def ranks(self) -> int:
         """How many ranks take part."""
@@ -192,6 +198,12 @@ _LEVEL_OF_KIND = np.array(
         for kind in Kind
     ]
 )  # fmt: skip
+
+
+def _again(
+    rows: Sequence[Rows], placement: Placement, microbatches: int, level: Level, name: str
+) -> Plan:
+    return Plan(rows, placement, microbatches, level=level, name=name)
 
 
 def _level_of(rows: Rows) -> Level:

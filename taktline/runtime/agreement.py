@@ -26,6 +26,7 @@ class Introduction:
     plan: str
     """The plan's fingerprint."""
     trains: bool
+    dynamic_shapes: bool
     shards: bool = False
     """Whether a stage is to be gathered before it computes."""
     reduces: bool = False
@@ -51,6 +52,7 @@ def misfit(ranks: Sequence[Introduction]) -> str | None:
         ("microbatches", "number of micro-batches"),
         ("num_stages", "number of stages"),
         ("trains", "presence of a loss_fn"),
+        ("dynamic_shapes", "value of dynamic_shapes"),
     ):
         if story := _differs(noun, [getattr(rank, field) for rank in ranks]):
             return f"{story}; give every rank the same"
@@ -101,6 +103,8 @@ class Call(NamedTuple):
     """The size of the batch along its micro-batches, 0 if this rank got none."""
     target: int
     """The same for the target."""
+    shares: int
+    """Whether every rank shall have the losses."""
     inputs: int
     """A fingerprint of the shapes and types of what it got."""
 
@@ -110,6 +114,8 @@ def mismatch(calls: Sequence[Call]) -> str | None:
     modes = ["step" if call.trains else "eval" for call in calls]
     if story := _differs("call", [f"{mode}()" for mode in modes]):
         return f"{story}; make the same calls in the same order on every rank"
+    if story := _differs("value of share_losses", [bool(call.shares) for call in calls]):
+        return f"{story}; give every rank the same"
     if len({call.plan for call in calls}) > 1:
         groups = _by_value([f"{call.plan:015x}"[:8] for call in calls])
         return f"the ranks run different plans: {groups}; step the same schedule on every rank"

@@ -9,8 +9,10 @@ from functools import partial
 from itertools import pairwise
 
 import torch
+from torch.utils import _pytree as pytree
 
-from taktline.meta import Signature, TensorMeta
+from taktline.aside import handed_on, opened
+from taktline.meta import Signature, TensorMeta, flatten
 from taktline.plan import Action, Kind, Plan
 from taktline.runtime.executor import Instruction, Program
 from taktline.runtime.feed import Feed
@@ -34,6 +36,25 @@ class Signatures:
 
     arriving: dict[int, list[Signature]] = field(default_factory=dict)
     leaving: dict[int, list[Signature]] = field(default_factory=dict)
+    routes: Mapping[str, int] = field(default_factory=dict)
+    """The last stage that gets each skip."""
+
+    def along(self, routes: Mapping[str, int]) -> Signatures:
+        """The same if each skip goes no further than its route; so far they went to the end."""
+        return Signatures(
+            {s: [_without(x, routes, s - 1) for x in table] for s, table in self.arriving.items()},
+            {s: [_without(x, routes, s) for x in table] for s, table in self.leaving.items()},
+            routes,
+        )
+
+
+def _without(signature: Signature, routes: Mapping[str, int], stage: int) -> Signature:
+    """What leaves a stage, without skips that no later one gets."""
+    if signature.spec is None:
+        return signature
+    arguments, skips = opened(pytree.tree_unflatten(signature.leaves, signature.spec))
+    leaves, spec = flatten(handed_on(arguments, skips, routes, stage))
+    return Signature(tuple(leaves), spec)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +85,7 @@ def bind(binding: Binding, known: Signatures | None) -> Bound:
     """The program of this rank; without known signatures each message describes itself."""
     make = _Learning(binding) if known is None else _Known(binding, known)
     ends = _ends(binding, make)
-    works = {index: _work(binding, ends, index, checks=known is None) for index in binding.stages}
+    works = {index: _work(binding, ends, index, known) for index in binding.stages}
     rows = binding.plan.rows_of(binding.transport.rank)
     instructions = [
         _instruction(rows.leaf(row), binding.stages, works, ends) for row in range(len(rows))
@@ -74,7 +95,7 @@ def bind(binding: Binding, known: Signatures | None) -> Bound:
         [instruction for instruction in instructions if instruction is not None],
         [*ends.activations_out.values(), *ends.gradients_out.values()],
     )
-    return Bound(program, partial(_learned, ends, binding.plan.microbatches))
+    return Bound(program, works, partial(_learned, ends, binding.plan.microbatches))
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +103,7 @@ class Bound:
     """A program, and what tells the signatures once it has run."""
 
     program: Program
+    works: Mapping[int, Work]
     learned: Callable[[], Signatures]
 
 
@@ -120,7 +142,7 @@ class _Known:
     def __init__(self, binding: Binding, signatures: Signatures) -> None:
         self._binding = binding
         self._signatures = signatures
-        self._layouts: dict[tuple[tuple[TensorMeta, ...], torch.device], Layout] = {}
+        self._layouts: dict[object, Layout] = {}
 
     def incoming(self, stage: int, channel: Channel) -> Incoming:
         """The receiving end for a stage."""
@@ -146,8 +168,13 @@ class _Known:
         return Outgoing(post, layouts, leaving, limit=limit)
 
     def _layout(self, stage: int, tensors: tuple[TensorMeta, ...]) -> Layout:
-        key = (tensors, self._binding.stages[stage].device)
-        return self._layouts.setdefault(key, Layout(*key))
+        owner = self._binding.stages[stage]
+        # Stages share layouts, and with them buffers, unless they may lie on different meshes.
+        sharded = any(tensor.sharding for tensor in tensors)
+        key = (tensors, owner.device, stage if sharded else None)
+        if key not in self._layouts:
+            self._layouts[key] = Layout(tensors, owner.device, owner.mesh_for)
+        return self._layouts[key]
 
 
 class _Learning:
@@ -167,7 +194,7 @@ class _Learning:
                 self._binding.stages[stage].device,
                 line,
             )
-        return LearningIncoming(line.inboxes[channel.gradients], stage)
+        return LearningIncoming(line.inboxes[channel.gradients], self._binding.stages[stage])
 
     def outgoing(self, stage: int, channel: Channel) -> LearningOutgoing:
         """The sending end for a stage."""
@@ -202,7 +229,7 @@ def _learned(ends: _Ends, microbatches: int) -> Signatures:
     return Signatures(table(ends.activations_in), table(ends.activations_out))
 
 
-def _work(binding: Binding, ends: _Ends, stage: int, *, checks: bool) -> Work:
+def _work(binding: Binding, ends: _Ends, stage: int, known: Signatures | None) -> Work:
     return Work(
         binding.stages[stage],
         binding.feed,
@@ -214,7 +241,8 @@ def _work(binding: Binding, ends: _Ends, stage: int, *, checks: bool) -> Work:
         loss_scale=binding.loss_scale,
         seed=binding.seed,
         trains=binding.trains,
-        checks=checks,
+        checks=known is None,
+        routes=None if known is None else known.routes,
     )
 
 

@@ -55,6 +55,7 @@ class _Single(_Named):
         scale_grads: bool = True,
         *,
         seed: int | None = None,
+        dynamic_shapes: bool = False,
     ) -> None:
         super().__init__(
             [stage],
@@ -65,6 +66,7 @@ class _Single(_Named):
             output_merge_spec,
             scale_grads,
             seed,
+            dynamic_shapes,
             name=type(self).__name__,
             make_plan=lambda ranks: self._plan(stage.num_stages, n_microbatches, ranks),
         )
@@ -90,6 +92,7 @@ class _Multi(_Named):
         defer_pp_recv: bool = False,
         *,
         seed: int | None = None,
+        dynamic_shapes: bool = False,
     ) -> None:
         if not stages:
             raise MismatchError(
@@ -104,6 +107,7 @@ class _Multi(_Named):
             output_merge_spec,
             scale_grads,
             seed,
+            dynamic_shapes,
             name=type(self).__name__,
             make_plan=lambda ranks: self._plan(stages[0].num_stages, n_microbatches, ranks),
         )
@@ -171,6 +175,7 @@ class ScheduleLoopedBFS(_Multi):
         defer_pp_recv: bool = False,
         *,
         seed: int | None = None,
+        dynamic_shapes: bool = False,
     ) -> None:
         super().__init__(
             stages,
@@ -181,6 +186,7 @@ class ScheduleLoopedBFS(_Multi):
             backward_requires_autograd=backward_requires_autograd,
             defer_pp_recv=defer_pp_recv,
             seed=seed,
+            dynamic_shapes=dynamic_shapes,
         )
 
 
@@ -246,6 +252,7 @@ class ScheduleFromPlan(Schedule):
         output_merge_spec: MergeSpec | None = None,
         scale_grads: bool = True,
         seed: int | None = None,
+        dynamic_shapes: bool = False,
     ) -> None:
         chosen = plan if isinstance(plan, Plan) else read(plan)
 
@@ -267,6 +274,7 @@ class ScheduleFromPlan(Schedule):
             output_merge_spec,
             scale_grads,
             seed,
+            dynamic_shapes,
             name=f"plan {chosen.name!r}",
             make_plan=check,
         )

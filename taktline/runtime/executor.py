@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from taktline.errors import StageError
+from taktline.errors import StageError, TaktlineError
 from taktline.plan import Action
 from taktline.runtime.ports import PeerFailed
 
@@ -42,7 +42,7 @@ class Instruction:
 class Failure:
     """A step that did not work on this rank; without an error, it was another rank's."""
 
-    error: StageError | None = None
+    error: TaktlineError | None = None
 
 
 class Program:

@@ -21,7 +21,11 @@ class Feed:
     loss_keywords: Mapping[str, Any] = field(default_factory=dict)
     outputs: dict[int, Any] | None = None
     """Outputs of the last stage; None if they are not asked for."""
+    scales: Sequence[float] | None = None
+    """What the gradient of each micro-batch's loss counts; None: the same for all."""
     losses: dict[int, torch.Tensor] = field(default_factory=dict)
+    aux_losses: dict[int, torch.Tensor] = field(default_factory=dict)
+    """The sum of what this rank's stages have added in each micro-batch."""
     number: int = 0
     """Which training step this is, for seeds."""
 
@@ -32,4 +36,6 @@ class Feed:
         self.targets = None
         self.loss_keywords = {}
         self.outputs = None
+        self.scales = None
         self.losses = {}
+        self.aux_losses = {}

@@ -1,8 +1,9 @@
 """Ports for boundaries whose signature is not known yet: each message describes itself.
 
-A message is a head of five numbers, the text of its signature and its data::
+A message is a head of a fixed size, with five numbers and the text of its signature, and its
+data. What does not fit of the text comes between::
 
-    [status, bytes of text, bytes of data, received …]   text …   data …
+    [status, bytes of text, bytes of data, received …, text …]   (more text …)   data …
 
 ``received`` tells how many messages of activations and of gradients its sender has received from
 its receiver by now, which can let go of these.
@@ -13,6 +14,7 @@ message after message in the channel's order.
 
 from __future__ import annotations
 
+import struct
 from collections import deque
 from collections.abc import Sequence
 from typing import Any
@@ -22,12 +24,16 @@ from torch.utils._pytree import TreeSpec
 
 from taktline.meta import Signature, TensorMeta
 from taktline.runtime.ports import PeerFailed, Values
+from taktline.stage import PipelineStage
 from taktline.transport import Handle, Post
 from taktline.transport.wire import Layout, decode, encode
 
 __all__ = ["Inbox", "LearningIncoming", "LearningOutgoing", "Line", "Outbox"]
 
-_HEAD = 5 * 8
+_NUMBERS = struct.Struct("<5q")
+_HEAD = 512
+_ROOM = _HEAD - _NUMBERS.size
+"""How much text fits into a head."""
 _KINDS = (False, True)
 """Activations, then gradients."""
 
@@ -102,15 +108,17 @@ class Inbox:
             self.take(key)
 
     def _receive(self) -> tuple[Signature, torch.Tensor] | None:
-        head = self._bytes(_HEAD).view(torch.int64).tolist()
-        failed, text_size, data_size, *received = head
+        head = _read(self._fetch(_HEAD))
+        failed, text_size, data_size, *received = _NUMBERS.unpack_from(head)
         self._line.arrived(received)
         if failed:
             return None
-        text = bytes(self._bytes(text_size).tolist())
-        return decode(text), self._bytes(data_size)
+        text = head[_NUMBERS.size :][:text_size]
+        if text_size > _ROOM:
+            text += _read(self._fetch(text_size - _ROOM))
+        return decode(text), self._fetch(data_size)
 
-    def _bytes(self, count: int) -> torch.Tensor:
+    def _fetch(self, count: int) -> torch.Tensor:
         buffer = torch.empty(count, dtype=torch.uint8, device=self._device)
         self._post(buffer).wait()
         return buffer
@@ -119,9 +127,10 @@ class Inbox:
 class LearningIncoming:
     """Takes the values of one stage from an inbox, and notes their signatures."""
 
-    def __init__(self, inbox: Inbox, stage: int) -> None:
+    def __init__(self, inbox: Inbox, stage: PipelineStage) -> None:
         self._inbox = inbox
-        self._stage = stage
+        self._stage = stage.stage_index
+        self._mesh_for = stage.mesh_for
         self.learned: dict[int, Signature] = {}
 
     def post(self, microbatch: int) -> None:
@@ -134,7 +143,7 @@ class LearningIncoming:
             raise PeerFailed
         signature, data = message
         self.learned[microbatch] = signature
-        tensors = iter(Layout(signature.tensors, data.device).unpack(data))
+        tensors = iter(Layout(signature.tensors, data.device, self._mesh_for).unpack(data))
         leaves = [
             next(tensors) if isinstance(leaf, TensorMeta) else leaf for leaf in signature.leaves
         ]
@@ -166,16 +175,14 @@ class LearningOutgoing:
         """Send what was packed."""
         signature, data = self._given.pop(microbatch)
         text = encode(signature)
-        self._outbox.send(
-            self._head(0, len(text), len(data)),
-            torch.tensor(list(text), dtype=torch.uint8, device=self._device),
-            data,
-        )
+        head = self._head(0, len(text), len(data), text[:_ROOM])
+        more = [self._written(text[_ROOM:])] if len(text) > _ROOM else []
+        self._outbox.send(head, *more, data)
 
     def fail(self, microbatch: int) -> None:
         """Send word of a failure instead."""
         self._given.pop(microbatch, None)
-        self._outbox.send(self._head(1, 0, 0))
+        self._outbox.send(self._head(1, 0, 0, b""))
 
     def settle(self, microbatch: int) -> None:
         """Nothing: what comes back tells what has arrived."""
@@ -184,6 +191,13 @@ class LearningOutgoing:
         """Wait until every message is out."""
         self._outbox.settle_all()
 
-    def _head(self, *numbers: int) -> torch.Tensor:
-        head = torch.tensor([*numbers, *self._line.received], device=self._device)
-        return head.view(torch.uint8)
+    def _head(self, failed: int, text_size: int, data_size: int, text: bytes) -> torch.Tensor:
+        numbers = _NUMBERS.pack(failed, text_size, data_size, *self._line.received)
+        return self._written((numbers + text).ljust(_HEAD, b"\0"))
+
+    def _written(self, data: bytes) -> torch.Tensor:
+        return torch.frombuffer(bytearray(data), dtype=torch.uint8).to(self._device)
+
+
+def _read(buffer: torch.Tensor) -> bytes:
+    return buffer.cpu().numpy().tobytes()

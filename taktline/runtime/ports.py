@@ -105,8 +105,8 @@ class Outgoing:
             if not signature.describes(leaves, spec):
                 raise SignatureError(
                     f"{signature.difference(leaves, spec)}, as it was for inputs of the same "
-                    "shapes before; what a stage gives may depend on their shapes, not on their "
-                    "values"
+                    "shapes before; if what a stage gives depends on their values, give the "
+                    "schedule dynamic_shapes=True"
                 )
             leaves = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         self._packed[microbatch] = self._layouts[microbatch].pack(leaves)
@@ -164,6 +164,8 @@ class Incoming:
         if layout.failed(buffer):
             raise PeerFailed
         leaves: list[Any] = layout.unpack(buffer)
+        for index in layout.missing(buffer):
+            leaves[index] = None
         for index, value in self._constants[microbatch]:
             leaves.insert(index, value)
         return leaves, self._specs[microbatch]

@@ -24,6 +24,8 @@ class Replicas:
         self._stages = list(stages)
         self._syncs: list[GradSync] = []
         self._others: list[Transport] = []
+        self.pipeline: Transport | None = None
+        """The pipeline, if only some of its ranks hold wrapped stages."""
         self._checked = False
         self._depth = 0
 
@@ -63,6 +65,12 @@ class Replicas:
         for others in self._others:
             if any(failed for (failed,) in others.exchange([int(error is not None)])):
                 error = share_error(others, _told(error, others.rank))
+        # Those with wrapped stages know now; they tell the rest.
+        pipeline = self.pipeline
+        if pipeline is not None and any(
+            failed for (failed,) in pipeline.exchange([int(error is not None)])
+        ):
+            error = share_error(pipeline, error)
         return error
 
     def step(self) -> AbstractContextManager[None]:
@@ -109,7 +117,7 @@ def _told(error: TaktlineError | None, replica: int) -> TaktlineError | None:
     """An error of this rank, with the replica that it went wrong in."""
     if error is None or str(error).startswith("replica "):
         return error
-    told = restore(type(error), (f"replica {replica}, {error}",), vars(error))
+    told = restore(type(error), (f"replica {replica}: {error}",), vars(error))
     told.__cause__ = error.__cause__
     return told
 

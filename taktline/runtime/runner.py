@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import json
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 
@@ -15,13 +16,14 @@ from taktline.runtime.agreement import Call, Introduction, misfit, mismatch
 from taktline.runtime.bind import Binding, Bound, Signatures, bind, channels_of
 from taktline.runtime.executor import Failure
 from taktline.runtime.feed import Feed
+from taktline.runtime.outcome import Outcome
 from taktline.runtime.plans import Runnable
 from taktline.runtime.replicas import Replicas
 from taktline.stage import PipelineStage
 from taktline.transport import Transport, find
 from taktline.transport.control import share_error, share_texts
 
-__all__ = ["Facts", "Prepare", "Runner"]
+__all__ = ["Facts", "Finish", "Prepare", "Runner"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,10 +35,15 @@ class Facts:
     target: int = 0
     look: int = 0
     """A fingerprint of shapes and types."""
+    shares: bool = False
+    """Whether every rank shall have the losses."""
 
 
 Prepare = Callable[[Feed], Facts]
 """Fills the feed of a step."""
+
+Finish = Callable[[Feed], Any]
+"""Makes one output of those of the micro-batches."""
 
 _REMEMBERED = 8
 """For how many kinds of batches the signatures are kept."""
@@ -55,6 +62,7 @@ class Runner:
         loss_fn: Callable[..., torch.Tensor] | None,
         loss_scale: float,
         seed: int | None,
+        dynamic_shapes: bool,
     ) -> None:
         self._name = name
         self._make_plan = make_plan
@@ -63,6 +71,7 @@ class Runner:
         self._loss_fn = loss_fn
         self._loss_scale = loss_scale
         self._seed = seed
+        self._dynamic_shapes = dynamic_shapes
         self._feed = Feed()
         self.replicas = Replicas(self._stages)
         self._transport: Transport | None = None
@@ -86,15 +95,16 @@ class Runner:
             self._runnable = Runnable(self._make_plan(self.transport.size))
         return self._runnable
 
-    def run(self, prepare: Prepare, *, trains: bool) -> Feed:
-        """One step: the feed with its outputs and losses. The same error is raised on every rank.
+    def run(self, prepare: Prepare, finish: Finish, *, trains: bool) -> tuple[Any, Feed]:
+        """One step: its output, and the feed with its losses. Every rank raises the same error.
 
         Args:
             prepare: fills the feed.
+            finish: makes one output of those of the micro-batches.
             trains: whether there is a backward.
         """
         self._feed.clear()
-        agreed = self._agree(prepare, trains)
+        shares, agreed = self._agree_with_replicas(prepare, trains)
         known = self._known.pop(agreed, None)
         bound = known if isinstance(known, Bound) else self._bind(known, trains)
         # Buffers outlive the step, so they must not be made in inference mode.
@@ -105,15 +115,43 @@ class Runner:
             self.replicas.step(),
         ):
             failure = bound.program.run()
-        self._conclude(failure)
+        output = None
+        if failure is None:
+            try:
+                output = finish(self._feed)
+            except Exception as raised:
+                failure = Failure(self._told(raised))
+        got = {index: sorted(work.got) for index, work in bound.works.items() if work.got}
+        skips = self._conclude(failure, bool(got), shares)
+        if not self._dynamic_shapes:
+            if known is None:
+                self._remember(agreed, bound.learned().along(self._routes(got) if skips else {}))
+            else:
+                self._remember(agreed, bound)
+        return output, self._feed
+
+    def _remember(self, agreed: tuple[int, ...], known: Signatures | Bound) -> None:
         # Put last, so that the first one is always the longest unused.
-        self._known[agreed] = bound if known is not None else bound.learned()
+        self._known[agreed] = known
         if len(self._known) > _REMEMBERED:
             del self._known[next(iter(self._known))]
-        return self._feed
 
-    def _agree(self, prepare: Prepare, trains: bool) -> tuple[int, ...]:
-        """Make sure that all ranks are about to do the same; tells what their inputs look like."""
+    def _agree_with_replicas(self, prepare: Prepare, trains: bool) -> tuple[bool, tuple[int, ...]]:
+        """Agree with the ranks of this pipeline; what is wrong in one replica is raised in all."""
+        try:
+            agreed = self._agree(prepare, trains)
+        except TaktlineError as raised:
+            raise self.replicas.agree(raised) or raised from raised.__cause__
+        if (elsewhere := self.replicas.agree(None)) is not None:
+            self._feed.clear()
+            raise elsewhere
+        return agreed
+
+    def _agree(self, prepare: Prepare, trains: bool) -> tuple[bool, tuple[int, ...]]:
+        """Make sure that all ranks are about to do the same; tells what their inputs look like.
+
+        Tells before that whether every rank shall have the losses.
+        """
         error, plan, facts, flags = None, 0, Facts(), ()
         try:
             plan = self.runnable.fingerprint
@@ -123,7 +161,6 @@ class Runner:
             flags = tuple(stage.begin() for stage in self._stages)
         except Exception as raised:
             error = self._told(raised)
-        error = self.replicas.agree(error)
         call = Call(
             failed=int(error is not None),
             introduced=int(self._introduced),
@@ -131,6 +168,7 @@ class Runner:
             trains=trains,
             batch=facts.size,
             target=facts.target,
+            shares=facts.shares,
             inputs=hash((facts.look, flags)),
         )
         calls = [Call(*numbers) for numbers in self.transport.exchange(call)]
@@ -140,7 +178,7 @@ class Runner:
             self._introduce()
         if story := mismatch(calls):
             raise MismatchError(story)
-        return (trains, *(call.inputs for call in calls))
+        return facts.shares, (trains, *(call.inputs for call in calls))
 
     def _check_stages(self) -> None:
         for stage in self._stages:
@@ -161,6 +199,7 @@ class Runner:
             list(self.runnable.plan.placement.rank_of),
             self.runnable.plan.digest(),
             self._loss_fn is not None,
+            self._dynamic_shapes,
             self.replicas.shards,
             self.replicas.reduces,
         )
@@ -173,6 +212,8 @@ class Runner:
             shards=any(rank.shards for rank in everyone),
             reduces=any(rank.reduces for rank in everyone),
         )
+        if len({rank.reduces for rank in everyone}) > 1:
+            self.replicas.pipeline = self.transport
         self.transport.open(channels_of(self.runnable.plan))
         self._introduced = True
 
@@ -192,14 +233,31 @@ class Runner:
             known,
         )
 
-    def _conclude(self, failure: Failure | None) -> None:
-        """Agree on the outcome."""
-        outcomes = self.transport.exchange([int(failure is not None)])
-        if any(failed for (failed,) in outcomes):
+    def _conclude(self, failure: Failure | None, skips: bool, shares: bool) -> bool:
+        """Agree on the outcome, with the losses of all ranks if they share; tells of skips."""
+        mine = Outcome.of(
+            self._feed,
+            failed=failure is not None,
+            skips=skips,
+            shares=self._microbatches if shares else 0,
+        )
+        outcomes = [Outcome(numbers) for numbers in self.transport.exchange(mine.numbers)]
+        if any(outcome.failed for outcome in outcomes):
             for stage in self._stages:
                 stage.clear()
             self._known.clear()
             self._raise(None if failure is None else failure.error)
+        if shares:
+            Outcome.share(outcomes, self._feed)
+        return any(outcome.skips for outcome in outcomes)
+
+    def _routes(self, got: Mapping[int, Sequence[str]]) -> dict[str, int]:
+        """The last stage of all ranks that gets each skip."""
+        routes: dict[str, int] = {}
+        for text in share_texts(self.transport, json.dumps(got)):
+            for stage, names in json.loads(text).items():
+                routes |= {name: max(int(stage), routes.get(name, 0)) for name in names}
+        return routes
 
     def _raise(self, error: TaktlineError | None) -> NoReturn:
         """Raise the same error on every rank."""
@@ -210,7 +268,7 @@ class Runner:
         raise shared
 
     def _told(self, error: Exception) -> TaktlineError:
-        """What went wrong before anything was run, with the rank that it went wrong on."""
+        """What went wrong before or after everything was run, with its rank."""
         rank = f"rank {self.transport.rank}: " if self.transport.size > 1 else ""
         if isinstance(error, TaktlineError):
             told = restore(type(error), (f"{rank}{error}",), vars(error))

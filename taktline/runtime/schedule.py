@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from taktline.errors import BatchError, MismatchError, ScheduleError
 from taktline.plan import Plan
 from taktline.runtime.batch import Batch, Cutter
 from taktline.runtime.feed import Feed
+from taktline.runtime.losses import LossWeights, Wanted, scales
 from taktline.runtime.microbatch import TensorChunkSpec, merge_chunks
 from taktline.runtime.runner import Facts, Runner
 from taktline.stage import PipelineStage
@@ -37,6 +39,7 @@ class Schedule:
         output_merge_spec: MergeSpec | None,
         scale_grads: bool,
         seed: int | None,
+        dynamic_shapes: bool,
         *,
         name: str,
         make_plan: Callable[[int], Plan],
@@ -61,6 +64,7 @@ class Schedule:
             loss_fn=loss_fn,
             loss_scale=1 / n_microbatches if scale_grads else 1.0,
             seed=seed,
+            dynamic_shapes=dynamic_shapes,
         )
 
     @property
@@ -75,6 +79,9 @@ class Schedule:
         losses: list[torch.Tensor] | None = None,
         return_outputs: bool = True,
         loss_kwargs: dict[str, Any] | None = None,
+        loss_weights: LossWeights | None = None,
+        aux_losses: list[torch.Tensor] | None = None,
+        share_losses: bool = False,
         arg_mbs: Sequence[tuple[Any, ...]] | None = None,
         kwarg_mbs: Sequence[dict[str, Any]] | None = None,
         target_mbs: Sequence[Any] | None = None,
@@ -91,14 +98,21 @@ class Schedule:
             losses: a list to be filled with the loss of each micro-batch, on that rank.
             return_outputs: whether to keep and give the outputs; costs their memory.
             loss_kwargs: further arguments for ``loss_fn``, the same for each micro-batch.
+            loss_weights: how much the loss of each micro-batch counts, such as its number of
+                tokens: numbers, or a function of a micro-batch's target. They are divided by
+                their sum, unless ``scale_grads`` is off.
+            aux_losses: a list to be filled with the sum of what :func:`taktline.add_loss` has
+                added in each micro-batch, on the ranks that did.
+            share_losses: whether every rank gets the losses of all, as numbers on the CPU.
             arg_mbs: instead of ``args``: the arguments of each micro-batch, cut already.
             kwarg_mbs: instead of ``kwargs``, likewise.
             target_mbs: instead of ``target``, likewise.
             kwargs: keyword arguments for the stages of this rank.
         """
         batch = Batch(args, kwargs, target, arg_mbs, kwarg_mbs, target_mbs)
+        wanted = Wanted(losses, aux_losses, share_losses, return_outputs)
         trains = self._loss_fn is not None
-        results = self._run(batch, losses, loss_kwargs, return_outputs, trains)
+        results = self._run(batch, wanted, loss_kwargs, loss_weights, trains=trains)
         self.steps += trains
         return results
 
@@ -109,6 +123,8 @@ class Schedule:
         losses: list[torch.Tensor] | None = None,
         return_outputs: bool = True,
         loss_kwargs: dict[str, Any] | None = None,
+        aux_losses: list[torch.Tensor] | None = None,
+        share_losses: bool = False,
         arg_mbs: Sequence[tuple[Any, ...]] | None = None,
         kwarg_mbs: Sequence[dict[str, Any]] | None = None,
         target_mbs: Sequence[Any] | None = None,
@@ -119,7 +135,8 @@ class Schedule:
         Takes what ``step`` takes. It does not touch ``module.training``: see to that yourself.
         """
         batch = Batch(args, kwargs, target, arg_mbs, kwarg_mbs, target_mbs)
-        return self._run(batch, losses, loss_kwargs, return_outputs, trains=False)
+        wanted = Wanted(losses, aux_losses, share_losses, return_outputs)
+        return self._run(batch, wanted, loss_kwargs, None, trains=False)
 
     def accumulate(self) -> AbstractContextManager[None]:
         """Steps inside of ``with schedule.accumulate():`` are reduced together, at its end.
@@ -133,33 +150,42 @@ class Schedule:
     def _run(
         self,
         batch: Batch,
-        losses: list[torch.Tensor] | None,
+        wanted: Wanted,
         loss_kwargs: dict[str, Any] | None,
-        return_outputs: bool,
+        loss_weights: LossWeights | None,
+        *,
         trains: bool,
     ) -> Any:
         def prepare(feed: Feed) -> Facts:
-            if losses is not None and not isinstance(losses, list):
-                raise BatchError(f"losses is a list to be filled, not a {type(losses).__name__}")
+            wanted.check()
             if trains and not torch.is_grad_enabled():
                 raise MismatchError(
                     "step() trains, but under torch.no_grad() it cannot; call eval()"
                 )
             feed.loss_keywords = loss_kwargs or {}
             feed.number = self.steps
-            if return_outputs and self._has_last():
+            if wanted.outputs and self._has_last():
                 feed.outputs = {}
-            return self._cut(batch, feed, trains)
+            facts = self._cut(batch, feed, trains)
+            if loss_weights is not None and feed.targets is not None:
+                feed.scales = scales(loss_weights, feed.targets, normalised=self.scale_grads)
+            return replace(facts, shares=wanted.shares)
 
-        feed = self._runner.run(prepare, trains=trains)
-        outputs, found = feed.outputs, feed.losses
+        output, feed = self._runner.run(prepare, self._merged, trains=trains)
+        wanted.fill(feed, self._n_microbatches)
         feed.clear()
-        if losses is not None and found:
-            losses[:] = [found[m] for m in range(self._n_microbatches)]
-        if outputs is None:
+        return output
+
+    def _merged(self, feed: Feed) -> Any:
+        if feed.outputs is None:
             return None
-        chunks = [outputs[m] for m in range(self._n_microbatches)]
-        return merge_chunks(chunks, self._output_merge_spec)
+        chunks = [feed.outputs[m] for m in range(self._n_microbatches)]
+        try:
+            return merge_chunks(chunks, self._output_merge_spec)
+        except BatchError as error:
+            raise BatchError(
+                f"{error}; pass return_outputs=False if you do not need them"
+            ) from error
 
     def _cut(self, batch: Batch, feed: Feed, trains: bool) -> Facts:
         """Fill the feed."""

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 
+from taktline.aside import Aside, Skip, handed_on, opened, require_number
 from taktline.errors import LossError, SignatureError
 from taktline.meta import Signature, as_arguments, flatten
 from taktline.runtime.feed import Feed
 from taktline.runtime.ports import In, Out
 from taktline.runtime.seeds import seeded
+from taktline.sharding import is_sharded, root_gradient
 from taktline.stage import PipelineStage
 
 __all__ = ["Work"]
@@ -42,8 +44,11 @@ class Work:
         seed: int | None = None,
         trains: bool = True,
         checks: bool = False,
+        routes: Mapping[str, int] | None = None,
     ) -> None:
+        """``routes`` tells the last stage that gets each skip; None: they go to the end."""
         self._stage = stage
+        self._index = stage.stage_index
         self._module = stage.submod
         self._feed = feed
         self._activations_in = activations_in
@@ -55,36 +60,55 @@ class Work:
         self._seed = seed
         self._trains = trains
         self._checks = checks
+        self._routes = routes
+        self.got: set[str] = set()
+        """The skips that the stage has got so far."""
+        self._asides: dict[int, Aside] = {}
+        self._own_gradients: dict[int, list[torch.Tensor | None]] = {}
+        """Of this stage's own losses, with which its backward begins."""
 
     def forward(self, microbatch: int) -> None:
         """F."""
         leaves: Sequence[Any] = ()
+        skips: dict[str, Skip] = {}
         if self._activations_in is None:
             arguments = self._feed.arguments[microbatch]
         else:
             leaves, spec = self._activations_in.take(microbatch)
-            arguments = leaves if spec is None else pytree.tree_unflatten(leaves, spec)
+            arguments = leaves
+            if spec is not None:
+                arguments, skips = opened(pytree.tree_unflatten(leaves, spec))
         if self._checks:
             _check(self._stage.expected_input, arguments, "input", "input_args")
-        output = self._call(microbatch, arguments)
+        with Aside(self._index, skips) as aside:
+            output = self._call(microbatch, arguments)
         if self._checks:
             _check(self._stage.expected_output, as_arguments(output), "output", "output_args")
+        results: Sequence[Any] = ()
         if self._activations_out is None:
-            results: Sequence[Any] = self._finish(microbatch, output)
+            aside.finish()
+            losses = self._finish(microbatch, output)
         else:
-            results, spec = flatten(as_arguments(output))
+            losses = []
+            arguments = handed_on(as_arguments(output), aside.skips, self._routes, self._index)
+            results, spec = flatten(arguments)
             self._activations_out.give(microbatch, results, spec)
+        if aside.losses:
+            losses += self._added(microbatch, aside.losses)
         if self._trains:
-            self._stage.keep(microbatch, _differentiable(leaves), _differentiable(results))
+            self._keep(microbatch, _differentiable(leaves), _differentiable(results), losses)
+            if aside.skips or aside.losses:
+                self._asides[microbatch] = aside
+        if aside.got:
+            self.got |= aside.got
 
     def backward(self, microbatch: int) -> None:
         """B."""
-        self._return(microbatch, self._stage.backward(microbatch, self._gradients(microbatch)))
+        self._run_backward(microbatch, self._stage.backward)
 
     def backward_input(self, microbatch: int) -> None:
         """I."""
-        gradients = self._gradients(microbatch)
-        self._return(microbatch, self._stage.backward_input(microbatch, gradients))
+        self._run_backward(microbatch, self._stage.backward_input)
 
     def backward_weight(self, microbatch: int) -> None:
         """W."""
@@ -94,43 +118,83 @@ class Work:
         keywords = self._feed.keywords[microbatch]
         if self._seed is None:
             return self._module(*arguments, **keywords)
-        key = (self._seed, self._feed.number, self._stage.stage_index, microbatch)
+        key = (self._seed, self._feed.number, self._index, microbatch)
         with seeded(key, self._stage.device):
             return self._module(*arguments, **keywords)
 
-    def _finish(self, microbatch: int, output: Any) -> Sequence[torch.Tensor]:
-        """Keep the output if it is asked for, and compute the loss: the backward's root."""
+    def _keep(
+        self,
+        microbatch: int,
+        inputs: Sequence[torch.Tensor],
+        results: Sequence[torch.Tensor],
+        losses: Sequence[tuple[torch.Tensor, float]],
+    ) -> None:
+        if losses:
+            # A micro-batch that does not count is left out: its loss may well be nan.
+            self._own_gradients[microbatch] = [
+                root_gradient(loss, scale) if scale else None for loss, scale in losses
+            ]
+            results = [*results, *(loss for loss, _ in losses)]
+        self._stage.keep(microbatch, inputs, results)
+
+    def _finish(self, microbatch: int, output: Any) -> list[tuple[torch.Tensor, float]]:
+        """Keep the output if it is asked for, and compute the loss, with what it counts."""
         feed = self._feed
         if feed.outputs is not None:
             feed.outputs[microbatch] = pytree.tree_map_only(
                 torch.Tensor, torch.Tensor.detach, output
             )
         if self._loss_fn is None or feed.targets is None:
-            return ()
+            return []
         loss = self._loss_fn(output, feed.targets[microbatch], **feed.loss_keywords)
-        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-            raise LossError(f"loss_fn must give one number as a tensor, not {_told(loss)}")
+        require_number(loss, "loss_fn must give")
         if self._trains and not loss.requires_grad:
             raise LossError(
                 "the loss depends on nothing that requires a gradient; is every parameter "
                 "frozen, or the output detached? To run forward only, call eval()"
             )
-        # A copy: torch's mse_loss gives a scalar in a storage as large as the output.
-        feed.losses[microbatch] = loss.detach().clone()
-        return (loss,)
+        feed.losses[microbatch] = _value(loss)
+        return [(loss, self._loss_scale if feed.scales is None else feed.scales[microbatch])]
+
+    def _added(
+        self, microbatch: int, losses: Sequence[torch.Tensor]
+    ) -> list[tuple[torch.Tensor, float]]:
+        """Note the losses that the forward has added; gives those that have gradients."""
+        total = self._feed.aux_losses.get(microbatch)
+        for loss in losses:
+            total = _value(loss) if total is None else total + _value(loss)
+            self._feed.aux_losses[microbatch] = total
+        return [(loss, self._loss_scale) for loss in losses if loss.requires_grad]
+
+    def _run_backward(self, microbatch: int, run: Callable[..., list[torch.Tensor | None]]) -> None:
+        gradients = self._gradients(microbatch)
+        aside = self._asides.pop(microbatch, None)
+        if aside is None:
+            found = run(microbatch, gradients)
+        else:
+            aside.replays = True
+            with aside:
+                found = run(microbatch, gradients)
+        if self._gradients_out is not None:
+            self._gradients_out.give(microbatch, found, None)
 
     def _gradients(self, microbatch: int) -> Sequence[torch.Tensor | None]:
-        if self._gradients_in is not None:
-            gradients = self._gradients_in.take(microbatch)[0]
-            # They answer what was sent for this micro-batch, so that has arrived.
-            if self._activations_out is not None:
-                self._activations_out.settle(microbatch)
-            return gradients
-        return [torch.full_like(self._feed.losses[microbatch], self._loss_scale)]
+        """What the backward begins with: what came back, and what its own losses count."""
+        own = self._own_gradients.pop(microbatch, ())
+        if self._gradients_in is None:
+            return own
+        gradients = self._gradients_in.take(microbatch)[0]
+        # They answer what was sent for this micro-batch, so that has arrived.
+        if self._activations_out is not None:
+            self._activations_out.settle(microbatch)
+        return [*gradients, *own] if own else gradients
 
-    def _return(self, microbatch: int, gradients: Sequence[torch.Tensor | None]) -> None:
-        if self._gradients_out is not None:
-            self._gradients_out.give(microbatch, gradients, None)
+
+def _value(loss: torch.Tensor) -> torch.Tensor:
+    """A loss as a number for the user."""
+    loss = loss.detach().reshape(())
+    # A copy: torch's mse_loss gives a scalar in a storage as large as the output.
+    return loss.full_tensor() if is_sharded(loss) else loss.clone()
 
 
 def _differentiable(leaves: Sequence[Any]) -> list[torch.Tensor]:
@@ -145,9 +209,3 @@ def _check(expected: Signature | None, arguments: Sequence[Any], name: str, give
     )
     if difference:
         raise SignatureError(f"{difference}; {given} of this stage says {expected}")
-
-
-def _told(value: object) -> str:
-    if isinstance(value, torch.Tensor):
-        return f"a tensor of shape {list(value.shape)}"
-    return f"a {type(value).__name__}"

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch.autograd import Variable
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-__all__ = ["accumulate", "add_to_grad", "addresses"]
+__all__ = ["accumulate", "add_to_grad"]
 
 # What torch.autograd.backward() calls in the end. Its own checks and conversions cost as much as
 # the whole backward of a small stage, and what they check is known here.
@@ -37,14 +36,3 @@ def add_to_grad(leaf: torch.Tensor, gradient: torch.Tensor) -> None:
         leaf.grad = gradient if leaf.grad_dtype is None else gradient.to(leaf.grad_dtype)
     else:
         leaf.grad.add_(gradient)
-
-
-def addresses(tensor: torch.Tensor) -> Iterator[int]:
-    """Where the memory of a tensor is; of one that is made of others, that of each."""
-    if is_traceable_wrapper_subclass(tensor):
-        parts = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
-        for part in parts:
-            if isinstance(part, torch.Tensor):
-                yield from addresses(part)
-    else:
-        yield tensor.untyped_storage().data_ptr()

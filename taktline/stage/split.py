@@ -28,7 +28,8 @@ import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from taktline.errors import SplitError
-from taktline.stage.engine import accumulate, add_to_grad, addresses
+from taktline.sharding import local
+from taktline.stage.engine import accumulate, add_to_grad
 
 __all__ = ["Pending", "Splitter", "explain"]
 
@@ -126,9 +127,9 @@ class Pending:
 
     def part_from(self, leaves: Sequence[torch.Tensor]) -> None:
         """Copy new gradients in the memory of those put aside: later ones are added to them."""
-        aside = {place for _, gradient in self._gradients for place in addresses(gradient)}
+        aside = {_memory(gradient) for _, gradient in self._gradients}
         for leaf in leaves:
-            if leaf.grad is not None and not aside.isdisjoint(addresses(leaf.grad)):
+            if leaf.grad is not None and (None in aside or _memory(leaf.grad) in (None, *aside)):
                 leaf.grad = leaf.grad.clone()
 
     def run(self) -> None:
@@ -165,6 +166,28 @@ class Splitter:
         weights: Sequence[torch.Tensor],
     ) -> Pending | None:
         """I: gradients for the inputs and all that W does not do; None if W has nothing to do."""
+        passed = [i for i, root in enumerate(roots) if _is_input(root, inputs)]
+        if not passed:
+            return self._run_input(roots, gradients, inputs, weights)
+        # An output that is an input hands its gradient through, and is no part of the graph.
+        rest = [i for i in range(len(roots)) if i not in passed]
+        pending = None
+        if rest:
+            pending = self._run_input(
+                [roots[i] for i in rest], [gradients[i] for i in rest], inputs, weights
+            )
+        for i in passed:
+            before = roots[i].grad
+            roots[i].grad = gradients[i] if before is None else before + gradients[i]
+        return pending
+
+    def _run_input(
+        self,
+        roots: Sequence[torch.Tensor],
+        gradients: Sequence[torch.Tensor],
+        inputs: Sequence[torch.Tensor],
+        weights: Sequence[torch.Tensor],
+    ) -> Pending | None:
         graph = _Graph(roots, inputs)
         recipe = self._recipe(graph, inputs, weights)
         if recipe.whole:
@@ -199,6 +222,18 @@ class Splitter:
             if len(self._recipes) > _REMEMBERED:
                 del self._recipes[next(iter(self._recipes))]
         return recipe
+
+
+def _is_input(root: torch.Tensor, inputs: Sequence[torch.Tensor]) -> bool:
+    return root.grad_fn is None and any(root is given for given in inputs)
+
+
+def _memory(tensor: torch.Tensor) -> int | None:
+    """Where a tensor lies; None for one that only stands for another, such as a collective's."""
+    try:
+        return local(tensor).untyped_storage().data_ptr()
+    except RuntimeError:
+        return None
 
 
 class _Graph:
@@ -339,7 +374,8 @@ def explain(
     roots: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], weights: Sequence[torch.Tensor]
 ) -> dict[torch.Tensor, str]:
     """Why each weight gets its gradient in I; those that are missing here get it in W."""
-    recipe, reasons = _learn(_Graph(roots, inputs), inputs, weights)
+    computed = [root for root in roots if not _is_input(root, inputs)]
+    recipe, reasons = _learn(_Graph(computed, inputs), inputs, weights)
     later = {product.weight for product in recipe.products}
     return {
         weight: reasons.get(weight, "not used here") for weight in weights if weight not in later

@@ -8,9 +8,11 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 
 from taktline.errors import MismatchError, SplitError
 from taktline.meta import Signature, as_arguments, flatten
+from taktline.sharding import GetMesh, Sharding, find_mesh, gradient_of, is_sharded
 from taktline.stage.engine import accumulate
 from taktline.stage.grad_sync import GradSync, find
 from taktline.stage.split import Splitter
@@ -34,7 +36,8 @@ class PipelineStage:
         input_grads: not needed, likewise.
         group: the ranks of the pipeline; all ranks by default.
         dw_builder: makes the function that computes the weights' gradients (W) of a micro-batch.
-        get_mesh: finds the device mesh of tensors that are sharded within a stage.
+        get_mesh: finds this rank's mesh for a DTensor that arrives, by the names of the mesh's
+            dimensions and its layout. Not needed where parameters of the stage lie on it.
 
     >>> stage = PipelineStage(nn.Linear(4, 4), 0, 2, torch.device("cpu"))
     >>> stage
@@ -53,7 +56,7 @@ class PipelineStage:
         input_grads: torch.Tensor | tuple[torch.Tensor | None, ...] | None = None,
         group: ProcessGroup | None = None,
         dw_builder: Callable[[], Callable[..., None]] | None = None,
-        get_mesh: Callable[..., Any] | None = None,
+        get_mesh: GetMesh | None = None,
     ) -> None:
         if not 0 <= stage_index < num_stages:
             raise MismatchError(
@@ -73,6 +76,7 @@ class PipelineStage:
         self._looked_at: nn.Module | None = None
         self._sync: GradSync | None = None
         self._splitter = Splitter()
+        self._meshes: dict[object, DeviceMesh] = {}
         self._in_flight: dict[int, tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]] = {}
         self._weights_due: dict[int, Callable[[], object]] = {}
 
@@ -95,13 +99,13 @@ class PipelineStage:
         return self._sync
 
     def begin(self) -> tuple[bool, ...]:
-        """Find the parameters that get gradients in this step; tells which of all do."""
+        """Find the parameters that get gradients; tells what else its output may depend on."""
         parameters = list(self.submod.parameters())
         # Of a wrapped stage they are known only once it is gathered.
         self._trainable = (
             [p for p in parameters if p.requires_grad] if self.grad_sync is None else None
         )
-        return tuple(p.requires_grad for p in parameters)
+        return (self.submod.training, *(p.requires_grad for p in parameters))
 
     def keep(
         self,
@@ -111,6 +115,9 @@ class PipelineStage:
     ) -> None:
         """Note what the backward begins with (roots) and where it ends (inputs)."""
         self._in_flight[microbatch] = (inputs, roots)
+        for root in roots:
+            if is_sharded(root):  # for its gradient, which comes back without a mesh
+                self._meshes[_mesh_key(Sharding.of(root))] = root.device_mesh
 
     def backward(
         self, microbatch: int, gradients: Sequence[torch.Tensor | None]
@@ -122,7 +129,7 @@ class PipelineStage:
             accumulate(roots, gradients)
         if self.dw_builder is not None:
             self._weights_function()()
-        return [tensor.grad for tensor in inputs]
+        return [gradient_of(tensor) for tensor in inputs]
 
     def backward_input(
         self, microbatch: int, gradients: Sequence[torch.Tensor | None]
@@ -141,7 +148,7 @@ class PipelineStage:
             pending = self._splitter.run_input(roots, gradients, inputs, self._trainable or ())
             if pending is not None:
                 self._weights_due[microbatch] = pending.run
-        return [tensor.grad for tensor in inputs]
+        return [gradient_of(tensor) for tensor in inputs]
 
     def backward_weight(self, microbatch: int) -> None:
         """W: add up the gradients of the weights that I has left out."""
@@ -150,6 +157,13 @@ class PipelineStage:
             due()
             if self._sync is not None:
                 self._sync.weights_done()
+
+    def mesh_for(self, sharding: Sharding) -> DeviceMesh:
+        """This rank's mesh for a tensor that arrives in shards."""
+        key = _mesh_key(sharding)
+        if key not in self._meshes:
+            self._meshes[key] = find_mesh(sharding, self.submod, self.get_mesh)
+        return self._meshes[key]
 
     def _weights_function(self) -> Callable[..., None]:
         """What computes the weights' gradients of the micro-batch whose backward has just run."""
@@ -174,6 +188,10 @@ class PipelineStage:
             f"PipelineStage({self.stage_index} of {self.num_stages}, "
             f"{type(self.submod).__name__}, {count:,} parameters, {self.device})"
         )
+
+
+def _mesh_key(sharding: Sharding) -> object:
+    return (sharding.names, sharding.sizes, sharding.layout)
 
 
 def _signature(example: Any) -> Signature | None:

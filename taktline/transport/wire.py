@@ -3,24 +3,29 @@
 ::
 
     byte 0    status: 0, or 1 from a rank that has failed and has nothing to say
-    byte 16   the first tensor, contiguous
+    byte 1    one for each tensor: 1 if there is none (a gradient that nothing contributes to)
+    byte 16   the first tensor, contiguous; further back if there are more than 15
     …         the next one, again at a multiple of 16
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from contextlib import suppress
-from ctypes import c_uint8
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from ctypes import string_at
+from dataclasses import astuple, dataclass, field
 from functools import reduce
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from taktline.errors import SignatureError
 from taktline.meta import Leaf, Signature, TensorMeta
+from taktline.sharding import Sharding, local
+from taktline.transport.trees import decode_tree, encode_tree
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 __all__ = ["Layout", "Parcel", "decode", "encode"]
 
@@ -29,10 +34,6 @@ _STATUS = 0
 _FAILED = 1
 _KEPT = 4
 """How many sent parcels are kept for the next messages of their layout."""
-_CANNOT = (
-    "cannot go from one rank to another; tensors, None, numbers and strings can, and tuples, lists "
-    "and dicts of them"
-)
 
 
 @dataclass(slots=True, eq=False)
@@ -41,7 +42,7 @@ class Parcel:
 
     buffer: torch.Tensor
     views: list[torch.Tensor]
-    failure: bool = False
+    reusable: bool = True
 
 
 @dataclass(slots=True, eq=False)
@@ -56,33 +57,38 @@ class Layout:
 
     tensors: tuple[TensorMeta, ...]
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    mesh_for: Callable[[Sharding], DeviceMesh] | None = None
+    """Finds this rank's mesh for a tensor that arrives in shards."""
     nbytes: int = field(init=False)
+    _head: int = field(init=False)
     _places: list[tuple[TensorMeta, tuple[int, ...], int]] = field(init=False)
     _free: list[Parcel] = field(init=False, default_factory=list)
     _readable: bool = field(init=False)
 
     def __post_init__(self) -> None:
-        offset = _ALIGNMENT
+        offset = self._head = _aligned(1 + len(self.tensors))
         self._places = []
         for tensor in self.tensors:
             self._places.append((tensor, _strides(tensor.shape), offset // tensor.dtype.itemsize))
-            offset += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
+            offset += _aligned(tensor.nbytes)
         self.nbytes = offset
         self._readable = self.device.type == "cpu"
 
     def pack(self, tensors: Sequence[torch.Tensor | None]) -> Parcel:
-        """The tensors in one buffer; a missing one becomes zeros."""
+        """The tensors in one buffer; a missing one is marked, and becomes zeros."""
         parcel = self._free.pop() if self._free else self._parcel()
-        for view, tensor in zip(parcel.views, tensors, strict=True):
+        for index, (view, tensor) in enumerate(zip(parcel.views, tensors, strict=True)):
             if tensor is None:
                 view.zero_()
+                parcel.buffer[1 + index] = 1
+                parcel.reusable = False
             else:
-                view.copy_(tensor.detach())
+                view.copy_(local(tensor.detach()))
         return parcel
 
     def recycle(self, parcel: Parcel) -> None:
         """Take back a parcel that has been sent; a few are kept."""
-        if len(self._free) < _KEPT and not parcel.failure:
+        if len(self._free) < _KEPT and parcel.reusable:
             self._free.append(parcel)
 
     def failure(self) -> Parcel:
@@ -92,7 +98,7 @@ class Layout:
         # happens to lie in the memory could break it for good.
         parcel.buffer.zero_()
         parcel.buffer[_STATUS] = _FAILED
-        parcel.failure = True
+        parcel.reusable = False
         return parcel
 
     def empty(self) -> torch.Tensor:
@@ -105,25 +111,41 @@ class Layout:
         On a GPU nobody looks: that would wait for the device. The outcome of the step tells.
         """
         # Read where it lies: indexing the tensor takes longer than unpacking the rest.
-        return self._readable and c_uint8.from_address(buffer.data_ptr()).value == _FAILED
+        return self._readable and string_at(buffer.data_ptr(), 1)[_STATUS] == _FAILED
 
     def unpack(self, buffer: torch.Tensor) -> list[torch.Tensor]:
         """The tensors in a buffer, sharing its memory; leaves for autograd where it says so."""
-        # By .data each one counts its own changes: views of one tensor count them together, and
-        # then autograd would refuse a backward because a neighbour was changed in place.
-        tensors = [
-            buffer.data.view(tensor.dtype).as_strided(tensor.shape, strides, start)
-            for tensor, strides, start in self._places
-        ]
-        for (meta, _, _), tensor in zip(self._places, tensors, strict=True):
+        tensors = self._views(buffer)
+        for index, tensor in enumerate(tensors):
+            meta = self.tensors[index]
+            if meta.sharding is not None and self.mesh_for is not None:
+                tensor = meta.sharding.assemble(tensor, self.mesh_for(meta.sharding))
+                tensors[index] = tensor
             if meta.requires_grad:
                 tensor.requires_grad_()
         return tensors
 
+    def missing(self, buffer: torch.Tensor) -> list[int]:
+        """Which tensors are not there; on a GPU, where nobody looks, they are there as zeros."""
+        head = string_at(buffer.data_ptr(), self._head) if self._readable else b""
+        return [index for index, mark in enumerate(head[1:]) if mark] if any(head) else []
+
+    def _views(self, buffer: torch.Tensor) -> list[torch.Tensor]:
+        # By .data each one counts its own changes: views of one tensor count them together, and
+        # then autograd would refuse a backward because a neighbour was changed in place.
+        return [
+            buffer.data.view(tensor.dtype).as_strided(tensor.shape, strides, start)
+            for tensor, strides, start in self._places
+        ]
+
     def _parcel(self) -> Parcel:
         buffer = self.empty()
-        buffer[:_ALIGNMENT] = 0
-        return Parcel(buffer, [view.requires_grad_(False) for view in self.unpack(buffer)])
+        buffer[: self._head] = 0
+        return Parcel(buffer, self._views(buffer))
+
+
+def _aligned(count: int) -> int:
+    return -(-count // _ALIGNMENT) * _ALIGNMENT
 
 
 def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -143,7 +165,7 @@ def encode(signature: Signature) -> bytes:
     ... )
     True
     """
-    spec = None if signature.spec is None else _encode_tree(signature.spec)
+    spec = None if signature.spec is None else encode_tree(signature.spec)
     return json.dumps([[_encode_leaf(leaf) for leaf in signature.leaves], spec]).encode()
 
 
@@ -152,28 +174,32 @@ def decode(text: bytes) -> Signature:
     leaves, spec = json.loads(text)
     return Signature(
         tuple(_decode_leaf(leaf) for leaf in leaves),
-        None if spec is None else pytree.treespec_loads(spec),
+        None if spec is None else decode_tree(spec),
     )
-
-
-def _encode_tree(spec: pytree.TreeSpec) -> str:
-    with suppress(NotImplementedError, TypeError):  # a type without a name, a key that is no JSON
-        text = pytree.treespec_dumps(spec)
-        if pytree.treespec_loads(text) == spec:
-            return text
-    raise SignatureError(f"{spec} {_CANNOT}")
 
 
 def _encode_leaf(leaf: object) -> object:
     if isinstance(leaf, TensorMeta):
-        return [str(leaf.dtype).removeprefix("torch."), leaf.shape, leaf.requires_grad]
+        sharding = () if leaf.sharding is None else [astuple(leaf.sharding)]
+        dtype = str(leaf.dtype).removeprefix("torch.")
+        return [dtype, leaf.shape, leaf.requires_grad, *sharding]
     if leaf is None or type(leaf) in (bool, int, float, str):
         return leaf
-    raise SignatureError(f"a {type(leaf).__name__} {_CANNOT}")
+    raise SignatureError(
+        f"a {type(leaf).__name__} cannot go from one rank to another; tensors, None, numbers and "
+        "strings can, and containers of them that pytree knows (for a dataclass of your own: "
+        "torch.utils._pytree.register_dataclass)"
+    )
 
 
-def _decode_leaf(leaf: object) -> Leaf:
-    if isinstance(leaf, list):
-        dtype, shape, requires_grad = leaf
-        return TensorMeta(tuple(shape), getattr(torch, dtype), requires_grad)
-    return leaf  # pyright: ignore[reportReturnType]
+def _decode_leaf(leaf: Any) -> Leaf:
+    if not isinstance(leaf, list):
+        return leaf
+    dtype, shape, requires_grad, *sharding = leaf
+    found = Sharding(*map(_tuples, sharding[0])) if sharding else None
+    return TensorMeta(tuple(shape), getattr(torch, dtype), requires_grad, found)
+
+
+def _tuples(value: Any) -> Any:
+    """JSON knows lists only."""
+    return tuple(map(_tuples, value)) if isinstance(value, list) else value

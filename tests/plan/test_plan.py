@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from typing import Any
 
 import numpy as np
@@ -20,6 +22,15 @@ def test_actions_make_the_same_plan_again(plan: Plan) -> None:
     assert again == plan
     assert hash(again) == hash(plan)
     assert len(plan) == sum(map(len, actions))
+
+
+@given(any_plan())
+def test_a_plan_goes_to_other_processes(plan: Plan) -> None:
+    for again in (pickle.loads(pickle.dumps(plan)), copy.deepcopy(plan)):
+        assert again == plan
+        assert (again.name, again.level) == (plan.name, plan.level)
+        with pytest.raises(AttributeError, match="a plan does not change"):
+            again.name = "another"
 
 
 def test_what_is_not_given_is_read_off_the_actions() -> None:

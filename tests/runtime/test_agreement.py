@@ -22,7 +22,7 @@ def introductions(
     held: Sequence[list[int]] = HELD, rank_of: list[int] = LOOP, **differing: Sequence[Any]
 ) -> list[Introduction]:
     """The ranks that hold these stages, each with its own value of some fields."""
-    alike = Introduction("1F1B", 8, len(rank_of), [], rank_of, "0123456789abcdef", True)
+    alike = Introduction("1F1B", 8, len(rank_of), [], rank_of, "0123456789abcdef", True, False)
     return [
         replace(alike, stages=stages, **{field: of[rank] for field, of in differing.items()})
         for rank, stages in enumerate(held)
@@ -30,7 +30,7 @@ def introductions(
 
 
 def test_an_introduction_survives_as_text() -> None:
-    mine = Introduction("plan 'größer'", 8, 2, [1], [0, 1], "0123456789abcdef", False)
+    mine = Introduction("plan 'größer'", 8, 2, [1], [0, 1], "0123456789abcdef", False, True)
     assert Introduction.from_text(mine.to_text()) == mine
 
 
@@ -196,7 +196,16 @@ def test_only_the_stages_of_the_plan_fit(order: list[int], cut: int) -> None:
     )
 
 
-CALL = Call(failed=0, introduced=1, plan=0x1234567890ABCDE, trains=1, batch=0, target=0, inputs=0)
+CALL = Call(
+    failed=0,
+    introduced=1,
+    plan=0x1234567890ABCDE,
+    trains=1,
+    batch=0,
+    target=0,
+    shares=0,
+    inputs=0,
+)
 
 
 def calls(**differing: Sequence[int]) -> list[Call]:
@@ -213,6 +222,7 @@ def calls(**differing: Sequence[int]) -> list[Call]:
     [
         {"batch": [0]},
         {"trains": [0, 0, 0, 0]},
+        {"shares": [1, 1, 1, 1]},
         {"batch": [8, 0, 0, 0], "target": [0, 0, 0, 8]},
         {"batch": [8, 8, 8, 8], "target": [8, 8, 8, 8]},
         {"batch": [0, 8, 0, 8]},
@@ -244,6 +254,11 @@ def test_calls_that_are_one_step(differing: dict[str, list[int]]) -> None:
             {"trains": [0, 1]},
             "the ranks disagree on the call: eval() on rank 0; step() on rank 1; make the same "
             "calls in the same order on every rank",
+        ),
+        (
+            {"shares": [1, 0]},
+            "the ranks disagree on the value of share_losses: True on rank 0; False on rank 1; "
+            "give every rank the same",
         ),
         (
             {"plan": [0xABCDEF012345678, 0x1, 0x1, 0xABCDEF012345678]},

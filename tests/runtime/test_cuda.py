@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from taktline.transport import Channel
 from taktline.transport.distributed import Distributed
+from tests.runtime import scenarios, test_losses, test_shapes, test_skip, test_values
 from tests.runtime.cases import (
     SCHEDULES,
     Case,
@@ -44,6 +45,27 @@ def test_local_ranks_on_one_gpu(schedule: str, model: str, strict: bool) -> None
     per_rank = SCHEDULES[schedule][-1]
     case = Case(schedule, 2, per_rank, 4, model, CALLS, strict=strict, device="cuda")
     assert_same(merge(run_local(case)), run_plain(case))
+
+
+SCENARIOS = {
+    name: module.SCENARIOS[name]
+    for module, names in (
+        (test_values, ("several", "nested", "dataclass", "layouts", "low precision", "twice")),
+        (test_skip, ("unet", "checkpointed", "far")),
+        (test_losses, ("aux", "aux, checkpointed")),
+        (test_shapes, ("dropped",)),
+    )
+    for name in names
+}
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_values_on_one_gpu(schedule: str, name: str) -> None:
+    scenario, plan = SCENARIOS[name], scenarios.plan_for(schedule, 2)
+    device, dynamic = torch.device("cuda"), name == "dropped"
+    found = scenarios.run_local(scenario, plan, device=device, dynamic_shapes=dynamic)
+    scenarios.assert_same(found, scenarios.run_plain(scenario, plan, device), exact=False)
 
 
 def test_seeded_dropout() -> None:

@@ -23,6 +23,8 @@ from tests.runtime.cases import (
 )
 from tests.workers import Workers
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 # Evaluation before, between and after training steps that accumulate; batches of several sizes,
 # which are uneven micro-batches for most counts.
 CALLS = (("eval", 8), ("step", 8), ("step", 8), ("eval", 9), ("step", 11), ("eval", 8))
@@ -36,15 +38,6 @@ def cases() -> Iterator[Case]:
                 for per_rank in per_rank_choices:
                     for microbatches in (1, 3, 8):
                         yield Case(schedule, ranks, per_rank, microbatches, model, CALLS)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """As many threads as the workers have: the order of additions depends on it."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.mark.parametrize("case", list(cases()), ids=str)

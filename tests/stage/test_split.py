@@ -254,6 +254,8 @@ MODULES: dict[str, Callable[[], nn.Module]] = {
     "sort": lambda: Piece(lambda m, x: m.a(m.a(x).sort(-1)[0]), a=linear()),
     "lstm": lambda: Piece(recurrent, rnn=nn.LSTM(4, 3, 2)),
     "attention": lambda: Piece(attention, qkv=nn.Linear(4, 12), out=linear()),
+    "hands its input on": lambda: Piece(lambda m, x: (x, m.a(x).sin()), a=linear()),
+    "hands on nothing else": lambda: Piece(lambda m, x: x, a=linear()),
     # Who gets gradients
     "frozen": lambda: freeze(mlp(), "1.weight", "3.bias"),
     "all frozen": lambda: mlp().requires_grad_(False),
@@ -450,6 +452,7 @@ def test_w_does_what_it_can() -> None:
     assert done["autocast"] == {"a.weight", "b.weight"}
     assert done["turned once"] == {"w"}
     assert done["frozen"] == {"3.weight"}
+    assert done["hands its input on"] == {"a.weight"}
     assert done["tied embedding"] == done["checkpoint, re-entrant"] == done["two then one"] == set()
 
 

@@ -299,10 +299,10 @@ def test_examples_are_kept_as_signatures() -> None:
 def test_beginning_tells_which_parameters_learn() -> None:
     module = nn.Linear(4, 4)
     stage = stage_of(module)
-    assert stage.begin() == (True, True)
+    assert stage.begin() == (True, True, True)
     module.weight.requires_grad_(False)
-    assert stage.begin() == (False, True)
-    assert stage_of(nn.ReLU()).begin() == ()
+    assert stage.begin() == (True, False, True)
+    assert stage_of(nn.ReLU().eval()).begin() == (False,)
 
 
 @pytest.mark.parametrize("name", MODULES)

@@ -224,7 +224,7 @@ def test_a_signature_survives_as_text(given: tuple[Any, ...]) -> None:
     leaves, spec = json.loads(text)
     assert len(leaves) == len(signature.leaves)
     assert (spec is None) == (signature.spec is None)
-    assert spec is None or isinstance(json.loads(spec), list)
+    assert spec is None or isinstance(spec, list)
 
 
 @pytest.mark.parametrize(
@@ -275,20 +275,39 @@ def test_an_object_that_cannot_travel_is_refused(value: Any, name: str, nested: 
         encode(Signature.of(*flatten(given)))
     assert str(caught.value) == (
         f"a {name} cannot go from one rank to another; tensors, None, numbers and strings can, "
-        "and tuples, lists and dicts of them"
+        "and containers of them that pytree knows (for a dataclass of your own: "
+        "torch.utils._pytree.register_dataclass)"
     )
 
 
+def test_a_missing_tensor_is_marked_and_lies_there_as_zeros() -> None:
+    metas = tuple(TensorMeta((2,), torch.float32) for _ in range(20))
+    layout = Layout(metas)
+    given = [None if index in (0, 19) else torch.full((2,), float(index)) for index in range(20)]
+    parcel = layout.pack(given)
+    assert layout.missing(parcel.buffer) == [0, 19]
+    for index, tensor in enumerate(layout.unpack(parcel.buffer)):
+        assert torch.equal(tensor, torch.full((2,), 0.0 if index in (0, 19) else float(index)))
+    layout.recycle(parcel)
+    # The marks must not be there the next time.
+    again = layout.pack([torch.ones(2)] * 20)
+    assert layout.missing(again.buffer) == []
+
+
 @pytest.mark.parametrize(
-    "container",
+    ("tensor", "kind"),
     [
-        Pair(torch.zeros(1), 1),
-        [Pair(torch.zeros(1), 1)],
-        {(1, 2): torch.zeros(1)},
-        {torch.float32: torch.zeros(1)},
+        (torch.eye(3).to_sparse(), "sparse"),
+        (torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged), "nested"),
     ],
-    ids=["named tuple", "named tuple in a list", "tuple as key", "object as key"],
+    ids=["sparse", "nested"],
 )
-def test_a_container_that_cannot_travel_is_refused(container: Any) -> None:
-    with pytest.raises(SignatureError, match="cannot go from one rank to another; tensors, None"):
-        encode(Signature.of(*flatten([container, torch.zeros(1)])))
+def test_a_tensor_that_is_no_plain_block_of_memory_is_refused(
+    tensor: torch.Tensor, kind: str
+) -> None:
+    with pytest.raises(SignatureError) as caught:
+        Signature.of([tensor])
+    assert str(caught.value) == (
+        f"a {kind} tensor cannot go from one stage to another; hand over the dense tensors that it "
+        "is made of"
+    )

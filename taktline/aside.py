@@ -1,0 +1,256 @@
+"""What a forward hands over beside its output: values for later stages, and losses.
+
+A pipeline opens an :class:`Aside` around each forward of a stage, and again around its backward,
+where checkpointed blocks run a second time: what they hand over then is known already.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from threading import local
+from typing import Any, ClassVar, Self, TypeVar
+
+import torch
+from torch.utils import _pytree as pytree
+
+from taktline.errors import LossError, SkipError
+
+__all__ = [
+    "Aside",
+    "Skip",
+    "add_loss",
+    "collect_losses",
+    "current",
+    "handed_on",
+    "opened",
+    "require_number",
+    "uncompiled",
+]
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+@dataclass(slots=True)
+class Skip:
+    """A value on its way to later stages."""
+
+    value: Any
+    stage: int
+    """Where it was put."""
+    taken: bool = False
+    """Whether anybody has got it by now."""
+
+
+class Aside:
+    """All that one forward of a stage puts, gets and adds."""
+
+    __slots__ = ("_outer", "_replaced", "got", "losses", "replays", "skips", "stage")
+
+    def __init__(self, stage: int, skips: dict[str, Skip]) -> None:
+        self.stage = stage
+        self.skips = skips  # to get: what came from earlier stages, and what was put since
+        self.got: set[str] = set()
+        self._replaced: set[str] = set()
+        self.losses: list[torch.Tensor] = []
+        self.replays = False  # blocks run a second time: values can be got again, the rest is known
+
+    def __enter__(self) -> Self:
+        self._outer = (_here.aside, _Here.latest)
+        _here.aside = _Here.latest = self
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        _here.aside, _Here.latest = self._outer
+
+    def put(self, name: str, value: torch.Tensor) -> None:
+        """Hand a value to later stages."""
+        if self.replays:
+            return
+        waiting = self.skips.get(name)
+        if waiting is not None and not waiting.taken:
+            raise SkipError(
+                f"{name!r} is put by stage {waiting.stage} and again by stage {self.stage}, before "
+                "anybody got it; give each value a name of its own"
+            )
+        if waiting is not None:
+            self._replaced.add(name)
+        self.skips[name] = Skip(value, self.stage)
+
+    def get(self, name: str) -> torch.Tensor:
+        """A value that was put before."""
+        skip = self.skips.get(name)
+        if skip is None:
+            raise SkipError(self._missing(name))
+        if self.replays and name in self._replaced:
+            raise SkipError(
+                f"a checkpointed block of stage {self.stage} gets {name!r} a second time, but the "
+                "stage has put another value under that name since; give that a name of its own"
+            )
+        skip.taken = True
+        self.got.add(name)
+        return skip.value
+
+    def add(self, loss: torch.Tensor) -> None:
+        """Add a loss to what training minimises."""
+        if not self.replays:
+            self.losses.append(loss)
+
+    def finish(self) -> None:
+        """Make sure, after the last stage, that somebody got everything that was put."""
+        lost = {name: skip for name, skip in self.skips.items() if not skip.taken}
+        if lost:
+            raise SkipError(f"nobody gets {_listed(lost)}; get each of them, or do not put it")
+
+    def _missing(self, name: str) -> str:
+        text = f"stage {self.stage} gets {name!r}, but no stage up to here has put it"
+        lost = {name: skip for name, skip in self.skips.items() if not skip.taken}
+        waiting = f"; nobody has got {_listed(lost)}" if lost else ""
+        return f"{text}{waiting}; put it in this stage or an earlier one, before it is got"
+
+
+def _listed(skips: Mapping[str, Skip]) -> str:
+    return ", ".join(f"{name!r} (put by stage {skip.stage})" for name, skip in skips.items())
+
+
+class _Plain(Aside):
+    """Outside of a pipeline, where nothing tells one forward from the next."""
+
+    def __init__(self) -> None:
+        super().__init__(0, {})
+
+    def put(self, name: str, value: torch.Tensor) -> None:
+        """Keep a value until the next one of that name."""
+        self.skips[name] = Skip(value, self.stage)
+
+    def _missing(self, name: str) -> str:
+        there = ", ".join(map(repr, self.skips)) or "nothing"
+        return f"{name!r} was not put before it is got; so far there is {there}"
+
+
+class _Outside(_Plain):
+    """Where nobody asks for losses, as when a trained model is used."""
+
+    def add(self, loss: torch.Tensor) -> None:
+        """Drop it."""
+
+
+class _Here(local):
+    """What is open on this thread."""
+
+    aside: Aside | None = None
+    latest: ClassVar[Aside] = _Outside()
+    """On all threads: on a GPU, blocks run a second time on one that autograd has started."""
+
+
+_here = _Here()
+
+
+def current() -> Aside:
+    """The aside of the forward that is running."""
+    return _here.aside or _Here.latest
+
+
+def uncompiled(function: _Function) -> _Function:
+    """A function that compiled blocks call as it is: it changes what is outside of them."""
+    return torch.compiler.disable(function)  # pyright: ignore[reportReturnType]
+
+
+@uncompiled
+def add_loss(loss: torch.Tensor) -> None:
+    """Add a loss to what training minimises, from inside the forward of any stage.
+
+    Its gradients flow, scaled as those of the main loss are, and ``step(aux_losses=[])`` tells
+    its value. Outside of a pipeline nothing happens, unless :func:`collect_losses` asks for it.
+
+    >>> import taktline as tl
+    >>> class Router(torch.nn.Linear):
+    ...     def forward(self, x):
+    ...         weights = super().forward(x).softmax(-1)
+    ...         tl.add_loss(0.01 * weights.mean(0).square().sum())
+    ...         return weights
+    >>> with tl.collect_losses() as losses:
+    ...     _ = Router(4, 2)(torch.zeros(3, 4))
+    >>> len(losses)
+    1
+    """
+    require_number(loss, "add_loss takes")
+    current().add(loss)
+
+
+def require_number(loss: object, demand: str) -> None:
+    """Raise unless a loss is one number."""
+    if not isinstance(loss, torch.Tensor):
+        raise LossError(f"{demand} one number as a tensor, not a {type(loss).__name__}")
+    if loss.numel() != 1:
+        shape = list(loss.shape)
+        raise LossError(f"{demand} one number as a tensor, not a tensor of shape {shape}")
+
+
+@contextmanager
+def collect_losses() -> Iterator[list[torch.Tensor]]:
+    """Outside of a pipeline: a list with every loss that is added, to add to your own.
+
+    >>> import taktline as tl
+    >>> with tl.collect_losses() as losses:
+    ...     tl.add_loss(torch.tensor(2.0))
+    >>> sum(losses)
+    tensor(2.)
+    """
+    with _Plain() as aside:
+        yield aside.losses
+
+
+@dataclass(frozen=True, slots=True)
+class Bundle:
+    """What crosses a boundary if there are skips: a stage's arguments, and these."""
+
+    arguments: tuple[Any, ...]
+    skips: dict[str, Skip]
+
+    @staticmethod
+    def flatten(bundle: Bundle) -> tuple[list[Any], Any]:
+        """Its parts, and what else there is to know."""
+        named = [[name, skip.stage, skip.taken] for name, skip in bundle.skips.items()]
+        return [bundle.arguments, *(skip.value for skip in bundle.skips.values())], named
+
+    @staticmethod
+    def unflatten(parts: Sequence[Any], named: Sequence[Sequence[Any]]) -> Bundle:
+        """From its parts."""
+        arguments, *values = parts
+        return Bundle(
+            arguments,
+            {
+                name: Skip(value, stage, taken)
+                for value, (name, stage, taken) in zip(values, named, strict=True)
+            },
+        )
+
+
+def handed_on(
+    arguments: Sequence[Any],
+    skips: Mapping[str, Skip],
+    routes: Mapping[str, int] | None,
+    stage: int,
+) -> Sequence[Any]:
+    """What goes from a stage to the next one: arguments, and the skips that are got after it.
+
+    ``routes`` tells the last stage that gets each of them; None: nobody knows.
+    """
+    on = {
+        name: skip for name, skip in skips.items() if routes is None or routes.get(name, -1) > stage
+    }
+    return (Bundle(tuple(arguments), on),) if on else arguments
+
+
+def opened(arguments: Sequence[Any]) -> tuple[Sequence[Any], dict[str, Skip]]:
+    """What came from the stage before: a stage's arguments, and skips."""
+    if len(arguments) == 1 and isinstance(arguments[0], Bundle):
+        return arguments[0].arguments, arguments[0].skips
+    return arguments, {}
+
+
+pytree.register_pytree_node(
+    Bundle, Bundle.flatten, lambda parts, named: Bundle.unflatten(list(parts), named)
+)

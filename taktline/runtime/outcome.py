@@ -1,0 +1,67 @@
+"""How a step went, as numbers that the ranks exchange at its end: failures, skips and losses."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from taktline.runtime.feed import Feed
+
+__all__ = ["Outcome"]
+
+_DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+_NO_LOSS = -1
+
+
+class Outcome:
+    """What one rank says of a step.
+
+    >>> feed = Feed(losses={0: torch.tensor(0.5), 1: torch.tensor(2.0)})
+    >>> mine = Outcome.of(feed, failed=False, skips=False, shares=2)
+    >>> Outcome.share([mine, Outcome.of(Feed(), failed=False, skips=False, shares=2)], feed)
+    >>> feed.losses[1]
+    tensor(2.)
+    """
+
+    def __init__(self, numbers: Sequence[int]) -> None:
+        self.numbers = numbers
+        self.failed = bool(numbers[0])
+        self.skips = bool(numbers[1])
+
+    @classmethod
+    def of(cls, feed: Feed, *, failed: bool, skips: bool, shares: int) -> Outcome:
+        """This rank's own; ``shares`` is the number of micro-batches whose losses it tells."""
+        numbers = [int(failed), int(skips)]
+        if shares:
+            # A rank that has failed may lack some; then nobody looks at them.
+            losses = {} if failed else feed.losses
+            aux = {} if failed else feed.aux_losses
+            numbers += [_DTYPES.index(losses[0].dtype) if losses else _NO_LOSS, int(bool(aux))]
+            numbers += [*_bits(losses, shares), *_bits(aux, shares)]
+        return cls(numbers)
+
+    @staticmethod
+    def share(outcomes: Sequence[Outcome], feed: Feed) -> None:
+        """Put every rank's losses into the feed: the main ones, and the sums of added ones."""
+        dtype, losses, aux = None, {}, {}
+        for outcome in outcomes:
+            code, has_aux, *bits = outcome.numbers[2:]
+            values = struct.unpack(f"<{len(bits)}d", struct.pack(f"<{len(bits)}q", *bits))
+            half = len(values) // 2
+            if code != _NO_LOSS:
+                dtype, losses = _DTYPES[code], dict(enumerate(values[:half]))
+            if has_aux:
+                aux = {m: aux.get(m, 0.0) + value for m, value in enumerate(values[half:])}
+        feed.losses = {m: torch.tensor(value, dtype=dtype) for m, value in losses.items()}
+        feed.aux_losses = {m: torch.tensor(value, dtype=dtype) for m, value in aux.items()}
+
+
+def _bits(losses: Mapping[int, torch.Tensor], count: int) -> tuple[int, ...]:
+    """Numbers with all their digits, where only integers can go."""
+    zero = torch.zeros(())
+    values = [losses.get(m, zero).to(torch.float64) for m in range(count)]
+    # Together, so that a GPU is waited for once.
+    together = torch.stack([value.to(values[0].device) for value in values])
+    return struct.unpack(f"<{count}q", struct.pack(f"<{count}d", *together.tolist()))

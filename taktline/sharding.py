@@ -1,0 +1,194 @@
+"""A tensor in shards over a mesh (a DTensor): what crosses a boundary is this rank's own shard."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeGuard
+
+import torch
+from torch import nn
+
+from taktline.errors import SignatureError
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor, Placement
+
+__all__ = [
+    "GetMesh",
+    "Sharding",
+    "find_mesh",
+    "gradient_of",
+    "is_sharded",
+    "local",
+    "root_gradient",
+]
+
+GetMesh: TypeAlias = Callable[[tuple[str, ...], Any], "DeviceMesh | None"]
+"""Finds a mesh by the names of its dimensions and its layout, as in torch."""
+
+_Numbers: TypeAlias = tuple[int, ...]
+_PLACEMENT = re.compile(r"R|S\((-?\d+)\)|P\((\w+)\)")
+
+
+def is_sharded(value: object) -> TypeGuard[DTensor]:
+    """Whether a value is a DTensor; there are none unless their module was imported."""
+    if type(value) is torch.Tensor:  # the usual case, asked for often
+        return False
+    return isinstance(value, getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ()))
+
+
+@dataclass(frozen=True, slots=True)
+class Sharding:
+    """How a tensor lies on a mesh; which ranks these are is each stage's own affair."""
+
+    names: tuple[str, ...]
+    """Of the mesh's dimensions."""
+    sizes: _Numbers
+    layout: tuple[tuple[_Numbers, _Numbers], ...]
+    """Shape and stride of each of them in the world; empty where torch does not tell."""
+    placements: tuple[str, ...]
+    """``S(dim)`` for a shard, ``R`` for a replica, ``P(sum)`` for a part of a sum."""
+    shape: _Numbers
+    """Of the whole tensor."""
+    stride: _Numbers
+
+    @classmethod
+    def of(cls, tensor: DTensor) -> Sharding:
+        """How a DTensor lies on its mesh."""
+        mesh = tensor.device_mesh
+        return cls(
+            tuple(mesh.mesh_dim_names or ()),
+            tuple(mesh.shape),
+            _layout_of(mesh),
+            tuple(_told(placement) for placement in tensor.placements),
+            tuple(tensor.shape),
+            tuple(tensor.stride()),
+        )
+
+    @property
+    def of_gradient(self) -> Sharding:
+        """How the gradient travels: as its tensor, but whole where that is a part of a sum."""
+        return Sharding(
+            self.names,
+            self.sizes,
+            self.layout,
+            tuple("R" if text.startswith("P") else text for text in self.placements),
+            self.shape,
+            self.stride,
+        )
+
+    def assemble(self, shard: torch.Tensor, mesh: DeviceMesh) -> DTensor:
+        """The tensor of which this is this rank's shard."""
+        from torch.distributed.tensor import DTensor
+
+        return DTensor.from_local(
+            shard,
+            mesh,
+            _placements(self.placements),
+            run_check=False,
+            shape=torch.Size(self.shape),
+            stride=self.stride,
+        )
+
+    def __str__(self) -> str:
+        return f"{', '.join(self.placements)} over {self.mesh_told}"
+
+    @property
+    def mesh_told(self) -> str:
+        """The mesh in words."""
+        names = self.names or tuple(map(str, range(len(self.sizes))))
+        return ", ".join(f"{n} ({s})" for n, s in zip(names, self.sizes, strict=True))
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's shard of a tensor, or all of it."""
+    return tensor.to_local() if is_sharded(tensor) else tensor
+
+
+def gradient_of(tensor: torch.Tensor) -> torch.Tensor | None:
+    """The gradient of a stage's input, laid out as both ends of its boundary know it."""
+    gradient = tensor.grad
+    if gradient is None or not is_sharded(tensor):
+        return gradient
+    wanted = _placements(Sharding.of(tensor).of_gradient.placements)
+    return gradient.redistribute(placements=wanted) if is_sharded(gradient) else gradient
+
+
+def root_gradient(loss: torch.Tensor, scale: float) -> torch.Tensor:
+    """What the backward of a loss begins with."""
+    if not is_sharded(loss):
+        return torch.full_like(loss, scale)
+    sharding = Sharding.of(loss).of_gradient
+    return sharding.assemble(torch.full_like(local(loss.detach()), scale), loss.device_mesh)
+
+
+def find_mesh(sharding: Sharding, module: nn.Module, get_mesh: GetMesh | None) -> DeviceMesh:
+    """The mesh of a stage for what arrives: what ``get_mesh`` says, or that of its parameters."""
+    if get_mesh is not None:
+        mesh = get_mesh(sharding.names, _layout_from(sharding.layout))
+        if mesh is not None and tuple(mesh.shape) == sharding.sizes:
+            return mesh
+        answer = "None" if mesh is None else f"a mesh of {list(mesh.shape)}"
+        raise SignatureError(
+            f"get_mesh gives {answer} for the mesh {sharding.mesh_told} of a tensor that arrives; "
+            "it must give a mesh of that shape with this rank in it"
+        )
+    for tensor in (*module.parameters(), *module.buffers()):
+        if is_sharded(tensor):
+            mesh = tensor.device_mesh
+            if (tuple(mesh.mesh_dim_names or ()), tuple(mesh.shape)) == (
+                sharding.names,
+                sharding.sizes,
+            ):
+                return mesh
+    raise SignatureError(
+        f"a tensor arrives in shards over the mesh {sharding.mesh_told}, and no parameter of this "
+        "stage lies on such a mesh; give the stage get_mesh=lambda names, layout: mesh"
+    )
+
+
+def _told(placement: Placement) -> str:
+    from torch.distributed.tensor import Partial, Replicate, Shard
+
+    if type(placement) is Replicate:
+        return "R"
+    if type(placement) is Shard:
+        return f"S({placement.dim})"
+    if type(placement) is Partial:
+        return f"P({placement.reduce_op})"
+    raise SignatureError(
+        f"a tensor that is placed as {placement} cannot go from one rank to another; redistribute "
+        "it to Shard, Replicate or Partial"
+    )
+
+
+def _placements(texts: tuple[str, ...]) -> list[Placement]:
+    from torch.distributed.tensor import Partial, Replicate, Shard
+
+    found: list[Placement] = []
+    for text in texts:
+        match = _PLACEMENT.fullmatch(text)
+        if match is None:
+            raise SignatureError(f"{text!r} is no placement of a tensor")
+        dim, reduction = match.groups()
+        found.append(Shard(int(dim)) if dim else Partial(reduction) if reduction else Replicate())
+    return found
+
+
+# The layout is torch's own affair; 2.13 hands it to get_mesh.
+def _layout_of(mesh: DeviceMesh) -> tuple[tuple[_Numbers, _Numbers], ...]:
+    axes = getattr(getattr(mesh, "_layout", None), "axes", ())
+    return tuple((tuple(axis.shape), tuple(axis.stride)) for axis in axes)
+
+
+def _layout_from(axes: tuple[tuple[_Numbers, _Numbers], ...]) -> Any:
+    if not axes:
+        return None
+    from torch.distributed import _mesh_layout
+
+    flat = getattr(_mesh_layout, "_FlatLayout")  # noqa: B009
+    return getattr(_mesh_layout, "_MeshLayout")([flat(*axis) for axis in axes])  # noqa: B009

@@ -1,0 +1,52 @@
+"""Skip connections: a forward puts a value, a later one gets it, in whatever stage that is.
+
+::
+
+    class Down(nn.Module):                    class Up(nn.Module):
+        def forward(self, x):                     def forward(self, x):
+            x = self.block(x)                         x = torch.cat([x, skip.get("level 1")], 1)
+            skip.put("level 1", x)                    return self.block(x)
+            return self.shrink(x)
+
+>>> from taktline import skip
+>>> skip.put("level 0", torch.zeros(2))
+>>> skip.get("level 0")
+tensor([0., 0.])
+
+A value travels with the activations from stage to stage, up to the last one that gets it; the
+gradients of all that use it are added up. Outside of a pipeline a value is kept until the next one
+of its name is put, or until a ``with taktline.collect_losses():`` around it ends.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from taktline.aside import current, uncompiled
+from taktline.errors import SkipError
+
+__all__ = ["get", "put"]
+
+
+@uncompiled
+def put(name: str, value: torch.Tensor) -> None:
+    """Hand a value to whichever stages get it, this one or later ones.
+
+    >>> put("level 1", torch.ones(2))
+    >>> get("level 1")
+    tensor([1., 1.])
+    """
+    if not isinstance(value, torch.Tensor):
+        raise SkipError(f"skip.put({name!r}, …) takes a tensor, not a {type(value).__name__}")
+    current().put(name, value)
+
+
+@uncompiled
+def get(name: str) -> torch.Tensor:
+    """The value that was put under a name; any number of stages may get it.
+
+    >>> put("positions", torch.arange(3))
+    >>> get("positions")
+    tensor([0, 1, 2])
+    """
+    return current().get(name)

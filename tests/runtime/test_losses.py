@@ -1,0 +1,338 @@
+"""Losses: with more arguments, from any stage, weighted, and told on every rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import taktline as tl
+from taktline.errors import BatchError, LossError
+from tests.runtime.cases import SCHEDULES
+from tests.runtime.scenarios import (
+    CPU,
+    Batch,
+    Scenario,
+    assert_same,
+    plan_for,
+    run_gloo,
+    run_local,
+    run_plain,
+)
+from tests.runtime.test_errors import Outcomes, assert_all, make, outcomes, run
+from tests.workers import Workers
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+__all__ = ["outcomes"]
+
+DIM, CLASSES, IGNORED = 6, 5, -100
+
+
+class Experts(nn.Module):
+    """A mixture of two experts, which adds how unevenly they are used to the loss."""
+
+    def __init__(self, stage: int, *, checkpointed: bool = False) -> None:
+        super().__init__()
+        self.stage = stage
+        self.checkpointed = checkpointed
+        self.router = nn.Linear(DIM, 2)
+        self.experts = nn.ModuleList([nn.Linear(DIM, DIM) for _ in range(2)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.checkpointed:
+            return checkpoint(self._compute, x, use_reentrant=False)
+        return self._compute(x)
+
+    def _compute(self, x: Tensor) -> Tensor:
+        shares = self.router(x).softmax(-1)
+        tl.add_loss(0.1 * (self.stage + 1) * shares.mean(0).square().sum())
+        if self.stage == 1:  # two in one forward, of which one has no gradient
+            tl.add_loss(shares.detach().max().reshape(1))
+        left, right = (shares[:, i : i + 1] * e(x) for i, e in enumerate(self.experts))
+        return torch.tanh(left + right)
+
+
+class OnlyThere(Experts):
+    """A model in which one stage alone adds something."""
+
+    def _compute(self, x: Tensor) -> Tensor:
+        if self.stage == 0:
+            return super()._compute(x)
+        return torch.tanh(self.experts[0](x))
+
+
+def vectors(number: int, size: int) -> Batch:
+    return (torch.randn(size, DIM),), {}, torch.randn(size, DIM)
+
+
+def tokens(number: int, size: int) -> Batch:
+    """One class a token, of which most are ignored; all of them in the first micro-batch."""
+    target = torch.randint(CLASSES, (size, 7))
+    target[torch.rand(size, 7) < 0.6] = IGNORED
+    target[: size // 4] = IGNORED
+    target[-1] = 1
+    return (torch.randn(size, 7, DIM),), {}, target
+
+
+def head(count: int) -> list[nn.Module]:
+    layers: list[nn.Module] = [nn.Sequential(nn.Linear(DIM, DIM), nn.Tanh()) for _ in range(count)]
+    layers[-1] = nn.Linear(DIM, CLASSES)
+    return layers
+
+
+def summed(output: Tensor, target: Tensor, *, total: float = 1.0) -> Tensor:
+    return F.cross_entropy(output.flatten(0, 1), target.flatten(), reduction="sum") / total
+
+
+def averaged(output: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(output.flatten(0, 1), target.flatten())
+
+
+def smoothed(output: Tensor, target: Tensor, *, beta: float, weight: Tensor) -> Tensor:
+    return (F.smooth_l1_loss(output, target, beta=beta, reduction="none") * weight).mean()
+
+
+def count_tokens(target: Tensor) -> Tensor:
+    return (target != IGNORED).sum()
+
+
+SCENARIOS = {
+    "aux": Scenario(lambda count: [Experts(s) for s in range(count)], vectors),
+    "aux, checkpointed": Scenario(
+        lambda count: [Experts(s, checkpointed=True) for s in range(count)], vectors
+    ),
+    "aux in one stage": Scenario(lambda count: [OnlyThere(s) for s in range(count)], vectors),
+    "keywords": Scenario(
+        lambda count: [nn.Linear(DIM, DIM) for _ in range(count)],
+        vectors,
+        smoothed,
+        calls=(("step", 8), ("step", 8), ("step", 9)),
+        options={"loss_kwargs": {"beta": 0.5, "weight": torch.arange(1.0, DIM + 1)}},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_local(schedule: str, name: str, ranks: int) -> None:
+    plan = plan_for(schedule, ranks)
+    # With several roots the engine adds up in another order than autograd.grad with one more.
+    assert_same(run_local(SCENARIOS[name], plan), run_plain(SCENARIOS[name], plan), exact=False)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("name", SCENARIOS)
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_gloo(workers: Workers, schedule: str, name: str) -> None:
+    plan = plan_for(schedule, 4)
+    found = workers.run(run_gloo, __name__, name, plan, {}, ranks=4)
+    assert_same(found, run_plain(SCENARIOS[name], plan), exact=False)
+
+
+def train_on_tokens(
+    rank: int, group: Any, schedule: str, way: str
+) -> tuple[dict[str, Tensor | None], list[Tensor]]:
+    """Gradients of the mean over all tokens of a batch, in one of the ways to ask for it."""
+    torch.manual_seed(7)
+    plan = plan_for(schedule, 2)
+    modules, mine = head(plan.stages), plan.placement.stages_of(rank)
+    stages = [tl.PipelineStage(modules[s], s, plan.stages, CPU, group=group) for s in mine]
+    (x,), _, target = tokens(0, 8)
+    counts = [count_tokens(part).item() for part in target.tensor_split(4)]
+    total = float(sum(counts))
+    losses: list[Tensor] = []
+    options: dict[str, Any] = {
+        "function": {"loss_weights": count_tokens},
+        "numbers": {"loss_weights": counts},
+        "tensor": {"loss_weights": torch.tensor(counts)},
+        "unscaled": {"loss_weights": [count / total for count in counts]},
+        "sum": {"loss_kwargs": {"total": total}},
+    }[way]
+    runner = tl.ScheduleFromPlan(
+        stages,
+        plan,
+        summed if way == "sum" else averaged,
+        scale_grads=way not in ("unscaled", "sum"),
+    )
+    for _ in range(2):
+        for s in mine:
+            modules[s].zero_grad()
+        runner.step(x, target=target, losses=losses, share_losses=True, **options)
+    return {f"{s}.{n}": p.grad for s in mine for n, p in modules[s].named_parameters()}, losses
+
+
+WAYS = ("function", "numbers", "tensor", "unscaled", "sum")
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("way", WAYS)
+def test_every_token_counts_the_same(workers: Workers, schedule: str, way: str) -> None:
+    torch.manual_seed(7)
+    plan = plan_for(schedule, 2)
+    model = nn.Sequential(*head(plan.stages))
+    (x,), _, target = tokens(0, 8)
+    assert count_tokens(target[:2]) == 0  # whose mean is nan
+    averaged(model(x), target).backward()
+    found = workers.run(train_on_tokens, schedule, way, ranks=2)
+    gradients = {name: g for rank, _ in found for name, g in rank.items()}
+    expected = {name: p.grad for name, p in model.named_parameters()}
+    assert gradients.keys() == expected.keys()
+    torch.testing.assert_close(gradients, expected, rtol=1e-5, atol=1e-8)
+
+
+def shared(rank: int, group: Any, dtype: torch.dtype) -> list[Any]:
+    """Each step's losses and added losses, in training and evaluation, on this rank."""
+    torch.manual_seed(rank)
+    stage = tl.PipelineStage(Experts(rank).to(dtype), rank, 2, CPU, group=group)
+    schedule = tl.Schedule1F1B(stage, 4, F.mse_loss)
+    told = []
+    for call, target in (("step", True), ("eval", True), ("eval", False)):
+        losses: list[Tensor] = []
+        aux: list[Tensor] = []
+        generator = torch.Generator().manual_seed(3)
+        x, y = torch.randn(2, 8, DIM, generator=generator).to(dtype)
+        getattr(schedule, call)(
+            x, target=y if target else None, losses=losses, aux_losses=aux, share_losses=True
+        )
+        told.append((losses, aux))
+    return told
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str
+)
+def test_every_rank_has_the_same_losses(dtype: torch.dtype) -> None:
+    first, last = tl.local.run(shared, 2, None, dtype)
+    assert torch.equal(torch.stack(first[0][0]), torch.stack(last[0][0]))
+    for (losses, aux), (other_losses, other_aux) in zip(first, last, strict=True):
+        assert losses == other_losses
+        assert aux == other_aux
+        assert len(aux) == 4
+        assert {x.dtype for x in losses} <= {dtype}
+    assert [len(losses) for losses, _ in first] == [4, 4, 0]
+    # In training and evaluation the same model sees the same batch.
+    torch.testing.assert_close(first[0], first[1])
+
+
+def test_without_sharing_each_rank_has_its_own() -> None:
+    def main(rank: int) -> tuple[int, float]:
+        torch.manual_seed(rank)
+        schedule = make(rank, None, module=nn.Identity() if rank else Adds(rank))
+        losses: list[Tensor] = []
+        aux: list[Tensor] = []
+        x = torch.ones(8, 4)
+        schedule.step(x, target=x, losses=losses, aux_losses=aux)
+        return len(losses), float(sum(aux))
+
+    assert tl.local.run(main, 2) == [(0, 4.0), (4, 0.0)]
+
+
+class Adds(nn.Linear):
+    def __init__(self, stage: int) -> None:
+        super().__init__(4, 4)
+
+    def forward(self, input: Tensor) -> Tensor:
+        tl.add_loss(torch.ones(()))
+        return super().forward(input)
+
+
+def test_outside_of_a_pipeline_losses_are_for_whom_asks() -> None:
+    model = Experts(0)
+    x = torch.randn(3, DIM)
+    model(x)
+    with tl.collect_losses() as losses:
+        model(x)
+        model(x)
+    assert len(losses) == 2
+    assert all(loss.requires_grad for loss in losses)
+
+
+@pytest.mark.parametrize(
+    ("loss", "text"),
+    [
+        (3.0, "add_loss takes one number as a tensor, not a float"),
+        (torch.ones(2), "add_loss takes one number as a tensor, not a tensor of shape [2]"),
+    ],
+    ids=["float", "vector"],
+)
+def test_something_that_is_no_loss(loss: Any, text: str) -> None:
+    with pytest.raises(LossError) as caught:
+        tl.add_loss(loss)
+    assert str(caught.value) == text
+
+
+def weighted(rank: int, group: Any, weights: Any) -> None:
+    schedule = make(rank, group)
+    schedule.step(torch.ones(8, 4), target=torch.ones(8, 4), loss_weights=weights)
+
+
+@pytest.mark.parametrize(
+    ("weights", "text"),
+    [
+        (
+            [1, 2, 3],
+            "loss_weights has 3 numbers, but there are 4 micro-batches; give one for each",
+        ),
+        (
+            [1, 2, 3, -1],
+            "loss_weights must be numbers from 0 up, not [1.0, 2.0, 3.0, -1.0]",
+        ),
+        (
+            [1, 2, 3, float("nan")],
+            "loss_weights must be numbers from 0 up, not [1.0, 2.0, 3.0, nan]",
+        ),
+        ([0] * 4, "loss_weights are all 0, so no micro-batch counts; leave out such a batch"),
+    ],
+    ids=["three", "negative", "nan", "zeros"],
+)
+def test_weights_that_make_no_sense(outcomes: Outcomes, weights: Any, text: str) -> None:
+    assert_all(outcomes(weighted, weights), BatchError, f"rank 1: {text}")
+
+
+def differently_shared(rank: int, group: Any) -> None:
+    schedule = make(rank, group)
+    schedule.step(torch.ones(8, 4), target=torch.ones(8, 4), share_losses=rank == 0)
+
+
+def test_ranks_that_disagree_on_sharing(outcomes: Outcomes) -> None:
+    assert_all(
+        outcomes(differently_shared),
+        tl.MismatchError,
+        "the ranks disagree on the value of share_losses: True on rank 0; False on rank 1; give "
+        "every rank the same",
+    )
+
+
+def no_list(rank: int, group: Any) -> None:
+    schedule = make(rank, group)
+    schedule.step(torch.ones(8, 4), target=torch.ones(8, 4), aux_losses=0)
+
+
+def test_losses_that_cannot_be_filled(outcomes: Outcomes) -> None:
+    assert_all(
+        outcomes(no_list),
+        BatchError,
+        "rank 0: aux_losses is a list to be filled, not a int",
+    )
+
+
+def after_a_failure(rank: int, group: Any) -> list[int]:
+    """A step with shared losses that fails, and one that does not."""
+    schedule = make(rank, group)
+    with pytest.raises(tl.StageError):
+        schedule.step(torch.ones(8, 5), target=torch.ones(8, 4), share_losses=True)
+    losses: list[Tensor] = []
+    schedule.step(torch.ones(8, 4), target=torch.ones(8, 4), share_losses=True, losses=losses)
+    run(schedule)
+    return [len(losses)]
+
+
+def test_a_failure_does_not_disturb_sharing(outcomes: Outcomes) -> None:
+    assert outcomes(after_a_failure) == [[4], [4]]

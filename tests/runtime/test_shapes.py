@@ -1,0 +1,235 @@
+"""Shapes: learned without help, free to change, and learning them disturbs nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import taktline as tl
+from taktline.errors import BatchError
+from tests.runtime.cases import SCHEDULES
+from tests.runtime.scenarios import (
+    CPU,
+    Batch,
+    Scenario,
+    assert_same,
+    plan_for,
+    run_gloo,
+    run_local,
+    run_plain,
+)
+from tests.runtime.test_errors import Outcomes, assert_all, outcomes
+from tests.workers import Workers
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+__all__ = ["outcomes"]
+
+DIM = 6
+
+
+class Drops(nn.Module):
+    """Each stage keeps some of the tokens it gets: which and how many, their values say."""
+
+    def __init__(self, stage: int, count: int) -> None:
+        super().__init__()
+        self.stage = stage
+        self.linear = nn.Linear(DIM, DIM)
+        self.last = stage == count - 1
+
+    def forward(self, x: Tensor, kept: int | None = None) -> Any:
+        if self.stage == 0:
+            x = x.flatten(0, 1)
+        else:
+            assert kept == len(x)
+        x = torch.tanh(self.linear(x))
+        x = x[x.detach().sum(1) > -1.0]
+        return x.sum(0, keepdim=True) if self.last else (x, len(x))
+
+
+def tokens(number: int, size: int) -> Batch:
+    return (torch.randn(size, 5, DIM),), {}, torch.randn(size, DIM)
+
+
+def loss_of_sums(output: Tensor, target: Tensor) -> Tensor:
+    return F.mse_loss(output, target.sum(0, keepdim=True))
+
+
+SCENARIOS = {
+    "dropped": Scenario(lambda count: [Drops(s, count) for s in range(count)], tokens, loss_of_sums)
+}
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_shapes_that_depend_on_values(workers: Workers, schedule: str) -> None:
+    plan = plan_for(schedule, 4)
+    found = workers.run(run_gloo, __name__, "dropped", plan, {"dynamic_shapes": True}, ranks=4)
+    assert_same(found, run_plain(SCENARIOS["dropped"], plan))
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_shapes_that_depend_on_values_over_local_ranks(schedule: str) -> None:
+    plan = plan_for(schedule, 2)
+    found = run_local(SCENARIOS["dropped"], plan, dynamic_shapes=True)
+    assert_same(found, run_plain(SCENARIOS["dropped"], plan))
+
+
+def static(rank: int, group: Any) -> None:
+    module = Drops(rank, 2)
+    stage = tl.PipelineStage(module, rank, 2, CPU, group=group)
+    schedule = tl.Schedule1F1B(stage, 2, loss_of_sums)
+    torch.manual_seed(0)
+    for value in (1.0, -1.0):
+        with torch.no_grad():
+            module.linear.weight.zero_()
+            module.linear.bias.fill_(value)
+            module.linear.bias[0] = 5.0
+            module.linear.bias[1] = -5.0
+        schedule.step(torch.ones(4, 5, DIM), target=torch.ones(4, DIM))
+
+
+def test_without_dynamic_shapes_the_error_says_how(outcomes: Outcomes) -> None:
+    assert_all(
+        outcomes(static),
+        tl.StageError,
+        "rank 0, stage 0, micro-batch 0 (0F0): SignatureError: output 0 is float32[0, 6], not "
+        "float32[10, 6]; output 1 is 0, not 10, as it was for inputs of the same shapes before; if "
+        "what a stage gives depends on their values, give the schedule dynamic_shapes=True",
+    )
+
+
+def differently_dynamic(rank: int, group: Any) -> None:
+    stage = tl.PipelineStage(nn.Linear(DIM, DIM), rank, 2, CPU, group=group)
+    schedule = tl.Schedule1F1B(stage, 2, F.mse_loss, dynamic_shapes=rank == 1)
+    schedule.step(torch.ones(4, DIM), target=torch.ones(4, DIM))
+
+
+def test_ranks_that_disagree_on_dynamic_shapes(outcomes: Outcomes) -> None:
+    assert_all(
+        outcomes(differently_dynamic),
+        tl.MismatchError,
+        "the ranks disagree on the value of dynamic_shapes: False on rank 0; True on rank 1; give "
+        "every rank the same",
+    )
+
+
+def lengths(rank: int, group: Any, schedule: str) -> dict[str, Tensor | None]:
+    """Batches of more lengths than are remembered, each micro-batch with its own, and again."""
+    plan = plan_for(schedule, 2)
+    torch.manual_seed(7)
+    modules = [nn.Linear(DIM, DIM) for _ in range(plan.stages)]
+    mine = plan.placement.stages_of(rank)
+    stages = [tl.PipelineStage(modules[s], s, plan.stages, CPU, group=group) for s in mine]
+    runner = tl.ScheduleFromPlan(stages, plan, F.mse_loss)
+    for number in (*range(10), *range(4), 9, 9):
+        x = cut_already(number)
+        runner.step(
+            arg_mbs=[(part,) for part in x],
+            target_mbs=[part.cos() for part in x],
+            return_outputs=False,
+        )
+    return {f"{s}.{n}": p.grad for s in mine for n, p in modules[s].named_parameters()}
+
+
+def cut_already(number: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(number)
+    return [torch.randn(2, 3 + (number + m) % 7, DIM, generator=generator) for m in range(4)]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_length_of_its_own_for_each_micro_batch(workers: Workers, schedule: str) -> None:
+    plan = plan_for(schedule, 2)
+    torch.manual_seed(7)
+    model = nn.Sequential(*[nn.Linear(DIM, DIM) for _ in range(plan.stages)])
+    for number in (*range(10), *range(4), 9, 9):
+        for part in cut_already(number):
+            (F.mse_loss(model(part), part.cos()) / 4).backward()
+    first, second = workers.run(lengths, schedule, ranks=2)
+    expected = {name: p.grad for name, p in model.named_parameters()}
+    torch.testing.assert_close(first | second, expected)
+
+
+def joined(rank: int, group: Any) -> None:
+    stage = tl.PipelineStage(nn.Linear(DIM, DIM), rank, 2, CPU, group=group)
+    schedule = tl.Schedule1F1B(stage, 4, F.mse_loss)
+    parts = cut_already(0)
+    schedule.step(arg_mbs=[(part,) for part in parts], target_mbs=parts)
+
+
+def test_outputs_that_cannot_be_joined(outcomes: Outcomes) -> None:
+    assert_all(
+        outcomes(joined),
+        BatchError,
+        "rank 1: output is float32[2, 3, 6] in micro-batch 0, but float32[2, 4, 6] in micro-batch "
+        "1: these cannot be joined along dimension 0; pass return_outputs=False if you do not need "
+        "them",
+    )
+
+
+class Watches(nn.Module):
+    """Counts its forwards, and looks at what could be disturbed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(DIM, DIM)
+        self.norm = nn.BatchNorm1d(DIM)
+        self.forwards = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.forwards += 1
+        assert self.linear.weight.grad is None or self.forwards > 1
+        return self.norm(self.linear(x))
+
+
+def test_learning_runs_nothing_twice_and_draws_no_random_numbers() -> None:
+    def main(rank: int) -> None:
+        module = Watches()
+        stage = tl.PipelineStage(module, rank, 2, CPU)
+        schedule = tl.ScheduleGPipe(stage, 4, F.mse_loss)
+        x, target = torch.randn(2, 8, DIM)
+        state = torch.get_rng_state()
+        schedule.step(x, target=target)
+        assert torch.equal(torch.get_rng_state(), state)
+        assert module.forwards == 4
+        assert module.norm.state_dict()["num_batches_tracked"] == 4
+
+    tl.local.run(main, 2)
+
+
+class Grows(nn.Linear):
+    """Gives more in training than in evaluation mode."""
+
+    def forward(self, input: Tensor) -> Any:
+        y = super().forward(input)
+        return (y, y.sin()) if self.training else y
+
+
+class Ends(nn.Linear):
+    def forward(self, input: Tensor, *others: Tensor) -> Tensor:
+        return super().forward(sum(others, start=input))
+
+
+def test_what_a_stage_gives_may_depend_on_its_mode() -> None:
+    def main(rank: int) -> list[Tensor]:
+        torch.manual_seed(rank)
+        module = Ends(DIM, DIM) if rank else Grows(DIM, DIM)
+        stage = tl.PipelineStage(module, rank, 2, CPU)
+        schedule = tl.Schedule1F1B(stage, 2, F.mse_loss)
+        outputs = []
+        for trains in (True, False, True, False):
+            module.train(trains)
+            outputs.append(schedule.step(torch.ones(4, DIM), target=torch.ones(4, DIM)))
+            outputs.append(schedule.eval(torch.ones(4, DIM)))
+        return outputs
+
+    _, outputs = tl.local.run(main, 2)
+    torch.testing.assert_close(outputs[:4], outputs[4:])
+    torch.testing.assert_close(outputs[0], outputs[1])
+    torch.testing.assert_close(outputs[2], outputs[3])
+    assert not torch.equal(outputs[0], outputs[2])
