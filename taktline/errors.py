@@ -10,7 +10,9 @@
     ├── PlanError            a plan cannot be what it claims to be
     │   └── InvalidPlanError     a plan broke its rules; carries every violation
     ├── TransportError       ranks cannot talk to each other as asked
-    │   └── DeadlockError        every rank waits for another; says who waits for what
+    │   ├── DeadlockError        every rank waits for another; says who waits for what
+    │   ├── LostRankError        another rank has ended, or cannot be reached any more
+    │   └── StallError           another rank did not answer in time; says what all were doing
     ├── BatchError           a batch cannot be cut into the micro-batches asked for
     ├── MismatchError        what the ranks bring to a step does not fit together
     ├── SignatureError       a value at a boundary is not what was expected, or cannot cross it
@@ -35,6 +37,7 @@ __all__ = [
     "DeadlockError",
     "InvalidPlanError",
     "LossError",
+    "LostRankError",
     "MismatchError",
     "PlanError",
     "PlanFileError",
@@ -43,6 +46,7 @@ __all__ = [
     "SkipError",
     "SplitError",
     "StageError",
+    "StallError",
     "TaktlineError",
     "TransportError",
 ]
@@ -202,6 +206,32 @@ class DeadlockError(TransportError):
       rank 0 waits for rank 1
       rank 1 has ended
     """
+
+
+class LostRankError(TransportError):
+    """Another rank has ended, or cannot be reached any more; ``peer`` is that rank, if known.
+
+    >>> raise LostRankError("rank 1 has lost rank 0", peer=0)
+    Traceback (most recent call last):
+    taktline.errors.LostRankError: rank 1 has lost rank 0
+    """
+
+    def __init__(self, text: str, *, peer: int | None = None) -> None:
+        self.peer = peer
+        super().__init__(text)
+
+
+class StallError(TransportError):
+    """Another rank did not answer in time; ``peer`` is that rank, if known.
+
+    >>> raise StallError("rank 0 has not answered rank 1 in time", peer=0)
+    Traceback (most recent call last):
+    taktline.errors.StallError: rank 0 has not answered rank 1 in time
+    """
+
+    def __init__(self, text: str, *, peer: int | None = None) -> None:
+        self.peer = peer
+        super().__init__(text)
 
 
 class MismatchError(TaktlineError):

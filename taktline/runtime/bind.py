@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
@@ -87,8 +87,10 @@ def bind(binding: Binding, known: Signatures | None) -> Bound:
     ends = _ends(binding, make)
     works = {index: _work(binding, ends, index, known) for index in binding.stages}
     rows = binding.plan.rows_of(binding.transport.rank)
+    rank_of = binding.plan.placement.rank_of
     instructions = [
-        _instruction(rows.leaf(row), binding.stages, works, ends) for row in range(len(rows))
+        _instruction(rows.leaf(row), binding.stages, works, ends, rank_of)
+        for row in range(len(rows))
     ]
     program = Program(
         binding.transport.rank,
@@ -247,16 +249,22 @@ def _work(binding: Binding, ends: _Ends, stage: int, known: Signatures | None) -
 
 
 def _instruction(
-    action: Action, stages: Mapping[int, PipelineStage], works: Mapping[int, Work], ends: _Ends
+    action: Action,
+    stages: Mapping[int, PipelineStage],
+    works: Mapping[int, Work],
+    ends: _Ends,
+    rank_of: Sequence[int],
 ) -> Instruction | None:
     """What an action does; None for one that has nothing to do with this kind of stage."""
     stage, microbatch = action.stage, action.microbatch
+    waits = _waits(action, rank_of)
     if microbatch is None:
         sync = stages[stage].grad_sync
         return None if sync is None else _sync_instruction(action, sync)
     if action.kind in (Kind.SEND_F, Kind.SEND_B):
         out = (ends.activations_out if action.kind == Kind.SEND_F else ends.gradients_out)[stage]
-        return Instruction(action, partial(out.send, microbatch), partial(out.fail, microbatch))
+        run, fail = partial(out.send, microbatch), partial(out.fail, microbatch)
+        return Instruction(action, run, fail, waits)
     if action.kind in (Kind.RECV_F, Kind.RECV_B):
         into = (ends.activations_in if action.kind == Kind.RECV_F else ends.gradients_in)[stage]
         return Instruction(action, partial(into.post, microbatch), partial(into.post, microbatch))
@@ -271,7 +279,24 @@ def _instruction(
         action,
         partial(method, microbatch),
         None if arrival is None else partial(arrival.discard, microbatch),
+        waits,
     )
+
+
+def _waits(action: Action, rank_of: Sequence[int]) -> str:
+    """Whom an action may have to wait for."""
+    stage, last = action.stage, len(rank_of) - 1
+    match action.kind:
+        case Kind.F if stage > 0:
+            return f"activations from rank {rank_of[stage - 1]} (stage {stage - 1})"
+        case Kind.B | Kind.I if stage < last:
+            return f"gradients from rank {rank_of[stage + 1]} (stage {stage + 1})"
+        case Kind.SEND_F:
+            return f"rank {rank_of[stage + 1]} to receive what was sent"
+        case Kind.SEND_B:
+            return f"rank {rank_of[stage - 1]} to receive what was sent"
+        case _:
+            return ""
 
 
 def _sync_instruction(action: Action, sync: GradSync) -> Instruction | None:

@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol
 
-from taktline.errors import StageError, TaktlineError
+from taktline.errors import (
+    DeadlockError,
+    LostRankError,
+    StageError,
+    StallError,
+    TaktlineError,
+)
 from taktline.plan import Action
 from taktline.runtime.ports import PeerFailed
 
@@ -36,6 +43,8 @@ class Instruction:
     action: Action
     run: Callable[[], None]
     forgo: Callable[[], None] | None
+    waits: str = ""
+    """Whom it may have to wait for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,32 +64,49 @@ class Program:
         self._instructions = instructions
         self._run = [instruction.run for instruction in instructions]
         self._sending = list(sending)
+        self.position = 0
+        """The instruction that is running."""
+
+    @property
+    def current(self) -> Instruction | None:
+        """What is running; None once all of it has run."""
+        left = self._instructions[self.position :]
+        return left[0] if left else None
 
     def run(self) -> Failure | None:
         """Run everything; None if it all worked."""
-        position = 0
         failure = None
         try:
-            for position, run in enumerate(self._run):  # noqa: B007
+            for self.position, run in enumerate(self._run):  # noqa: B020
                 run()
+            self.position = len(self._run)
+            for port in self._sending:
+                port.settle_all()
         except PeerFailed:
             failure = Failure()
+        except (DeadlockError, StallError):
+            raise  # nobody would answer what this rank still has to say
+        except LostRankError as error:
+            failure = Failure(error)
         except Exception as error:
-            failure = Failure(self._told(position, error))
+            failure = Failure(self._told(self._instructions[self.position], error))
         if failure is not None:
-            self._play_on(position)
-        for port in self._sending:
-            port.settle_all()
+            self._play_on(self.position)
         return failure
 
     def _play_on(self, position: int) -> None:
         """Take part in every message from here on, without computing, so that nobody hangs."""
-        for instruction in self._instructions[position:]:
-            if instruction.forgo is not None:
-                instruction.forgo()
+        calls = [
+            *(instruction.forgo for instruction in self._instructions[position:]),
+            *(port.settle_all for port in self._sending),
+        ]
+        for call in calls:
+            if call is not None:
+                with suppress(LostRankError):  # the ranks that are left still need the rest
+                    call()
 
-    def _told(self, position: int, error: Exception) -> StageError:
-        action = self._instructions[position].action
+    def _told(self, instruction: Instruction, error: Exception) -> StageError:
+        action = instruction.action
         told = StageError(
             rank=self._rank,
             stage=action.stage,

@@ -9,7 +9,15 @@ from typing import Any, NoReturn
 
 import torch
 
-from taktline.errors import BatchError, MismatchError, TaktlineError, restore
+from taktline.errors import (
+    BatchError,
+    LostRankError,
+    MismatchError,
+    StallError,
+    TaktlineError,
+    TransportError,
+    restore,
+)
 from taktline.plan import Plan
 from taktline.plan.words import counted
 from taktline.runtime.agreement import Call, Introduction, misfit, mismatch
@@ -19,9 +27,11 @@ from taktline.runtime.feed import Feed
 from taktline.runtime.outcome import Outcome
 from taktline.runtime.plans import Runnable
 from taktline.runtime.replicas import Replicas
+from taktline.runtime.watchdog import STALL_SECONDS, Watch
 from taktline.stage import PipelineStage
 from taktline.transport import Transport, find
 from taktline.transport.control import share_error, share_texts
+from taktline.transport.distributed import Distributed
 
 __all__ = ["Facts", "Finish", "Prepare", "Runner"]
 
@@ -75,6 +85,8 @@ class Runner:
         self._feed = Feed()
         self.replicas = Replicas(self._stages)
         self._transport: Transport | None = None
+        self._watch: Watch | None = None
+        self.stall_after: float | None = STALL_SECONDS
         self._runnable: Runnable | None = None
         self._introduced = False
         # By mode and by what the inputs of all ranks look like; the same on every rank.
@@ -87,6 +99,15 @@ class Runner:
             stage = self._stages[0]
             self._transport = find(stage.group, stage.device)
         return self._transport
+
+    @property
+    def watch(self) -> Watch:
+        """What looks after the steps."""
+        if self._watch is None:
+            board = self.transport.board if isinstance(self.transport, Distributed) else None
+            self._watch = Watch(self._name, self.transport.rank, board)
+        self._watch.seconds = self.stall_after
+        return self._watch
 
     @property
     def runnable(self) -> Runnable:
@@ -103,7 +124,20 @@ class Runner:
             finish: makes one output of those of the micro-batches.
             trains: whether there is a backward.
         """
+        with self.watch as watch:
+            try:
+                return self._step(prepare, finish, watch, trains)
+            except TransportError as error:
+                self._forget()
+                if isinstance(error, StallError):
+                    raise StallError(f"{error}\n{watch.report()}", peer=error.peer) from error
+                raise
+
+    def _step(
+        self, prepare: Prepare, finish: Finish, watch: Watch, trains: bool
+    ) -> tuple[Any, Feed]:
         self._feed.clear()
+        watch.doing = "waits for every rank to begin the step"
         shares, agreed = self._agree_with_replicas(prepare, trains)
         known = self._known.pop(agreed, None)
         bound = known if isinstance(known, Bound) else self._bind(known, trains)
@@ -114,7 +148,9 @@ class Runner:
             torch.autograd.set_multithreading_enabled(False),
             self.replicas.step(),
         ):
+            watch.program = bound.program
             failure = bound.program.run()
+        watch.program, watch.doing = None, "waits for every rank to end the step"
         output = None
         if failure is None:
             try:
@@ -241,11 +277,13 @@ class Runner:
             skips=skips,
             shares=self._microbatches if shares else 0,
         )
-        outcomes = [Outcome(numbers) for numbers in self.transport.exchange(mine.numbers)]
+        try:
+            outcomes = [Outcome(numbers) for numbers in self.transport.exchange(mine.numbers)]
+        except LostRankError as lost:
+            # What this rank has seen for itself says more than that the end was not agreed on.
+            raise (failure.error if failure is not None and failure.error else lost) from None
         if any(outcome.failed for outcome in outcomes):
-            for stage in self._stages:
-                stage.clear()
-            self._known.clear()
+            self._forget()
             self._raise(None if failure is None else failure.error)
         if shares:
             Outcome.share(outcomes, self._feed)
@@ -258,6 +296,13 @@ class Runner:
             for stage, names in json.loads(text).items():
                 routes |= {name: max(int(stage), routes.get(name, 0)) for name in names}
         return routes
+
+    def _forget(self) -> None:
+        """Let go of a step that did not end well, and of what may be wrong because of it."""
+        self._feed.clear()
+        self._known.clear()
+        for stage in self._stages:
+            stage.clear()
 
     def _raise(self, error: TaktlineError | None) -> NoReturn:
         """Raise the same error on every rank."""

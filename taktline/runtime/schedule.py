@@ -68,6 +68,18 @@ class Schedule:
         )
 
     @property
+    def stall_after(self) -> float | None:
+        """After how many seconds a step that stands still is told of (log "taktline"); None: never.
+
+        60 by default, or what the environment variable TAKTLINE_STALL_SECONDS says.
+        """
+        return self._runner.stall_after
+
+    @stall_after.setter
+    def stall_after(self, seconds: float | None) -> None:
+        self._runner.stall_after = seconds
+
+    @property
     def plan(self) -> Plan:
         """What each rank does, in order."""
         return self._runner.runnable.plan

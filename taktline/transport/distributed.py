@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Protocol
 from weakref import WeakKeyDictionary, ref
@@ -13,8 +13,9 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from taktline.errors import TransportError
+from taktline.errors import LostRankError, StallError, TransportError
 from taktline.transport.base import Channel, Handle, Post
+from taktline.transport.board import Board
 
 __all__ = ["Distributed"]
 
@@ -62,6 +63,7 @@ class Distributed:
         )
         self._links: dict[Channel, _Link] = {}
         self._store = self._own_store(group)
+        self._board: Board | None = None
         self._made_control: Any = None
         if "cpu:gloo" not in dist.get_backend_config(group):
             self._made_control = _connect("gloo", self._store, "control", self.rank, self.size)
@@ -104,12 +106,21 @@ class Distributed:
         """What sends a buffer without waiting."""
         group, peer, tag = self._route(channel, channel.receiver)
         # The group's own method: torch.distributed.isend takes twice the time of a small message.
-        return lambda buffer: _checked(group.send([buffer], peer, tag))
+        return _poster(group.send, channel, self.rank, channel.receiver, peer, tag)
 
     def receiver(self, channel: Channel) -> Post:
         """What receives into a buffer without waiting."""
         group, peer, tag = self._route(channel, channel.sender)
-        return lambda buffer: _checked(group.recv([buffer], peer, tag))
+        return _poster(group.recv, channel, self.rank, channel.sender, peer, tag)
+
+    @property
+    def board(self) -> Board:
+        """Where each rank leaves word of itself."""
+        if self._board is None:
+            # A connection of its own, since another thread uses it.
+            clone: Callable[[], Store] = getattr(self._store, "clone")  # noqa: B009
+            self._board = Board(clone(), self.rank, self.size)
+        return self._board
 
     def exchange(self, numbers: Sequence[int]) -> list[list[int]]:
         """Give every rank the numbers of every rank."""
@@ -119,15 +130,26 @@ class Distributed:
         mine = torch.tensor(numbers, dtype=torch.int64)
         everyone = torch.empty(self.size, len(numbers), dtype=torch.int64)
         if self.size > _FEW:
-            control._allgather_base(everyone.view(-1), mine).wait()
+            try:
+                control._allgather_base(everyone.view(-1), mine).wait()
+            except RuntimeError as error:
+                raise _failure(error, self.rank, None, "an exchange with all ranks") from error
             return everyone.tolist()
         everyone[self.rank] = mine
-        peers = [peer for peer in range(self.size) if peer != self.rank]
-        tag = _TAG + 2
-        handles = [control.recv([everyone[peer]], peer, tag) for peer in peers]
-        handles += [control.send([mine], peer, tag) for peer in peers]
+        errors: list[TransportError] = []
+        handles: list[Handle] = []
+        for peer in range(self.size):
+            if peer != self.rank:
+                for post, data in ((control.recv, everyone[peer]), (control.send, mine)):
+                    send = _poster(post, "an exchange", self.rank, peer, peer, _TAG + 2)
+                    with _collecting(errors):
+                        handles.append(send(data))
+        # All of them, even if one is lost: the others wait for this rank's numbers.
         for handle in handles:
-            _checked(handle).wait()
+            with _collecting(errors):
+                handle.wait()
+        if errors:
+            raise errors[0]
         return everyone.tolist()
 
     def _greet(self, channel: Channel) -> None:
@@ -167,10 +189,62 @@ def calm_gloo() -> None:
                 os.sched_setscheduler(int(thread.name), os.SCHED_BATCH, os.sched_param(0))
 
 
-def _checked(work: dist.Work | None) -> Handle:
-    if work is None:
-        raise TransportError("the process group took a message without giving a handle for it")
-    return work
+class _Message:
+    """A message under way; if it fails, its handle tells whose it was."""
+
+    __slots__ = ("_peer", "_rank", "_what", "_work")
+
+    def __init__(self, work: dist.Work, what: object, rank: int, peer: int) -> None:
+        self._work = work
+        self._what = what
+        self._rank = rank
+        self._peer = peer
+
+    def wait(self) -> object:
+        """Return once the buffer may be used."""
+        try:
+            return self._work.wait()
+        except RuntimeError as error:
+            raise _failure(error, self._rank, self._peer, self._what) from error
+
+
+def _poster(
+    post: Callable[[list[torch.Tensor], int, int], dist.Work | None],
+    what: object,
+    rank: int,
+    peer: int,
+    address: int,
+    tag: int,
+) -> Post:
+    """What sends or receives buffers; ``address`` is the peer's rank on the link."""
+
+    def posted(buffer: torch.Tensor) -> Handle:
+        try:
+            work = post([buffer], address, tag)
+        except RuntimeError as error:
+            raise _failure(error, rank, peer, what) from error
+        if work is None:
+            raise TransportError("the process group took a message without giving a handle for it")
+        return _Message(work, what, rank, peer)
+
+    return posted
+
+
+def _failure(error: RuntimeError, rank: int, peer: int | None, what: object) -> TransportError:
+    """What became of a message, in words."""
+    who = "another rank" if peer is None else f"rank {peer}"
+    if "timed out" in str(error).lower():
+        return StallError(f"{who} has not answered rank {rank} in time ({what})", peer=peer)
+    text = f"rank {rank} has lost {who} ({what}): its process has ended, or cannot be reached"
+    return LostRankError(f"{text}. Look at its output; start all ranks anew", peer=peer)
+
+
+@contextmanager
+def _collecting(errors: list[TransportError]) -> Iterator[None]:
+    try:
+        yield
+    except TransportError as error:
+        errors.append(error)
 
 
 def _connect(backend: str, store: Store, name: str, rank: int, size: int) -> _Link:

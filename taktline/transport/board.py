@@ -1,0 +1,44 @@
+"""Where ranks leave word of themselves, for others to read without their help."""
+
+from __future__ import annotations
+
+import json
+import time
+
+from torch._C._distributed_c10d import Store
+
+__all__ = ["Board", "Word"]
+
+Word = tuple[float, str]
+"""How long ago something was said, in seconds, and what."""
+
+
+class Board:
+    """One line for each rank, in the store through which the ranks have found each other.
+
+    >>> from torch.distributed import HashStore
+    >>> board = Board(HashStore(), rank=0, size=2)
+    >>> board.write("all is well")
+    >>> [word and word[1] for word in board.read()]
+    ['all is well', None]
+    """
+
+    def __init__(self, store: Store, rank: int, size: int) -> None:
+        self._store = store
+        self._rank = rank
+        self._size = size
+
+    def write(self, text: str) -> None:
+        """Replace this rank's line."""
+        # By the clock on the wall, the only one that hosts have in common.
+        self._store.set(f"board/{self._rank}", json.dumps([time.time(), text]))
+
+    def read(self) -> list[Word | None]:
+        """What each rank has said last; None from one that has not said anything."""
+        return [self._line(f"board/{rank}") for rank in range(self._size)]
+
+    def _line(self, key: str) -> Word | None:
+        if not self._store.check([key]):
+            return None
+        said, text = json.loads(self._store.get(key))
+        return max(0.0, time.time() - said), text
