@@ -22,19 +22,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge
 
 from taktline.errors import SplitError
 from taktline.sharding import local
 from taktline.stage.engine import accumulate, add_to_grad
+from taktline.stage.graph import LEAF, Graph, Node
 
 __all__ = ["Pending", "Splitter", "explain"]
-
-Node = Any
-"""A node of the autograd graph; torch has no public type for them that knows their fields."""
 
 # The products: the edge that leads to the weight, and where the other factor is saved.
 _PRODUCTS = {
@@ -43,9 +40,6 @@ _PRODUCTS = {
 }
 _TURN, _CAST = "TBackward0", "ToCopyBackward0"
 _REENTRANT = "CheckpointFunctionBackward"
-_LEAF: Any = type(get_gradient_edge(torch.zeros(0, requires_grad=True)).node)
-# Marks in the shape of a graph, apart from all slots.
-_NOWHERE, _NEXT = -1, -2
 _REMEMBERED = 8
 
 
@@ -88,7 +82,7 @@ class _Recipe:
     whole: bool = False
     """Nothing can be left out: everything is due in I."""
 
-    def fits(self, graph: _Graph, inputs: Sequence[torch.Tensor]) -> bool:
+    def fits(self, graph: Graph, inputs: Sequence[torch.Tensor]) -> bool:
         """Whether a graph of the same shape has the same leaves and products."""
         nodes, given = graph.nodes, set(inputs)
         for slot, leaf in self.ends:
@@ -188,7 +182,7 @@ class Splitter:
         inputs: Sequence[torch.Tensor],
         weights: Sequence[torch.Tensor],
     ) -> Pending | None:
-        graph = _Graph(roots, inputs)
+        graph = Graph(roots, inputs)
         recipe = self._recipe(graph, inputs, weights)
         if recipe.whole:
             accumulate(roots, gradients)
@@ -211,7 +205,7 @@ class Splitter:
         return pending if recipe.products else None
 
     def _recipe(
-        self, graph: _Graph, inputs: Sequence[torch.Tensor], weights: Sequence[torch.Tensor]
+        self, graph: Graph, inputs: Sequence[torch.Tensor], weights: Sequence[torch.Tensor]
     ) -> _Recipe:
         shape = tuple(graph.shape)
         recipe = self._recipes.get(shape)
@@ -236,54 +230,15 @@ def _memory(tensor: torch.Tensor) -> int | None:
         return None
 
 
-class _Graph:
-    """All nodes that the roots reach, numbered as they are found: their slots."""
-
-    def __init__(self, roots: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> None:
-        self.nodes: list[Node] = []
-        self.shape: list[int] = []
-        """The slots of the roots, then those that each node leads to, with marks between."""
-        self.roots = {root.grad_fn for root in roots}
-        # What lies behind an input that is no leaf belongs to others.
-        ends = {x.grad_fn for x in inputs if x.grad_fn is not None}
-        slots: dict[Node | None, int] = {None: _NOWHERE}
-        edges: Any = [(root.grad_fn, 0) for root in roots]
-        nodes, shape = self.nodes, self.shape
-        position = 0
-        while True:
-            for child, _ in edges:
-                slot = slots.get(child)
-                if slot is None:
-                    slot = slots[child] = len(nodes)
-                    nodes.append(child)
-                shape.append(slot)
-            shape.append(_NEXT)
-            if position == len(nodes):
-                break
-            node = nodes[position]
-            leaf = type(node) is _LEAF  # leads nowhere
-            edges = () if leaf else ((None, 0),) if node in ends else node.next_functions
-            position += 1
-
-    def consumers(self) -> dict[Node, list[tuple[Node, int]]]:
-        """Who leads to each node, and by which edge."""
-        found: dict[Node, list[tuple[Node, int]]] = {node: [] for node in self.nodes}
-        for node in self.nodes:
-            for edge, (child, _) in enumerate(node.next_functions):
-                if child in found:
-                    found[child].append((node, edge))
-        return found
-
-
 def _learn(
-    graph: _Graph, inputs: Sequence[torch.Tensor], weights: Sequence[torch.Tensor]
+    graph: Graph, inputs: Sequence[torch.Tensor], weights: Sequence[torch.Tensor]
 ) -> tuple[_Recipe, dict[torch.Tensor, str]]:
     """The recipe for a graph, and why each weight that is not left out is not."""
     known, given = set(weights), set(inputs)
     ends = [
         (slot, None if node.variable in given else node.variable)
         for slot, node in enumerate(graph.nodes)
-        if type(node) is _LEAF
+        if type(node) is LEAF
     ]
 
     def whole(reason: str) -> tuple[_Recipe, dict[torch.Tensor, str]]:
@@ -375,7 +330,7 @@ def explain(
 ) -> dict[torch.Tensor, str]:
     """Why each weight gets its gradient in I; those that are missing here get it in W."""
     computed = [root for root in roots if not _is_input(root, inputs)]
-    recipe, reasons = _learn(_Graph(computed, inputs), inputs, weights)
+    recipe, reasons = _learn(Graph(computed, inputs), inputs, weights)
     later = {product.weight for product in recipe.products}
     return {
         weight: reasons.get(weight, "not used here") for weight in weights if weight not in later
