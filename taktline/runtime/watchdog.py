@@ -45,11 +45,15 @@ class Watch:
         self._mark: object = None
         self._since = 0.0
         self._told = False
+        self._begun = False
 
     def __enter__(self) -> Self:
         self._thread = threading.get_ident()
         self._mark = None
         if self.seconds is not None and self._board is not None:
+            if not self._begun:
+                self._board.write("began its first step")
+                self._begun = True
             _dog.watch(self)
         return self
 
@@ -72,7 +76,9 @@ class Watch:
 
     def state(self) -> str:
         """What this rank is doing, and for how long."""
-        frame = sys._current_frames().get(self._thread)
+        # If it asks itself, it has just given up waiting.
+        asks_itself = self._thread == threading.get_ident()
+        frame = None if asks_itself else sys._current_frames().get(self._thread)
         waited = _seconds(time.monotonic() - self._since)
         instruction = None if self.program is None else self.program.current
         if instruction is None:
@@ -96,8 +102,8 @@ class Watch:
                 continue
             age, text = word
             late = self.seconds is not None and age > 2 * _tick(self.seconds)
-            silent = f" (not heard of for {_seconds(age)}: stopped, or its process has ended)"
-            lines.append(f"  rank {rank}: {text}{silent * late}")
+            silent = f"not heard of for {_seconds(age)} (stopped, or its process has ended); then: "
+            lines.append(f"  rank {rank}: {silent * late}{text}")
         return "\n".join(lines)
 
 
