@@ -154,7 +154,9 @@ def current() -> Aside:
 
 def uncompiled(function: _Function) -> _Function:
     """A function that compiled blocks call as it is: it changes what is outside of them."""
-    return torch.compiler.disable(function)  # pyright: ignore[reportReturnType]
+    # The mark of torch.compiler.disable, which itself would load the compiler for everyone.
+    vars(function)["_torchdynamo_disable"] = True
+    return function
 
 
 @uncompiled

@@ -80,6 +80,12 @@ def test_every_error_is_in_the_drawn_tree() -> None:
 
 
 @pytest.mark.processes
+def test_training_does_not_import_the_compiler() -> None:
+    code = "import taktline.runtime, sys; assert 'torch._dynamo' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.processes
 @pytest.mark.parametrize("statement", ["import taktline", "import taktline.plan"])
 def test_importing_does_not_import_torch(statement: str) -> None:
     code = f"{statement}; import sys; assert 'torch' not in sys.modules"
