@@ -301,8 +301,11 @@ def _waits(action: Action, rank_of: Sequence[int]) -> str:
 
 def _sync_instruction(action: Action, sync: GradSync) -> Instruction | None:
     """UNSHARD, RESHARD and REDUCE_GRAD of a wrapped stage."""
+    waits = "the replicas of this rank"
     if action.kind == Kind.REDUCE_GRAD:
-        return Instruction(action, sync.reduce, None)
+        return Instruction(action, sync.reduce, sync.forgo_reduce, waits)
     if not sync.shards:
         return None
-    return Instruction(action, sync.unshard if action.kind == Kind.UNSHARD else sync.reshard, None)
+    if action.kind == Kind.UNSHARD:
+        return Instruction(action, sync.unshard, sync.forgo_unshard, waits)
+    return Instruction(action, sync.reshard, sync.forgo_reshard)

@@ -158,7 +158,7 @@ class Runner:
             except Exception as raised:
                 failure = Failure(self._told(raised))
         got = {index: sorted(work.got) for index, work in bound.works.items() if work.got}
-        skips = self._conclude(failure, bool(got), shares)
+        skips = self._conclude_with_replicas(failure, bool(got), shares)
         if not self._dynamic_shapes:
             if known is None:
                 self._remember(agreed, bound.learned().along(self._routes(got) if skips else {}))
@@ -268,6 +268,17 @@ class Runner:
             ),
             known,
         )
+
+    def _conclude_with_replicas(self, failure: Failure | None, skips: bool, shares: bool) -> bool:
+        """Agree on the outcome with the ranks of this pipeline, and then with its replicas."""
+        try:
+            found = self._conclude(failure, skips, shares)
+        except TaktlineError as raised:
+            raise self.replicas.agree(raised) or raised from raised.__cause__
+        if (elsewhere := self.replicas.agree(None)) is not None:
+            self._forget()
+            raise elsewhere
+        return found
 
     def _conclude(self, failure: Failure | None, skips: bool, shares: bool) -> bool:
         """Agree on the outcome, with the losses of all ranks if they share; tells of skips."""

@@ -492,9 +492,9 @@ def test_local_ranks_cannot_be_wrapped(workers: Workers) -> None:
 
 
 def run_failing(
-    rank: int, group: dist.ProcessGroup, case: Case, backward: bool
-) -> dict[str, Tensor]:
-    """A forward or backward that fails in every replica alike, and a step after it."""
+    rank: int, group: dist.ProcessGroup, case: Case, backward: bool, everywhere: bool
+) -> tuple[str, dict[str, Tensor]]:
+    """A forward or backward that fails, in one replica or in all alike, and a step after it."""
     mine = Rank(group, case)
     mine.call("step")
     mine.call("update")
@@ -511,23 +511,32 @@ def run_failing(
     layers = [m for s, module in mine.modules.items() if s == 1 for m in module.modules()]
     norms = [layer for layer in layers if isinstance(layer, nn.LayerNorm)]
     hook = fail_later if backward else fail
-    handles = [norm.register_forward_hook(hook) for norm in norms[-1:]]
-    with pytest.raises(tl.StageError, match="out of luck"):
+    fails = everywhere or mine.replica == 1
+    handles = [norm.register_forward_hook(hook) for norm in norms[-1:] if fails]
+    with pytest.raises(tl.StageError) as caught:
         mine.call("step", 1)
     for handle in handles:
         handle.remove()
     for module in mine.modules.values():
         module.zero_grad()
     mine.call("step", 2)
-    return mine.gradients()
+    return str(caught.value), mine.gradients()
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("backward", [False, True])
-@pytest.mark.parametrize("wrapper", ["ddp", "fsdp", "nested_fsdp"])
+@pytest.mark.parametrize("everywhere", [False, True], ids=["in one replica", "in all"])
+@pytest.mark.parametrize("backward", [False, True], ids=["F", "B"])
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+@pytest.mark.parametrize("schedule", ["Schedule1F1B", "ScheduleZBVZeroBubble"])
 def test_a_step_that_fails_leaves_nothing_behind(
-    workers: Workers, wrapper: str, backward: bool
+    workers: Workers, schedule: str, wrapper: str, backward: bool, everywhere: bool
 ) -> None:
-    case = Case("Schedule1F1B", WRAPPERS[wrapper], ("step", "update", "step"))
-    found = workers.run(run_failing, case, backward, ranks=4)
-    assert_gradients(found, run_plain(case)[0], case)
+    case = Case(schedule, WRAPPERS[wrapper], ("step", "update", "step"))
+    found = workers.run(run_failing, case, backward, everywhere, ranks=4)
+    (text,) = {text for text, _ in found}
+    action = ("1I" if schedule == "ScheduleZBVZeroBubble" else "1B") if backward else "1F"
+    assert text == (
+        f"replica {int(not everywhere)}: rank 1, stage 1, micro-batch 2 ({action}2): RuntimeError: "
+        "out of luck"
+    )
+    assert_gradients([gradients for _, gradients in found], run_plain(case)[0], case)

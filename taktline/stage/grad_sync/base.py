@@ -65,6 +65,19 @@ class GradSync(ABC):
         else:
             self._reduce()
 
+    def forgo_unshard(self) -> None:
+        """UNSHARD on a rank that has failed: its replicas need its part of the parameters."""
+        self.unshard()
+
+    def forgo_reshard(self) -> None:
+        """RESHARD on a rank that has failed."""
+        self.reshard()
+
+    def forgo_reduce(self) -> None:
+        """REDUCE_GRAD on a rank that has failed: its replicas wait for it, not for its numbers."""
+        if not self.accumulating:
+            self._reduce()
+
     def catch_up(self) -> None:
         """Do the reduction that was put off, if any was."""
         if self._put_off:

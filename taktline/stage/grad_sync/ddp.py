@@ -53,6 +53,11 @@ class DDPSync(GradSync):
         self._held = True
         for wrapper in self._wanted:
             wrapper.syncs = False
+        for wrapper in self._wrappers:
+            # What DDP does in its first forward, which a rank that fails may not come to.
+            if wrapper.ddp.will_sync_module_buffers():
+                wrapper.ddp._sync_buffers()
+                wrapper.ddp.require_forward_param_sync = False
 
     def end(self) -> None:
         """Give it back."""

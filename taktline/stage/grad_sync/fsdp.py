@@ -110,6 +110,26 @@ class FSDPSync(GradSync):
         for unit in self._units:
             unit.reshard()
 
+    def forgo_unshard(self) -> None:
+        """Gather at once: no forward will wait for it."""
+        for unit in self._units:
+            unit.unshard()
+
+    def forgo_reshard(self) -> None:
+        """Release, once what was still being gathered is there."""
+        self.forgo_unshard()
+        self.reshard()
+
+    def forgo_reduce(self) -> None:
+        """Reduce zeros where gradients are missing, since others send all of them."""
+        for group in self._groups:
+            for parameter in group.fsdp_params:
+                whole = getattr(parameter, "_unsharded_param", None)
+                has = parameter.unsharded_accumulated_grad is not None
+                if whole is not None and whole.requires_grad and whole.grad is None and not has:
+                    whole.grad = whole.new_zeros(whole.shape)
+        super().forgo_reduce()
+
     def _reduce(self) -> None:
         for group, settings in zip(self._groups, self._settings, strict=True):
             # Unless the user has put it off with set_requires_gradient_sync(False).
