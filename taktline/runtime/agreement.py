@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import NamedTuple
 
+from taktline.meta import Signature
 from taktline.plan import Placement
 from taktline.plan.words import counted
+from taktline.transport.wire import decode, encode
 
-__all__ = ["Call", "Introduction", "misfit", "mismatch"]
+__all__ = ["Call", "Introduction", "examples", "misfit", "mismatch"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +33,10 @@ class Introduction:
     """Whether a stage is to be gathered before it computes."""
     reduces: bool = False
     """Whether a stage averages its gradients over replicas."""
+    takes: dict[str, str] = field(default_factory=dict)
+    """What each stage takes, where its user has given an example, as text."""
+    gives: dict[str, str] = field(default_factory=dict)
+    """What each stage gives, likewise."""
 
     def to_text(self) -> str:
         """For the wire."""
@@ -42,25 +48,49 @@ class Introduction:
         return cls(**json.loads(text))
 
 
+def examples(given: Mapping[int, Signature | None]) -> dict[str, str]:
+    """The examples that a user has given for stages, as texts."""
+    return {str(stage): encode(example).decode() for stage, example in given.items() if example}
+
+
 def misfit(ranks: Sequence[Introduction]) -> str | None:
     """Why these ranks cannot run a schedule together; None if they can.
 
     Every rank comes to the same answer, since all see the same introductions.
     """
-    for field, noun in (
+    for name, noun in (
         ("schedule", "schedule"),
         ("microbatches", "number of micro-batches"),
         ("num_stages", "number of stages"),
         ("trains", "presence of a loss_fn"),
         ("dynamic_shapes", "value of dynamic_shapes"),
     ):
-        if story := _differs(noun, [getattr(rank, field) for rank in ranks]):
+        if story := _differs(noun, [getattr(rank, name) for rank in ranks]):
             return f"{story}; give every rank the same"
     if story := _misplaced([rank.stages for rank in ranks], ranks[0].rank_of):
+        return story
+    if story := _misshaped(ranks):
         return story
     if _differs("plan", [rank.plan for rank in ranks]):
         groups = _by_value([rank.plan[:8] for rank in ranks])
         return f"the ranks have different plans: {groups}; build or read the same plan on each"
+    return None
+
+
+def _misshaped(ranks: Sequence[Introduction]) -> str | None:
+    """Where the examples of two neighbouring stages do not fit together."""
+    takes = {int(s): (r, text) for r, rank in enumerate(ranks) for s, text in rank.takes.items()}
+    gives = {int(s): (r, text) for r, rank in enumerate(ranks) for s, text in rank.gives.items()}
+    for stage in sorted(gives.keys() & {stage - 1 for stage in takes}):
+        (giver, given), (taker, taken) = gives[stage], takes[stage + 1]
+        output, expected = decode(given.encode()), decode(taken.encode())
+        if difference := expected.difference(
+            output.leaves, output.spec, any_batch=True, gradients=False
+        ):
+            return (
+                f"stage {stage} on rank {giver} gives {output} (output_args), but stage "
+                f"{stage + 1} on rank {taker} takes {expected} (input_args): {difference}"
+            )
     return None
 
 

@@ -7,14 +7,16 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch.distributed as dist
 
-from taktline.errors import MismatchError, TaktlineError, restore
+from taktline.errors import MismatchError, StageError, TaktlineError, restore
+from taktline.runtime.executor import Failure
+from taktline.sharding import is_sharded
 from taktline.stage import PipelineStage
 from taktline.stage.grad_sync import GradSync
 from taktline.transport import Transport, find
 from taktline.transport.control import share_error
 from taktline.transport.local import LocalTransport
 
-__all__ = ["Replicas"]
+__all__ = ["Replicas", "with_advice"]
 
 
 class Replicas:
@@ -149,6 +151,36 @@ def _check(stage: PipelineStage, sync: GradSync) -> None:
             )
     if refusal := sync.refusal():
         raise MismatchError(f"stage {stage.stage_index}: {refusal}")
+
+
+def with_advice(failure: Failure | None, stages: Sequence[PipelineStage]) -> Failure | None:
+    """A failure, with what it means if the stage's work is split over other ranks."""
+    error = None if failure is None else failure.error
+    if not isinstance(error, StageError):
+        return failure
+    if not any(_splits_work(stage) for stage in stages if stage.stage_index == error.stage):
+        return failure
+    told = StageError(
+        rank=error.rank,
+        stage=error.stage,
+        microbatch=error.microbatch,
+        action=error.action,
+        reason=f"{error.reason}. Other ranks compute this stage together with this one, and wait "
+        "for it until their group times out; start all ranks anew",
+    )
+    told.__cause__ = error.__cause__
+    return Failure(told)
+
+
+def _splits_work(stage: PipelineStage) -> bool:
+    """Whether a stage computes together with other ranks, which a failure leaves waiting."""
+    averages = set() if stage.grad_sync is None else set(stage.grad_sync.groups)
+    meshes = {p.device_mesh for p in stage.submod.parameters() if is_sharded(p)}
+    return any(
+        group.size() > 1 and group not in averages
+        for mesh in meshes
+        for group in mesh.get_all_groups()
+    )
 
 
 def _shared(stage: PipelineStage, group: dist.ProcessGroup) -> list[int]:

@@ -20,13 +20,13 @@ from taktline.errors import (
 )
 from taktline.plan import Plan
 from taktline.plan.words import counted
-from taktline.runtime.agreement import Call, Introduction, misfit, mismatch
+from taktline.runtime.agreement import Call, Introduction, examples, misfit, mismatch
 from taktline.runtime.bind import Binding, Bound, Signatures, bind, channels_of
 from taktline.runtime.executor import Failure
 from taktline.runtime.feed import Feed
 from taktline.runtime.outcome import Outcome
 from taktline.runtime.plans import Runnable
-from taktline.runtime.replicas import Replicas
+from taktline.runtime.replicas import Replicas, with_advice
 from taktline.runtime.watchdog import STALL_SECONDS, Watch
 from taktline.stage import PipelineStage
 from taktline.transport import Transport, find
@@ -149,7 +149,7 @@ class Runner:
             self.replicas.step(),
         ):
             watch.program = bound.program
-            failure = bound.program.run()
+            failure = with_advice(bound.program.run(), self._stages)
         watch.program, watch.doing = None, "waits for every rank to end the step"
         output = None
         if failure is None:
@@ -238,6 +238,8 @@ class Runner:
             self._dynamic_shapes,
             self.replicas.shards,
             self.replicas.reduces,
+            examples({stage.stage_index: stage.expected_input for stage in self._stages}),
+            examples({stage.stage_index: stage.expected_output for stage in self._stages}),
         )
         texts = share_texts(self.transport, mine.to_text())
         everyone = [Introduction.from_text(text) for text in texts]

@@ -7,10 +7,12 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from taktline.runtime.agreement import Call, Introduction, misfit, mismatch
+from taktline.meta import Signature
+from taktline.runtime.agreement import Call, Introduction, examples, misfit, mismatch
 
 LOOP = [0, 1, 2, 3, 0, 1, 2, 3]
 """Eight stages on four ranks."""
@@ -48,6 +50,20 @@ def test_an_introduction_survives_as_text() -> None:
 )
 def test_ranks_that_fit_together(held: list[list[int]], rank_of: list[int]) -> None:
     assert misfit(introductions(held, rank_of)) is None
+
+
+def test_examples_that_do_not_fit_together() -> None:
+    def example(*shape: int, dtype: torch.dtype = torch.float32) -> Signature:
+        return Signature.of([torch.zeros(shape, dtype=dtype)])
+
+    gives = [examples({0: example(4, 8)}), {}, examples({2: example(4, 8)}), {}]
+    fits = [{}, examples({1: example(9, 8)}), {}, examples({3: example(4, 8)})]
+    assert misfit(introductions(gives=gives, takes=fits)) is None
+    half = examples({3: example(4, 8, dtype=torch.float16)})
+    assert misfit(introductions(gives=gives, takes=[*fits[:3], half])) == (
+        "stage 2 on rank 2 gives (float32[4, 8]) (output_args), but stage 3 on rank 3 takes "
+        "(float16[4, 8]) (input_args): output 0 is float32[4, 8], not float16[4, 8]"
+    )
 
 
 @pytest.mark.parametrize(

@@ -256,3 +256,27 @@ def test_another_placement_is_another_signature(workers: Workers) -> None:
     assert text == (
         "output 0 is float32[8, 2] (S(1) over tp (4)), not float32[2, 8] (S(0) over tp (4))"
     )
+
+
+def failing(rank: int, group: dist.ProcessGroup) -> str:
+    """A forward that fails on both ranks that compute a stage together."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
+    place = mesh["pp"].get_local_rank()
+    module = Sequence(blocks(2)[place], mesh["tp"], place, 2)
+    if place == 1:
+        module.register_forward_pre_hook(lambda *_: 1 / 0)
+    stage = tl.PipelineStage(module, place, 2, CPU, group=mesh["pp"].get_group())
+    x, target = batch(0, 8)
+    with pytest.raises(tl.StageError) as caught:
+        tl.Schedule1F1B(stage, 4, F.mse_loss).step(x, target=target)
+    return str(caught.value)
+
+
+@pytest.mark.processes
+def test_a_failure_of_a_stage_that_several_ranks_compute(workers: Workers) -> None:
+    (text,) = set(workers.run(failing, ranks=4))
+    assert text == (
+        "rank 1, stage 1, micro-batch 0 (1F0): ZeroDivisionError: division by zero. Other ranks "
+        "compute this stage together with this one, and wait for it until their group times out; "
+        "start all ranks anew"
+    )
