@@ -1,0 +1,76 @@
+"""Ctrl-C ends all ranks, wherever they are."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.processes
+
+SCRIPT = """
+import os, sys, time
+import torch
+import torch.distributed as dist
+from torch import nn
+import taktline as tl
+
+class Slow(nn.Linear):
+    def forward(self, input):
+        time.sleep(0.02)
+        return super().forward(input)
+
+def main(rank):
+    torch.set_num_threads(1)
+    stage = tl.PipelineStage(Slow(4, 4), rank, 2, torch.device("cpu"))
+    schedule = tl.Schedule1F1B(stage, 4, nn.functional.mse_loss)
+    x = torch.ones(8, 4)
+    for number in range(100_000):
+        schedule.step(x, target=x)
+        if number == 2:
+            print("runs", flush=True)
+
+if len(sys.argv) > 2:
+    rank = int(sys.argv[2])
+    dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}", rank=rank, world_size=2)
+    main(rank)
+else:
+    tl.local.run(main, 2)
+"""
+
+
+@pytest.mark.parametrize("ranks", ["local", "gloo"])
+def test_ctrl_c_ends_all_ranks(ranks: str, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    store = str(tmp_path / "store")
+    commands = [[store]] if ranks == "local" else [[store, str(rank)] for rank in range(2)]
+    processes = [
+        subprocess.Popen(
+            [sys.executable, str(script), *arguments],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONPATH": os.getcwd()},
+        )
+        for arguments in commands
+    ]
+    try:
+        for process in processes:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "runs\n"
+        for process in processes:  # as a terminal does
+            process.send_signal(signal.SIGINT)
+        told = [process.communicate(timeout=60)[1] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    assert all(process.returncode != 0 for process in processes)
+    # A rank that waits for another may hear of its end first.
+    assert any("KeyboardInterrupt" in text for text in told)
+    assert all("KeyboardInterrupt" in text or "LostRankError" in text for text in told)
