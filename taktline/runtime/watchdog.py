@@ -17,7 +17,7 @@ from typing import Protocol, Self
 
 from taktline.plan.words import counted
 from taktline.runtime.executor import Program
-from taktline.transport.board import Board
+from taktline.transport.board import Board, Word
 
 __all__ = ["STALL_SECONDS", "Watch"]
 
@@ -45,15 +45,15 @@ class Watch:
         self._mark: object = None
         self._since = 0.0
         self._told = False
-        self._begun = False
+        self._announced = False
 
     def __enter__(self) -> Self:
         self._thread = threading.get_ident()
         self._mark = None
         if self.seconds is not None and self._board is not None:
-            if not self._begun:
-                self._board.write("began its first step")
-                self._begun = True
+            if not self._announced:
+                self._announced = True
+                self._board.write("has begun a step")
             _dog.watch(self)
         return self
 
@@ -73,6 +73,12 @@ class Watch:
         if now - self._since >= seconds and not self._told:
             self._told = True
             _log.warning("%s", self.report())
+
+    def rest(self) -> None:
+        """Leave word that no step is running."""
+        self._announced = False
+        if self._board is not None:
+            self._board.write("is not in a step", busy=False)
 
     def state(self) -> str:
         """What this rank is doing, and for how long."""
@@ -97,20 +103,25 @@ class Watch:
         for rank, word in enumerate(self._board.read() if self._board is not None else []):
             if rank == self._rank:
                 continue
-            if word is None:
-                lines.append(f"  rank {rank}: has not begun a step")
-                continue
-            age, text = word
-            late = self.seconds is not None and age > 2 * _tick(self.seconds)
-            silent = f"not heard of for {_seconds(age)} (stopped, or its process has ended); then: "
-            lines.append(f"  rank {rank}: {silent * late}{text}")
+            lines.append(f"  rank {rank}: {self._heard(word)}")
         return "\n".join(lines)
+
+    def _heard(self, word: Word | None) -> str:
+        if word is None:
+            return "has not begun a step"
+        if not word.busy:
+            return f"{word.text}, for {_seconds(word.age)}"
+        if self.seconds is None or word.age <= 2 * _tick(self.seconds):
+            return word.text
+        silence = f"not heard of for {_seconds(word.age)} (stopped, or its process has ended)"
+        return f"{silence}; then: {word.text}"
 
 
 class _Looked(Protocol):
     seconds: float | None
 
     def look(self) -> None: ...
+    def rest(self) -> None: ...
 
 
 class _Dog:
@@ -118,6 +129,7 @@ class _Dog:
 
     def __init__(self) -> None:
         self._watched: list[_Looked] = []
+        self._left: list[_Looked] = []
         self._needed = threading.Event()
         self._thread: threading.Thread | None = None
         self._pid = 0
@@ -136,15 +148,18 @@ class _Dog:
         """Look no longer."""
         if watch in self._watched:
             self._watched.remove(watch)
+            self._left.append(watch)
 
     def _run(self) -> None:
         while True:
             self._needed.wait()
             seconds = [watch.seconds for watch in list(self._watched) if watch.seconds is not None]
             time.sleep(_tick(min(seconds, default=STALL_SECONDS)))
-            for watch in list(self._watched):
+            left, self._left = self._left, []
+            running = list(self._watched)
+            for watch in dict.fromkeys([*running, *left]):
                 try:
-                    watch.look()
+                    watch.look() if watch in running else watch.rest()
                 except Exception as error:  # the step matters more than what is told of it
                     _log.debug("the watchdog could not look: %s", error)
             self._needed.clear()

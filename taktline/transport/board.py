@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import json
 import time
+from typing import NamedTuple
 
 from torch._C._distributed_c10d import Store
 
 __all__ = ["Board", "Word"]
 
-Word = tuple[float, str]
-"""How long ago something was said, in seconds, and what."""
+
+class Word(NamedTuple):
+    """What a rank has said."""
+
+    age: float
+    """How long ago, in seconds."""
+    text: str
+    busy: bool
+    """Whether it will say more soon."""
 
 
 class Board:
@@ -19,7 +27,7 @@ class Board:
     >>> from torch.distributed import HashStore
     >>> board = Board(HashStore(), rank=0, size=2)
     >>> board.write("all is well")
-    >>> [word and word[1] for word in board.read()]
+    >>> [word and word.text for word in board.read()]
     ['all is well', None]
     """
 
@@ -28,10 +36,10 @@ class Board:
         self._rank = rank
         self._size = size
 
-    def write(self, text: str) -> None:
+    def write(self, text: str, *, busy: bool = True) -> None:
         """Replace this rank's line."""
         # By the clock on the wall, the only one that hosts have in common.
-        self._store.set(f"board/{self._rank}", json.dumps([time.time(), text]))
+        self._store.set(f"board/{self._rank}", json.dumps([time.time(), text, busy]))
 
     def read(self) -> list[Word | None]:
         """What each rank has said last; None from one that has not said anything."""
@@ -40,5 +48,5 @@ class Board:
     def _line(self, key: str) -> Word | None:
         if not self._store.check([key]):
             return None
-        said, text = json.loads(self._store.get(key))
-        return max(0.0, time.time() - said), text
+        said, text, busy = json.loads(self._store.get(key))
+        return Word(max(0.0, time.time() - said), text, busy)
