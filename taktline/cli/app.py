@@ -15,6 +15,7 @@ from taktline import __version__
 from taktline.cli.check import check
 from taktline.cli.compare import compare
 from taktline.cli.demo import demo
+from taktline.cli.doctor import doctor
 from taktline.cli.plan import plan
 from taktline.cli.show import show
 from taktline.cli.simulate import simulate
@@ -63,5 +64,5 @@ def _tell_errors(command: Callable[..., None]) -> Callable[..., None]:
     return told
 
 
-for _command in (plan, check, show, simulate, compare, demo):
+for _command in (plan, check, show, simulate, compare, demo, doctor):
     app.command()(_tell_errors(_command))

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from taktline.plan import Kind, Plan, build
+from taktline.plan import Kind, Plan, build, validate
 from tests import models
 from tests.runtime import test_losses, test_shapes, test_skip, test_values
 from tests.runtime.cases import SCHEDULES
@@ -173,7 +173,8 @@ def draw(name: str, most_ranks: int = 4) -> Case:
         values,
         _draw_calls(rng, plan, values),
         options,
-        strict=transport == "local" and rng.random() < 0.5,
+        # Some plans need asynchronous sends; where sends block they may deadlock, and do.
+        strict=transport == "local" and rng.random() < 0.5 and not validate(plan),
         shares=rng.random() < 0.5,
         outputs=rng.random() < 0.7,
     )
