@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json as json_module
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+from taktline.errors import TransportError
 
 # Only for annotations: all that needs torch is imported when the doctor is called.
 if TYPE_CHECKING:
@@ -67,9 +70,15 @@ def doctor(
 
 def _as_one_of_many(backend: str | None, timeout: float, json: Path | None) -> bool:
     """This process is a rank that a launcher has started."""
+    # Before torch is loaded: what goes wrong is told here, without a trace of C++ frames.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
     from taktline.cli.diagnosis.examine import examine
 
-    report, rank, part = examine(backend, timeout)
+    try:
+        report, rank, part = examine(backend, timeout)
+    except TransportError as error:
+        typer.echo(f"error: {error}", err=True)
+        return False
     if rank == 0:
         _tell(report, json)
     part()

@@ -11,8 +11,7 @@ import torch.distributed as dist
 
 from taktline.cli.diagnosis import links, machine, schedules
 from taktline.cli.diagnosis.meeting import Meeting, alarm
-from taktline.cli.diagnosis.report import Finding, Report, Verdict
-from taktline.errors import TransportError
+from taktline.cli.diagnosis.report import Finding, Report, Verdict, of_ranks
 from taktline.transport import Transport, find, local
 from taktline.transport.control import share_texts
 
@@ -28,8 +27,12 @@ def examine(backend: str | None, timeout: float) -> tuple[Report, int, Callable[
     device = _device(chosen)
     with alarm(int(os.environ["RANK"]), "looking for the other ranks", 2 * timeout):
         meeting = Meeting(timeout)
-        ranks = meeting.introduce(machine.describe(chosen, device))
-    report = Report(chosen, ranks, list(machine.judge(ranks)))
+        ranks = meeting.introduce(machine.describe(meeting.rank, chosen, device))
+    report = Report(chosen, ranks)
+    if meeting.missing:
+        report.findings.append(_missing(meeting))
+        return report, meeting.rank, meeting.part
+    report.findings += machine.judge(ranks)
     if any(f.verdict == Verdict.FAILED and f.check in _NEEDED for f in report.findings):
         return report, meeting.rank, meeting.part
     try:
@@ -52,6 +55,17 @@ def examine(backend: str | None, timeout: float) -> tuple[Report, int, Callable[
     return report, meeting.rank, meeting.part
 
 
+def _missing(meeting: Meeting) -> Finding:
+    return Finding(
+        "ranks",
+        Verdict.FAILED,
+        f"{of_ranks(meeting.missing)} of {meeting.size} did not arrive within "
+        f"{meeting.timeout:g} s",
+        "see whether the launcher has started them, what they say, and whether "
+        f"{meeting.address} can be reached from there; --timeout waits longer",
+    )
+
+
 def examine_local(size: int) -> Report:
     """As local ranks, which take turns in this process."""
     return local.run(_examine_local_rank, size)[0]
@@ -60,7 +74,7 @@ def examine_local(size: int) -> Report:
 def _examine_local_rank(rank: int) -> Report:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     transport = find(None, device)
-    told = share_texts(transport, json.dumps(machine.describe("local", device)))
+    told = share_texts(transport, json.dumps(machine.describe(rank, "local", device)))
     ranks = [json.loads(text) for text in told]
     report = Report("local", ranks, list(machine.judge(ranks)))
     _look(report, transport, device, None, None)
@@ -87,10 +101,8 @@ def _look(
 
 
 def _device(backend: str) -> torch.device:
-    if backend != "nccl":
+    if backend != "nccl" or not torch.cuda.is_available():
         return torch.device("cpu")
-    if not torch.cuda.is_available():
-        raise TransportError("nccl needs a GPU, and torch finds none here; try --backend gloo")
     # With too few GPUs some ranks share one, which is then told.
     number = int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count()
     device = torch.device("cuda", number)

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 __all__ = ["launch", "launched"]
 
+COMMAND = ("-m", "taktline")
 _POLL = 0.1
 
 
@@ -32,7 +33,7 @@ def launch(ranks: int, words: Sequence[str], patience: float) -> int:
         "MASTER_PORT": str(_free_port()),
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads)),
     }
-    command = [sys.executable, "-m", "taktline", *words]
+    command = [sys.executable, *COMMAND, *words]
     processes = [
         subprocess.Popen(command, env=common | {"RANK": str(rank), "LOCAL_RANK": str(rank)})
         for rank in range(ranks)

@@ -40,10 +40,11 @@ def wanted_backend(asked: str | None) -> str:
     return "nccl" if enough and dist.is_nccl_available() else "gloo"
 
 
-def describe(backend: str, device: torch.device) -> dict[str, Any]:
-    """What this rank says of itself."""
+def describe(rank: int, backend: str, device: torch.device) -> dict[str, Any]:
+    """What a rank says of itself."""
     on_gpu = device.type == "cuda"
     return {
+        "rank": rank,
         "host": socket.gethostname(),
         "address": _address(),
         "backend": backend,
@@ -125,6 +126,15 @@ def _judge_devices(ranks: Ranks) -> Iterator[Finding]:
 
 
 def _judge_gpus(ranks: Ranks) -> Iterator[Finding]:
+    without = [rank for rank, facts in enumerate(ranks) if facts["gpu"] is None]
+    if without:
+        yield Finding(
+            "GPUs",
+            Verdict.FAILED,
+            f"nccl needs GPUs, and torch finds none on {of_ranks(without)}",
+            "install a torch with CUDA there and see nvidia-smi, or use --backend gloo",
+        )
+        return
     shared = {
         gpu: who
         for gpu, who in _grouped(ranks, lambda f: (f["host"], f["gpu_id"])).items()

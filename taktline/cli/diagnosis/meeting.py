@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
-from taktline.cli.diagnosis.report import of_ranks
 from taktline.errors import TransportError
 
 __all__ = ["Meeting", "alarm"]
@@ -33,19 +32,25 @@ class Meeting:
         self.timeout = timeout
         self.rank = int(os.environ["RANK"])
         self.size = int(os.environ["WORLD_SIZE"])
+        self.address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        self.missing: list[int] = []
         self._store = self._connect()
 
     def introduce(self, facts: dict[str, Any]) -> list[dict[str, Any]]:
-        """Tell the others who this is; gives what each rank says of itself."""
-        self._store.set(f"rank {self.rank}", json.dumps(facts))
-        missing = self._wait_for([f"rank {rank}" for rank in range(self.size)])
-        if missing:
+        """Tell the others who this is; gives what each rank says of itself.
+
+        The ranks that have not come by the end of the wait are ``missing``.
+        """
+        try:
+            self._store.set(f"rank {self.rank}", json.dumps(facts))
+            self.missing = self._wait_for([f"rank {rank}" for rank in range(self.size)])
+            present = [rank for rank in range(self.size) if rank not in self.missing]
+            return [json.loads(self._store.get(f"rank {rank}")) for rank in present]
+        except RuntimeError:
             raise TransportError(
-                f"{of_ranks(missing)} of {self.size} did not arrive within {self.timeout:g} s; "
-                "see whether the launcher started them and what they say, and whether "
-                f"{_address()} can be reached from there (--timeout waits longer)"
-            )
-        return [json.loads(self._store.get(f"rank {rank}")) for rank in range(self.size)]
+                f"rank {self.rank} has lost {self.address}, where the ranks meet; see what rank 0 "
+                "says"
+            ) from None
 
     def group(self, backend: str, device: torch.device) -> dist.ProcessGroup:
         """The process group of all ranks."""
@@ -65,7 +70,8 @@ class Meeting:
             if self.rank == 0:
                 self._store.set("told", "")
                 # It may keep the store, so it stays until the others have seen that.
-                self._wait_for([f"left {rank}" for rank in range(1, self.size)], _GRACE)
+                others = [rank for rank in range(1, self.size) if rank not in self.missing]
+                self._wait_for([f"left {rank}" for rank in others], _GRACE)
             else:
                 self._wait_for(["told"], self.timeout + _GRACE)
                 self._store.set(f"left {self.rank}", "")
@@ -87,7 +93,7 @@ class Meeting:
         except (RuntimeError, ValueError) as error:
             reason = str(error).splitlines()[0]
             raise TransportError(
-                f"rank {self.rank} cannot reach {_address()} within {self.timeout:g} s; see "
+                f"rank {self.rank} cannot reach {self.address} within {self.timeout:g} s; see "
                 f"whether rank 0 runs there and the port is open ({reason})"
             ) from None
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
@@ -103,10 +109,6 @@ class Meeting:
                 break
             time.sleep(_POLL if missing else 0.0)
         return missing
-
-
-def _address() -> str:
-    return f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
 
 
 @contextmanager

@@ -47,10 +47,10 @@ def _ranks(report: Report) -> Table:
     table.add_column("device", overflow="fold")
     for heading in ("cores", "threads"):
         table.add_column(heading, justify="right")
-    for rank, facts in enumerate(report.ranks):
+    for facts in report.ranks:
         gpu = f" {facts['gpu']}" if facts["gpu"] else ""
         table.add_row(
-            str(rank),
+            str(facts["rank"]),
             escape(facts["host"]),
             escape(f"{facts['device']}{gpu}"),
             str(facts["cores"]),
