@@ -107,6 +107,28 @@ def test_a_rank_that_finds_nobody() -> None:
     assert result.stderr.startswith("error: rank 1 cannot reach 127.0.0.1:1 within 1 s; ")
 
 
+DYING = """
+import os
+from taktline.cli import main
+from taktline.cli.diagnosis import links
+if os.environ["RANK"] == "1":
+    links.measure = lambda *_: os._exit(3)
+main()
+"""
+
+
+@pytest.mark.processes
+def test_a_rank_that_dies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script, file = tmp_path / "dying.py", tmp_path / "found.json"
+    script.write_text(DYING)
+    monkeypatch.setenv("PYTHONPATH", os.getcwd())
+    monkeypatch.setattr("taktline.cli.diagnosis.launch.COMMAND", (str(script),))
+    assert launch(2, ["doctor", "--timeout", "20", "--json", str(file)], patience=60.0) == 1
+    *_, finding = json.loads(file.read_text())["findings"]
+    assert finding["check"] == "connection"
+    assert finding["text"].startswith("broke on rank 0 while measuring links: ")
+
+
 @pytest.mark.processes
 def test_a_rank_that_fails_ends_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", "/bin/sh")

@@ -21,6 +21,7 @@ __all__ = ["Call", "Case", "Fault", "draw"]
 
 TRANSPORTS = ("local", "gloo")
 MOST_MICROBATCHES = 6
+WORDS = ("", ": größer", ":\n  several\n  lines", " " + 1000 * "long ")
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,8 @@ class Fault:
     where: str
     stage: int
     microbatch: int
+    words: str = ""
+    """What else its error says."""
 
     def __str__(self) -> str:
         return f"{self.where} of stage {self.stage}, micro-batch {self.microbatch}"
@@ -220,4 +223,4 @@ def _draw_fault(rng: Random, plan: Plan, values: str) -> Fault:
     elif where == "weight":
         row = rng.choice(halves.nonzero()[0].tolist())
         stage, microbatch = int(plan.rows.stage[row]), int(plan.rows.microbatch[row])
-    return Fault(where, stage, microbatch)
+    return Fault(where, stage, microbatch, rng.choice(WORDS))

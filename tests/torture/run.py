@@ -74,7 +74,9 @@ class Wired(nn.Module):
         if fault is None:
             return output
         return pytree.tree_map_only(
-            Tensor, lambda x: _Trip.apply(x, str(fault)) if x.requires_grad else x, output
+            Tensor,
+            lambda x: _Trip.apply(x, f"{fault}{fault.words}") if x.requires_grad else x,
+            output,
         )
 
     def passes(self, where: str) -> int:
@@ -86,8 +88,9 @@ class Wired(nn.Module):
 
     def trip(self, where: str, microbatch: int) -> None:
         """Fail, if it is time to."""
-        if (where, microbatch) in self.faults:
-            raise Tripped(str(self.faults[where, microbatch]))
+        fault = self.faults.get((where, microbatch))
+        if fault is not None:
+            raise Tripped(f"{fault}{fault.words}")
 
 
 def run_rank(rank: int, group: dist.ProcessGroup | None, case: Case) -> list[Record]:

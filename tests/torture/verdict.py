@@ -81,8 +81,9 @@ def _wrong_errors(case: Case, call: Call, records: Sequence[Record]) -> list[str
     for fault in call.faults:
         where = (case.plan.placement.rank_of[fault.stage], fault.stage, fault.microbatch)
         actions = [f"{fault.stage}{kind}{fault.microbatch}" for kind in KINDS[fault.where]]
+        text = f"Tripped: {fault}{fault.words}"
         told = (error.rank, error.stage, error.microbatch)
-        if told == where and error.action in actions and str(error).endswith(f"Tripped: {fault}"):
+        if told == where and error.action in actions and str(error).endswith(text):
             return []
     return [f"the error names none of the faults: {error}"]
 

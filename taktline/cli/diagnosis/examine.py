@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 import torch.distributed as dist
@@ -35,24 +37,45 @@ def examine(backend: str | None, timeout: float) -> tuple[Report, int, Callable[
     report.findings += machine.judge(ranks)
     if any(f.verdict == Verdict.FAILED and f.check in _NEEDED for f in report.findings):
         return report, meeting.rank, meeting.part
+    phases = _Phases(meeting.rank, timeout)
     try:
-        with alarm(meeting.rank, "making a process group", timeout):
+        with phases.begin("making a process group"):
             group = meeting.group(chosen, device)
             transport = find(group, device)
-        _look(report, transport, device, group, timeout)
-        with alarm(meeting.rank, "parting", timeout):
+        _look(report, transport, device, group, phases)
+        with phases.begin("parting"):
             dist.destroy_process_group()
     except Exception as error:
-        report.findings.append(
-            Finding(
-                "links",
-                Verdict.FAILED,
-                f"rank {meeting.rank}: {type(error).__name__}: {error}",
-                "see that every host can reach every other one (GLOO_SOCKET_IFNAME, "
-                "NCCL_SOCKET_IFNAME, firewalls)",
-            )
-        )
+        report.findings.append(_broken(meeting.rank, phases.doing, error))
     return report, meeting.rank, meeting.part
+
+
+class _Phases:
+    """What is going on, and how long it may."""
+
+    def __init__(self, rank: int, timeout: float | None) -> None:
+        self._rank = rank
+        self._timeout = timeout
+        self.doing = ""
+
+    def begin(self, doing: str) -> AbstractContextManager[None]:
+        """Around each phase."""
+        self.doing = doing
+        # Local ranks notice by themselves that nobody can go on.
+        return nullcontext() if self._timeout is None else alarm(self._rank, doing, self._timeout)
+
+
+def _broken(rank: int, doing: str, error: Exception) -> Finding:
+    # gloo puts a place in its source before what happened, and good wishes behind it.
+    reason = re.sub(r"\[[^\]]*\.(cc|cpp|h|hpp):\d+\] ?", "", str(error))
+    reason = reason.split(". This is typically")[0].split("\nException raised from")[0].strip()
+    return Finding(
+        "connection",
+        Verdict.FAILED,
+        f"broke on rank {rank} while {doing}: {reason or type(error).__name__}",
+        "see what the other ranks say, and whether every host can reach every other one "
+        "(firewalls, GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME)",
+    )
 
 
 def _missing(meeting: Meeting) -> Finding:
@@ -77,7 +100,7 @@ def _examine_local_rank(rank: int) -> Report:
     told = share_texts(transport, json.dumps(machine.describe(rank, "local", device)))
     ranks = [json.loads(text) for text in told]
     report = Report("local", ranks, list(machine.judge(ranks)))
-    _look(report, transport, device, None, None)
+    _look(report, transport, device, None, _Phases(rank, None))
     return report
 
 
@@ -86,16 +109,14 @@ def _look(
     transport: Transport,
     device: torch.device,
     group: dist.ProcessGroup | None,
-    timeout: float | None,
+    phases: _Phases,
 ) -> None:
     """What takes all ranks together: links, then pipelines."""
-    # Local ranks notice by themselves that nobody can go on.
-    patience = timeout if timeout is not None else 3600.0
-    with alarm(transport.rank, "measuring links", patience):
+    with phases.begin("measuring links"):
         report.links = links.measure(transport, device)
     report.findings += links.judge(report.links)
     for schedule in schedules.SCHEDULES:
-        with alarm(transport.rank, f"running {schedule.__name__}", patience):
+        with phases.begin(f"running {schedule.__name__}"):
             report.runs.append(schedules.try_schedule(schedule, transport, device, group))
     report.findings += schedules.judge(report.runs)
 

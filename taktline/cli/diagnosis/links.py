@@ -22,6 +22,8 @@ ALL_PAIRS = 8
 ROUND_TRIPS = 25
 SIZES = (256 << 10, 4 << 20, 4 << 20, 4 << 20)
 """Bytes of the large messages, one after the other."""
+_FILLING = 7
+"""Each byte of them."""
 SECONDS = 0.5
 """Once a direction has taken so long, no further large message is begun."""
 
@@ -98,6 +100,8 @@ class _End:
         self.back = Channel(channel.receiver, channel.sender, channel.gradients)
         self.transport = transport
         self.device = device
+        # Made once: getting fresh memory takes as long as a quick link takes to fill it.
+        self._buffers: dict[int, torch.Tensor] = {}
 
     def message(self, *numbers: int) -> torch.Tensor:
         """A few numbers as bytes."""
@@ -109,9 +113,15 @@ class _End:
 
     def receive(self, channel: Channel, nbytes: int) -> torch.Tensor:
         """Receive, and wait until it is there."""
-        buffer = torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+        buffer = self.buffer(nbytes)
         self.transport.receiver(channel)(buffer).wait()
         return buffer
+
+    def buffer(self, nbytes: int) -> torch.Tensor:
+        """The buffer for messages of a size."""
+        if nbytes not in self._buffers:
+            self._buffers[nbytes] = torch.zeros(nbytes, dtype=torch.uint8, device=self.device)
+        return self._buffers[nbytes]
 
     def numbers(self, channel: Channel) -> tuple[int, int]:
         """Receive two numbers. Reading them waits for a GPU, too, so that times are right."""
@@ -133,6 +143,7 @@ class _Caller(_End):
         rates: list[float] = []
         begin_all = perf_counter()
         for size in SIZES:
+            self.buffer(size).fill_(_FILLING)
             begin = perf_counter()
             intact &= self._ask(size)
             # Two small messages frame the large one: theirs is not the large one's time.
@@ -149,7 +160,7 @@ class _Caller(_End):
         mark = 1000 * self.there.sender + self.there.receiver
         self.send(self.there, self.message(size, mark))
         if size:
-            self.send(self.there, torch.full((size,), 7, dtype=torch.uint8, device=self.device))
+            self.send(self.there, self.buffer(size))
         return self.numbers(self.back) == (size, mark)
 
 
@@ -164,5 +175,5 @@ class _Callee(_End):
             if size:
                 body = self.receive(self.there, size)
                 # A few bytes stand for all: to look at each would be part of the time.
-                mark = mark if body[:: size // 8].tolist() == [7] * 8 else -1
+                mark = mark if body[:: size // 8].tolist() == [_FILLING] * 8 else -1
             self.send(self.back, self.message(size, mark))

@@ -61,9 +61,7 @@ def _ranks(report: Report) -> Table:
 
 def _matrix(report: Report) -> Table:
     known = {(link.sender, link.receiver): link for link in report.links}
-    table = Table(
-        title="Links: time for a small message, bandwidth for large ones", show_lines=True
-    )
+    table = Table(title="Links: latency and bandwidth", show_lines=True)
     table.add_column("from", justify="right")
     for receiver in range(len(report.ranks)):
         table.add_column(f"to rank {receiver}", justify="right")
@@ -79,7 +77,7 @@ def _matrix(report: Report) -> Table:
 def _list(links: Sequence[Link]) -> Table:
     table = Table(title="Links between neighbours")
     table.add_column("from → to", justify="right")
-    for heading in ("small message", "bandwidth"):
+    for heading in ("latency", "bandwidth"):
         table.add_column(heading, justify="right")
     best = max(link.bandwidth for link in links)
     for link in sorted(links, key=lambda link: (link.sender, link.receiver)):
