@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import taktline as tl
+from taktline.errors import DeadlockError
 from taktline.meta import as_arguments
 from taktline.runtime.losses import scales
 from taktline.runtime.seeds import seeded
@@ -171,6 +172,9 @@ class _Rank:
                 **kwargs,
                 **extra,
             )
+        except DeadlockError:
+            # Ranks in processes would hang here, so it is no answer to anything.
+            raise
         except Exception as error:
             record.error = error
         for stage in self.stages:

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import torch
 
 import taktline as tl
+from taktline.errors import DeadlockError
 from tests.torture.case import Call, Case
 from tests.torture.run import Record, run_local, run_plain, run_rank
 from tests.workers import Workers, WorkersFailed, WorkersLost
@@ -49,7 +50,7 @@ def judge(workers: Workers, case: Case, timeout: float) -> Verdict:
     except WorkersLost as lost:
         return Verdict("hangs" if lost.silent and not lost.died else "other", str(lost))
     except WorkersFailed as failed:
-        deadlock = any(isinstance(e, tl.errors.DeadlockError) for e in failed.errors.values())
+        deadlock = any(isinstance(e, DeadlockError) for e in failed.errors.values())
         return Verdict("hangs" if deadlock else "other", str(failed))
     return complaint(case, results if over_gloo else results[0])
 

@@ -89,7 +89,8 @@ class Report:
 
 
 def of_ranks(ranks: Sequence[int]) -> str:
-    """
+    """Ranks in words, not too many of them.
+
     >>> of_ranks([2]), of_ranks([0, 1, 3]), of_ranks(range(12))
     ('rank 2', 'ranks 0, 1, 3', '12 ranks (0, 1, 2, 3, …)')
     """
