@@ -5,6 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 # Twice quiet: errors only.
 PIP := $(BIN)/python -m pip --quiet --quiet --disable-pip-version-check
+TORTURE_SECONDS ?= 120
 BENCHMARKS := $(filter-out benchmarks/_%,$(sort $(wildcard benchmarks/*.py)))
 
 # mkdocs-material prints a notice about its end of life unless told not to.
@@ -13,7 +14,7 @@ export NO_MKDOCS_2_WARNING := 1
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help demo test unit lint format docs bench clean
+.PHONY: help demo test unit lint format docs bench torture clean
 
 help: ## List the targets
 	@echo "Usage: make TARGET [PYTHON=python3.x]"
@@ -45,6 +46,9 @@ docs: $(VENV)/.stamp-dev ## Build the documentation into site/
 
 bench: $(VENV)/.stamp-dev ## Run each benchmark (files that begin with _ are helpers)
 	@set -e; for file in $(BENCHMARKS); do echo "== $$file"; $(BIN)/python "$$file"; done
+
+torture: $(VENV)/.stamp-dev ## Run random plans, values and faults for TORTURE_SECONDS
+	@$(BIN)/python -m tests.torture --seconds $(TORTURE_SECONDS)
 
 clean: ## Remove the venv and everything that was built
 	rm -rf $(VENV) site build dist .pytest_cache .ruff_cache .hypothesis .import_linter_cache

@@ -1,6 +1,7 @@
 """All commands in one application, with errors told in a line and exit codes for scripts.
 
-0: fine; 1: the plan breaks its rules; 2: the command or its input cannot be used.
+0: fine; 1: the plan breaks its rules, or a check of the doctor failed; 2: the command or its input
+cannot be used.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from taktline import __version__
 from taktline.cli.check import check
 from taktline.cli.compare import compare
 from taktline.cli.demo import demo
+from taktline.cli.doctor import doctor
 from taktline.cli.plan import plan
 from taktline.cli.show import show
 from taktline.cli.simulate import simulate
@@ -63,5 +65,5 @@ def _tell_errors(command: Callable[..., None]) -> Callable[..., None]:
     return told
 
 
-for _command in (plan, check, show, simulate, compare, demo):
+for _command in (plan, check, show, simulate, compare, demo, doctor):
     app.command()(_tell_errors(_command))

@@ -254,6 +254,11 @@ class ScheduleFromPlan(Schedule):
         seed: int | None = None,
         dynamic_shapes: bool = False,
     ) -> None:
+        if not stages:
+            raise MismatchError(
+                "ScheduleFromPlan needs the stages of this rank, at least one; a rank that holds "
+                "none takes no part in the plan"
+            )
         chosen = plan if isinstance(plan, Plan) else read(plan)
 
         def check(ranks: int) -> Plan:

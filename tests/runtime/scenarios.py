@@ -140,29 +140,27 @@ def run_plain(scenario: Scenario, plan: Plan, device: torch.device = CPU) -> Res
                     aux.append(sum(loss.detach().reshape(()) for loss in added))
                 outputs.append(pytree.tree_map_only(Tensor, Tensor.detach, output))
                 if call == "step":
-                    roots = [
-                        loss,
-                        *(added_loss for added_loss in added if added_loss.requires_grad),
-                    ]
-                    found.append(_gradients(roots, 1 / count, wanted))
+                    roots = [loss, *(one for one in added if one.requires_grad)]
+                    found.append(gradients_of([(root, 1 / count) for root in roots], wanted))
         result.losses.append(losses)
         result.aux_losses.append(aux)
         result.outputs.append(tl.merge_chunks(outputs, None))
         if call == "step":
-            _add_up(totals, found, plan)
+            add_up(totals, found, plan)
     result.gradients = totals
     for s, module in enumerate(modules):
         result.buffers |= {f"{s}.{n}": b for n, b in module.named_buffers()}
     return result
 
 
-def _gradients(
-    roots: list[Tensor], scale: float, wanted: dict[str, nn.Parameter]
+def gradients_of(
+    roots: Sequence[tuple[Tensor, float]], wanted: dict[str, nn.Parameter]
 ) -> dict[str, Tensor | None]:
+    """The gradients of the roots, each of which counts so much."""
     gradients = torch.autograd.grad(
-        roots,
+        [root for root, _ in roots],
         list(wanted.values()),
-        [torch.full_like(root, scale) for root in roots],
+        [torch.full_like(root, scale) for root, scale in roots],
         allow_unused=True,
     )
     return dict(zip(wanted, gradients, strict=True))
@@ -176,7 +174,8 @@ def forward(modules: Sequence[nn.Module], args: Sequence[Any], kwargs: dict[str,
     return output
 
 
-def _add_up(totals: dict[str, Tensor], found: list[dict[str, Tensor | None]], plan: Plan) -> None:
+def add_up(totals: dict[str, Tensor], found: list[dict[str, Tensor | None]], plan: Plan) -> None:
+    """Add up the gradients of each micro-batch, in the plan's order."""
     for stage, m in _order(plan):
         for name, gradient in found[m].items():
             if name.startswith(f"{stage}.") and gradient is not None:

@@ -100,6 +100,16 @@ def test_no_stages() -> None:
         tl.ScheduleLoopedBFS([], 2)
 
 
+def test_a_plan_for_a_rank_without_stages() -> None:
+    plan = tl.build("1f1b", ranks=1, microbatches=2)
+    with pytest.raises(tl.MismatchError) as caught:
+        tl.ScheduleFromPlan([], plan, mse_loss)
+    assert str(caught.value) == (
+        "ScheduleFromPlan needs the stages of this rank, at least one; a rank that holds none "
+        "takes no part in the plan"
+    )
+
+
 def test_repr() -> None:
     assert repr(alone()) == "ScheduleGPipe(stages [0], 2 micro-batches)"
 

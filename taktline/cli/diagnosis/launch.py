@@ -1,0 +1,63 @@
+"""Starts the ranks on this machine, where no launcher has."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+
+__all__ = ["launch", "launched"]
+
+COMMAND = ("-m", "taktline")
+_POLL = 0.1
+
+
+def launched() -> bool:
+    """Whether a launcher such as torchrun has started this process."""
+    return {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys()
+
+
+def launch(ranks: int, words: Sequence[str], patience: float) -> int:
+    """Run ``python -m taktline`` with these words on each rank; gives the exit code for all.
+
+    Once a rank has failed, the others have so many seconds to tell what they miss.
+    """
+    threads = max(1, (os.cpu_count() or 1) // ranks)
+    common = os.environ | {
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(_free_port()),
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads)),
+    }
+    command = [sys.executable, *COMMAND, *words]
+    processes = [
+        subprocess.Popen(command, env=common | {"RANK": str(rank), "LOCAL_RANK": str(rank)})
+        for rank in range(ranks)
+    ]
+    try:
+        return _wait(processes, patience)
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+def _wait(processes: Sequence[subprocess.Popen[bytes]], patience: float) -> int:
+    end = None
+    while any(process.poll() is None for process in processes):
+        if end is None and any(process.poll() for process in processes):
+            end = time.monotonic() + patience
+        if end is not None and time.monotonic() > end:
+            return 1
+        time.sleep(_POLL)
+    return int(any(process.returncode for process in processes))
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]

@@ -1,0 +1,208 @@
+"""What each rank runs on: versions, device, threads; and whether all of that fits together."""
+
+from __future__ import annotations
+
+import os
+import platform
+import socket
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from typing import Any
+
+import numpy
+import torch
+import torch.distributed as dist
+
+from taktline import __version__
+from taktline.cli.diagnosis.report import Finding, Verdict, of_ranks
+from taktline.plan.words import counted
+
+__all__ = ["describe", "judge", "wanted_backend"]
+
+Ranks = Sequence[dict[str, Any]]
+
+VERSIONS = {
+    "python": ("Python", Verdict.WARNING),
+    "torch": ("torch", Verdict.FAILED),
+    "numpy": ("NumPy", Verdict.WARNING),
+    "taktline": ("taktline", Verdict.FAILED),
+}
+"""Each with its name, and how bad it is if the ranks differ in it."""
+
+
+def wanted_backend(asked: str | None) -> str:
+    """nccl if every rank of this machine can have a GPU of its own, else gloo."""
+    if asked is not None:
+        return asked
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    enough = torch.cuda.is_available() and torch.cuda.device_count() >= here
+    return "nccl" if enough and dist.is_nccl_available() else "gloo"
+
+
+def describe(rank: int, backend: str, device: torch.device) -> dict[str, Any]:
+    """What a rank says of itself."""
+    on_gpu = device.type == "cuda"
+    return {
+        "rank": rank,
+        "host": socket.gethostname(),
+        "address": _address(),
+        "backend": backend,
+        "device": str(device),
+        "gpu": torch.cuda.get_device_name(device) if on_gpu else None,
+        "gpu_id": str(torch.cuda.get_device_properties(device).uuid) if on_gpu else None,
+        "gpus": torch.cuda.device_count(),
+        "cores": _cores(),
+        "threads": torch.get_num_threads(),
+        "connections": os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS"),
+        "interface": os.environ.get("GLOO_SOCKET_IFNAME"),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "numpy": numpy.__version__,
+        "taktline": __version__,
+    }
+
+
+def judge(ranks: Ranks) -> Iterator[Finding]:
+    """Whether what the ranks run on fits together."""
+    for key, (name, severity) in VERSIONS.items():
+        yield _same(ranks, key, name, severity)
+    yield from _judge_devices(ranks)
+    yield from _judge_threads(ranks)
+    yield from _judge_addresses(ranks)
+
+
+def _cores() -> int:
+    # What this process may use, which in a container can be less than there is.
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _address() -> str | None:
+    with suppress(OSError):
+        return socket.gethostbyname(socket.gethostname())
+    return None
+
+
+def _grouped(ranks: Ranks, key: Callable[[dict[str, Any]], Any]) -> dict[Any, list[int]]:
+    """The ranks that have each value."""
+    groups: defaultdict[Any, list[int]] = defaultdict(list)
+    for rank, facts in enumerate(ranks):
+        groups[key(facts)].append(rank)
+    return dict(groups)
+
+
+def _same(ranks: Ranks, key: str, name: str, severity: Verdict) -> Finding:
+    groups = _grouped(ranks, lambda facts: facts[key])
+    if len(groups) == 1:
+        return Finding(name, Verdict.OK, f"{next(iter(groups))} on every rank")
+    told = "; ".join(f"{value} on {of_ranks(who)}" for value, who in groups.items())
+    return Finding(name, severity, told, "install the same version everywhere")
+
+
+def _judge_devices(ranks: Ranks) -> Iterator[Finding]:
+    backends = _grouped(ranks, lambda facts: facts["backend"])
+    if len(backends) > 1:
+        told = "; ".join(f"{name} on {of_ranks(who)}" for name, who in backends.items())
+        yield Finding(
+            "backend", Verdict.FAILED, f"the ranks disagree: {told}", "choose one with --backend"
+        )
+        return
+    (backend,) = backends
+    if backend == "nccl":
+        yield from _judge_gpus(ranks)
+    elif backend == "gloo" and any(facts["gpus"] for facts in ranks):
+        yield Finding(
+            "backend",
+            Verdict.WARNING,
+            "gloo: GPUs are there, but only the CPUs were checked",
+            "start as many ranks on a machine as it has GPUs (--backend nccl if you start them "
+            "here); several ranks on one GPU run with --local",
+        )
+    else:
+        kinds = _grouped(ranks, lambda facts: facts["gpu"] or "CPU")
+        yield Finding("backend", Verdict.OK, f"{backend}, on {', '.join(kinds)}")
+
+
+def _judge_gpus(ranks: Ranks) -> Iterator[Finding]:
+    without = [rank for rank, facts in enumerate(ranks) if facts["gpu"] is None]
+    if without:
+        yield Finding(
+            "GPUs",
+            Verdict.FAILED,
+            f"nccl needs GPUs, and torch finds none on {of_ranks(without)}",
+            "install a torch with CUDA there and see nvidia-smi, or use --backend gloo",
+        )
+        return
+    shared = {
+        gpu: who
+        for gpu, who in _grouped(ranks, lambda f: (f["host"], f["gpu_id"])).items()
+        if len(who) > 1
+    }
+    if shared:
+        told = "; ".join(f"{of_ranks(who)} share one on {gpu[0]}" for gpu, who in shared.items())
+        yield Finding(
+            "GPUs", Verdict.FAILED, told, "give each rank its own; nccl refuses to share one"
+        )
+    kinds = _grouped(ranks, lambda facts: facts["gpu"])
+    if len(kinds) > 1:
+        told = "; ".join(f"{name} on {of_ranks(who)}" for name, who in kinds.items())
+        advice = "cut the model so that slower ranks get less of it"
+        yield Finding("GPUs", Verdict.WARNING, told, advice)
+    elif not shared:
+        yield Finding("backend", Verdict.OK, f"nccl, on {next(iter(kinds))}")
+    few = [rank for rank, facts in enumerate(ranks) if facts["connections"] == "1"]
+    if few:
+        yield Finding(
+            "CUDA_DEVICE_MAX_CONNECTIONS",
+            Verdict.WARNING,
+            f"is 1 on {of_ranks(few)}: the kernels of several channels wait for each other",
+            "leave it unset, or above 1",
+        )
+    else:
+        yield Finding("CUDA_DEVICE_MAX_CONNECTIONS", Verdict.OK, "unset or above 1")
+
+
+def _judge_threads(ranks: Ranks) -> Iterator[Finding]:
+    if ranks[0]["backend"] == "local":
+        yield Finding("threads", Verdict.OK, "local ranks take turns, so all cores are for each")
+        return
+    crowded = False
+    for host, who in _grouped(ranks, lambda facts: facts["host"]).items():
+        cores = max(ranks[rank]["cores"] for rank in who)
+        threads = sum(ranks[rank]["threads"] for rank in who)
+        if threads > cores:
+            crowded = True
+            yield Finding(
+                "threads",
+                Verdict.WARNING,
+                f"{host}: {of_ranks(who)} use {counted(threads, 'thread')} on "
+                f"{counted(cores, 'core')}",
+                "start fewer ranks here"
+                if threads == len(who)
+                else f"set OMP_NUM_THREADS={max(1, cores // len(who))}",
+            )
+    if not crowded:
+        yield Finding("threads", Verdict.OK, "no more of them than there are cores")
+
+
+def _judge_addresses(ranks: Ranks) -> Iterator[Finding]:
+    """Whether hosts know themselves by an address that others can reach."""
+    if len(_grouped(ranks, lambda facts: facts["host"])) == 1:
+        return
+    hidden = [
+        rank
+        for rank, facts in enumerate(ranks)
+        if not facts["interface"] and (facts["address"] or "127.").startswith("127.")
+    ]
+    if hidden:
+        yield Finding(
+            "addresses",
+            Verdict.WARNING,
+            f"the host name of {of_ranks(hidden)} stands for an address that others cannot reach",
+            "set GLOO_SOCKET_IFNAME (and NCCL_SOCKET_IFNAME) to the network interface, such as "
+            "eth0, or mend /etc/hosts",
+        )
+    else:
+        yield Finding("addresses", Verdict.OK, "every host name stands for a reachable one")

@@ -1,0 +1,105 @@
+"""``taktline doctor``: whether the ranks of a cluster can train together."""
+
+from __future__ import annotations
+
+import json as json_module
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from taktline.errors import TransportError
+
+# Only for annotations: all that needs torch is imported when the doctor is called.
+if TYPE_CHECKING:
+    from taktline.cli.diagnosis.report import Report
+
+__all__ = ["doctor"]
+
+
+def doctor(
+    ranks: Annotated[
+        int | None,
+        typer.Option("--ranks", "-r", min=1, help="Start so many ranks here (default 2)."),
+    ] = None,
+    local: Annotated[
+        bool, typer.Option("--local", help="As local ranks, all in this process.")
+    ] = False,
+    backend: Annotated[
+        str | None,
+        typer.Option(help="gloo or nccl; by default nccl if each rank can have a GPU, else gloo."),
+    ] = None,
+    timeout: Annotated[
+        float, typer.Option(min=1.0, help="Seconds to wait for a rank before giving up.")
+    ] = 60.0,
+    json: Annotated[
+        Path | None, typer.Option("--json", help="Write the findings to this file, too.")
+    ] = None,
+) -> None:
+    """Check a cluster: versions, devices, links between ranks, and a tiny pipeline.
+
+    Start it as you start your training, on all machines; or without a launcher, to try this
+    machine alone. Exits with 1 if a check failed.
+
+    Examples:
+
+    - `torchrun --nproc-per-node 4 -m taktline doctor`
+
+    - `taktline doctor --ranks 4`
+    """
+    from taktline.cli.diagnosis.launch import launch, launched
+
+    if backend not in (None, "gloo", "nccl"):
+        raise typer.BadParameter(f"there are gloo and nccl, not {backend!r}")
+    if launched():
+        if ranks is not None or local:
+            raise typer.BadParameter("a launcher has started the ranks; leave out --ranks, --local")
+        well = _as_one_of_many(backend, timeout, json)
+    elif local:
+        if backend is not None:
+            raise typer.BadParameter("local ranks need no --backend")
+        well = _as_local_ranks(ranks or 2, json)
+    else:
+        words = ["doctor", "--backend", backend or "gloo", "--timeout", str(timeout)]
+        words += [] if json is None else ["--json", str(json)]
+        well = launch(ranks or 2, words, patience=timeout + 20.0) == 0
+    if not well:
+        raise typer.Exit(1)
+
+
+def _as_one_of_many(backend: str | None, timeout: float, json: Path | None) -> bool:
+    """This process is a rank that a launcher has started."""
+    # Before torch is loaded: what goes wrong is told here, without a trace of C++ frames.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
+    from taktline.cli.diagnosis.examine import examine
+
+    try:
+        report, rank, part = examine(backend, timeout)
+    except TransportError as error:
+        typer.echo(f"error: {error}", err=True)
+        return False
+    if rank == 0:
+        _tell(report, json)
+    part()
+    return report.well
+
+
+def _as_local_ranks(ranks: int, json: Path | None) -> bool:
+    """All ranks in this process."""
+    from taktline.cli.diagnosis.examine import examine_local
+
+    report = examine_local(ranks)
+    _tell(report, json)
+    return report.well
+
+
+def _tell(report: Report, json: Path | None) -> None:
+    from rich.console import Console
+
+    from taktline.cli.diagnosis.tables import show
+
+    show(report, Console())
+    if json is not None:
+        json.write_text(json_module.dumps(report.to_dict(), indent=2) + "\n")
+        typer.echo(f"{json}: the findings")

@@ -1,0 +1,295 @@
+"""The doctor: what it finds on a healthy machine, and that it names what is wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rich.console import Console
+from typer.testing import CliRunner
+
+from taktline.cli.app import app
+from taktline.cli.diagnosis import links, machine, schedules
+from taktline.cli.diagnosis.launch import launch
+from taktline.cli.diagnosis.report import Finding, Link, Report, Run, Verdict
+from taktline.cli.diagnosis.tables import show
+from taktline.transport import local
+from tests.runtime.cases import SCHEDULES
+
+COMMAND = (sys.executable, "-m", "taktline", "doctor")
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone")
+LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def run(command: Sequence[str], **environment: str) -> subprocess.CompletedProcess[str]:
+    kept = {name: value for name, value in os.environ.items() if name not in LAUNCHER}
+    return subprocess.run(
+        command,
+        env=kept | {"COLUMNS": "120", "OMP_NUM_THREADS": "1"} | environment,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+
+
+def healthy(found: dict[str, Any], ranks: int) -> None:
+    assert found["well"], found["findings"]
+    assert [facts["rank"] for facts in found["ranks"]] == list(range(ranks))
+    ends = {(link["sender"], link["receiver"]) for link in found["links"]}
+    assert ends == {(a, b) for a in range(ranks) for b in range(ranks) if a != b}
+    assert all(link["intact"] and link["bandwidth"] > 0 for link in found["links"])
+    assert [run["schedule"] for run in found["runs"]] == list(SCHEDULES)
+    assert not any(run["error"] or run["wrong"] for run in found["runs"])
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    "command",
+    [(*COMMAND, "--ranks", "2"), (*TORCHRUN, "-m", "taktline", "doctor")],
+    ids=["on its own", "torchrun"],
+)
+def test_a_healthy_machine(tmp_path: Path, command: tuple[str, ...]) -> None:
+    file = tmp_path / "found.json"
+    result = run([*command, "--json", str(file)])
+    assert result.returncode == 0, result.stdout + result.stderr
+    healthy(json.loads(file.read_text()), 2)
+    # One rank speaks for all.
+    assert result.stdout.count("A tiny pipeline under each schedule") == 1
+    assert result.stdout.count("2 ranks on 1 host, gloo") == 1
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_local_ranks(tmp_path: Path, ranks: int) -> None:
+    file = tmp_path / "found.json"
+    words = ["doctor", "--local", "--ranks", str(ranks), "--json", str(file)]
+    result = CliRunner().invoke(app, words, catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    healthy(json.loads(file.read_text()), ranks)
+    assert "All is well." in result.stdout
+
+
+@pytest.mark.processes
+def test_a_rank_that_does_not_arrive(tmp_path: Path) -> None:
+    file = tmp_path / "found.json"
+    result = run(
+        [*COMMAND, "--timeout", "1", "--json", str(file)],
+        RANK="0",
+        WORLD_SIZE="3",
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT="0",
+    )
+    assert result.returncode == 1, result.stdout + result.stderr
+    (finding,) = json.loads(file.read_text())["findings"]
+    assert finding["text"] == "ranks 1, 2 of 3 did not arrive within 1 s"
+    assert "1 check failed." in result.stdout
+
+
+@pytest.mark.processes
+def test_a_rank_that_finds_nobody() -> None:
+    result = run(
+        [*COMMAND, "--timeout", "1"],
+        RANK="1",
+        WORLD_SIZE="2",
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT="1",
+    )
+    assert result.returncode == 1
+    assert result.stdout == ""
+    assert result.stderr.startswith("error: rank 1 cannot reach 127.0.0.1:1 within 1 s; ")
+
+
+DYING = """
+import os
+from taktline.cli import main
+from taktline.cli.diagnosis import links
+if os.environ["RANK"] == "1":
+    links.measure = lambda *_: os._exit(3)
+main()
+"""
+
+
+@pytest.mark.processes
+def test_a_rank_that_dies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script, file = tmp_path / "dying.py", tmp_path / "found.json"
+    script.write_text(DYING)
+    monkeypatch.setenv("PYTHONPATH", os.getcwd())
+    monkeypatch.setattr("taktline.cli.diagnosis.launch.COMMAND", (str(script),))
+    assert launch(2, ["doctor", "--timeout", "20", "--json", str(file)], patience=60.0) == 1
+    *_, finding = json.loads(file.read_text())["findings"]
+    assert finding["check"] == "connection"
+    assert finding["text"].startswith("broke on rank 0 while measuring links: ")
+
+
+@pytest.mark.processes
+def test_a_rank_that_fails_ends_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "/bin/sh")
+    # What is left of the command is the script: one rank fails, the others would sleep on.
+    monkeypatch.setattr("taktline.cli.diagnosis.launch.COMMAND", ("-c",))
+    assert launch(3, ['[ "$RANK" != 1 ] && sleep 100; exit 3'], patience=0.1) == 1
+    assert launch(3, ["exit 0"], patience=0.1) == 0
+
+
+@pytest.mark.parametrize("words", [("--ranks", "2"), ("--local",)])
+def test_a_launcher_and_ranks_of_its_own(
+    monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]
+) -> None:
+    for name in LAUNCHER:
+        monkeypatch.setenv(name, "1")
+    result = CliRunner().invoke(app, ["doctor", *words])
+    assert result.exit_code == 2
+    assert "a launcher has started the ranks" in result.output
+
+
+@pytest.mark.processes
+def test_the_other_commands_do_without_torch() -> None:
+    code = "import taktline.cli.app, sys; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+FACTS = machine.describe(0, "gloo", torch.device("cpu")) | {"cores": 8, "threads": 2, "gpus": 0}
+GPU = {"backend": "nccl", "gpus": 2, "gpu": "H200", "device": "cuda:0", "connections": None}
+
+
+def judged(*ranks: dict[str, Any]) -> list[Finding]:
+    """What is not well with ranks that differ from healthy ones in this."""
+    found = machine.judge([FACTS | {"rank": rank} | facts for rank, facts in enumerate(ranks)])
+    return [finding for finding in found if finding.verdict != Verdict.OK]
+
+
+def test_nothing_to_complain_about() -> None:
+    assert judged({}, {}) == []
+    assert judged({**GPU, "gpu_id": "a"}, {**GPU, "gpu_id": "b"}) == []
+
+
+@pytest.mark.parametrize(
+    ("ranks", "verdict", "text"),
+    [
+        (({}, {"torch": "2.11"}), Verdict.FAILED, "2.11 on rank 1"),
+        (({}, {"taktline": "0.0"}), Verdict.FAILED, "0.0 on rank 1"),
+        (({}, {"python": "3.10.1"}), Verdict.WARNING, "3.10.1 on rank 1"),
+        (({}, {"numpy": "1.26.0"}, {"numpy": "1.26.0"}), Verdict.WARNING, "1.26.0 on ranks 1, 2"),
+        (({}, {**GPU, "gpu_id": "a"}), Verdict.FAILED, "disagree: gloo on rank 0; nccl on rank 1"),
+        (({"gpus": 1}, {"gpus": 1}), Verdict.WARNING, "GPUs are there"),
+        (({**GPU, "gpu_id": "a"},) * 2, Verdict.FAILED, "ranks 0, 1 share one"),
+        (({**GPU, "gpu": None, "gpu_id": None},) * 2, Verdict.FAILED, "none on ranks 0, 1"),
+        (
+            ({**GPU, "gpu_id": "a"}, {**GPU, "gpu_id": "b", "gpu": "A100"}),
+            Verdict.WARNING,
+            "H200 on rank 0; A100 on rank 1",
+        ),
+        (
+            ({**GPU, "gpu_id": "a"}, {**GPU, "gpu_id": "b", "connections": "1"}),
+            Verdict.WARNING,
+            "is 1 on rank 1",
+        ),
+        (({"threads": 8}, {"threads": 8}), Verdict.WARNING, "use 16 threads on 8 cores"),
+        (
+            ({"host": "a", "address": "10.0.0.1"}, {"host": "b", "address": "127.0.1.1"}),
+            Verdict.WARNING,
+            "the host name of rank 1 stands for an address that others cannot reach",
+        ),
+    ],
+)
+def test_machines_that_do_not_fit(
+    ranks: tuple[dict[str, Any], ...], verdict: Verdict, text: str
+) -> None:
+    (finding,) = judged(*ranks)
+    assert finding.verdict == verdict
+    assert text in finding.text
+    assert finding.advice
+
+
+def test_threads_and_what_to_do_about_them() -> None:
+    assert judged({"threads": 8}, {"threads": 8})[0].advice == "set OMP_NUM_THREADS=4"
+    crowd = judged(*[{"threads": 1}] * 9)
+    assert crowd[0].advice == "start fewer ranks here"
+
+
+def test_a_link_that_changes_what_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    receive = links._End.receive
+
+    def garbled(end: links._End, channel: Any, nbytes: int) -> torch.Tensor:
+        buffer = receive(end, channel, nbytes)
+        if nbytes > 16 and channel.sender == 1:
+            buffer[0] = 0
+        return buffer
+
+    monkeypatch.setattr(links._End, "receive", garbled)
+
+    def main(rank: int) -> list[Link]:
+        transport = local.current()
+        assert transport is not None
+        return links.measure(transport, torch.device("cpu"))
+
+    first, second = local.run(main, 2)
+    assert first == second
+    assert {(link.sender, link.intact) for link in first} == {(0, True), (1, False)}
+    (finding,) = links.judge(first)
+    assert (finding.verdict, finding.check) == (Verdict.FAILED, "links")
+    assert finding.text.endswith(": 1 → 0")
+
+
+def test_a_link_that_is_slow() -> None:
+    quick = [Link(a, b, 1e-5, 1e9) for a in range(3) for b in range(3) if a != b]
+    (finding,) = links.judge(quick)
+    assert finding.text == "ranks 0, 1, 2 can talk to each other, both ways"
+    (finding,) = links.judge([*quick[:-1], Link(2, 1, 1e-5, 1e8)])
+    assert finding.verdict == Verdict.WARNING
+    assert finding.text.endswith("2 → 1")
+
+
+def test_gradients_that_are_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = schedules._plain
+
+    def doubled(modules: Any, *rest: Any) -> Any:
+        found = plain(modules, *rest)
+        return [*found[:-1], [2 * gradient for gradient in found[-1]]]
+
+    monkeypatch.setattr(schedules, "_plain", doubled)
+
+    def main(rank: int) -> Run:
+        transport = local.current()
+        assert transport is not None
+        return schedules.try_schedule(
+            next(iter(schedules.SCHEDULES)), transport, torch.device("cpu"), None
+        )
+
+    first, second = local.run(main, 2)
+    assert first.wrong == second.wrong == (1,)
+    (finding,) = schedules.judge([first])
+    assert finding.verdict == Verdict.FAILED
+    assert finding.text == "ScheduleGPipe: other gradients than the plain model on rank 1"
+
+
+def test_all_that_is_wrong_is_shown() -> None:
+    ranks = [FACTS | {"rank": rank} for rank in range(9)]
+    report = Report(
+        "gloo",
+        ranks,
+        [Finding("x [y]", Verdict.FAILED, "no [luck]", "have [some]")],
+        [Link(a, b, 2e-5, 3e8) for pair in links.pairs(9) for a, b in (pair, pair[::-1])],
+        [Run("ScheduleGPipe", 1, None, None, error="no"), Run("Schedule1F1B", 1, 1.5, 0.5, (2,))],
+    )
+    out = StringIO()
+    show(report, Console(file=out, width=100))
+    text = out.getvalue()
+    for part in (
+        "no [luck]",
+        "→ have [some]",
+        "did not run",
+        "wrong",
+        "8 → 0",
+        "300 MB/s",
+        "20 µs",
+    ):
+        assert part in text, part
+    assert text.endswith("1 check failed.\n")
