@@ -90,7 +90,7 @@ def print_table(timelines: list[Timeline]) -> None:
     for timeline, row in zip(timelines, figures, strict=True):
         texts = [f"{row[0]:.1%}", f"{row[1]:.1%}", f"{row[2]:.4g}", f"{row[3]:.4g}"]
         table.add_row(
-            timeline.plan.name,
+            timeline.name,
             str(timeline.plan.stages // timeline.plan.ranks),
             *(
                 f"[bold green]{text}[/]" if value <= low + 1e-9 and len(timelines) > 1 else text
@@ -103,7 +103,7 @@ def print_table(timelines: list[Timeline]) -> None:
 def _as_dict(timeline: Timeline) -> dict[str, object]:
     plan = timeline.plan
     return {
-        "schedule": plan.name,
+        "schedule": timeline.name,
         "ranks": plan.ranks,
         "stages_per_rank": plan.stages // plan.ranks,
         "microbatches": plan.microbatches,

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 from taktline.errors import StageError, TaktlineError
 from taktline.plan import Action
 from taktline.runtime.ports import PeerFailed
 
-__all__ = ["Failure", "Instruction", "Program", "Receiving", "Sending"]
+__all__ = ["Failure", "Instruction", "Program", "Receiving", "Sending", "Wrap"]
 
 
 class Sending(Protocol):
@@ -38,6 +38,10 @@ class Instruction:
     forgo: Callable[[], None] | None
 
 
+Wrap: TypeAlias = Callable[[Instruction], Callable[[], None]]
+"""Puts something around what an instruction runs."""
+
+
 @dataclass(frozen=True, slots=True)
 class Failure:
     """A step that did not work on this rank; without an error, it was another rank's."""
@@ -56,12 +60,13 @@ class Program:
         self._run = [instruction.run for instruction in instructions]
         self._sending = list(sending)
 
-    def run(self) -> Failure | None:
-        """Run everything; None if it all worked."""
+    def run(self, wrap: Wrap | None = None) -> Failure | None:
+        """Run everything, with something around each instruction; None if it all worked."""
+        runs = self._run if wrap is None else [wrap(each) for each in self._instructions]
         position = 0
         failure = None
         try:
-            for position, run in enumerate(self._run):  # noqa: B007
+            for position, run in enumerate(runs):  # noqa: B007
                 run()
         except PeerFailed:
             failure = Failure()

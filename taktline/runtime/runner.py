@@ -18,6 +18,7 @@ from taktline.runtime.executor import Failure
 from taktline.runtime.feed import Feed
 from taktline.runtime.outcome import Outcome
 from taktline.runtime.plans import Runnable
+from taktline.runtime.recorder import Recorder, watching
 from taktline.stage import PipelineStage
 from taktline.transport import Transport, find
 from taktline.transport.control import share_error, share_texts
@@ -72,6 +73,8 @@ class Runner:
         self._seed = seed
         self._dynamic_shapes = dynamic_shapes
         self._feed = Feed()
+        self.recorder: Recorder | None = None
+        """What notes the steps, while there is a trace."""
         self._transport: Transport | None = None
         self._runnable: Runnable | None = None
         self._introduced = False
@@ -85,6 +88,11 @@ class Runner:
             stage = self._stages[0]
             self._transport = find(stage.group, stage.device)
         return self._transport
+
+    @property
+    def device(self) -> torch.device:
+        """Where this rank computes."""
+        return self._stages[0].device
 
     @property
     def runnable(self) -> Runnable:
@@ -110,8 +118,9 @@ class Runner:
             torch.inference_mode(False),
             torch.set_grad_enabled(trains),
             torch.autograd.set_multithreading_enabled(False),
+            watching(self.recorder, bound, self.transport) as wrap,
         ):
-            failure = bound.program.run()
+            failure = bound.program.run(wrap)
         output = None
         if failure is None:
             try:
@@ -120,6 +129,8 @@ class Runner:
                 failure = Failure(self._told(raised))
         got = {index: sorted(work.got) for index, work in bound.works.items() if work.got}
         skips = self._conclude(failure, bool(got), shares)
+        if self.recorder is not None:
+            self.recorder.keep()
         if not self._dynamic_shapes:
             if known is None:
                 self._remember(agreed, bound.learned().along(self._routes(got) if skips else {}))
@@ -154,6 +165,7 @@ class Runner:
             batch=facts.size,
             target=facts.target,
             shares=facts.shares,
+            traces=self.recorder is not None,
             inputs=hash((facts.look, flags)),
         )
         calls = [Call(*numbers) for numbers in self.transport.exchange(call)]

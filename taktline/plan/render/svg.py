@@ -46,7 +46,7 @@ def to_svg(timelines: Sequence[Timeline], *, width: float | None = None) -> str:
         parts += _timeline(timeline, y, scale, f" {unit}" if unit else "")
         y += _height(timeline)
     legend, y = _legend(timelines, y, total)
-    name = ", ".join(timeline.plan.name for timeline in timelines)
+    name = ", ".join(timeline.name for timeline in timelines)
     return "\n".join(
         [
             f"<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 {total:.6g} {y:.6g}' "
@@ -83,7 +83,7 @@ def _timeline(timeline: Timeline, y: float, scale: float, unit: str) -> Iterator
     )
     yield (
         f"<text x='{LEFT:g}' y='{y + 12:g}' font-size='13' font-weight='bold' fill='#222'>"
-        f"{escape(plan.name)}<tspan font-weight='normal' font-size='11' fill='#555' dx='8'>"
+        f"{escape(timeline.name)}<tspan font-weight='normal' font-size='11' fill='#555' dx='8'>"
         f"{escape(facts)}</tspan></text>"
     )
     y += TOP
