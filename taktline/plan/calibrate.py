@@ -39,7 +39,8 @@ def calibrate(timelines: Sequence[Timeline]) -> Costs:
             raise CostError(
                 "costs come from timelines of one model: with equally many stages, in one unit"
             )
-    forward, full, split_input, split_weight, pair = _medians([_means(t) for t in timelines])
+    rows: list[FloatArray] = list(_medians([_means(timeline) for timeline in timelines]))
+    forward, full, split_input, split_weight, pair = rows
     forward = _filled(forward, pair / 3)
     with np.errstate(invalid="ignore"):  # both halves may take no time
         shares: FloatArray = split_input / (split_input + split_weight)
@@ -110,7 +111,10 @@ def _actions(timeline: Timeline) -> tuple[IntArray, IntArray, FloatArray]:
 def _flights(timeline: Timeline) -> FloatArray:
     """How long after the end of an action each message was there."""
     sources, targets = timeline.messages()
-    return _arrival(timeline)[needs(timeline.plan).arrival[targets]] - timeline.end[sources]
+    sends = needs(timeline.plan).arrival[targets]
+    # Where sends block, the second one of a pair waits for the first.
+    since = timeline.start[sends] if timeline.costs.comm_blocks else timeline.end[sources]
+    return _arrival(timeline)[sends] - since
 
 
 def _arrival(timeline: Timeline) -> FloatArray:

@@ -131,7 +131,8 @@ def _timeline(plan: Plan, began: FloatArray, arrived: FloatArray, ended: FloatAr
     """When each action computed, without the time in which it waited for its values."""
     rank, source = plan.rank_of_rows(), needs(plan).arrival
     target = np.flatnonzero((source >= 0) & (rank[source] != rank))
-    there = _arrivals(ended[source[target]], began[target], arrived[target])
+    # From the beginning of the send: its rank may be held up in it when the message has left.
+    there = _arrivals(began[source[target]], began[target], arrived[target])
     arrival = ended.copy()
     arrival[source[target]] = there
     start = began.copy()
