@@ -1,20 +1,22 @@
 """How well the simulator predicts a step with the costs found in a measured one.
 
-    python benchmarks/calibration.py [--steps 9]
+    python benchmarks/calibration.py [--steps 10]
 
-Two gloo ranks with one thread each run every schedule on layers large enough that computing
-dominates. Some steps are traced. From half of them (every other one) come the costs; the prediction
-is that of the simulator for the same plan, and is compared with the other half: medians in
-milliseconds. ``step()`` is the time of the whole call without a trace, agreement and all.
+Two gloo ranks with one thread each run each schedule on layers large enough that computing
+dominates. Traced steps take turns with others, whose whole call is timed (``step()``).
+
+``predicted`` is what the simulator makes of the costs found in a step; ``ratio`` compares it with
+that step, and ``error`` is how far it is off. ``others`` compares what every other step predicts
+together with the steps in between, which differ by what else the machine has to do.
 """
 
 from __future__ import annotations
 
 import argparse
-import statistics
 import time
 from collections.abc import Callable
 from functools import partial
+from statistics import median
 
 import torch
 import torch.distributed as dist
@@ -61,7 +63,7 @@ def measure(rank: int, ranks: int, steps: int) -> None:
             step()
         calls: list[float] = []
         traced: list[tl.Timeline] = []
-        for _ in range(2 * steps):
+        for _ in range(steps):
             calls.append(step())
             with schedule.trace() as trace:
                 step()
@@ -71,26 +73,28 @@ def measure(rank: int, ranks: int, steps: int) -> None:
 
 
 def show(name: str, calls: list[float], traced: list[tl.Timeline]) -> None:
-    """Compare what half of the timelines predict with the other half."""
-    known, others = traced[::2], traced[1::2]
-    predicted = tl.simulate(known[0].plan, tl.Costs.from_timeline(*known))
-    measured = statistics.median(timeline.makespan for timeline in others)
-    bubble = statistics.median(timeline.bubble() for timeline in others)
+    """Compare each step with its own prediction, and half of them with that of the other half."""
+    predicted = [tl.simulate(timeline.plan, timeline.costs) for timeline in traced]
+    ratios = [p.makespan / t.makespan for p, t in zip(predicted, traced, strict=True)]
+    others = tl.simulate(traced[0].plan, tl.Costs.from_timeline(*traced[::2]))
     print(
-        f"{name.removeprefix('Schedule'):22}{statistics.median(calls):10.2f}{measured:10.2f}"
-        f"{predicted.makespan:11.2f}{predicted.makespan / measured:7.3f}"
-        f"{bubble:12.1%}{predicted.bubble():11.1%}",
+        f"{name.removeprefix('Schedule'):22}{median(calls):9.2f}"
+        f"{median(t.makespan for t in traced):10.2f}{median(p.makespan for p in predicted):11.2f}"
+        f"{median(ratios):8.3f}{median(abs(ratio - 1) for ratio in ratios):8.1%}"
+        f"{others.makespan / median(t.makespan for t in traced[1::2]):9.3f}"
+        f"{median(t.bubble() for t in traced):10.1%}"
+        f"{median(p.bubble() for p in predicted):11.1%}",
         flush=True,
     )
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=9)
+    parser.add_argument("--steps", type=int, default=10)
     options = parser.parse_args()
-    print(f"2 ranks, {MICROBATCHES} micro-batches; medians of {options.steps} steps")
+    print(f"2 ranks, {MICROBATCHES} micro-batches; medians of {options.steps} steps, times in ms")
     print(
-        f"{'':22}{'step()':>10}{'measured':>10}{'predicted':>11}{'ratio':>7}"
-        f"{'bubble':>12}{'predicted':>11}"
+        f"{'':22}{'step()':>9}{'measured':>10}{'predicted':>11}{'ratio':>8}{'error':>8}"
+        f"{'others':>9}{'bubble':>10}{'predicted':>11}"
     )
     run_ranks(measure, 2, options.steps)

@@ -20,6 +20,9 @@ _ROUNDS = 8
 class Clock(Protocol):
     """Stamps that cost little when they are made, and are read later."""
 
+    error: int
+    """By how many nanoseconds what is read may be wrong at most."""
+
     def stamp(self) -> Any:
         """This moment, in the order of what the device does."""
         ...
@@ -38,6 +41,7 @@ class HostClock:
     True
     """
 
+    error = 0
     stamp = staticmethod(time.perf_counter_ns)
 
     def read(self, stamps: Sequence[int]) -> list[int]:
@@ -53,6 +57,7 @@ class CudaClock:
     """
 
     def __init__(self, device: torch.device) -> None:
+        self.error = 0
         self._device = device
         self._first = self._meet()
 
@@ -74,10 +79,14 @@ class CudaClock:
         return [round(base + pace * stamps[0].elapsed_time(stamp)) for stamp in stamps]
 
     def _meet(self) -> tuple[torch.cuda.Event, int]:
+        """An event, and when it was."""
         torch.cuda.synchronize(self._device)
+        before = time.perf_counter_ns()
         event = self.stamp()
         event.synchronize()
-        return event, time.perf_counter_ns()
+        after = time.perf_counter_ns()
+        self.error = max(self.error, (after - before) // 2)
+        return event, (before + after) // 2
 
 
 def clock_for(device: torch.device) -> Clock:

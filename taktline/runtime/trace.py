@@ -40,7 +40,7 @@ class Trace:
         All ranks have the same.
         """
         self.clock_error = 0.0
-        """By how many milliseconds the clocks of two ranks may differ; 0 on one machine."""
+        """By how many milliseconds the clocks of two ranks may differ; 0 on one machine's CPUs."""
 
     @property
     def timeline(self) -> Timeline:
@@ -79,26 +79,31 @@ def tracing(runner: _Traced) -> Iterator[Trace]:
     finally:
         runner.recorder = None
     for record in recorder.records:
-        trace.timelines.append(_gather(record, recorder, runner.transport))
-        trace.clock_error = max(trace.clock_error, 2 * record.offsets.error / _MS)
+        timeline, error = _gather(record, recorder, runner.transport)
+        trace.timelines.append(timeline)
+        # Both of two clocks may be wrong.
+        trace.clock_error = max(trace.clock_error, 2 * error / _MS)
 
 
-def _gather(record: Record, recorder: Recorder, transport: Transport) -> Timeline:
-    """The timeline of one step; all ranks take part."""
+def _gather(record: Record, recorder: Recorder, transport: Transport) -> tuple[Timeline, int]:
+    """The timeline of one step, and by how much its clocks may be wrong; all ranks take part."""
     plan = _apart(record.plan)
     lengths = 3 * np.diff(plan.offsets)
     mine = _times(record, recorder, plan.rows_of(transport.rank))
     room = int(lengths.max())
-    shared = transport.exchange([*mine.ravel().tolist(), *[0] * (room - mine.size)])
+    padding = [0] * (room - mine.size)
+    shared = transport.exchange([recorder.clock.error, *mine.ravel().tolist(), *padding])
     columns = np.concatenate(
         [
-            np.reshape(numbers[:length], (-1, 3)) - ahead
+            np.reshape(numbers[1 : 1 + length], (-1, 3)) - ahead
             for numbers, length, ahead in zip(shared, lengths, record.offsets.ahead, strict=True)
         ]
     )
     # Before they are floats, which have fewer digits than a clock has.
     began, arrived, ended = ((columns - columns.min()) / _MS).T
-    return _timeline(plan, began, arrived, ended)
+    return _timeline(plan, began, arrived, ended), record.offsets.error + max(
+        numbers[0] for numbers in shared
+    )
 
 
 def _apart(plan: Plan) -> Plan:
@@ -112,19 +117,16 @@ def _apart(plan: Plan) -> Plan:
 
 def _times(record: Record, recorder: Recorder, rows: Rows) -> npt.NDArray[np.int64]:
     """The three times of each row; one that had nothing to do took no time."""
-    read = iter(np.reshape(recorder.clock.read(record.stamps), (-1, 3)).tolist())
-    actions = iter(record.actions)
-    waiting, times = next(actions, None), []
-    now = None
+    read = np.array(recorder.clock.read(record.stamps), np.int64).reshape(-1, 3)
+    times = np.empty((len(rows), 3), np.int64)
+    done = 0
     for row in range(len(rows)):
-        if waiting is not None and rows.leaf(row) == waiting:
-            times.append(next(read))
-            waiting, now = next(actions, None), times[-1][2]
+        if done < len(record.actions) and rows.leaf(row) == record.actions[done]:
+            times[row] = read[done]
+            done += 1
         else:
-            times.append([now] * 3)
-    # Before the first there is nothing to go by: they took no time right before it.
-    known = next((three[0] for three in times if three[0] is not None), 0)
-    return np.array([three if three[0] is not None else [known] * 3 for three in times], np.int64)
+            times[row] = read[done - 1, 2] if done else read[0, 0]
+    return times
 
 
 def _timeline(plan: Plan, began: FloatArray, arrived: FloatArray, ended: FloatArray) -> Timeline:

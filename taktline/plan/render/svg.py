@@ -63,11 +63,19 @@ def to_svg(timelines: Sequence[Timeline], *, width: float | None = None) -> str:
 
 
 def _natural_width(timelines: Sequence[Timeline], makespan: float) -> float:
-    lasting = np.concatenate([timeline.end - timeline.start for timeline in timelines])
-    shortest = lasting[lasting > 0].min(initial=makespan)
+    shortest = min(makespan, *(_shortest(timeline) for timeline in timelines))
     digits = max(len(str(timeline.plan.microbatches - 1)) for timeline in timelines)
     room = (6.0 * digits + 5.0) * makespan / shortest
     return LEFT + RIGHT + min(max(room, 640.0), 16_000.0)
+
+
+def _shortest(timeline: Timeline) -> float:
+    """How long the shortest action lasts; of measured ones, some last hardly any time."""
+    lasting = (timeline.end - timeline.start)[timeline.plan.rows.kind <= Kind.W]
+    lasting = lasting[lasting > 0]
+    if timeline.measured and len(lasting):
+        lasting = lasting[lasting >= 0.2 * np.median(lasting)]
+    return float(lasting.min(initial=np.inf))
 
 
 def _height(timeline: Timeline) -> float:
@@ -158,7 +166,7 @@ def _memory(timeline: Timeline, y: float, scale: float) -> Iterator[str]:
         for row, following in zip(mine.tolist(), [*mine[1:].tolist(), None], strict=True):
             steps = [(timeline.start[row], during[row])]
             # What is released just as the next action begins would only draw a needle.
-            if following is None or timeline.start[following] > timeline.end[row]:
+            if following is None or (timeline.start[following] - timeline.end[row]) * scale > 2:
                 steps.append((timeline.end[row], after[row]))
             for time, level in steps:
                 path.append(f"H{LEFT + time * scale:.2f}V{base - level * height:.2f}")
