@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from taktline.runtime import ScheduleLoopedBFS as ScheduleLoopedBFS
     from taktline.runtime import ScheduleZBVZeroBubble as ScheduleZBVZeroBubble
     from taktline.runtime import TensorChunkSpec as TensorChunkSpec
+    from taktline.runtime import Trace as Trace
     from taktline.runtime import get_schedule_class as get_schedule_class
     from taktline.runtime import merge_chunks as merge_chunks
     from taktline.runtime import split_args_kwargs_into_chunks as split_args_kwargs_into_chunks
@@ -77,6 +78,7 @@ _ROOM_OF = {
     "TaktlineError": "errors",
     "TensorChunkSpec": "runtime",
     "Timeline": "plan",
+    "Trace": "runtime",
     "Violation": "plan",
     "add_loss": "aside",
     "build": "plan",

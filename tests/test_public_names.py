@@ -36,6 +36,7 @@ def test_top_level_names() -> None:
         "TaktlineError",
         "TensorChunkSpec",
         "Timeline",
+        "Trace",
         "Violation",
         "add_loss",
         "build",

@@ -6,8 +6,22 @@ from typing import Annotated
 
 import typer
 
-from taktline.cli.options import Backward, Comm, Forward, Json, Weight, echo_json, make_costs
+from taktline.cli.options import (
+    Backward,
+    Comm,
+    Forward,
+    Json,
+    Predict,
+    Weight,
+    echo_json,
+    is_file,
+    load,
+    make_costs,
+    read_timelines,
+)
 from taktline.plan import Timeline, build, find, names, simulate
+from taktline.plan.render.scale import shared_axis
+from taktline.plan.timeline_io import is_timeline
 from taktline.plan.words import counted
 
 __all__ = ["compare", "for_one_model", "print_table"]
@@ -15,7 +29,10 @@ __all__ = ["compare", "for_one_model", "print_table"]
 
 def compare(
     schedules: Annotated[
-        list[str] | None, typer.Argument(metavar="NAME…", help="Schedules; by default all.")
+        list[str] | None,
+        typer.Argument(
+            metavar="FILE|NAME…", help="Schedules, plans or timelines; by default all schedules."
+        ),
     ] = None,
     ranks: Annotated[int, typer.Option("--ranks", "-r", help="How many ranks (devices).")] = 4,
     stages_per_rank: Annotated[
@@ -29,23 +46,34 @@ def compare(
     backward: Backward = None,
     weight: Weight = None,
     comm: Comm = None,
+    predict: Predict = False,
     json: Json = False,
 ) -> None:
     """Compare schedules for one model on the same ranks: bubble, makespan, peak memory.
 
     Times and memory are those of a rank's whole share of the model for one micro-batch; where a
-    rank holds several stages, each takes its part of it.
+    rank holds several stages, each takes its part of it. A file keeps its own numbers: a plan is
+    simulated with its costs, and a timeline is what was measured, or written down.
 
     Examples:
 
     - `taktline compare`
 
     - `taktline compare 1f1b zb_h1 zbv --ranks 8 --microbatches 32 --comm 0.05`
+
+    - `taktline compare measured.json --predict`
     """
-    chosen = schedules or [name for name in names() if name != "forward_only"]
-    timelines = for_one_model(
-        chosen, ranks, microbatches, stages_per_rank, forward, backward, weight, comm
-    )
+    timelines: list[Timeline] = []
+    for target in schedules or [name for name in names() if name != "forward_only"]:
+        if not is_file(target):
+            times = (forward, backward, weight, comm)
+            timelines += for_one_model([target], ranks, microbatches, stages_per_rank, *times)
+        elif is_timeline(target):
+            timelines += read_timelines(target, predict)
+        else:
+            plan, known = load(target, None, None, None)
+            timelines.append(simulate(plan, make_costs(known, forward, backward, weight, comm)))
+    shared_axis(timelines)  # raises if they cannot be compared
     if json:
         echo_json([_as_dict(timeline) for timeline in timelines])
     else:
@@ -78,10 +106,13 @@ def print_table(timelines: list[Timeline]) -> None:
     from rich.table import Table
 
     plan = timelines[0].plan
+    shapes = {(t.plan.ranks, t.plan.microbatches) for t in timelines}
     ranks, microbatches = counted(plan.ranks, "rank"), counted(plan.microbatches, "micro-batch")
-    table = Table(title=f"{ranks}, {microbatches}")
+    table = Table(title=f"{ranks}, {microbatches}" if len(shapes) == 1 else None)
     table.add_column("schedule", no_wrap=True)
-    for heading in ("stages/rank", "bubble", "by span", "makespan", "memory"):
+    unit = timelines[0].costs.unit
+    makespan = f"makespan/{unit}" if unit else "makespan"
+    for heading in ("stages/rank", "bubble", "by span", makespan, "memory"):
         table.add_column(heading, justify="right")
     figures = [
         (t.bubble(), t.bubble("span"), t.makespan, float(t.peak_memory.max())) for t in timelines
@@ -90,7 +121,7 @@ def print_table(timelines: list[Timeline]) -> None:
     for timeline, row in zip(timelines, figures, strict=True):
         texts = [f"{row[0]:.1%}", f"{row[1]:.1%}", f"{row[2]:.4g}", f"{row[3]:.4g}"]
         table.add_row(
-            timeline.plan.name,
+            timeline.name,
             str(timeline.plan.stages // timeline.plan.ranks),
             *(
                 f"[bold green]{text}[/]" if value <= low + 1e-9 and len(timelines) > 1 else text
@@ -103,7 +134,7 @@ def print_table(timelines: list[Timeline]) -> None:
 def _as_dict(timeline: Timeline) -> dict[str, object]:
     plan = timeline.plan
     return {
-        "schedule": plan.name,
+        "schedule": timeline.name,
         "ranks": plan.ranks,
         "stages_per_rank": plan.stages // plan.ranks,
         "microbatches": plan.microbatches,

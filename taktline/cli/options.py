@@ -9,7 +9,7 @@ from typing import Annotated, Any, TypeAlias
 import typer
 
 from taktline.errors import ScheduleError
-from taktline.plan import Costs, Plan, find, read, read_costs
+from taktline.plan import Costs, Plan, Timeline, find, read, read_costs, read_timeline, simulate
 
 __all__ = [
     "Backward",
@@ -17,6 +17,7 @@ __all__ = [
     "Forward",
     "Json",
     "Microbatches",
+    "Predict",
     "Ranks",
     "StagesPerRank",
     "Weight",
@@ -25,6 +26,7 @@ __all__ = [
     "is_file",
     "load",
     "make_costs",
+    "read_timelines",
 ]
 
 Ranks: TypeAlias = Annotated[
@@ -46,6 +48,10 @@ Weight: TypeAlias = Annotated[
 ]
 Comm: TypeAlias = Annotated[
     float | None, typer.Option(help="Time of a message between ranks (default 0).")
+]
+Predict: TypeAlias = Annotated[
+    bool,
+    typer.Option("--predict", help="Beside each timeline, what its own costs predict."),
 ]
 Json: TypeAlias = Annotated[bool, typer.Option("--json", help="Print JSON, for machines.")]
 
@@ -107,6 +113,12 @@ def make_costs(
     if comm is not None:
         values["link"] = {"latency": comm}
     return Costs.from_dict(values)
+
+
+def read_timelines(target: str, predict: bool) -> list[Timeline]:
+    """The timeline in a file, behind the one that is simulated with its costs if that is asked."""
+    timeline = read_timeline(target)
+    return [simulate(timeline.plan, timeline.costs), timeline] if predict else [timeline]
 
 
 def echo_json(value: Any) -> None:

@@ -1,4 +1,4 @@
-"""``taktline show``: draw plans."""
+"""``taktline show``: draw plans and timelines."""
 
 from __future__ import annotations
 
@@ -15,12 +15,14 @@ from taktline.cli.options import (
     Comm,
     Forward,
     Microbatches,
+    Predict,
     Ranks,
     StagesPerRank,
     Weight,
     is_file,
     load,
     make_costs,
+    read_timelines,
 )
 from taktline.plan import Timeline, find, simulate
 from taktline.plan.io import write_text
@@ -28,6 +30,7 @@ from taktline.plan.render.html import to_html
 from taktline.plan.render.svg import to_svg
 from taktline.plan.render.text import chart, grid, legend
 from taktline.plan.render.trace import to_trace
+from taktline.plan.timeline_io import is_timeline
 from taktline.plan.words import counted
 
 __all__ = ["show"]
@@ -42,7 +45,8 @@ class By(StrEnum):
 
 def show(
     targets: Annotated[
-        list[str], typer.Argument(metavar="FILE|NAME…", help="Plans or schedules to draw.")
+        list[str],
+        typer.Argument(metavar="FILE|NAME…", help="Plans, timelines or schedules to draw."),
     ],
     ranks: Ranks = None,
     stages_per_rank: StagesPerRank = None,
@@ -51,6 +55,7 @@ def show(
     backward: Backward = None,
     weight: Weight = None,
     comm: Comm = None,
+    predict: Predict = False,
     output: Annotated[
         Path | None,
         typer.Option(
@@ -73,7 +78,8 @@ def show(
     """Draw plans: in the terminal, as SVG, as a page to explore, or as a trace for Perfetto.
 
     With one plan, times are those of a stage; with several, those of a rank's whole share of the
-    model, so that schedules can be compared (a file with costs of its own keeps them).
+    model, so that schedules can be compared (a file with costs of its own keeps them). A timeline
+    that was measured, or written down, is drawn as it is.
 
     Examples:
 
@@ -83,10 +89,15 @@ def show(
 
     - `taktline show 1f1b zbv -r 4 -m 8 -o compare.html`
 
+    - `taktline show measured.json --predict`
+
     - `taktline show dualpipev -r 4 -m 10 --forward 1 --backward 1.1 --comm 0.1 -o plan.svg`
     """
     timelines: list[Timeline] = []
     for target in targets:
+        if is_file(target) and is_timeline(target):
+            timelines += read_timelines(target, predict)
+            continue
         numbers = (ranks, stages_per_rank, microbatches)
         if is_file(target) and not all(map(is_file, targets)):
             numbers = (None, None, None)  # they are meant for the schedules beside it

@@ -19,6 +19,7 @@ from taktline.plan.schedules import (
 )
 from taktline.plan.simulate import simulate
 from taktline.plan.timeline import Span, Timeline
+from taktline.plan.timeline_io import read_timeline, write_timeline
 from taktline.plan.validate import Violation, require_valid, validate
 
 __all__ = [
@@ -49,10 +50,12 @@ __all__ = [
     "peak_memory",
     "read",
     "read_costs",
+    "read_timeline",
     "register",
     "require_valid",
     "simulate",
     "unregister",
     "validate",
     "write",
+    "write_timeline",
 ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
@@ -13,6 +13,9 @@ from taktline.errors import CostError
 from taktline.plan.action import Kind
 from taktline.plan.plan import Plan
 from taktline.plan.rows import FloatArray
+
+if TYPE_CHECKING:
+    from taktline.plan.timeline import Timeline
 
 __all__ = ["Costs", "Link"]
 
@@ -147,6 +150,19 @@ class Costs:
                 del link["bandwidth"]
             changed["link"] = link
         return changed
+
+    @classmethod
+    def from_timeline(cls, timeline: Timeline, *others: Timeline) -> Costs:
+        """The costs that a timeline shows; of several, the median of what each one shows.
+
+        >>> from taktline.plan import build, simulate
+        >>> timeline = simulate(build("zb_h1", ranks=2, microbatches=4), Costs(forward=3.0))
+        >>> Costs.from_timeline(timeline).forward
+        (3.0, 3.0)
+        """
+        from taktline.plan.calibrate import calibrate
+
+        return calibrate([timeline, *others])
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Costs:

@@ -14,7 +14,7 @@ import stat
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from taktline.errors import ActionSyntaxError, CostError, PlanError, PlanFileError
 from taktline.plan.action import Action, Overlap, parse
@@ -34,6 +34,8 @@ __all__ = [
 ]
 
 FORMAT, VERSION = "taktline-plan", 1
+TIMELINE_FORMAT = "taktline-timeline"
+"""A file that holds a timeline holds its plan, with costs, in the same fields."""
 
 
 def read(path: str | os.PathLike[str]) -> Plan:
@@ -44,7 +46,7 @@ def read(path: str | os.PathLike[str]) -> Plan:
     taktline.errors.PlanFileError: no-such-plan.csv: cannot be read: No such file or directory
     """
     path = Path(path)
-    text = _read_text(path)
+    text = read_text(path)
     return from_json(text, path) if _is_json(path) else from_csv(text, path)
 
 
@@ -57,13 +59,7 @@ def read_costs(path: str | os.PathLike[str]) -> Costs | None:
     path = Path(path)
     if not _is_json(path):
         return None
-    values = _json_object(_read_text(path), path).get("costs")
-    if values is None:
-        return None
-    try:
-        return Costs.from_dict(_expect(values, dict, "costs", path))
-    except CostError as error:
-        raise PlanFileError(path, f"costs: {error}") from None
+    return costs_from(json_object(read_text(path), path), path)
 
 
 def write(plan: Plan, path: str | os.PathLike[str], *, costs: Costs | None = None) -> None:
@@ -120,7 +116,12 @@ def from_csv(text: str, path: str | os.PathLike[str] = "<text>") -> Plan:
 
 def to_json(plan: Plan, costs: Costs | None = None) -> str:
     """A plan as JSON text, one line a rank."""
-    head: dict[str, Any] = {
+    return layout(plan_fields(plan, costs))
+
+
+def plan_fields(plan: Plan, costs: Costs | None) -> dict[str, Any]:
+    """What JSON says of a plan."""
+    fields: dict[str, Any] = {
         "format": FORMAT,
         "version": VERSION,
         "origin": plan.name,
@@ -129,49 +130,76 @@ def to_json(plan: Plan, costs: Costs | None = None) -> str:
         "placement": list(plan.placement.rank_of),
     }
     if costs is not None:
-        head["costs"] = costs.to_dict()
-    lines = [f"  {json.dumps(key)}: {json.dumps(value)}," for key, value in head.items()]
-    ranks = [json.dumps([str(action) for action in plan[rank]]) for rank in range(plan.ranks)]
-    return "\n".join(["{", *lines, '  "ranks": [', "    " + ",\n    ".join(ranks), "  ]", "}", ""])
+        fields["costs"] = costs.to_dict()
+    fields["ranks"] = [[str(action) for action in plan[rank]] for rank in range(plan.ranks)]
+    return fields
+
+
+def layout(fields: dict[str, Any]) -> str:
+    """JSON text with a line for each field, and for each rank where a field has a list each."""
+    lines = [f"  {json.dumps(name)}: {_value(value)}" for name, value in fields.items()]
+    return "{\n" + ",\n".join(lines) + "\n}\n"
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, list) and all(isinstance(part, list) for part in cast(list[Any], value)):
+        return "[\n    " + ",\n    ".join(map(json.dumps, cast(list[Any], value))) + "\n  ]"
+    return json.dumps(value)
 
 
 def from_json(text: str, path: str | os.PathLike[str] = "<text>") -> Plan:
     """A plan from JSON text; the path is for messages."""
     path = Path(path)
-    data = _json_object(text, path)
+    return plan_from(json_object(text, path), path)
+
+
+def plan_from(data: dict[str, Any], path: Path) -> Plan:
+    """The plan that these fields describe."""
     ranks = [
-        list(_parse_cells(_expect(row, list, f"ranks[{rank}]", path), path, rank + 1))
-        for rank, row in enumerate(_expect(data.get("ranks"), list, "ranks", path))
+        list(_parse_cells(expect(row, list, f"ranks[{rank}]", path), path, rank + 1))
+        for rank, row in enumerate(expect(data.get("ranks"), list, "ranks", path))
     ]
     levels = {level.name.lower(): level for level in Level}
-    level = _expect(data.get("level"), str, "level", path)
+    level = expect(data.get("level"), str, "level", path)
     if level not in levels:
         raise PlanFileError(path, f"level is one of {', '.join(levels)}, not {level!r}")
     rank_of = [
-        _expect(rank, int, "placement", path)
-        for rank in _expect(data.get("placement"), list, "placement", path)
+        expect(rank, int, "placement", path)
+        for rank in expect(data.get("placement"), list, "placement", path)
     ]
     try:
         return Plan.from_actions(
             ranks,
             Placement.custom(rank_of, len(ranks)),
-            _expect(data.get("microbatches"), int, "microbatches", path),
+            expect(data.get("microbatches"), int, "microbatches", path),
             level=levels[level],
-            name=_expect(data.get("origin"), str, "origin", path),
+            name=expect(data.get("origin"), str, "origin", path),
         )
     except PlanError as error:
         raise PlanFileError(path, str(error)) from None
 
 
-def _json_object(text: str, path: Path) -> dict[str, Any]:
+def costs_from(data: dict[str, Any], path: Path) -> Costs | None:
+    """The costs that these fields describe, if they do."""
+    values = data.get("costs")
+    if values is None:
+        return None
+    try:
+        return Costs.from_dict(expect(values, dict, "costs", path))
+    except CostError as error:
+        raise PlanFileError(path, f"costs: {error}") from None
+
+
+def json_object(text: str, path: Path) -> dict[str, Any]:
+    """The fields of a file, of a format and a version that are known here."""
     try:
         data = json.loads(text)
     except json.JSONDecodeError as error:
         raise PlanFileError(
             path, f"not JSON: {error.msg}", row=error.lineno, column=error.colno
         ) from None
-    _expect(data, dict, "the file", path)
-    if data.get("format") != FORMAT:
+    expect(data, dict, "the file", path)
+    if data.get("format") not in (FORMAT, TIMELINE_FORMAT):
         raise PlanFileError(path, f'not a plan: expected "format": "{FORMAT}"')
     if data.get("version") != VERSION:
         raise PlanFileError(
@@ -182,7 +210,8 @@ def _json_object(text: str, path: Path) -> dict[str, Any]:
     return data
 
 
-def _expect(value: Any, kind: type[Any], what: str, path: Path) -> Any:
+def expect(value: Any, kind: type[Any], what: str, path: Path) -> Any:
+    """The value, if it is of this kind."""
     if not isinstance(value, kind) or isinstance(value, bool):
         raise PlanFileError(
             path, f"{what} must be {_KIND_NAMES[kind]}, not {json.dumps(value)[:60]}"
@@ -217,7 +246,8 @@ def _is_json(path: Path) -> bool:
     return ending == ".json"
 
 
-def _read_text(path: Path) -> str:
+def read_text(path: Path) -> str:
+    """All of a file."""
     try:
         return path.read_text(encoding="utf-8-sig")
     except OSError as error:

@@ -56,6 +56,13 @@ class Timeline:
     costs: Costs = field(default_factory=Costs)
     arrival: FloatArray | None = None
     """When each row's result was there for whoever waits for it; by default at its end."""
+    measured: bool = False
+    """Whether this is what ran; then ``costs`` are those that were found in it."""
+
+    @property
+    def name(self) -> str:
+        """What drawings and tables call it."""
+        return f"{self.plan.name}, measured" if self.measured else self.plan.name
 
     @property
     def makespan(self) -> float:

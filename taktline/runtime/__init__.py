@@ -18,6 +18,7 @@ from taktline.runtime.microbatch import (
     merge_chunks,
     split_args_kwargs_into_chunks,
 )
+from taktline.runtime.trace import Trace
 
 __all__ = [
     "Schedule1F1B",
@@ -29,6 +30,7 @@ __all__ = [
     "ScheduleLoopedBFS",
     "ScheduleZBVZeroBubble",
     "TensorChunkSpec",
+    "Trace",
     "get_schedule_class",
     "merge_chunks",
     "split_args_kwargs_into_chunks",

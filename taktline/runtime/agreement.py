@@ -135,6 +135,8 @@ class Call(NamedTuple):
     """The same for the target."""
     shares: int
     """Whether every rank shall have the losses."""
+    traces: int
+    """Whether it notes what runs when."""
     inputs: int
     """A fingerprint of the shapes and types of what it got."""
 
@@ -146,6 +148,8 @@ def mismatch(calls: Sequence[Call]) -> str | None:
         return f"{story}; make the same calls in the same order on every rank"
     if story := _differs("value of share_losses", [bool(call.shares) for call in calls]):
         return f"{story}; give every rank the same"
+    if story := _differs("use of trace()", [bool(call.traces) for call in calls]):
+        return f"{story}; enter and leave it on every rank at the same place"
     if len({call.plan for call in calls}) > 1:
         groups = _by_value([f"{call.plan:015x}"[:8] for call in calls])
         return f"the ranks run different plans: {groups}; step the same schedule on every rank"

@@ -97,7 +97,8 @@ def bind(binding: Binding, known: Signatures | None) -> Bound:
         [instruction for instruction in instructions if instruction is not None],
         [*ends.activations_out.values(), *ends.gradients_out.values()],
     )
-    return Bound(program, works, partial(_learned, ends, binding.plan.microbatches))
+    learned = partial(_learned, ends, binding.plan.microbatches)
+    return Bound(program, works, learned, binding.plan)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +108,7 @@ class Bound:
     program: Program
     works: Mapping[int, Work]
     learned: Callable[[], Signatures]
+    plan: Plan
 
 
 @dataclass(frozen=True, slots=True)

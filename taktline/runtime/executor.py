@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 from taktline.errors import (
     DeadlockError,
@@ -17,7 +17,7 @@ from taktline.errors import (
 from taktline.plan import Action
 from taktline.runtime.ports import PeerFailed
 
-__all__ = ["Failure", "Instruction", "Program", "Receiving", "Sending"]
+__all__ = ["Failure", "Instruction", "Program", "Receiving", "Sending", "Wrap"]
 
 
 class Sending(Protocol):
@@ -47,6 +47,10 @@ class Instruction:
     """Whom it may have to wait for."""
 
 
+Wrap: TypeAlias = Callable[[Instruction], Callable[[], None]]
+"""Puts something around what an instruction runs."""
+
+
 @dataclass(frozen=True, slots=True)
 class Failure:
     """A step that did not work on this rank; without an error, it was another rank's."""
@@ -73,11 +77,12 @@ class Program:
         left = self._instructions[self.position :]
         return left[0] if left else None
 
-    def run(self) -> Failure | None:
-        """Run everything; None if it all worked."""
+    def run(self, wrap: Wrap | None = None) -> Failure | None:
+        """Run everything, with something around each instruction; None if it all worked."""
+        runs = self._run if wrap is None else [wrap(each) for each in self._instructions]
         failure = None
         try:
-            for self.position, run in enumerate(self._run):  # noqa: B020
+            for self.position, run in enumerate(runs):
                 run()
             self.position = len(self._run)
             for port in self._sending:

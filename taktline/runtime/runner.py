@@ -26,6 +26,7 @@ from taktline.runtime.executor import Failure
 from taktline.runtime.feed import Feed
 from taktline.runtime.outcome import Outcome
 from taktline.runtime.plans import Runnable
+from taktline.runtime.recorder import Recorder, watching
 from taktline.runtime.replicas import Replicas, with_advice
 from taktline.runtime.watchdog import STALL_SECONDS, Watch
 from taktline.stage import PipelineStage
@@ -84,6 +85,8 @@ class Runner:
         self._dynamic_shapes = dynamic_shapes
         self._feed = Feed()
         self.replicas = Replicas(self._stages)
+        self.recorder: Recorder | None = None
+        """What notes the steps, while there is a trace."""
         self._transport: Transport | None = None
         self._watch: Watch | None = None
         self.stall_after: float | None = STALL_SECONDS
@@ -108,6 +111,11 @@ class Runner:
             self._watch = Watch(self._name, self.transport.rank, board)
         self._watch.seconds = self.stall_after
         return self._watch
+
+    @property
+    def device(self) -> torch.device:
+        """Where this rank computes."""
+        return self._stages[0].device
 
     @property
     def runnable(self) -> Runnable:
@@ -147,9 +155,10 @@ class Runner:
             torch.set_grad_enabled(trains),
             torch.autograd.set_multithreading_enabled(False),
             self.replicas.step(),
+            watching(self.recorder, bound, self.transport) as wrap,
         ):
             watch.program = bound.program
-            failure = with_advice(bound.program.run(), self._stages)
+            failure = with_advice(bound.program.run(wrap), self._stages)
         watch.program, watch.doing = None, "waits for every rank to end the step"
         output = None
         if failure is None:
@@ -159,6 +168,8 @@ class Runner:
                 failure = Failure(self._told(raised))
         got = {index: sorted(work.got) for index, work in bound.works.items() if work.got}
         skips = self._conclude_with_replicas(failure, bool(got), shares)
+        if self.recorder is not None:
+            self.recorder.keep()
         if not self._dynamic_shapes:
             if known is None:
                 self._remember(agreed, bound.learned().along(self._routes(got) if skips else {}))
@@ -205,6 +216,7 @@ class Runner:
             batch=facts.size,
             target=facts.target,
             shares=facts.shares,
+            traces=self.recorder is not None,
             inputs=hash((facts.look, flags)),
         )
         calls = [Call(*numbers) for numbers in self.transport.exchange(call)]

@@ -16,6 +16,7 @@ from taktline.runtime.feed import Feed
 from taktline.runtime.losses import LossWeights, Wanted, scales
 from taktline.runtime.microbatch import TensorChunkSpec, merge_chunks
 from taktline.runtime.runner import Facts, Runner
+from taktline.runtime.trace import Trace, tracing
 from taktline.stage import PipelineStage
 
 __all__ = ["ArgsSpec", "KwargsSpec", "LossFn", "MergeSpec", "Schedule"]
@@ -158,6 +159,17 @@ class Schedule:
         raised inside, nothing is reduced.
         """
         return self._runner.replicas.accumulate()
+
+    def trace(self) -> AbstractContextManager[Trace]:
+        """Note what runs when in every step and eval inside of the block, on every rank.
+
+        All ranks enter and leave it together. On leaving, each rank has the timelines of all::
+
+            with schedule.trace() as trace:
+                schedule.step(x, target=target)
+            print(trace.timeline.to_text())
+        """
+        return tracing(self._runner)
 
     def _run(
         self,

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from taktline.aside import Aside, Skip, handed_on, opened, require_number
 from taktline.errors import LossError, SignatureError
 from taktline.meta import Signature, as_arguments, flatten
 from taktline.runtime.feed import Feed
-from taktline.runtime.ports import In, Out
+from taktline.runtime.ports import In, Out, Values
 from taktline.runtime.seeds import seeded
 from taktline.sharding import is_sharded, root_gradient
 from taktline.stage import PipelineStage
@@ -114,6 +115,18 @@ class Work:
         """W."""
         self._stage.backward_weight(microbatch)
 
+    @contextmanager
+    def noting(self, note: Callable[[], None]) -> Iterator[None]:
+        """Inside, ``note`` is called whenever an action has waited for its values."""
+        ports = self._activations_in, self._gradients_in
+        self._activations_in, self._gradients_in = (
+            None if port is None else _Noting(port, note) for port in ports
+        )
+        try:
+            yield
+        finally:
+            self._activations_in, self._gradients_in = ports
+
     def _call(self, microbatch: int, arguments: Sequence[Any]) -> Any:
         keywords = self._feed.keywords[microbatch]
         if self._seed is None:
@@ -188,6 +201,20 @@ class Work:
         if self._activations_out is not None:
             self._activations_out.settle(microbatch)
         return [*gradients, *own] if own else gradients
+
+
+class _Noting:
+    """Where values come from, with a note when they are here."""
+
+    def __init__(self, port: In, note: Callable[[], None]) -> None:
+        self._port = port
+        self._note = note
+
+    def take(self, microbatch: int) -> Values:
+        """The values of a micro-batch, once they are here."""
+        values = self._port.take(microbatch)
+        self._note()
+        return values
 
 
 def _value(loss: torch.Tensor) -> torch.Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,19 @@ from typer.testing import CliRunner
 
 import taktline
 from taktline.cli.app import app
-from taktline.plan import Costs, Link, Plan, build, lower, names, read, simulate, write
+from taktline.plan import (
+    Costs,
+    Link,
+    Plan,
+    Timeline,
+    build,
+    lower,
+    names,
+    read,
+    simulate,
+    write,
+    write_timeline,
+)
 from taktline.plan.render.text import grid
 
 
@@ -228,6 +241,58 @@ class TestCompare:
         assert figures["zbv"]["peak_memory"] == figures["1f1b"]["peak_memory"] == 4
         assert figures["v_half"]["peak_memory"] == 3
         assert figures["v_min"]["peak_memory"] == 2
+
+
+class TestTimelines:
+    """A measured timeline in a file; here one that was simulated plays its part."""
+
+    @pytest.fixture
+    def measured(self, folder: Path) -> Timeline:
+        costs = Costs(forward=2.0, link=Link(latency=0.5), unit="ms")
+        timeline = simulate(build("1f1b", ranks=2, microbatches=3), costs)
+        measured = replace(timeline, end=timeline.end * 1.5, start=timeline.start * 1.5)
+        measured = replace(measured, measured=True)
+        write_timeline(measured, "measured.json")
+        return measured
+
+    def test_show(self, measured: Timeline) -> None:
+        out = ok("show", "measured.json")
+        assert out.startswith("1f1b, measured: makespan 27 ms")
+        assert out.count("makespan") == 1
+
+    @pytest.mark.parametrize("file", ["a.svg", "a.html", "a.json"])
+    def test_predicted_and_measured_on_one_axis(self, measured: Timeline, file: str) -> None:
+        assert ok("show", "measured.json", "--predict", "-o", file) == f"{file}: 2 timelines\n"
+        assert "1f1b, measured" in Path(file).read_text()
+        lines = ok("show", "measured.json", "--predict").splitlines()
+        assert [line.split(",")[0] for line in lines if "makespan" in line] == [
+            "1f1b: makespan 18 ms",
+            "1f1b",
+        ]
+
+    def test_compare(self, measured: Timeline) -> None:
+        rows = json.loads(ok("compare", "measured.json", "--predict", "--json"))
+        assert [(row["schedule"], row["makespan"]) for row in rows] == [
+            ("1f1b", 18.0),
+            ("1f1b, measured", 27.0),
+        ]
+        assert "makespan/ms" in ok("compare", "measured.json")
+
+    def test_compare_with_the_file_of_a_plan(self, measured: Timeline) -> None:
+        write(build("gpipe", ranks=3, microbatches=3), "plan.json", costs=Costs(unit="ms"))
+        out = ok("compare", "measured.json", "plan.json")
+        assert "gpipe" in out
+        assert "3 ranks" not in out
+
+    def test_times_without_a_common_unit(self, measured: Timeline) -> None:
+        for command in ("show", "compare"):
+            result = run(command, "measured.json", "1f1b", "-r", "2", "-m", "3")
+            assert result.exit_code == 2
+            assert "do not share an axis" in result.stderr
+
+    def test_simulate_and_check_its_plan(self, measured: Timeline) -> None:
+        assert json.loads(ok("simulate", "measured.json", "--json"))["makespan"] == 18
+        assert "valid: every action once" in ok("check", "measured.json")
 
 
 def test_version(folder: Path) -> None:

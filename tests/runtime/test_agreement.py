@@ -220,6 +220,7 @@ CALL = Call(
     batch=0,
     target=0,
     shares=0,
+    traces=0,
     inputs=0,
 )
 

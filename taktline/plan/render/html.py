@@ -38,7 +38,7 @@ def to_html(timelines: Sequence[Timeline], *, title: str | None = None) -> str:
     ('<!doctype html>', False)
     """
     _, unit = shared_axis(timelines)
-    names = [timeline.plan.name for timeline in timelines]
+    names = [timeline.name for timeline in timelines]
     if title is None:
         title = "Timeline" if len(names) == 1 else f"Comparison of {len(names)} timelines"
         name_of_page = ", ".join(names)
@@ -64,7 +64,7 @@ def _timeline(timeline: Timeline) -> dict[str, Any]:
     peak = timeline.peak_memory
     colours = list(shades(plan.placement).values())
     return {
-        "name": plan.name,
+        "name": timeline.name,
         "shape": f"{shape(plan)} × {counted(plan.microbatches, 'micro-batch')}",
         "ranks": plan.ranks,
         "stages": plan.stages,

@@ -46,7 +46,7 @@ def to_svg(timelines: Sequence[Timeline], *, width: float | None = None) -> str:
         parts += _timeline(timeline, y, scale, f" {unit}" if unit else "")
         y += _height(timeline)
     legend, y = _legend(timelines, y, total)
-    name = ", ".join(timeline.plan.name for timeline in timelines)
+    name = ", ".join(timeline.name for timeline in timelines)
     return "\n".join(
         [
             f"<svg xmlns='http://www.w3.org/2000/svg' viewBox='0 0 {total:.6g} {y:.6g}' "
@@ -63,11 +63,19 @@ def to_svg(timelines: Sequence[Timeline], *, width: float | None = None) -> str:
 
 
 def _natural_width(timelines: Sequence[Timeline], makespan: float) -> float:
-    lasting = np.concatenate([timeline.end - timeline.start for timeline in timelines])
-    shortest = lasting[lasting > 0].min(initial=makespan)
+    shortest = min(makespan, *(_shortest(timeline) for timeline in timelines))
     digits = max(len(str(timeline.plan.microbatches - 1)) for timeline in timelines)
     room = (6.0 * digits + 5.0) * makespan / shortest
     return LEFT + RIGHT + min(max(room, 640.0), 16_000.0)
+
+
+def _shortest(timeline: Timeline) -> float:
+    """How long the shortest action lasts; of measured ones, some last hardly any time."""
+    lasting = (timeline.end - timeline.start)[timeline.plan.rows.kind <= Kind.W]
+    lasting = lasting[lasting > 0]
+    if timeline.measured and len(lasting):
+        lasting = lasting[lasting >= 0.2 * np.median(lasting)]
+    return float(lasting.min(initial=np.inf))
 
 
 def _height(timeline: Timeline) -> float:
@@ -83,7 +91,7 @@ def _timeline(timeline: Timeline, y: float, scale: float, unit: str) -> Iterator
     )
     yield (
         f"<text x='{LEFT:g}' y='{y + 12:g}' font-size='13' font-weight='bold' fill='#222'>"
-        f"{escape(plan.name)}<tspan font-weight='normal' font-size='11' fill='#555' dx='8'>"
+        f"{escape(timeline.name)}<tspan font-weight='normal' font-size='11' fill='#555' dx='8'>"
         f"{escape(facts)}</tspan></text>"
     )
     y += TOP
@@ -158,7 +166,7 @@ def _memory(timeline: Timeline, y: float, scale: float) -> Iterator[str]:
         for row, following in zip(mine.tolist(), [*mine[1:].tolist(), None], strict=True):
             steps = [(timeline.start[row], during[row])]
             # What is released just as the next action begins would only draw a needle.
-            if following is None or timeline.start[following] > timeline.end[row]:
+            if following is None or (timeline.start[following] - timeline.end[row]) * scale > 2:
                 steps.append((timeline.end[row], after[row]))
             for time, level in steps:
                 path.append(f"H{LEFT + time * scale:.2f}V{base - level * height:.2f}")

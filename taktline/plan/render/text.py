@@ -147,7 +147,7 @@ def chart(timelines: Sequence[Timeline], width: int | None = None, *, colour: bo
         plan = timeline.plan
         parts += [""] * bool(parts)
         parts.append(
-            f"{plan.name}: makespan {f'{timeline.makespan:.5g} {unit}'.strip()}, "
+            f"{timeline.name}: makespan {f'{timeline.makespan:.5g} {unit}'.strip()}, "
             f"bubble {timeline.bubble():.1%}, "
             f"peak memory {timeline.peak_memory.max():.4g}"
         )

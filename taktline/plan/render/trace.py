@@ -38,7 +38,7 @@ def to_trace(timelines: Sequence[Timeline]) -> str:
 
 def _names(timeline: Timeline, process: int) -> Iterator[dict[str, Any]]:
     plan = timeline.plan
-    yield {"ph": "M", "pid": process, "name": "process_name", "args": {"name": plan.name}}
+    yield {"ph": "M", "pid": process, "name": "process_name", "args": {"name": timeline.name}}
     for rank in range(plan.ranks):
         thread = {"ph": "M", "pid": process, "tid": rank}
         yield thread | {"name": "thread_name", "args": {"name": f"rank {rank}"}}

@@ -1,0 +1,130 @@
+"""From timelines back to costs, so that the simulator predicts what was measured."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from taktline.errors import CostError
+from taktline.plan.action import Kind
+from taktline.plan.costs import Costs, Link
+from taktline.plan.deps import needs
+from taktline.plan.rows import FloatArray, IntArray
+from taktline.plan.timeline import Timeline
+
+__all__ = ["calibrate"]
+
+
+def calibrate(timelines: Sequence[Timeline]) -> Costs:
+    """The costs that these timelines show together.
+
+    Those of a stage are the mean over its micro-batches, so that their sum is what its rank spent
+    on them; and of several timelines the median, so that a step that was disturbed does not count.
+
+    An action costs the time from when it could have begun, its rank being free and its values
+    there, until its end. So what a rank spends on messages between two actions is in it::
+
+        rank 0 │ 0F0─── SEND  0F1───
+               │       └──────────── what 0F1 costs
+
+    A message costs one latency, whatever its size. Of the actions that are not in the plans, the
+    halves of a backward share its time as those of the other stages do, or equally; and if there
+    is no backward at all, each half is taken to last as long as a forward.
+    """
+    first = timelines[0].costs
+    stages = timelines[0].plan.stages
+    for timeline in timelines[1:]:
+        if (timeline.plan.stages, timeline.costs.unit) != (stages, first.unit):
+            raise CostError(
+                "costs come from timelines of one model: with equally many stages, in one unit"
+            )
+    rows: list[FloatArray] = list(_medians([_means(timeline) for timeline in timelines]))
+    forward, full, split_input, split_weight, pair = rows
+    forward = _filled(forward, pair / 3)
+    with np.errstate(invalid="ignore"):  # both halves may take no time
+        shares: FloatArray = split_input / (split_input + split_weight)
+    share = _filled(shares, np.full(stages, 0.5))
+    split_input = _filled(np.where(np.isnan(split_input), share * full, split_input), forward)
+    split_weight = _filled(
+        np.where(np.isnan(split_weight), (1 - share) * full, split_weight), forward
+    )
+    backward = np.where(np.isnan(full), split_input + split_weight, full)
+    overlap = np.where(np.isnan(pair), forward + backward, pair)
+    flights = [flight.mean() for t in timelines if len(flight := _flights(t))]
+    return Costs(
+        forward=tuple(forward),
+        backward_input=tuple(split_input),
+        backward_weight=tuple(split_weight),
+        backward=None if np.isnan(full).all() else tuple(backward),
+        overlap=None if np.isnan(pair).all() else tuple(overlap),
+        link=Link(latency=max(0.0, float(np.median(flights))) if flights else 0.0),
+        comm_blocks=first.comm_blocks,
+        activation=first.activation,
+        kept_for_weight=first.kept_for_weight,
+        unit=first.unit,
+    )
+
+
+_PAIR = -1
+"""Beside the kinds of actions: an overlapped pair, by its forward's stage."""
+
+
+def _means(timeline: Timeline) -> FloatArray:
+    """A row each for F, B, I, W and pairs, with the mean of each stage, or nan."""
+    kind, stage, cost = _actions(timeline)
+    table = np.full((5, timeline.plan.stages), np.nan)
+    for row, which in enumerate((Kind.F, Kind.B, Kind.I, Kind.W, _PAIR)):
+        for at in np.unique(stage[kind == which]).tolist():
+            table[row, at] = cost[(kind == which) & (stage == at)].mean()
+    return table
+
+
+def _medians(tables: Sequence[FloatArray]) -> FloatArray:
+    """Entry by entry the median of the known ones, nan where there is none."""
+    stacked = np.stack(tables)
+    known = ~np.isnan(stacked).all(axis=0)
+    middle = np.full(stacked.shape[1:], np.nan)
+    middle[known] = np.nanmedian(stacked[:, known], axis=0)
+    return middle
+
+
+def _actions(timeline: Timeline) -> tuple[IntArray, IntArray, FloatArray]:
+    """The kind, stage and cost of each action that computes."""
+    plan, rows, rank = timeline.plan, timeline.plan.rows, timeline.plan.rank_of_rows()
+    at = np.flatnonzero((rows.kind <= Kind.W) & ~rows.second_of_pair())
+    before = np.concatenate([at[:1], at[:-1]])
+    if timeline.costs.comm_blocks:
+        before = np.maximum(at - 1, 0)  # a send has its own time
+    alone = (rank[before] != rank[at]) | (before == at)
+    ready = np.where(alone, timeline.start[at], timeline.end[before])
+    arrives_from, arrival = needs(plan).arrival, _arrival(timeline)
+    for half in (at, at + rows.joined[at]):
+        source = arrives_from[half]
+        crosses = (source >= 0) & (rank[source] != rank[half])
+        ready = np.where(crosses, np.maximum(ready, arrival[source]), ready)
+    # Not after its start, which an error of the clocks would make of it.
+    cost = timeline.end[at] - np.minimum(ready, timeline.start[at])
+    return np.where(rows.joined[at], _PAIR, rows.kind[at]), rows.stage[at], cost
+
+
+def _flights(timeline: Timeline) -> FloatArray:
+    """How long after the end of an action each message was there."""
+    sources, targets = timeline.messages()
+    sends = needs(timeline.plan).arrival[targets]
+    # Where sends block, the second one of a pair waits for the first.
+    since = timeline.start[sends] if timeline.costs.comm_blocks else timeline.end[sources]
+    return _arrival(timeline)[sends] - since
+
+
+def _arrival(timeline: Timeline) -> FloatArray:
+    return timeline.end if timeline.arrival is None else timeline.arrival
+
+
+def _filled(values: FloatArray, otherwise: FloatArray) -> FloatArray:
+    """With the median of the other stages where one is unknown, or else something else."""
+    known = values[~np.isnan(values)]
+    if len(known):
+        return np.where(np.isnan(values), np.median(known), values)
+    known = otherwise[~np.isnan(otherwise)]
+    return np.where(np.isnan(otherwise), np.median(known) if len(known) else 0.0, otherwise)

@@ -1,0 +1,48 @@
+"""Clocks: one machine has one, and those of several are compared."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import pytest
+
+from taktline.runtime.clocks import align
+from taktline.transport import find, local
+from taktline.transport.base import Channel, Post
+
+
+class FarAway:
+    """A transport between two clocks: what rank 1 shows is that much ahead."""
+
+    rank, size = 0, 2
+
+    def __init__(self, ahead: int) -> None:
+        self._ahead = ahead
+
+    def exchange(self, numbers: Sequence[int]) -> list[list[int]]:
+        time.sleep(0.001)
+        shown = self._ahead if len(numbers) > 1 else 0
+        return [list(numbers), [number + shown for number in numbers]]
+
+    def open(self, channels: Sequence[Channel]) -> None: ...
+
+    def sender(self, channel: Channel, *, eager: bool = False) -> Post:
+        raise KeyError(channel)
+
+    def receiver(self, channel: Channel) -> Post:
+        raise KeyError(channel)
+
+
+def test_those_of_one_machine_are_one() -> None:
+    for offsets in local.run(lambda rank: align(find()), 3):
+        assert offsets.ahead == [0, 0, 0]
+        assert offsets.error == 0
+
+
+@pytest.mark.parametrize("ahead", [10**15, -(10**10)])
+def test_those_of_two_machines_are_compared(ahead: int) -> None:
+    offsets = align(FarAway(ahead))
+    assert offsets.ahead[0] == 0
+    assert offsets.error > 0
+    assert abs(offsets.ahead[1] - ahead) <= offsets.error

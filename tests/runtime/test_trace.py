@@ -1,0 +1,394 @@
+"""Measured timelines: complete, in order, true to dependencies, and without effect on results."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import taktline as tl
+from taktline.errors import MismatchError, ScheduleError, StageError
+from taktline.plan import Kind, Level, Timeline, build, lower, read_timeline, write_timeline
+from taktline.plan.deps import needs
+from taktline.runtime.executor import Program
+from taktline.runtime.trace import _arrivals
+from taktline.transport import local
+from tests.runtime.cases import (
+    SCHEDULES,
+    Case,
+    Result,
+    assert_same,
+    make_batch,
+    make_schedule,
+    merge,
+    named,
+    plan_of,
+    run_local,
+    run_pipelined,
+    stage_modules,
+)
+from tests.workers import Workers
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+CALLS = (("step", 8), ("step", 8), ("eval", 8), ("step", 11))
+
+
+def run_traced(
+    rank: int, group: dist.ProcessGroup | None, case: Case
+) -> tuple[Result, list[Timeline], float]:
+    """As run_pipelined, with all calls in one trace."""
+    modules, device = stage_modules(case), torch.device(case.device)
+    mine = plan_of(case).placement.stages_of(rank)
+    stages = [tl.PipelineStage(modules[s], s, case.stages, device, group=group) for s in mine]
+    schedule = make_schedule(case, stages)
+    result = Result()
+    with schedule.trace() as trace:
+        for number, (call, size) in enumerate(case.calls):
+            x, target = make_batch(case, number, size)
+            losses: list[Tensor] = []
+            output = getattr(schedule, call)(
+                *((x,) if 0 in mine else ()),
+                target=target if case.stages - 1 in mine else None,
+                losses=losses,
+            )
+            if output is not None:
+                result.outputs.append(output)
+                result.losses.append([loss.detach() for loss in losses])
+    for s in mine:
+        result.gradients |= {n: p.grad for n, p in named(s, modules[s]) if p.grad is not None}
+    return result, trace.timelines, trace.clock_error
+
+
+def check(timelines: Sequence[Timeline], case: Case, error: float) -> None:
+    """All that must hold of what was measured; times themselves are nobody's business."""
+    assert len(timelines) == len(case.calls)
+    for timeline, (call, _) in zip(timelines, case.calls, strict=True):
+        plan = timeline.plan
+        assert timeline.measured
+        assert timeline.costs.unit == "ms"
+        assert plan.level is Level.LOWERED
+        kinds = (Kind.F,) if call == "eval" else (Kind.F, Kind.B, Kind.I, Kind.W)
+        for rank in range(plan.ranks):
+            planned = plan_of(case).rows_of(rank)
+            expected = [
+                str(planned.leaf(row)) for row in range(len(planned)) if planned.kind[row] in kinds
+            ]
+            spans = list(timeline.spans(rank))
+            assert [str(s.action) for s in spans if s.action.kind.is_compute] == expected
+            assert all(span.start <= span.end for span in spans)
+            assert all(a.end <= b.start for a, b in pairwise(spans))
+        assert timeline.start.min() >= 0
+        own = needs(plan).own
+        own[own < 0] = np.flatnonzero(own < 0)
+        assert (timeline.start >= timeline.start[own]).all()
+        sources, targets = timeline.messages()
+        assert len(sources) or plan.ranks == 1
+        assert (timeline.start[targets] >= timeline.end[sources] - error).all()
+        assert 0 <= timeline.bubble() < 1
+        assert timeline.critical_path()
+
+
+def cases() -> list[Case]:
+    return [
+        Case(schedule, 2, per_rank[-1], 4, "mlp", CALLS) for schedule, per_rank in SCHEDULES.items()
+    ]
+
+
+@pytest.mark.parametrize("case", cases(), ids=str)
+def test_local(case: Case) -> None:
+    ranks = local.run(run_traced, 2, None, case)
+    for _, timelines, error in ranks:
+        assert error == 0  # local ranks share a clock
+        check(timelines, case, 0)
+    assert_same(merge([result for result, _, _ in ranks]), merge(run_local(case)))
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("case", cases(), ids=str)
+def test_gloo(workers: Workers, case: Case) -> None:
+    (first, ours, error), (second, theirs, _) = workers.run(run_traced, case)
+    check(ours, case, error)
+    assert_same(merge([first, second]), merge(workers.run(run_pipelined, case)))
+    for here, there in zip(ours, theirs, strict=True):
+        assert here.plan == there.plan
+        assert (here.start == there.start).all()
+        assert (here.end == there.end).all()
+        assert here.costs == there.costs
+
+
+@pytest.mark.processes
+def test_four_ranks(workers: Workers) -> None:
+    case = Case("ScheduleInterleavedZeroBubble", 4, 2, 8, "mlp", CALLS[:2])
+    for _, timelines, error in workers.run(run_traced, case, ranks=4):
+        check(timelines, case, error)
+
+
+def test_one_rank() -> None:
+    case = Case("ScheduleInterleaved1F1B", 1, 3, 2, "mlp", CALLS)
+    _, timelines, error = run_traced(0, None, case)
+    check(timelines, case, error)
+
+
+def small(rank: int, module: nn.Module | None = None, **options: Any) -> tl.Schedule1F1B:
+    stage = tl.PipelineStage(module or nn.Linear(4, 4), rank, 2, torch.device("cpu"))
+    return tl.Schedule1F1B(stage, 2, nn.functional.mse_loss, **options)
+
+
+def step(schedule: tl.Schedule1F1B) -> None:
+    schedule.step(torch.ones(4, 4), target=torch.ones(4, 4))
+
+
+def test_a_measured_timeline_is_drawn_written_and_compared(tmp_path: Path) -> None:
+    timeline = local.run(run_traced, 2, None, cases()[1])[0][1][1]
+    write_timeline(timeline, tmp_path / "measured.json")
+    again = read_timeline(tmp_path / "measured.json")
+    assert again.measured
+    assert again.plan == timeline.plan
+    assert again.costs == timeline.costs
+    assert (again.start == timeline.start).all()
+    assert (again.end == timeline.end).all()
+    predicted = tl.simulate(timeline.plan, timeline.costs)
+    assert predicted.name != again.name
+    assert again.to_text(100).startswith("1f1b, measured: makespan ")
+    assert again.to_svg() == timeline.to_svg()
+    assert "1f1b, measured" in predicted.to_html(again)
+    names = {event["name"] for event in json.loads(again.to_trace())["traceEvents"]}
+    assert {"0F0", "1B3", "activation", "gradient"} <= names
+
+
+class Slow(nn.Linear):
+    """Takes its time."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        time.sleep(0.1)
+        return super().forward(input)
+
+
+def run_slow(rank: int, group: dist.ProcessGroup) -> Timeline:
+    module = Slow(4, 4) if rank == 0 else nn.Linear(4, 4)
+    stage = tl.PipelineStage(module, rank, 2, torch.device("cpu"), group=group)
+    schedule = tl.Schedule1F1B(stage, 2, nn.functional.mse_loss)
+    step(schedule)
+    with schedule.trace() as trace:
+        step(schedule)
+    return trace.timeline
+
+
+@pytest.mark.processes
+def test_waiting_does_not_count_as_computing(workers: Workers) -> None:
+    """Rank 1 has to wait for each slow forward of rank 0, and only that takes long."""
+    timeline = workers.run(run_slow)[0]
+    spans = {str(s.action): s for rank in (0, 1) for s in timeline.spans(rank)}
+    for m in (0, 1):
+        assert spans[f"0F{m}"].end - spans[f"0F{m}"].start >= 0.1e3
+        assert spans[f"1F{m}"].start >= spans[f"0F{m}"].end
+    # It began to wait at once; what it computes is less than what it waited.
+    assert spans["1F0"].end - spans["1F0"].start < spans["1F0"].start
+    assert timeline.busy[1] < timeline.busy[0]
+    path = [str(span.action) for span in timeline.critical_path()]
+    assert path[: path.index("1F1")].count("0F0") == path.count("0F1") == 1
+
+
+def test_nothing_is_recorded_before_and_after() -> None:
+    def main(rank: int) -> list[int]:
+        schedule = small(rank)
+        step(schedule)
+        with schedule.trace() as first:
+            step(schedule)
+            step(schedule)
+            inside = len(first.timelines)
+        step(schedule)
+        with schedule.trace() as second:
+            pass
+        with schedule.trace() as third:
+            step(schedule)
+        return [inside, *(len(trace.timelines) for trace in (first, second, third))]
+
+    assert local.run(main, 2) == [[0, 2, 0, 1]] * 2
+
+
+def test_off_costs_nothing_in_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    wraps: list[object] = []
+    plain = Program.run
+
+    def run(self: Program, wrap: Any = None) -> Any:
+        wraps.append(wrap)
+        return plain(self, wrap)
+
+    monkeypatch.setattr(Program, "run", run)
+    schedule = tl.ScheduleGPipe(
+        tl.PipelineStage(nn.Linear(4, 4), 0, 1, torch.device("cpu")), 2, nn.functional.mse_loss
+    )
+    batch = torch.ones(4, 4)
+    schedule.step(batch, target=batch)
+    with schedule.trace():
+        schedule.step(batch, target=batch)
+    schedule.step(batch, target=batch)
+    assert [wrap is None for wrap in wraps] == [True, False, True]
+
+
+class Moody(nn.Linear):
+    """Fails when it is told to."""
+
+    fails = False
+
+    def forward(self, input: Tensor) -> Tensor:
+        if self.fails:
+            raise RuntimeError("not today")
+        return super().forward(input)
+
+
+class TestErrors:
+    def test_one_that_leaves_the_block(self) -> None:
+        def main(rank: int) -> int:
+            schedule = small(rank)
+            traces: list[tl.Trace] = []
+
+            def fail() -> None:
+                with schedule.trace() as trace:
+                    traces.append(trace)
+                    step(schedule)
+                    raise ZeroDivisionError
+
+            with pytest.raises(ZeroDivisionError):
+                fail()
+            assert traces[0].timelines == []
+            with schedule.trace() as trace:
+                step(schedule)
+            return len(trace.timelines)
+
+        assert local.run(main, 2) == [1, 1]
+
+    def test_one_of_a_stage_leaves_the_block(self) -> None:
+        def main(rank: int) -> str:
+            schedule = small(rank, module := Moody(4, 4))
+            module.fails = rank == 1
+            with pytest.raises(StageError) as caught, schedule.trace():
+                step(schedule)
+            module.fails = False
+            with schedule.trace() as trace:
+                step(schedule)
+            assert len(trace.timelines) == 1
+            return str(caught.value)
+
+        assert (
+            local.run(main, 2)
+            == ["rank 1, stage 1, micro-batch 0 (1F0): RuntimeError: not today"] * 2
+        )
+
+    @pytest.mark.parametrize("when", ["learning", "known"])
+    def test_a_step_that_failed_is_left_out(self, when: str) -> None:
+        def main(rank: int) -> int:
+            schedule = small(rank, module := Moody(4, 4))
+            with schedule.trace() as trace:
+                if when == "known":
+                    step(schedule)
+                    step(schedule)
+                module.fails = rank == 0
+                with pytest.raises(StageError):
+                    step(schedule)
+                module.fails = False
+                step(schedule)
+            return len(trace.timelines)
+
+        assert local.run(main, 2) == [1 + 2 * (when == "known")] * 2
+
+    def test_not_on_every_rank(self) -> None:
+        def main(rank: int) -> str:
+            schedule = small(rank)
+            block = schedule.trace() if rank == 0 else nullcontext()
+            with pytest.raises(MismatchError) as caught, block:
+                step(schedule)
+            step(schedule)
+            return str(caught.value)
+
+        for text in local.run(main, 2):
+            assert text == (
+                "the ranks disagree on the use of trace(): True on rank 0; False on rank 1; "
+                "enter and leave it on every rank at the same place"
+            )
+
+    def test_twice(self) -> None:
+        schedule = small(0)
+        with schedule.trace() as trace:
+            with pytest.raises(ScheduleError, match="traced already"), schedule.trace():
+                pass
+            with pytest.raises(ScheduleError, match="there is no timeline"):
+                _ = trace.timeline
+        assert repr(trace) == "Trace()"
+
+
+class TestProfiler:
+    @pytest.mark.parametrize("traced", [False, True])
+    def test_ranges(self, traced: bool) -> None:
+        stages = [tl.PipelineStage(nn.Linear(4, 4), s, 2, torch.device("cpu")) for s in (0, 1)]
+        schedule = tl.ScheduleInterleavedZeroBubble(stages, 2, nn.functional.mse_loss)
+        batch = torch.ones(4, 4)
+        schedule.step(batch, target=batch)
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            if traced:
+                with schedule.trace() as trace:
+                    schedule.step(batch, target=batch)
+                assert len(trace.timelines) == 1
+            else:
+                schedule.step(batch, target=batch)
+        schedule.step(batch, target=batch)
+        found = [
+            event.name for event in profile.events() or () if event.name.startswith("taktline ")
+        ]
+        rows = schedule.plan.rows
+        assert sorted(found) == sorted(f"taktline {rows.leaf(row)}" for row in range(len(rows)))
+
+
+class TestArrivals:
+    def test_one_that_was_waited_for_is_seen(self) -> None:
+        sent, began, arrived = np.array([5.0, 1.0]), np.array([3.0, 9.0]), np.array([7.0, 9.1])
+        assert _arrivals(sent, began, arrived).tolist() == [7.0, 3.0]
+
+    def test_one_that_was_not_is_there_no_later_than_it_is_used(self) -> None:
+        sent, began, arrived = np.array([5.0, 8.5]), np.array([3.0, 9.0]), np.array([7.0, 9.1])
+        assert _arrivals(sent, began, arrived).tolist() == [7.0, 9.1]
+        assert _arrivals(sent[1:], began[1:], arrived[1:]).tolist() == [8.5]
+
+
+def test_rows_without_work_take_no_time() -> None:
+    """A plan may speak of sharded stages, and run on some that are not."""
+    plan = lower(build("1f1b", ranks=2, microbatches=2), keep_ready=1, reduce=True)
+
+    def main(rank: int) -> Timeline:
+        stage = tl.PipelineStage(nn.Linear(4, 4), rank, 2, torch.device("cpu"))
+        schedule = tl.ScheduleFromPlan([stage], plan, nn.functional.mse_loss)
+        with schedule.trace() as trace:
+            schedule.step(torch.ones(4, 4), target=torch.ones(4, 4))
+        return trace.timeline
+
+    timeline = local.run(main, 2)[0]
+    assert timeline.plan == plan
+    for rank in (0, 1):
+        spans = list(timeline.spans(rank))
+        idle = [s for s in spans if not s.action.kind.has_microbatch]
+        assert idle
+        assert all(s.start == s.end for s in idle)
+        assert all(a.end <= b.start for a, b in pairwise(spans))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@pytest.mark.parametrize("case", cases(), ids=str)
+def test_cuda(case: Case) -> None:
+    """Several local ranks on one GPU, whose own clock tells."""
+    case = replace(case, device="cuda")
+    torch.zeros(1, device="cuda")
+    for _, timelines, error in local.run(run_traced, 2, None, case):
+        check(timelines, case, error)
