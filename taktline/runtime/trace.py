@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -27,6 +27,8 @@ _MS = 1e6
 
 class Trace:
     """The timelines of what ran inside of ``with schedule.trace() as trace``, on every rank.
+
+    What it is asked for beyond these, such as ``bubble()``, it asks the last one for.
 
     >>> trace = Trace()
     >>> trace.timelines
@@ -50,6 +52,12 @@ class Trace:
                 "there is no timeline: run a step inside of schedule.trace(), and leave it"
             )
         return self.timelines[-1]
+
+    def __getattr__(self, name: str) -> Any:
+        # So that what is asked of a timeline can be asked here, of the last one.
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self.timeline, name)
 
     def __repr__(self) -> str:
         return f"Trace({', '.join(timeline.name for timeline in self.timelines)})"

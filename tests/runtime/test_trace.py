@@ -150,6 +150,21 @@ def step(schedule: tl.Schedule1F1B) -> None:
     schedule.step(torch.ones(4, 4), target=torch.ones(4, 4))
 
 
+def test_a_trace_is_asked_as_its_last_timeline_is() -> None:
+    def main(rank: int) -> None:
+        module = nn.Linear(4, 4)
+        stage = tl.PipelineStage(module, 0, 1, torch.device("cpu"))
+        schedule = tl.ScheduleGPipe(stage, 2, nn.functional.mse_loss)
+        with schedule.trace() as timeline:
+            schedule.step(torch.ones(4, 4), target=torch.ones(4, 4))
+        assert timeline.bubble() == timeline.timelines[-1].bubble()
+        assert timeline.makespan == timeline.timeline.makespan
+        with pytest.raises(AttributeError, match="nonsense"):
+            _ = timeline.nonsense
+
+    tl.local.run(main, 1)
+
+
 def test_a_measured_timeline_is_drawn_written_and_compared(tmp_path: Path) -> None:
     timeline = local.run(run_traced, 2, None, cases()[1])[0][1][1]
     write_timeline(timeline, tmp_path / "measured.json")
