@@ -38,6 +38,7 @@ def test_top_level_names() -> None:
         "Timeline",
         "Violation",
         "add_loss",
+        "balance",
         "build",
         "check_split_backward",
         "collect_losses",
