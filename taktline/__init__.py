@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from taktline.plan import Plan as Plan
     from taktline.plan import Timeline as Timeline
     from taktline.plan import Violation as Violation
+    from taktline.plan import balance as balance
     from taktline.plan import build as build
     from taktline.plan import lower as lower
     from taktline.plan import simulate as simulate
@@ -81,6 +82,7 @@ _ROOM_OF = {
     "Trace": "runtime",
     "Violation": "plan",
     "add_loss": "aside",
+    "balance": "plan",
     "build": "plan",
     "check_split_backward": "stage",
     "collect_losses": "aside",

@@ -9,6 +9,7 @@
     ├── CostError            costs that make no sense, or not for this plan
     ├── PlanError            a plan cannot be what it claims to be
     │   └── InvalidPlanError     a plan broke its rules; carries every violation
+    ├── PartitionError       layers cannot be cut into stages as asked
     ├── TransportError       ranks cannot talk to each other as asked
     │   ├── DeadlockError        every rank waits for another; says who waits for what
     │   ├── LostRankError        another rank has ended, or cannot be reached any more
@@ -39,6 +40,7 @@ __all__ = [
     "LossError",
     "LostRankError",
     "MismatchError",
+    "PartitionError",
     "PlanError",
     "PlanFileError",
     "ScheduleError",
@@ -186,6 +188,24 @@ class InvalidPlanError(PlanError):
         if count > self.SHOWN:
             lines.append(f"  and {count - self.SHOWN} more (see .violations)")
         super().__init__("\n".join(lines))
+
+
+class PartitionError(TaktlineError):
+    """Layers cannot be cut into stages as asked.
+
+    If limits cannot be kept, ``short`` is what the limit of ``stage`` lacks, or if that is None,
+    what every limit lacks.
+
+    >>> from taktline.plan import balance
+    >>> balance([1, 1, 1], 2, memory=[5, 5, 5], limits=[5, 8])
+    Traceback (most recent call last):
+    taktline.errors.PartitionError: no cut into 2 stages keeps within the limits: that of stage ...
+    """
+
+    def __init__(self, text: str, *, stage: int | None = None, short: float | None = None) -> None:
+        self.stage = stage
+        self.short = short
+        super().__init__(text)
 
 
 class TransportError(TaktlineError):

@@ -39,6 +39,7 @@ def test_top_level_names() -> None:
         "Trace",
         "Violation",
         "add_loss",
+        "balance",
         "build",
         "check_split_backward",
         "collect_losses",

@@ -13,6 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from taktline import __version__
+from taktline.cli.balance import balance
 from taktline.cli.check import check
 from taktline.cli.compare import compare
 from taktline.cli.demo import demo
@@ -65,5 +66,5 @@ def _tell_errors(command: Callable[..., None]) -> Callable[..., None]:
     return told
 
 
-for _command in (plan, check, show, simulate, compare, demo, doctor):
+for _command in (plan, check, show, simulate, compare, balance, demo, doctor):
     app.command()(_tell_errors(_command))

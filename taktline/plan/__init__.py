@@ -4,6 +4,7 @@ from taktline.plan.action import Action, Kind, Overlap, parse
 from taktline.plan.costs import Costs, Link
 from taktline.plan.io import read, read_costs, write
 from taktline.plan.memory import memory_curve, peak_memory
+from taktline.plan.partition import Partition, balance
 from taktline.plan.passes import add_comm, add_reduce, add_shard, lower, merge_backward
 from taktline.plan.placement import Placement
 from taktline.plan.plan import Level, Plan
@@ -29,6 +30,7 @@ __all__ = [
     "Level",
     "Link",
     "Overlap",
+    "Partition",
     "Placement",
     "Plan",
     "Rows",
@@ -39,6 +41,7 @@ __all__ = [
     "add_comm",
     "add_reduce",
     "add_shard",
+    "balance",
     "build",
     "each_rank",
     "find",

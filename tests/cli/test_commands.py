@@ -19,6 +19,7 @@ from taktline.plan import (
     Link,
     Plan,
     Timeline,
+    balance,
     build,
     lower,
     names,
@@ -84,6 +85,8 @@ class TestPlan:
             (("simulate", "1f1b"), "give --ranks and --microbatches"),
             (("simulate", "1f1b", "-r", "2", "-m", "2", "--forward", "-1"), "forward must be"),
             (("compare", "1f1b", "2f2b"), "no schedule is called '2f2b'"),
+            (("balance", "1,x", "--stages", "1"), "expected numbers with commas between them"),
+            (("balance", "1,1", "--stages", "3"), "2 layers cannot be cut into 3 stages"),
         ],
     )
     def test_bad_input_exits_with_2(
@@ -124,6 +127,22 @@ class TestCheck:
         assert "warning, where sends block: [deadlock]" in out
         assert out.endswith("valid with asynchronous sends only\n")
         assert len(json.loads(ok("check", "plan.csv", "--json"))["warnings"]) == 1
+
+
+class TestBalance:
+    def test_prints_the_cut(self, folder: Path) -> None:
+        assert ok("balance", "1,1,1,1.5", "--stages", "2") == f"{balance([1, 1, 1, 1.5], 2)}\n"
+
+    @pytest.mark.parametrize("limits", ["16", "8,16,inf"])
+    def test_within_limits_as_json(self, folder: Path, limits: str) -> None:
+        words = ("--stages", "3", "--memory", "8,8,8,8", "--limits", limits, "--json")
+        data = json.loads(ok("balance", "3,1,1,1", *words))
+        assert data == {
+            "largest": 3,
+            "bounds": [0, 1, 2, 4],
+            "stage_costs": [3, 1, 2],
+            "stage_memory": [8, 8, 16],
+        }
 
 
 class TestSimulate:
