@@ -7,8 +7,8 @@ dominates. Traced steps take turns with others, whose whole call is timed (``ste
 
 ``predicted`` is what the simulator makes of the costs found in a step; ``ratio`` compares it with
 that step, and ``error`` is how far it is off. ``others`` compares what every other step predicts
-together with the steps in between; ``halves`` compares these two halves as they were measured, which
-shows how well the machine repeats itself.
+together with the steps in between; ``halves`` compares these two halves as they were measured: how
+well the machine repeats itself.
 """
 
 from __future__ import annotations
