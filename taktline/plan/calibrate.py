@@ -109,12 +109,12 @@ def _actions(timeline: Timeline) -> tuple[IntArray, IntArray, FloatArray]:
 
 
 def _flights(timeline: Timeline) -> FloatArray:
-    """How long after the end of an action each message was there."""
-    sources, targets = timeline.messages()
-    sends = needs(timeline.plan).arrival[targets]
-    # Where sends block, the second one of a pair waits for the first.
-    since = timeline.start[sends] if timeline.costs.comm_blocks else timeline.end[sources]
-    return _arrival(timeline)[sends] - since
+    """How long each message took: from when it could leave until it was there."""
+    sends = needs(timeline.plan).arrival[timeline.messages()[1]]
+    # A send may come long after its action: behind the other half of a pair, for one.
+    spelled_out = timeline.plan.rows.kind[sends] > Kind.W
+    leaves = np.where(spelled_out, timeline.start[sends], timeline.end[sends])
+    return _arrival(timeline)[sends] - leaves
 
 
 def _arrival(timeline: Timeline) -> FloatArray:

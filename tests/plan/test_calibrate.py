@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from taktline.errors import CostError
-from taktline.plan import Costs, Kind, Link, Plan, Timeline, build, lower, simulate
+from taktline.plan import Costs, Kind, Link, Plan, Rows, Timeline, build, lower, simulate
 from tests.plan.strategies import any_plan, costs
 
 NAMES = {
@@ -85,6 +85,21 @@ def test_what_a_rank_spends_between_actions_is_a_cost() -> None:
             start[row], end[row] = start[row] + 0.25, end[row] + 0.25
     measured = Timeline(plan, start, end, timeline.costs, timeline.arrival, measured=True)
     assert Costs.from_timeline(measured).of("forward", 2)[0] == pytest.approx((1.0 + 1.25) / 2)
+
+
+def test_a_message_that_leaves_late_is_not_slow() -> None:
+    """A pair that ran as its two halves sends what the first one gave after the second.
+
+    The second half once counted as latency, and predictions for DualPipeV were 11% too high.
+    """
+    plan = lower(build("dualpipev", ranks=2, microbatches=8))
+    by_rank = [plan.rows_of(rank) for rank in range(2)]
+    assert plan.rows.joined.any()
+    apart = plan.with_rows([Rows.of(r.kind, r.stage, r.microbatch) for r in by_rank], plan.level)
+    timeline = simulate(apart, Costs(link=Link(latency=0.25)))
+    found = Costs.from_timeline(timeline)
+    assert found.link.latency == pytest.approx(0.25)
+    assert simulate(apart, found).makespan == pytest.approx(timeline.makespan)
 
 
 def test_timelines_of_several_models_are_refused() -> None:
