@@ -19,6 +19,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten
 from taktline.errors import BatchError
 from taktline.meta import TensorMeta
 from taktline.plan.words import counted
+from taktline.sharding import is_sharded
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -46,8 +47,8 @@ def flatten(value: Any) -> tuple[list[Any], TreeSpec]:
 def describe(value: Any) -> str:
     """A tensor by its type and shape, a container by its keys, anything else by its type."""
     if isinstance(value, Tensor):
-        layout = f" {value.placements}" if is_dtensor(value) else ""
-        return f"{TensorMeta.of(value)}{layout}"
+        layout = f" {value.placements}" if is_sharded(value) else ""
+        return f"{TensorMeta(tuple(value.shape), value.dtype)}{layout}"
     if is_block_mask(value):
         return f"BlockMask{list(value.shape)}"
     held = children(value)
@@ -57,16 +58,11 @@ def describe(value: Any) -> str:
     return repr(value) if simple else f"a {type(value).__name__}"
 
 
-# Importing these classes is slow, and for nothing: while nobody has, nothing can be one of them.
+# Importing the class is slow, and for nothing: while nobody has, nothing can be one of it.
 def is_block_mask(value: object) -> TypeGuard[BlockMask]:
     """Whether a value is a mask of FlexAttention."""
     module = sys.modules.get("torch.nn.attention.flex_attention")
     return isinstance(value, getattr(module, "BlockMask", ()))
-
-
-def is_dtensor(value: object) -> TypeGuard[DTensor]:
-    """Whether a value is spread over a device mesh."""
-    return isinstance(value, getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ()))
 
 
 def cut(name: str, value: Any, dim: int | None, chunks: int) -> Sequence[Any]:
@@ -75,7 +71,7 @@ def cut(name: str, value: Any, dim: int | None, chunks: int) -> Sequence[Any]:
         return [value] * chunks
     if type(value) is not Tensor and is_block_mask(value):
         return _cut_block_mask(value, chunks)
-    if type(value) is not Tensor and is_dtensor(value):
+    if is_sharded(value):
         # Each rank cuts its own part: cutting the whole would first gather it on all of them.
         _require_even(name, value, dim, chunks)
         local = value.to_local().tensor_split(chunks, dim)
@@ -153,7 +149,7 @@ def join(name: str, values: Sequence[Any], dim: int) -> Tensor:
         """All that must be the same in each: the kind, the other dimensions, the layout."""
         if not isinstance(value, Tensor):
             return ()
-        layout = value.placements if is_dtensor(value) else None
+        layout = value.placements if is_sharded(value) else None
         return value.ndim, value.shape[:dim], value.shape[dim + 1 :], layout
 
     for number, value in enumerate(values):
@@ -164,7 +160,7 @@ def join(name: str, values: Sequence[Any], dim: int) -> Tensor:
             )
     if not first.ndim:
         return torch.stack(list(values))
-    if not is_dtensor(first):
+    if not is_sharded(first):
         return torch.cat(list(values), dim)
     for value in values:
         _require_even(name, value, dim, 0)
