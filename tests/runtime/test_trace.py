@@ -349,7 +349,8 @@ class TestProfiler:
         schedule = tl.ScheduleInterleavedZeroBubble(stages, 2, nn.functional.mse_loss)
         batch = torch.ones(4, 4)
         schedule.step(batch, target=batch)
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        cpu = [torch.profiler.ProfilerActivity.CPU]
+        with torch.profiler.profile(activities=cpu, acc_events=True) as profile:
             if traced:
                 with schedule.trace() as trace:
                     schedule.step(batch, target=batch)
