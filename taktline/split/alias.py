@@ -33,6 +33,20 @@ class Aliases:
         viewed = next(_arguments(node, written=False), None)
         return node if viewed is None else self._root.get(viewed, viewed)
 
+    def require_own_buffers(self, stages: Mapping[fx.Node, int]) -> None:
+        """Raise if a stage changes a parameter or buffer that another one uses too.
+
+        On ranks of their own, the other one would not notice.
+        """
+        for stage, written in self._written.items():
+            for root, node in written.items():
+                users = sorted({stages[user] for user in root.users if user in stages} - {stage})
+                if root.op == "get_attr" and users:
+                    raise PartitionError(
+                        f"stage {stage} changes {str(root.target)!r} ({node.target}), which stage "
+                        f"{users[0]} uses too; move the split point so that one stage does both"
+                    )
+
     def changed(self, stage: int, values: Sequence[fx.Node]) -> set[fx.Node]:
         """Those of the values that come into a stage which it changes in place.
 

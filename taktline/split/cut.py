@@ -22,7 +22,7 @@ from torch.fx.graph import _PyTreeCodeGen, _PyTreeInfo
 from torch.utils import _pytree as pytree
 
 from taktline.split.alias import Aliases
-from taktline.split.constants import check_constant
+from taktline.split.arguments import add_check
 from taktline.split.markers import is_marker
 from taktline.split.state import Attribute, State
 
@@ -55,6 +55,7 @@ def cut(traced: fx.GraphModule, state: State) -> list[Piece]:
         for boundary in range(last)
     ]
     aliases = Aliases(stages)
+    aliases.require_own_buffers(stages)
     pieces: list[Piece] = []
     for stage in range(last + 1):
         builder = _Builder(traced, state)
@@ -82,7 +83,8 @@ def _stages(graph: fx.Graph) -> dict[fx.Node, int]:
             due = busy
         elif node.op in ("call_function", "call_module", "call_method"):
             if _belongs_to_its_input(node):
-                stages[node] = max((stages.get(n, 0) for n in node.all_input_nodes), default=stage)
+                taken = [stages[part] for part in node.all_input_nodes if part in stages]
+                stages[node] = max(taken, default=stage)
                 continue
             if due:
                 stage, due = stage + 1, False
@@ -92,7 +94,13 @@ def _stages(graph: fx.Graph) -> dict[fx.Node, int]:
 
 
 def _belongs_to_its_input(node: fx.Node) -> bool:
-    """Parts of a result, and checks: no reason to begin a stage, or to hand a list on."""
+    """Whether a node is no reason to begin a stage, or to hand on what it takes.
+
+    Parts of a result are, and checks, and buffers that are assigned: the trace does that at its
+    end, whichever stage has computed them.
+    """
+    if node.target is torch.ops.aten.copy_.default:
+        return getattr(node.args[0], "op", "") == "get_attr" and isinstance(node.args[1], fx.Node)
     return node.target is operator.getitem or "_assert" in str(node.target)
 
 
@@ -116,11 +124,8 @@ class _Builder:
         for node in self._traced.graph.nodes:
             if node.op == "placeholder":
                 self._values[node] = self.piece.graph.node_copy(node)
-        for node, argument in list(self._values.items()):
-            value = node.meta.get("val")
-            if isinstance(value, (bool, int, float, str)):
-                # The trace holds for this value alone.
-                self.piece.graph.call_function(check_constant, (argument, node.name, value))
+        for argument in list(self._values.values()):
+            add_check(self.piece.graph, argument)
 
     def take(self, values: list[fx.Node], changed: set[fx.Node]) -> None:
         """What the stage before gives; copies of those that this stage changes in place."""

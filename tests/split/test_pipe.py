@@ -119,6 +119,74 @@ def test_another_constant_than_that_of_the_trace() -> None:
         pipe(pair, scale=4.0)
 
 
+def test_another_shape_than_that_of_the_trace() -> None:
+    """Sizes are constants of a trace: here the mean would be wrong, and nobody would notice."""
+
+    class Mean(Three):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.b(self.a(x)).sum(0) / x.shape[0]
+
+    pipe = tl.pipeline(Mean(), (torch.ones(2, 4),), split_spec={"b": BEGINNING})
+    with pytest.raises(
+        PartitionError, match=r"x has the shape \[3, 4\], but .* \[2, 4\], and sizes"
+    ):
+        pipe(torch.ones(3, 4))
+
+
+def test_none_where_a_tensor_comes_later() -> None:
+    pair = {"x": torch.randn(2, 4), "z": torch.randn(2)}
+    pipe = tl.pipeline(Options(), (pair, None))
+    pipe(pair, None)
+    with pytest.raises(
+        PartitionError, match="y is a tensor, but the pipeline was traced with None"
+    ):
+        pipe(pair, torch.ones(2, 4))
+
+
+class Counts(Three):
+    """Assigns a buffer; a trace does so at its end."""
+
+    total: Tensor
+
+    def __init__(self, late: bool) -> None:
+        super().__init__()
+        self.late = late
+        self.register_buffer("total", torch.zeros(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.a(x)
+        self.total = self.total + x.detach().sum(0)
+        seen = x + self.total
+        tl.pipe_split()
+        return self.b(x + self.total.clone() if self.late else seen)
+
+
+def test_a_buffer_is_assigned_where_it_is_computed() -> None:
+    model = Counts(late=False)
+    twin = copy.deepcopy(model)
+    x = torch.randn(2, 4)
+    pipe = tl.pipeline(model, (x,))
+    assert [list(dict(pipe.get_stage_module(n).named_buffers())) for n in (0, 1)] == [["total"], []]
+    for _ in range(3):
+        assert torch.equal(pipe(x), twin(x))
+    assert torch.equal(model.total, twin.total)
+
+
+def test_a_buffer_that_one_stage_writes_and_another_reads() -> None:
+    class Shared(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.linear = nn.BatchNorm1d(4), nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.norm(self.linear(self.norm(x)))
+
+    with pytest.raises(
+        PartitionError, match=r"stage 1 changes 'norm.*' .*, which stage 0 uses too"
+    ):
+        tl.pipeline(Shared(), (torch.ones(2, 4),), split_spec={"linear": BEGINNING})
+
+
 def test_the_module_is_left_as_it_was() -> None:
     model = Three()
     model.b.eval()

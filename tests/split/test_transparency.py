@@ -121,3 +121,20 @@ def test_gradients_land_on_the_model() -> None:
         model.named_parameters(), twin.named_parameters(), strict=True
     ):
         assert torch.equal(parameter, expected), key
+
+
+def test_a_tied_weight_in_one_process_gets_its_whole_gradient() -> None:
+    model = make("rotated")
+    pipe = trace("rotated", 2, model)
+    x, target = CASES["rotated"].batch(SIZE * COUNT)
+
+    def main(rank: int) -> None:
+        stage = pipe.build_stage(rank, CPU)
+        schedule = tl.Schedule1F1B(stage, COUNT, CASES["rotated"].loss)
+        schedule.step(*((x,) if rank == 0 else ()), target=target)
+
+    tl.local.run(main, 2)
+    expected = plain("rotated")
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None or name in expected:
+            torch.testing.assert_close(parameter.grad, expected[name])
