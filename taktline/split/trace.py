@@ -10,6 +10,7 @@ import torch
 from torch import fx, nn
 
 from taktline.errors import PartitionError
+from taktline.split.beside import recording, with_losses
 from taktline.split.markers import SplitPoint, marked, require_outside, tracing
 
 __all__ = ["Policy", "in_mode", "trace"]
@@ -25,13 +26,14 @@ def trace(
     policy: Policy | None,
 ) -> fx.GraphModule:
     """The module's graph, in the mode that it is in; the module itself is left as it was."""
-    with marked(module, spec), tracing():
+    with marked(module, spec), tracing(), recording():
         program = _export(module, args, kwargs)
     # Without guards: those would refuse micro-batches of another size even where they fit.
     traced = program.module(check_guards=False)
     if not isinstance(traced, fx.GraphModule):
         raise PartitionError(f"torch.export gave a {type(traced).__name__}, not a graph")
     require_outside(traced)
+    traced = with_losses(traced)
     if policy is not None:
         traced = policy(traced)
         if not isinstance(traced, fx.GraphModule):

@@ -12,7 +12,7 @@ import torch.distributed.pipelining as peer
 from torch import Tensor, fx, nn
 
 import taktline as tl
-from taktline.errors import PartitionError
+from taktline.errors import PartitionError, SkipError
 from tests.split.models import BEGINNING, CASES, END, make
 
 CPU = torch.device("cpu")
@@ -324,3 +324,57 @@ def test_split_points_are_nothing_outside_of_a_trace() -> None:
     assert tl.pipe_split() is None
     program = torch.export.export(Options(), (pair,), strict=False)
     assert "pipe_split" not in str(program.graph)
+
+
+class Beside(Three):
+    """A skip connection and two losses, one of them from a region without gradient."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.a(x)
+        tl.add_loss(x.square().mean())
+        tl.skip.put("x", x)
+        tl.pipe_split()
+        y = self.b(x)
+        tl.add_loss(y.abs().mean())
+        with torch.no_grad():
+            tl.add_loss(y.sum())
+        return self.c(y) + tl.skip.get("x")
+
+
+def test_losses_and_skips_of_a_traced_model() -> None:
+    model, x = Beside(), torch.randn(2, 4)
+    pipe = tl.pipeline(model, (x,))
+    with tl.collect_losses() as found:
+        output = pipe(x)
+    with tl.collect_losses() as expected:
+        assert torch.equal(output, model(x))
+    assert len(found) == 3
+    assert found == expected
+
+    def main(rank: int) -> list[float]:
+        schedule = tl.ScheduleGPipe(pipe.build_stage(rank, CPU), 2, nn.functional.mse_loss)
+        losses: list[Tensor] = []
+        batch = torch.cat((x, x))
+        schedule.step(batch, target=batch, aux_losses=losses, share_losses=True)
+        return [loss.item() for loss in losses]
+
+    total = sum(loss.item() for loss in expected)
+    found_gradient = {}
+    assert tl.local.run(main, 2)[1] == pytest.approx([total, total])
+    for name, parameter in model.named_parameters():
+        found_gradient[name], parameter.grad = parameter.grad, None
+    with tl.collect_losses() as losses:
+        main_loss = nn.functional.mse_loss(model(x), x)
+    torch.stack([main_loss, *losses]).sum().backward()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(found_gradient[name], parameter.grad)
+
+
+def test_a_skip_that_nobody_gets() -> None:
+    class Lost(Three):
+        def forward(self, x: Tensor) -> Tensor:
+            tl.skip.put("lost", x)
+            return super().forward(x)
+
+    with pytest.raises(SkipError, match="nobody gets 'lost'"):
+        tl.pipeline(Lost(), (torch.ones(2, 4),), split_spec={"b": BEGINNING})
