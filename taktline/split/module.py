@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
@@ -13,7 +14,20 @@ from torch.fx.node import map_aggregate
 from taktline.errors import PartitionError
 from taktline.split.cut import Piece
 
-__all__ = ["StageModule"]
+__all__ = ["StageModule", "WithoutKeywords", "shared"]
+
+
+@dataclass(frozen=True)
+class WithoutKeywords:
+    """A hook for later stages: keywords of the first one reach all stages of its rank."""
+
+    names: frozenset[str]
+
+    def __call__(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Arguments without what only the first stage takes."""
+        return args, {name: value for name, value in kwargs.items() if name not in self.names}
 
 
 class StageModule(fx.GraphModule):
@@ -88,6 +102,7 @@ _TABLES = (
     "_modules",
     "_forward_hooks",
     "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
     "_backward_hooks",
     "_backward_pre_hooks",
 )

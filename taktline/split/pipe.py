@@ -15,7 +15,7 @@ from taktline.errors import PartitionError
 from taktline.meta import as_arguments
 from taktline.split.cut import Piece, cut
 from taktline.split.markers import SplitPoint, is_marker
-from taktline.split.module import StageModule, shared
+from taktline.split.module import StageModule, WithoutKeywords, shared
 from taktline.split.state import State
 from taktline.split.trace import Policy, in_mode, trace
 from taktline.stage import PipelineStage
@@ -190,6 +190,9 @@ def pipeline(
         StageModule({mode: pieces[mode][stage] for mode in pieces}, training, state.order, why_not)
         for stage in range(len(pieces[training]))
     ]
+    keywords = WithoutKeywords(frozenset(_argument_names(traced)))
+    for piece in modules[1:]:
+        piece.register_forward_pre_hook(keywords, with_kwargs=True)
     return Pipe(_joined(modules, traced, training), len(modules), False, None)
 
 

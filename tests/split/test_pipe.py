@@ -12,8 +12,8 @@ import torch.distributed.pipelining as peer
 from torch import Tensor, fx, nn
 
 import taktline as tl
-from taktline.errors import PartitionError, SkipError
-from tests.split.models import BEGINNING, CASES, END, make
+from taktline.errors import PartitionError
+from tests.split.models import BEGINNING, CASES, END, Options, Three, make
 
 CPU = torch.device("cpu")
 
@@ -22,15 +22,6 @@ def names(pipe: Any) -> list[list[str]]:
     """The parameters of each stage."""
     pieces = (pipe.get_stage_module(stage) for stage in range(pipe.num_stages))
     return [sorted(name for name, _ in piece.named_parameters()) for piece in pieces]
-
-
-class Three(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b, self.c = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.c(self.b(self.a(x)))
 
 
 @pytest.mark.parametrize("name", ["pipeline", "pipe_split", "build_stage", "Pipe"])
@@ -77,114 +68,6 @@ def test_a_module_that_is_called_twice() -> None:
     pipe = tl.pipeline(Twice(), (torch.ones(2, 4),), split_spec={"a": END})
     assert names(pipe) == [["a.bias", "a.weight"], ["a.bias", "a.weight", "b.bias", "b.weight"]]
     assert pipe.shared_parameters == [{0: "a.weight", 1: "a.weight"}, {0: "a.bias", 1: "a.bias"}]
-
-
-class Options(nn.Module):
-    """All kinds of arguments, and containers in and out."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
-
-    def forward(
-        self, pair: dict[str, Tensor], y: Tensor | None = None, *, scale: float = 2.0
-    ) -> dict[str, Any]:
-        x = self.a(pair["x"]) * scale
-        tl.pipe_split()
-        x = self.b(x)
-        if y is not None:
-            x = x + y
-        return {"x": (x, pair["z"]), "scale": scale}
-
-
-def test_keywords_defaults_and_containers() -> None:
-    model = Options()
-    pair, y = {"x": torch.randn(2, 4), "z": torch.randn(2)}, torch.randn(2, 4)
-    calls: list[dict[str, Any]] = [{}, {"y": y}, {"scale": 3.0, "y": y}]
-    for kwargs in calls:
-        pipe = tl.pipeline(model, (pair,), kwargs)
-        found, expected = pipe(pair, **kwargs), model(pair, **kwargs)
-        assert found.keys() == expected.keys()
-        assert torch.equal(found["x"][0], expected["x"][0])
-        assert torch.equal(found["x"][1], pair["z"])
-        assert found["scale"] == expected["scale"]
-
-
-def test_another_constant_than_that_of_the_trace() -> None:
-    pair = {"x": torch.randn(2, 4), "z": torch.randn(2)}
-    pipe = tl.pipeline(Options(), (pair,), {"scale": 3.0})
-    with pytest.raises(
-        PartitionError, match=r"scale is 4.0, but .* traced with 3.0, .* pipeline\("
-    ):
-        pipe(pair, scale=4.0)
-
-
-def test_another_shape_than_that_of_the_trace() -> None:
-    """Sizes are constants of a trace: here the mean would be wrong, and nobody would notice."""
-
-    class Mean(Three):
-        def forward(self, x: Tensor) -> Tensor:
-            return self.b(self.a(x)).sum(0) / x.shape[0]
-
-    pipe = tl.pipeline(Mean(), (torch.ones(2, 4),), split_spec={"b": BEGINNING})
-    with pytest.raises(
-        PartitionError, match=r"x has the shape \[3, 4\], but .* \[2, 4\], and sizes"
-    ):
-        pipe(torch.ones(3, 4))
-
-
-def test_none_where_a_tensor_comes_later() -> None:
-    pair = {"x": torch.randn(2, 4), "z": torch.randn(2)}
-    pipe = tl.pipeline(Options(), (pair, None))
-    pipe(pair, None)
-    with pytest.raises(
-        PartitionError, match="y is a tensor, but the pipeline was traced with None"
-    ):
-        pipe(pair, torch.ones(2, 4))
-
-
-class Counts(Three):
-    """Assigns a buffer; a trace does so at its end."""
-
-    total: Tensor
-
-    def __init__(self, late: bool) -> None:
-        super().__init__()
-        self.late = late
-        self.register_buffer("total", torch.zeros(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.a(x)
-        self.total = self.total + x.detach().sum(0)
-        seen = x + self.total
-        tl.pipe_split()
-        return self.b(x + self.total.clone() if self.late else seen)
-
-
-def test_a_buffer_is_assigned_where_it_is_computed() -> None:
-    model = Counts(late=False)
-    twin = copy.deepcopy(model)
-    x = torch.randn(2, 4)
-    pipe = tl.pipeline(model, (x,))
-    assert [list(dict(pipe.get_stage_module(n).named_buffers())) for n in (0, 1)] == [["total"], []]
-    for _ in range(3):
-        assert torch.equal(pipe(x), twin(x))
-    assert torch.equal(model.total, twin.total)
-
-
-def test_a_buffer_that_one_stage_writes_and_another_reads() -> None:
-    class Shared(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.norm, self.linear = nn.BatchNorm1d(4), nn.Linear(4, 4)
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.norm(self.linear(self.norm(x)))
-
-    with pytest.raises(
-        PartitionError, match=r"stage 1 changes 'norm.*' .*, which stage 0 uses too"
-    ):
-        tl.pipeline(Shared(), (torch.ones(2, 4),), split_spec={"linear": BEGINNING})
 
 
 def test_the_module_is_left_as_it_was() -> None:
@@ -282,21 +165,6 @@ def test_a_mode_that_cannot_be_traced() -> None:
     pipe.train()
 
 
-def test_memory_that_is_shared_across_a_boundary_and_written_to() -> None:
-    class Writes(Three):
-        def forward(self, x: Tensor) -> Tensor:
-            x = self.a(x)
-            view = x[0]
-            tl.pipe_split()
-            x.mul_(2)
-            return self.b(x) + view
-
-    with pytest.raises(
-        PartitionError, match=r"stage 1 changes .* in place .* move the split point"
-    ):
-        tl.pipeline(Writes(), (torch.ones(2, 4),))
-
-
 def test_building_a_stage_moves_what_it_creates() -> None:
     class Positions(Three):
         def forward(self, x: Tensor) -> Tensor:
@@ -324,57 +192,3 @@ def test_split_points_are_nothing_outside_of_a_trace() -> None:
     assert tl.pipe_split() is None
     program = torch.export.export(Options(), (pair,), strict=False)
     assert "pipe_split" not in str(program.graph)
-
-
-class Beside(Three):
-    """A skip connection and two losses, one of them from a region without gradient."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.a(x)
-        tl.add_loss(x.square().mean())
-        tl.skip.put("x", x)
-        tl.pipe_split()
-        y = self.b(x)
-        tl.add_loss(y.abs().mean())
-        with torch.no_grad():
-            tl.add_loss(y.sum())
-        return self.c(y) + tl.skip.get("x")
-
-
-def test_losses_and_skips_of_a_traced_model() -> None:
-    model, x = Beside(), torch.randn(2, 4)
-    pipe = tl.pipeline(model, (x,))
-    with tl.collect_losses() as found:
-        output = pipe(x)
-    with tl.collect_losses() as expected:
-        assert torch.equal(output, model(x))
-    assert len(found) == 3
-    assert found == expected
-
-    def main(rank: int) -> list[float]:
-        schedule = tl.ScheduleGPipe(pipe.build_stage(rank, CPU), 2, nn.functional.mse_loss)
-        losses: list[Tensor] = []
-        batch = torch.cat((x, x))
-        schedule.step(batch, target=batch, aux_losses=losses, share_losses=True)
-        return [loss.item() for loss in losses]
-
-    total = sum(loss.item() for loss in expected)
-    found_gradient = {}
-    assert tl.local.run(main, 2)[1] == pytest.approx([total, total])
-    for name, parameter in model.named_parameters():
-        found_gradient[name], parameter.grad = parameter.grad, None
-    with tl.collect_losses() as losses:
-        main_loss = nn.functional.mse_loss(model(x), x)
-    torch.stack([main_loss, *losses]).sum().backward()
-    for name, parameter in model.named_parameters():
-        torch.testing.assert_close(found_gradient[name], parameter.grad)
-
-
-def test_a_skip_that_nobody_gets() -> None:
-    class Lost(Three):
-        def forward(self, x: Tensor) -> Tensor:
-            tl.skip.put("lost", x)
-            return super().forward(x)
-
-    with pytest.raises(SkipError, match="nobody gets 'lost'"):
-        tl.pipeline(Lost(), (torch.ones(2, 4),), split_spec={"b": BEGINNING})
