@@ -46,6 +46,11 @@ if TYPE_CHECKING:
     from taktline.runtime import get_schedule_class as get_schedule_class
     from taktline.runtime import merge_chunks as merge_chunks
     from taktline.runtime import split_args_kwargs_into_chunks as split_args_kwargs_into_chunks
+    from taktline.split import Pipe as Pipe
+    from taktline.split import SplitPoint as SplitPoint
+    from taktline.split import build_stage as build_stage
+    from taktline.split import pipe_split as pipe_split
+    from taktline.split import pipeline as pipeline
     from taktline.stage import PipelineStage as PipelineStage
     from taktline.stage import SplitReport as SplitReport
     from taktline.stage import check_split_backward as check_split_backward
@@ -63,6 +68,7 @@ _ROOM_OF = {
     "InvalidPlanError": "errors",
     "Link": "plan",
     "MismatchError": "errors",
+    "Pipe": "split",
     "PipelineStage": "stage",
     "Placement": "plan",
     "Plan": "plan",
@@ -74,6 +80,7 @@ _ROOM_OF = {
     "ScheduleInterleavedZeroBubble": "runtime",
     "ScheduleLoopedBFS": "runtime",
     "ScheduleZBVZeroBubble": "runtime",
+    "SplitPoint": "split",
     "SplitReport": "stage",
     "StageError": "errors",
     "TaktlineError": "errors",
@@ -84,12 +91,15 @@ _ROOM_OF = {
     "add_loss": "aside",
     "balance": "plan",
     "build": "plan",
+    "build_stage": "split",
     "check_split_backward": "stage",
     "collect_losses": "aside",
     "get_schedule_class": "runtime",
     "local": "transport",
     "lower": "plan",
     "merge_chunks": "runtime",
+    "pipe_split": "split",
+    "pipeline": "split",
     "simulate": "plan",
     "skip": "skip",
     "split_args_kwargs_into_chunks": "runtime",

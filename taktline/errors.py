@@ -19,6 +19,7 @@
     ├── SignatureError       a value at a boundary is not what was expected, or cannot cross it
     ├── SkipError            a skip connection that is put and not got, or got and not put
     ├── LossError            the loss is not something to begin a backward with
+    ├── PartitionError       a model cannot be cut into stages as asked
     ├── SplitError           the two halves of a backward do not fit together
     └── StageError           an action failed on some rank; raised on every rank
 
@@ -288,6 +289,15 @@ class LossError(TaktlineError):
     >>> raise LossError("loss_fn must give one number as a tensor, not a float")
     Traceback (most recent call last):
     taktline.errors.LossError: loss_fn must give one number as a tensor, not a float
+    """
+
+
+class PartitionError(TaktlineError):
+    """A model cannot be cut into stages as asked.
+
+    >>> raise PartitionError("split_spec names 'layer.7', but Model has no such submodule; ...")
+    Traceback (most recent call last):
+    taktline.errors.PartitionError: split_spec names 'layer.7', but Model has no such submodule; ...
     """
 
 

@@ -1,0 +1,183 @@
+"""Where a traced model is cut: marks that a trace leaves in its graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from difflib import get_close_matches
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.fx.node import has_side_effect
+
+from taktline.errors import PartitionError
+
+__all__ = ["SplitPoint", "is_marker", "marked", "pipe_split", "require_outside", "tracing"]
+
+_library = torch.library.Library("taktline", "DEF")
+_library.define("pipe_split() -> ()")
+# It has no tensor to be dispatched by.
+_library.impl("pipe_split", lambda: None, "BackendSelect")
+_OP = torch.ops.taktline.pipe_split.default
+has_side_effect(_OP)  # so that no pass takes it for dead code
+
+# Models that were marked for torch's own pipelining can be cut as they are.
+_PEER_OP = "pippy._pipe_split.default"
+_PEER_FUNCTION = ("torch.distributed.pipelining._IR", "pipe_split")
+
+_is_tracing = False
+
+_REGIONS = {
+    "wrap_with_set_grad_enabled": "torch.no_grad() or torch.enable_grad()",
+    "wrap_with_autocast": "torch.autocast()",
+    "cond": "torch.cond()",
+    "while_loop": "torch.while_loop()",
+}
+
+
+class SplitPoint(Enum):
+    """Whether a model is cut before or after a submodule.
+
+    >>> import taktline as tl
+    >>> tl.SplitPoint.BEGINNING
+    <SplitPoint.BEGINNING: 1>
+    """
+
+    BEGINNING = 1
+    END = 2
+
+
+def pipe_split():
+    """Begin a new stage here, inside a forward; does nothing unless :func:`pipeline` traces it.
+
+    >>> import taktline as tl
+    >>> class Model(nn.Module):
+    ...     def __init__(self):
+    ...         super().__init__()
+    ...         self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+    ...
+    ...     def forward(self, x):
+    ...         x = self.first(x)
+    ...         tl.pipe_split()
+    ...         return self.second(x)
+    >>> tl.pipeline(Model(), (torch.zeros(2, 4),)).num_stages
+    2
+    """
+    if _is_tracing:
+        _OP()
+
+
+@contextmanager
+def tracing() -> Iterator[None]:
+    """Make :func:`pipe_split` leave its mark."""
+    global _is_tracing
+    before, _is_tracing = _is_tracing, True
+    try:
+        yield
+    finally:
+        _is_tracing = before
+
+
+def is_marker(node: fx.Node) -> bool:
+    """Whether a node is where a stage ends and the next one begins."""
+    if node.op != "call_function":
+        return False
+    if node.target is _OP or node.target is pipe_split or str(node.target) == _PEER_OP:
+        return True
+    named = (getattr(node.target, "__module__", ""), getattr(node.target, "__name__", ""))
+    return named == _PEER_FUNCTION
+
+
+def require_outside(traced: fx.GraphModule) -> None:
+    """Raise if a mark lies in a region that is one operation of the graph."""
+    for node in traced.graph.nodes:
+        for part in node.all_input_nodes:
+            inner = _graph_of(traced, part)
+            if inner is not None and _has_marker(inner):
+                kind = getattr(node.target, "__name__", str(node.target))
+                region = _REGIONS.get(kind, kind)
+                raise PartitionError(
+                    f"a split point lies inside of a region that cannot be cut ({region}); "
+                    "move the split point before or behind the region"
+                )
+
+
+def _graph_of(owner: nn.Module, node: fx.Node) -> fx.GraphModule | None:
+    if node.op != "get_attr":
+        return None
+    value: Any = owner
+    for name in str(node.target).split("."):
+        value = getattr(value, name, None)
+    return value if isinstance(value, fx.GraphModule) else None
+
+
+def _has_marker(inner: fx.GraphModule) -> bool:
+    parts = (part for part in inner.modules() if isinstance(part, fx.GraphModule))
+    return any(is_marker(node) for part in parts for node in part.graph.nodes)
+
+
+@contextmanager
+def marked(module: nn.Module, spec: Mapping[str, SplitPoint]) -> Iterator[None]:
+    """While this lasts, a call of each submodule leaves its mark; the module is as before then."""
+    called: set[str] = set()
+    with ExitStack() as wrappers:
+        for name, point in spec.items():
+            wrappers.enter_context(_wrapped(_find(module, name), name, point, called))
+        yield
+    missing = [name for name in spec if name not in called]
+    if missing:
+        listed = ", ".join(map(repr, missing))
+        raise PartitionError(
+            f"the forward does not call {listed}, so there is nothing to split at; name submodules "
+            "in split_spec that the forward calls, or call pipe_split() in the forward"
+        )
+
+
+def _find(module: nn.Module, name: str) -> nn.Module:
+    names = [known for known, _ in module.named_modules(remove_duplicate=False) if known]
+    if name not in names:
+        close = get_close_matches(name, names, 3)
+        if close:
+            hint = f"did you mean {' or '.join(map(repr, close))}?"
+        else:
+            hint = f"there are {', '.join(map(repr, names[:8]))}{', …' if len(names) > 8 else ''}"
+        raise PartitionError(
+            f"split_spec names {name!r}, but {type(module).__name__} has no such submodule; {hint}"
+        )
+    return module.get_submodule(name)
+
+
+@contextmanager
+def _wrapped(
+    submodule: nn.Module, name: str, point: SplitPoint, called: set[str]
+) -> Iterator[None]:
+    if not isinstance(point, SplitPoint) and getattr(point, "name", "") in SplitPoint.__members__:
+        point = SplitPoint[getattr(point, "name")]  # noqa: B009  (torch's own)
+    if not isinstance(point, SplitPoint):
+        raise PartitionError(
+            f"split_spec[{name!r}] must be SplitPoint.BEGINNING or SplitPoint.END, not {point!r}"
+        )
+    own = vars(submodule).get("forward")
+    forward: Callable[..., Any] = submodule.forward
+
+    def split_before(*args: Any, **kwargs: Any) -> Any:
+        called.add(name)
+        pipe_split()
+        return forward(*args, **kwargs)
+
+    def split_after(*args: Any, **kwargs: Any) -> Any:
+        called.add(name)
+        output = forward(*args, **kwargs)
+        pipe_split()
+        return output
+
+    submodule.forward = split_before if point is SplitPoint.BEGINNING else split_after
+    try:
+        yield
+    finally:
+        if own is None:
+            del submodule.forward
+        else:
+            submodule.forward = own

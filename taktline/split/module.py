@@ -1,0 +1,144 @@
+"""One piece of a traced model as a module."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+from torch import fx, nn
+from torch.fx.node import map_aggregate
+
+from taktline.errors import PartitionError
+from taktline.split.cut import Piece
+
+__all__ = ["StageModule", "WithoutKeywords", "shared"]
+
+
+@dataclass(frozen=True)
+class WithoutKeywords:
+    """A hook for later stages: keywords of the first one reach all stages of its rank."""
+
+    names: frozenset[str]
+
+    def __call__(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Arguments without what only the first stage takes."""
+        return args, {name: value for name, value in kwargs.items() if name not in self.names}
+
+
+class StageModule(fx.GraphModule):
+    """A piece with a graph for training and one for evaluation.
+
+    A trace holds for the mode that it was made in, as dropout and batch norm depend on it. So
+    ``train()`` and ``eval()`` change the graph.
+    """
+
+    def __init__(
+        self,
+        pieces: Mapping[bool, Piece],
+        training: bool,
+        order: Mapping[str, int],
+        why_not: str = "",
+    ) -> None:
+        super().__init__(nn.Module(), fx.Graph(), "StageModule")
+        attributes: dict[str, Any] = {}
+        graphs: dict[bool, fx.Graph] = {}
+        # The mode that was asked for comes first, so it keeps the names of its constants.
+        for mode in sorted(pieces, key=lambda mode: mode != training):
+            graphs[mode] = _with_own_names(pieces[mode], attributes)
+        for name in sorted(attributes, key=lambda name: order.get(name, len(order))):
+            attributes[name].install(self, name)
+        self._graphs = graphs
+        self._why_not = why_not
+        self.training = training
+        self.graph = graphs[training]
+
+    def train(self, mode: bool = True) -> Self:
+        """Change to the graph for training, or for evaluation."""
+        if mode not in self._graphs:
+            asked = "train()" if mode else "eval()"
+            raise PartitionError(
+                f"{asked} of a stage: its model could not be traced in that mode too: "
+                f"{self._why_not}; call pipeline() on the model in the mode that you need"
+            )
+        super().train(mode)
+        if self.graph is not self._graphs[mode]:
+            self.graph = self._graphs[mode]
+        return self
+
+    def set_device(self, device: torch.device) -> None:
+        """Create on a device what the graphs create, such as positions and masks."""
+        nested = [m.graph for m in self.modules() if isinstance(m, fx.GraphModule)]
+        for graph in {*nested, *self._graphs.values()}:
+            for node in graph.nodes:
+                node.args = map_aggregate(node.args, lambda part: _moved(part, device))
+                node.kwargs = map_aggregate(node.kwargs, lambda part: _moved(part, device))
+        for module in self.modules():
+            if isinstance(module, fx.GraphModule):
+                module.recompile()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> StageModule:
+        made = StageModule.__new__(StageModule)
+        memo[id(self)] = made
+        fx.GraphModule.__init__(made, nn.Module(), fx.Graph(), "StageModule")
+        for table in _TABLES:
+            setattr(made, table, copy.deepcopy(getattr(self, table), memo))
+        made._graphs = {mode: _copied(graph) for mode, graph in self._graphs.items()}
+        made._why_not = self._why_not
+        made.training = self.training
+        made.meta = copy.copy(self.meta)
+        made.graph = made._graphs[self.training]
+        return made
+
+
+_TABLES = (
+    "_parameters",
+    "_buffers",
+    "_non_persistent_buffers_set",
+    "_modules",
+    "_forward_hooks",
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+)
+
+
+def _with_own_names(piece: Piece, taken: dict[str, Any]) -> fx.Graph:
+    """The graph of a piece, once its attributes are among those that are taken.
+
+    Constants and regions may differ between the modes and yet have the same name.
+    """
+    for node in piece.graph.nodes:
+        if node.op != "get_attr":
+            continue
+        name, attribute = str(node.target), piece.attributes[str(node.target)]
+        while name in taken and taken[name].value is not attribute.value:
+            name += "_"
+        taken[name] = attribute
+        node.target = name
+    return piece.graph
+
+
+def _copied(graph: fx.Graph) -> fx.Graph:
+    made = fx.Graph()
+    made.output(made.graph_copy(graph, {}))
+    made.set_codegen(graph._codegen)
+    return made
+
+
+def _moved(part: Any, device: torch.device) -> Any:
+    return device if isinstance(part, torch.device) else part
+
+
+def shared(pieces: list[nn.Module]) -> list[dict[int, str]]:
+    """The parameters that several pieces have: the name of each in each stage."""
+    found: dict[int, dict[int, str]] = {}
+    for stage, piece in enumerate(pieces):
+        for name, parameter in piece.named_parameters():
+            found.setdefault(id(parameter), {})[stage] = name
+    return [names for names in found.values() if len(names) > 1]

@@ -1,0 +1,253 @@
+"""A module, traced and cut into stages."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import fx, nn
+
+from taktline.errors import PartitionError
+from taktline.meta import as_arguments
+from taktline.split.cut import Piece, cut
+from taktline.split.markers import SplitPoint, is_marker
+from taktline.split.module import StageModule, WithoutKeywords, shared
+from taktline.split.state import State
+from taktline.split.trace import Policy, in_mode, trace
+from taktline.stage import PipelineStage
+
+__all__ = ["Pipe", "PipeInfo", "build_stage", "pipeline"]
+
+
+@dataclass
+class PipeInfo:
+    """What a stage needs to know of the whole.
+
+    >>> PipeInfo(fx.Graph(), 2, False).num_stages
+    2
+    """
+
+    graph: fx.Graph
+    num_stages: int
+    has_loss_and_backward: bool
+
+
+class Pipe(nn.Module):
+    """A model in pieces, as :func:`pipeline` makes it. Calling it runs them one after the other.
+
+    >>> import taktline as tl
+    >>> model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+    >>> pipe = tl.pipeline(model, (torch.zeros(2, 4),), split_spec={"2": tl.SplitPoint.BEGINNING})
+    >>> pipe
+    Pipe(2 stages: 20 parameters, 20 parameters)
+    >>> [name for name, _ in pipe.get_stage_module(1).named_parameters()]
+    ['2.weight', '2.bias']
+    """
+
+    def __init__(
+        self, split_gm: fx.GraphModule, num_stages: int, has_loss_and_backward: bool, loss_spec
+    ):
+        super().__init__()
+        self.split_gm = split_gm
+        self.num_stages = num_stages
+        self.has_loss_and_backward = has_loss_and_backward
+        self.loss_spec = loss_spec
+        self.training = split_gm.training
+
+    def forward(self, *args, **kwargs):
+        """What the model gives."""
+        value = self.get_stage_module(0)(*args, **kwargs)
+        for stage in range(1, self.num_stages):
+            value = self.get_stage_module(stage)(*as_arguments(value))
+        return value
+
+    def get_stage_module(self, stage_idx: int) -> nn.Module:
+        """The piece of one stage; its parameters and buffers are those of the model."""
+        if not 0 <= stage_idx < self.num_stages:
+            raise PartitionError(
+                f"there is no stage {stage_idx}: stages are numbered from 0 to "
+                f"{self.num_stages - 1}"
+            )
+        return self.split_gm.get_submodule(f"submod_pp_{stage_idx}")
+
+    @property
+    def shared_parameters(self) -> list[dict[int, str]]:
+        """The parameters that several stages use: for each, its name in each of these stages.
+
+        In one process they are one object. Stages on several ranks have a copy each, and whoever
+        trains them adds up the gradients.
+        """
+        return shared([self.get_stage_module(stage) for stage in range(self.num_stages)])
+
+    @property
+    def replicated_params(self) -> list[dict[str, str]]:
+        """The same as torch tells it."""
+        return [
+            {f"submod_pp_{stage}": name for stage, name in names.items()}
+            for names in self.shared_parameters
+        ]
+
+    def info(self) -> PipeInfo:
+        """What :func:`build_stage` needs to know."""
+        return PipeInfo(
+            graph=self.split_gm.graph,
+            num_stages=self.num_stages,
+            has_loss_and_backward=self.has_loss_and_backward,
+        )
+
+    def build_stage(
+        self, stage_index: int, device: torch.device, group: dist.ProcessGroup | None = None
+    ) -> PipelineStage:
+        """A stage to run in a schedule, once its piece is moved to a device."""
+        module = self.get_stage_module(stage_index)
+        if isinstance(module, StageModule):
+            module.set_device(torch.device(device))
+        module.to(device)
+        return build_stage(module, stage_index, self.info(), device, group)
+
+    def print_readable(self):
+        """Print the code of all pieces."""
+        self.split_gm.print_readable()
+
+    def __str__(self):
+        return self.split_gm.__str__()
+
+    def __repr__(self):
+        counts = (
+            sum(p.numel() for p in self.get_stage_module(stage).parameters())
+            for stage in range(self.num_stages)
+        )
+        plural = "s" if self.num_stages > 1 else ""
+        listed = ", ".join(f"{count:,} parameters" for count in counts)
+        return f"Pipe({self.num_stages} stage{plural}: {listed})"
+
+
+def build_stage(
+    stage_module: nn.Module,
+    stage_index: int,
+    pipe_info: PipeInfo,
+    device: torch.device,
+    group: dist.ProcessGroup | None = None,
+) -> PipelineStage:
+    """A stage to run in a schedule, of a piece that lies on its device already.
+
+    >>> import taktline as tl
+    >>> model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+    >>> pipe = tl.pipeline(model, (torch.zeros(2, 4),), split_spec={"2": tl.SplitPoint.BEGINNING})
+    >>> tl.build_stage(pipe.get_stage_module(1), 1, pipe.info(), torch.device("cpu"))
+    PipelineStage(1 of 2, StageModule, 20 parameters, cpu)
+    """
+    return PipelineStage(stage_module, stage_index, pipe_info.num_stages, device, group=group)
+
+
+def pipeline(
+    module: nn.Module,
+    mb_args: tuple[Any, ...],
+    mb_kwargs: dict[str, Any] | None = None,
+    split_spec: dict[str, SplitPoint] | None = None,
+    split_policy: Callable[[fx.GraphModule], fx.GraphModule] | None = None,
+) -> Pipe:
+    """Trace a module with torch.export, and cut it into stages.
+
+    Args:
+        module: the model; it is left as it is, and the stages have its own parameters.
+        mb_args: the arguments of one micro-batch, as an example of their shapes.
+        mb_kwargs: its keyword arguments; they go to the first stage.
+        split_spec: names of submodules, and whether to cut before or after each. Beside it,
+            :func:`pipe_split` in a forward cuts where it is called.
+        split_policy: instead of ``split_spec``, a function that puts calls of :func:`pipe_split`
+            into the graph of the traced module, and returns that.
+
+    >>> import taktline as tl
+    >>> model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
+    >>> x = torch.ones(2, 4)
+    >>> pipe = tl.pipeline(model, (x,), split_spec={"1": tl.SplitPoint.END})
+    >>> pipe.num_stages, torch.equal(pipe(x), model(x))
+    (2, True)
+    """
+    if split_spec is not None and split_policy is not None:
+        raise PartitionError(
+            "split_spec and split_policy both say where to cut; pass only one of them"
+        )
+    state, training = State(module), module.training
+    traced = trace(module, mb_args, mb_kwargs, split_spec or {}, split_policy)
+    if split_spec is None and split_policy is None and not any(map(is_marker, traced.graph.nodes)):
+        raise PartitionError(
+            "no split point: pass split_spec or split_policy, or call pipe_split() in the forward; "
+            "split_spec={} makes a pipeline of one stage"
+        )
+    pieces = {training: cut(traced, state)}
+    other, why_not = _other_mode(module, mb_args, mb_kwargs, split_spec or {}, split_policy, state)
+    if not why_not:
+        why_not = _difference(pieces[training], other)
+    if not why_not:
+        pieces[not training] = other
+    modules = [
+        StageModule({mode: pieces[mode][stage] for mode in pieces}, training, state.order, why_not)
+        for stage in range(len(pieces[training]))
+    ]
+    keywords = WithoutKeywords(frozenset(_argument_names(traced)))
+    for piece in modules[1:]:
+        piece.register_forward_pre_hook(keywords, with_kwargs=True)
+    return Pipe(_joined(modules, traced, training), len(modules), False, None)
+
+
+def _other_mode(
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any] | None,
+    spec: dict[str, SplitPoint],
+    policy: Policy | None,
+    state: State,
+) -> tuple[list[Piece], str]:
+    """The pieces in evaluation of a module in training, or the reverse; or why there are none."""
+    try:
+        with in_mode(module, not module.training):
+            return cut(trace(module, args, kwargs, spec, policy), state), ""
+    except PartitionError as error:
+        return [], str(error)
+
+
+def _difference(pieces: list[Piece], other: list[Piece]) -> str:
+    """Why two cuts of a model cannot be the two modes of the same stages."""
+    if len(pieces) != len(other):
+        return f"it has {len(other)} stages there, and {len(pieces)} here"
+    for stage, (one, two) in enumerate(zip(pieces, other, strict=True)):
+        names = sorted(one.parameters() ^ two.parameters())
+        if names:
+            return f"stage {stage} uses {', '.join(names)} in one mode only"
+    return ""
+
+
+def _joined(modules: list[StageModule], traced: fx.GraphModule, training: bool) -> fx.GraphModule:
+    """All pieces in a module whose graph tells how they follow each other."""
+    root = nn.Module()
+    graph = fx.Graph()
+    values: tuple[fx.Node, ...] = tuple(graph.placeholder(name) for name in _argument_names(traced))
+    output: Any = None
+    for stage, module in enumerate(modules):
+        name = f"submod_pp_{stage}"
+        root.add_module(name, module)
+        output = graph.call_module(name, values)
+        given = module.graph.output_node().args[0]
+        if stage < len(modules) - 1 and isinstance(given, tuple):
+            values = tuple(
+                graph.call_function(operator.getitem, (output, place))
+                for place in range(len(given))
+            )
+        else:
+            values = (output,)
+    graph.output(output)
+    root.training = training
+    return fx.GraphModule(root, graph)
+
+
+def _argument_names(traced: fx.GraphModule) -> list[str]:
+    info = getattr(traced.graph._codegen, "pytree_info", None)
+    if info is not None:
+        return list(info.orig_args)
+    return [str(node.target) for node in traced.graph.nodes if node.op == "placeholder"]

@@ -1,0 +1,201 @@
+"""Models that are hard to cut: skips, branches, shared weights, regions without gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import taktline as tl
+from taktline import SplitPoint
+from tests.models import loss_fn, make_batch, make_layers
+
+BEGINNING, END = SplitPoint.BEGINNING, SplitPoint.END
+
+
+class Three(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.c(self.b(self.a(x)))
+
+
+class Options(nn.Module):
+    """All kinds of arguments, and containers in and out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(
+        self, pair: dict[str, Tensor], y: Tensor | None = None, *, scale: float = 2.0
+    ) -> dict[str, Any]:
+        x = self.a(pair["x"]) * scale
+        tl.pipe_split()
+        x = self.b(x)
+        if y is not None:
+            x = x + y
+        return {"x": (x, pair["z"]), "scale": scale}
+
+
+class ResidualBlock(nn.Module):
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
+        self.norm1 = nn.BatchNorm2d(channels)
+        self.conv2 = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
+        self.norm2 = nn.BatchNorm2d(channels)
+        self.relu = nn.ReLU(inplace=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        inner = self.norm2(self.conv2(self.relu(self.norm1(self.conv1(x)))))
+        return self.relu(inner + x)
+
+
+class ResNet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 4, 3, padding=1)
+        self.relu = nn.ReLU(inplace=True)
+        self.blocks = nn.ModuleList(ResidualBlock(4) for _ in range(3))
+        self.head = nn.Linear(4, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.relu(self.stem(x))
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x.mean((2, 3)))
+
+
+class UNet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.down = nn.ModuleList([nn.Conv2d(3, 4, 3, padding=1), nn.Conv2d(4, 8, 3, padding=1)])
+        self.middle = nn.Conv2d(8, 8, 3, padding=1)
+        self.up = nn.ModuleList([nn.Conv2d(16, 4, 3, padding=1), nn.Conv2d(8, 3, 3, padding=1)])
+        self.dropout = nn.Dropout(0.3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        skips = []
+        for layer in self.down:
+            x = F.silu(layer(x))
+            skips.append(x)
+            x = F.avg_pool2d(x, 2)
+        x = self.dropout(F.silu(self.middle(x)))
+        for layer in self.up:
+            x = F.interpolate(x, scale_factor=2.0)
+            x = layer(torch.cat((x, skips.pop()), dim=1))
+        return x
+
+
+class Rotary(nn.Module):
+    """As in transformers: angles, under no_grad."""
+
+    speeds: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("speeds", torch.tensor([1.0, 0.5, 0.25, 0.125]), persistent=False)
+
+    @torch.no_grad()
+    def forward(self, x: Tensor) -> Tensor:
+        places = torch.arange(x.shape[1], device=x.device)
+        return (places.unsqueeze(-1) * self.speeds).cos()
+
+
+class Rotated(nn.Module):
+    """The rotary angles are used by all layers; embedding and head share their weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, 4)
+        self.rotary = Rotary()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+        self.unused = nn.Linear(2, 2)
+        self.head = nn.Linear(4, 11, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        angles = self.rotary(x)
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x * angles))
+        return self.head(x)
+
+
+@dataclass(frozen=True)
+class Case:
+    make: Callable[[], nn.Module]
+    batch: Callable[[int], tuple[Tensor, Tensor]]
+    loss: Callable[[Tensor, Tensor], Tensor]
+    cuts: Mapping[int, dict[str, Any]]
+    """By the number of stages."""
+
+
+def images(count: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return (
+        torch.randn(count, 3, 8, 8, generator=generator),
+        torch.randn(count, 3, 8, 8, generator=generator),
+    )
+
+
+def labelled(count: int) -> tuple[Tensor, Tensor]:
+    return images(count)[0], torch.arange(count) % 5
+
+
+def words(count: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(2)
+    text = torch.randint(11, (count, 7), generator=generator)
+    return text[:, :-1].clone(), text[:, 1:].clone()
+
+
+def language(name: str) -> Case:
+    return Case(
+        lambda: nn.Sequential(*make_layers(name, 4)),
+        lambda count: make_batch(name, count),
+        loss_fn(name),
+        {2: {"2": BEGINNING}, 4: {"1": BEGINNING, "1.down": END, "3.0": END}},
+    )
+
+
+CASES = {
+    "gpt": language("gpt"),
+    "llama": language("llama"),
+    "resnet": Case(
+        ResNet,
+        labelled,
+        F.cross_entropy,
+        {
+            2: {"blocks.1": BEGINNING},
+            4: {"relu": BEGINNING, "blocks.0": END, "blocks.1.norm1": END},
+        },
+    ),
+    "unet": Case(
+        UNet,
+        images,
+        F.mse_loss,
+        {2: {"middle": BEGINNING}, 4: {"down.1": BEGINNING, "middle": BEGINNING, "up.0": END}},
+    ),
+    "rotated": Case(
+        Rotated,
+        words,
+        loss_fn("gpt"),
+        {
+            2: {"layers.1": BEGINNING},
+            4: {"layers.0": BEGINNING, "layers.1": BEGINNING, "layers.2": END},
+        },
+    ),
+}
+
+
+def make(name: str) -> nn.Module:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(3)
+        return CASES[name].make()

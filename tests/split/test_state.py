@@ -1,0 +1,128 @@
+"""What a traced forward leaves behind: buffers, memory, losses and skips."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import taktline as tl
+from taktline.errors import PartitionError, SkipError
+from tests.split.models import BEGINNING, Three
+
+CPU = torch.device("cpu")
+
+
+class Counts(Three):
+    """Assigns a buffer; a trace does so at its end."""
+
+    total: Tensor
+
+    def __init__(self, late: bool) -> None:
+        super().__init__()
+        self.late = late
+        self.register_buffer("total", torch.zeros(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.a(x)
+        self.total = self.total + x.detach().sum(0)
+        seen = x + self.total
+        tl.pipe_split()
+        return self.b(x + self.total.clone() if self.late else seen)
+
+
+def test_a_buffer_is_assigned_where_it_is_computed() -> None:
+    model = Counts(late=False)
+    twin = copy.deepcopy(model)
+    x = torch.randn(2, 4)
+    pipe = tl.pipeline(model, (x,))
+    assert [list(dict(pipe.get_stage_module(n).named_buffers())) for n in (0, 1)] == [["total"], []]
+    for _ in range(3):
+        assert torch.equal(pipe(x), twin(x))
+    assert torch.equal(model.total, twin.total)
+
+
+def test_a_buffer_that_one_stage_writes_and_another_reads() -> None:
+    class Shared(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.linear = nn.BatchNorm1d(4), nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.norm(self.linear(self.norm(x)))
+
+    with pytest.raises(
+        PartitionError, match=r"stage 1 changes 'norm.*' .*, which stage 0 uses too"
+    ):
+        tl.pipeline(Shared(), (torch.ones(2, 4),), split_spec={"linear": BEGINNING})
+
+
+def test_memory_that_is_shared_across_a_boundary_and_written_to() -> None:
+    class Writes(Three):
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.a(x)
+            view = x[0]
+            tl.pipe_split()
+            x.mul_(2)
+            return self.b(x) + view
+
+    with pytest.raises(
+        PartitionError, match=r"stage 1 changes .* in place .* move the split point"
+    ):
+        tl.pipeline(Writes(), (torch.ones(2, 4),))
+
+
+class Beside(Three):
+    """A skip connection and two losses, one of them from a region without gradient."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.a(x)
+        tl.add_loss(x.square().mean())
+        tl.skip.put("x", x)
+        tl.pipe_split()
+        y = self.b(x)
+        tl.add_loss(y.abs().mean())
+        with torch.no_grad():
+            tl.add_loss(y.sum())
+        return self.c(y) + tl.skip.get("x")
+
+
+def test_losses_and_skips_of_a_traced_model() -> None:
+    model, x = Beside(), torch.randn(2, 4)
+    pipe = tl.pipeline(model, (x,))
+    with tl.collect_losses() as found:
+        output = pipe(x)
+    with tl.collect_losses() as expected:
+        assert torch.equal(output, model(x))
+    assert len(found) == 3
+    assert found == expected
+
+    def main(rank: int) -> list[float]:
+        schedule = tl.ScheduleGPipe(pipe.build_stage(rank, CPU), 2, nn.functional.mse_loss)
+        losses: list[Tensor] = []
+        batch = torch.cat((x, x))
+        schedule.step(batch, target=batch, aux_losses=losses, share_losses=True)
+        return [loss.item() for loss in losses]
+
+    total = sum(loss.item() for loss in expected)
+    found_gradient = {}
+    assert tl.local.run(main, 2)[1] == pytest.approx([total, total])
+    for name, parameter in model.named_parameters():
+        found_gradient[name], parameter.grad = parameter.grad, None
+    with tl.collect_losses() as losses:
+        main_loss = nn.functional.mse_loss(model(x), x)
+    torch.stack([main_loss, *losses]).sum().backward()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(found_gradient[name], parameter.grad)
+
+
+def test_a_skip_that_nobody_gets() -> None:
+    class Lost(Three):
+        def forward(self, x: Tensor) -> Tensor:
+            tl.skip.put("lost", x)
+            return super().forward(x)
+
+    with pytest.raises(SkipError, match="nobody gets 'lost'"):
+        tl.pipeline(Lost(), (torch.ones(2, 4),), split_spec={"b": BEGINNING})
