@@ -9,7 +9,6 @@
     ├── CostError            costs that make no sense, or not for this plan
     ├── PlanError            a plan cannot be what it claims to be
     │   └── InvalidPlanError     a plan broke its rules; carries every violation
-    ├── PartitionError       layers cannot be cut into stages as asked
     ├── TransportError       ranks cannot talk to each other as asked
     │   ├── DeadlockError        every rank waits for another; says who waits for what
     │   ├── LostRankError        another rank has ended, or cannot be reached any more
@@ -192,7 +191,7 @@ class InvalidPlanError(PlanError):
 
 
 class PartitionError(TaktlineError):
-    """Layers cannot be cut into stages as asked.
+    """A model, or a list of layers, cannot be cut into stages as asked.
 
     If limits cannot be kept, ``short`` is what the limit of ``stage`` lacks, or if that is None,
     what every limit lacks.
@@ -289,15 +288,6 @@ class LossError(TaktlineError):
     >>> raise LossError("loss_fn must give one number as a tensor, not a float")
     Traceback (most recent call last):
     taktline.errors.LossError: loss_fn must give one number as a tensor, not a float
-    """
-
-
-class PartitionError(TaktlineError):
-    """A model cannot be cut into stages as asked.
-
-    >>> raise PartitionError("split_spec names 'layer.7', but Model has no such submodule; ...")
-    Traceback (most recent call last):
-    taktline.errors.PartitionError: split_spec names 'layer.7', but Model has no such submodule; ...
     """
 
 
