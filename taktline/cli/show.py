@@ -6,7 +6,7 @@ import os
 import sys
 from enum import StrEnum, auto
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TypeAlias
 
 import typer
 
@@ -98,11 +98,7 @@ def show(
         if is_file(target) and is_timeline(target):
             timelines += read_timelines(target, predict)
             continue
-        numbers = (ranks, stages_per_rank, microbatches)
-        if is_file(target) and not all(map(is_file, targets)):
-            numbers = (None, None, None)  # they are meant for the schedules beside it
-        elif len(targets) > 1 and not is_file(target) and find(target).stages_per_rank:
-            numbers = (ranks, None, microbatches)  # meant for those that leave it open
+        numbers = _numbers_for(target, targets, (ranks, stages_per_rank, microbatches))
         plan, known = load(target, *numbers)
         share = plan.stages // plan.ranks if len(targets) > 1 and known is None else 1
         costs = make_costs(known, forward, backward, weight, comm, share=share)
@@ -111,6 +107,20 @@ def show(
         _print(timelines, by, width, colour)
     else:
         _write(timelines, output, width)
+
+
+_Numbers: TypeAlias = tuple[int | None, int | None, int | None]
+"""Ranks, stages per rank, micro-batches."""
+
+
+def _numbers_for(target: str, targets: list[str], given: _Numbers) -> _Numbers:
+    """Those of the numbers that are meant for one of several targets."""
+    ranks, _, microbatches = given
+    if is_file(target) and not all(map(is_file, targets)):
+        return (None, None, None)  # they are meant for the schedules beside it
+    if len(targets) > 1 and not is_file(target) and find(target).stages_per_rank:
+        return (ranks, None, microbatches)  # meant for those that leave it open
+    return given
 
 
 def _print(timelines: list[Timeline], by: By, width: int | None, colour: bool | None) -> None:
