@@ -131,6 +131,8 @@ class _Dog:
         self._watched: list[_Looked] = []
         self._left: list[_Looked] = []
         self._needed = threading.Event()
+        self._hurry = threading.Event()
+        self._pause = 0.0
         self._thread: threading.Thread | None = None
         self._pid = 0
 
@@ -138,11 +140,13 @@ class _Dog:
         """Look after a step from now on."""
         if self._thread is None or self._pid != os.getpid():  # a fork leaves threads behind
             self._pid = os.getpid()
-            self._needed = threading.Event()
+            self._needed, self._hurry = threading.Event(), threading.Event()
             self._thread = threading.Thread(target=self._run, name="taktline watchdog", daemon=True)
             self._thread.start()
         self._watched.append(watch)
         self._needed.set()
+        if watch.seconds is not None and _tick(watch.seconds) < self._pause:
+            self._hurry.set()  # it sleeps for longer than this step allows
 
     def leave(self, watch: _Looked) -> None:
         """Look no longer."""
@@ -154,7 +158,9 @@ class _Dog:
         while True:
             self._needed.wait()
             seconds = [watch.seconds for watch in list(self._watched) if watch.seconds is not None]
-            time.sleep(_tick(min(seconds, default=STALL_SECONDS)))
+            self._pause = _tick(min(seconds, default=STALL_SECONDS))
+            self._hurry.wait(self._pause)
+            self._hurry.clear()
             left, self._left = self._left, []
             running = list(self._watched)
             for watch in dict.fromkeys([*running, *left]):

@@ -129,13 +129,27 @@ def test_a_rank_says_when_its_step_is_over() -> None:
         with watch:
             (word,) = board.read()
             assert word is not None
-            assert (word.text, word.busy) == ("has begun a step", True)
+            assert word.busy
         deadline = time.monotonic() + 60
         while (word := board.read()[0]) is not None and word.busy:
             assert time.monotonic() < deadline
             time.sleep(0.01)
         assert word is not None
         assert word.text == "is not in a step"
+
+
+def test_a_short_limit_counts_while_the_watchdog_sleeps_for_a_long_one() -> None:
+    records = logged()
+    patient, hasty = (Watch(name, 0, Board(HashStore(), 0, 1)) for name in ("patient", "hasty"))
+    patient.seconds, hasty.seconds = 3600.0, 0.2
+    with patient:
+        time.sleep(0.5)  # it sleeps by now, for a quarter of an hour
+        with hasty:
+            hasty.doing = "nothing"
+            deadline = time.monotonic() + 60
+            while not records and time.monotonic() < deadline:
+                time.sleep(0.01)
+    assert records[0].startswith("rank 0 of hasty has stood still for ")
 
 
 def test_one_thread_looks_after_all_steps() -> None:
