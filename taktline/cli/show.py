@@ -78,8 +78,7 @@ def show(
     """Draw plans: in the terminal, as SVG, as a page to explore, or as a trace for Perfetto.
 
     With one plan, times are those of a stage; with several, those of a rank's whole share of the
-    model, so that schedules can be compared (a file with costs of its own keeps them). A timeline
-    that was measured, or written down, is drawn as it is.
+    model, so that schedules can be compared (a file's own costs stay). Timelines are drawn as is.
 
     Examples:
 
@@ -93,16 +92,22 @@ def show(
 
     - `taktline show dualpipev -r 4 -m 10 --forward 1 --backward 1.1 --comm 0.1 -o plan.svg`
     """
+    numbers = (ranks, stages_per_rank, microbatches)
     timelines: list[Timeline] = []
     for target in targets:
         if is_file(target) and is_timeline(target):
             timelines += read_timelines(target, predict)
             continue
-        numbers = _numbers_for(target, targets, (ranks, stages_per_rank, microbatches))
-        plan, known = load(target, *numbers)
+        plan, known = load(target, *_numbers_for(target, targets, numbers))
         share = plan.stages // plan.ranks if len(targets) > 1 and known is None else 1
         costs = make_costs(known, forward, backward, weight, comm, share=share)
         timelines.append(simulate(plan, costs))
+    _draw(timelines, output, by, width, colour)
+
+
+def _draw(
+    timelines: list[Timeline], output: Path | None, by: By, width: int | None, colour: bool | None
+) -> None:
     if output is None:
         _print(timelines, by, width, colour)
     else:
