@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from taktline import skip as skip
+    from taktline import split as split
     from taktline.aside import add_loss as add_loss
     from taktline.aside import collect_losses as collect_losses
     from taktline.errors import InvalidPlanError as InvalidPlanError
@@ -102,6 +103,7 @@ _ROOM_OF = {
     "pipeline": "split",
     "simulate": "plan",
     "skip": "skip",
+    "split": "split",
     "split_args_kwargs_into_chunks": "runtime",
     "stage_backward": "stage",
     "stage_backward_input": "stage",
