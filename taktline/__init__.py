@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     from taktline.split import pipeline as pipeline
     from taktline.stage import PipelineStage as PipelineStage
     from taktline.stage import SplitReport as SplitReport
+    from taktline.stage import Tie as Tie
     from taktline.stage import check_split_backward as check_split_backward
     from taktline.stage import stage_backward as stage_backward
     from taktline.stage import stage_backward_input as stage_backward_input
@@ -86,6 +87,7 @@ _ROOM_OF = {
     "StageError": "errors",
     "TaktlineError": "errors",
     "TensorChunkSpec": "runtime",
+    "Tie": "stage",
     "Timeline": "plan",
     "Trace": "runtime",
     "Violation": "plan",
