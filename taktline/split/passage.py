@@ -47,10 +47,16 @@ class Passage(Scene):
         self._is_in = stage == 0
 
     def meet_own(
-        self, kind: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, begins: bool, kind: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments for a unit of this stage, with what came from the stage before."""
         if not self._is_in:
+            if not begins:
+                raise PartitionError(
+                    f"the forward calls a {kind} of stage {self._stage} before "
+                    f"{self._skeleton.starts(self._stage)!r}, with which the stage begins; every "
+                    "micro-batch must take the same way through the stages"
+                )
             self._enter((args, kwargs))
         return self.require_data((args, kwargs), f"a {kind}")
 

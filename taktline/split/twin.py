@@ -85,8 +85,15 @@ class Twin:
     def _learn(
         self, leaves: list[Any], spec: pytree.TreeSpec, training: bool, device: torch.device
     ) -> tuple[list[Any], pytree.TreeSpec]:
-        # A cache, say, must not get what a twin puts into it.
-        inputs = [leaf if _is_plain(leaf) else copy.deepcopy(leaf) for leaf in leaves]
+        # Shapes that depend on data hold for no other; and a cache must not get what a twin gives.
+        inputs = [
+            Ghost.of(leaf, "an argument", 0)
+            if isinstance(leaf, torch.Tensor)
+            else leaf
+            if _is_constant(leaf)
+            else copy.deepcopy(leaf)
+            for leaf in leaves
+        ]
         args, kwargs = pytree.tree_unflatten(inputs, spec)
         self.module.train(training)
         with Scene(device), _Beside(0, self.skips), torch.no_grad():
@@ -118,10 +125,6 @@ def look(leaf: object) -> object:
 
 def _is_constant(leaf: object) -> bool:
     return leaf is None or isinstance(leaf, (bool, int, float, str, torch.dtype, torch.device))
-
-
-def _is_plain(leaf: object) -> bool:
-    return _is_constant(leaf) or isinstance(leaf, torch.Tensor)
 
 
 def _reason(error: Exception) -> str:

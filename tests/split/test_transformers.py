@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -17,12 +15,31 @@ SIZE, COUNT = 3, 2  # of a micro-batch, and how many of them
 CPU = torch.device("cpu")
 
 
+TRACED = ("gpt2", "llama", "qwen2", "gemma2", "bert")
+
+
+def cut(name: str, stages: int, attention: str, traced: bool) -> tl.split.Pieces | tl.Pipe:
+    language = LANGUAGES[name]
+    model: Any = language.make(attention)
+    cuts = language.cuts(stages)
+    if not traced:
+        return tl.split.by_names(model, cuts)
+    model.config.use_cache = False  # torch.export does not know what a cache is
+    words, mask, _ = texts(SIZE)
+    spec = dict.fromkeys(cuts, tl.SplitPoint.BEGINNING)
+    return tl.pipeline(model, (words,), {"attention_mask": mask}, split_spec=spec)
+
+
 def train(
-    rank: int, group: dist.ProcessGroup | None, name: str, stages: int, attention: str
+    rank: int,
+    group: dist.ProcessGroup | None,
+    name: str,
+    stages: int,
+    attention: str,
+    traced: bool = False,
 ) -> dict[str, Tensor]:
     """A step as one of two ranks, with a model of its own; gives its gradients."""
-    language = LANGUAGES[name]
-    pieces = tl.split.by_names(language.make(attention), language.cuts(stages))
+    pieces = cut(name, stages, attention, traced)
     assert pieces.num_stages == stages
     plan = tl.build(
         "interleaved_1f1b" if stages > 2 else "1f1b",
@@ -75,13 +92,23 @@ def test_four_stages_by_name(name: str, attention: str) -> None:
     check(name, ranks, plain(name, attention))
 
 
-def reference(rank: int, group: dist.ProcessGroup, name: str) -> dict[str, Tensor]:
-    return plain(name, "eager")
+@pytest.mark.parametrize("name", TRACED)
+def test_four_traced_stages(name: str) -> None:
+    ranks = tl.local.run(lambda rank: train(rank, None, name, 4, "eager", traced=True), 2)
+    check(name, ranks, plain(name, "eager"))
+
+
+def reference(rank: int, group: dist.ProcessGroup, name: str, attention: str) -> dict[str, Tensor]:
+    return plain(name, attention)
 
 
 @pytest.mark.processes
 @pytest.mark.parametrize("name", LANGUAGES)
-def test_two_stages_by_name_over_gloo(workers: Workers, name: str) -> None:
+def test_over_gloo(workers: Workers, name: str) -> None:
+    attention = "eager" if name == "gemma2" else "sdpa"
     # The reference there, too: a process with another number of threads adds up otherwise.
-    (expected,) = workers.run(reference, name, ranks=1)
-    check(name, workers.run(train, name, 2, "eager"), expected)
+    (expected,) = workers.run(reference, name, attention, ranks=1)
+    for stages in (2, 4):
+        check(name, workers.run(train, name, stages, attention), expected)
+    if name in TRACED:
+        check(name, workers.run(train, name, 2, attention, True), expected)
