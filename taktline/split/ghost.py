@@ -147,7 +147,8 @@ class Ghost(torch.Tensor):
         if func is torch.ops.aten._local_scalar_dense.default:
             raise _no_data(source, "a number")
         _require_no_writing(func, args, kwargs, source)
-        meta_args, meta_kwargs = pytree.tree_unflatten([_without_data(x) for x in leaves], spec)
+        metas = [_without_data(leaf) for leaf in leaves]
+        meta_args, meta_kwargs = pytree.tree_unflatten(metas, spec)
         if func.overloadpacket in _FILLED:
             return func(*meta_args, **{**meta_kwargs, "device": scene.device})
         try:
@@ -155,15 +156,15 @@ class Ghost(torch.Tensor):
         except NotImplementedError as error:
             raise _no_data(source, str(func)) from error
         device = next((leaf for leaf in leaves if isinstance(leaf, torch.device)), scene.device)
-        # An operation in place gives the tensor itself.
-        same = {id(ghost.meta): ghost for ghost in ghosts}
         stage = scene.stage_of(source)
+        # An operation in place gives the tensor itself.
+        same = {id(meta): leaf for meta, leaf in zip(metas, leaves, strict=True)}
 
         def ghostly(meta: torch.Tensor) -> Ghost:
             ghost = same.get(id(meta))
-            if ghost is None:
+            if not isinstance(ghost, Ghost):
                 return Ghost(meta, source.maker, stage, device)
-            ghost.maker, ghost.stage = source.maker, stage
+            ghost.maker, ghost.stage, ghost.meta = source.maker, stage, meta
             return ghost
 
         return pytree.tree_map_only(torch.Tensor, ghostly, output)
@@ -185,7 +186,8 @@ def resolved(tree: Any) -> Any:
 
 def _without_data(leaf: Any) -> Any:
     if isinstance(leaf, torch.Tensor):
-        return as_meta(leaf)
+        # Ghosts may have one meta tensor in common, and some operations change its shape in place.
+        return as_meta(leaf).detach()
     return _META if isinstance(leaf, torch.device) else leaf
 
 

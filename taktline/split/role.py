@@ -102,8 +102,7 @@ class Role:
 
     def _manifest(self, call: Call, training: bool) -> Manifest:
         """What such a call hands on; found out once."""
-        leaves, spec = pytree.tree_flatten(call)
-        key = (*map(look, leaves), spec, training)
+        key = (look(call), training)
         if key not in self._known:
             self._known[key] = self._learn(call)
         return self._known[key]

@@ -62,11 +62,14 @@ class Twin:
         device: torch.device,
     ) -> Any:
         """Ghosts in the arrangement of what the submodule gives for such arguments."""
-        leaves, spec = pytree.tree_flatten((args, kwargs))
-        key = (*map(look, leaves), spec, training, *_autocast(device))
+        key = (look(args), look(kwargs), training, *_autocast(device))
         if key not in self._known:
+            leaves, spec = pytree.tree_flatten((args, kwargs))
             self._known[key] = self._learn(leaves, spec, training, device)
         parts, tree = self._known[key]
+        if tree.is_leaf() and isinstance(parts[0], torch.Tensor):
+            return Ghost(parts[0], self.name, stage, device)  # as most often
+        leaves = pytree.tree_leaves((args, kwargs))
         return pytree.tree_unflatten(
             [self._remade(part, leaves, stage, device) for part in parts], tree
         )
@@ -116,11 +119,22 @@ class Twin:
         return learned, tree
 
 
-def look(leaf: object) -> object:
-    """What a forward can see of an argument without its data."""
-    if isinstance(leaf, torch.Tensor):
-        return (leaf.shape, leaf.stride(), leaf.dtype)
-    return (type(leaf), leaf) if _is_constant(leaf) else type(leaf)
+def look(value: Any) -> Any:
+    """What a forward can see of an argument without its data, to be compared.
+
+    Without pytree where possible: this runs for every submodule before a stage, each time.
+    """
+    if isinstance(value, torch.Tensor):
+        plain = value.meta if isinstance(value, Ghost) else value  # which answers faster
+        return (plain.shape, plain.stride(), plain.dtype)
+    if _is_constant(value):
+        return (type(value), value)
+    if type(value) in (tuple, list):
+        return (type(value), *map(look, value))
+    if type(value) is dict:
+        return (dict, *((key, look(part)) for key, part in value.items()))
+    leaves, spec = pytree.tree_flatten(value)
+    return type(value) if spec.is_leaf() else (spec, *map(look, leaves))
 
 
 def _is_constant(leaf: object) -> bool:

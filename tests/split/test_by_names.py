@@ -112,7 +112,7 @@ def same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 @pytest.mark.parametrize("shown", [True, False])
 def test_a_step_has_the_gradients_of_the_model(name: str, stages: int, shown: bool) -> None:
     x, target = images(SIZE * COUNT)
-    example = (x[:1],) if shown or name == "vit" else None
+    example = (x[:1],) if shown else None
 
     def main(rank: int) -> dict[str, Tensor]:
         pieces = tl.split.by_names(make(name), MODELS[name][1][stages], example=example)
