@@ -32,6 +32,8 @@ _FILLED = {
 class Scene:
     """A forward in which ghosts appear; says where what is made of them comes from."""
 
+    mixed = False
+    """Whether tensors with data appear in it, too, and matter."""
     _outer: Scene | None
 
     def __init__(self, device: torch.device) -> None:
@@ -146,10 +148,11 @@ class Ghost(torch.Tensor):
         source = scene.source(ghosts)
         if func is torch.ops.aten._local_scalar_dense.default:
             raise _no_data(source, "a number")
-        _require_no_writing(func, args, kwargs, source)
+        if scene.mixed:
+            _require_no_writing(func, args, kwargs, source)
         metas = [_without_data(leaf) for leaf in leaves]
         meta_args, meta_kwargs = pytree.tree_unflatten(metas, spec)
-        if func.overloadpacket in _FILLED:
+        if scene.mixed and func.overloadpacket in _FILLED:
             return func(*meta_args, **{**meta_kwargs, "device": scene.device})
         try:
             output = func(*meta_args, **meta_kwargs)

@@ -37,6 +37,8 @@ class Leave(BaseException):
 class Passage(Scene):
     """The forward of one micro-batch in one stage."""
 
+    mixed = True
+
     def __init__(
         self, skeleton: Skeleton, stage: int, values: Sequence[Any], device: torch.device
     ) -> None:
