@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -16,6 +17,7 @@ import taktline as tl
 from taktline import skip
 from taktline.stage import ties
 from tests.split.models import ResNet
+from tests.workers import Workers
 
 SIZE, COUNT = 3, 4  # of a micro-batch, and how many of them
 CPU = torch.device("cpu")
@@ -105,24 +107,55 @@ def same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
         assert torch.equal(found[name], gradient), name
 
 
-@pytest.mark.parametrize("stages", [2, 4])
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("shown", [True, False])
-def test_a_step_has_the_gradients_of_the_model(name: str, stages: int, shown: bool) -> None:
+def train(
+    rank: int, group: dist.ProcessGroup | None, pieces: tl.split.Pieces, schedule: str
+) -> dict[str, Tensor]:
+    """A step as one of several ranks; gives its gradients."""
+    ranks = pieces.num_stages // (2 if schedule == "zbv" else 1)
+    per_rank = pieces.num_stages // ranks
+    plan = tl.build(schedule, ranks=ranks, microbatches=COUNT, stages_per_rank=per_rank)
+    mine = [pieces.build_stage(stage, CPU, group) for stage in plan.placement.stages_of(rank)]
     x, target = images(SIZE * COUNT)
-    example = (x[:1],) if shown else None
+    tl.ScheduleFromPlan(mine, plan, F.cross_entropy).step(x, target=target)
+    return gradients(*(stage.submod for stage in mine))
 
-    def main(rank: int) -> dict[str, Tensor]:
-        pieces = tl.split.by_names(make(name), MODELS[name][1][stages], example=example)
-        schedule = tl.Schedule1F1B(pieces.build_stage(rank, CPU), COUNT, F.cross_entropy)
-        schedule.step(x, target=target)
-        return gradients(pieces[rank])
 
+def plain(name: str) -> dict[str, Tensor]:
+    """The same without stages."""
     model = make(name)
+    x, target = images(SIZE * COUNT)
     for part, part_target in zip(x.chunk(COUNT), target.chunk(COUNT), strict=True):
         (F.cross_entropy(model(part), part_target) / COUNT).backward()
-    ranks = tl.local.run(main, stages)
-    same({n: g for rank in ranks for n, g in rank.items()}, gradients(model))
+    return gradients(model)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
+@pytest.mark.parametrize(("stages", "shown"), [(2, True), (4, False)])
+@pytest.mark.parametrize("name", MODELS)
+def test_a_step_has_the_gradients_of_the_model(
+    name: str, stages: int, shown: bool, schedule: str
+) -> None:
+    example = (images(1)[0],) if shown else None
+    pieces = tl.split.by_names(make(name), MODELS[name][1][stages], example=example)
+    ranks = tl.local.run(
+        lambda rank: train(rank, None, pieces, schedule), stages // (2 if schedule == "zbv" else 1)
+    )
+    same({n: g for rank in ranks for n, g in rank.items()}, plain(name))
+
+
+def train_own(rank: int, group: dist.ProcessGroup, name: str) -> dict[str, Tensor]:
+    return train(rank, group, tl.split.by_names(make(name), MODELS[name][1][2]), "1f1b")
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("name", MODELS)
+def test_gradients_over_gloo(workers: Workers, name: str) -> None:
+    ranks = workers.run(train_own, name)
+    found = {n: g for rank in ranks for n, g in rank.items()}
+    expected = plain(name)
+    assert found.keys() == expected.keys()
+    for key, gradient in expected.items():
+        torch.testing.assert_close(found[key], gradient)
 
 
 @pytest.mark.parametrize("name", MODELS)
