@@ -93,8 +93,7 @@ class Role:
             try:
                 output = forward(*call[0], **call[1])
             except Leave as leave:
-                # Its traceback would keep alive all that the forward has made.
-                return _packed(leave.with_traceback(None).arguments, call, manifest)
+                return _packed(leave.arguments, call, manifest)
         return passage.finish(output)
 
     def _received(

@@ -320,11 +320,34 @@ def test_a_parameter_of_the_model_itself_that_several_stages_use() -> None:
 
 
 def test_types_of_the_model_itself_change_with_the_pieces() -> None:
-    model, (x, _) = make("vit"), images(SIZE)
-    pieces = tl.split.by_names(model, ["blocks.2"], example=(x,))
+    model, x = make("vit"), images(SIZE)[0].bfloat16()
+    pieces = tl.split.by_names(model, ["blocks.2"], example=(x.float(),))
     for piece in pieces:
-        piece.double()
-    assert torch.equal(pieces(x.double()), make("vit").double()(x.double()))
+        piece.to(torch.bfloat16)
+    stand_in: Any = pieces[1]
+    assert stand_in.pos_embed.dtype is torch.bfloat16
+    assert torch.equal(pieces(x), make("vit").bfloat16()(x))
+
+
+class Filled(nn.Module):
+    """Makes tensors that depend on the shape of others alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layers[0](x)
+        zeros, ones, twos = torch.zeros_like(x), x.new_ones(4), torch.full_like(x, 2.0)
+        for layer in self.layers[1:]:
+            x = layer(x * twos + ones + zeros)
+        return x
+
+
+def test_tensors_that_depend_on_shapes_alone() -> None:
+    model, x = Filled(), torch.randn(2, 4)
+    pieces = tl.split.by_names(model, ["layers.2"], example=(x,))
+    assert torch.equal(pieces(x), model(x))
 
 
 def test_a_piece_can_be_copied() -> None:
