@@ -1,17 +1,28 @@
-"""Models cut into stages."""
+"""Models cut into stages: by hand, by the names of submodules, or traced with torch.export.
+
+>>> from torch import nn
+>>> model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
+>>> by_hand([model[:2], model[2:]])
+Pieces(2 stages: 20, 10 parameters)
+"""
 
 from __future__ import annotations
 
+from taktline.split.by_names import by_names
 from taktline.split.deferred import deferred
 from taktline.split.markers import SplitPoint, pipe_split
 from taktline.split.materialise import materialise
+from taktline.split.pieces import Pieces, by_hand
 from taktline.split.pipe import Pipe, PipeInfo, build_stage, pipeline
 
 __all__ = [
+    "Pieces",
     "Pipe",
     "PipeInfo",
     "SplitPoint",
     "build_stage",
+    "by_hand",
+    "by_names",
     "deferred",
     "materialise",
     "pipe_split",
