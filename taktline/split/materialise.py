@@ -16,6 +16,7 @@ from taktline.plan.words import counted
 from taktline.split.log import Log, find_log
 from taktline.split.module import StageModule
 from taktline.split.replay import replay
+from taktline.stage.ties import declared
 
 __all__ = ["materialise"]
 
@@ -131,10 +132,17 @@ def _missing(piece: nn.Module) -> list[_Want]:
     for prefix, module in piece.named_modules(remove_duplicate=False):
         for table in ("_parameters", "_buffers", "__dict__"):
             for key, value in getattr(module, table).items():
-                if isinstance(value, torch.Tensor) and value.is_meta:
+                # Not what stands for a tensor of another stage.
+                plain = isinstance(value, nn.Parameter) or type(value) is torch.Tensor
+                if plain and value.is_meta:
                     want = wants.setdefault(id(value), _Want(value))
                     want.places.append(_Place(module, table, key))
                     want.names.append(f"{prefix}.{key}" if prefix else key)
+    for want in wants.values():
+        for tie in declared(piece):
+            names = [name for _, name in tie.uses]
+            if set(names) & set(want.names):
+                want.names += [name for name in names if name not in want.names]
     return list(wants.values())
 
 

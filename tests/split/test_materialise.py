@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import taktline as tl
 from taktline.errors import StateError
-from taktline.split import deferred, materialise
+from taktline.split import by_names, deferred, materialise
 from tests.split.test_deferred import MODELS, tensors
 
 
@@ -144,7 +144,48 @@ def test_only_own_names_are_read_from_a_file(tmp_path: Path) -> None:
     materialise(pipe.get_stage_module(1), "cpu", state_dict=file)
     tokens = torch.tensor([3, 1, 4])
     assert torch.equal(pipe(tokens), usual(tokens))
-    assert pipe.shared_parameters == [{0: "embed.weight", 1: "head.weight"}]
+    assert [tie.uses for tie in pipe.ties] == [((0, "embed.weight"), (1, "head.weight"))]
+
+
+def test_a_tied_weight_is_found_under_the_name_of_another_stage() -> None:
+    usual, model = _deferred()
+    state = dict(usual.state_dict())
+    del state["head.weight"]
+    last = by_names(model, ["layers.2"])[1]
+    materialise(last, "cpu", state_dict=state)
+    assert model.embed.weight.is_meta
+    assert torch.equal(tensors(last)["head.weight"], usual.embed.weight)
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_ranks_that_have_their_own_piece_alone(kind: str) -> None:
+    cut = {"gpt2": "transformer.h.1", "llama": "model.layers.1"}[kind]
+    tokens = torch.arange(8).reshape(4, 2)
+
+    def loss_fn(output: Any, target: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(output.logits.flatten(0, 1), target.flatten())
+
+    def main(rank: int) -> dict[str, Tensor]:
+        torch.manual_seed(3)
+        with deferred():
+            model = MODELS[kind]().eval()
+        pieces = by_names(model, [cut], example=(tokens[:1],))
+        materialise(pieces[rank], "cpu")
+        assert any(tensor.is_meta for tensor in tensors(model).values())
+        stage = pieces.build_stage(rank, torch.device("cpu"))
+        tl.ScheduleGPipe(stage, n_microbatches=2, loss_fn=loss_fn).step(
+            tokens, target=tokens, return_outputs=False
+        )
+        return {name: p.grad for name, p in pieces[rank].named_parameters() if p.grad is not None}
+
+    torch.manual_seed(3)
+    usual = MODELS[kind]().eval()
+    loss_fn(usual(tokens), tokens).backward()
+    grads = {name: p.grad for name, p in usual.named_parameters(remove_duplicate=False)}
+    for found in tl.local.run(main, 2):
+        assert found
+        for name, grad in found.items():
+            torch.testing.assert_close(grad, grads[name])
 
 
 def test_names_and_shapes_that_do_not_fit() -> None:
