@@ -16,7 +16,7 @@ from taktline.split.pieces import Pieces
 from taktline.split.skeleton import Skeleton
 from taktline.split.walk import Course, walk
 
-__all__ = ["by_names"]
+__all__ = ["as_call", "by_names"]
 
 
 def by_names(model: nn.Module, cuts: Sequence[str], *, example: Any = None) -> Pieces:
@@ -45,7 +45,7 @@ def by_names(model: nn.Module, cuts: Sequence[str], *, example: Any = None) -> P
     """
     cuts = _checked(model, cuts)
     skeleton = Skeleton.of(model, cuts)
-    call = _example(model, example)
+    call = as_call(model, example)
     if call is None:
         _by_definition(skeleton)
     else:
@@ -84,7 +84,7 @@ def _checked(model: nn.Module, cuts: Sequence[str]) -> tuple[str, ...]:
     return tuple(cuts)
 
 
-def _example(model: nn.Module, example: Any) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+def as_call(model: nn.Module, example: Any) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """The arguments of a call, where the model's tensors are."""
     if example is None:
         dummies = getattr(model, "dummy_inputs", None)
