@@ -90,7 +90,7 @@ def as_call(model: nn.Module, example: Any) -> tuple[tuple[Any, ...], dict[str, 
         dummies = getattr(model, "dummy_inputs", None)
         if not isinstance(dummies, dict):
             return None
-        example = ((), dummies)
+        example = ((), {name: _without_padding(model, each) for name, each in dummies.items()})
     if not isinstance(example, tuple):
         raise PartitionError(
             f"example must be a tuple of arguments, or (args, kwargs), not a "
@@ -103,6 +103,14 @@ def as_call(model: nn.Module, example: Any) -> tuple[tuple[Any, ...], dict[str, 
     if device is None:
         return example
     return pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), example)
+
+
+def _without_padding(model: nn.Module, dummy: Any) -> Any:
+    """An example of words in which none is what fills up short texts: models warn of these."""
+    padding = getattr(getattr(model, "config", None), "pad_token_id", None)
+    if not isinstance(dummy, torch.Tensor) or not isinstance(padding, int):
+        return dummy
+    return dummy.where(dummy != padding, padding + 1)
 
 
 def _by_course(skeleton: Skeleton, course: Course) -> None:
