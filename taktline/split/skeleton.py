@@ -99,7 +99,7 @@ class Skeleton:
             if name not in self.twins:
                 return module
             if self.homes[name] == stage:
-                return gate(module)
+                return gate(module, begins=name in self.cuts)
             return stand_in(self.twins[name], module.training)
 
         def parameter(name: str, parameter: nn.Parameter) -> nn.Parameter | Ghost:
@@ -131,7 +131,7 @@ class Skeleton:
         parameter: Callable[[str, nn.Parameter], nn.Parameter | Ghost],
     ) -> nn.Module:
         """A container with tables of its own, and others in the place of its units."""
-        _require_own_forward(container, path)
+        _require_free(container, path)
         made = object.__new__(type(container))
         made.__dict__ = {
             key: copy.copy(value) if key in _TABLES else value
@@ -186,13 +186,23 @@ def _without_data(model: nn.Module) -> tuple[dict[int, Any], dict[int, Any]]:
     return units, free
 
 
-def _require_own_forward(container: nn.Module, path: str) -> None:
+def _require_free(container: nn.Module, path: str) -> None:
+    """Raise if a copy of a container would still run parts of the whole model."""
+    who = f"{path!r} ({type(container).__name__})" if path else type(container).__name__
     if "forward" in vars(container):
         raise PartitionError(
-            f"the forward of {path or 'the model'!r} ({type(container).__name__}) was replaced on "
-            "this very object, so a copy of it would still call the whole model; cut the model "
-            "before something wraps its forward"
+            f"the forward of {who} was replaced on this very object, and what replaces it knows "
+            "nothing of pieces; cut the model before something wraps its forward"
         )
+    for name, value in vars(container).items():
+        held = value.values() if isinstance(value, dict) else value
+        if name in _TABLES or not isinstance(value, (dict, list, tuple)):
+            held = (getattr(value, "__self__", None),)
+        if any(isinstance(part, nn.Module) and _is_unit(part) for part in held):
+            raise PartitionError(
+                f"{who} keeps submodules in its attribute {name!r}, where they cannot be replaced "
+                "in the stages that do not have them; use a ModuleList or a ModuleDict"
+            )
 
 
 def _joined(path: str, key: str) -> str:

@@ -65,10 +65,12 @@ def _export(
             return export(module, args, kwargs, strict=False)
         except Exception as error:
             reason = str(error).strip() or type(error).__name__
+            caches = getattr(getattr(module, "config", None), "use_cache", False)
             raise PartitionError(
                 f"{reason}\n\ntorch.export cannot export {type(module).__name__} (see above). "
-                "Change what it stumbles over, or cut the model by hand and make a PipelineStage "
-                "of each piece"
+                f"{'Set model.config.use_cache = False. ' if caches else ''}Change what it "
+                "stumbles over, or cut the model with taktline.split.by_names, which does not "
+                "trace it, or by hand"
             ) from error
 
 
