@@ -16,6 +16,8 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
+from inspect import signature
 from typing import Any
 
 import torch
@@ -87,6 +89,11 @@ class Skeleton:
     def stages(self) -> int:
         """How many pieces there are."""
         return len(self.cuts) + 1
+
+    @cached_property
+    def arguments(self) -> tuple[str, ...]:
+        """The names of what the model's forward takes."""
+        return tuple(signature(self.kind.forward).parameters)[1:]
 
     def starts(self, stage: int) -> str:
         """The unit with which a stage begins; empty for the first one, and after the last one."""

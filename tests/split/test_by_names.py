@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import copy
-import gc
 import weakref
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -17,7 +17,7 @@ import taktline as tl
 from taktline import skip
 from taktline.stage import ties
 from tests.split.models import ResNet
-from tests.split.transformers_models import LANGUAGES, loss, texts
+from tests.workers import Workers
 
 SIZE, COUNT = 3, 4  # of a micro-batch, and how many of them
 CPU = torch.device("cpu")
@@ -107,24 +107,55 @@ def same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
         assert torch.equal(found[name], gradient), name
 
 
-@pytest.mark.parametrize("stages", [2, 4])
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("shown", [True, False])
-def test_a_step_has_the_gradients_of_the_model(name: str, stages: int, shown: bool) -> None:
+def train(
+    rank: int, group: dist.ProcessGroup | None, pieces: tl.split.Pieces, schedule: str
+) -> dict[str, Tensor]:
+    """A step as one of several ranks; gives its gradients."""
+    ranks = pieces.num_stages // (2 if schedule == "zbv" else 1)
+    per_rank = pieces.num_stages // ranks
+    plan = tl.build(schedule, ranks=ranks, microbatches=COUNT, stages_per_rank=per_rank)
+    mine = [pieces.build_stage(stage, CPU, group) for stage in plan.placement.stages_of(rank)]
     x, target = images(SIZE * COUNT)
-    example = (x[:1],) if shown else None
+    tl.ScheduleFromPlan(mine, plan, F.cross_entropy).step(x, target=target)
+    return gradients(*(stage.submod for stage in mine))
 
-    def main(rank: int) -> dict[str, Tensor]:
-        pieces = tl.split.by_names(make(name), MODELS[name][1][stages], example=example)
-        schedule = tl.Schedule1F1B(pieces.build_stage(rank, CPU), COUNT, F.cross_entropy)
-        schedule.step(x, target=target)
-        return gradients(pieces[rank])
 
+def plain(name: str) -> dict[str, Tensor]:
+    """The same without stages."""
     model = make(name)
+    x, target = images(SIZE * COUNT)
     for part, part_target in zip(x.chunk(COUNT), target.chunk(COUNT), strict=True):
         (F.cross_entropy(model(part), part_target) / COUNT).backward()
-    ranks = tl.local.run(main, stages)
-    same({n: g for rank in ranks for n, g in rank.items()}, gradients(model))
+    return gradients(model)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
+@pytest.mark.parametrize(("stages", "shown"), [(2, True), (4, False)])
+@pytest.mark.parametrize("name", MODELS)
+def test_a_step_has_the_gradients_of_the_model(
+    name: str, stages: int, shown: bool, schedule: str
+) -> None:
+    example = (images(1)[0],) if shown else None
+    pieces = tl.split.by_names(make(name), MODELS[name][1][stages], example=example)
+    ranks = tl.local.run(
+        lambda rank: train(rank, None, pieces, schedule), stages // (2 if schedule == "zbv" else 1)
+    )
+    same({n: g for rank in ranks for n, g in rank.items()}, plain(name))
+
+
+def train_own(rank: int, group: dist.ProcessGroup, name: str) -> dict[str, Tensor]:
+    return train(rank, group, tl.split.by_names(make(name), MODELS[name][1][2]), "1f1b")
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("name", MODELS)
+def test_gradients_over_gloo(workers: Workers, name: str) -> None:
+    ranks = workers.run(train_own, name)
+    found = {n: g for rank in ranks for n, g in rank.items()}
+    expected = plain(name)
+    assert found.keys() == expected.keys()
+    for key, gradient in expected.items():
+        torch.testing.assert_close(found[key], gradient)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -158,17 +189,6 @@ def test_images_do_not_travel_to_stages_that_need_none() -> None:
     assert [value.shape for value in values] == [(SIZE, 5, 8)]
     assert not any(isinstance(arg, Tensor) for arg in args)
     assert kwargs == {}
-
-
-def test_only_its_own_parameters_stay_with_a_piece() -> None:
-    model = LANGUAGES["llama"].make()
-    foreign = weakref.ref(model.get_parameter("model.layers.0.mlp.up_proj.weight"))
-    own = weakref.ref(model.get_parameter("model.layers.3.mlp.up_proj.weight"))
-    piece = tl.split.by_names(model, LANGUAGES["llama"].cuts(2))[1]
-    del model
-    gc.collect()
-    assert foreign() is None
-    assert own() is piece.get_parameter("model.layers.3.mlp.up_proj.weight")
 
 
 def test_what_a_forward_has_made_goes_with_it() -> None:
@@ -251,13 +271,6 @@ def test_skips_and_losses_belong_to_the_stages_that_have_them() -> None:
             torch.testing.assert_close(gradient, plain.get_parameter(name).grad)
 
 
-def test_a_tied_weight_is_declared() -> None:
-    language = LANGUAGES["gpt2"]
-    pieces = tl.split.by_names(language.make(), language.cuts(2))
-    assert language.tied is not None
-    assert ties.declared(pieces[1]) == (ties.Tie(dict(enumerate(language.tied))),)
-
-
 def test_what_is_never_called_is_part_of_the_state() -> None:
     model = nn.ModuleDict({"a": nn.Linear(4, 4), "spare": nn.Linear(4, 4), "b": nn.Linear(4, 4)})
 
@@ -298,25 +311,6 @@ def test_a_parameter_of_the_model_itself_that_several_stages_use() -> None:
     same(gradients(model), gradients(twin))
 
 
-def test_types_change_with_the_pieces() -> None:
-    language = LANGUAGES["llama"]
-    words, mask, _ = texts(SIZE)
-    expected = language.make().to(torch.bfloat16)(words, attention_mask=mask).logits
-    pieces = tl.split.by_names(language.make(), language.cuts(4))
-    for piece in pieces:
-        piece.to(torch.bfloat16)
-    assert torch.equal(pieces(words, attention_mask=mask).logits, expected)
-
-
-def test_under_autocast() -> None:
-    language = LANGUAGES["llama"]
-    words, mask, _ = texts(SIZE)
-    pieces = tl.split.by_names(language.make(), language.cuts(4))
-    with torch.autocast("cpu", torch.bfloat16):
-        expected = language.make()(words, attention_mask=mask).logits
-        assert torch.equal(pieces(words, attention_mask=mask).logits, expected)
-
-
 def test_a_piece_can_be_copied() -> None:
     model, (x, _) = make("vit"), images(SIZE)
     pieces = tl.split.by_names(model, ["blocks.2"], example=(x,))
@@ -325,71 +319,3 @@ def test_a_piece_can_be_copied() -> None:
     copies[1](*copies[0](x)).sum().backward()
     assert gradients(model) == {}
     assert gradients(*copies).keys() == dict(model.named_parameters()).keys()
-
-
-def test_shapes_may_change() -> None:
-    language = LANGUAGES["gpt2"]
-    model = language.make()
-    pieces = tl.split.by_names(model, language.cuts(2))
-    words, mask, _ = texts(SIZE)
-    for length in (10, 7, 10):
-        call = {"input_ids": words[:, :length], "attention_mask": mask[:, :length]}
-        assert torch.equal(pieces(**call).logits, model(**call).logits)
-
-
-def test_checkpoints_of_transformers() -> None:
-    language = LANGUAGES["llama"]
-    model: Any = language.make()
-    model.gradient_checkpointing_enable()
-    twin = language.make()
-    words, mask, target = texts(SIZE)
-    pieces = tl.split.by_names(model, language.cuts(2))
-    loss(pieces(words, attention_mask=mask), target).backward()
-    loss(twin(words, attention_mask=mask), target).backward()
-    same(gradients(model), gradients(twin))
-
-
-def test_labels_reach_the_last_stage() -> None:
-    language = LANGUAGES["gemma2"]
-    model: Any = language.make()
-    words, mask, _ = texts(SIZE)
-    pieces = tl.split.by_names(model, language.cuts(4))
-    output = pieces(input_ids=words, attention_mask=mask, labels=words)
-    assert type(output) is type(model(words))
-    assert torch.equal(output.loss, model(words, attention_mask=mask, labels=words).loss)
-
-
-def test_keywords_on_every_rank() -> None:
-    words, mask, target = texts(SIZE * 2)
-
-    def main(rank: int) -> Tensor | None:
-        pieces = tl.split.by_names(LANGUAGES["bert"].make(), ["bert.encoder.layer.2"])
-        schedule = tl.ScheduleGPipe(pieces.build_stage(rank, CPU), 2, loss)
-        output = schedule.step(words, attention_mask=mask, target=target)
-        return None if output is None else output.logits
-
-    expected = LANGUAGES["bert"].make()(words, attention_mask=mask).logits
-    torch.testing.assert_close(tl.local.run(main, 2)[1], expected)
-
-
-@pytest.mark.parametrize("name", ["llama", "gpt2"])
-def test_a_model_without_data(name: str) -> None:
-    language = LANGUAGES[name]
-    with torch.device("meta"):
-        model = language.make()
-    pieces = tl.split.by_names(model, language.cuts(4))
-    names = [key for piece in pieces for key, _ in piece.named_parameters()]
-    assert set(names) == {key for key, _ in model.named_parameters(remove_duplicate=False)}
-    words, mask, _ = texts(SIZE)
-    real = language.make()
-    for piece in pieces:
-        for path, module in piece.named_modules():
-            for key in module._parameters:
-                full = f"{path}.{key}" if path else key
-                if module._parameters[key] is not None:
-                    module._parameters[key] = real.get_parameter(full)
-            for key in module._buffers:
-                full = f"{path}.{key}" if path else key
-                module._buffers[key] = real.get_buffer(full)
-    expected = real(words, attention_mask=mask).logits
-    assert torch.equal(pieces(words, attention_mask=mask).logits, expected)

@@ -241,7 +241,7 @@ def test_pieces_of_different_models() -> None:
         two[1](*one[0](X))
 
 
-@pytest.mark.parametrize("name", ["output_hidden_states", "output_attentions"])
+@pytest.mark.parametrize("name", ["output_hidden_states", "output_attentions", "use_cache"])
 def test_what_all_layers_give(name: str) -> None:
     pieces = tl.split.by_names(LANGUAGES["llama"].make(), LANGUAGES["llama"].cuts(2))
     with pytest.raises(PartitionError, match=f"{name} asks for what the layers of all stages give"):
