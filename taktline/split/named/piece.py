@@ -23,7 +23,7 @@ class _Piece:
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
         super()._apply(fn, recurse)  # pyright: ignore[reportAttributeAccessIssue]
-        vars(self)["_role"].skeleton.retype(fn)
+        vars(self)["_role"].skeleton.retype(self, fn)
         return self
 
 
