@@ -12,6 +12,7 @@ from torch.distributed import ProcessGroup
 from taktline.errors import PartitionError
 from taktline.meta import as_arguments
 from taktline.plan.words import counted
+from taktline.split.on_meta.materialise import materialise
 from taktline.stage import PipelineStage
 from taktline.stage.ties import Tie, declare, find
 
@@ -40,6 +41,8 @@ class Pieces(Sequence[nn.Module]):
         for stage, module in enumerate(self._modules):
             if not isinstance(module, nn.Module):
                 raise PartitionError(f"stage {stage} is {module!r}, which is no nn.Module")
+        self.division: object = None
+        """What the stages cost, if that decided where to cut."""
         self.ties: tuple[Tie, ...] = find(self._modules)
         for module in self._modules:
             declare(module, self.ties)
@@ -61,8 +64,11 @@ class Pieces(Sequence[nn.Module]):
     def build_stage(
         self, stage_index: int, device: torch.device, group: ProcessGroup | None = None
     ) -> PipelineStage:
-        """A stage to run in a schedule, once its piece is moved to a device."""
-        module = self.get_stage_module(stage_index).to(device)
+        """A stage to run in a schedule, once its piece is moved to a device.
+
+        A piece without values is materialised there.
+        """
+        module = materialise(self.get_stage_module(stage_index), device)
         return PipelineStage(module, stage_index, self.num_stages, device, group=group)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -90,6 +96,9 @@ class Pieces(Sequence[nn.Module]):
         listed = ", ".join(f"{count:,}" for count in counts)
         tied = f"; tied: {', '.join(map(str, self.ties))}" if self.ties else ""
         return f"Pieces({counted(self.num_stages, 'stage')}: {listed} parameters{tied})"
+
+    def __str__(self) -> str:
+        return repr(self) if self.division is None else f"{self!r}\n{self.division}"
 
 
 def by_hand(modules: Iterable[nn.Module]) -> Pieces:

@@ -13,12 +13,13 @@ from torch import fx, nn
 
 from taktline.errors import PartitionError
 from taktline.meta import as_arguments
-from taktline.split.cut import Piece, cut
-from taktline.split.markers import SplitPoint, is_marker
-from taktline.split.module import StageModule, WithoutKeywords
+from taktline.split.on_meta.materialise import materialise
 from taktline.split.pieces import Pieces
-from taktline.split.state import State
-from taktline.split.trace import Policy, in_mode, trace
+from taktline.split.traced.cut import Piece, cut
+from taktline.split.traced.markers import SplitPoint, is_marker
+from taktline.split.traced.module import StageModule, WithoutKeywords
+from taktline.split.traced.state import State
+from taktline.split.traced.trace import Policy, in_mode, trace
 from taktline.stage import PipelineStage, Tie
 from taktline.stage.ties import declared
 
@@ -97,11 +98,11 @@ class Pipe(nn.Module):
     def build_stage(
         self, stage_index: int, device: torch.device, group: dist.ProcessGroup | None = None
     ) -> PipelineStage:
-        """A stage to run in a schedule, once its piece is moved to a device."""
-        module = self.get_stage_module(stage_index)
-        if isinstance(module, StageModule):
-            module.set_device(torch.device(device))
-        module.to(device)
+        """A stage to run in a schedule, once its piece is moved to a device.
+
+        A piece without values is materialised there.
+        """
+        module = materialise(self.get_stage_module(stage_index), device)
         return build_stage(module, stage_index, self.info(), device, group)
 
     def print_readable(self):

@@ -11,12 +11,12 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from taktline.errors import PartitionError
-from taktline.split.piece import piece
+from taktline.split.named.piece import piece
+from taktline.split.named.skeleton import Skeleton
+from taktline.split.named.walk import Course, walk
 from taktline.split.pieces import Pieces
-from taktline.split.skeleton import Skeleton
-from taktline.split.walk import Course, walk
 
-__all__ = ["by_names"]
+__all__ = ["as_call", "by_names"]
 
 
 def by_names(model: nn.Module, cuts: Sequence[str], *, example: Any = None) -> Pieces:
@@ -87,20 +87,20 @@ def _checked(model: nn.Module, cuts: Sequence[str]) -> tuple[str, ...]:
 def _course(skeleton: Skeleton, model: nn.Module, example: Any) -> Course | None:
     """What the forward does with an example; None if there is none."""
     if example is not None:
-        return walk(skeleton, *_call(model, example))
+        return walk(skeleton, *as_call(model, example))
     dummies = getattr(model, "dummy_inputs", None)
     if not isinstance(dummies, dict):
         return None
     call = {name: _without_padding(model, dummy) for name, dummy in dummies.items()}
     try:
-        return walk(skeleton, *_call(model, ((), call)))
+        return walk(skeleton, *as_call(model, ((), call)))
     except PartitionError:
         raise
     except Exception:
         return None  # models of images have words as an example, too
 
 
-def _call(model: nn.Module, example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def as_call(model: nn.Module, example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments of a call, where the model's tensors are."""
     if not isinstance(example, tuple):
         raise PartitionError(

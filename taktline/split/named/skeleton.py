@@ -24,9 +24,9 @@ import torch
 from torch import nn
 
 from taktline.errors import PartitionError
-from taktline.split.ghost import ANYWHERE, Ghost
-from taktline.split.stand_in import gate, stand_in
-from taktline.split.twin import Twin
+from taktline.split.named.ghost import ANYWHERE, Ghost
+from taktline.split.named.stand_in import gate, stand_in
+from taktline.split.named.twin import Twin
 
 __all__ = ["Skeleton"]
 

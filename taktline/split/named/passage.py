@@ -16,9 +16,9 @@ import torch
 from torch.utils import _pytree as pytree
 
 from taktline.errors import PartitionError
-from taktline.split.ghost import Ghost, Scene, resolved
-from taktline.split.skeleton import Skeleton
-from taktline.split.twin import Twin
+from taktline.split.named.ghost import Ghost, Scene, resolved
+from taktline.split.named.skeleton import Skeleton
+from taktline.split.named.twin import Twin
 
 __all__ = ["Leave", "OtherTypes", "Passage"]
 

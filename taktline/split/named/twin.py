@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 
 from taktline.aside import Aside, Skip
 from taktline.errors import PartitionError
-from taktline.split.ghost import Ghost, Scene, as_meta
+from taktline.split.named.ghost import Ghost, Scene, as_meta
 
 __all__ = ["Twin", "look"]
 

@@ -6,9 +6,9 @@ from typing import Any, Self
 
 from torch import nn
 
-from taktline.split.role import Role
-from taktline.split.skeleton import Skeleton
-from taktline.split.stand_in import made_from
+from taktline.split.named.role import Role
+from taktline.split.named.skeleton import Skeleton
+from taktline.split.named.stand_in import made_from
 
 __all__ = ["piece"]
 

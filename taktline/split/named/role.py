@@ -10,11 +10,11 @@ import torch
 from torch.utils import _pytree as pytree
 
 from taktline.errors import PartitionError
-from taktline.split.ghost import Ghost
-from taktline.split.passage import Leave, OtherTypes, Passage
-from taktline.split.skeleton import Skeleton
-from taktline.split.twin import look
-from taktline.split.walk import Course, device_of, walk
+from taktline.split.named.ghost import Ghost
+from taktline.split.named.passage import Leave, OtherTypes, Passage
+from taktline.split.named.skeleton import Skeleton
+from taktline.split.named.twin import look
+from taktline.split.named.walk import Course, device_of, walk
 
 __all__ = ["Role"]
 
