@@ -16,59 +16,11 @@ from torch.utils.checkpoint import checkpoint
 import taktline as tl
 from taktline import skip
 from taktline.stage import ties
-from tests.split.models import ResNet
+from tests.split.models import ResNet, ViT
 from tests.workers import Workers
 
 SIZE, COUNT = 3, 4  # of a micro-batch, and how many of them
 CPU = torch.device("cpu")
-
-
-class Block(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.attention = nn.MultiheadAttention(width, 2, batch_first=True)
-        self.mlp = nn.Sequential(nn.Linear(width, 16), nn.GELU(), nn.Linear(16, width))
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.norm(x)
-        x = x + self.attention(y, y, y, need_weights=False)[0]
-        return x + self.mlp(x)
-
-
-class PatchEmbed(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.proj = nn.Conv2d(3, width, 4, 4)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.proj(x).flatten(2).transpose(1, 2)
-
-
-class ViT(nn.Module):
-    """As in timm: tokens and positions are parameters of the model itself."""
-
-    def __init__(self, width: int = 8, depth: int = 4, classes: int = 5) -> None:
-        super().__init__()
-        self.cls_token = nn.Parameter(torch.randn(1, 1, width))
-        self.pos_embed = nn.Parameter(torch.randn(1, 5, width))
-        self.patch_embed = PatchEmbed(width)
-        self.pos_drop = nn.Dropout(0.0)
-        self.blocks = nn.Sequential(*(Block(width) for _ in range(depth)))
-        self.norm = nn.LayerNorm(width)
-        self.head = nn.Linear(width, classes)
-
-    def forward_features(self, x: Tensor) -> Tensor:
-        x = self.patch_embed(x)
-        x = torch.cat((self.cls_token.expand(x.shape[0], -1, -1), x), dim=1)
-        x = self.pos_drop(x + self.pos_embed)
-        return self.norm(self.blocks(x))
-
-    def forward_head(self, x: Tensor) -> Tensor:
-        return self.head(x[:, 0])
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.forward_head(self.forward_features(x))
 
 
 def images(count: int) -> tuple[Tensor, Tensor]:

@@ -135,18 +135,18 @@ def test_a_model_without_data(name: str) -> None:
     pieces = tl.split.by_names(model, language.cuts(4))
     names = [key for piece in pieces for key, _ in piece.named_parameters()]
     assert set(names) == {key for key, _ in model.named_parameters(remove_duplicate=False)}
-    words, mask, _ = texts(SIZE)
-    real = language.make()
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_a_model_that_gets_its_data_in_pieces(name: str) -> None:
+    language = LANGUAGES[name]
+    with tl.split.deferred():
+        model = language.make()
+    pieces = tl.split.by_names(model, language.cuts(4))
     for piece in pieces:
-        for path, module in piece.named_modules():
-            for key in module._parameters:
-                full = f"{path}.{key}" if path else key
-                if module._parameters[key] is not None:
-                    module._parameters[key] = real.get_parameter(full)
-            for key in module._buffers:
-                full = f"{path}.{key}" if path else key
-                module._buffers[key] = real.get_buffer(full)
-    expected = real(words, attention_mask=mask).logits
+        tl.split.materialise(piece, CPU)
+    words, mask, _ = texts(SIZE)
+    expected = language.make()(words, attention_mask=mask).logits
     assert torch.equal(pieces(words, attention_mask=mask).logits, expected)
 
 
