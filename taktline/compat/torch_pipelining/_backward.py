@@ -1,0 +1,1 @@
+"""The backward of a stage, whole or in halves."""

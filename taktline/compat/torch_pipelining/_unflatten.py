@@ -1,0 +1,1 @@
+"""Calls of submodules, found again in a flat graph."""

@@ -1,0 +1,1 @@
+"""Cut a batch into micro-batches, and merge what came out of them."""
