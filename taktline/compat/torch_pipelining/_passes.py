@@ -1,4 +1,4 @@
-"""The order of one rank, made ready to run: backwards joined, shards gathered, gradients reduced."""
+"""One rank's order, made ready to run: backwards joined, shards gathered, gradients reduced."""
 
 from __future__ import annotations
 
