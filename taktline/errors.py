@@ -15,6 +15,7 @@
     │   ├── LostRankError        another rank has ended, or cannot be reached any more
     │   └── StallError           another rank did not answer in time; says what all were doing
     ├── BatchError           a batch cannot be cut into the micro-batches asked for
+    │   └── InvalidBatchError    the same where torch asserts it; an AssertionError as well
     ├── MismatchError        what the ranks bring to a step does not fit together
     ├── SignatureError       a value at a boundary is not what was expected, or cannot cross it
     │   └── PipeliningMetadataError  the same under torch's name; a RuntimeError as well
@@ -40,6 +41,7 @@ __all__ = [
     "CostError",
     "DeadlockError",
     "InstallError",
+    "InvalidBatchError",
     "InvalidOrderError",
     "InvalidPlanError",
     "LossError",
@@ -112,6 +114,15 @@ class BatchError(TaktlineError):
     >>> raise BatchError("target is int64[3]: 3 along dimension 0 cannot be cut into 4 pieces")
     Traceback (most recent call last):
     taktline.errors.BatchError: target is int64[3]: 3 along dimension 0 cannot be cut into 4 pieces
+    """
+
+
+class InvalidBatchError(BatchError, AssertionError):
+    """A batch, its chunk spec or its outputs do not fit together; torch raises AssertionError.
+
+    >>> raise InvalidBatchError("Tensor size 3 is smaller than num_chunks")
+    Traceback (most recent call last):
+    taktline.errors.InvalidBatchError: Tensor size 3 is smaller than num_chunks
     """
 
 
