@@ -23,6 +23,7 @@
     ├── LossError            the loss is not something to begin a backward with
     ├── PartitionError       a model cannot be cut into stages as asked
     ├── SplitError           the two halves of a backward do not fit together
+    │   └── StageBackwardError   a backward failed in code written for torch; a RuntimeError as well
     ├── InstallError         torch's own package cannot be replaced any more
     └── StageError           an action failed on some rank; raised on every rank
 
@@ -55,6 +56,7 @@ __all__ = [
     "SignatureError",
     "SkipError",
     "SplitError",
+    "StageBackwardError",
     "StageError",
     "StallError",
     "TaktlineError",
@@ -332,6 +334,15 @@ class SplitError(TaktlineError):
     >>> raise SplitError("dw_builder of stage 0 must give a function, not None")
     Traceback (most recent call last):
     taktline.errors.SplitError: dw_builder of stage 0 must give a function, not None
+    """
+
+
+class StageBackwardError(SplitError, RuntimeError):
+    """The backward of a stage failed; the text shows what it was given.
+
+    >>> raise StageBackwardError("Failed to run stage backward: ...")
+    Traceback (most recent call last):
+    taktline.errors.StageBackwardError: Failed to run stage backward: ...
     """
 
 
