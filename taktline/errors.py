@@ -8,7 +8,8 @@
     ├── ScheduleError        a schedule's name is unknown, or its numbers do not fit it
     ├── CostError            costs that make no sense, or not for this plan
     ├── PlanError            a plan cannot be what it claims to be
-    │   └── InvalidPlanError     a plan broke its rules; carries every violation
+    │   ├── InvalidPlanError     a plan broke its rules; carries every violation
+    │   └── InvalidOrderError    the same of an order written for torch; an AssertionError as well
     ├── TransportError       ranks cannot talk to each other as asked
     │   ├── DeadlockError        every rank waits for another; says who waits for what
     │   ├── LostRankError        another rank has ended, or cannot be reached any more
@@ -20,6 +21,7 @@
     ├── LossError            the loss is not something to begin a backward with
     ├── PartitionError       a model cannot be cut into stages as asked
     ├── SplitError           the two halves of a backward do not fit together
+    ├── InstallError         torch's own package cannot be replaced any more
     └── StageError           an action failed on some rank; raised on every rank
 
 All of them are also a :class:`ValueError`, so code that does not know Taktline can catch them.
@@ -36,6 +38,8 @@ __all__ = [
     "BatchError",
     "CostError",
     "DeadlockError",
+    "InstallError",
+    "InvalidOrderError",
     "InvalidPlanError",
     "LossError",
     "LostRankError",
@@ -190,6 +194,15 @@ class InvalidPlanError(PlanError):
         super().__init__("\n".join(lines))
 
 
+class InvalidOrderError(PlanError, AssertionError):
+    """An order of actions that was written for torch cannot run; torch raises AssertionError.
+
+    >>> raise InvalidOrderError("Schedule is missing actions for rank 1")
+    Traceback (most recent call last):
+    taktline.errors.InvalidOrderError: Schedule is missing actions for rank 1
+    """
+
+
 class PartitionError(TaktlineError):
     """A model, or a list of layers, cannot be cut into stages as asked.
 
@@ -297,6 +310,15 @@ class SplitError(TaktlineError):
     >>> raise SplitError("dw_builder of stage 0 must give a function, not None")
     Traceback (most recent call last):
     taktline.errors.SplitError: dw_builder of stage 0 must give a function, not None
+    """
+
+
+class InstallError(TaktlineError):
+    """Taktline cannot take the place of torch.distributed.pipelining in this process.
+
+    >>> raise InstallError("torch.distributed.pipelining has been imported already")
+    Traceback (most recent call last):
+    taktline.errors.InstallError: torch.distributed.pipelining has been imported already
     """
 
 

@@ -34,7 +34,7 @@ __all__ = [
 ]
 
 
-class _ComputationType(str, Enum):
+class _ComputationType(str, Enum):  # noqa: UP042  (whose str() would be the value)
     """What an action does; the value is how it is written.
 
     >>> _ComputationType.from_str("B")
