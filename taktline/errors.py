@@ -17,6 +17,7 @@
     ├── BatchError           a batch cannot be cut into the micro-batches asked for
     ├── MismatchError        what the ranks bring to a step does not fit together
     ├── SignatureError       a value at a boundary is not what was expected, or cannot cross it
+    │   └── PipeliningMetadataError  the same under torch's name; a RuntimeError as well
     ├── SkipError            a skip connection that is put and not got, or got and not put
     ├── LossError            the loss is not something to begin a backward with
     ├── PartitionError       a model cannot be cut into stages as asked
@@ -45,6 +46,7 @@ __all__ = [
     "LostRankError",
     "MismatchError",
     "PartitionError",
+    "PipeliningMetadataError",
     "PlanError",
     "PlanFileError",
     "ScheduleError",
@@ -282,6 +284,15 @@ class SignatureError(TaktlineError):
     >>> raise SignatureError("output 0 is float32[4, 16], not float32[4, 32]")
     Traceback (most recent call last):
     taktline.errors.SignatureError: output 0 is float32[4, 16], not float32[4, 32]
+    """
+
+
+class PipeliningMetadataError(SignatureError, RuntimeError):
+    """Tensors at the boundary of a stage differ from what was announced; torch's name for it.
+
+    >>> raise PipeliningMetadataError("stage 1 inputs: expected 1 tensors, got 2")
+    Traceback (most recent call last):
+    taktline.errors.PipeliningMetadataError: stage 1 inputs: expected 1 tensors, got 2
     """
 
 

@@ -96,8 +96,6 @@ class _Check:
     def run(self, rank: int, step: int, action: _Action) -> None:
         """Note an action, unless what it needs is missing."""
         stage, kind, microbatch, _ = action
-        if kind not in (F, B, I, W):
-            return
         if stage >= self._num_stages:
             raise InvalidOrderError(
                 f"Rank {rank}, step {step}: there is no stage {stage} among {self._num_stages}"

@@ -19,7 +19,7 @@ from taktline.compat.torch_pipelining._checks import _format_pipeline_order
 from taktline.compat.torch_pipelining._passes import parts
 from taktline.errors import InvalidOrderError, PlanError
 
-__all__ = ["_add_send_recv", "_simulate_comms_compute"]
+__all__ = ["_add_send_recv", "_defer_recv_ops", "_simulate_comms_compute"]
 
 StageToRank = Callable[[int], int]
 
@@ -108,8 +108,7 @@ class _Play:
         self, order: dict[int, list[_Action | None]], stage_to_rank: StageToRank, num_stages: int
     ) -> None:
         self.waiting = {
-            rank: [action for action in order[rank] if action is not None]
-            for rank in sorted(order)
+            rank: [action for action in order[rank] if action is not None] for rank in sorted(order)
         }
         self.steps: dict[int, list[_Action | None]] = {rank: [] for rank in self.waiting}
         self._done: dict[int, set[_Action]] = {rank: set() for rank in self.waiting}
@@ -176,3 +175,60 @@ def _simulate_comms_compute(
             table = _format_pipeline_order(play.steps)
             raise PlanError(f"Schedule is not progressing{stuck}\n{table}")
     return play.steps
+
+
+def _defer_recv_ops(
+    actions: dict[int, list[_Action]], stage_to_rank: StageToRank
+) -> dict[int, list[_Action]]:
+    """Put off each RECV until just before what needs it.
+
+    Of two ranks that send to each other, the lower one does not put off a receive behind a send to
+    the other: with sends that block, both would wait for ever.
+
+    >>> order = [_Action(1, RECV_F, 0), _Action(1, RECV_F, 1), _Action(1, F, 0), _Action(1, F, 1)]
+    >>> _defer_recv_ops({1: order}, lambda stage: stage)
+    {1: [1RECV_F0, 1F0, 1RECV_F1, 1F1]}
+    """
+    return {rank: _deferred(rank, order, stage_to_rank) for rank, order in actions.items()}
+
+
+def _deferred(rank: int, order: list[_Action], stage_to_rank: StageToRank) -> list[_Action]:
+    result: list[_Action] = []
+    waiting: dict[_Action, None] = {}
+    for action in order:
+        kind = action.computation_type
+        if kind in (RECV_F, RECV_B):
+            waiting[action] = None
+            continue
+        due: list[_Action] = []
+        if kind in (SEND_F, SEND_B):
+            peer = stage_to_rank(action.stage_index + (1 if kind == SEND_F else -1))
+            if rank < peer:
+                due = [receive for receive in waiting if stage_to_rank(_sender(receive)) == peer]
+        else:
+            for part in parts(action):
+                receive = _receive_of(part)
+                if receive in waiting and receive not in due:
+                    due.append(receive)
+        for receive in due:
+            del waiting[receive]
+        result += [*due, action]
+    if waiting:
+        raise InvalidOrderError(
+            f"Malformed input schedule on rank {rank}: leftover RECV ops with no consumer found: "
+            f"{list(waiting)}. Every RECV must be consumed by a downstream compute op."
+        )
+    return result
+
+
+def _receive_of(action: _Action) -> _Action | None:
+    """The receive whose message an action needs, should there be one."""
+    stage, kind, microbatch, _ = action
+    if kind == F:
+        return _Action(stage, RECV_F, microbatch)
+    return _Action(stage, RECV_B, microbatch) if kind in (B, I) else None
+
+
+def _sender(receive: _Action) -> int:
+    """The stage that a message comes from."""
+    return receive.stage_index + (-1 if receive.computation_type == RECV_F else 1)

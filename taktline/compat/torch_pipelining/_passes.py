@@ -1,4 +1,4 @@
-"""The order of one rank, made ready to run: backwards joined, shards gathered, gradients reduced."""
+"""One rank's order, made ready to run: backwards joined, shards gathered, gradients reduced."""
 
 from __future__ import annotations
 
@@ -57,11 +57,13 @@ def _add_unshard_reshard(
     held: set[int] = set()
     for place, action in enumerate(actions):
         wanted = _next_stages(actions[place:], max_active_stages)
-        result += [_Action(stage, RESHARD) for stage in held if stage not in wanted]
-        result += [_Action(stage, UNSHARD) for stage in wanted if stage not in held]
+        for stage in [stage for stage in held if stage not in wanted]:
+            result.append(_Action(stage, RESHARD))
+            held.remove(stage)
+        for stage in [stage for stage in wanted if stage not in held]:
+            result.append(_Action(stage, UNSHARD))
+            held.add(stage)
         result.append(action)
-        held.intersection_update(wanted)
-        held.update(wanted)
     return result + [_Action(stage, RESHARD) for stage in held]
 
 
