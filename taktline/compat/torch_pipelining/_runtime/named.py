@@ -196,10 +196,8 @@ class ScheduleInterleavedZeroBubble(_Multi):
     _plan_name = "interleaved_zero_bubble"
 
 
-class ScheduleZBVZeroBubble(_Multi):
-    """Two stages a rank in the shape of a V; weight gradients fill the bubble."""
-
-    _plan_name = "zbv"
+class _V(_Multi):
+    """A schedule of two stages a rank."""
 
     def _check_sizes(self) -> None:
         if self.n_local_stages != 2:
@@ -208,7 +206,13 @@ class ScheduleZBVZeroBubble(_Multi):
             )
 
 
-class ScheduleDualPipeV(ScheduleZBVZeroBubble):
+class ScheduleZBVZeroBubble(_V):
+    """Two stages a rank in the shape of a V; weight gradients fill the bubble."""
+
+    _plan_name = "zbv"
+
+
+class ScheduleDualPipeV(_V):
     """Two stages a rank in the shape of a V; forwards run together with backwards."""
 
     _plan_name = "dualpipev"

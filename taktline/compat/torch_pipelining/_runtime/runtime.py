@@ -19,8 +19,7 @@ from taktline.compat.torch_pipelining._action import (
     UNSHARD,
     _ComputationType,
 )
-from taktline.compat.torch_pipelining._lowering import _simulate_comms_compute
-from taktline.compat.torch_pipelining._passes import _defer_recv_ops
+from taktline.compat.torch_pipelining._lowering import _defer_recv_ops, _simulate_comms_compute
 from taktline.compat.torch_pipelining._runtime.context import _CustomFunctionProtocol
 from taktline.compat.torch_pipelining._runtime.multi import (
     Actions,
@@ -110,7 +109,12 @@ class _PipelineScheduleRuntime(PipelineScheduleMulti):
 
     def _simulate(self) -> Any:
         """Play the order through: what each rank does at a time, if each action takes as long."""
-        return _simulate_comms_compute(self._order_to_run(), self._rank_of, self._num_stages)
+        instant = (UNSHARD, RESHARD, REDUCE_GRAD)
+        order = {
+            rank: [a for a in row if a is not None and a.computation_type not in instant]
+            for rank, row in self._order_to_run().items()
+        }
+        return _simulate_comms_compute(order, self._rank_of, self._num_stages)
 
     def _order_to_run(self) -> Actions:
         order = getattr(self, "pipeline_order_with_comms", None)
