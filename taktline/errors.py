@@ -15,7 +15,8 @@
     │   ├── LostRankError        another rank has ended, or cannot be reached any more
     │   └── StallError           another rank did not answer in time; says what all were doing
     ├── BatchError           a batch cannot be cut into the micro-batches asked for
-    │   └── BatchTypeError       micro-batches or losses are not in a list; a TypeError as well
+    │   ├── BatchTypeError       micro-batches or losses are not in a list; a TypeError as well
+    │   └── InvalidBatchError    the same where torch asserts it; an AssertionError as well
     ├── MismatchError        what the ranks bring to a step does not fit together
     ├── SignatureError       a value at a boundary is not what was expected, or cannot cross it
     │   └── PipeliningMetadataError  the same under torch's name; a RuntimeError as well
@@ -45,6 +46,7 @@ __all__ = [
     "CostError",
     "DeadlockError",
     "InstallError",
+    "InvalidBatchError",
     "InvalidOrderError",
     "InvalidPlanError",
     "LossError",
@@ -127,6 +129,15 @@ class BatchTypeError(BatchError, TypeError):
     >>> raise BatchTypeError("losses must be a list but got a <class 'tuple'>")
     Traceback (most recent call last):
     taktline.errors.BatchTypeError: losses must be a list but got a <class 'tuple'>
+    """
+
+
+class InvalidBatchError(BatchError, AssertionError):
+    """A batch, its chunk spec or its outputs do not fit together; torch raises AssertionError.
+
+    >>> raise InvalidBatchError("Tensor size 3 is smaller than num_chunks")
+    Traceback (most recent call last):
+    taktline.errors.InvalidBatchError: Tensor size 3 is smaller than num_chunks
     """
 
 
