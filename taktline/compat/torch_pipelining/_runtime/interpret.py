@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch.distributed as dist
 from torch.profiler import record_function
 
 from taktline.compat.torch_pipelining._action import (
@@ -133,28 +134,42 @@ class _Interpreter:
         self._handlers[kind](action, self._stages[action.stage_index])
 
     def _send_forward(self, action: _Action, stage: Any) -> None:
-        self._sends.append(self._p2p._batch_p2p(stage.get_fwd_send_ops(action.microbatch_index)))
+        ops = stage.get_fwd_send_ops(action.microbatch_index)
+        self._sends.append(self._started(ops, action, action.stage_index))
 
     def _send_backward(self, action: _Action, stage: Any) -> None:
-        self._sends.append(self._p2p._batch_p2p(stage.get_bwd_send_ops(action.microbatch_index)))
+        ops = stage.get_bwd_send_ops(action.microbatch_index)
+        self._sends.append(self._started(ops, action, action.stage_index - 1))
 
     def _receive_forward(self, action: _Action, stage: Any) -> None:
-        ops = stage.get_fwd_recv_ops
-        self._receive(self._schedule.fwd_recv_ops, action, ops, "forward")
+        key = self._unposted(self._schedule.fwd_recv_ops, action, "forward")
+        ops = stage.get_fwd_recv_ops(action.microbatch_index)
+        self._schedule.fwd_recv_ops[key] = self._started(ops, action, action.stage_index - 1)
 
     def _receive_backward(self, action: _Action, stage: Any) -> None:
-        ops = stage.get_bwd_recv_ops
-        self._receive(self._schedule.bwd_recv_ops, action, ops, "backward")
+        key = self._unposted(self._schedule.bwd_recv_ops, action, "backward")
+        ops = stage.get_bwd_recv_ops(action.microbatch_index)
+        self._schedule.bwd_recv_ops[key] = self._started(ops, action, action.stage_index)
 
-    def _receive(
-        self, pending: dict[Any, Any], action: _Action, ops: Callable[..., Any], name: str
-    ) -> None:
+    def _unposted(self, pending: dict[Any, Any], action: _Action, name: str) -> tuple[Any, Any]:
         stage_idx, mb_index = action.stage_index, action.microbatch_index
         if (stage_idx, mb_index) in pending:
             raise CallOrderError(
                 f"Recv twice for {stage_idx=} {mb_index=} without executing {name}"
             )
-        pending[stage_idx, mb_index] = self._p2p._batch_p2p(ops(mb_index))
+        return stage_idx, mb_index
+
+    def _started(self, ops: Sequence[Any], action: _Action, boundary: int) -> Any:
+        """Start the messages of an action, which cross the boundary after a stage.
+
+        Each message has a number of its own, so that two ranks need not agree on an order.
+        """
+        count, back = self._schedule._n_microbatches, action.computation_type in (SEND_B, RECV_B)
+        tag = 1 + (2 * boundary + back) * count + (action.microbatch_index or 0)
+        for op in ops:
+            if isinstance(op, dist.P2POp):
+                op.tag = tag
+        return self._p2p._batch_p2p(ops)
 
     def _arrived(self, pending: dict[Any, Any], action: _Action, neighbour: int) -> None:
         """Wait for what a neighbour on another rank sends."""
