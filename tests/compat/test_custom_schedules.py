@@ -239,7 +239,9 @@ def _accumulate(rank: int, group: dist.ProcessGroup) -> dict[str, Tensor]:
     program = Program(group, 2, [rank])
     schedule = ByHand(program.stages[0], 4, loss_fn=loss_fn)
     program.train(schedule, 1)
-    once = {n: p.grad.clone() for n, p in program.modules[rank].named_parameters() if p.grad is not None}
+    once = {
+        n: p.grad.clone() for n, p in program.modules[rank].named_parameters() if p.grad is not None
+    }
     program.step(schedule)
     for name, parameter in program.modules[rank].named_parameters():
         torch.testing.assert_close(parameter.grad, 2 * once[name])
@@ -283,7 +285,10 @@ def _who_runs_it(rank: int, group: dist.ProcessGroup) -> list[bool]:
     if rank == 0:
         stage = program.stages[0]
         forward = stage.forward_one_chunk
-        stage.forward_one_chunk = lambda number, *a, **k: (calls.append(number), forward(number, *a, **k))[1]
+        stage.forward_one_chunk = lambda number, *a, **k: (
+            calls.append(number),
+            forward(number, *a, **k),
+        )[1]
     schedule = Schedule1F1B(program.stages[0], 4, loss_fn=loss_fn)
     program.train(schedule, 1)
     return [*verdicts, schedule._on_ours, calls == ([0, 1, 2, 3] if rank == 0 else [])]

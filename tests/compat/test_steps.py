@@ -5,11 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.compat.programs import Program, make_batch, schedules
+from tests.compat.programs import Program, schedules
 from tests.workers import Workers
 
 pytestmark = pytest.mark.processes
@@ -34,9 +33,7 @@ def placed(name: str, rank: int, ranks: int) -> list[int]:
 
 def make(name: str, program: Program, microbatches: int, **options: Any) -> Any:
     mine = program.stages if PER_RANK[name] > 1 else program.stages[0]
-    return getattr(schedules(), name)(
-        mine, microbatches, loss_fn=nn.functional.mse_loss, **options
-    )
+    return getattr(schedules(), name)(mine, microbatches, loss_fn=nn.functional.mse_loss, **options)
 
 
 def _all_schedules(rank: int, group: dist.ProcessGroup, ours: bool) -> None:

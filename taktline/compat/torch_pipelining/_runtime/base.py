@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from taktline.compat.torch_pipelining._runtime.step import Call, run
+from taktline.compat.torch_pipelining._stage.compute import sync_of
 from taktline.compat.torch_pipelining.microbatch import (
     TensorChunkSpec,
     merge_chunks,
@@ -175,7 +176,7 @@ class _PipelineSchedule(ABC):
 
     def _assert_unsharded(self, stage: Any) -> None:
         """Gather the parameters of a sharded stage, if nothing has."""
-        sync = getattr(stage, "grad_sync", None)
+        sync = sync_of(stage)
         if sync is not None and sync.shards and stage.stage_index not in self.unsharded_stages:
             sync.unshard()
             self.unsharded_stages.add(stage.stage_index)

@@ -37,6 +37,7 @@ from taktline.compat.torch_pipelining._action import (
 )
 from taktline.compat.torch_pipelining._p2p import logger
 from taktline.compat.torch_pipelining._runtime.context import _PipelineContext
+from taktline.compat.torch_pipelining._stage.compute import sync_of
 from taktline.errors import CallOrderError, ScheduleError
 
 if TYPE_CHECKING:
@@ -230,7 +231,7 @@ class _Interpreter:
         return done == self._schedule._n_microbatches
 
     def _unshard(self, action: _Action, stage: Any) -> None:
-        sync = getattr(stage, "grad_sync", None)
+        sync = sync_of(stage)
         if sync is None or not sync.shards:
             return
         if action.stage_index in self._schedule.unsharded_stages:

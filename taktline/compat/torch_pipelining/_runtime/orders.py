@@ -36,9 +36,7 @@ class _Size:
     def rows(self, microbatches: int | None = None) -> list[list[_Action]]:
         """The plan of each rank."""
         count = self.microbatches if microbatches is None else microbatches
-        plan = build(
-            self.name, ranks=self.ranks, microbatches=count, stages_per_rank=self.per_rank
-        )
+        plan = build(self.name, ranks=self.ranks, microbatches=count, stages_per_rank=self.per_rank)
         read = [[_Action.from_str(str(action)) for action in plan[r]] for r in range(self.ranks)]
         return [[action for action in row if action is not None] for row in read]
 

@@ -218,5 +218,3 @@ def _unpickled(
     cls: type[TaktlineError], args: tuple[Any, ...], fields: dict[str, Any]
 ) -> TaktlineError:
     return restore(_both(cls), args, fields)
-
-

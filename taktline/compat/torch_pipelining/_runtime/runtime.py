@@ -77,7 +77,9 @@ class _PipelineScheduleRuntime(PipelineScheduleMulti):
         if format == "compute_comms":
             for row in actions.values():
                 if None in row:
-                    raise InvalidOrderError("Expected action to be not None, got <class 'NoneType'>")
+                    raise InvalidOrderError(
+                        "Expected action to be not None, got <class 'NoneType'>"
+                    )
             self.pipeline_order_with_comms = {rank: [*row] for rank, row in actions.items()}
         elif format == "compute_only":
             _check_computes(actions)

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from taktline.compat.torch_pipelining._runtime.ours import Ours, agreed_on_ours
+from taktline.compat.torch_pipelining._stage.compute import Compute
 from taktline.compat.torch_pipelining.microbatch import TensorChunkSpec, _split_tensor
 from taktline.errors import StageUseError
 
@@ -87,17 +88,17 @@ def _reduced(schedule: _PipelineSchedule, stages: Sequence[Any]) -> Iterator[Non
     earlier = [(p, p.grad) for p in _parameters(stages) if p.grad is not None] if scaled else []
     for parameter, _ in earlier:
         parameter.grad = None
+    known = [stage for stage in stages if isinstance(stage, Compute)]
     factor = schedule._n_microbatches if schedule.scale_grads else 1
     try:
         yield
-        for stage in stages:
-            if getattr(stage, "_due", False):
+        for stage in known:
+            if stage._due:
                 # An order that says nothing of it.
                 stage.perform_reduce_grad(factor)
     finally:
-        for stage in stages:
-            if hasattr(stage, "end_sync"):
-                stage.end_sync()
+        for stage in known:
+            stage.end_sync()
         for parameter, gradient in earlier:
             parameter.grad = gradient if parameter.grad is None else gradient.add_(parameter.grad)
 

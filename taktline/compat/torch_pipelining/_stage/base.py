@@ -101,9 +101,7 @@ class _PipelineStageBase(Messages, Compute, ABC):
     def _check_chunk_id(self, chunk_id: int) -> None:
         """Make sure that there is such a micro-batch."""
         if self.chunks is None:
-            raise StageUseError(
-                "Attempted to access chunk_id before chunks have been configured."
-            )
+            raise StageUseError("Attempted to access chunk_id before chunks have been configured.")
         if chunk_id >= self.chunks:
             raise StageUseError(f"Chunk id {chunk_id} is out of range [0, {self.chunks})")
 

@@ -19,7 +19,7 @@ from taktline.compat.torch_pipelining._utils import flatten_args
 from taktline.errors import CallOrderError, StageUseError
 from taktline.stage.grad_sync import GradSync, find
 
-__all__ = ["Compute"]
+__all__ = ["Compute", "sync_of"]
 
 Gradients = tuple[torch.Tensor | None, ...]
 
@@ -31,6 +31,7 @@ class Compute:
     stage_index: int
     is_first: bool
     is_last: bool
+    has_backward: bool
     log_prefix: str
     fwd_cache: dict[int, tuple[Any, list[Any]]]
     bwd_cache: dict[int, Gradients]
@@ -145,6 +146,8 @@ class Compute:
             full_backward: whether the weights get their gradients, too.
             last_backward: whether it is the last of the stage in this step.
         """
+        if not self.has_backward:
+            return
         outputs, inputs = self.fwd_cache.pop(bwd_chunk_id)
         begin: dict[str, Any] = {"stage_output": outputs, "output_grads": None}
         if self.is_last:
@@ -176,6 +179,8 @@ class Compute:
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
         """W: the second half."""
+        if not self.has_backward:
+            return
         if bwd_chunk_id not in self.dw_runner:
             raise CallOrderError(
                 f"{self.log_prefix} Attempted to run backward_weight_one_chunk for chunk "
@@ -214,3 +219,8 @@ class Compute:
         if self._sync is not None and self._sync_begun:
             self._sync_begun = False
             self._sync.end()
+
+
+def sync_of(stage: object) -> GradSync | None:
+    """What averages the gradients of a stage; None also for what only looks like a stage."""
+    return stage.grad_sync if isinstance(stage, Compute) else None
