@@ -24,6 +24,7 @@
     ├── LossError            the loss is not something to begin a backward with
     ├── PartitionError       a model cannot be cut into stages as asked
     ├── SplitError           the two halves of a backward do not fit together
+    │   └── StageBackwardError   a backward failed in code written for torch; a RuntimeError as well
     ├── InstallError         torch's own package cannot be replaced any more
     ├── StageUseError        a stage is used as it cannot be; a RuntimeError as well, as in torch
     ├── CallOrderError       a call comes before the one it needs; an AssertionError, as in torch
@@ -60,6 +61,7 @@ __all__ = [
     "SignatureError",
     "SkipError",
     "SplitError",
+    "StageBackwardError",
     "StageError",
     "StageUseError",
     "StallError",
@@ -347,6 +349,15 @@ class SplitError(TaktlineError):
     >>> raise SplitError("dw_builder of stage 0 must give a function, not None")
     Traceback (most recent call last):
     taktline.errors.SplitError: dw_builder of stage 0 must give a function, not None
+    """
+
+
+class StageBackwardError(SplitError, RuntimeError):
+    """The backward of a stage failed; the text shows what it was given.
+
+    >>> raise StageBackwardError("Failed to run stage backward: ...")
+    Traceback (most recent call last):
+    taktline.errors.StageBackwardError: Failed to run stage backward: ...
     """
 
 
