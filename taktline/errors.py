@@ -15,6 +15,7 @@
     │   ├── LostRankError        another rank has ended, or cannot be reached any more
     │   └── StallError           another rank did not answer in time; says what all were doing
     ├── BatchError           a batch cannot be cut into the micro-batches asked for
+    │   ├── BatchTypeError       micro-batches or losses are not in a list; a TypeError as well
     │   └── InvalidBatchError    the same where torch asserts it; an AssertionError as well
     ├── MismatchError        what the ranks bring to a step does not fit together
     ├── SignatureError       a value at a boundary is not what was expected, or cannot cross it
@@ -25,6 +26,8 @@
     ├── SplitError           the two halves of a backward do not fit together
     │   └── StageBackwardError   a backward failed in code written for torch; a RuntimeError as well
     ├── InstallError         torch's own package cannot be replaced any more
+    ├── StageUseError        a stage is used as it cannot be; a RuntimeError as well, as in torch
+    ├── CallOrderError       a call comes before the one it needs; an AssertionError, as in torch
     └── StageError           an action failed on some rank; raised on every rank
 
 All of them are also a :class:`ValueError`, so code that does not know Taktline can catch them.
@@ -39,6 +42,8 @@ from typing import Any, Protocol
 __all__ = [
     "ActionSyntaxError",
     "BatchError",
+    "BatchTypeError",
+    "CallOrderError",
     "CostError",
     "DeadlockError",
     "InstallError",
@@ -58,6 +63,7 @@ __all__ = [
     "SplitError",
     "StageBackwardError",
     "StageError",
+    "StageUseError",
     "StallError",
     "TaktlineError",
     "TransportError",
@@ -116,6 +122,15 @@ class BatchError(TaktlineError):
     >>> raise BatchError("target is int64[3]: 3 along dimension 0 cannot be cut into 4 pieces")
     Traceback (most recent call last):
     taktline.errors.BatchError: target is int64[3]: 3 along dimension 0 cannot be cut into 4 pieces
+    """
+
+
+class BatchTypeError(BatchError, TypeError):
+    """What must be a list is none.
+
+    >>> raise BatchTypeError("losses must be a list but got a <class 'tuple'>")
+    Traceback (most recent call last):
+    taktline.errors.BatchTypeError: losses must be a list but got a <class 'tuple'>
     """
 
 
@@ -352,6 +367,24 @@ class InstallError(TaktlineError):
     >>> raise InstallError("torch.distributed.pipelining has been imported already")
     Traceback (most recent call last):
     taktline.errors.InstallError: torch.distributed.pipelining has been imported already
+    """
+
+
+class StageUseError(TaktlineError, RuntimeError):
+    """A stage or a schedule that torch's interface knows is used as it cannot be.
+
+    >>> raise StageUseError("Chunk id 4 is out of range [0, 4)")
+    Traceback (most recent call last):
+    taktline.errors.StageUseError: Chunk id 4 is out of range [0, 4)
+    """
+
+
+class CallOrderError(TaktlineError, AssertionError):
+    """A stage or a schedule that torch's interface knows is called before what it needs.
+
+    >>> raise CallOrderError("can't get bwd output if this stage is first")
+    Traceback (most recent call last):
+    taktline.errors.CallOrderError: can't get bwd output if this stage is first
     """
 
 
