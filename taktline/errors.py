@@ -9,6 +9,7 @@
     ├── CostError            costs that make no sense, or not for this plan
     ├── PlanError            a plan cannot be what it claims to be
     │   ├── InvalidPlanError     a plan broke its rules; carries every violation
+    │   ├── InvalidActionError   a text is not an action of torch's; a RuntimeError as well
     │   └── InvalidOrderError    the same of an order written for torch; an AssertionError as well
     ├── TransportError       ranks cannot talk to each other as asked
     │   ├── DeadlockError        every rank waits for another; says who waits for what
@@ -47,6 +48,7 @@ __all__ = [
     "CostError",
     "DeadlockError",
     "InstallError",
+    "InvalidActionError",
     "InvalidBatchError",
     "InvalidOrderError",
     "InvalidPlanError",
@@ -222,6 +224,15 @@ class InvalidPlanError(PlanError):
         if count > self.SHOWN:
             lines.append(f"  and {count - self.SHOWN} more (see .violations)")
         super().__init__("\n".join(lines))
+
+
+class InvalidActionError(PlanError, RuntimeError):
+    """A text is not an action as torch writes them; torch raises RuntimeError.
+
+    >>> raise InvalidActionError("Invalid computation type X")
+    Traceback (most recent call last):
+    taktline.errors.InvalidActionError: Invalid computation type X
+    """
 
 
 class InvalidOrderError(PlanError, AssertionError):
