@@ -195,7 +195,7 @@ def test_functions_for_actions(workers: Workers) -> None:
 class ByHand(PipelineScheduleSingle):
     """A step that somebody has written, for two ranks: GPipe with the calls torch's has."""
 
-    def _step_microbatches(
+    def _step_microbatches(  # pyright: ignore[reportIncompatibleMethodOverride]
         self,
         arg_mbs: list[Any] | None = None,
         kwarg_mbs: list[Any] | None = None,
@@ -270,7 +270,7 @@ class Quiet(Schedule1F1B):
         return super()._compute_loss(output, target, loss_kwargs) * 2
 
 
-def _who_runs_it(rank: int, group: dist.ProcessGroup) -> list[bool]:
+def _who_runs_it(rank: int, group: dist.ProcessGroup) -> list[bool | None]:
     verdicts = []
     for cls in (Loud, Quiet):
         program = Program(group, 2, [rank])

@@ -125,7 +125,8 @@ def _memory(rank: int, group: dist.ProcessGroup) -> list[tuple[int, ...]]:
         stage._runtime_validate = validates
         schedule = ScheduleGPipe(stage, 4, loss_fn=loss_fn)
         counts = [len(stage.output_chunks)]
-        for options in ({}, {"return_outputs": False}, {}):
+        cases: tuple[dict[str, Any], ...] = ({}, {"return_outputs": False}, {})
+        for options in cases:
             output, _ = program.step(schedule, **options)
             assert (output is None) is (rank == 0 or "return_outputs" in options)
             counts += [len(stage.fwd_cache), len(stage.output_chunks)]
@@ -184,7 +185,9 @@ def _static(rank: int, group: dist.ProcessGroup) -> None:
     example = torch.empty(BATCH // 4, WIDTH)
     for told in ((), (0,), (0, 1)):
         for validates in (False, True):
-            options = {"input_args": example, "output_args": example} if rank in told else {}
+            options: dict[str, Any] = (
+                {"input_args": example, "output_args": example} if rank in told else {}
+            )
             program = Program(group, 2, [rank], **options)
             program.stages[0]._runtime_validate = validates and not told
             stage = program.stages[0]

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from taktline.compat.torch_pipelining._runtime.ours import Ours
 from taktline.compat.torch_pipelining._runtime.step import Call, run
 from taktline.compat.torch_pipelining._stage.compute import sync_of
 from taktline.compat.torch_pipelining.microbatch import (
@@ -40,6 +41,10 @@ class _PipelineSchedule(ABC):
 
     _plan_name: str | None = None
     """The plan of Taktline that says the same; None if there is none."""
+    _ours: Ours | None = None
+    """What runs it, if Taktline's own runtime does."""
+    _on_ours: bool | None = None
+    """Whether that does; None until a first step."""
 
     def __init__(
         self,
@@ -65,9 +70,14 @@ class _PipelineSchedule(ABC):
         self.unsharded_stages: set[int] = set()
 
     @property
-    @abstractmethod
     def _local_stages(self) -> Sequence[Any]:
         """The stages of this rank."""
+        several = getattr(self, "_stages", None)
+        return [self._stage] if several is None else several  # pyright: ignore[reportAttributeAccessIssue]
+
+    def _keeps_its_order(self) -> bool:
+        """Whether what runs when is as the schedule was made."""
+        return True
 
     def _maybe_compute_loss(
         self,

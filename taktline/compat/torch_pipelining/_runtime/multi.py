@@ -68,10 +68,6 @@ class PipelineScheduleMulti(_PipelineSchedule):
         self.pipeline_order: Order = {}
         self._set_stage_mapping({s: s % self.pp_group_size for s in range(self._num_stages)})
 
-    @property
-    def _local_stages(self) -> Sequence[Any]:
-        return self._stages
-
     def step(
         self,
         *args: Any,
@@ -208,7 +204,7 @@ def lowered(order: Actions, rank_of: Any, num_stages: int, reduced: int) -> Orde
     sharded = {rank: _add_unshard_reshard([*row]) for rank, row in order.items()}
     rows = {r: _add_reduce_grad([*row], reduced) if reduced else row for r, row in sharded.items()}
     plain = {rank: [a for a in row if a is not None] for rank, row in rows.items()}
-    return {**_add_send_recv(plain, rank_of, num_stages)}
+    return {rank: [*row] for rank, row in _add_send_recv(plain, rank_of, num_stages).items()}
 
 
 def forwards_of(order: Actions) -> Order:

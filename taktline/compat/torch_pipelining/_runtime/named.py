@@ -47,9 +47,6 @@ class _Single(PipelineScheduleSingle):
     def _order(self) -> Order:
         return order_of(str(self._plan_name), self._num_stages, self._n_microbatches, 1)
 
-    def _keeps_its_order(self) -> bool:
-        return True
-
     def _step_microbatches(
         self,
         arg_mbs: list[Any] | None = None,

@@ -86,7 +86,7 @@ def _interleaved(size: _Size) -> list[list[_Action | None]]:
 
 
 def _zero_bubble(size: _Size) -> list[list[_Action | None]]:
-    """Beside a rank's turn, as much is left empty as its forwards' inputs ask for, place by place."""
+    """Beside its turn, a rank leaves as much empty as the inputs of its forwards ask for."""
     left: list[list[_Action | None]] = []
     for rank, row in enumerate(size.rows()):
         warmup = size.warmup(rank, 1)

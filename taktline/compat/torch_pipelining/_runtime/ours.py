@@ -55,7 +55,7 @@ def runs_on_ours(schedule: _PipelineSchedule) -> bool:
         schedule._plan_name is not None
         and _as_defined(schedule)
         and not getattr(schedule, "_comp_type_to_function_map", None)
-        and schedule._keeps_its_order()  # pyright: ignore[reportAttributeAccessIssue]
+        and schedule._keeps_its_order()
         and all(_as_defined(s) and not s._runtime_validate for s in schedule._local_stages)
     )
 
@@ -69,14 +69,14 @@ def _as_defined(value: object) -> bool:
     )
 
 
-def agreed_on_ours(schedule: Any) -> bool:
+def agreed_on_ours(schedule: _PipelineSchedule) -> bool:
     """Whether a step runs on Taktline's own runtime, on every rank.
 
     Ranks ask each other before the first step. Whoever leaves it later, by giving an action a
     function, say, does so on every rank.
     """
     mine = runs_on_ours(schedule)
-    known = getattr(schedule, "_on_ours", None)
+    known = schedule._on_ours
     if known is None:
         stages = schedule._local_stages
         static = all(isinstance(s, Inferring) and s.knows_shapes for s in stages)
@@ -125,16 +125,16 @@ class Ours:
         self._schedule = _Noting(
             self._stages,
             *self._made_with,
-            None,
-            False,
+            seed=None,
+            dynamic_shapes=False,
             name=type(schedule).__name__,
             make_plan=make_plan,
         )
 
     @classmethod
-    def of(cls, schedule: Any) -> Ours:
+    def of(cls, schedule: _PipelineSchedule) -> Ours:
         """The one of a schedule, made anew if its settings have changed."""
-        known = getattr(schedule, "_ours", None)
+        known = schedule._ours
         if known is None or known._made_with != _settings(schedule):
             known = schedule._ours = cls(schedule)
         return known
@@ -166,7 +166,7 @@ class Ours:
         return output
 
 
-def _settings(schedule: _PipelineSchedule) -> tuple[Any, ...]:
+def _settings(schedule: _PipelineSchedule) -> tuple[int, Any, Any, Any, Any, bool]:
     return (
         schedule._n_microbatches,
         schedule._loss_fn,

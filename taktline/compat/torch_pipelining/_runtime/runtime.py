@@ -112,7 +112,7 @@ class _PipelineScheduleRuntime(PipelineScheduleMulti):
     def _simulate(self) -> Any:
         """Play the order through: what each rank does at a time, if each action takes as long."""
         instant = (UNSHARD, RESHARD, REDUCE_GRAD)
-        order = {
+        order: Order = {
             rank: [a for a in row if a is not None and a.computation_type not in instant]
             for rank, row in self._order_to_run().items()
         }
@@ -133,6 +133,6 @@ def _check_computes(actions: Actions) -> None:
             if action is not None and action.computation_type in (SEND_F, RECV_F, SEND_B, RECV_B):
                 raise ScheduleError(
                     f"Expected compute-only schedule but found communication action '{action}' at "
-                    f"rank {rank}, position {position}. Communication actions (e.g. SEND_F, RECV_F, "
-                    "etc.) should not be present when format='compute_only'."
+                    f"rank {rank}, position {position}. Communication actions (e.g. SEND_F, "
+                    "RECV_F, etc.) should not be present when format='compute_only'."
                 )

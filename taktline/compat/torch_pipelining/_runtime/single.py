@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -46,10 +45,6 @@ class PipelineScheduleSingle(_PipelineSchedule):
         self._stage_forward_initialized = False
         self._stage_backward_initialized = False
         self.pipeline_order: Order | None = self._get_pipeline_order()
-
-    @property
-    def _local_stages(self) -> Sequence[Any]:
-        return [self._stage]
 
     def step(
         self,

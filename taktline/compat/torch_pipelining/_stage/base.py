@@ -79,32 +79,6 @@ class _PipelineStageBase(Messages, Compute, ABC):
         self._runtime_validate = False
         self._stage_meta = _StageMeta()
 
-    @property
-    def has_backward(self) -> bool:
-        """Whether the step that runs has a backward."""
-        return getattr(self, "_has_backward", False)
-
-    @has_backward.setter
-    def has_backward(self, has_backward: bool) -> None:
-        self._has_backward = has_backward
-
-    @property
-    def is_first(self) -> bool:
-        """Whether it takes the batch."""
-        return self.stage_index == 0
-
-    @property
-    def is_last(self) -> bool:
-        """Whether it gives the output and the loss."""
-        return self.stage_index == self.num_stages - 1
-
-    def _check_chunk_id(self, chunk_id: int) -> None:
-        """Make sure that there is such a micro-batch."""
-        if self.chunks is None:
-            raise StageUseError("Attempted to access chunk_id before chunks have been configured.")
-        if chunk_id >= self.chunks:
-            raise StageUseError(f"Chunk id {chunk_id} is out of range [0, {self.chunks})")
-
     @abstractmethod
     def _prepare_forward_infra(
         self,

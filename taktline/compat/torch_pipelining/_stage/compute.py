@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,31 +14,17 @@ from taktline.compat.torch_pipelining._backward import (
 )
 from taktline.compat.torch_pipelining._debug import map_debug_info
 from taktline.compat.torch_pipelining._stage.infos import _normalize_model_output_as_tuple
+from taktline.compat.torch_pipelining._stage.place import Gradients, Place
 from taktline.compat.torch_pipelining._utils import flatten_args
 from taktline.errors import CallOrderError, StageUseError
 from taktline.stage.grad_sync import GradSync, find
 
 __all__ = ["Compute", "sync_of"]
 
-Gradients = tuple[torch.Tensor | None, ...]
 
-
-class Compute:
+class Compute(Place):
     """The part of a stage that runs its module."""
 
-    submod: nn.Module
-    stage_index: int
-    is_first: bool
-    is_last: bool
-    has_backward: bool
-    log_prefix: str
-    fwd_cache: dict[int, tuple[Any, list[Any]]]
-    bwd_cache: dict[int, Gradients]
-    output_chunks: list[Any]
-    dw_builder: Callable[[], Callable[..., None]] | None
-    dw_runner: dict[int, Callable[..., None]]
-    backward_state: dict[int, tuple[Any, ...]]
-    _runtime_validate: bool
     _sync: GradSync | None = None
     _synced: nn.Module | None = None
     _sync_begun = False

@@ -12,6 +12,7 @@ from taktline.compat.torch_pipelining._stage.infos import (
     _normalize_model_output_as_tuple,
     _RecvInfo,
 )
+from taktline.compat.torch_pipelining._stage.place import Gradients, Place
 from taktline.compat.torch_pipelining._utils import (
     PipeliningMetadataError,
     _TensorMeta,
@@ -22,26 +23,8 @@ from taktline.errors import CallOrderError
 __all__ = ["Messages"]
 
 
-class Messages:
+class Messages(Place):
     """The part of a stage that knows its neighbours."""
-
-    stage_index: int
-    num_stages: int
-    device: torch.device
-    group: dist.ProcessGroup | None
-    has_backward: bool
-    is_first: bool
-    is_last: bool
-    fwd_cache: dict[int, tuple[Any, list[Any]]]
-    bwd_cache: dict[int, tuple[torch.Tensor | None, ...]]
-    args_recv_info: dict[int, tuple[_RecvInfo, ...]]
-    act_send_info: dict[int, list[int | None]]
-    grad_recv_info: dict[int, tuple[_RecvInfo, ...]]
-    grad_send_info: list[int | None] | None
-    stage_index_to_group_rank: dict[int, int]
-    chunks: int | None
-
-    def _check_chunk_id(self, chunk_id: int) -> None: ...
 
     def _create_grad_send_info(self, args_recv_info: tuple[_RecvInfo, ...]) -> list[int | None]:
         """For each input, the stage that its gradient goes to."""
@@ -126,7 +109,7 @@ class Messages:
             _check_local("set_local_fwd_input", info, tensor)
             info.buffer = tensor.detach()
 
-    def get_local_bwd_output(self, mb_index: int) -> tuple[torch.Tensor | None, ...]:
+    def get_local_bwd_output(self, mb_index: int) -> Gradients:
         """Give the gradients of the inputs to the stage before, which lies on the same rank."""
         if not self.has_backward:
             raise CallOrderError("can't steal_bwd_input if this stage doesn't have backward")
@@ -135,9 +118,7 @@ class Messages:
         self._check_chunk_id(mb_index)
         return self.bwd_cache.pop(mb_index)
 
-    def set_local_bwd_input(
-        self, next_stage_bwd_outputs: tuple[torch.Tensor | None, ...], mb_index: int
-    ) -> None:
+    def set_local_bwd_input(self, next_stage_bwd_outputs: Gradients, mb_index: int) -> None:
         """Take the gradients of the outputs from the stage after, which lies on the same rank."""
         if not isinstance(next_stage_bwd_outputs, tuple):
             raise CallOrderError(f"Expected tuple, got {type(next_stage_bwd_outputs)}")
@@ -174,7 +155,7 @@ class Messages:
         wanted = info.tensor_meta is None or info.tensor_meta.requires_grad
         return self.has_backward and differentiable and wanted and torch.is_grad_enabled()
 
-    def _retrieve_recv_grads(self, bwd_chunk_id: int) -> tuple[torch.Tensor | None, ...]:
+    def _retrieve_recv_grads(self, bwd_chunk_id: int) -> Gradients:
         """The gradients of the outputs that have arrived; None where none is due."""
         found: list[torch.Tensor | None] = []
         for index, info in enumerate(self.grad_recv_info[bwd_chunk_id]):
