@@ -100,7 +100,7 @@ def test_groups_are_those_of_torch() -> None:
         names = dict(zip(params, "abcd", strict=True)) | {node(x): "x"}
 
         def name(node: Any, names: dict[Any, str] = names) -> str:
-            return names.get(node, node.name())
+            return names.get(node) or str(node.name())
 
         listed = sorted((name(n), sorted(map(name, above))) for n, above in reverse.items())
         closure, reached = package.reverse_closure([node(x)], {y.grad_fn}, reverse)

@@ -208,7 +208,7 @@ def _deferred(rank: int, order: list[_Action], stage_to_rank: StageToRank) -> li
         else:
             for part in parts(action):
                 receive = _receive_of(part)
-                if receive in waiting and receive not in due:
+                if receive is not None and receive in waiting and receive not in due:
                     due.append(receive)
         for receive in due:
             del waiting[receive]

@@ -82,6 +82,7 @@ def get_schedule_ops(
     per_rank = (1 if single else 2) if num_stages_per_rank is None else num_stages_per_rank
     if single and per_rank != 1:
         raise InvalidOrderError(f"Expected num_stages_per_rank to be 1, got {per_rank}")
+    order: Any
     stages = [_stand_in(place, pp_degree, per_rank) for place in range(per_rank)]
     if single:
         order = cls(stages[0], num_microbatches)._get_pipeline_order()
