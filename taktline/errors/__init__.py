@@ -11,6 +11,9 @@
     │   ├── InvalidPlanError     a plan broke its rules; carries every violation
     │   ├── InvalidActionError   a text is not an action of torch's; a RuntimeError as well
     │   └── InvalidOrderError    the same of an order written for torch; an AssertionError as well
+    ├── InstallError         torch's own package cannot be replaced any more
+    ├── StageUseError        a stage is used as it cannot be; a RuntimeError as well, as in torch
+    ├── CallOrderError       a call comes before the one it needs; an AssertionError, as in torch
     ├── TransportError       ranks cannot talk to each other as asked
     │   ├── DeadlockError        every rank waits for another; says who waits for what
     │   ├── LostRankError        another rank has ended, or cannot be reached any more
@@ -26,9 +29,6 @@
     ├── PartitionError       a model cannot be cut into stages as asked
     ├── SplitError           the two halves of a backward do not fit together
     │   └── StageBackwardError   a backward failed in code written for torch; a RuntimeError as well
-    ├── InstallError         torch's own package cannot be replaced any more
-    ├── StageUseError        a stage is used as it cannot be; a RuntimeError as well, as in torch
-    ├── CallOrderError       a call comes before the one it needs; an AssertionError, as in torch
     └── StageError           an action failed on some rank; raised on every rank
 
 All of them are also a :class:`ValueError`, so code that does not know Taktline can catch them.
@@ -272,15 +272,6 @@ class SplitError(TaktlineError):
     """
 
 
-class InstallError(TaktlineError):
-    """Taktline cannot take the place of torch.distributed.pipelining in this process.
-
-    >>> raise InstallError("torch.distributed.pipelining has been imported already")
-    Traceback (most recent call last):
-    taktline.errors.InstallError: torch.distributed.pipelining has been imported already
-    """
-
-
 class StageError(TaktlineError):
     """An action failed on some rank; every rank raises this, after taking part in the step's rest.
 
@@ -310,6 +301,7 @@ class StageError(TaktlineError):
 from taktline.errors.as_in_torch import (  # noqa: E402
     BatchTypeError,
     CallOrderError,
+    InstallError,
     InvalidActionError,
     InvalidBatchError,
     InvalidOrderError,

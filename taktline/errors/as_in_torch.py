@@ -7,6 +7,7 @@ from taktline.errors import BatchError, PlanError, SignatureError, SplitError, T
 __all__ = [
     "BatchTypeError",
     "CallOrderError",
+    "InstallError",
     "InvalidActionError",
     "InvalidBatchError",
     "InvalidOrderError",
@@ -85,6 +86,15 @@ class CallOrderError(TaktlineError, AssertionError):
     >>> raise CallOrderError("can't get bwd output if this stage is first")
     Traceback (most recent call last):
     taktline.errors.CallOrderError: can't get bwd output if this stage is first
+    """
+
+
+class InstallError(TaktlineError):
+    """Taktline cannot take the place of torch.distributed.pipelining in this process.
+
+    >>> raise InstallError("torch.distributed.pipelining has been imported already")
+    Traceback (most recent call last):
+    taktline.errors.InstallError: torch.distributed.pipelining has been imported already
     """
 
 
