@@ -41,6 +41,8 @@ class _PipelineSchedule(ABC):
 
     _plan_name: str | None = None
     """The plan of Taktline that says the same; None if there is none."""
+    dynamic_shapes: bool = False
+    """Set it where what stages give depends on values, not on shapes alone."""
     _ours: Ours | None = None
     """What runs it, if Taktline's own runtime does."""
     _on_ours: bool | None = None

@@ -20,7 +20,7 @@ from taktline.compat.torch_pipelining._runtime.base import (
 from taktline.compat.torch_pipelining._runtime.context import _PipelineContext
 from taktline.compat.torch_pipelining._runtime.initialise import initialise
 from taktline.compat.torch_pipelining._runtime.interpret import play
-from taktline.compat.torch_pipelining._runtime.orders import Order
+from taktline.compat.torch_pipelining._runtime.orders import Order, placement_of
 from taktline.errors import InvalidOrderError, MismatchError, StageUseError
 
 __all__ = ["Actions", "PipelineScheduleMulti", "forwards_of", "lowered"]
@@ -167,6 +167,10 @@ class PipelineScheduleMulti(_PipelineSchedule):
     def _rank_of(self, stage: int) -> int:
         return self.stage_index_to_group_rank[stage]
 
+    def _placing(self) -> Actions:
+        """The order that says where stages are."""
+        return self.pipeline_order
+
     def _order_to_run(self) -> Actions:
         """What to interpret."""
         return lowered(self.pipeline_order, self._rank_of, self._num_stages, self._n_microbatches)
@@ -183,6 +187,8 @@ class PipelineScheduleMulti(_PipelineSchedule):
         """Run the order of this rank, action by action."""
         arg_mbs, kwarg_mbs = self._check_inputs(arg_mbs, kwarg_mbs, target_mbs, losses)
         first = target_mbs[0] if target_mbs else None
+        # Whoever has only set an order has said with it where stages are.
+        self._set_stage_mapping(self.stage_index_to_group_rank | placement_of(self._placing()))
         self._initialize_stages(arg_mbs[0], kwarg_mbs[0], first, loss_kwargs)
         order = self._order_to_run()
         if not self._has_backward:

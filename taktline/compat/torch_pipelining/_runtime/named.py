@@ -17,7 +17,7 @@ from taktline.compat.torch_pipelining._runtime.base import (
 from taktline.compat.torch_pipelining._runtime.context import _PipelineContext
 from taktline.compat.torch_pipelining._runtime.interpret import play
 from taktline.compat.torch_pipelining._runtime.multi import forwards_of, lowered
-from taktline.compat.torch_pipelining._runtime.orders import Order, order_of
+from taktline.compat.torch_pipelining._runtime.orders import Order, order_of, placement_of
 from taktline.compat.torch_pipelining._runtime.ours import remember
 from taktline.compat.torch_pipelining._runtime.runtime import _PipelineScheduleRuntime
 from taktline.compat.torch_pipelining._runtime.single import PipelineScheduleSingle
@@ -124,15 +124,7 @@ class _Multi(_PipelineScheduleRuntime):
         self.microbatches_per_round = n_microbatches // self.number_of_rounds
         self._check_sizes()
         self.pipeline_order = self._order()
-        self._set_stage_mapping(
-            {
-                part.stage_index: rank
-                for rank, row in self.pipeline_order.items()
-                for action in row
-                if action is not None
-                for part in action.sub_actions or (action,)
-            }
-        )
+        self._set_stage_mapping(placement_of(self.pipeline_order))
 
     def _check_sizes(self) -> None:
         """Raise if the schedule cannot be that large."""

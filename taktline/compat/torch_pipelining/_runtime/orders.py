@@ -11,12 +11,13 @@ schedule to schedule; what is in the others is Taktline's plan.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from taktline.compat.torch_pipelining._action import B, F, _Action, _ComputationType
 from taktline.plan import build
 
-__all__ = ["Order", "order_of"]
+__all__ = ["Order", "order_of", "placement_of"]
 
 Order = dict[int, list[_Action | None]]
 """By rank."""
@@ -56,6 +57,22 @@ def order_of(name: str, ranks: int, microbatches: int, stages_per_rank: int) -> 
     size = _Size(name, ranks, microbatches, stages_per_rank)
     rows = _PADDED[name](size) if name in _PADDED else size.rows()
     return {rank: [*row] for rank, row in enumerate(rows)}
+
+
+def placement_of(order: Mapping[int, Sequence[_Action | None]]) -> dict[int, int]:
+    """The rank of each stage, by where an order computes it.
+
+    >>> placement_of(order_of("zbv", 2, 1, 2))
+    {0: 0, 3: 0, 1: 1, 2: 1}
+    """
+    return {
+        part.stage_index: rank
+        for rank, row in order.items()
+        for action in row
+        if action is not None
+        for part in action.sub_actions or (action,)
+        if part.is_compute_op
+    }
 
 
 def _looped_bfs(size: _Size) -> list[list[_Action | None]]:

@@ -12,6 +12,7 @@ Everything else relies on the calls that torch makes to stages, one by one, and 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from functools import cache
 from inspect import isfunction
@@ -20,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from taktline.compat.torch_pipelining._stage.base import _PipelineStageBase
 from taktline.compat.torch_pipelining._stage.manual import Inferring, PipelineStage
 from taktline.compat.torch_pipelining._stage.traced import _PipelineStage
-from taktline.errors import TaktlineError, restore
+from taktline.errors import BatchError, PipeliningMetadataError, TaktlineError, restore
 from taktline.plan import Plan
 from taktline.runtime import get_schedule_class
 from taktline.runtime.feed import Feed
@@ -124,9 +125,8 @@ class Ours:
         self._stages = [_own(stage) for stage in stages]
         self._schedule = _Noting(
             self._stages,
-            *self._made_with,
+            **self._made_with,
             seed=None,
-            dynamic_shapes=False,
             name=type(schedule).__name__,
             make_plan=make_plan,
         )
@@ -146,18 +146,10 @@ class Ours:
             own.submod, own.dw_builder = stage.submod, stage.dw_builder
         step = self._schedule.step if theirs._has_backward else self._schedule.eval
         self._schedule.chunks = []
+        options = {"losses": call.losses, "return_outputs": call.return_outputs}
+        args, kwargs = self._cut(call)
         try:
-            output = step(
-                *call.args,
-                target=call.target,
-                losses=call.losses,
-                return_outputs=call.return_outputs,
-                loss_kwargs=call.loss_kwargs,
-                arg_mbs=call.arg_mbs,
-                kwarg_mbs=call.kwarg_mbs,
-                target_mbs=call.target_mbs,
-                **call.kwargs,
-            )
+            output = step(*args, loss_kwargs=call.loss_kwargs, **options, **kwargs)
         except TaktlineError as error:
             raise as_in_torch(error) from error.__cause__
         for stage in theirs._local_stages:
@@ -165,16 +157,29 @@ class Ours:
                 stage.output_chunks[:] = self._schedule.chunks
         return output
 
+    def _cut(self, call: Call) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The batch as torch cuts it: each argument by itself, whatever the others' sizes.
 
-def _settings(schedule: _PipelineSchedule) -> tuple[int, Any, Any, Any, Any, bool]:
-    return (
-        schedule._n_microbatches,
-        schedule._loss_fn,
-        schedule._args_chunk_spec,
-        schedule._kwargs_chunk_spec,
-        schedule._output_merge_spec,
-        schedule.scale_grads,
-    )
+        What cannot be cut so is left whole: then all ranks are told why.
+        """
+        names = ("arg_mbs", "kwarg_mbs", "target_mbs")
+        try:
+            return (), dict(zip(names, call.microbatches(self._theirs), strict=True))
+        except BatchError:
+            given = zip(names, (call.arg_mbs, call.kwarg_mbs, call.target_mbs), strict=True)
+            return call.args, {**call.kwargs, **dict(given), "target": call.target}
+
+
+def _settings(schedule: _PipelineSchedule) -> dict[str, Any]:
+    return {
+        "n_microbatches": schedule._n_microbatches,
+        "loss_fn": schedule._loss_fn,
+        "args_chunk_spec": schedule._args_chunk_spec,
+        "kwargs_chunk_spec": schedule._kwargs_chunk_spec,
+        "output_merge_spec": schedule._output_merge_spec,
+        "scale_grads": schedule.scale_grads,
+        "dynamic_shapes": schedule.dynamic_shapes,
+    }
 
 
 def _own(stage: Any) -> OwnStage:
@@ -193,28 +198,38 @@ def _own(stage: Any) -> OwnStage:
 
 
 def as_in_torch(error: TaktlineError) -> TaktlineError:
-    """The same error for code that expects a RuntimeError, which is what torch raises in a step.
+    """The same error for code that expects what torch raises in a step.
+
+    That is a RuntimeError, and a PipeliningMetadataError if a value is not as it was.
 
     >>> from taktline.errors import MismatchError
     >>> error = as_in_torch(MismatchError("the ranks disagree"))
     >>> isinstance(error, RuntimeError), isinstance(error, MismatchError)
     (True, True)
     """
-    if isinstance(error, RuntimeError):
-        return error
-    return restore(_both(type(error)), error.args, error.__dict__)
+    args, kind = error.args, RuntimeError
+    if found := _MISFIT.search(str(error)):
+        what = "dtype" if found["shape"] == found["expected"] else "shape"
+        args, kind = (f"{error} ({what} mismatch)",), PipeliningMetadataError
+    return (
+        error if isinstance(error, kind) else restore(_both(type(error), kind), args, vars(error))
+    )
+
+
+_MISFIT = re.compile(r"put \d+ is \w+(?P<shape>\[.*?\]).*?, not \w+(?P<expected>\[.*?\])")
+"""How a value that is not as expected is told (:class:`taktline.meta.Signature`)."""
 
 
 @cache
-def _both(cls: type[TaktlineError]) -> type[TaktlineError]:
+def _both(cls: type[TaktlineError], kind: type[Exception]) -> type[TaktlineError]:
     def reduce(self: TaktlineError) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        return _unpickled, (cls, self.args, self.__dict__)
+        return _unpickled, (cls, kind, self.args, vars(self))
 
     attributes = {"__module__": cls.__module__, "__doc__": cls.__doc__, "__reduce__": reduce}
-    return type(cls.__name__, (cls, RuntimeError), attributes)
+    return type(cls.__name__, (cls, kind), attributes)
 
 
 def _unpickled(
-    cls: type[TaktlineError], args: tuple[Any, ...], fields: dict[str, Any]
+    cls: type[TaktlineError], kind: type[Exception], args: tuple[Any, ...], fields: dict[str, Any]
 ) -> TaktlineError:
-    return restore(_both(cls), args, fields)
+    return restore(_both(cls, kind), args, fields)

@@ -118,6 +118,9 @@ class _PipelineScheduleRuntime(PipelineScheduleMulti):
         }
         return _simulate_comms_compute(order, self._rank_of, self._num_stages)
 
+    def _placing(self) -> Actions:
+        return self._order_to_run()
+
     def _order_to_run(self) -> Actions:
         order = getattr(self, "pipeline_order_with_comms", None)
         if order is None:

@@ -62,6 +62,7 @@ def run(schedule: _PipelineSchedule, call: Call) -> Any:
     stages = schedule._local_stages
     for stage in stages:
         stage.has_backward = schedule._has_backward
+        stage.chunks = schedule._n_microbatches
         stage.clear_runtime_states()
     if agreed_on_ours(schedule):
         return Ours.of(schedule).run(call)

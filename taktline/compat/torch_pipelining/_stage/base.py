@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import ABC
 from collections.abc import Callable
 from typing import Any
 
@@ -76,10 +76,9 @@ class _PipelineStageBase(Messages, Compute, ABC):
         self.stage_index_to_group_rank = {
             stage: stage % self.group_size for stage in range(num_stages)
         }
-        self._runtime_validate = False
+        self._runtime_validate = dist.get_debug_level() is dist.DebugLevel.DETAIL
         self._stage_meta = _StageMeta()
 
-    @abstractmethod
     def _prepare_forward_infra(
         self,
         num_microbatches: int,
@@ -88,8 +87,8 @@ class _PipelineStageBase(Messages, Compute, ABC):
         has_backward: bool = False,
     ) -> _StageForwardMeta | None:
         """Find out what comes in and goes out; ``args`` are those of the first micro-batch."""
+        raise self._missing("_prepare_forward_infra")
 
-    @abstractmethod
     def _prepare_backward_infra(
         self,
         num_microbatches: int,
@@ -99,12 +98,16 @@ class _PipelineStageBase(Messages, Compute, ABC):
         loss_kwargs: dict[str, Any] | None = None,
     ) -> _StageBackwardMeta | None:
         """Find out which gradients come in."""
+        raise self._missing("_prepare_backward_infra")
 
-    @abstractmethod
     def _create_grad_recv_info(
         self, act_send_info: dict[int, list[int | None]]
     ) -> tuple[_RecvInfo, ...]:
         """For each output, where its gradient comes from."""
+        raise self._missing("_create_grad_recv_info")
+
+    def _missing(self, method: str) -> StageUseError:
+        return StageUseError(f"{type(self).__name__} has no {method}; a stage that runs needs one")
 
     def _setup_backward_recv_info(self, num_microbatches: int) -> None:
         """Note for each micro-batch where its gradients come from."""
