@@ -199,6 +199,13 @@ def test_traces(tmp_path: Path) -> None:
     assert json.loads(files[1].read_text()) == json.loads(files[0].read_text())
 
 
+def test_overlapped_pairs_are_played_as_well() -> None:
+    texts = ["0F0", "(0F1;0B0)OVERLAP_F_B", "0B1"]
+    order = orders(_Action.ours, {0: texts})
+    played = _schedules.ours._simulate_comms_compute(order, lambda stage: 0, 1)
+    assert [str(action) for action in played[0]] == texts
+
+
 @pytest.mark.parametrize("name", ["1f1b", "GPIPE", "zbvZeroBubble", "PipelineScheduleMulti", "no"])
 def test_names_of_schedules(name: str) -> None:
     peer, ours = (outcome(get, name) for get in _schedules.get_schedule_class)
