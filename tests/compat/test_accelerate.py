@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,16 +14,6 @@ from taktline.compat import install
 from tests.workers import Workers
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
-
-
-@pytest.fixture(scope="module")
-def clients() -> Iterator[Workers]:
-    """Processes of their own, as nothing of torch's package may have been imported in them."""
-    pool = Workers(size=2)
-    try:
-        yield pool
-    finally:
-        pool.stop()
 
 
 def make(name: str) -> tuple[Any, str]:
