@@ -95,6 +95,13 @@ def test_where_stages_lie(ranks: int, stages: int, style: str) -> None:
     _both("generate_rank_to_stage_mapping", ranks, stages, style)
 
 
+def test_checks_as_they_were_before() -> None:
+    utils, one, other = _utils.ours, torch.ones(2, 3), torch.ones(2, 4)
+    utils.validate_tensors_metadata("inputs", [one], [one])
+    with pytest.raises(utils.PipeliningShapeError, match=r"it: shape mismatch: torch\.Size"):
+        utils.validate_tensor_metadata("it", one, other)
+
+
 def test_detached_leaves_keep_their_wish_for_a_gradient() -> None:
     x = torch.ones(2, requires_grad=True) * 1
     (nested,), (leaf,) = _utils.ours.flatten_args_detach((x,))
