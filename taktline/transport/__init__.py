@@ -29,4 +29,6 @@ def find(group: dist.ProcessGroup | None = None, device: torch.device | None = N
     if not dist.is_available() or not dist.is_initialized():
         return Alone()
     group = group if group is not None else dist.distributed_c10d._get_default_group()
+    if group.size() == 1:
+        return Alone()
     return Distributed.of(group, device or torch.device("cpu"))

@@ -8,18 +8,27 @@
     ├── ScheduleError        a schedule's name is unknown, or its numbers do not fit it
     ├── CostError            costs that make no sense, or not for this plan
     ├── PlanError            a plan cannot be what it claims to be
-    │   └── InvalidPlanError     a plan broke its rules; carries every violation
+    │   ├── InvalidPlanError     a plan broke its rules; carries every violation
+    │   ├── InvalidActionError   a text is not an action of torch's; a RuntimeError as well
+    │   └── InvalidOrderError    the same of an order written for torch; an AssertionError as well
+    ├── InstallError         torch's own package cannot be replaced any more
+    ├── StageUseError        a stage is used as it cannot be; a RuntimeError as well, as in torch
+    ├── CallOrderError       a call comes before the one it needs; an AssertionError, as in torch
     ├── TransportError       ranks cannot talk to each other as asked
     │   ├── DeadlockError        every rank waits for another; says who waits for what
     │   ├── LostRankError        another rank has ended, or cannot be reached any more
     │   └── StallError           another rank did not answer in time; says what all were doing
     ├── BatchError           a batch cannot be cut into the micro-batches asked for
+    │   ├── BatchTypeError       micro-batches or losses are not in a list; a TypeError as well
+    │   └── InvalidBatchError    the same where torch asserts it; an AssertionError as well
     ├── MismatchError        what the ranks bring to a step does not fit together
     ├── SignatureError       a value at a boundary is not what was expected, or cannot cross it
+    │   └── PipeliningMetadataError  the same under torch's name; a RuntimeError as well
     ├── SkipError            a skip connection that is put and not got, or got and not put
     ├── LossError            the loss is not something to begin a backward with
     ├── PartitionError       a model cannot be cut into stages as asked
     ├── SplitError           the two halves of a backward do not fit together
+    │   └── StageBackwardError   a backward failed in code written for torch; a RuntimeError as well
     ├── StateError           the parameters of a stage cannot be given their values
     └── StageError           an action failed on some rank; raised on every rank
 
@@ -35,20 +44,29 @@ from typing import Any, Protocol
 __all__ = [
     "ActionSyntaxError",
     "BatchError",
+    "BatchTypeError",
+    "CallOrderError",
     "CostError",
     "DeadlockError",
+    "InstallError",
+    "InvalidActionError",
+    "InvalidBatchError",
+    "InvalidOrderError",
     "InvalidPlanError",
     "LossError",
     "LostRankError",
     "MismatchError",
     "PartitionError",
+    "PipeliningMetadataError",
     "PlanError",
     "PlanFileError",
     "ScheduleError",
     "SignatureError",
     "SkipError",
     "SplitError",
+    "StageBackwardError",
     "StageError",
+    "StageUseError",
     "StallError",
     "StateError",
     "TaktlineError",
@@ -210,52 +228,6 @@ class PartitionError(TaktlineError):
         super().__init__(text)
 
 
-class TransportError(TaktlineError):
-    """Ranks cannot talk to each other as asked.
-
-    >>> raise TransportError("activations from rank 0 to rank 1: 8 bytes sent, 4 bytes awaited")
-    Traceback (most recent call last):
-    taktline.errors.TransportError: activations from rank 0 to rank 1: 8 bytes sent, 4 bytes awaited
-    """
-
-
-class DeadlockError(TransportError):
-    """Every rank waits for another; the text says who waits for what.
-
-    >>> raise DeadlockError("no rank can go on\\n  rank 0 waits for rank 1\\n  rank 1 has ended")
-    Traceback (most recent call last):
-    taktline.errors.DeadlockError: no rank can go on
-      rank 0 waits for rank 1
-      rank 1 has ended
-    """
-
-
-class LostRankError(TransportError):
-    """Another rank has ended, or cannot be reached any more; ``peer`` is that rank, if known.
-
-    >>> raise LostRankError("rank 1 has lost rank 0", peer=0)
-    Traceback (most recent call last):
-    taktline.errors.LostRankError: rank 1 has lost rank 0
-    """
-
-    def __init__(self, text: str, *, peer: int | None = None) -> None:
-        self.peer = peer
-        super().__init__(text)
-
-
-class StallError(TransportError):
-    """Another rank did not answer in time; ``peer`` is that rank, if known.
-
-    >>> raise StallError("rank 0 has not answered rank 1 in time", peer=0)
-    Traceback (most recent call last):
-    taktline.errors.StallError: rank 0 has not answered rank 1 in time
-    """
-
-    def __init__(self, text: str, *, peer: int | None = None) -> None:
-        self.peer = peer
-        super().__init__(text)
-
-
 class MismatchError(TaktlineError):
     """What the ranks bring to a step does not fit together; every rank raises the same.
 
@@ -338,3 +310,23 @@ class StageError(TaktlineError):
         if microbatch is not None:
             where += f", micro-batch {microbatch}"
         super().__init__(f"{where} ({action}): {reason}")
+
+
+# They are built on those above.
+from taktline.errors.as_in_torch import (  # noqa: E402
+    BatchTypeError,
+    CallOrderError,
+    InstallError,
+    InvalidActionError,
+    InvalidBatchError,
+    InvalidOrderError,
+    PipeliningMetadataError,
+    StageBackwardError,
+    StageUseError,
+)
+from taktline.errors.transport import (  # noqa: E402
+    DeadlockError,
+    LostRankError,
+    StallError,
+    TransportError,
+)

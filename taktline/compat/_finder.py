@@ -1,0 +1,70 @@
+"""Answers every import of torch.distributed.pipelining with Taktline's modules.
+
+Every process that a program starts loads this file at its very beginning, by its path. So it
+imports nothing but what is there already, and does nothing before the first such import.
+"""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+from importlib.machinery import ModuleSpec
+from os.path import dirname, isdir, isfile, join
+from types import ModuleType
+
+__all__ = ["PEER", "Finder", "is_ours", "put_first"]
+
+PEER = "torch.distributed.pipelining"
+_OURS = "taktline.compat.torch_pipelining"
+
+
+class Finder:
+    """Finds the modules of the one package under the names of the other."""
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
+        """Where to find a module, if it is one of them."""
+        if name != PEER and not name.startswith(f"{PEER}."):
+            return None
+        place = join(dirname(__file__), "torch_pipelining", *name.removeprefix(PEER).split("."))
+        if not isdir(place) and not isfile(f"{place}.py"):
+            return None
+        return ModuleSpec(name, _Loader())  # pyright: ignore[reportArgumentType]
+
+
+class _Loader:
+    """Loads one of our modules; it stays the same module, and knows itself by its own name."""
+
+    _spec: ModuleSpec | None = None
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        """Our module."""
+        _find_package()
+        module = import_module(_OURS + spec.name.removeprefix(PEER))
+        self._spec = module.__spec__
+        return module
+
+    def exec_module(self, module: ModuleType) -> None:
+        """It has run when it was imported; the import system has put another spec on it."""
+        module.__spec__ = self._spec
+
+
+def _find_package() -> None:
+    """Import the package that this file lies in, be it on the path of this process or not."""
+    if "taktline" not in sys.modules:
+        folder = dirname(dirname(dirname(__file__)))
+        sys.path.insert(0, folder)
+        try:
+            import_module("taktline")
+        finally:
+            sys.path.remove(folder)
+
+
+def put_first() -> None:
+    """Ask this finder before all others, once."""
+    if not any(isinstance(finder, Finder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, Finder())  # pyright: ignore[reportArgumentType]
+
+
+def is_ours(module: ModuleType) -> bool:
+    """Whether a module of that name is Taktline's."""
+    return module.__name__.startswith(_OURS)

@@ -1,0 +1,67 @@
+"""Put Taktline in the place of torch's package, in this process and in those that it starts."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+from taktline.compat._finder import PEER, Finder, is_ours, put_first
+from taktline.errors import InstallError
+
+__all__ = ["install", "uninstall"]
+
+_SWITCH = "TAKTLINE_COMPAT"
+_SITE = str(Path(__file__).with_name("_site"))
+
+
+def install() -> None:
+    """From now on each import of torch.distributed.pipelining gives Taktline's modules.
+
+    So it is in the processes that this one starts, be they spawned, forked or run by torchrun.
+
+    ::
+
+        import taktline.compat
+
+        taktline.compat.install()  # before anything that imports torch.distributed.pipelining
+
+    """
+    loaded = sys.modules.get(PEER)
+    if loaded is not None and not is_ours(loaded):
+        raise InstallError(
+            f"{PEER} has been imported already, and whoever did so would go on with torch's own; "
+            "call taktline.compat.install() before anything that imports it, or run the program "
+            "as python -m taktline.compat script.py"
+        )
+    put_first()
+    os.environ[_SWITCH] = "1"
+    os.environ["PYTHONPATH"] = os.pathsep.join([_SITE, *_other_folders()])
+
+
+def uninstall() -> None:
+    """From now on imports of torch.distributed.pipelining give torch's own modules again.
+
+    What was imported before stays what it is.
+
+    >>> uninstall()
+    """
+    sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, Finder)]
+    for name, module in list(sys.modules.items()):
+        if (name == PEER or name.startswith(f"{PEER}.")) and is_ours(module):
+            del sys.modules[name]
+            parent, _, attribute = name.rpartition(".")
+            if parent in sys.modules and not is_ours(sys.modules[parent]):
+                vars(sys.modules[parent]).pop(attribute, None)
+    os.environ.pop(_SWITCH, None)
+    folders = _other_folders()
+    if folders:
+        os.environ["PYTHONPATH"] = os.pathsep.join(folders)
+    else:
+        os.environ.pop("PYTHONPATH", None)
+
+
+def _other_folders() -> list[str]:
+    """What is on PYTHONPATH besides our folder; an empty entry is the current one."""
+    path = os.environ.get("PYTHONPATH", "")
+    return [folder for folder in path.split(os.pathsep) if folder != _SITE] if path else []

@@ -1,0 +1,156 @@
+"""Programs as torch's documentation describes them, importing what they would import."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from taktline.compat import install
+from tests.workers import Workers
+
+pytestmark = pytest.mark.processes
+
+VOCABULARY, WIDTH, LAYERS, CHUNKS = 32, 16, 4, 4
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.attention = nn.MultiheadAttention(WIDTH, 2, batch_first=True)
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        value = self.norm(x)
+        mixed, _ = self.attention(value, value, value, need_weights=False)
+        return x + self.linear(torch.tanh(mixed))
+
+
+class Transformer(nn.Module):
+    """A model whose forward skips what was cut off."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tok_embeddings: nn.Module | None = nn.Embedding(VOCABULARY, WIDTH)
+        self.layers = nn.ModuleDict({str(number): Block() for number in range(LAYERS)})
+        self.norm: nn.Module | None = nn.LayerNorm(WIDTH)
+        self.output: nn.Module | None = nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        h = self.tok_embeddings(tokens) if self.tok_embeddings else tokens
+        for layer in self.layers.values():
+            h = layer(h)
+        h = self.norm(h) if self.norm else h
+        return self.output(h) if self.output else h
+
+
+def make_model() -> Transformer:
+    torch.manual_seed(0)
+    return Transformer()
+
+
+def cut(model: Transformer, keep: range) -> Transformer:
+    """Cut by hand: what another stage has is removed."""
+    if 0 not in keep:
+        model.tok_embeddings = None
+    if LAYERS - 1 not in keep:
+        model.norm = model.output = None
+    for number in set(range(LAYERS)) - set(keep):
+        del model.layers[str(number)]
+    return model
+
+
+def make_batch() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    x, y = torch.randint(0, VOCABULARY, (2, 8, 5), generator=generator)
+    return x, y
+
+
+def tokenwise_loss_fn(outputs: Tensor, targets: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(outputs.reshape(-1, VOCABULARY), targets.reshape(-1))
+
+
+def check(modules: list[nn.Module]) -> None:
+    """Compare the gradients with those of the whole model."""
+    model, (x, y) = make_model(), make_batch()
+    tokenwise_loss_fn(model(x), y).backward()
+    expected = dict(model.named_parameters())
+    for module in modules:
+        for name, parameter in module.named_parameters():
+            torch.testing.assert_close(parameter.grad, expected[name].grad)
+
+
+def _by_hand(rank: int, group: dist.ProcessGroup) -> None:
+    install()
+    from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+
+    half = LAYERS // 2
+    model = cut(make_model(), range(rank * half, (rank + 1) * half))
+    stage = PipelineStage(model, rank, 2, torch.device("cpu"), group=group)
+    schedule = Schedule1F1B(stage, n_microbatches=CHUNKS, loss_fn=tokenwise_loss_fn)
+    x, y = make_batch()
+    losses: list[Tensor] = []
+    if rank == 0:
+        assert schedule.step(x) is None
+    else:
+        output = schedule.step(target=y, losses=losses)
+        torch.testing.assert_close(output, make_model()(x))
+        assert len(losses) == CHUNKS
+    check([model])
+
+
+def _traced(rank: int, group: dist.ProcessGroup) -> None:
+    install()
+    from torch.distributed.pipelining import ScheduleGPipe, SplitPoint, pipeline
+
+    x, y = make_batch()
+    pipe = pipeline(
+        module=make_model(),
+        mb_args=(x.chunk(CHUNKS)[0],),
+        split_spec={"layers.2": SplitPoint.BEGINNING},
+    )
+    assert pipe.num_stages == 2
+    stage = pipe.build_stage(rank, torch.device("cpu"), group)
+    schedule = ScheduleGPipe(stage, CHUNKS, loss_fn=tokenwise_loss_fn)
+    if rank == 0:
+        schedule.step(x)
+    else:
+        torch.testing.assert_close(schedule.step(target=y), make_model()(x))
+    check([stage.submod])
+    # A stage whose method somebody wraps goes call by call, traced or not.
+    pipe.get_stage_module(rank).zero_grad()
+    stage.forward_one_chunk = stage.forward_one_chunk
+    schedule.step(*([x] if rank == 0 else []), **({"target": y} if rank else {}))
+    check([stage.submod])
+
+
+def _interleaved(rank: int, group: dist.ProcessGroup) -> None:
+    install()
+    from torch.distributed.pipelining import PipelineStage, ScheduleInterleaved1F1B
+    from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_schedule_class
+
+    models = [cut(make_model(), range(index, index + 1)) for index in (rank, rank + 2)]
+    stages = [
+        PipelineStage(model, index, LAYERS, torch.device("cpu"), group=group)
+        for model, index in zip(models, (rank, rank + 2), strict=True)
+    ]
+    cls = get_schedule_class("interleaved1f1b")
+    assert cls is ScheduleInterleaved1F1B
+    assert issubclass(cls, PipelineScheduleMulti)
+    schedule = ScheduleInterleaved1F1B(stages, CHUNKS, loss_fn=tokenwise_loss_fn)
+    x, y = make_batch()
+    losses: list[Tensor] = []
+    if rank == 0:
+        schedule.step(x)
+    else:
+        schedule.step(target=y, losses=losses)
+        whole = tokenwise_loss_fn(make_model()(x), y)
+        torch.testing.assert_close(torch.stack(losses).mean(), whole)
+    check([*models])
+
+
+@pytest.mark.parametrize("program", [_by_hand, _traced, _interleaved])
+def test_programs(clients: Workers, program: object) -> None:
+    clients.run(program)  # pyright: ignore[reportArgumentType]

@@ -1,0 +1,326 @@
+"""Stages in the ways that code written for torch uses them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest.mock import MagicMock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from taktline.compat.torch_pipelining._utils import PipeliningMetadataError, PipeliningShapeError
+from taktline.compat.torch_pipelining.schedules import (
+    PipelineScheduleSingle,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+    ScheduleLoopedBFS,
+    _Action,
+    _PipelineScheduleRuntime,
+    _ScheduleForwardOnly,
+)
+from taktline.compat.torch_pipelining.stage import (
+    PipelineStage,
+    _PipelineStageBase,
+    _RecvInfo,
+)
+from taktline.errors import StageError
+from tests.compat.programs import BATCH, CPU, WIDTH, Program, Unsplit, loss_fn, make_batch
+from tests.workers import Workers
+
+
+def flatten(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+    return output.flatten()
+
+
+def halve(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+    return output.to(torch.bfloat16)
+
+
+def _mismatches(rank: int, group: dist.ProcessGroup) -> list[str]:
+    program = Program(group, 2, [rank])
+    stage = program.stages[0]
+    stage._runtime_validate = True
+    schedule = ScheduleGPipe(stage, 4)
+    x, _ = make_batch()
+    schedule.step(*([x] if rank == 0 else []))
+    told: list[str] = []
+    if rank == 0:
+        # The other rank takes no part: what is wrong is seen before anything is sent.
+        def refused(batch: Tensor, hook: Callable[..., Any] | None = None) -> None:
+            handle = stage.submod.register_forward_hook(hook) if hook else None
+            with pytest.raises(PipeliningShapeError) as caught:
+                schedule.step(batch)
+            told.append(str(caught.value))
+            if handle:
+                handle.remove()
+
+        refused(torch.randn(BATCH + 1, WIDTH))
+        refused(x.to(torch.int32))
+        refused(x, flatten)
+        refused(x, halve)
+    return told
+
+
+@pytest.mark.processes
+def test_mismatches_are_seen_on_the_rank_where_they_are(workers: Workers) -> None:
+    told, _ = workers.run(_mismatches)
+    assert issubclass(PipeliningMetadataError, RuntimeError)
+    assert told == [
+        "Stage 0 forward inputs[0]: shape mismatch: torch.Size([4, 8]) vs torch.Size([5, 8])",
+        "Stage 0 forward inputs[0]: dtype mismatch: torch.float32 vs torch.int32",
+        "Stage 0 forward outputs[0]: shape mismatch: torch.Size([4, 8]) vs torch.Size([32]); "
+        "stride mismatch: (8, 1) vs (1,)",
+        "Stage 0 forward outputs[0]: dtype mismatch: torch.float32 vs torch.bfloat16",
+    ]
+
+
+class Putting:
+    """Weights whose gradients somebody computes by himself, later."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def builder(self) -> Callable[[], None]:
+        def run() -> None:
+            self.calls += 1
+
+        return run
+
+
+def _weights(rank: int, group: dist.ProcessGroup) -> list[int]:
+    counts = []
+    for validates in (False, True):
+        for name, cls in (("full", ScheduleGPipe), ("split", ScheduleInterleavedZeroBubble)):
+            state = Putting()
+            program = Program(group, 2, [rank], dw_builder=state.builder)
+            program.stages[0]._runtime_validate = validates
+            single = name == "full"
+            schedule = cls(program.stages[0] if single else program.stages, 4, loss_fn=loss_fn)
+            program.train(schedule, 1)
+            counts.append(state.calls)
+    stage = Program(group, 2, [rank], dw_builder=lambda: None).stages[0]
+    stage._has_backward = True
+    with pytest.raises(AssertionError, match="backward_one_chunk"):
+        stage.backward_weight_one_chunk(bwd_chunk_id=0)
+    return counts
+
+
+@pytest.mark.processes
+def test_weights_by_a_function_of_ones_own(workers: Workers) -> None:
+    assert workers.run(_weights) == [[4] * 4] * 2
+
+
+def _memory(rank: int, group: dist.ProcessGroup) -> list[tuple[int, ...]]:
+    found = []
+    for validates in (False, True):
+        program = Program(group, 2, [rank])
+        stage = program.stages[0]
+        stage._runtime_validate = validates
+        schedule = ScheduleGPipe(stage, 4, loss_fn=loss_fn)
+        counts = [len(stage.output_chunks)]
+        cases: tuple[dict[str, Any], ...] = ({}, {"return_outputs": False}, {})
+        for options in cases:
+            output, _ = program.step(schedule, **options)
+            assert (output is None) is (rank == 0 or "return_outputs" in options)
+            counts += [len(stage.fwd_cache), len(stage.output_chunks)]
+        stage.clear_runtime_states()
+        found.append((*counts, len(stage.output_chunks)))
+    return found
+
+
+@pytest.mark.processes
+def test_outputs_are_kept_if_they_are_asked_for(workers: Workers) -> None:
+    first, last = workers.run(_memory)
+    assert first == [(0, 0, 0, 0, 0, 0, 0, 0)] * 2
+    assert last == [(0, 0, 4, 0, 0, 0, 4, 0)] * 2
+
+
+class Derived(_PipelineStageBase):
+    """A stage that somebody has written: it knows the shapes, and tells them to nobody."""
+
+    def _infos(self) -> tuple[_RecvInfo, ...]:
+        if self.is_first:
+            return (_RecvInfo("x", None, None, is_root_arg=True),)
+        return (_RecvInfo("x", self.stage_index - 1, torch.empty(BATCH // 4, WIDTH)),)
+
+    def _prepare_forward_infra(self, num_microbatches: int, args: Any, kwargs: Any = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        self.args_recv_info = {m: self._infos() for m in range(num_microbatches)}
+        self.act_send_info = {0: [] if self.is_last else [self.stage_index + 1]}
+
+    def _prepare_backward_infra(self, num_microbatches: int) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        self._setup_backward_recv_info(num_microbatches)
+
+    def _create_grad_recv_info(self, act_send_info: Any) -> tuple[_RecvInfo, ...]:
+        room = torch.empty(BATCH // 4, WIDTH)
+        return tuple(
+            _RecvInfo("dx", goal[0], room.clone()) for goal in act_send_info.values() if goal
+        )
+
+
+def _derived(rank: int, group: dist.ProcessGroup) -> None:
+    for cls in (ScheduleGPipe, Schedule1F1B):
+        program = Program(group, 2, [rank], stage_class=Derived)
+        schedule = cls(program.stages[0], 4, loss_fn=loss_fn)
+        program.train(schedule)
+        assert not schedule._on_ours
+    for cls in (ScheduleInterleaved1F1B, ScheduleInterleavedZeroBubble):
+        program = Program(group, 4, [rank, rank + 2], stage_class=Derived)
+        program.train(cls(program.stages, 4, loss_fn=loss_fn))
+
+
+@pytest.mark.processes
+def test_a_stage_of_ones_own(workers: Workers) -> None:
+    workers.run(_derived)
+
+
+def _static(rank: int, group: dist.ProcessGroup) -> None:
+    """Some stages are told their shapes, or all, or all but one."""
+    example = torch.empty(BATCH // 4, WIDTH)
+    for told in ((), (0,), (0, 1)):
+        for validates in (False, True):
+            options: dict[str, Any] = (
+                {"input_args": example, "output_args": example} if rank in told else {}
+            )
+            program = Program(group, 2, [rank], **options)
+            program.stages[0]._runtime_validate = validates and not told
+            stage = program.stages[0]
+            if validates:
+                # A method that somebody has wrapped, so that it goes call by call.
+                stage.forward_one_chunk = stage.forward_one_chunk
+            program.train(Schedule1F1B(stage, 4, loss_fn=loss_fn))
+
+
+@pytest.mark.processes
+def test_shapes_that_are_told(workers: Workers) -> None:
+    workers.run(_static)
+
+
+def _forward_only(rank: int, group: dist.ProcessGroup) -> float:
+    program = Program(group, 2, [rank])
+    schedule = _ScheduleForwardOnly(program.stages[0], 4)
+    x, _ = make_batch()
+    for _ in range(3):
+        output = schedule.step(*([x] if rank == 0 else []))
+        if rank == 0:
+            dist.recv(x, src=1, group=group)
+        else:
+            dist.send(output.detach(), dst=0, group=group)
+    expected, _ = make_batch()
+    with torch.no_grad():
+        for _ in range(3):
+            for layer in program.reference:
+                expected = layer(expected)
+    return float((x - expected).abs().max()) if rank == 0 else 0.0
+
+
+@pytest.mark.processes
+def test_forward_only(workers: Workers) -> None:
+    assert max(workers.run(_forward_only)) < 1e-5
+
+
+class Failing(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        raise KeyError("no such row")
+
+
+def _failing(rank: int, group: dist.ProcessGroup, calls: bool) -> None:
+    module = Failing() if rank == 0 else nn.Linear(WIDTH, WIDTH)
+    stage = PipelineStage(module, rank, 2, CPU, group=group)
+    if calls and rank == 0:
+        stage._prepare_forward_infra = lambda *args, **kwargs: None  # type: ignore[method-assign]
+        ScheduleGPipe(stage, 4)._step_microbatches([(make_batch()[0],)] * 4)
+    elif not calls:
+        ScheduleGPipe(stage, 4).step(*([make_batch()[0]] if rank == 0 else []))
+
+
+@pytest.mark.processes
+def test_a_module_that_fails_is_a_runtime_error(workers: Workers) -> None:
+    """As torch raises it; on our own runtime every rank does, and knows what has failed."""
+    found = workers.outcomes(_failing, False)
+    assert all(isinstance(error, RuntimeError) and isinstance(error, StageError) for error in found)
+    assert "rank 0, stage 0, micro-batch 0 (0F0): KeyError: 'no such row'" in str(found[1])
+    first, second = workers.outcomes(_failing, True)
+    assert isinstance(first, RuntimeError)
+    assert "[Stage 0] failed to run forward" in str(first)
+    assert second is None
+
+
+@pytest.fixture
+def fake_group() -> Iterator[None]:
+    dist.init_process_group("fake", rank=0, world_size=1, store=FakeStore())
+    yield
+    dist.destroy_process_group()
+
+
+SCHEDULES = (
+    ScheduleGPipe,
+    Schedule1F1B,
+    ScheduleLoopedBFS,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("cls", SCHEDULES)
+@pytest.mark.usefixtures("fake_group")
+def test_a_single_stage(cls: Any, compiled: bool) -> None:
+    layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH)])
+    unsplit = Unsplit(layers)
+    module: Any = torch.compile(layers[0], backend="eager") if compiled else layers[0]
+    stage = PipelineStage(module, 0, 1, "cpu")  # pyright: ignore[reportArgumentType]
+    single = issubclass(cls, PipelineScheduleSingle)
+    schedule = cls(stage if single else [stage], 2, loss_fn=loss_fn)
+    x, target = make_batch()
+    for _ in range(2):
+        layers.zero_grad()
+        losses: list[Tensor] = []
+        output = schedule.step(x, target=target, losses=losses)
+        torch.testing.assert_close(output, unsplit.output)
+        torch.testing.assert_close(torch.stack(losses).mean(), unsplit.loss)
+        unsplit.check({0: layers[0]})
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        "0F0 0F1 1F0 1F1 1B0 1B1 0B0 0B1",
+        "0F0 0F1 1F0 1F1 1I0 1I1 0I0 0W0 1W0 1W1 0I1 0W1",
+        "0F1 1F1 1B1 0I1 0F0 0W1 1F0 1B0 0B0",
+    ],
+)
+@pytest.mark.usefixtures("fake_group")
+def test_neighbours_on_one_rank(rows: str) -> None:
+    layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+    unsplit = Unsplit(copy.deepcopy(layers))
+    x, target = make_batch()
+    stages = [PipelineStage(layer, index, 2, CPU) for index, layer in enumerate(layers)]
+    for form in ("compute_only", "compute_comms"):
+        schedule = _PipelineScheduleRuntime(stages, 2, loss_fn=loss_fn)
+        schedule._prepare_schedule_with_comms(
+            {0: [_Action.from_str(text) for text in rows.split()]}, format=form
+        )
+        layers.zero_grad()
+        losses: list[Tensor] = []
+        schedule.step(x, target=target, losses=losses)
+        torch.testing.assert_close(torch.stack(losses).mean(), unsplit.loss)
+        unsplit.check(dict(enumerate(layers)))
+
+
+def test_a_mock_for_a_stage() -> None:
+    stage = MagicMock(stage_index=0, num_stages=1, group_size=1, group_rank=0)
+    stage.is_first = stage.is_last = True
+    stage.output_chunks = [torch.ones(1), torch.zeros(1)]
+    schedule = Schedule1F1B(stage, 2, loss_fn=lambda output, target: output)
+    output = schedule.step(torch.ones(2), target=torch.ones(2))
+    assert output.tolist() == [1, 0]
+    names = [name for name, _, _ in stage.method_calls if name.endswith("one_chunk")]
+    assert names == ["forward_one_chunk", "backward_one_chunk"] * 2
+    stage.perform_reduce_grad.assert_called_once_with(2)
