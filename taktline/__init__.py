@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from taktline import skip as skip
+    from taktline import split as split
     from taktline.aside import add_loss as add_loss
     from taktline.aside import collect_losses as collect_losses
     from taktline.errors import InvalidPlanError as InvalidPlanError
@@ -53,6 +54,7 @@ if TYPE_CHECKING:
     from taktline.split import pipeline as pipeline
     from taktline.stage import PipelineStage as PipelineStage
     from taktline.stage import SplitReport as SplitReport
+    from taktline.stage import Tie as Tie
     from taktline.stage import check_split_backward as check_split_backward
     from taktline.stage import stage_backward as stage_backward
     from taktline.stage import stage_backward_input as stage_backward_input
@@ -85,6 +87,7 @@ _ROOM_OF = {
     "StageError": "errors",
     "TaktlineError": "errors",
     "TensorChunkSpec": "runtime",
+    "Tie": "stage",
     "Timeline": "plan",
     "Trace": "runtime",
     "Violation": "plan",
@@ -102,6 +105,7 @@ _ROOM_OF = {
     "pipeline": "split",
     "simulate": "plan",
     "skip": "skip",
+    "split": "split",
     "split_args_kwargs_into_chunks": "runtime",
     "stage_backward": "stage",
     "stage_backward_input": "stage",

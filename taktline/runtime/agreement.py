@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from taktline.errors import MismatchError
 from taktline.meta import Signature
-from taktline.plan import Placement
+from taktline.plan import Placement, Plan
 from taktline.plan.words import counted
+from taktline.runtime.holders import Use, untied
+from taktline.stage import PipelineStage
 from taktline.transport.wire import decode, encode
 
-__all__ = ["Call", "Introduction", "examples", "misfit", "mismatch"]
+__all__ = ["Call", "Introduction", "check_stages", "examples", "misfit", "mismatch"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +40,13 @@ class Introduction:
     """What each stage takes, where its user has given an example, as text."""
     gives: dict[str, str] = field(default_factory=dict)
     """What each stage gives, likewise."""
+    ties: list[dict[str, Any]] = field(default_factory=list)
+    """How its stages hold weights that several stages share."""
+
+    @property
+    def uses(self) -> list[Use]:
+        """The same, from the wire."""
+        return [Use.from_plain(plain) for plain in self.ties]
 
     def to_text(self) -> str:
         """For the wire."""
@@ -46,6 +56,16 @@ class Introduction:
     def from_text(cls, text: str) -> Introduction:
         """From the wire."""
         return cls(**json.loads(text))
+
+
+def check_stages(stages: Sequence[PipelineStage], plan: Plan) -> None:
+    """Raise if a stage belongs to a model of another number of stages."""
+    for stage in stages:
+        if stage.num_stages != plan.stages:
+            raise MismatchError(
+                f"stage {stage.stage_index} is one of {stage.num_stages} (num_stages), but "
+                f"the plan has {counted(plan.stages, 'stage')}; give both the same"
+            )
 
 
 def examples(given: Mapping[int, Signature | None]) -> dict[str, str]:
@@ -70,6 +90,8 @@ def misfit(ranks: Sequence[Introduction]) -> str | None:
     if story := _misplaced([rank.stages for rank in ranks], ranks[0].rank_of):
         return story
     if story := _misshaped(ranks):
+        return story
+    if story := untied([use for rank in ranks for use in rank.uses]):
         return story
     if _differs("plan", [rank.plan for rank in ranks]):
         groups = _by_value([rank.plan[:8] for rank in ranks])

@@ -8,7 +8,20 @@ from typing import Any
 
 import torch
 
-__all__ = ["Feed"]
+__all__ = ["Facts", "Feed"]
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What a rank knows of its part of a batch."""
+
+    size: int = 0
+    """0 if there is nothing to cut."""
+    target: int = 0
+    look: int = 0
+    """A fingerprint of shapes and types."""
+    shares: bool = False
+    """Whether every rank shall have the losses."""
 
 
 @dataclass(slots=True)

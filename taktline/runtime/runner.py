@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import torch
@@ -19,42 +19,33 @@ from taktline.errors import (
     restore,
 )
 from taktline.plan import Plan
-from taktline.plan.words import counted
-from taktline.runtime.agreement import Call, Introduction, examples, misfit, mismatch
+from taktline.runtime.agreement import (
+    Call,
+    Introduction,
+    check_stages,
+    examples,
+    misfit,
+    mismatch,
+)
 from taktline.runtime.bind import Binding, Bound, Signatures, bind, channels_of
 from taktline.runtime.executor import Failure
-from taktline.runtime.feed import Feed
+from taktline.runtime.feed import Facts, Feed
 from taktline.runtime.outcome import Outcome
 from taktline.runtime.plans import Runnable
 from taktline.runtime.recorder import Recorder, watching
 from taktline.runtime.replicas import Replicas, with_advice
+from taktline.runtime.ties import Ties
 from taktline.runtime.watchdog import STALL_SECONDS, Watch
 from taktline.stage import PipelineStage
 from taktline.transport import Transport, find
 from taktline.transport.control import share_error, share_texts
 from taktline.transport.distributed import Distributed
 
-__all__ = ["Facts", "Finish", "Prepare", "Runner"]
-
-
-@dataclass(frozen=True, slots=True)
-class Facts:
-    """What a rank knows of its part of a batch."""
-
-    size: int = 0
-    """0 if there is nothing to cut."""
-    target: int = 0
-    look: int = 0
-    """A fingerprint of shapes and types."""
-    shares: bool = False
-    """Whether every rank shall have the losses."""
+__all__ = ["Finish", "Prepare", "Runner"]
 
 
 Prepare = Callable[[Feed], Facts]
-"""Fills the feed of a step."""
-
 Finish = Callable[[Feed], Any]
-"""Makes one output of those of the micro-batches."""
 
 _REMEMBERED = 8
 """For how many kinds of batches the signatures are kept."""
@@ -85,6 +76,7 @@ class Runner:
         self._dynamic_shapes = dynamic_shapes
         self._feed = Feed()
         self.replicas = Replicas(self._stages)
+        self._ties = Ties(self._stages)
         self.recorder: Recorder | None = None
         """What notes the steps, while there is a trace."""
         self._transport: Transport | None = None
@@ -149,6 +141,21 @@ class Runner:
         shares, agreed = self._agree_with_replicas(prepare, trains)
         known = self._known.pop(agreed, None)
         bound = known if isinstance(known, Bound) else self._bind(known, trains)
+        with self._ties.step(trains=trains):
+            output, skips = self._compute(bound, finish, watch, shares=shares, trains=trains)
+            watch.doing = "waits for the gradients of tied weights"
+            self._ties.add_up()
+        if self.recorder is not None:
+            self.recorder.keep()
+        if not self._dynamic_shapes:
+            known = bound.learned().along(skips) if known is None else bound
+            self._remember(agreed, known)
+        return output, self._feed
+
+    def _compute(
+        self, bound: Bound, finish: Finish, watch: Watch, *, shares: bool, trains: bool
+    ) -> tuple[Any, dict[str, int]]:
+        """Run the program: its output, and the routes of skips, agreed on by all ranks."""
         # Buffers outlive the step, so they must not be made in inference mode.
         with (
             torch.inference_mode(False),
@@ -168,14 +175,13 @@ class Runner:
                 failure = Failure(self._told(raised))
         got = {index: sorted(work.got) for index, work in bound.works.items() if work.got}
         skips = self._conclude_with_replicas(failure, bool(got), shares)
-        if self.recorder is not None:
-            self.recorder.keep()
-        if not self._dynamic_shapes:
-            if known is None:
-                self._remember(agreed, bound.learned().along(self._routes(got) if skips else {}))
-            else:
-                self._remember(agreed, bound)
-        return output, self._feed
+        return output, self._routes(got) if skips else {}
+
+    @contextmanager
+    def accumulate(self) -> Iterator[None]:
+        """Inside, gradients stay where they are; at its end they meet those of other ranks."""
+        with self._ties.accumulate(), self.replicas.accumulate():
+            yield
 
     def _remember(self, agreed: tuple[int, ...], known: Signatures | Bound) -> None:
         # Put last, so that the first one is always the longest unused.
@@ -202,8 +208,9 @@ class Runner:
         error, plan, facts, flags = None, 0, Facts(), ()
         try:
             plan = self.runnable.fingerprint
-            self._check_stages()
+            check_stages(self._stages, self.runnable.plan)
             self.replicas.check(self.transport)
+            self._ties.check()
             facts = prepare(self._feed)
             flags = tuple(stage.begin() for stage in self._stages)
         except Exception as raised:
@@ -228,15 +235,6 @@ class Runner:
             raise MismatchError(story)
         return facts.shares, (trains, *(call.inputs for call in calls))
 
-    def _check_stages(self) -> None:
-        for stage in self._stages:
-            planned = self.runnable.plan.stages
-            if stage.num_stages != planned:
-                raise MismatchError(
-                    f"stage {stage.stage_index} is one of {stage.num_stages} (num_stages), but "
-                    f"the plan has {counted(planned, 'stage')}; give both the same"
-                )
-
     def _introduce(self) -> None:
         """Before the first step: compare what each rank brings, and open the channels."""
         mine = Introduction(
@@ -252,6 +250,7 @@ class Runner:
             self.replicas.reduces,
             examples({stage.stage_index: stage.expected_input for stage in self._stages}),
             examples({stage.stage_index: stage.expected_output for stage in self._stages}),
+            [use.to_plain() for use in self._ties.uses],
         )
         texts = share_texts(self.transport, mine.to_text())
         everyone = [Introduction.from_text(text) for text in texts]
@@ -264,7 +263,9 @@ class Runner:
         )
         if len({rank.reduces for rank in everyone}) > 1:
             self.replicas.pipeline = self.transport
-        self.transport.open(channels_of(self.runnable.plan))
+        channels = self._ties.meet([rank.uses for rank in everyone])
+        self.transport.open(sorted(channels.union(channels_of(self.runnable.plan))))
+        self._ties.begin(self.transport)
         self._introduced = True
 
     def _bind(self, known: Signatures | None, trains: bool) -> Bound:

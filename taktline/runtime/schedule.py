@@ -12,10 +12,10 @@ import torch
 from taktline.errors import BatchError, MismatchError, ScheduleError
 from taktline.plan import Plan
 from taktline.runtime.batch import Batch, Cutter
-from taktline.runtime.feed import Feed
+from taktline.runtime.feed import Facts, Feed
 from taktline.runtime.losses import LossWeights, Wanted, mean_of, scales
 from taktline.runtime.microbatch import TensorChunkSpec, merge_chunks
-from taktline.runtime.runner import Facts, Runner
+from taktline.runtime.runner import Runner
 from taktline.runtime.trace import Trace, tracing
 from taktline.stage import PipelineStage
 
@@ -168,10 +168,11 @@ class Schedule:
         """Steps inside of ``with schedule.accumulate():`` are reduced together, at its end.
 
         For stages in DDP, ``fully_shard`` or ``replicate``, whose gradients each step would
-        otherwise average over the replicas; for plain stages nothing changes. If something is
-        raised inside, nothing is reduced.
+        otherwise average over the replicas, and for tied weights, whose gradients it would add up
+        over the ranks; for all else nothing changes. If something is raised inside, nothing is
+        reduced.
         """
-        return self._runner.replicas.accumulate()
+        return self._runner.accumulate()
 
     def trace(self) -> AbstractContextManager[Trace]:
         """Note what runs when in every step and eval inside of the block, on every rank.

@@ -1,8 +1,24 @@
-"""Models cut into stages."""
+"""Models cut into stages: by hand, or traced with torch.export.
+
+>>> from torch import nn
+>>> model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
+>>> by_hand([model[:2], model[2:]])
+Pieces(2 stages: 20, 10 parameters)
+"""
 
 from __future__ import annotations
 
 from taktline.split.markers import SplitPoint, pipe_split
+from taktline.split.pieces import Pieces, by_hand
 from taktline.split.pipe import Pipe, PipeInfo, build_stage, pipeline
 
-__all__ = ["Pipe", "PipeInfo", "SplitPoint", "build_stage", "pipe_split", "pipeline"]
+__all__ = [
+    "Pieces",
+    "Pipe",
+    "PipeInfo",
+    "SplitPoint",
+    "build_stage",
+    "by_hand",
+    "pipe_split",
+    "pipeline",
+]

@@ -14,7 +14,7 @@ from torch.fx.node import map_aggregate
 from taktline.errors import PartitionError
 from taktline.split.cut import Piece
 
-__all__ = ["StageModule", "WithoutKeywords", "shared"]
+__all__ = ["StageModule", "WithoutKeywords"]
 
 
 @dataclass(frozen=True)
@@ -133,12 +133,3 @@ def _copied(graph: fx.Graph) -> fx.Graph:
 
 def _moved(part: Any, device: torch.device) -> Any:
     return device if isinstance(part, torch.device) else part
-
-
-def shared(pieces: list[nn.Module]) -> list[dict[int, str]]:
-    """The parameters that several pieces have: the name of each in each stage."""
-    found: dict[int, dict[int, str]] = {}
-    for stage, piece in enumerate(pieces):
-        for name, parameter in piece.named_parameters():
-            found.setdefault(id(parameter), {})[stage] = name
-    return [names for names in found.values() if len(names) > 1]

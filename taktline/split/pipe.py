@@ -15,10 +15,12 @@ from taktline.errors import PartitionError
 from taktline.meta import as_arguments
 from taktline.split.cut import Piece, cut
 from taktline.split.markers import SplitPoint, is_marker
-from taktline.split.module import StageModule, WithoutKeywords, shared
+from taktline.split.module import StageModule, WithoutKeywords
+from taktline.split.pieces import Pieces
 from taktline.split.state import State
 from taktline.split.trace import Policy, in_mode, trace
-from taktline.stage import PipelineStage
+from taktline.stage import PipelineStage, Tie
+from taktline.stage.ties import declared
 
 __all__ = ["Pipe", "PipeInfo", "build_stage", "pipeline"]
 
@@ -75,21 +77,14 @@ class Pipe(nn.Module):
         return self.split_gm.get_submodule(f"submod_pp_{stage_idx}")
 
     @property
-    def shared_parameters(self) -> list[dict[int, str]]:
-        """The parameters that several stages use: for each, its name in each of these stages.
-
-        In one process they are one object. Stages on several ranks have a copy each, and whoever
-        trains them adds up the gradients.
-        """
-        return shared([self.get_stage_module(stage) for stage in range(self.num_stages)])
+    def ties(self) -> tuple[Tie, ...]:
+        """The parameters that several stages use; schedules keep their copies the same."""
+        return declared(self.get_stage_module(0))
 
     @property
     def replicated_params(self) -> list[dict[str, str]]:
         """The same as torch tells it."""
-        return [
-            {f"submod_pp_{stage}": name for stage, name in names.items()}
-            for names in self.shared_parameters
-        ]
+        return [{f"submod_pp_{stage}": name for stage, name in tie.uses} for tie in self.ties]
 
     def info(self) -> PipeInfo:
         """What :func:`build_stage` needs to know."""
@@ -193,6 +188,7 @@ def pipeline(
     keywords = WithoutKeywords(frozenset(_argument_names(traced)))
     for piece in modules[1:]:
         piece.register_forward_pre_hook(keywords, with_kwargs=True)
+    Pieces(modules)  # finds the ties, for the pieces to carry
     return Pipe(_joined(modules, traced, training), len(modules), False, None)
 
 

@@ -9,10 +9,12 @@ from taktline.stage.backward import (
 )
 from taktline.stage.check import SplitReport, check_split_backward
 from taktline.stage.stage import PipelineStage
+from taktline.stage.ties import Tie
 
 __all__ = [
     "PipelineStage",
     "SplitReport",
+    "Tie",
     "check_split_backward",
     "stage_backward",
     "stage_backward_input",

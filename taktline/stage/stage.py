@@ -16,6 +16,7 @@ from taktline.sharding import GetMesh, Sharding, find_mesh, gradient_of, is_shar
 from taktline.stage.engine import accumulate
 from taktline.stage.grad_sync import GradSync, find
 from taktline.stage.split import Splitter
+from taktline.stage.ties import Tie, declared
 
 __all__ = ["PipelineStage"]
 
@@ -38,6 +39,8 @@ class PipelineStage:
         dw_builder: makes the function that computes the weights' gradients (W) of a micro-batch.
         get_mesh: finds this rank's mesh for a DTensor that arrives, by the names of the mesh's
             dimensions and its layout. Not needed where parameters of the stage lie on it.
+        ties: the weights that this stage shares with others. Not needed for the pieces that
+            ``pipeline`` and ``taktline.split`` make: these carry theirs.
 
     >>> stage = PipelineStage(nn.Linear(4, 4), 0, 2, torch.device("cpu"))
     >>> stage
@@ -57,6 +60,8 @@ class PipelineStage:
         group: ProcessGroup | None = None,
         dw_builder: Callable[[], Callable[..., None]] | None = None,
         get_mesh: GetMesh | None = None,
+        *,
+        ties: Sequence[Tie] = (),
     ) -> None:
         if not 0 <= stage_index < num_stages:
             raise MismatchError(
@@ -70,6 +75,7 @@ class PipelineStage:
         self.group = group
         self.dw_builder = dw_builder
         self.get_mesh = get_mesh
+        self._ties = tuple(ties)
         self.expected_input = _signature(input_args)
         self.expected_output = _signature(output_args)
         self._trainable: list[nn.Parameter] | None = None
@@ -89,6 +95,11 @@ class PipelineStage:
     def is_last(self) -> bool:
         """Whether it gives the output and the loss."""
         return self.stage_index == self.num_stages - 1
+
+    @property
+    def ties(self) -> tuple[Tie, ...]:
+        """The weights that it shares with other stages."""
+        return self._ties or declared(self.submod)
 
     @property
     def grad_sync(self) -> GradSync | None:

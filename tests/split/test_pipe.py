@@ -54,7 +54,7 @@ def test_a_stage_has_the_parameters_it_uses_under_their_names() -> None:
 def test_shared_parameters_are_told() -> None:
     model = make("rotated")
     pipe = tl.pipeline(model, (CASES["rotated"].batch(2)[0],), split_spec=CASES["rotated"].cuts[4])
-    assert pipe.shared_parameters == [{0: "embed.weight", 3: "head.weight"}]
+    assert pipe.ties == (tl.Tie({0: "embed.weight", 3: "head.weight"}),)
     assert pipe.replicated_params == [{"submod_pp_0": "embed.weight", "submod_pp_3": "head.weight"}]
     first, last = pipe.get_stage_module(0), pipe.get_stage_module(3)
     assert first.get_parameter("embed.weight") is last.get_parameter("head.weight")
@@ -67,7 +67,10 @@ def test_a_module_that_is_called_twice() -> None:
 
     pipe = tl.pipeline(Twice(), (torch.ones(2, 4),), split_spec={"a": END})
     assert names(pipe) == [["a.bias", "a.weight"], ["a.bias", "a.weight", "b.bias", "b.weight"]]
-    assert pipe.shared_parameters == [{0: "a.weight", 1: "a.weight"}, {0: "a.bias", 1: "a.bias"}]
+    assert pipe.ties == (
+        tl.Tie({0: "a.weight", 1: "a.weight"}),
+        tl.Tie({0: "a.bias", 1: "a.bias"}),
+    )
 
 
 def test_the_module_is_left_as_it_was() -> None:

@@ -1,0 +1,102 @@
+"""A model in pieces, however it was cut."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, overload
+
+import torch
+from torch import nn
+from torch.distributed import ProcessGroup
+
+from taktline.errors import PartitionError
+from taktline.meta import as_arguments
+from taktline.plan.words import counted
+from taktline.stage import PipelineStage
+from taktline.stage.ties import Tie, declare, find
+
+__all__ = ["Pieces", "by_hand"]
+
+
+class Pieces(Sequence[nn.Module]):
+    """The stages of a model, in order. Calling them runs one after the other.
+
+    A parameter that is one object in several pieces becomes a :class:`Tie`, which the pieces carry
+    to whatever schedule runs them.
+
+    >>> embed, head = nn.Embedding(8, 4), nn.Linear(4, 8, bias=False)
+    >>> head.weight = embed.weight
+    >>> pieces = by_hand([embed, nn.Linear(4, 4), head])
+    >>> pieces
+    Pieces(3 stages: 32, 20, 32 parameters; tied: weight of stage 0 = weight of stage 2)
+    >>> pieces(torch.tensor([1, 2])).shape
+    torch.Size([2, 8])
+    """
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self._modules = tuple(modules)
+        if not self._modules:
+            raise PartitionError("a model in no pieces: give at least one module")
+        for stage, module in enumerate(self._modules):
+            if not isinstance(module, nn.Module):
+                raise PartitionError(f"stage {stage} is {module!r}, which is no nn.Module")
+        self.ties: tuple[Tie, ...] = find(self._modules)
+        for module in self._modules:
+            declare(module, self.ties)
+
+    @property
+    def num_stages(self) -> int:
+        """How many pieces there are."""
+        return len(self._modules)
+
+    def get_stage_module(self, stage_idx: int) -> nn.Module:
+        """The piece of one stage."""
+        if not 0 <= stage_idx < self.num_stages:
+            raise PartitionError(
+                f"there is no stage {stage_idx}: stages are numbered from 0 to "
+                f"{self.num_stages - 1}"
+            )
+        return self._modules[stage_idx]
+
+    def build_stage(
+        self, stage_index: int, device: torch.device, group: ProcessGroup | None = None
+    ) -> PipelineStage:
+        """A stage to run in a schedule, once its piece is moved to a device."""
+        module = self.get_stage_module(stage_index).to(device)
+        return PipelineStage(module, stage_index, self.num_stages, device, group=group)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """What the model gives."""
+        value = self._modules[0](*args, **kwargs)
+        for module in self._modules[1:]:
+            value = module(*as_arguments(value))
+        return value
+
+    @overload
+    def __getitem__(self, index: int) -> nn.Module: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[nn.Module]: ...
+    def __getitem__(self, index: int | slice) -> nn.Module | Sequence[nn.Module]:
+        return self._modules[index]
+
+    def __len__(self) -> int:
+        return len(self._modules)
+
+    def __iter__(self) -> Iterator[nn.Module]:
+        return iter(self._modules)
+
+    def __repr__(self) -> str:
+        counts = (sum(p.numel() for p in module.parameters()) for module in self._modules)
+        listed = ", ".join(f"{count:,}" for count in counts)
+        tied = f"; tied: {', '.join(map(str, self.ties))}" if self.ties else ""
+        return f"Pieces({counted(self.num_stages, 'stage')}: {listed} parameters{tied})"
+
+
+def by_hand(modules: Iterable[nn.Module]) -> Pieces:
+    """Take modules as they are for the stages of a model.
+
+    >>> model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
+    >>> by_hand([model[:2], model[2:]])
+    Pieces(2 stages: 20, 10 parameters)
+    """
+    return Pieces(modules)

@@ -1,0 +1,72 @@
+"""What the parameters of a stage are called in the user's model, whatever wraps its modules."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+__all__ = ["named_buffers", "named_parameters", "unwrapped"]
+
+_INSIDE = ("_orig_mod", "_checkpoint_wrapped_module")
+"""Where ``torch.compile`` and checkpoint wrappers keep what they wrap."""
+
+
+def unwrapped(module: nn.Module) -> nn.Module:
+    """The user's module inside of DDP, ``torch.compile`` and checkpoint wrappers.
+
+    >>> from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+    >>> unwrapped(checkpoint_wrapper(nn.Linear(2, 2)))
+    Linear(in_features=2, out_features=2, bias=True)
+    """
+    while True:
+        inside = module._modules.get("module") if _is_ddp(module) else None
+        for name in _INSIDE:
+            inside = inside or module._modules.get(name)
+        if inside is None:
+            return module
+        module = inside
+
+
+def named_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
+    """All parameters by their names in the user's model; one with two names is there twice.
+
+    >>> from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+    >>> stage = nn.Sequential(checkpoint_wrapper(nn.Linear(2, 2)))
+    >>> list(named_parameters(stage))
+    ['0.weight', '0.bias']
+    """
+    return {
+        f"{path}{name}": parameter
+        for path, inner in _walk(module, "")
+        for name, parameter in inner._parameters.items()
+        if parameter is not None
+    }
+
+
+def named_buffers(module: nn.Module, *, persistent: bool = False) -> dict[str, torch.Tensor]:
+    """All buffers by their names in the user's model, or only those that a state dict has.
+
+    >>> list(named_buffers(nn.Sequential(nn.BatchNorm1d(2))))
+    ['0.running_mean', '0.running_var', '0.num_batches_tracked']
+    """
+    return {
+        f"{path}{name}": buffer
+        for path, inner in _walk(module, "")
+        for name, buffer in inner._buffers.items()
+        if buffer is not None and not (persistent and name in inner._non_persistent_buffers_set)
+    }
+
+
+def _walk(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
+    inner = unwrapped(module)
+    yield path, inner
+    for name, child in inner._modules.items():
+        if child is not None:
+            yield from _walk(child, f"{path}{name}.")
+
+
+def _is_ddp(module: nn.Module) -> bool:
+    return isinstance(module, DistributedDataParallel)

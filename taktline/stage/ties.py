@@ -1,0 +1,87 @@
+"""Tied weights: one weight that several stages use, such as an embedding that is the head, too."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from taktline.errors import MismatchError
+from taktline.stage.names import named_parameters, unwrapped
+
+__all__ = ["Tie", "declare", "declared", "find"]
+
+_MARK = "_taktline_ties"
+
+
+@dataclass(frozen=True, slots=True, init=False)
+class Tie:
+    """One weight in several stages: the name of the parameter in each of them.
+
+    The stages on one rank may share one parameter; on several ranks each has a copy. Schedules
+    take care of these: before the first step all get the values of the first stage, and each step
+    adds up their gradients, so that the same optimizer steps keep them the same.
+
+    >>> tie = Tie({0: "embed.weight", 3: "head.weight"})
+    >>> tie.name, tie.stages
+    ('embed.weight', (0, 3))
+    """
+
+    uses: tuple[tuple[int, str], ...]
+    """Each stage, and what it calls the parameter; the first stage first."""
+
+    def __init__(self, uses: Mapping[int, str]) -> None:
+        object.__setattr__(self, "uses", tuple(sorted(uses.items())))
+        if len(uses) < 2:
+            raise MismatchError(f"a tie names a parameter in two stages or more, not {dict(uses)}")
+
+    @property
+    def name(self) -> str:
+        """What the first stage calls it: its one name in a norm, or in a state."""
+        return self.uses[0][1]
+
+    @property
+    def stages(self) -> tuple[int, ...]:
+        """The stages that use it."""
+        return tuple(stage for stage, _ in self.uses)
+
+    def name_in(self, stage: int) -> str | None:
+        """What a stage calls it, if it uses it.
+
+        >>> Tie({0: "embed.weight", 3: "head.weight"}).name_in(3)
+        'head.weight'
+        """
+        return dict(self.uses).get(stage)
+
+    def __str__(self) -> str:
+        return " = ".join(f"{name} of stage {stage}" for stage, name in self.uses)
+
+
+def find(modules: Sequence[nn.Module]) -> tuple[Tie, ...]:
+    """The parameters that are one object in several stages.
+
+    >>> embed, head = nn.Embedding(4, 2), nn.Linear(2, 4, bias=False)
+    >>> head.weight = embed.weight
+    >>> print(*find([embed, nn.ReLU(), head]))
+    weight of stage 0 = weight of stage 2
+    """
+    uses: dict[int, dict[int, str]] = {}
+    for stage, module in enumerate(modules):
+        for name, parameter in named_parameters(module).items():
+            uses.setdefault(id(parameter), {}).setdefault(stage, name)
+    return tuple(Tie(found) for found in uses.values() if len(found) > 1)
+
+
+def declare(module: nn.Module, ties: Iterable[Tie]) -> None:
+    """Let a module carry the ties of the model that it is a piece of."""
+    module.__dict__[_MARK] = tuple(ties)
+
+
+def declared(module: nn.Module) -> tuple[Tie, ...]:
+    """The ties that a module carries.
+
+    >>> declared(nn.Linear(2, 2))
+    ()
+    """
+    return getattr(unwrapped(module), _MARK, ())
