@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from taktline.errors import MismatchError as MismatchError
     from taktline.errors import StageError as StageError
     from taktline.errors import TaktlineError as TaktlineError
+    from taktline.train import Pipeline as Pipeline
     from taktline.plan import Action as Action
     from taktline.plan import Costs as Costs
     from taktline.plan import Link as Link
@@ -71,6 +72,7 @@ _ROOM_OF = {
     "Link": "plan",
     "MismatchError": "errors",
     "Pipe": "split",
+    "Pipeline": "train",
     "PipelineStage": "stage",
     "Placement": "plan",
     "Plan": "plan",

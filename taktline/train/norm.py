@@ -8,8 +8,8 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import nn
 
-from taktline.pipeline.ranks import Ranks
 from taktline.sharding import is_sharded
+from taktline.train.ranks import Ranks
 
 __all__ = ["clip", "norm_of"]
 

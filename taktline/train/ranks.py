@@ -63,8 +63,16 @@ class Ranks:
         return 1 if mesh is None else math.prod(mesh[name].size() for name in self.data_dims)
 
     @property
-    def is_first_copy(self) -> bool:
-        """Whether this pipeline is the first of those that train copies of the model."""
+    def copy(self) -> int:
+        """Which of these pipelines this one is."""
+        number, mesh = 0, self.mesh
+        for name in () if mesh is None else self.data_dims:
+            number = number * mesh[name].size() + mesh[name].get_local_rank()
+        return number
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this process comes first along all dimensions of the mesh but the pipeline's."""
         mesh = self.mesh
         return mesh is None or not any(mesh[name].get_local_rank() for name in self._others)
 
@@ -120,9 +128,7 @@ class Ranks:
 def _shared(transport: Transport, number: float) -> list[float]:
     """A number of every rank, with all its digits."""
     bits = struct.unpack("<q", struct.pack("<d", number))
-    return [
-        struct.unpack("<d", struct.pack("<q", *given))[0] for given in transport.exchange(bits)
-    ]
+    return [struct.unpack("<d", struct.pack("<q", *given))[0] for given in transport.exchange(bits)]
 
 
 def meet(
@@ -130,8 +136,13 @@ def meet(
     mesh: DeviceMesh | None,
     data_parallel: str | None,
     device: torch.device | None,
+    *,
+    default: int = 1,
 ) -> Ranks:
-    """Find out where this process runs, and with whom; ``ranks`` are those of the pipeline."""
+    """Find out where this process runs, and with whom; ``ranks`` are those of the pipeline.
+
+    ``default`` is how many there are in one process if nobody says.
+    """
     if ranks is not None and (not isinstance(ranks, int) or ranks < 1):
         raise MismatchError(f"ranks must be a whole number from 1 up, not {ranks!r}")
     if mesh is None and _world() == 1:
@@ -140,7 +151,7 @@ def meet(
                 f"data_parallel={data_parallel!r} needs several processes, and this is the only "
                 "one; start more with torchrun, or leave it out"
             )
-        return Ranks(ranks or 1, device=device or torch.device("cpu"))
+        return Ranks(ranks or default, device=device or torch.device("cpu"))
     device = device or _device(mesh)
     if device.type != "cpu" and device.index is not None:
         torch.get_device_module(device).set_device(device)
@@ -182,9 +193,7 @@ def _device(mesh: DeviceMesh | None) -> torch.device:
     kind = "cpu"
     if mesh is not None:
         kind = mesh.device_type
-    elif torch.cuda.is_available() and not (
-        dist.is_initialized() and dist.get_backend() == "gloo"
-    ):
+    elif torch.cuda.is_available() and not (dist.is_initialized() and dist.get_backend() == "gloo"):
         kind = "cuda"
     if kind == "cpu":
         return torch.device("cpu")

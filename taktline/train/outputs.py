@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from torch.utils import _pytree as pytree
 
-from taktline.pipeline.ranks import Ranks
 from taktline.sharding import is_sharded
+from taktline.train.ranks import Ranks
 
 __all__ = ["shared_output"]
 

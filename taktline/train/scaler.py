@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from taktline.pipeline.ranks import Ranks
+from taktline.train.ranks import Ranks
 
 __all__ = ["Scaler"]
 

@@ -1,0 +1,96 @@
+"""What the stages of a model need, found out without computing anything."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils import _pytree as pytree
+from torch.utils.flop_counter import FlopCounterMode
+
+from taktline.aside import Aside, Skip
+from taktline.meta import as_arguments
+
+__all__ = ["Needs", "arguments_of", "measure"]
+
+
+class Needs(NamedTuple):
+    """Of one stage, for one micro-batch."""
+
+    work: float
+    """Floating-point operations of a forward."""
+    sends: int
+    """Bytes that go to the next stage."""
+    keeps: int
+    """Bytes that a forward keeps for its backward."""
+
+
+def arguments_of(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """An example as positional and keyword arguments.
+
+    >>> arguments_of(((1, 2), {"scale": 3})), arguments_of((1, 2))
+    (((1, 2), {'scale': 3}), ((1, 2), {}))
+    """
+    match example:
+        case (tuple() as args, dict() as kwargs):
+            return args, kwargs
+        case tuple():
+            return example, {}
+        case _:
+            return (example,), {}
+
+
+def measure(modules: Sequence[nn.Module], example: Any) -> list[Needs] | None:
+    """Run the stages on tensors without data; None if that does not work for them."""
+    args, kwargs = arguments_of(example)
+    found: list[Needs] = []
+    skips: dict[str, Skip] = {}
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+
+    def fake(tensor: torch.Tensor) -> torch.Tensor:
+        return mode.from_tensor(tensor.detach())
+
+    args, kwargs = pytree.tree_map_only(torch.Tensor, fake, (args, kwargs))
+    try:
+        with mode, torch.enable_grad():
+            for stage, module in enumerate(modules):
+                kept = _Kept()
+                work = FlopCounterMode(display=False)
+                with Aside(stage, skips) as aside, work, kept.noting():
+                    output = module(*args, **(kwargs if stage == 0 else {}))
+                skips, args = aside.skips, as_arguments(output)
+                sends = sum(leaf.nbytes for leaf in _tensors((args, dict(skips))))
+                found.append(Needs(work.get_total_flops(), sends, kept.bytes))
+    except Exception:
+        return None  # it is for a prediction only, and whatever is wrong a step will tell
+    return found
+
+
+class _Kept:
+    """What autograd keeps, each piece of memory once."""
+
+    def __init__(self) -> None:
+        self._storages: dict[int, torch.UntypedStorage] = {}
+
+    @property
+    def bytes(self) -> int:
+        return sum(storage.nbytes() for storage in self._storages.values())
+
+    def noting(self) -> AbstractContextManager[None]:
+        return saved_tensors_hooks(self._note, lambda tensor: tensor)
+
+    def _note(self, tensor: torch.Tensor) -> torch.Tensor:
+        # Parameters are real; they are there anyway.
+        if isinstance(tensor, FakeTensor):
+            storage = tensor.untyped_storage()
+            self._storages[storage._cdata] = storage
+        return tensor
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
