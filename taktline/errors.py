@@ -20,6 +20,7 @@
     ├── LossError            the loss is not something to begin a backward with
     ├── PartitionError       a model cannot be cut into stages as asked
     ├── SplitError           the two halves of a backward do not fit together
+    ├── StateError           the parameters of a stage cannot be given their values
     └── StageError           an action failed on some rank; raised on every rank
 
 All of them are also a :class:`ValueError`, so code that does not know Taktline can catch them.
@@ -49,6 +50,7 @@ __all__ = [
     "SplitError",
     "StageError",
     "StallError",
+    "StateError",
     "TaktlineError",
     "TransportError",
 ]
@@ -298,6 +300,19 @@ class SplitError(TaktlineError):
     Traceback (most recent call last):
     taktline.errors.SplitError: dw_builder of stage 0 must give a function, not None
     """
+
+
+class StateError(TaktlineError):
+    """The parameters of a stage cannot be given their values; ``names`` are those of which.
+
+    >>> raise StateError("the state dict lacks head.weight", names=["head.weight"])
+    Traceback (most recent call last):
+    taktline.errors.StateError: the state dict lacks head.weight
+    """
+
+    def __init__(self, text: str, *, names: Sequence[str] = ()) -> None:
+        self.names = tuple(names)
+        super().__init__(text)
 
 
 class StageError(TaktlineError):

@@ -1,4 +1,4 @@
-"""Models cut into stages: by hand, or traced with torch.export.
+"""Models cut into stages: by hand, by the names of submodules, or traced with torch.export.
 
 >>> from torch import nn
 >>> model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
@@ -8,7 +8,10 @@ Pieces(2 stages: 20, 10 parameters)
 
 from __future__ import annotations
 
+from taktline.split.by_names import by_names
+from taktline.split.deferred import deferred
 from taktline.split.markers import SplitPoint, pipe_split
+from taktline.split.materialise import materialise
 from taktline.split.pieces import Pieces, by_hand
 from taktline.split.pipe import Pipe, PipeInfo, build_stage, pipeline
 
@@ -19,6 +22,9 @@ __all__ = [
     "SplitPoint",
     "build_stage",
     "by_hand",
+    "by_names",
+    "deferred",
+    "materialise",
     "pipe_split",
     "pipeline",
 ]

@@ -1,0 +1,145 @@
+"""A model cut at submodules by their names, without a trace: each stage runs its own forward."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from difflib import get_close_matches
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from taktline.errors import PartitionError
+from taktline.split.piece import piece
+from taktline.split.pieces import Pieces
+from taktline.split.skeleton import Skeleton
+from taktline.split.walk import Course, walk
+
+__all__ = ["by_names"]
+
+
+def by_names(model: nn.Module, cuts: Sequence[str], *, example: Any = None) -> Pieces:
+    """Cut a model at submodules that its forward calls; every stage runs that same forward.
+
+    What the forward computes by itself (masks, positions, rotary embeddings) each stage computes,
+    too; what the submodules of other stages give is handed on from stage to stage.
+
+    Args:
+        model: any module; it is left as it is, and the pieces have its own parameters. It may be
+            on the meta device.
+        cuts: the names of the submodules with which a new stage begins, in the order of their
+            calls.
+        example: a micro-batch, to see what the forward calls when: a tuple of arguments, or
+            ``(args, kwargs)``. Only shapes matter. Models of transformers have one themselves;
+            without one, submodules are taken to be called in the order of their definition.
+
+    >>> import taktline as tl
+    >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4))
+    >>> pieces = tl.split.by_names(model, ["2"])
+    >>> [name for name, _ in pieces[1].named_parameters()]
+    ['2.weight', '2.bias']
+    >>> x = torch.ones(2, 4)
+    >>> torch.equal(pieces(x), model(x))
+    True
+    """
+    cuts = _checked(model, cuts)
+    skeleton = Skeleton.of(model, cuts)
+    call = _example(model, example)
+    if call is None:
+        _by_definition(skeleton)
+    else:
+        _by_course(skeleton, walk(skeleton, *call))
+    return Pieces([piece(skeleton, model, stage) for stage in range(skeleton.stages)])
+
+
+def _checked(model: nn.Module, cuts: Sequence[str]) -> tuple[str, ...]:
+    """The cuts, if they are names of submodules that do not get into each other's way."""
+    if isinstance(cuts, str) or not all(isinstance(cut, str) for cut in cuts):
+        raise PartitionError(f"cuts must be a list of names of submodules, not {cuts!r}")
+    names = [name for name, _ in model.named_modules(remove_duplicate=False) if name]
+    for place, cut in enumerate(cuts):
+        if cut not in names:
+            close = get_close_matches(cut, names, 3)
+            listed = ", ".join(map(repr, names[:8])) + (", …" if len(names) > 8 else "")
+            hint = (
+                f"did you mean {' or '.join(map(repr, close))}?" if close else f"there are {listed}"
+            )
+            raise PartitionError(
+                f"cuts name {cut!r}, but {type(model).__name__} has no such submodule; {hint}"
+            )
+        if cut in cuts[:place]:
+            raise PartitionError(f"cuts name {cut!r} twice; a stage can begin there once")
+        inside = next((other for other in cuts if cut.startswith(f"{other}.")), None)
+        if inside is not None:
+            raise PartitionError(
+                f"the cut {cut!r} lies inside of {inside!r}, which begins a stage as a whole; cut "
+                f"at the first submodule of {inside!r} instead"
+            )
+        if type(model.get_submodule(cut)).forward is nn.Module.forward:
+            raise PartitionError(
+                f"{cut!r} is a {type(model.get_submodule(cut)).__name__}, which is never called "
+                f"itself; cut at what it holds, such as '{cut}.0'"
+            )
+    return tuple(cuts)
+
+
+def _example(model: nn.Module, example: Any) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """The arguments of a call, where the model's tensors are."""
+    if example is None:
+        dummies = getattr(model, "dummy_inputs", None)
+        if not isinstance(dummies, dict):
+            return None
+        example = ((), dummies)
+    if not isinstance(example, tuple):
+        raise PartitionError(
+            f"example must be a tuple of arguments, or (args, kwargs), not a "
+            f"{type(example).__name__}"
+        )
+    if not (len(example) == 2 and isinstance(example[0], tuple) and isinstance(example[1], dict)):
+        example = (example, {})
+    tensors = (*model.parameters(), *model.buffers())
+    device = next((tensor.device for tensor in tensors if not tensor.is_meta), None)
+    if device is None:
+        return example
+    return pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), example)
+
+
+def _by_course(skeleton: Skeleton, course: Course) -> None:
+    """Let each unit lie in the stage that calls it, as a walk has seen."""
+    stage = 0
+    for name in skeleton.twins:
+        called = course.calls.get(name, [])
+        if len(set(called)) > 1:
+            raise PartitionError(
+                f"the forward calls {name!r} in the stages {_listed(set(called))}, so its "
+                "parameters would have to be in all of them; cut the model where all its calls "
+                "are in one stage"
+            )
+        # What is never called is kept beside what is defined before it, for the state's sake.
+        stage = called[0] if called else stage
+        skeleton.homes[name] = stage
+    for name in skeleton.direct:
+        skeleton.users[name] = frozenset(course.uses.get(name, {0}))
+
+
+def _by_definition(skeleton: Skeleton) -> None:
+    """Let stages follow each other in the order in which the model has its units."""
+    stage = 0
+    for name in skeleton.twins:
+        if name in skeleton.cuts:
+            if name != skeleton.starts(stage + 1):
+                raise PartitionError(
+                    f"{name!r} is defined before {skeleton.starts(stage + 1)!r}; list the cuts in "
+                    "the order of their calls, and pass an example= of what the model is called "
+                    "with if that is not the order of their definition"
+                )
+            stage += 1
+        skeleton.homes[name] = stage
+    for name in skeleton.direct:
+        skeleton.users[name] = frozenset({0})
+
+
+def _listed(stages: set[int]) -> str:
+    *first, last = map(str, sorted(stages))
+    return f"{', '.join(first)} and {last}"

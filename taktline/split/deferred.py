@@ -1,0 +1,163 @@
+"""Models without values: built on the meta device, with a log of how their tensors are made."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch._ops import OpOverload
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _disable_current_modes,
+    _get_current_dispatch_mode_stack,
+)
+
+from taktline.errors import StateError
+from taktline.split.log import Log, keep, tensors_in, written
+from taktline.split.replay import replay
+
+__all__ = ["deferred"]
+
+
+@contextmanager
+def deferred() -> Iterator[None]:
+    """Build a model without memory for its parameters.
+
+    All tensors that are made inside lie on the meta device, and how they are made is noted.
+    :func:`materialise` carries that out for a piece of the model, so that it gets the values which
+    the model would have had if it had been built as usual, on the CPU, from the same seed. Code
+    inside sees tensors on the CPU, and may read their values.
+
+    The global generator moves on, but not as far as it would have.
+
+    >>> from torch import nn
+    >>> from taktline.split import deferred, materialise
+    >>> _ = torch.manual_seed(0)
+    >>> with deferred():
+    ...     model = nn.Sequential(nn.Linear(1000, 1000), nn.Linear(1000, 10))
+    >>> model[1].weight.device
+    device(type='meta')
+    >>> last = materialise(model[1], "cpu")
+    >>> _ = torch.manual_seed(0)
+    >>> as_usual = nn.Sequential(nn.Linear(1000, 1000), nn.Linear(1000, 10))
+    >>> torch.equal(last.weight, as_usual[1].weight)
+    True
+    """
+    if any(isinstance(mode, _Recorder) for mode in _get_current_dispatch_mode_stack()):
+        yield
+        return
+    log = Log()
+    keep(log)
+    try:
+        with _Disguise(log), _Recorder(log):
+            yield
+    except RuntimeError as error:
+        if "meta" not in str(error):
+            raise
+        raise StateError(
+            f"{error}\n\nWhat is built in deferred() reads values in a way that cannot be followed "
+            "(see above). Read them with item() or tolist(), or build this part outside"
+        ) from error
+
+
+class _Recorder(TorchDispatchMode):
+    """Operations on the meta device instead of the CPU, each of them noted."""
+
+    def __init__(self, log: Log) -> None:
+        super().__init__()
+        self._log = log
+
+    def __torch_dispatch__(
+        self, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        with torch._C.DisableTorchFunction():
+            return self._record(func, args, dict(kwargs or {}))
+
+    def _record(self, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        given = list(tensors_in((args, kwargs)))
+        if op is torch.ops.aten.lift_fresh.default and not given[0].is_meta:
+            return self._log.constant(given[0])
+        draws = torch.Tag.nondeterministic_seeded in op.tags
+        if given and not any(tensor.is_meta for tensor in given) and not draws:
+            return op(*args, **kwargs)
+        if any(not tensor.is_meta for tensor in written(op, args, kwargs)):
+            raise StateError(
+                f"{op} changes a tensor that was made outside of deferred(); make it inside"
+            )
+        args, kwargs = pytree.tree_map(self._on_meta, (args, kwargs))
+        if "device" in kwargs or (not given and _takes_device(op)):
+            kwargs.update(device=torch.device("meta"))
+        if kwargs.get("pin_memory"):
+            kwargs.update(pin_memory=False)
+        try:
+            result = op(*args, **kwargs)
+        except NotImplementedError:
+            return self._now(op, args, kwargs)
+        self._log.add(op, args, kwargs, result)
+        return result
+
+    def _on_meta(self, value: Any) -> Any:
+        real = isinstance(value, torch.Tensor) and not value.is_meta
+        return self._log.constant(value) if real else value
+
+    def _now(self, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Carry out what the meta device cannot tell the shape of; its result is a constant."""
+        args, kwargs = pytree.tree_map(lambda value: _real(self._log, value), (args, kwargs))
+        result = op(*args, **kwargs)
+        return pytree.tree_map(self._on_meta, result)
+
+
+class _Disguise(TorchFunctionMode):
+    """Tensors of a log as if they were on the CPU: some code does nothing on the meta device."""
+
+    def __init__(self, log: Log) -> None:
+        super().__init__()
+        self._log = log
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func == _DEVICE:
+            return torch.device("cpu") if args[0].is_meta else args[0].device
+        if func == _IS_META:
+            return False
+        if func in _READING:
+            args, kwargs = pytree.tree_map(lambda value: _real(self._log, value), (args, kwargs))
+        return func(*args, **kwargs)
+
+
+_DEVICE = torch.Tensor.device.__get__  # pyright: ignore[reportAttributeAccessIssue]
+_IS_META = torch.Tensor.is_meta.__get__  # pyright: ignore[reportAttributeAccessIssue]
+_READING = {
+    torch.Tensor.__array__,
+    torch.Tensor.__bool__,
+    torch.Tensor.__contains__,
+    torch.Tensor.__float__,
+    torch.Tensor.__index__,
+    torch.Tensor.__int__,
+    torch.Tensor.__repr__,
+    torch.Tensor.allclose,
+    torch.Tensor.equal,
+    torch.Tensor.item,
+    torch.Tensor.numpy,
+    torch.Tensor.tolist,
+    torch.allclose,
+    torch.equal,
+}
+
+
+def _real(log: Log, value: Any) -> Any:
+    """A value as it is, and a tensor without values with them."""
+    if not isinstance(value, torch.Tensor) or not value.is_meta:
+        return value
+    with _disable_current_modes():
+        return replay(log, [value])[0]
+
+
+def _takes_device(op: OpOverload) -> bool:
+    return any(argument.name == "device" for argument in op._schema.arguments)

@@ -1,0 +1,213 @@
+"""Tensors of other stages: their shape and type are known, their data is not here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from threading import local
+from typing import Any, Self
+
+import torch
+from torch.utils import _pytree as pytree
+
+from taktline.errors import PartitionError
+
+__all__ = ["ANYWHERE", "Ghost", "Scene", "current", "resolved"]
+
+ANYWHERE = 1 << 30
+"""The stage of a value that every stage has."""
+
+_META = torch.device("meta")
+
+# What is to be seen of a tensor here is its shape alone, so the result is no ghost.
+_FILLED = {
+    torch.ops.aten.full_like,
+    torch.ops.aten.new_full,
+    torch.ops.aten.new_ones,
+    torch.ops.aten.new_zeros,
+    torch.ops.aten.ones_like,
+    torch.ops.aten.zeros_like,
+}
+
+
+class Scene:
+    """A forward in which ghosts appear; says where what is made of them comes from."""
+
+    _outer: Scene | None
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def source(self, ghosts: Sequence[Ghost]) -> Ghost:
+        """The ghost that decides whose value an operation's result is."""
+        return ghosts[0]
+
+    def stage_of(self, source: Ghost) -> int:
+        """The stage that has the result."""
+        return source.stage
+
+    def __enter__(self) -> Self:
+        self._outer = _here.scene
+        _here.scene = self
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        _here.scene = self._outer
+
+
+class _Here(local):
+    """What runs on this thread."""
+
+    scene: Scene | None = None
+
+
+_here = _Here()
+
+
+def current() -> Scene | None:
+    """The forward that is running, if it knows ghosts."""
+    return _here.scene
+
+
+class Ghost(torch.Tensor):
+    """A tensor without data: operations on it give ghosts, and cost next to nothing.
+
+    Once its data has come from another stage, it stands for that.
+    """
+
+    meta: torch.Tensor
+    maker: str
+    """The submodule, or the parameter, that it comes from."""
+    stage: int
+    """The stage that has its data."""
+    parameter: bool
+    value: torch.Tensor | None
+
+    @staticmethod
+    def __new__(
+        cls,
+        meta: torch.Tensor,
+        maker: str,
+        stage: int,
+        device: torch.device,
+        *,
+        parameter: bool = False,
+    ) -> Ghost:
+        """A tensor with what a meta tensor knows, on a device."""
+        made = torch.Tensor._make_wrapper_subclass(  # pyright: ignore[reportAttributeAccessIssue]
+            cls,
+            meta.shape,
+            strides=meta.stride(),
+            storage_offset=meta.storage_offset(),
+            dtype=meta.dtype,
+            layout=meta.layout,
+            device=device,
+        )
+        made.meta = meta
+        made.maker = maker
+        made.stage = stage
+        made.parameter = parameter
+        made.value = None
+        return made
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor, maker: str, stage: int, *, parameter: bool = False) -> Ghost:
+        """What is left of a tensor without its data."""
+        return cls(as_meta(tensor), maker, stage, tensor.device, parameter=parameter)
+
+    def __repr__(self) -> str:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return f"Ghost({self.maker!r}, {self.dtype}, {list(self.shape)})"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Ghost:
+        # Its own attributes do not change, except that it gets its data, which a copy has not.
+        return Ghost(self.meta, self.maker, self.stage, self.device, parameter=self.parameter)
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        args, kwargs = resolved((args, kwargs or {}))
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        ghosts = [leaf for leaf in leaves if isinstance(leaf, Ghost)]
+        scene = current() or Scene(ghosts[0].device)
+        source = scene.source(ghosts)
+        if func is torch.ops.aten._local_scalar_dense.default:
+            raise _no_data(source, "a number")
+        _require_no_writing(func, args, kwargs, source)
+        meta_args, meta_kwargs = pytree.tree_unflatten([_without_data(x) for x in leaves], spec)
+        if func.overloadpacket in _FILLED:
+            return func(*meta_args, **{**meta_kwargs, "device": scene.device})
+        try:
+            output = func(*meta_args, **meta_kwargs)
+        except NotImplementedError as error:
+            raise _no_data(source, str(func)) from error
+        device = next((leaf for leaf in leaves if isinstance(leaf, torch.device)), scene.device)
+        # An operation in place gives the tensor itself.
+        same = {id(ghost.meta): ghost for ghost in ghosts}
+        stage = scene.stage_of(source)
+
+        def ghostly(meta: torch.Tensor) -> Ghost:
+            ghost = same.get(id(meta))
+            if ghost is None:
+                return Ghost(meta, source.maker, stage, device)
+            ghost.maker, ghost.stage = source.maker, stage
+            return ghost
+
+        return pytree.tree_map_only(torch.Tensor, ghostly, output)
+
+
+def as_meta(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor on the meta device with the same shape, strides and type."""
+    if isinstance(tensor, Ghost):
+        return tensor.meta
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=_META)
+
+
+def resolved(tree: Any) -> Any:
+    """A tree with the data of those ghosts that have got theirs."""
+    return pytree.tree_map_only(
+        Ghost, lambda ghost: ghost if ghost.value is None else ghost.value, tree
+    )
+
+
+def _without_data(leaf: Any) -> Any:
+    if isinstance(leaf, torch.Tensor):
+        return as_meta(leaf)
+    return _META if isinstance(leaf, torch.device) else leaf
+
+
+def _require_no_writing(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], source: Ghost
+) -> None:
+    """Raise if an operation would write what is not here into a tensor that is."""
+    if not func._schema.is_mutable:
+        return
+    for place, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            continue
+        written = args[place] if place < len(args) else kwargs.get(argument.name)
+        if isinstance(written, torch.Tensor) and not isinstance(written, Ghost):
+            raise PartitionError(
+                f"the forward writes ({func}) a value of {source.maker!r} into a tensor that every "
+                "stage has, but only one stage has that value; make a new tensor instead, or cut "
+                "the model with taktline.pipeline, which traces it"
+            )
+
+
+def _no_data(source: Ghost, what: str) -> PartitionError:
+    return PartitionError(
+        f"the forward asks for {what} that depends on the data which {source.maker!r} gives, but "
+        "only one stage has that data, and every stage runs the forward; cut inside of no such "
+        "forward, or let a submodule of its own do that part of it"
+    )

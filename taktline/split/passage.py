@@ -1,0 +1,113 @@
+"""One stage's way through the model's forward: from where values come in to where they go out.
+
+::
+
+    forward of the model:   embed   layer 0   layer 1   layer 2   layer 3   norm   head
+    stage 1 of 3:           ghost   ghost     ▶ real    real      ▶ leave
+                                              what stage 0 sent   what stage 2 needs
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from taktline.errors import PartitionError
+from taktline.split.ghost import Ghost, Scene, resolved
+from taktline.split.skeleton import Skeleton
+from taktline.split.twin import Twin
+
+__all__ = ["Leave", "Passage"]
+
+
+class Leave(BaseException):
+    """Ends a forward where the next stage begins.
+
+    Not an Exception: no handler in the forward is meant for it.
+    """
+
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        super().__init__()
+        self.arguments = (args, kwargs)
+
+
+class Passage(Scene):
+    """The forward of one micro-batch in one stage."""
+
+    def __init__(
+        self, skeleton: Skeleton, stage: int, values: Sequence[Any], device: torch.device
+    ) -> None:
+        super().__init__(device)
+        self._skeleton = skeleton
+        self._stage = stage
+        self._values = values
+        self._is_in = stage == 0
+
+    def meet_own(
+        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments for a unit of this stage, with what came from the stage before."""
+        if not self._is_in:
+            self._enter((args, kwargs))
+        return self.require_data((args, kwargs), f"a {type(module).__name__}")
+
+    def meet_foreign(
+        self, twin: Twin, training: bool, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Ghosts, on the way in; or the way out."""
+        if not self._is_in:
+            return twin.output(args, kwargs, training=training, stage=0, device=self.device)
+        if twin.name != self._skeleton.starts(self._stage + 1):
+            raise PartitionError(
+                f"the forward calls {twin.name!r}, which lies in stage "
+                f"{self._skeleton.homes[twin.name]}, in the middle of stage {self._stage}; "
+                "call by_names with an example= of what the model is called with"
+            )
+        raise Leave(*self.require_data((args, kwargs), repr(twin.name)))
+
+    def require_data(self, tree: Any, user: str) -> Any:
+        """A tree with the data of all its ghosts."""
+        tree = resolved(tree)
+        for leaf in pytree.tree_leaves(tree):
+            if isinstance(leaf, Ghost):
+                raise PartitionError(
+                    f"{user} in stage {self._stage} uses a value of {leaf.maker!r}, which has not "
+                    "come with what the stage begins with; call by_names with an example= of what "
+                    "the model is called with, which tells more"
+                )
+        return tree
+
+    def finish(self, output: Any) -> Any:
+        """The output of the model, after its last stage."""
+        if not self._is_in or self._stage < self._skeleton.stages - 1:
+            name = self._skeleton.starts(self._stage + (1 if self._is_in else 0))
+            raise PartitionError(
+                f"the forward of {self._skeleton.kind.__name__} has ended without a call of "
+                f"{name!r}; every micro-batch must take the same way through the stages"
+            )
+        return self.require_data(output, "the output of the model")
+
+    def _enter(self, arguments: Any) -> None:
+        """Give the ghosts among the arguments of the first unit their data."""
+        self._is_in = True
+        ghosts = [leaf for leaf in pytree.tree_leaves(arguments) if isinstance(leaf, Ghost)]
+        name = self._skeleton.starts(self._stage)
+        if len(ghosts) != len(self._values):
+            raise PartitionError(
+                f"{name!r}, with which stage {self._stage} begins, waits for {len(ghosts)} tensors "
+                f"from the stage before, but {len(self._values)} came; every rank must cut the "
+                "same model"
+            )
+        for ghost, value in zip(ghosts, self._values, strict=True):
+            if (ghost.shape, ghost.dtype) != (value.shape, value.dtype):
+                raise PartitionError(
+                    f"{name!r}, with which stage {self._stage} begins, waits for "
+                    f"{ghost.dtype}{list(ghost.shape)} from the stage before, but "
+                    f"{value.dtype}{list(value.shape)} came; bring the model to its type before it "
+                    "is cut, or each of its pieces"
+                )
+            ghost.value = value

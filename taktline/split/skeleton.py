@@ -1,0 +1,199 @@
+"""A model by the names of its submodules: which of them each stage has, and copies without data.
+
+::
+
+    model                 container: an ancestor of a cut; each stage has a copy
+    ├── embed_tokens      unit: lies in one stage, stand-ins are in its place elsewhere
+    ├── layers            container
+    │   ├── 0             unit
+    │   └── 1             unit; a cut begins a stage here
+    ├── rotary_emb        free: has nothing to train or to save, so every stage has it
+    └── norm              unit
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from taktline.errors import PartitionError
+from taktline.split.ghost import ANYWHERE, Ghost
+from taktline.split.stand_in import gate, stand_in
+from taktline.split.twin import Twin
+
+__all__ = ["Skeleton"]
+
+# Of buffers, hooks and the like: what is registered with a copy does not concern the model.
+_TABLES = {key for key, value in vars(nn.Module()).items() if isinstance(value, (dict, set))}
+
+Substitute = Callable[[str, nn.Module], nn.Module]
+
+
+@dataclass(eq=False)
+class Skeleton:
+    """All that the pieces of a model have in common.
+
+    Args:
+        kind: the model's class.
+        cuts: the names of the units with which stages begin, from the second stage on.
+    """
+
+    kind: type[nn.Module]
+    cuts: tuple[str, ...]
+    containers: frozenset[str] = frozenset()
+    twins: dict[str, Twin] = field(default_factory=dict)
+    """Of the units, in the order in which the model has them."""
+    direct: dict[str, Ghost] = field(default_factory=dict)
+    """The parameters of containers themselves."""
+    homes: dict[str, int] = field(default_factory=dict)
+    """The stage of each unit."""
+    users: dict[str, frozenset[int]] = field(default_factory=dict)
+    """The stages that use each parameter of a container."""
+    bones: nn.Module = field(init=False)
+    """The model with stand-ins only."""
+
+    @classmethod
+    def of(cls, model: nn.Module, cuts: Sequence[str]) -> Skeleton:
+        """The skeleton of a model; which stage has what is to be found out yet."""
+        made = cls(type(model), tuple(cuts), containers=_containers(model, cuts))
+        memo, free = _without_data(model)
+        skips: dict[str, Any] = {}
+
+        def note(name: str, module: nn.Module) -> nn.Module:
+            if not _is_unit(module):
+                return copy.deepcopy(module, free)
+            made.twins[name] = Twin(name, copy.deepcopy(module, memo), skips, {})
+            return stand_in(made.twins[name], module.training)
+
+        def keep(name: str, parameter: nn.Parameter) -> Ghost:
+            made.direct[name] = Ghost.of(parameter, name, ANYWHERE, parameter=True)
+            return made.direct[name]
+
+        made.bones = made._copied(model, "", note, keep)
+        for name in made.containers:
+            container = made.bones.get_submodule(name)
+            container._buffers = copy.deepcopy(container._buffers, free)
+        return made
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Skeleton:
+        return self
+
+    @property
+    def stages(self) -> int:
+        """How many pieces there are."""
+        return len(self.cuts) + 1
+
+    def starts(self, stage: int) -> str:
+        """The unit with which a stage begins; empty for the first one, and after the last one."""
+        return self.cuts[stage - 1] if 0 < stage < self.stages else ""
+
+    def piece(self, model: nn.Module, stage: int) -> nn.Module:
+        """The model as one stage has it, without what it does around its forward."""
+
+        def child(name: str, module: nn.Module) -> nn.Module:
+            if name not in self.twins:
+                return module
+            if self.homes[name] == stage:
+                return gate(module)
+            return stand_in(self.twins[name], module.training)
+
+        def parameter(name: str, parameter: nn.Parameter) -> nn.Parameter | Ghost:
+            return parameter if stage in self.users[name] else self.direct[name]
+
+        return self._copied(model, "", child, parameter)
+
+    def retype(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Follow what is done to the parameters of a piece, as far as it changes their types."""
+        types: dict[torch.dtype, torch.dtype] = {}
+        for twin in self.twins.values():
+            for module in twin.module.modules():
+                tables: Any = (module._parameters, module._buffers)
+                for table, key in [(table, key) for table in tables for key in table]:
+                    ghost = table[key]
+                    if not isinstance(ghost, Ghost):
+                        continue
+                    if ghost.dtype not in types:
+                        types[ghost.dtype] = change(torch.empty(0, dtype=ghost.dtype)).dtype
+                    if types[ghost.dtype] is not ghost.dtype:
+                        table[key] = ghost.to(types[ghost.dtype])
+                        twin.forget()
+
+    def _copied(
+        self,
+        container: nn.Module,
+        path: str,
+        child: Substitute,
+        parameter: Callable[[str, nn.Parameter], nn.Parameter | Ghost],
+    ) -> nn.Module:
+        """A container with tables of its own, and others in the place of its units."""
+        _require_own_forward(container, path)
+        made = object.__new__(type(container))
+        made.__dict__ = {
+            key: copy.copy(value) if key in _TABLES else value
+            for key, value in vars(container).items()
+        }
+        made._modules, made._parameters = {}, {}
+        for key, module in container._modules.items():
+            name = _joined(path, key)
+            if module is None:
+                made._modules[key] = None
+            elif name in self.containers:
+                made._modules[key] = self._copied(module, name, child, parameter)
+            else:
+                made._modules[key] = child(name, module)
+        for key, value in container._parameters.items():
+            substitute = value if value is None else parameter(_joined(path, key), value)
+            if isinstance(substitute, Ghost):
+                vars(made)[key] = substitute
+            else:
+                made._parameters[key] = substitute
+        return made
+
+
+def _containers(model: nn.Module, cuts: Sequence[str]) -> frozenset[str]:
+    """All ancestors of the cuts, and what has no forward of its own, such as lists of modules."""
+    found = {""}
+    for cut in cuts:
+        parts = cut.split(".")
+        found |= {".".join(parts[:length]) for length in range(1, len(parts))}
+    for name, module in model.named_modules(remove_duplicate=False):
+        parent, _, _ = name.rpartition(".")
+        if parent in found and type(module).forward is nn.Module.forward:
+            found.add(name)
+    return frozenset(found)
+
+
+def _is_unit(module: nn.Module) -> bool:
+    """Whether a submodule has something to train or to save, so that one stage must have it."""
+    return bool(module.state_dict(keep_vars=True))
+
+
+def _without_data(model: nn.Module) -> tuple[dict[int, Any], dict[int, Any]]:
+    """For copies of units: ghosts for all that has data; of others: for what has none yet."""
+    units: dict[int, Any] = {}
+    free: dict[int, Any] = {}
+    for name, parameter in model.named_parameters():
+        units[id(parameter)] = Ghost.of(parameter, name, ANYWHERE)
+    for name, buffer in model.named_buffers():
+        units[id(buffer)] = Ghost.of(buffer, name, ANYWHERE)
+        if buffer.is_meta:
+            free[id(buffer)] = units[id(buffer)]
+    return units, free
+
+
+def _require_own_forward(container: nn.Module, path: str) -> None:
+    if "forward" in vars(container):
+        raise PartitionError(
+            f"the forward of {path or 'the model'!r} ({type(container).__name__}) was replaced on "
+            "this very object, so a copy of it would still call the whole model; cut the model "
+            "before something wraps its forward"
+        )
+
+
+def _joined(path: str, key: str) -> str:
+    return f"{path}.{key}" if path else key

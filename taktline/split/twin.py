@@ -1,0 +1,121 @@
+"""A submodule without its data: what it gives is known by shape and type."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from taktline.aside import Aside, Skip
+from taktline.split.ghost import Ghost, Scene, as_meta
+
+__all__ = ["Twin", "look"]
+
+
+class _Given(NamedTuple):
+    """A part of an output that is one of the arguments itself."""
+
+    place: int
+
+
+class _Beside(Aside):
+    """Skips and losses of twins: known by shape, and kept from the pipeline."""
+
+    def put(self, name: str, value: torch.Tensor) -> None:
+        """Keep what a later twin will get."""
+        self.skips[name] = Skip(Ghost.of(value, f"skip {name}", 0), self.stage)
+
+    def add(self, loss: torch.Tensor) -> None:
+        """Drop it: it counts in the stage that computes it."""
+
+
+@dataclass(eq=False, slots=True)
+class Twin:
+    """A copy of a submodule in which ghosts are in the place of parameters and buffers.
+
+    Args:
+        name: what it is called in the model.
+        module: the copy.
+        skips: what the twins of a model have put so far.
+    """
+
+    name: str
+    module: nn.Module
+    skips: dict[str, Skip]
+    _known: dict[Any, tuple[list[Any], pytree.TreeSpec]]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Twin:
+        return self  # the copy of a piece can learn from the same one
+
+    def output(
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        training: bool,
+        stage: int,
+        device: torch.device,
+    ) -> Any:
+        """Ghosts in the arrangement of what the submodule gives for such arguments."""
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        key = (*map(look, leaves), spec, training, *_autocast(device))
+        if key not in self._known:
+            self._known[key] = self._learn(leaves, spec, training, device)
+        parts, tree = self._known[key]
+        return pytree.tree_unflatten(
+            [self._remade(part, leaves, stage, device) for part in parts], tree
+        )
+
+    def forget(self) -> None:
+        """Learn anew: parameters have got another type."""
+        self._known.clear()
+
+    def _remade(self, part: Any, leaves: list[Any], stage: int, device: torch.device) -> Any:
+        if isinstance(part, _Given):
+            return leaves[part.place]
+        if isinstance(part, torch.Tensor):
+            return Ghost(part, self.name, stage, device)
+        return part
+
+    def _learn(
+        self, leaves: list[Any], spec: pytree.TreeSpec, training: bool, device: torch.device
+    ) -> tuple[list[Any], pytree.TreeSpec]:
+        # A cache, say, must not get what a twin puts into it.
+        inputs = [leaf if _is_plain(leaf) else copy.deepcopy(leaf) for leaf in leaves]
+        args, kwargs = pytree.tree_unflatten(inputs, spec)
+        self.module.train(training)
+        with Scene(device), _Beside(0, self.skips), torch.no_grad():
+            output = self.module(*args, **kwargs)
+        places = {id(leaf): place for place, leaf in enumerate(inputs) if not _is_constant(leaf)}
+        parts, tree = pytree.tree_flatten(output)
+        learned: list[Any] = []
+        for part in parts:
+            if id(part) in places:
+                learned.append(_Given(places[id(part)]))
+            else:
+                learned.append(as_meta(part) if isinstance(part, torch.Tensor) else part)
+        return learned, tree
+
+
+def look(leaf: object) -> object:
+    """What a forward can see of an argument without its data."""
+    if isinstance(leaf, torch.Tensor):
+        return (leaf.shape, leaf.stride(), leaf.dtype)
+    return (type(leaf), leaf) if _is_constant(leaf) else type(leaf)
+
+
+def _is_constant(leaf: object) -> bool:
+    return leaf is None or isinstance(leaf, (bool, int, float, str, torch.dtype, torch.device))
+
+
+def _is_plain(leaf: object) -> bool:
+    return _is_constant(leaf) or isinstance(leaf, torch.Tensor)
+
+
+def _autocast(device: torch.device) -> tuple[object, ...]:
+    kind = device.type
+    return kind, torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)

@@ -1,0 +1,261 @@
+"""Values for one piece: from a state dict or a log, never for more than the piece."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import taktline as tl
+from taktline.errors import StateError
+from taktline.split import by_names, deferred, materialise
+from tests.split.test_deferred import MODELS, tensors
+
+
+class Tied(nn.Module):
+    """A language model whose head is its embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, 8)
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+        self.norm = nn.BatchNorm1d(8)
+        self.head = nn.Linear(8, 11, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return self.head(self.norm(x))
+
+
+class File(Mapping[str, Tensor]):
+    """A safetensors file that is read name by name."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = safe_open(path, "pt")
+        self.read: list[str] = []
+
+    def __getitem__(self, name: str) -> Tensor:
+        self.read.append(name)
+        return self._file.get_tensor(name)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._file.keys()  # noqa: SIM118
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._file.keys())
+
+    def __len__(self) -> int:
+        return len(self._file.keys())
+
+
+class Peak(TorchDispatchMode):
+    """The most bytes that lived on the CPU at one moment, of what operations made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._alive: dict[StorageWeakRef, int] = {}
+        self.most = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in pytree.tree_leaves(result):
+            if isinstance(tensor, Tensor) and not tensor.is_meta:
+                memory = tensor.untyped_storage()
+                self._alive[StorageWeakRef(memory)] = memory.nbytes()
+        self._alive = {ref: size for ref, size in self._alive.items() if not ref.expired()}
+        self.most = max(self.most, sum(self._alive.values()))
+        return result
+
+
+def _deferred() -> tuple[Tied, Tied]:
+    torch.manual_seed(0)
+    usual = Tied()
+    torch.manual_seed(0)
+    with deferred():
+        return usual, Tied()
+
+
+def test_memory_is_that_of_the_piece_and_one_tensor() -> None:
+    with deferred():
+        model = nn.Sequential(*(nn.Linear(100, 100) for _ in range(20)), nn.BatchNorm1d(100))
+    with Peak() as peak:
+        piece = materialise(model[14:16], "cpu")
+    own = sum(4 * tensor.numel() for tensor in tensors(piece).values())
+    assert own <= peak.most <= own + 100 * 100 * 4 + 1000
+    assert all(layer.weight.is_meta for layer in (*model[:14], *model[16:]))  # pyright: ignore
+    with Peak() as peak:
+        materialise(model[20:], "cpu")
+    assert peak.most < 4 * 1000, "nothing was drawn behind what was asked for, nor before"
+
+
+def test_memory_with_a_state_dict() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Linear(100, 100) for _ in range(20)))
+    state_dict = {name: torch.ones(value.shape) for name, value in model.state_dict().items()}
+    with Peak() as peak:
+        piece = materialise(model[:2], "cpu", state_dict=state_dict)
+    assert peak.most <= sum(4 * tensor.numel() for tensor in tensors(piece).values()) + 100
+    assert tensors(piece)["0.weight"].data_ptr() != state_dict["0.weight"].data_ptr()
+
+
+def test_a_tie_stays_one_parameter() -> None:
+    usual, model = _deferred()
+    first = materialise(nn.Sequential(model.embed, model.layers[0]), "cpu")
+    last = materialise(nn.Sequential(model.norm, model.head), "cpu")
+    assert tensors(last)["1.weight"] is tensors(first)["0.weight"]
+    assert torch.equal(tensors(last)["1.weight"], usual.head.weight)
+    assert model.layers[1].weight.is_meta
+
+
+def test_a_tie_of_a_piece_that_is_gone_is_made_anew() -> None:
+    usual, model = _deferred()
+    weight = materialise(nn.ParameterList([model.embed.weight]), "cpu")[0]
+    weight.data.zero_()
+    del weight
+    assert torch.equal(materialise(model.head, "cpu").weight, usual.head.weight)
+
+
+def test_only_own_names_are_read_from_a_file(tmp_path: Path) -> None:
+    usual, model = _deferred()
+    state = dict(usual.state_dict())
+    del state["head.weight"], state["norm.running_mean"]
+    save_file(state, tmp_path / "model.safetensors")
+    file = File(tmp_path / "model.safetensors")
+    pipe = tl.pipeline(
+        model,
+        (torch.zeros(3, dtype=torch.int64, device="meta"),),
+        split_spec={"layers.2": tl.SplitPoint.BEGINNING},
+    )
+    materialise(pipe.get_stage_module(0), "cpu", state_dict=file)
+    names = ["embed.weight", "layers.0.bias", "layers.0.weight", "layers.1.bias", "layers.1.weight"]
+    assert sorted(file.read) == names
+    materialise(pipe.get_stage_module(1), "cpu", state_dict=file)
+    tokens = torch.tensor([3, 1, 4])
+    assert torch.equal(pipe(tokens), usual(tokens))
+    assert [tie.uses for tie in pipe.ties] == [((0, "embed.weight"), (1, "head.weight"))]
+
+
+def test_a_tied_weight_is_found_under_the_name_of_another_stage() -> None:
+    usual, model = _deferred()
+    state = dict(usual.state_dict())
+    del state["head.weight"]
+    last = by_names(model, ["layers.2"])[1]
+    materialise(last, "cpu", state_dict=state)
+    assert model.embed.weight.is_meta
+    assert torch.equal(tensors(last)["head.weight"], usual.embed.weight)
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_ranks_that_have_their_own_piece_alone(kind: str) -> None:
+    cut = {"gpt2": "transformer.h.1", "llama": "model.layers.1"}[kind]
+    tokens = torch.arange(8).reshape(4, 2)
+
+    def loss_fn(output: Any, target: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(output.logits.flatten(0, 1), target.flatten())
+
+    def main(rank: int) -> dict[str, Tensor]:
+        torch.manual_seed(3)
+        with deferred():
+            model = MODELS[kind]().eval()
+        pieces = by_names(model, [cut], example=(tokens[:1],))
+        materialise(pieces[rank], "cpu")
+        assert any(tensor.is_meta for tensor in tensors(model).values())
+        stage = pieces.build_stage(rank, torch.device("cpu"))
+        tl.ScheduleGPipe(stage, n_microbatches=2, loss_fn=loss_fn).step(
+            tokens, target=tokens, return_outputs=False
+        )
+        return {name: p.grad for name, p in pieces[rank].named_parameters() if p.grad is not None}
+
+    torch.manual_seed(3)
+    usual = MODELS[kind]().eval()
+    loss_fn(usual(tokens), tokens).backward()
+    grads = {name: p.grad for name, p in usual.named_parameters(remove_duplicate=False)}
+    for found in tl.local.run(main, 2):
+        assert found
+        for name, grad in found.items():
+            torch.testing.assert_close(grad, grads[name])
+
+
+def test_names_and_shapes_that_do_not_fit() -> None:
+    usual, model = _deferred()
+    state = dict(usual.state_dict())
+    del state["layers.1.bias"], state["norm.weight"], state["embed.weight"]
+    with pytest.raises(
+        StateError,
+        match=r"lacks 2 parameters of this piece: layers.1.bias, norm.weight; it must have the "
+        "model's own names",
+    ) as caught:
+        materialise(model, "cpu", state_dict=state)
+    assert caught.value.names == ("layers.1.bias", "norm.weight")
+    assert all(tensor.is_meta for tensor in tensors(model).values())
+    state = {**usual.state_dict(), "layers.1.bias": torch.zeros(3)}
+    with pytest.raises(StateError, match=r"layers.1.bias has the shape \[3\] .* but \[8\] in the"):
+        materialise(model, "cpu", state_dict=state)
+
+
+def test_the_type_is_that_of_the_model_and_values_are_copied() -> None:
+    with deferred():
+        model = nn.Linear(2, 2, dtype=torch.bfloat16)
+    model.weight.requires_grad_(False)
+    state = {"weight": torch.eye(2), "bias": torch.ones(2)}
+    materialise(model, "cpu", state_dict=state)
+    state["weight"].zero_()
+    assert torch.equal(model.weight, torch.eye(2, dtype=torch.bfloat16))
+    assert (model.weight.requires_grad, model.bias.requires_grad) == (False, True)
+
+
+@pytest.mark.parametrize("kind", ["llama", "bert"])
+def test_transformers_make_their_buffers_without_a_log(kind: str) -> None:
+    usual = MODELS[kind]().eval()
+    with torch.device("meta"):
+        model = MODELS[kind]().eval()
+    materialise(model, "cpu", state_dict=usual.state_dict())
+    expected, values = tensors(usual), tensors(model)
+    assert all(torch.equal(values[name], expected[name]) for name in expected)
+    tokens = torch.arange(6)[None]
+    assert torch.equal(model(tokens).logits, usual(tokens).logits)
+
+
+def test_a_model_on_the_meta_device_that_nobody_can_tell_about() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    model[0].mask = torch.zeros(3, device="meta")
+    with pytest.raises(
+        StateError,
+        match=r"how these tensors are made is not told: 0.weight, 0.bias, 0.mask, 1.weight, .*; "
+        r"build the model in taktline.split.deferred\(\)",
+    ):
+        materialise(model, "cpu")
+    state = {"0.weight": torch.eye(2), "0.bias": torch.ones(2)}
+    state |= {"1.weight": torch.ones(2), "1.bias": torch.ones(2)}
+    with pytest.raises(StateError, match=r"neither in .* nor told: 0.mask, 1.running_m"):
+        materialise(model, "cpu", state_dict=state)
+
+
+def test_what_was_changed_behind_deferred() -> None:
+    with deferred():
+        model = nn.Linear(2, 2)
+    with pytest.raises(StateError, match=r"weight, bias; .* change nothing of it behind that"):
+        materialise(model.double(), "cpu")
+
+
+def test_what_has_values_keeps_them() -> None:
+    with deferred():
+        model = nn.Sequential(nn.Linear(2, 2))
+    model.append(nn.Linear(2, 2))
+    weight = model[1].weight
+    assert materialise(model, "cpu")[1].weight is weight
+    again = model[0].weight
+    assert materialise(model, "cpu")[0].weight is again
