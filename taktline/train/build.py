@@ -115,7 +115,9 @@ def build(model: Model, example: Any, asked: Options) -> Built:
         )
         for rank in ranks.own
     }
-    return Built(ranks, plan, parts, table, schedules)
+    built = Built(ranks, plan, parts, table, schedules)
+    _require_wrapped(built)
+    return built
 
 
 def _ready(stage: int, module: nn.Module, ranks: Ranks, asked: Options) -> nn.Module:
@@ -128,6 +130,22 @@ def _ready(stage: int, module: nn.Module, ranks: Ranks, asked: Options) -> nn.Mo
             )
         module = prepared
     return wrapped(module, ranks, asked.data_parallel)
+
+
+def _require_wrapped(built: Built) -> None:
+    """Raise if copies of a stage would be trained apart from each other."""
+    if built.ranks.replicas == 1:
+        return
+    for schedule in built.schedules.values():
+        for stage in schedule._stages:
+            trains = any(parameter.requires_grad for parameter in stage.submod.parameters())
+            if trains and stage.grad_sync is None:
+                dims = ", ".join(map(repr, built.ranks.data_dims))
+                raise MismatchError(
+                    f"the mesh has room for {built.ranks.replicas} copies of stage "
+                    f"{stage.stage_index} ({dims}), and nothing averages their gradients; say "
+                    'data_parallel="ddp" or "fsdp", or wrap it in prepare'
+                )
 
 
 def _device_of(model: Model) -> torch.device | None:

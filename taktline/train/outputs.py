@@ -8,8 +8,12 @@ import torch
 import torch.distributed as dist
 from torch.utils import _pytree as pytree
 
+from taktline.errors import SignatureError, TaktlineError
+from taktline.meta import Signature, TensorMeta
 from taktline.sharding import is_sharded
 from taktline.train.ranks import Ranks
+from taktline.transport.control import share_error, share_texts
+from taktline.transport.wire import Layout, decode, encode
 
 __all__ = ["shared_output"]
 
@@ -19,33 +23,30 @@ def shared_output(output: Any, ranks: Ranks, owner: int) -> Any:
     group = ranks.group
     if group is None or ranks.size == 1:
         return output
-    here, source = group.rank() == owner, dist.get_global_rank(group, owner)
-    leaves, tree = pytree.tree_flatten(output) if here else ([], None)
+    here = group.rank() == owner
+    leaves, spec = pytree.tree_flatten(output)
     leaves = [leaf.full_tensor() if is_sharded(leaf) else leaf for leaf in leaves]
-    # Without their data, which follows by itself.
-    kinds = [_Kind.of(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-    told = [(kinds, tree)]
-    dist.broadcast_object_list(told, source, group, device=ranks.device)
-    kinds, tree = told[0]
-    assert tree is not None  # the owner has told it
-    values = []
-    for place, kind in enumerate(kinds):
-        if isinstance(kind, _Kind):
-            value = leaves[place].contiguous() if here else kind.empty(ranks.device)
-            dist.broadcast(value, source, group)
-            values.append(value)
-        else:
-            values.append(kind)
-    return output if here else pytree.tree_unflatten(values, tree)
+    signature = _agreed(Signature.of(leaves, spec) if here else None, ranks, owner)
+    layout = Layout(signature.tensors, ranks.device)
+    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    buffer = layout.pack(tensors).buffer if here else layout.empty()
+    dist.broadcast(buffer, dist.get_global_rank(group, owner), group)
+    if here:
+        return output
+    arrived = iter(layout.unpack(buffer))
+    values = [next(arrived) if isinstance(leaf, TensorMeta) else leaf for leaf in signature.leaves]
+    assert signature.spec is not None  # given above
+    return pytree.tree_unflatten(values, signature.spec)
 
 
-class _Kind(tuple[torch.Size, torch.dtype]):
-    """A tensor's shape and type."""
-
-    @classmethod
-    def of(cls, tensor: torch.Tensor) -> _Kind:
-        return cls((tensor.shape, tensor.dtype))
-
-    def empty(self, device: torch.device) -> torch.Tensor:
-        shape, dtype = self
-        return torch.empty(shape, dtype=dtype, device=device)
+def _agreed(mine: Signature | None, ranks: Ranks, owner: int) -> Signature:
+    """The owner's signature; if it cannot be told, every rank raises why."""
+    text, error = "", None
+    try:
+        text = "" if mine is None else encode(mine).decode()
+    except TaktlineError as raised:
+        error = SignatureError(f"the output: {raised}; or pass return_outputs='last'")
+    told = share_texts(ranks.transport, text)[owner]
+    if not told:
+        raise share_error(ranks.transport, error) or SignatureError("the output cannot be told")
+    return decode(told.encode())

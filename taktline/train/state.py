@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -13,6 +14,7 @@ from taktline.sharding import is_sharded
 from taktline.stage.ties import declared
 from taktline.train.parts import Parts, state_of
 from taktline.train.ranks import Ranks
+from taktline.transport.control import share_texts
 
 __all__ = ["gathered", "load", "own"]
 
@@ -39,36 +41,27 @@ def gathered(parts: Parts, ranks: Ranks) -> dict[str, torch.Tensor]:
     }
     if not ranks.is_first:
         return {}
-    group = ranks.group
-    if group is None:
-        return {name: value.cpu() for name, value in mine.items()}
+    if ranks.group is None:
+        return {name: _snapshot(value) for name, value in mine.items()}
+    kinds = [(name, list(value.shape), str(value.dtype)) for name, value in mine.items()]
+    told = share_texts(ranks.transport, json.dumps(kinds))
     if not first:
-        _send(mine, ranks)
+        for value in mine.values():
+            dist.send(value.to(ranks.device).contiguous(), group=ranks.group, group_dst=0)
         return {}
-    state = {name: value.cpu() for name, value in mine.items()}
+    state = {name: _snapshot(value) for name, value in mine.items()}
     for rank in range(1, ranks.size):
-        for name, value in _receive(rank, ranks).items():
-            # Stages come in their order on a rank only: of a tied weight, keep what is there.
-            state.setdefault(name, value)
+        for name, shape, dtype in json.loads(told[rank]):
+            kind = getattr(torch, dtype.removeprefix("torch."))
+            value = torch.empty(shape, dtype=kind, device=ranks.device)
+            dist.recv(value, group=ranks.group, group_src=rank)
+            # A buffer may be on several ranks; the first one counts.
+            state.setdefault(name, value.cpu())
     return {name: state[name] for name in (*parts.names, *state) if name in state}
 
 
-def _send(state: Mapping[str, torch.Tensor], ranks: Ranks) -> None:
-    kinds = [(name, value.shape, value.dtype) for name, value in state.items()]
-    dist.send_object_list([kinds], group=ranks.group, group_dst=0, device=ranks.device)
-    for value in state.values():
-        dist.send(value.contiguous().to(ranks.device), group=ranks.group, group_dst=0)
-
-
-def _receive(rank: int, ranks: Ranks) -> dict[str, torch.Tensor]:
-    told: list[list[tuple[str, torch.Size, torch.dtype]]] = [[]]
-    dist.recv_object_list(told, group=ranks.group, group_src=rank, device=ranks.device)
-    state: dict[str, torch.Tensor] = {}
-    for name, shape, dtype in told[0]:
-        value = torch.empty(shape, dtype=dtype, device=ranks.device)
-        dist.recv(value, group=ranks.group, group_src=rank)
-        state[name] = value.cpu()
-    return state
+def _snapshot(value: torch.Tensor) -> torch.Tensor:
+    return value.to("cpu", copy=True)
 
 
 def load(parts: Parts, state: Mapping[str, torch.Tensor], *, strict: bool) -> None:
