@@ -239,9 +239,20 @@ def _first_cut(arguments: list[_Argument]) -> _Leaf | None:
                 "; where dimension 0 is not the batch, give a chunk spec: TensorChunkSpec(dim), "
                 "or _Replicate() for the whole in each micro-batch"
             )
+            fitting = _fitting(leaf, cut[0].size) or _fitting(cut[0], leaf.size)
             by_default = leaf.by_default or cut[0].by_default
-            raise BatchError(f"not one batch: {cut[0]}, but {leaf}{hint if by_default else ''}")
+            raise BatchError(
+                f"not one batch: {cut[0]}, but {leaf}{hint + fitting if by_default else ''}"
+            )
     return cut[0] if cut else None
+
+
+def _fitting(leaf: _Leaf, size: int) -> str:
+    """What would make a leaf part of a batch of a size, in words."""
+    dims = [dim for dim, length in enumerate(leaf.value.shape) if dim and length == size]
+    if not leaf.by_default or len(dims) != 1:
+        return ""
+    return f"; here TensorChunkSpec({dims[0]}) would fit {leaf.name}"
 
 
 def _require_enough(arguments: list[_Argument], chunks: int) -> None:

@@ -8,6 +8,7 @@ Pieces(2 stages: 20, 10 parameters)
 
 from __future__ import annotations
 
+from taktline.split.auto import auto
 from taktline.split.by_names import by_names
 from taktline.split.deferred import deferred
 from taktline.split.markers import SplitPoint, pipe_split
@@ -20,6 +21,7 @@ __all__ = [
     "Pipe",
     "PipeInfo",
     "SplitPoint",
+    "auto",
     "build_stage",
     "by_hand",
     "by_names",

@@ -16,7 +16,7 @@ from taktline.split.pieces import Pieces
 from taktline.split.skeleton import Skeleton
 from taktline.split.walk import Course, walk
 
-__all__ = ["by_names"]
+__all__ = ["as_call", "by_names"]
 
 
 def by_names(model: nn.Module, cuts: Sequence[str], *, example: Any = None) -> Pieces:
@@ -45,7 +45,7 @@ def by_names(model: nn.Module, cuts: Sequence[str], *, example: Any = None) -> P
     """
     cuts = _checked(model, cuts)
     skeleton = Skeleton.of(model, cuts)
-    call = _example(model, example)
+    call = as_call(model, example)
     if call is None:
         _by_definition(skeleton)
     else:
@@ -84,13 +84,13 @@ def _checked(model: nn.Module, cuts: Sequence[str]) -> tuple[str, ...]:
     return tuple(cuts)
 
 
-def _example(model: nn.Module, example: Any) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+def as_call(model: nn.Module, example: Any) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """The arguments of a call, where the model's tensors are."""
     if example is None:
         dummies = getattr(model, "dummy_inputs", None)
         if not isinstance(dummies, dict):
             return None
-        example = ((), dummies)
+        example = ((), {name: _without_padding(model, each) for name, each in dummies.items()})
     if not isinstance(example, tuple):
         raise PartitionError(
             f"example must be a tuple of arguments, or (args, kwargs), not a "
@@ -103,6 +103,14 @@ def _example(model: nn.Module, example: Any) -> tuple[tuple[Any, ...], dict[str,
     if device is None:
         return example
     return pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), example)
+
+
+def _without_padding(model: nn.Module, dummy: Any) -> Any:
+    """An example of words in which none is what fills up short texts: models warn of these."""
+    padding = getattr(getattr(model, "config", None), "pad_token_id", None)
+    if not isinstance(dummy, torch.Tensor) or not isinstance(padding, int):
+        return dummy
+    return dummy.where(dummy != padding, padding + 1)
 
 
 def _by_course(skeleton: Skeleton, course: Course) -> None:

@@ -69,10 +69,7 @@ def current() -> Scene | None:
 
 
 class Ghost(torch.Tensor):
-    """A tensor without data: operations on it give ghosts, and cost next to nothing.
-
-    Once its data has come from another stage, it stands for that.
-    """
+    """A tensor without data: operations on it give ghosts, and cost next to nothing."""
 
     meta: torch.Tensor
     maker: str
@@ -80,7 +77,9 @@ class Ghost(torch.Tensor):
     stage: int
     """The stage that has its data."""
     parameter: bool
+    """Whether it is a parameter itself."""
     value: torch.Tensor | None
+    """The data, once it has come from another stage."""
 
     @staticmethod
     def __new__(
@@ -109,6 +108,9 @@ class Ghost(torch.Tensor):
         made.value = None
         return made
 
+    def __init__(self, *_: Any, **__: Any) -> None:
+        """All is done above."""
+
     @classmethod
     def of(cls, tensor: torch.Tensor, maker: str, stage: int, *, parameter: bool = False) -> Ghost:
         """What is left of a tensor without its data."""
@@ -129,9 +131,9 @@ class Ghost(torch.Tensor):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        args, kwargs = resolved((args, kwargs or {}))
+        resolved_args, resolved_kwargs = resolved((args, kwargs or {}))
         with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **kwargs)
+            return func(*resolved_args, **resolved_kwargs)
 
     @classmethod
     def __torch_dispatch__(
@@ -207,7 +209,7 @@ def _require_no_writing(
 
 def _no_data(source: Ghost, what: str) -> PartitionError:
     return PartitionError(
-        f"the forward asks for {what} that depends on the data which {source.maker!r} gives, but "
-        "only one stage has that data, and every stage runs the forward; cut inside of no such "
-        "forward, or let a submodule of its own do that part of it"
+        f"the forward asks for {what}, which depends on the data that {source.maker!r} gives, but "
+        "only one stage has that data, while each stage goes through the forward; cut the model "
+        "elsewhere, or by hand"
     )

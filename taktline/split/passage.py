@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import nn
 from torch.utils import _pytree as pytree
 
 from taktline.errors import PartitionError
@@ -48,12 +47,12 @@ class Passage(Scene):
         self._is_in = stage == 0
 
     def meet_own(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, kind: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments for a unit of this stage, with what came from the stage before."""
         if not self._is_in:
             self._enter((args, kwargs))
-        return self.require_data((args, kwargs), f"a {type(module).__name__}")
+        return self.require_data((args, kwargs), f"a {kind}")
 
     def meet_foreign(
         self, twin: Twin, training: bool, args: tuple[Any, ...], kwargs: dict[str, Any]

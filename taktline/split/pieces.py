@@ -40,6 +40,8 @@ class Pieces(Sequence[nn.Module]):
         for stage, module in enumerate(self._modules):
             if not isinstance(module, nn.Module):
                 raise PartitionError(f"stage {stage} is {module!r}, which is no nn.Module")
+        self.division: object = None
+        """What the stages cost, if that decided where to cut."""
         self.ties: tuple[Tie, ...] = find(self._modules)
         for module in self._modules:
             declare(module, self.ties)
@@ -90,6 +92,9 @@ class Pieces(Sequence[nn.Module]):
         listed = ", ".join(f"{count:,}" for count in counts)
         tied = f"; tied: {', '.join(map(str, self.ties))}" if self.ties else ""
         return f"Pieces({counted(self.num_stages, 'stage')}: {listed} parameters{tied})"
+
+    def __str__(self) -> str:
+        return repr(self) if self.division is None else f"{self!r}\n{self.division}"
 
 
 def by_hand(modules: Iterable[nn.Module]) -> Pieces:

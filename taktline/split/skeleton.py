@@ -65,7 +65,7 @@ class Skeleton:
         skips: dict[str, Any] = {}
 
         def note(name: str, module: nn.Module) -> nn.Module:
-            if not _is_unit(module):
+            if name not in made.cuts and not _is_unit(module):
                 return copy.deepcopy(module, free)
             made.twins[name] = Twin(name, copy.deepcopy(module, memo), skips, {})
             return stand_in(made.twins[name], module.training)
@@ -113,15 +113,15 @@ class Skeleton:
         for twin in self.twins.values():
             for module in twin.module.modules():
                 tables: Any = (module._parameters, module._buffers)
-                for table, key in [(table, key) for table in tables for key in table]:
-                    ghost = table[key]
-                    if not isinstance(ghost, Ghost):
-                        continue
-                    if ghost.dtype not in types:
-                        types[ghost.dtype] = change(torch.empty(0, dtype=ghost.dtype)).dtype
-                    if types[ghost.dtype] is not ghost.dtype:
-                        table[key] = ghost.to(types[ghost.dtype])
-                        twin.forget()
+                for table in tables:
+                    for key, ghost in table.items():
+                        if not isinstance(ghost, Ghost):
+                            continue
+                        if ghost.dtype not in types:
+                            types[ghost.dtype] = change(torch.empty(0, dtype=ghost.dtype)).dtype
+                        if types[ghost.dtype] is not ghost.dtype:
+                            table[key] = ghost.to(types[ghost.dtype])
+                            twin.forget()
 
     def _copied(
         self,

@@ -9,31 +9,15 @@ the model are left alone.
 from __future__ import annotations
 
 from functools import cache
-from typing import Any, Protocol
+from typing import Any
 
 from torch import nn
 
 from taktline.errors import PartitionError
-from taktline.split.ghost import Scene, current, resolved
+from taktline.split.ghost import current, resolved
 from taktline.split.twin import Twin
 
-__all__ = ["Guide", "gate", "made_from", "stand_in"]
-
-
-class Guide(Protocol):
-    """A forward that knows what to do at each submodule."""
-
-    def meet_own(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments for a submodule of this stage."""
-        ...
-
-    def meet_foreign(
-        self, twin: Twin, training: bool, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        """What a submodule of another stage gives."""
-        ...
+__all__ = ["gate", "made_from", "stand_in"]
 
 
 class _Gate:
@@ -42,9 +26,9 @@ class _Gate:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         # Not a hook: a checkpoint that the class puts around itself must see the real arguments.
         guide: Any = current()
-        if isinstance(guide, Scene) and hasattr(guide, "meet_own"):
-            args, kwargs = guide.meet_own(self, args, kwargs)
-        else:
+        if hasattr(guide, "meet_own"):
+            args, kwargs = guide.meet_own(type(self).__name__, args, kwargs)
+        else:  # on its own, or a second time under a checkpoint
             args, kwargs = resolved((args, kwargs))
         return super().__call__(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
 

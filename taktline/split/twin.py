@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from taktline.aside import Aside, Skip
+from taktline.errors import PartitionError
 from taktline.split.ghost import Ghost, Scene, as_meta
 
 __all__ = ["Twin", "look"]
@@ -89,7 +90,14 @@ class Twin:
         args, kwargs = pytree.tree_unflatten(inputs, spec)
         self.module.train(training)
         with Scene(device), _Beside(0, self.skips), torch.no_grad():
-            output = self.module(*args, **kwargs)
+            try:
+                output = self.module(*args, **kwargs)
+            except Exception as error:
+                raise PartitionError(
+                    f"{_reason(error)}\n\nOther stages need to know the shapes of what "
+                    f"{self.name!r} gives, and it cannot tell them without data (see above); cut "
+                    "the model with taktline.pipeline, which traces it, or by hand"
+                ) from error
         places = {id(leaf): place for place, leaf in enumerate(inputs) if not _is_constant(leaf)}
         parts, tree = pytree.tree_flatten(output)
         learned: list[Any] = []
@@ -114,6 +122,10 @@ def _is_constant(leaf: object) -> bool:
 
 def _is_plain(leaf: object) -> bool:
     return _is_constant(leaf) or isinstance(leaf, torch.Tensor)
+
+
+def _reason(error: Exception) -> str:
+    return str(error).strip() or type(error).__name__
 
 
 def _autocast(device: torch.device) -> tuple[object, ...]:

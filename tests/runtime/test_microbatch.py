@@ -308,6 +308,17 @@ def test_one_spec_for_all_in_a_container_and_none_for_the_default() -> None:
     )
 
 
+def test_positions_with_the_batch_in_the_middle() -> None:
+    tokens, positions = torch.arange(35).view(5, 7), torch.arange(105).view(3, 5, 7)
+    specs = {"tokens": None, "positions": TensorChunkSpec(1), "scale": None}
+    given_ = {"tokens": tokens, "positions": positions, "scale": torch.tensor(2.0)}
+    _, kwargs = split_args_kwargs_into_chunks((), given_, 2, None, specs)
+    assert [part["positions"].shape for part in kwargs] == [(3, 3, 7), (3, 2, 7)]
+    assert [part["scale"].item() for part in kwargs] == [2.0, 2.0]
+    merged = merge_chunks(kwargs, {**specs, "scale": _Replicate})
+    assert_same(merged, given_, views=False)
+
+
 def test_batch_size() -> None:
     x = torch.zeros(6, 2)
     assert batch_size_of((x, 1), {"y": [torch.zeros(6)]}) == 6
@@ -389,6 +400,12 @@ DIM: Any = TensorChunkSpec
             "not one batch: argument 0 is float32[3, 16]: 3 along dimension 0, "
             "but keyword argument 'a'['b'] is float32[1, 16]: 1 along dimension 0" + HINT,
         ),
+        (
+            (X[:, :5],), {"positions": torch.zeros(2, 3, 5)}, 3,
+            "not one batch: argument 0 is float32[3, 5]: 3 along dimension 0, "
+            "but keyword argument 'positions' is float32[2, 3, 5]: 2 along dimension 0" + HINT +
+            "; here TensorChunkSpec(1) would fit keyword argument 'positions'",
+        ),
         ((X,), {}, 0, "micro-batches must be a whole number from 1 up, not 0"),
         ((X,), {}, 1.5, "micro-batches must be a whole number from 1 up, not 1.5"),
     ],
@@ -432,7 +449,8 @@ def test_what_cannot_be_cut(args: Any, kwargs: Any, chunks: Any, text: str) -> N
         (
             [X, X], [TensorChunkSpec(1), None],
             "not one batch: it[0] is float32[3, 16]: 16 along dimension 1, "
-            "but it[1] is float32[3, 16]: 3 along dimension 0" + HINT,
+            "but it[1] is float32[3, 16]: 3 along dimension 0" + HINT +
+            "; here TensorChunkSpec(1) would fit it[1]",
         ),
     ],
 )  # fmt: skip

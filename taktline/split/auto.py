@@ -1,0 +1,126 @@
+"""A model cut into stages that cost the same, as far as its layers allow."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from taktline.errors import PartitionError
+from taktline.plan import Partition, balance
+from taktline.split import effort
+from taktline.split.by_names import as_call, by_names
+from taktline.split.layers import find_starts, layered
+from taktline.split.pieces import Pieces
+
+__all__ = ["Division", "auto"]
+
+
+def auto(
+    model: nn.Module,
+    n: int,
+    example: Any,
+    *,
+    measure: bool = False,
+    limits: float | Iterable[float] | None = None,
+) -> Pieces:
+    """Cut a model into ``n`` stages so that the largest of them costs as little as possible.
+
+    What is cut is the row of layers in it (an ``nn.Sequential``, ``nn.ModuleList`` or
+    ``nn.ModuleDict``), together with what comes before and after it, such as the embedding and the
+    head. It is cut with :func:`taktline.plan.balance` and :func:`by_names`.
+
+    Args:
+        model: any module with a row of layers; it may be on the meta device.
+        n: how many stages.
+        example: a micro-batch: a tuple of arguments, or ``(args, kwargs)``.
+        measure: time the layers in a run of the model, instead of counting their operations.
+        limits: how many bytes of parameters and buffers a stage may have: one number for all, or
+            one for each.
+
+    >>> import torch
+    >>> from taktline.split import auto
+    >>> model = nn.Sequential(nn.Embedding(100, 16), *(nn.Linear(16, 16) for _ in range(6)))
+    >>> _ = model.append(nn.Linear(16, 100))
+    >>> print(auto(model, 3, (torch.zeros(8, dtype=torch.int64),)))
+    Pieces(3 stages: 2,416, 816, 1,700 parameters)
+    stage  from       layers  operations  bytes
+        0  the input       4      12,416  9,664
+        1  4               3      12,288  3,264
+        2  7               1      25,600  6,800
+    """
+    call = as_call(model, example)
+    if call is None:
+        raise PartitionError("auto needs an example of what the model is called with")
+    skeleton = layered(model)
+    costs: Mapping[str, float] = effort.count(skeleton, call)
+    starts = find_starts(skeleton, list(costs), call)
+    if measure:
+        _require_values(model)
+        times = effort.measure(model, costs, call)
+        costs = {name: times.get(name, 0.0) for name in costs}
+    memory = {name: _size(model.get_submodule(name)) for name in costs}
+    cut = balance(_joined(costs, starts), n, memory=_joined(memory, starts), limits=limits)
+    cuts = [starts[bound] for bound in cut.bounds[1:-1]]
+    pieces = by_names(model, cuts, example=example)
+    pieces.division = Division(cut, ("", *cuts), "milliseconds" if measure else "operations")
+    return pieces
+
+
+@dataclass(frozen=True, slots=True)
+class Division:
+    """Where a model was cut, and what its stages cost.
+
+    Args:
+        partition: the cut of its layers.
+        starts: the submodule with which each stage begins; the first begins with the model.
+        unit: what the costs are counted in.
+    """
+
+    partition: Partition
+    starts: tuple[str, ...]
+    unit: str
+
+    def __str__(self) -> str:
+        table = [["stage", "from", "layers", self.unit, "bytes"]]
+        cut = self.partition
+        for stage, start in enumerate(self.starts):
+            numbers = (cut.sizes[stage], cut.stage_costs[stage], (cut.stage_memory or ())[stage])
+            table.append([f"{stage}", start or "the input", *map(_text, numbers)])
+        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+        aligned = (str.rjust, str.ljust, str.rjust, str.rjust, str.rjust)
+        return "\n".join(
+            "  ".join(
+                align(text, width) for align, text, width in zip(aligned, row, widths, strict=True)
+            )
+            for row in table
+        )
+
+
+def _require_values(model: nn.Module) -> None:
+    if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
+        raise PartitionError(
+            "a model on the meta device cannot run, so its layers cannot be measured; count their "
+            "operations (measure=False), or materialise it first"
+        )
+
+
+def _size(module: nn.Module) -> int:
+    return sum(t.numel() * t.element_size() for t in (*module.parameters(), *module.buffers()))
+
+
+def _joined(values: Mapping[str, float], starts: Sequence[str]) -> list[float]:
+    """The values of what can only lie in one stage, added up."""
+    sums: list[float] = []
+    for name, value in values.items():
+        if name in starts:
+            sums.append(value)
+        else:
+            sums[-1] += value
+    return sums
+
+
+def _text(number: float) -> str:
+    return f"{number:,}" if isinstance(number, int) else f"{number:,.3g}"

@@ -1,0 +1,97 @@
+"""The layers of a model: the longest rows that a cut can go through, and where it can."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+from torch import nn
+
+from taktline.errors import PartitionError
+from taktline.split.skeleton import Skeleton
+from taktline.split.walk import walk
+
+__all__ = ["find_starts", "layered"]
+
+_ROWS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+
+
+def layered(model: nn.Module) -> Skeleton:
+    """A skeleton whose units are the layers of a model, with what comes before and after them.
+
+    The row of layers is the one with the most parameters, of those that repeat a kind of layer;
+    rows beside it, such as the groups of blocks of a residual network, are opened too::
+
+        stem    group1        group2        head
+                ├── 0         ├── 0               units: stem, group1.0, group1.1,
+                └── 1         └── 1                      group2.0, group2.1, head
+    """
+    row = _row(model)
+    path = [row[: -len(rest)].rstrip(".") for rest in _tails(row)] if row else []
+    opened = [row]
+    for parent in path:
+        for key, child in model.get_submodule(parent).named_children():
+            name = f"{parent}.{key}" if parent else key
+            if isinstance(child, _ROWS) and len(child) > 1 and name not in (*path, row):
+                opened.append(name)
+    cuts = [_first(model, name) for name in opened]
+    skeleton = Skeleton.of(model, cuts)
+    skeleton.cuts = ()
+    return skeleton
+
+
+def find_starts(skeleton: Skeleton, units: list[str], call: Any) -> list[str]:
+    """Those of the units, in the order of their calls, with which a stage can begin."""
+    starts = units[:1]
+    for name in units[1:]:
+        skeleton.cuts = (name,)
+        try:
+            walk(skeleton, *call)
+        except PartitionError:
+            continue
+        finally:
+            skeleton.cuts = ()
+        starts.append(name)
+    return starts
+
+
+def _row(model: nn.Module) -> str:
+    """The name of the row of layers."""
+    rows = {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, _ROWS) and len(module) > 1 and any(True for _ in module.parameters())
+    }
+    repeating = [name for name, row in rows.items() if _repeats(row)]
+    # A row inside of a layer, such as the experts of a block, is none of the model's.
+    outer = [name for name in repeating if not any(_inside(name, other) for other in repeating)]
+    found = outer or list(rows)
+    if not found:
+        raise PartitionError(
+            f"{type(model).__name__} has no row of layers (nn.Sequential, nn.ModuleList or "
+            "nn.ModuleDict) to cut; say where with by_names, or with split points in "
+            "taktline.pipeline, or cut it by hand"
+        )
+    return max(found, key=lambda name: sum(p.numel() for p in rows[name].parameters()))
+
+
+def _repeats(row: nn.Module) -> bool:
+    kinds = Counter(
+        type(layer) for layer in row.children() if any(True for _ in layer.parameters())
+    )
+    return max(kinds.values(), default=0) > 1
+
+
+def _inside(name: str, other: str) -> bool:
+    return name != other and (not other or name.startswith(f"{other}."))
+
+
+def _tails(name: str) -> Iterator[str]:
+    parts = name.split(".")
+    return (".".join(parts[place:]) for place in range(len(parts)))
+
+
+def _first(model: nn.Module, row: str) -> str:
+    key = next(key for key, _ in model.get_submodule(row).named_children())
+    return f"{row}.{key}" if row else key
