@@ -24,7 +24,7 @@ def shared_output(output: Any, ranks: Ranks, owner: int) -> Any:
     if group is None or ranks.size == 1:
         return output
     here = group.rank() == owner
-    leaves, spec = pytree.tree_flatten(output)
+    leaves, spec = pytree.tree_flatten([output])
     leaves = [leaf.full_tensor() if is_sharded(leaf) else leaf for leaf in leaves]
     signature = _agreed(Signature.of(leaves, spec) if here else None, ranks, owner)
     layout = Layout(signature.tensors, ranks.device)
@@ -36,7 +36,7 @@ def shared_output(output: Any, ranks: Ranks, owner: int) -> Any:
     arrived = iter(layout.unpack(buffer))
     values = [next(arrived) if isinstance(leaf, TensorMeta) else leaf for leaf in signature.leaves]
     assert signature.spec is not None  # given above
-    return pytree.tree_unflatten(values, signature.spec)
+    return pytree.tree_unflatten(values, signature.spec)[0]
 
 
 def _agreed(mine: Signature | None, ranks: Ranks, owner: int) -> Signature:

@@ -65,9 +65,9 @@ class Ranks:
     @property
     def copy(self) -> int:
         """Which of these pipelines this one is."""
-        number, mesh = 0, self.mesh
-        for name in () if mesh is None else self.data_dims:
-            number = number * mesh[name].size() + mesh[name].get_local_rank()
+        number = 0
+        for dim in [] if self.mesh is None else [self.mesh[name] for name in self.data_dims]:
+            number = number * dim.size() + dim.get_local_rank()
         return number
 
     @property

@@ -76,8 +76,8 @@ def wrapped(module: nn.Module, ranks: Ranks, data_parallel: str | None) -> nn.Mo
             raise MismatchError(
                 f"ddp averages over one dimension of the mesh, not over {list(ranks.data_dims)}"
             )
-        (dim,) = ranks.data_dims
-        return DistributedDataParallel(module, process_group=mesh[dim].get_group())
+        group = mesh[ranks.data_dims[-1]].get_group()
+        return DistributedDataParallel(module, process_group=group)
     return _sharded(module, ranks)
 
 

@@ -164,7 +164,7 @@ def test_evaluation() -> None:
     model.blocks[1] = nn.Dropout(0.9)
     expected = copy.deepcopy(model).eval()
     pipe = pipeline(model)
-    list(pipe.stages.values())[0].eval()
+    pipe.stages[0].eval()
     before = [m.training for stage in pipe.stages.values() for m in stage.modules()]
     torch.testing.assert_close(pipe.eval(TOKENS), expected(TOKENS))
     loss, output = pipe.eval(TOKENS, target=TARGET, return_outputs=True)
