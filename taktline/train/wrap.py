@@ -72,11 +72,11 @@ def wrapped(module: nn.Module, ranks: Ranks, data_parallel: str | None) -> nn.Mo
     if not any(parameter.requires_grad for parameter in module.parameters()):
         return module  # there is nothing to average
     if data_parallel == "ddp":
-        if len(ranks.data_dims) > 1:
+        if len(ranks.data_dims) != 1:
             raise MismatchError(
                 f"ddp averages over one dimension of the mesh, not over {list(ranks.data_dims)}"
             )
-        group = mesh[ranks.data_dims[-1]].get_group()
+        group = mesh[ranks.data_dims[0]].get_group()
         return DistributedDataParallel(module, process_group=group)
     return _sharded(module, ranks)
 
