@@ -47,27 +47,32 @@ def arguments_of(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 def measure(modules: Sequence[nn.Module], example: Any) -> list[Needs] | None:
     """Run the stages on tensors without data; None if that does not work for them."""
-    args, kwargs = arguments_of(example)
-    found: list[Needs] = []
-    skips: dict[str, Skip] = {}
     mode = FakeTensorMode(allow_non_fake_inputs=True)
 
     def fake(tensor: torch.Tensor) -> torch.Tensor:
         return mode.from_tensor(tensor.detach())
 
-    args, kwargs = pytree.tree_map_only(torch.Tensor, fake, (args, kwargs))
+    args, kwargs = pytree.tree_map_only(torch.Tensor, fake, arguments_of(example))
     try:
         with mode, torch.enable_grad():
-            for stage, module in enumerate(modules):
-                kept = _Kept()
-                work = FlopCounterMode(display=False)
-                with Aside(stage, skips) as aside, work, kept.noting():
-                    output = module(*args, **(kwargs if stage == 0 else {}))
-                skips, args = aside.skips, as_arguments(output)
-                sends = sum(leaf.nbytes for leaf in _tensors((args, dict(skips))))
-                found.append(Needs(work.get_total_flops(), sends, kept.bytes))
+            _run(modules, args, kwargs)  # what a first call does beside its work does not count
+            return _run(modules, args, kwargs)
     except Exception:
         return None  # it is for a prediction only, and whatever is wrong a step will tell
+
+
+def _run(modules: Sequence[nn.Module], args: Sequence[Any], kwargs: dict[str, Any]) -> list[Needs]:
+    found: list[Needs] = []
+    skips: dict[str, Skip] = {}
+    for stage, module in enumerate(modules):
+        kept = _Kept()
+        work = FlopCounterMode(display=False)
+        with Aside(stage, skips) as aside, work, kept.noting():
+            output = module(*args, **(kwargs if stage == 0 else {}))
+        skips, args = aside.skips, as_arguments(output)
+        handed = (args, [skip.value for skip in skips.values()])
+        sends = sum(leaf.nbytes for leaf in _tensors(handed))
+        found.append(Needs(work.get_total_flops(), sends, kept.bytes))
     return found
 
 

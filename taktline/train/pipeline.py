@@ -124,6 +124,11 @@ class Pipeline:
         return self._ranks.device
 
     @property
+    def is_first(self) -> bool:
+        """Whether this process is the one to print, and to save what was gathered."""
+        return 0 in self._ranks.own and self._ranks.is_first
+
+    @property
     def stages(self) -> dict[int, nn.Module]:
         """The stages of this process, by their number, as they are run."""
         return {

@@ -115,7 +115,7 @@ def _layers(names: Sequence[str] | Mapping[str, Any]) -> str:
         if match is not None:
             found[match[1] or "", int(match[2])] = None
         else:
-            found[name.rpartition(".")[0].partition(".")[0] or name, None] = None
+            found[name.rpartition(".")[0] or name, None] = None
     texts: list[str] = []
     for (path, _), run in groupby(enumerate(found), lambda pair: _run(*pair)):
         numbers = [number for _, (_, number) in run]

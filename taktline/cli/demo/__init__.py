@@ -23,7 +23,7 @@ def demo(
     microbatches: Annotated[
         int, typer.Option("--microbatches", "-m", help="How many parts a batch is cut into.")
     ] = 8,
-    steps: Annotated[int, typer.Option("--steps", help="How many steps to train.")] = 100,
+    steps: Annotated[int, typer.Option("--steps", help="How many steps to train.")] = 150,
     local: Annotated[
         bool, typer.Option("--local", help="All ranks in this process, instead of one each.")
     ] = False,

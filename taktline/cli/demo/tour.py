@@ -23,8 +23,7 @@ _COMPARED = 10
 """So many steps are run without a pipeline, too."""
 _MEASURED = 5
 """So many steps of each schedule are measured."""
-_LETTERS = 120
-_RATE = 3e-3
+_RATE = 2e-3
 _ROUNDING = 1e-3
 
 
@@ -65,8 +64,6 @@ class Tour:
         self._compare(losses)
         self._screen.title("4. Three schedules, measured")
         timelines = self._measure()
-        self._screen.title("5. What it has learned to write")
-        self._screen.say(self._write(pipe))
         self._say_goodbye(timelines)
 
     def _pipeline(self, schedule: str) -> Pipeline:
@@ -161,18 +158,6 @@ class Tour:
         pipe.step(passages, target=following)
         for parameter in pipe.parameters():
             parameter.grad = None
-
-    def _write(self, pipe: Pipeline) -> str:
-        """Go on with a passage, letter by letter; every rank draws the same."""
-        passages = self._text.batch(0, self._microbatches)[0]
-        generator = torch.Generator().manual_seed(0)
-        written: list[int] = []
-        for _ in range(_LETTERS):
-            likely = torch.softmax(pipe.eval(passages)[:, -1] / 0.5, -1)
-            letters = torch.multinomial(likely, 1, generator=generator)
-            passages = torch.cat([passages[:, 1:], letters], 1)
-            written.append(int(letters[0]))
-        return bytes(written).decode(errors="replace")
 
     def _say_goodbye(self, timelines: list[Timeline]) -> None:
         if not self._silent:
