@@ -111,7 +111,7 @@ def _layers(names: Sequence[str] | Mapping[str, Any]) -> str:
     """
     found: dict[tuple[str, int | None], None] = {}
     for name in names:
-        match = re.match(r"(?:(.*?)\.)?(\d+)\.", name)
+        match = re.match(r"(?:(\D.*?)\.)?(\d+)\.", name)
         if match is not None:
             found[match[1] or "", int(match[2])] = None
         else:
