@@ -52,8 +52,6 @@ def auto(
         2  7               1      25,600  6,800
     """
     call = as_call(model, example)
-    if call is None:
-        raise PartitionError("auto needs an example of what the model is called with")
     skeleton = layered(model)
     costs: Mapping[str, float] = effort.count(skeleton, call)
     starts = find_starts(skeleton, list(costs), call)

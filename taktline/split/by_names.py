@@ -45,11 +45,11 @@ def by_names(model: nn.Module, cuts: Sequence[str], *, example: Any = None) -> P
     """
     cuts = _checked(model, cuts)
     skeleton = Skeleton.of(model, cuts)
-    call = as_call(model, example)
-    if call is None:
+    course = _course(skeleton, model, example)
+    if course is None:
         _by_definition(skeleton)
     else:
-        _by_course(skeleton, walk(skeleton, *call))
+        _by_course(skeleton, course)
     return Pieces([piece(skeleton, model, stage) for stage in range(skeleton.stages)])
 
 
@@ -84,13 +84,24 @@ def _checked(model: nn.Module, cuts: Sequence[str]) -> tuple[str, ...]:
     return tuple(cuts)
 
 
-def as_call(model: nn.Module, example: Any) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+def _course(skeleton: Skeleton, model: nn.Module, example: Any) -> Course | None:
+    """What the forward does with an example; None if there is none."""
+    if example is not None:
+        return walk(skeleton, *as_call(model, example))
+    dummies = getattr(model, "dummy_inputs", None)
+    if not isinstance(dummies, dict):
+        return None
+    call = {name: _without_padding(model, dummy) for name, dummy in dummies.items()}
+    try:
+        return walk(skeleton, *as_call(model, ((), call)))
+    except PartitionError:
+        raise
+    except Exception:
+        return None  # models of images have words as an example, too
+
+
+def as_call(model: nn.Module, example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments of a call, where the model's tensors are."""
-    if example is None:
-        dummies = getattr(model, "dummy_inputs", None)
-        if not isinstance(dummies, dict):
-            return None
-        example = ((), {name: _without_padding(model, each) for name, each in dummies.items()})
     if not isinstance(example, tuple):
         raise PartitionError(
             f"example must be a tuple of arguments, or (args, kwargs), not a "

@@ -22,8 +22,9 @@ from torch.fx.graph import _PyTreeCodeGen, _PyTreeInfo
 from torch.utils import _pytree as pytree
 
 from taktline.split.alias import Aliases
-from taktline.split.arguments import add_check
+from taktline.split.arguments import add_checks
 from taktline.split.markers import is_marker
+from taktline.split.sizes import read_locally
 from taktline.split.state import Attribute, State
 
 __all__ = ["Piece", "cut"]
@@ -49,11 +50,8 @@ def cut(traced: fx.GraphModule, state: State) -> list[Piece]:
     """The pieces of a graph, in order."""
     stages = _stages(traced.graph)
     last = max(stages.values(), default=0)
-    until = {node: max(_uses(node, stages, last), default=0) for node in stages}
-    crossing = [
-        [node for node, stage in stages.items() if stage <= boundary < until[node]]
-        for boundary in range(last)
-    ]
+    read_locally(traced.graph, stages, _crossing(stages, last))
+    crossing = _crossing(stages, last)
     aliases = Aliases(stages)
     aliases.require_own_buffers(stages)
     pieces: list[Piece] = []
@@ -70,6 +68,15 @@ def cut(traced: fx.GraphModule, state: State) -> list[Piece]:
         builder.set_calling(first=stage == 0, last=stage == last)
         pieces.append(builder.piece)
     return pieces
+
+
+def _crossing(stages: dict[fx.Node, int], last: int) -> list[list[fx.Node]]:
+    """The values that pass each boundary."""
+    until = {node: max(_uses(node, stages, last), default=0) for node in stages}
+    return [
+        [node for node, stage in stages.items() if stage <= boundary < until[node]]
+        for boundary in range(last)
+    ]
 
 
 def _stages(graph: fx.Graph) -> dict[fx.Node, int]:
@@ -124,8 +131,7 @@ class _Builder:
         for node in self._traced.graph.nodes:
             if node.op == "placeholder":
                 self._values[node] = self.piece.graph.node_copy(node)
-        for argument in list(self._values.values()):
-            add_check(self.piece.graph, argument)
+        add_checks(self.piece.graph, list(self._values.values()))
 
     def take(self, values: list[fx.Node], changed: set[fx.Node]) -> None:
         """What the stage before gives; copies of those that this stage changes in place."""

@@ -136,8 +136,10 @@ _IS_META = torch.Tensor.is_meta.__get__  # pyright: ignore[reportAttributeAccess
 _READING = {
     torch.Tensor.__array__,
     torch.Tensor.__bool__,
+    torch.Tensor.__complex__,
     torch.Tensor.__contains__,
     torch.Tensor.__float__,
+    torch.Tensor.__format__,
     torch.Tensor.__index__,
     torch.Tensor.__int__,
     torch.Tensor.__repr__,

@@ -46,7 +46,7 @@ def measure(model: nn.Module, units: Iterable[str], call: Any) -> dict[str, floa
     """
     args, kwargs = call
     best: dict[str, float] = {}
-    with in_mode(model, False), torch.random.fork_rng(), torch.no_grad():
+    with in_mode(model, False), torch.random.fork_rng(devices=[]), torch.no_grad():
         for run in range(_RUNS + 1):
             clock = _Clock()
             named = ((name, model.get_submodule(name)) for name in units)

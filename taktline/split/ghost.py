@@ -32,6 +32,8 @@ _FILLED = {
 class Scene:
     """A forward in which ghosts appear; says where what is made of them comes from."""
 
+    mixed = False
+    """Whether tensors with data appear in it, too, and matter."""
     _outer: Scene | None
 
     def __init__(self, device: torch.device) -> None:
@@ -146,24 +148,26 @@ class Ghost(torch.Tensor):
         source = scene.source(ghosts)
         if func is torch.ops.aten._local_scalar_dense.default:
             raise _no_data(source, "a number")
-        _require_no_writing(func, args, kwargs, source)
-        meta_args, meta_kwargs = pytree.tree_unflatten([_without_data(x) for x in leaves], spec)
-        if func.overloadpacket in _FILLED:
+        if scene.mixed:
+            _require_no_writing(func, args, kwargs, source)
+        metas = [_without_data(leaf) for leaf in leaves]
+        meta_args, meta_kwargs = pytree.tree_unflatten(metas, spec)
+        if scene.mixed and func.overloadpacket in _FILLED:
             return func(*meta_args, **{**meta_kwargs, "device": scene.device})
         try:
             output = func(*meta_args, **meta_kwargs)
         except NotImplementedError as error:
             raise _no_data(source, str(func)) from error
         device = next((leaf for leaf in leaves if isinstance(leaf, torch.device)), scene.device)
-        # An operation in place gives the tensor itself.
-        same = {id(ghost.meta): ghost for ghost in ghosts}
         stage = scene.stage_of(source)
+        # An operation in place gives the tensor itself.
+        same = {id(meta): leaf for meta, leaf in zip(metas, leaves, strict=True)}
 
         def ghostly(meta: torch.Tensor) -> Ghost:
             ghost = same.get(id(meta))
-            if ghost is None:
+            if not isinstance(ghost, Ghost):
                 return Ghost(meta, source.maker, stage, device)
-            ghost.maker, ghost.stage = source.maker, stage
+            ghost.maker, ghost.stage, ghost.meta = source.maker, stage, meta
             return ghost
 
         return pytree.tree_map_only(torch.Tensor, ghostly, output)
@@ -185,7 +189,8 @@ def resolved(tree: Any) -> Any:
 
 def _without_data(leaf: Any) -> Any:
     if isinstance(leaf, torch.Tensor):
-        return as_meta(leaf)
+        # Ghosts may have one meta tensor in common, and some operations change its shape in place.
+        return as_meta(leaf).detach()
     return _META if isinstance(leaf, torch.device) else leaf
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 from typing import Any
 
 from torch import nn
@@ -28,7 +27,8 @@ def layered(model: nn.Module) -> Skeleton:
                 └── 1         └── 1                      group2.0, group2.1, head
     """
     row = _row(model)
-    path = [row[: -len(rest)].rstrip(".") for rest in _tails(row)] if row else []
+    parts = row.split(".") if row else []
+    path = [".".join(parts[:depth]) for depth in range(len(parts))]
     opened = [row]
     for parent in path:
         for key, child in model.get_submodule(parent).named_children():
@@ -85,11 +85,6 @@ def _repeats(row: nn.Module) -> bool:
 
 def _inside(name: str, other: str) -> bool:
     return name != other and (not other or name.startswith(f"{other}."))
-
-
-def _tails(name: str) -> Iterator[str]:
-    parts = name.split(".")
-    return (".".join(parts[place:]) for place in range(len(parts)))
 
 
 def _first(model: nn.Module, row: str) -> str:

@@ -26,11 +26,15 @@ class Ref:
     stride: tuple[int, ...]
     offset: int
     dtype: torch.dtype
+    conjugate: bool = False
+    negative: bool = False
 
     def view(self, memory: torch.UntypedStorage) -> torch.Tensor:
         """The tensor in its memory."""
         empty = torch.empty(0, dtype=self.dtype, device=memory.device)
-        return empty.set_(memory, self.offset, self.size, self.stride)
+        tensor = empty.set_(memory, self.offset, self.size, self.stride)
+        tensor = tensor.conj() if self.conjugate else tensor
+        return torch.ops.aten._neg_view.default(tensor) if self.negative else tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,8 +90,15 @@ class Log:
                 f"a tensor of shape {list(tensor.shape)} on the meta device comes from outside of "
                 "deferred(), so its values are unknown; make it inside"
             )
-        size, stride = tuple(tensor.shape), tensor.stride()
-        return Ref(number, size, stride, int(tensor.storage_offset()), tensor.dtype)
+        return Ref(
+            number,
+            tuple(tensor.shape),
+            tensor.stride(),
+            int(tensor.storage_offset()),
+            tensor.dtype,
+            tensor.is_conj(),
+            tensor.is_neg(),
+        )
 
     def constant(self, value: torch.Tensor) -> torch.Tensor:
         """A tensor on the meta device that stands for one with values; these are copied."""

@@ -52,7 +52,7 @@ def materialise(
     tensor([1., 1.])
     """
     device = torch.device(device)
-    missing = _missing(piece)
+    missing = [] if device.type == "meta" else _missing(piece)
     values = {want: value for want in missing if (value := _known(want, device)) is not None}
     if state_dict is not None:
         for want in _without(values, missing):
@@ -123,7 +123,8 @@ def _known(want: _Want, device: torch.device) -> torch.Tensor | None:
     reference, table, key = _made.get(want.tensor) or (None, "", "")
     module = reference() if reference else None
     value = None if module is None else _Place(module, table, key).get()
-    return value if value is not None and value.device.type == device.type else None
+    here = torch.empty(0, device=device).device
+    return value if value is not None and value.device == here else None
 
 
 def _missing(piece: nn.Module) -> list[_Want]:

@@ -37,6 +37,8 @@ class Leave(BaseException):
 class Passage(Scene):
     """The forward of one micro-batch in one stage."""
 
+    mixed = True
+
     def __init__(
         self, skeleton: Skeleton, stage: int, values: Sequence[Any], device: torch.device
     ) -> None:
@@ -47,10 +49,16 @@ class Passage(Scene):
         self._is_in = stage == 0
 
     def meet_own(
-        self, kind: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, begins: bool, kind: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments for a unit of this stage, with what came from the stage before."""
         if not self._is_in:
+            if not begins:
+                raise PartitionError(
+                    f"the forward calls a {kind} of stage {self._stage} before "
+                    f"{self._skeleton.starts(self._stage)!r}, with which the stage begins; every "
+                    "micro-batch must take the same way through the stages"
+                )
             self._enter((args, kwargs))
         return self.require_data((args, kwargs), f"a {kind}")
 

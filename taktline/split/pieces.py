@@ -12,6 +12,7 @@ from torch.distributed import ProcessGroup
 from taktline.errors import PartitionError
 from taktline.meta import as_arguments
 from taktline.plan.words import counted
+from taktline.split.materialise import materialise
 from taktline.stage import PipelineStage
 from taktline.stage.ties import Tie, declare, find
 
@@ -63,8 +64,11 @@ class Pieces(Sequence[nn.Module]):
     def build_stage(
         self, stage_index: int, device: torch.device, group: ProcessGroup | None = None
     ) -> PipelineStage:
-        """A stage to run in a schedule, once its piece is moved to a device."""
-        module = self.get_stage_module(stage_index).to(device)
+        """A stage to run in a schedule, once its piece is moved to a device.
+
+        A piece without values is materialised there.
+        """
+        module = materialise(self.get_stage_module(stage_index), device)
         return PipelineStage(module, stage_index, self.num_stages, device, group=group)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

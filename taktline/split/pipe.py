@@ -15,6 +15,7 @@ from taktline.errors import PartitionError
 from taktline.meta import as_arguments
 from taktline.split.cut import Piece, cut
 from taktline.split.markers import SplitPoint, is_marker
+from taktline.split.materialise import materialise
 from taktline.split.module import StageModule, WithoutKeywords
 from taktline.split.pieces import Pieces
 from taktline.split.state import State
@@ -97,11 +98,11 @@ class Pipe(nn.Module):
     def build_stage(
         self, stage_index: int, device: torch.device, group: dist.ProcessGroup | None = None
     ) -> PipelineStage:
-        """A stage to run in a schedule, once its piece is moved to a device."""
-        module = self.get_stage_module(stage_index)
-        if isinstance(module, StageModule):
-            module.set_device(torch.device(device))
-        module.to(device)
+        """A stage to run in a schedule, once its piece is moved to a device.
+
+        A piece without values is materialised there.
+        """
+        module = materialise(self.get_stage_module(stage_index), device)
         return build_stage(module, stage_index, self.info(), device, group)
 
     def print_readable(self):

@@ -84,7 +84,7 @@ class Role:
     ) -> tuple[tuple[Any, ...], Call]:
         """What came from the stage before, and what the model was called with."""
         if self.stage == 0:
-            return (), (args, kwargs)
+            return (), (args, self._without_cache(args, kwargs))
         if len(args) != 3 or not isinstance(args[0], tuple):
             raise PartitionError(
                 f"stage {self.stage} takes what stage {self.stage - 1} gives, not the arguments "
@@ -102,8 +102,7 @@ class Role:
 
     def _manifest(self, call: Call, training: bool) -> Manifest:
         """What such a call hands on; found out once."""
-        leaves, spec = pytree.tree_flatten(call)
-        key = (*map(look, leaves), spec, training)
+        key = (look(call), training)
         if key not in self._known:
             self._known[key] = self._learn(call)
         return self._known[key]
@@ -111,6 +110,7 @@ class Role:
     def _learn(self, call: Call) -> Manifest:
         if self.stage == self.skeleton.stages - 1:
             return Manifest(frozenset(), ())
+        self._require_not_recorded(call[1])
         course = walk(self.skeleton, *call)
         self._require_at_home(course)
         leaves, spec = pytree.tree_flatten(call)
@@ -135,6 +135,27 @@ class Role:
         except Exception:
             return True  # somebody looks at its data
         return without.crossings[self.stage :] != course.crossings[self.stage :]
+
+    def _without_cache(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Keywords that keep a model of transformers from caching keys and values.
+
+        Most do so unless told otherwise. No stage could give the cache of all layers.
+        """
+        names = self.skeleton.arguments
+        if "use_cache" not in names[len(args) :] or kwargs.get("use_cache") is not None:
+            return kwargs
+        return {**kwargs, "use_cache": False}
+
+    def _require_not_recorded(self, kwargs: dict[str, Any]) -> None:
+        """Raise if a model of transformers is to collect what layers give, in all stages."""
+        config = getattr(self.skeleton.bones, "config", None)
+        for name in ("output_hidden_states", "output_attentions", "use_cache"):
+            default = name != "use_cache" and getattr(config, name, False)
+            if kwargs.get(name, default):
+                raise PartitionError(
+                    f"{name} asks for what the layers of all stages give, and each stage has only "
+                    "its own; leave it out, or register hooks with the layers of the pieces"
+                )
 
     def _require_at_home(self, course: Course) -> None:
         """Raise if a unit or parameter is used in another stage than that which has it."""

@@ -16,6 +16,8 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
+from inspect import signature
 from typing import Any
 
 import torch
@@ -88,6 +90,11 @@ class Skeleton:
         """How many pieces there are."""
         return len(self.cuts) + 1
 
+    @cached_property
+    def arguments(self) -> tuple[str, ...]:
+        """The names of what the model's forward takes."""
+        return tuple(signature(self.kind.forward).parameters)[1:]
+
     def starts(self, stage: int) -> str:
         """The unit with which a stage begins; empty for the first one, and after the last one."""
         return self.cuts[stage - 1] if 0 < stage < self.stages else ""
@@ -99,7 +106,7 @@ class Skeleton:
             if name not in self.twins:
                 return module
             if self.homes[name] == stage:
-                return gate(module)
+                return gate(module, begins=name in self.cuts)
             return stand_in(self.twins[name], module.training)
 
         def parameter(name: str, parameter: nn.Parameter) -> nn.Parameter | Ghost:
@@ -131,7 +138,7 @@ class Skeleton:
         parameter: Callable[[str, nn.Parameter], nn.Parameter | Ghost],
     ) -> nn.Module:
         """A container with tables of its own, and others in the place of its units."""
-        _require_own_forward(container, path)
+        _require_free(container, path)
         made = object.__new__(type(container))
         made.__dict__ = {
             key: copy.copy(value) if key in _TABLES else value
@@ -186,13 +193,23 @@ def _without_data(model: nn.Module) -> tuple[dict[int, Any], dict[int, Any]]:
     return units, free
 
 
-def _require_own_forward(container: nn.Module, path: str) -> None:
+def _require_free(container: nn.Module, path: str) -> None:
+    """Raise if a copy of a container would still run parts of the whole model."""
+    who = f"{path!r} ({type(container).__name__})" if path else type(container).__name__
     if "forward" in vars(container):
         raise PartitionError(
-            f"the forward of {path or 'the model'!r} ({type(container).__name__}) was replaced on "
-            "this very object, so a copy of it would still call the whole model; cut the model "
-            "before something wraps its forward"
+            f"the forward of {who} was replaced on this very object, and what replaces it knows "
+            "nothing of pieces; cut the model before something wraps its forward"
         )
+    for name, value in vars(container).items():
+        held = value.values() if isinstance(value, dict) else value
+        if name in _TABLES or not isinstance(value, (dict, list, tuple)):
+            held = (getattr(value, "__self__", None),)
+        if any(isinstance(part, nn.Module) and _is_unit(part) for part in held):
+            raise PartitionError(
+                f"{who} keeps submodules in its attribute {name!r}, where they cannot be replaced "
+                "in the stages that do not have them; use a ModuleList or a ModuleDict"
+            )
 
 
 def _joined(path: str, key: str) -> str:

@@ -23,14 +23,22 @@ __all__ = ["gate", "made_from", "stand_in"]
 class _Gate:
     """Mixed into the class of a submodule of this stage."""
 
+    _begins = False
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         # Not a hook: a checkpoint that the class puts around itself must see the real arguments.
         guide: Any = current()
         if hasattr(guide, "meet_own"):
-            args, kwargs = guide.meet_own(type(self).__name__, args, kwargs)
+            args, kwargs = guide.meet_own(self._begins, type(self).__name__, args, kwargs)
         else:  # on its own, or a second time under a checkpoint
             args, kwargs = resolved((args, kwargs))
         return super().__call__(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+class _Entrance(_Gate):
+    """Mixed into the class of the submodule with which a stage begins."""
+
+    _begins = True
 
 
 class _StandIn:
@@ -64,9 +72,12 @@ def made_from(kind: type[nn.Module], mixin: type) -> type[nn.Module]:
     return type(kind.__name__, (mixin, kind), {"__doc__": kind.__doc__, **names})
 
 
-def gate(module: nn.Module) -> nn.Module:
-    """A submodule, met on its way in: the same in all but its class, parameters included."""
-    made = object.__new__(made_from(type(module), _Gate))
+def gate(module: nn.Module, *, begins: bool) -> nn.Module:
+    """A submodule, met on its way in: the same in all but its class, parameters included.
+
+    ``begins`` is whether the stage begins with it.
+    """
+    made = object.__new__(made_from(type(module), _Entrance if begins else _Gate))
     made.__dict__ = module.__dict__
     return made
 

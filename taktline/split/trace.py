@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.utils import _pytree as pytree
 
 from taktline.errors import PartitionError
 from taktline.split.beside import recording, with_losses
 from taktline.split.markers import SplitPoint, marked, require_outside, tracing
+from taktline.split.sizes import batch_dims
 
 __all__ = ["Policy", "in_mode", "trace"]
 
@@ -26,7 +28,9 @@ def trace(
     policy: Policy | None,
 ) -> fx.GraphModule:
     """The module's graph, in the mode that it is in; the module itself is left as it was."""
-    with marked(module, spec), tracing(), recording():
+    if not isinstance(args, tuple):
+        raise PartitionError(f"mb_args must be a tuple of arguments, not a {type(args).__name__}")
+    with marked(module, spec), tracing():
         program = _export(module, args, kwargs)
     # Without guards: those would refuse micro-batches of another size even where they fit.
     traced = program.module(check_guards=False)
@@ -46,19 +50,61 @@ def trace(
 def _export(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None
 ) -> torch.export.ExportedProgram:
+    """Export a module for any size of the batch, or for the one of the example if that fails."""
     # Here, because it loads the compiler.
     from torch.export import export
 
-    if not isinstance(args, tuple):
-        raise PartitionError(f"mb_args must be a tuple of arguments, not a {type(args).__name__}")
-    try:
-        return export(module, args, kwargs, strict=False)
-    except Exception as error:
-        reason = str(error).strip() or type(error).__name__
-        raise PartitionError(
-            f"{reason}\n\ntorch.export cannot export {type(module).__name__} (see above). Change "
-            "what it stumbles over, or cut the model by hand and make a PipelineStage of each piece"
-        ) from error
+    # Whatever goes wrong there goes wrong again, or does not matter.
+    with suppress(Exception), recording():
+        shapes = _any_batch(module, args, kwargs)
+        program = export(module, args, kwargs, dynamic_shapes=shapes, strict=False)
+        if not _has_guards(program):
+            return program
+    with recording():
+        try:
+            return export(module, args, kwargs, strict=False)
+        except Exception as error:
+            reason = str(error).strip() or type(error).__name__
+            caches = getattr(getattr(module, "config", None), "use_cache", False)
+            raise PartitionError(
+                f"{reason}\n\ntorch.export cannot export {type(module).__name__} (see above). "
+                f"{'Set model.config.use_cache = False. ' if caches else ''}Change what it "
+                "stumbles over, or cut the model with taktline.split.by_names, which does not "
+                "trace it, or by hand"
+            ) from error
+
+
+def _any_batch(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
+    """What tells torch.export that the first dimension of the tensors is that of one batch."""
+    from torch.export import Dim, ShapesCollection
+
+    tensors = [
+        leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)
+    ]
+    sizes = [tensor.shape[0] for tensor in tensors if tensor.ndim]
+    batch, shapes = Dim("batch"), ShapesCollection()
+    for tensor in tensors:
+        if tensor.ndim and tensor.shape[0] == sizes[0]:
+            shapes[tensor] = {0: batch}
+    return shapes.dynamic_shapes(module, args, kwargs)
+
+
+def _has_guards(program: torch.export.ExportedProgram) -> bool:
+    """Whether the trace holds for some sizes only: it went a way that depends on them."""
+    from sympy import true
+
+    tensors = (node.meta.get("val") for node in program.graph.nodes)
+    sizes: list[Any] = [
+        tensor.shape[dim]
+        for tensor in tensors
+        if isinstance(tensor, torch.Tensor)
+        for dim in batch_dims(tensor)
+    ]
+    guards = [guard.expr for guard in sizes[0].node.shape_env.guards] if sizes else []
+    symbols = sorted(set().union(*(guard.free_symbols for guard in guards)), key=str)
+    # All of them are the one batch, so what just says that they are equal always holds.
+    one = dict.fromkeys(symbols, next(iter(symbols), None))
+    return any(guard.subs(one) is not true for guard in guards)
 
 
 @contextmanager

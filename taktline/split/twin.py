@@ -62,11 +62,14 @@ class Twin:
         device: torch.device,
     ) -> Any:
         """Ghosts in the arrangement of what the submodule gives for such arguments."""
-        leaves, spec = pytree.tree_flatten((args, kwargs))
-        key = (*map(look, leaves), spec, training, *_autocast(device))
+        key = (look(args), look(kwargs), training, *_autocast(device))
         if key not in self._known:
+            leaves, spec = pytree.tree_flatten((args, kwargs))
             self._known[key] = self._learn(leaves, spec, training, device)
         parts, tree = self._known[key]
+        if tree.is_leaf() and isinstance(parts[0], torch.Tensor):
+            return Ghost(parts[0], self.name, stage, device)  # as most often
+        leaves = pytree.tree_leaves((args, kwargs))
         return pytree.tree_unflatten(
             [self._remade(part, leaves, stage, device) for part in parts], tree
         )
@@ -85,8 +88,15 @@ class Twin:
     def _learn(
         self, leaves: list[Any], spec: pytree.TreeSpec, training: bool, device: torch.device
     ) -> tuple[list[Any], pytree.TreeSpec]:
-        # A cache, say, must not get what a twin puts into it.
-        inputs = [leaf if _is_plain(leaf) else copy.deepcopy(leaf) for leaf in leaves]
+        # Shapes that depend on data hold for no other; and a cache must not get what a twin gives.
+        inputs = [
+            Ghost.of(leaf, "an argument", 0)
+            if isinstance(leaf, torch.Tensor)
+            else leaf
+            if _is_constant(leaf)
+            else copy.deepcopy(leaf)
+            for leaf in leaves
+        ]
         args, kwargs = pytree.tree_unflatten(inputs, spec)
         self.module.train(training)
         with Scene(device), _Beside(0, self.skips), torch.no_grad():
@@ -109,19 +119,26 @@ class Twin:
         return learned, tree
 
 
-def look(leaf: object) -> object:
-    """What a forward can see of an argument without its data."""
-    if isinstance(leaf, torch.Tensor):
-        return (leaf.shape, leaf.stride(), leaf.dtype)
-    return (type(leaf), leaf) if _is_constant(leaf) else type(leaf)
+def look(value: Any) -> Any:
+    """What a forward can see of an argument without its data, to be compared.
+
+    Without pytree where possible: this runs for every submodule before a stage, each time.
+    """
+    if isinstance(value, torch.Tensor):
+        plain = value.meta if isinstance(value, Ghost) else value  # which answers faster
+        return (plain.shape, plain.stride(), plain.dtype)
+    if _is_constant(value):
+        return (type(value), value)
+    if type(value) in (tuple, list):
+        return (type(value), *map(look, value))
+    if type(value) is dict:
+        return (dict, *((key, look(part)) for key, part in value.items()))
+    leaves, spec = pytree.tree_flatten(value)
+    return type(value) if spec.is_leaf() else (spec, *map(look, leaves))
 
 
 def _is_constant(leaf: object) -> bool:
     return leaf is None or isinstance(leaf, (bool, int, float, str, torch.dtype, torch.device))
-
-
-def _is_plain(leaf: object) -> bool:
-    return _is_constant(leaf) or isinstance(leaf, torch.Tensor)
 
 
 def _reason(error: Exception) -> str:

@@ -68,6 +68,8 @@ def device_of(tree: Any) -> torch.device:
 class _Walk(Scene):
     """The forward of a model in which all is foreign, and the stage that it has come to."""
 
+    mixed = True
+
     def __init__(self, skeleton: Skeleton, device: torch.device) -> None:
         super().__init__(device)
         self.course = Course()

@@ -39,17 +39,13 @@ def test_another_constant_than_that_of_the_trace() -> None:
 
 
 def test_another_shape_than_that_of_the_trace() -> None:
-    """Sizes are constants of a trace: here the mean would be wrong, and nobody would notice."""
-
-    class Mean(Three):
-        def forward(self, x: Tensor) -> Tensor:
-            return self.b(self.a(x)).sum(0) / x.shape[0]
-
-    pipe = tl.pipeline(Mean(), (torch.ones(2, 4),), split_spec={"b": BEGINNING})
+    pipe = tl.pipeline(Three(), (torch.ones(2, 4),), split_spec={"b": BEGINNING})
     with pytest.raises(
-        PartitionError, match=r"x has the shape \[3, 4\], but .* \[2, 4\], and sizes"
+        PartitionError, match=r"x has the shape \[2, 5\], but .* for \[2 or more, 4\], and sizes"
     ):
-        pipe(torch.ones(3, 4))
+        pipe(torch.ones(2, 5))
+    with pytest.raises(PartitionError, match=r"x has the shape \[1, 4\], but"):
+        pipe(torch.ones(1, 4))
 
 
 def test_none_where_a_tensor_comes_later() -> None:

@@ -176,5 +176,5 @@ def test_a_model_without_a_row_of_layers() -> None:
         PartitionError, match=r"Two has no row of layers .*by_names, .*taktline.pipeline, .*by hand"
     ):
         auto(Two(), 2, (torch.ones(1, 2),))
-    with pytest.raises(PartitionError, match="auto needs an example"):
+    with pytest.raises(PartitionError, match="example must be a tuple of arguments"):
         auto(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), 2, None)

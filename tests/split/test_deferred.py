@@ -57,6 +57,8 @@ class Buffers(nn.Module):
         self.register_buffer("given", torch.tensor([1.0, 2.0, 3.0]))
         self.register_buffer("frequencies", 1.0 / (10000 ** (steps / 8)), persistent=False)
         self.register_buffer("turns", torch.polar(torch.ones(3), torch.arange(3.0)))
+        self.register_buffer("back", torch.polar(torch.ones(3), torch.arange(3.0)).conj())
+        self.register_buffer("below", torch.polar(torch.ones(3), torch.arange(3.0)).conj().imag)
         self.register_buffer("array", torch.from_numpy(np.arange(4.0))[1:])
         changed = torch.zeros(4)
         changed[changed == 0] = 3.0
@@ -170,7 +172,7 @@ def test_values_can_be_read_while_building() -> None:
             super().__init__()
             self.rates = [rate.item() for rate in torch.linspace(0, 0.3, 4)]
             self.weight = nn.Parameter(torch.randn(4))
-            self.lowest = float(self.weight.detach().min())
+            self.lowest = float(self.weight.detach().min()), f"{self.weight.detach().max():.3f}"
             if self.weight.sum() > 0:
                 self.weight.data.neg_()
             self.where = (str(self.weight.device), self.weight.is_meta, torch.zeros(1).device.type)

@@ -170,9 +170,8 @@ def test_ranks_that_have_their_own_piece_alone(kind: str) -> None:
         with deferred():
             model = MODELS[kind]().eval()
         pieces = by_names(model, [cut], example=(tokens[:1],))
-        materialise(pieces[rank], "cpu")
-        assert any(tensor.is_meta for tensor in tensors(model).values())
         stage = pieces.build_stage(rank, torch.device("cpu"))
+        assert any(tensor.is_meta for tensor in tensors(model).values())
         tl.ScheduleGPipe(stage, n_microbatches=2, loss_fn=loss_fn).step(
             tokens, target=tokens, return_outputs=False
         )
@@ -242,6 +241,16 @@ def test_a_model_on_the_meta_device_that_nobody_can_tell_about() -> None:
     state |= {"1.weight": torch.ones(2), "1.bias": torch.ones(2)}
     with pytest.raises(StateError, match=r"neither in .* nor told: 0.mask, 1.running_m"):
         materialise(model, "cpu", state_dict=state)
+
+
+def test_a_stage_that_stays_without_values() -> None:
+    _, model = _deferred()
+    stage = by_names(model, ["layers.2"]).build_stage(1, torch.device("meta"))
+    assert all(tensor.is_meta for tensor in tensors(stage.submod).values())
+    with torch.device("meta"):
+        unknown = Tied()
+    with pytest.raises(StateError, match=r"is not told: layers.2.weight, .*deferred\(\)"):
+        by_names(unknown, ["layers.2"]).build_stage(1, torch.device("cpu"))
 
 
 def test_what_was_changed_behind_deferred() -> None:

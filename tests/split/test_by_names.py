@@ -1,0 +1,321 @@
+"""Models cut by the names of their submodules."""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import taktline as tl
+from taktline import skip
+from taktline.stage import ties
+from tests.split.models import ResNet
+from tests.workers import Workers
+
+SIZE, COUNT = 3, 4  # of a micro-batch, and how many of them
+CPU = torch.device("cpu")
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.attention = nn.MultiheadAttention(width, 2, batch_first=True)
+        self.mlp = nn.Sequential(nn.Linear(width, 16), nn.GELU(), nn.Linear(16, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(x)
+        x = x + self.attention(y, y, y, need_weights=False)[0]
+        return x + self.mlp(x)
+
+
+class PatchEmbed(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.proj = nn.Conv2d(3, width, 4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.proj(x).flatten(2).transpose(1, 2)
+
+
+class ViT(nn.Module):
+    """As in timm: tokens and positions are parameters of the model itself."""
+
+    def __init__(self, width: int = 8, depth: int = 4, classes: int = 5) -> None:
+        super().__init__()
+        self.cls_token = nn.Parameter(torch.randn(1, 1, width))
+        self.pos_embed = nn.Parameter(torch.randn(1, 5, width))
+        self.patch_embed = PatchEmbed(width)
+        self.pos_drop = nn.Dropout(0.0)
+        self.blocks = nn.Sequential(*(Block(width) for _ in range(depth)))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, classes)
+
+    def forward_features(self, x: Tensor) -> Tensor:
+        x = self.patch_embed(x)
+        x = torch.cat((self.cls_token.expand(x.shape[0], -1, -1), x), dim=1)
+        x = self.pos_drop(x + self.pos_embed)
+        return self.norm(self.blocks(x))
+
+    def forward_head(self, x: Tensor) -> Tensor:
+        return self.head(x[:, 0])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.forward_head(self.forward_features(x))
+
+
+def images(count: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(count, 3, 8, 8, generator=generator), torch.arange(count) % 5
+
+
+def sequential() -> nn.Module:
+    return nn.Sequential(
+        nn.Flatten(), nn.Linear(192, 8), nn.ReLU(), nn.Sequential(nn.Linear(8, 8), nn.ReLU()),
+        nn.Linear(8, 5),
+    )  # fmt: skip
+
+
+MODELS: dict[str, tuple[Any, dict[int, list[str]]]] = {
+    "sequential": (sequential, {2: ["2"], 4: ["2", "3.0", "4"]}),
+    "vit": (ViT, {2: ["blocks.2"], 4: ["blocks.0", "blocks.2", "norm"]}),
+    "resnet": (ResNet, {2: ["blocks.1"], 4: ["blocks.0", "blocks.2", "head"]}),
+}
+
+
+def make(name: str) -> nn.Module:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return MODELS[name][0]()
+
+
+def gradients(*modules: nn.Module) -> dict[str, Tensor]:
+    named = (pair for module in modules for pair in module.named_parameters())
+    return {name: p.grad for name, p in named if p.grad is not None}
+
+
+def same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, gradient in expected.items():
+        assert torch.equal(found[name], gradient), name
+
+
+def train(
+    rank: int, group: dist.ProcessGroup | None, pieces: tl.split.Pieces, schedule: str
+) -> dict[str, Tensor]:
+    """A step as one of several ranks; gives its gradients."""
+    ranks = pieces.num_stages // (2 if schedule == "zbv" else 1)
+    per_rank = pieces.num_stages // ranks
+    plan = tl.build(schedule, ranks=ranks, microbatches=COUNT, stages_per_rank=per_rank)
+    mine = [pieces.build_stage(stage, CPU, group) for stage in plan.placement.stages_of(rank)]
+    x, target = images(SIZE * COUNT)
+    tl.ScheduleFromPlan(mine, plan, F.cross_entropy).step(x, target=target)
+    return gradients(*(stage.submod for stage in mine))
+
+
+def plain(name: str) -> dict[str, Tensor]:
+    """The same without stages."""
+    model = make(name)
+    x, target = images(SIZE * COUNT)
+    for part, part_target in zip(x.chunk(COUNT), target.chunk(COUNT), strict=True):
+        (F.cross_entropy(model(part), part_target) / COUNT).backward()
+    return gradients(model)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
+@pytest.mark.parametrize(("stages", "shown"), [(2, True), (4, False)])
+@pytest.mark.parametrize("name", MODELS)
+def test_a_step_has_the_gradients_of_the_model(
+    name: str, stages: int, shown: bool, schedule: str
+) -> None:
+    example = (images(1)[0],) if shown else None
+    pieces = tl.split.by_names(make(name), MODELS[name][1][stages], example=example)
+    ranks = tl.local.run(
+        lambda rank: train(rank, None, pieces, schedule), stages // (2 if schedule == "zbv" else 1)
+    )
+    same({n: g for rank in ranks for n, g in rank.items()}, plain(name))
+
+
+def train_own(rank: int, group: dist.ProcessGroup, name: str) -> dict[str, Tensor]:
+    return train(rank, group, tl.split.by_names(make(name), MODELS[name][1][2]), "1f1b")
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("name", MODELS)
+def test_gradients_over_gloo(workers: Workers, name: str) -> None:
+    ranks = workers.run(train_own, name)
+    found = {n: g for rank in ranks for n, g in rank.items()}
+    expected = plain(name)
+    assert found.keys() == expected.keys()
+    for key, gradient in expected.items():
+        torch.testing.assert_close(found[key], gradient)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_together_the_pieces_are_the_model(name: str) -> None:
+    model = make(name)
+    x, _ = images(SIZE)
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    modules = dict(model.named_modules())
+    pieces = tl.split.by_names(model, MODELS[name][1][4], example=(x,))
+    assert {key: model.get_submodule(key) for key in modules} == modules
+    assert all(torch.equal(model.state_dict()[key], value) for key, value in before.items())
+    parameters = dict(model.named_parameters())
+    found: dict[str, Tensor] = {}
+    for piece in pieces:
+        assert isinstance(piece, type(model))
+        assert not found.keys() & dict(piece.named_parameters()).keys()
+        found.update(piece.named_parameters())
+    assert found.keys() == parameters.keys()
+    assert all(found[key] is parameters[key] for key in found)
+    assert {key for piece in pieces for key in piece.state_dict()} == before.keys()
+    for mode in (True, False):
+        twin = copy.deepcopy(model).train(mode)
+        for piece in pieces:
+            piece.train(mode)
+        assert torch.equal(pieces(x), twin(x))
+
+
+def test_images_do_not_travel_to_stages_that_need_none() -> None:
+    pieces = tl.split.by_names(ViT(), ["blocks.2"], example=(images(1)[0],))
+    values, args, kwargs = pieces[0](images(SIZE)[0])
+    assert [value.shape for value in values] == [(SIZE, 5, 8)]
+    assert not any(isinstance(arg, Tensor) for arg in args)
+    assert kwargs == {}
+
+
+def test_what_a_forward_has_made_goes_with_it() -> None:
+    pieces = tl.split.by_names(ViT(), ["blocks.2"], example=(images(1)[0],))
+    made: list[Any] = []
+    hook = lambda module, args, output: made.append(weakref.ref(output))  # noqa: E731
+    pieces[0].get_submodule("patch_embed").register_forward_hook(hook)
+    with torch.no_grad():
+        pieces[0](images(SIZE)[0])
+    assert len(made) == 1
+    assert made[0]() is None
+
+
+class Crossing(nn.Module):
+    """Every layer takes what an earlier one has made, beside what the last one has."""
+
+    def __init__(self, outside: bool = False) -> None:
+        super().__init__()
+        self.memory = nn.Linear(4, 4)
+        self.layers = nn.ModuleList(nn.Bilinear(4, 4, 4) for _ in range(4))
+        self.outside = outside
+
+    def forward(self, x: Tensor) -> Tensor:
+        memory = self.memory(x)
+        for layer in self.layers:
+            if self.outside:
+                x = checkpoint(layer, x, memory, use_reentrant=False)
+            else:
+                x = layer(x, memory)
+        return x
+
+
+@pytest.mark.parametrize("outside", [False, True])
+def test_a_value_that_every_layer_takes(outside: bool) -> None:
+    torch.manual_seed(0)
+    model = Crossing(outside)
+    twin = copy.deepcopy(model)
+    x = torch.randn(3, 4)
+    pieces = tl.split.by_names(model, ["layers.1", "layers.3"], example=(x,))
+    pieces(x).square().sum().backward()
+    twin(x).square().sum().backward()
+    same(gradients(model), gradients(twin))
+
+
+class Down(nn.Linear):
+    def forward(self, input: Tensor) -> Tensor:
+        x = super().forward(input)
+        skip.put("x", x)
+        tl.add_loss(x.square().mean())
+        return x
+
+
+class Up(nn.Linear):
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input + skip.get("x"))
+
+
+def test_skips_and_losses_belong_to_the_stages_that_have_them() -> None:
+    def model() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(Down(4, 4), nn.Linear(4, 4), Up(4, 4))
+
+    x, target = torch.randn(4, 4), torch.randn(4, 4)
+
+    def main(rank: int) -> tuple[dict[str, Tensor], list[Tensor]]:
+        stage = tl.split.by_names(model(), ["1", "2"], example=(x,)).build_stage(rank, CPU)
+        aux: list[Tensor] = []
+        tl.Schedule1F1B(stage, 2, F.mse_loss).step(x, target=target, aux_losses=aux)
+        return gradients(stage.submod), aux
+
+    plain = model()
+    for part, part_target in zip(x.chunk(2), target.chunk(2), strict=True):
+        with tl.collect_losses() as added:
+            output = plain(part)
+        ((F.mse_loss(output, part_target) + sum(added)) / 2).backward()
+    ranks = tl.local.run(main, 3)
+    assert [len(aux) for _, aux in ranks] == [2, 0, 0]
+    for found, _ in ranks:
+        for name, gradient in found.items():
+            torch.testing.assert_close(gradient, plain.get_parameter(name).grad)
+
+
+def test_what_is_never_called_is_part_of_the_state() -> None:
+    model = nn.ModuleDict({"a": nn.Linear(4, 4), "spare": nn.Linear(4, 4), "b": nn.Linear(4, 4)})
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.parts = model
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.parts["b"](self.parts["a"](x))
+
+    pieces = tl.split.by_names(Model(), ["parts.b"], example=(torch.zeros(1, 4),))
+    assert "parts.spare.weight" in pieces[0].state_dict()
+
+
+class Scaled(nn.Module):
+    """Uses a parameter of its own in every layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(0.5))
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x) * self.scale
+        return x
+
+
+def test_a_parameter_of_the_model_itself_that_several_stages_use() -> None:
+    torch.manual_seed(0)
+    model = Scaled()
+    twin, x = copy.deepcopy(model), torch.randn(2, 4)
+    pieces = tl.split.by_names(model, ["layers.1", "layers.2"], example=(x,))
+    assert pieces.ties == (ties.Tie(dict.fromkeys(range(3), "scale")),)
+    pieces(x).sum().backward()
+    twin(x).sum().backward()
+    same(gradients(model), gradients(twin))
+
+
+def test_a_piece_can_be_copied() -> None:
+    model, (x, _) = make("vit"), images(SIZE)
+    pieces = tl.split.by_names(model, ["blocks.2"], example=(x,))
+    copies = [copy.deepcopy(piece) for piece in pieces]
+    assert torch.equal(copies[1](*copies[0](x)), model(x))
+    copies[1](*copies[0](x)).sum().backward()
+    assert gradients(model) == {}
+    assert gradients(*copies).keys() == dict(model.named_parameters()).keys()

@@ -1,0 +1,266 @@
+"""What is said when a model cannot be cut by names as asked."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import taktline as tl
+from taktline.errors import PartitionError, StageError
+from tests.split.models import UNet
+from tests.split.transformers_models import LANGUAGES, texts
+
+X = torch.ones(2, 4)
+
+
+class Model(nn.Module):
+    """The norm is defined before the layers that are called before it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(4, 4)
+        self.norm = nn.LayerNorm(4)
+        self.bias = nn.Parameter(torch.zeros(4))
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+        self.spare = nn.Sequential(nn.Linear(4, 4))
+        self.order = [0, 1, 2, 3]
+        self.ends = False
+
+    def forward(self, x: Tensor) -> Any:
+        x = self.embed(x)
+        for layer in self.order:
+            x = self.layers[layer](x)
+        return x if self.ends else self.norm(x) + self.bias
+
+
+class Loop(Model):
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(2):
+            x = self.layers[1](self.layers[0](self.embed(x)))
+        return x
+
+
+class Again(Model):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.embed(self.layers[0](self.embed(x)))
+
+
+class Residual(Model):
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + layer(2 * x)
+        return x
+
+
+class Early(Model):
+    def forward(self, x: Tensor) -> Any:
+        early = self.embed(x)
+        return self.layers[0](early * 2), early
+
+
+class Asks(Model):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        return self.layers[0](x if x.sum() > 0 else -x)
+
+
+class Selects(Model):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        return self.layers[0](x[x[:, 0] > 0])
+
+
+class Writes(Model):
+    def forward(self, x: Tensor) -> Tensor:
+        room = torch.zeros(4, 4)
+        room[:2] = self.embed(x)
+        return self.layers[0](room)
+
+
+class Nonzero(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return super().forward(x)[x.sum(1).nonzero().flatten()]
+
+
+class Hidden(Model):
+    def __init__(self) -> None:
+        super().__init__()
+        self.listed = [self.embed]
+
+
+def wrapped() -> nn.Module:
+    model = Model()
+    model.forward = torch.no_grad()(model.forward)
+    return model
+
+
+def hidden_twin() -> nn.Module:
+    return nn.Sequential(Nonzero(4, 4), nn.Linear(4, 4))
+
+
+ONE = ["layers.0"]
+
+
+@pytest.mark.parametrize(
+    ("model", "cuts", "text"),
+    [
+        (Model(), ["layer.1"], r"'layer.1', but Model has no such submodule; did you mean 'layers"),
+        (Model(), ["qqq"], r"no such submodule; there are 'embed', 'norm', 'layers', 'layers.0'"),
+        (Model(), "layers.1", r"cuts must be a list of names of submodules, not 'layers.1'"),
+        (Model(), ["layers.1", "layers.1"], r"cuts name 'layers.1' twice"),
+        (Model(), ["spare", "spare.0"], r"the cut 'spare.0' lies inside of 'spare'"),
+        (Model(), ["layers"], r"'layers' is a ModuleList, which is never called .* 'layers.0'"),
+        (
+            Model(),
+            ["layers.2", "layers.1"],
+            r"calls 'layers.1' before 'layers.2'; list the cuts in the order of their calls",
+        ),
+        (Model(), ["layers.1", "spare"], r"Model does not call 'spare', so no stage can begin"),
+        (Loop(), ["layers.1"], r"calls 'layers.1' several times, so it cannot begin a stage"),
+        (
+            Again(),
+            ONE,
+            r"calls 'embed' in the stages 0 and 1, so its parameters would have to be in all",
+        ),
+        (
+            Early(),
+            ONE,
+            r"the output of the model in stage 1 uses a value of 'embed' in stage 0",
+        ),
+        (
+            Asks(),
+            ONE,
+            r"asks for a number, which depends on the data that 'embed' gives, but only one stage",
+        ),
+        (Selects(), ONE, r"asks for aten.index.Tensor, which depends on .* 'embed' gives"),
+        (Writes(), ONE, r"writes \(aten.copy_.default\) a value of 'embed' into a tensor"),
+        (Hidden(), ONE, r"Hidden keeps submodules in its attribute 'listed', .* use a ModuleList"),
+        (wrapped(), ONE, r"forward of Model was replaced on this very object.* before someth"),
+        (
+            hidden_twin(),
+            ["1"],
+            r"(?s)aten.nonzero.*know the shapes of what '0' gives, and it cannot tell them without",
+        ),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_cut(model: nn.Module, cuts: Sequence[str], text: str) -> None:
+    with pytest.raises(PartitionError, match=text):
+        tl.split.by_names(model, cuts, example=(X,))
+
+
+def test_an_example_that_is_none() -> None:
+    with pytest.raises(PartitionError, match=r"example must be a tuple of arguments, or \(args"):
+        tl.split.by_names(Model(), ONE, example=X)
+
+
+def test_a_forward_that_fails_is_told_of() -> None:
+    with pytest.raises(TypeError) as caught:
+        tl.split.by_names(Model(), ONE, example=(X, X))
+    assert "ran the forward of Model without data" in caught.value.__notes__[0]
+
+
+def test_values_that_skip_over_submodules() -> None:
+    x = torch.zeros(1, 3, 8, 8)
+    with pytest.raises(PartitionError) as caught:
+        tl.split.by_names(UNet(), ["middle", "up.1"], example=(x,))
+    text = str(caught.value)
+    assert text.startswith(
+        "'up.0' in stage 1 uses a value of 'down.1' in stage 0; by name, stage 1"
+    )
+    assert "gets only what the forward hands to 'middle'" in text
+    assert "taktline.pipeline, which traces it and hands such values on" in text
+    with pytest.raises(PartitionError, match=r"'layers.2' in stage 1 uses a value of 'layers.0'"):
+        tl.split.by_names(Residual(), ["layers.1"], example=(X,))
+
+
+def test_without_an_example_the_order_is_that_of_definition() -> None:
+    with pytest.raises(PartitionError, match=r"'layers.1' is defined before 'layers.2'"):
+        tl.split.by_names(Model(), ["layers.2", "layers.1"])
+    pieces = tl.split.by_names(Model(), ["layers.2"])
+    with pytest.raises(
+        PartitionError, match=r"calls 'norm' in stage 1, but it lies in stage 0; .* an example="
+    ):
+        pieces(X)
+    model = Model()
+    model.norm = nn.Identity()  # pyright: ignore[reportAttributeAccessIssue]
+    pieces = tl.split.by_names(model, ["layers.2"])
+    with pytest.raises(
+        PartitionError, match=r"uses the parameter 'bias' in stage 1, but it lies in stage 0; call"
+    ):
+        pieces(X)
+
+
+def test_a_way_that_differs_from_the_example() -> None:
+    model = Model()
+    pieces = tl.split.by_names(model, ["layers.2"], example=(X,))
+    given = pieces[0](X)
+    vars(pieces[1])["order"] = [0, 1]
+    with pytest.raises(PartitionError, match=r"a LayerNorm of stage 1 before 'layers.2', with whi"):
+        pieces[1](*given)
+    vars(pieces[0])["order"] = [0, 3]
+    with pytest.raises(
+        PartitionError, match=r"'layers.3', which lies in stage 1, in the middle of"
+    ):
+        pieces[0](X)
+    pieces = tl.split.by_names(model, ["norm"], example=(X,))
+    assert pieces(X).shape == X.shape
+    vars(pieces[0])["ends"] = True
+    with pytest.raises(PartitionError, match=r"Model has ended without a call of 'norm'; every"):
+        pieces[0](X)
+
+
+def test_pieces_on_their_own() -> None:
+    pieces = tl.split.by_names(Model(), ["layers.2"], example=(X,))
+    with pytest.raises(PartitionError, match=r"stage 1 takes what stage 0 gives, not the argument"):
+        pieces[1](X)
+    with pytest.raises(PartitionError, match=r"'embed' belongs to another stage; it cannot be"):
+        pieces[1].get_submodule("embed")(X)
+    assert pieces[1].get_submodule("layers.2")(X).shape == X.shape
+
+
+def test_a_type_that_changes_behind_the_back_of_the_pieces() -> None:
+    model = LANGUAGES["llama"].make()
+    pieces = tl.split.by_names(model, ["model.layers.2"])
+    model.bfloat16()
+    with pytest.raises(
+        PartitionError, match=r"'model.layers.2', .* waits for torch.float32\[1, 10"
+    ):
+        pieces(texts(1)[0])
+
+
+def test_pieces_of_different_models() -> None:
+    one, two = (tl.split.by_names(nn.Sequential(*layers), ["1"]) for layers in (
+        [nn.Linear(4, 4), nn.Linear(4, 4)], [nn.LSTM(4, 4), nn.Identity(), nn.Linear(4, 4)],
+    ))  # fmt: skip
+    with pytest.raises(PartitionError, match=r"'1', .* waits for 3 tensors .* but 1 came"):
+        two[1](*one[0](X))
+
+
+@pytest.mark.parametrize("name", ["output_hidden_states", "output_attentions", "use_cache"])
+def test_what_all_layers_give(name: str) -> None:
+    pieces = tl.split.by_names(LANGUAGES["llama"].make(), LANGUAGES["llama"].cuts(2))
+    with pytest.raises(PartitionError, match=f"{name} asks for what the layers of all stages give"):
+        pieces(texts(1)[0], **{name: True})
+
+
+def test_every_rank_is_told() -> None:
+    model = Model()
+
+    def main(rank: int) -> str:
+        pieces = tl.split.by_names(model, ["layers.2"])
+        stage = pieces.build_stage(rank, torch.device("cpu"))
+        schedule = tl.Schedule1F1B(stage, 2, F.mse_loss)
+        with pytest.raises(StageError) as caught:
+            schedule.step(X, target=X)
+        return str(caught.value)
+
+    texts_of = tl.local.run(main, 2)
+    assert len(set(texts_of)) == 1
+    assert texts_of[0].startswith(
+        "rank 0, stage 0, micro-batch 0 (0F0): PartitionError: the forwar"
+    )

@@ -1,0 +1,188 @@
+"""What else models of transformers that are cut by names can do."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+import taktline as tl
+from taktline.stage import ties
+from tests.runtime.parallel import mesh_of
+from tests.split.transformers_models import LANGUAGES, loss, texts
+from tests.workers import Workers
+
+SIZE = 3  # of a micro-batch
+CPU = torch.device("cpu")
+
+
+def gradients(*modules: nn.Module) -> dict[str, Tensor]:
+    named = (pair for module in modules for pair in module.named_parameters())
+    return {name: p.grad for name, p in named if p.grad is not None}
+
+
+def same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, gradient in expected.items():
+        assert torch.equal(found[name], gradient), name
+
+
+def test_only_its_own_parameters_stay_with_a_piece() -> None:
+    model = LANGUAGES["llama"].make()
+    foreign = weakref.ref(model.get_parameter("model.layers.0.mlp.up_proj.weight"))
+    own = weakref.ref(model.get_parameter("model.layers.3.mlp.up_proj.weight"))
+    piece = tl.split.by_names(model, LANGUAGES["llama"].cuts(2))[1]
+    del model
+    gc.collect()
+    assert foreign() is None
+    assert own() is piece.get_parameter("model.layers.3.mlp.up_proj.weight")
+
+
+def test_a_tied_weight_is_declared() -> None:
+    language = LANGUAGES["gpt2"]
+    pieces = tl.split.by_names(language.make(), language.cuts(2))
+    assert language.tied is not None
+    assert ties.declared(pieces[1]) == (ties.Tie(dict(enumerate(language.tied))),)
+
+
+def test_types_change_with_the_pieces() -> None:
+    language = LANGUAGES["llama"]
+    words, mask, _ = texts(SIZE)
+    expected = language.make().to(torch.bfloat16)(words, attention_mask=mask).logits
+    pieces = tl.split.by_names(language.make(), language.cuts(4))
+    for piece in pieces:
+        piece.to(torch.bfloat16)
+    assert torch.equal(pieces(words, attention_mask=mask).logits, expected)
+
+
+def test_under_autocast() -> None:
+    language = LANGUAGES["llama"]
+    words, mask, _ = texts(SIZE)
+    pieces = tl.split.by_names(language.make(), language.cuts(4))
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = language.make()(words, attention_mask=mask).logits
+        assert torch.equal(pieces(words, attention_mask=mask).logits, expected)
+
+
+def test_shapes_may_change() -> None:
+    language = LANGUAGES["gpt2"]
+    model = language.make()
+    pieces = tl.split.by_names(model, language.cuts(2))
+    words, mask, _ = texts(SIZE)
+    for length in (10, 7, 10):
+        call = {"input_ids": words[:, :length], "attention_mask": mask[:, :length]}
+        assert torch.equal(pieces(**call).logits, model(**call).logits)
+
+
+def test_checkpoints_of_transformers() -> None:
+    language = LANGUAGES["llama"]
+    model: Any = language.make()
+    model.gradient_checkpointing_enable()
+    twin = language.make()
+    words, mask, target = texts(SIZE)
+    pieces = tl.split.by_names(model, language.cuts(2))
+    loss(pieces(words, attention_mask=mask), target).backward()
+    loss(twin(words, attention_mask=mask), target).backward()
+    same(gradients(model), gradients(twin))
+
+
+def test_labels_reach_the_last_stage() -> None:
+    language = LANGUAGES["gemma2"]
+    model: Any = language.make()
+    words, mask, _ = texts(SIZE)
+    pieces = tl.split.by_names(model, language.cuts(4))
+    output = pieces(input_ids=words, attention_mask=mask, labels=words)
+    assert type(output) is type(model(words))
+    assert torch.equal(output.loss, model(words, attention_mask=mask, labels=words).loss)
+
+
+def test_keywords_on_every_rank() -> None:
+    words, mask, target = texts(SIZE * 2)
+
+    def main(rank: int) -> Tensor | None:
+        pieces = tl.split.by_names(LANGUAGES["bert"].make(), ["bert.encoder.layer.2"])
+        schedule = tl.ScheduleGPipe(pieces.build_stage(rank, CPU), 2, loss)
+        output = schedule.step(words, attention_mask=mask, target=target)
+        return None if output is None else output.logits
+
+    expected = LANGUAGES["bert"].make()(words, attention_mask=mask).logits
+    torch.testing.assert_close(tl.local.run(main, 2)[1], expected)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_a_model_without_data(name: str) -> None:
+    language = LANGUAGES[name]
+    with torch.device("meta"):
+        model = language.make()
+    pieces = tl.split.by_names(model, language.cuts(4))
+    names = [key for piece in pieces for key, _ in piece.named_parameters()]
+    assert set(names) == {key for key, _ in model.named_parameters(remove_duplicate=False)}
+    words, mask, _ = texts(SIZE)
+    real = language.make()
+    for piece in pieces:
+        for path, module in piece.named_modules():
+            for key in module._parameters:
+                full = f"{path}.{key}" if path else key
+                if module._parameters[key] is not None:
+                    module._parameters[key] = real.get_parameter(full)
+            for key in module._buffers:
+                full = f"{path}.{key}" if path else key
+                module._buffers[key] = real.get_buffer(full)
+    expected = real(words, attention_mask=mask).logits
+    assert torch.equal(pieces(words, attention_mask=mask).logits, expected)
+
+
+def train_replicas(
+    rank: int, group: dist.ProcessGroup, wrapper: str, words: Tensor, target: Tensor
+) -> dict[str, Tensor]:
+    """A step on two pipelines of two stages, each with half of the batch; gives the gradients."""
+    mesh = mesh_of(group)
+    place, replica = mesh["pp"].get_local_rank(), mesh["dp"].get_local_rank()
+    language = LANGUAGES["llama"]
+    piece: Any = tl.split.by_names(language.make(), language.cuts(2))[place]
+    module = piece
+    if wrapper == "ddp":
+        module = DistributedDataParallel(piece, process_group=mesh["dp"].get_group())
+    else:
+        for layer in piece.model.layers[2 * place : 2 * place + 2]:
+            fully_shard(layer, mesh=mesh["dp"])
+        fully_shard(piece, mesh=mesh["dp"])
+    stage = tl.PipelineStage(module, place, 2, CPU, group=mesh["pp"].get_group())
+    schedule = tl.Schedule1F1B(stage, 2, loss)
+    half = words.chunk(2)[replica]
+    schedule.step(half, target=target.chunk(2)[replica], return_outputs=False)
+    whole = {n: p.grad for n, p in piece.named_parameters()}
+    return {n: g.full_tensor() if isinstance(g, DTensor) else g for n, g in whole.items()}
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("wrapper", ["ddp", "fsdp"])
+def test_pieces_in_wrappers(workers: Workers, wrapper: str) -> None:
+    words, _, target = texts(8)
+    model = LANGUAGES["llama"].make()
+    loss(model(words), target).backward()
+    ranks = workers.run(train_replicas, wrapper, words, target, ranks=4)
+    found = {n: gradient for rank in ranks for n, gradient in rank.items()}
+    expected = gradients(model)
+    assert found.keys() == expected.keys()
+    for name, gradient in expected.items():
+        torch.testing.assert_close(found[name], gradient)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+def test_on_a_gpu() -> None:
+    language, device = LANGUAGES["llama"], torch.device("cuda")
+    words, mask, _ = (part.to(device) for part in texts(SIZE))
+    pieces = tl.split.by_names(language.make(), language.cuts(4))
+    for piece in pieces:
+        piece.to(device)
+    expected = language.make().to(device)(words, attention_mask=mask).logits
+    assert torch.equal(pieces(words, attention_mask=mask).logits, expected)

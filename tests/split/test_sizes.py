@@ -1,0 +1,103 @@
+"""Traced stages and batches of other sizes than the example's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import taktline as tl
+from taktline.errors import PartitionError
+from tests.split.models import BEGINNING, CASES, Three, make
+from tests.split.test_deferred import MODELS
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_any_batch(name: str) -> None:
+    case, model = CASES[name], make(name).eval()
+    pipe = tl.pipeline(model, (case.batch(4)[0],), split_spec=case.cuts[2])
+    for size in (2, 5, 4):
+        x, _ = case.batch(size)
+        torch.testing.assert_close(pipe(x), model(x))
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_any_batch_of_a_model_of_transformers_with_a_mask(kind: str) -> None:
+    model = MODELS[kind]().eval()
+    cut = {"gpt2": "transformer.h.1", "llama": "model.layers.1"}[kind]
+    tokens, mask = torch.arange(24).reshape(4, 6), torch.ones(4, 6, dtype=torch.int64)
+    kwargs = {"attention_mask": mask, "use_cache": False}
+    pipe = tl.pipeline(model, (tokens,), kwargs, split_spec={cut: BEGINNING})
+    mask[1, :3] = 0
+    kwargs["attention_mask"] = mask[:3]
+    found = pipe(tokens[:3], **kwargs).logits
+    torch.testing.assert_close(found, model(tokens[:3], **kwargs).logits)
+    with pytest.raises(PartitionError, match=r"input_ids has 4 along dim.* attention_mask 3; in"):
+        pipe(tokens, **kwargs)
+
+
+class Mean(Three):
+    """Computes with the size of the batch, in a later stage than the one that knows the input."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        size = x.shape[0]
+        x = self.b(self.a(x))
+        return self.c(x.sum(0) / size).expand(size * 2, 4).reshape(size, 2, 4)
+
+
+def test_stages_read_the_size_off_what_they_take() -> None:
+    model = Mean()
+    pipe = tl.pipeline(model, (torch.ones(4, 4),), split_spec={"b": BEGINNING, "c": BEGINNING})
+    x = torch.randn(3, 4)
+    assert torch.equal(pipe(x), model(x))
+    arguments = [
+        [node.name for node in stage.graph.nodes if node.op == "placeholder"]
+        for stage in map(pipe.get_stage_module, range(3))
+        if isinstance(stage, torch.fx.GraphModule)
+    ]
+    # The third one gets a sum, off which it cannot read the size: it is handed on.
+    assert list(map(len, arguments)) == [1, 2, 2]
+    pipe = tl.pipeline(model, (torch.ones(4, 4),), split_spec={"b": BEGINNING})
+    assert torch.equal(pipe(x), model(x))
+    second = pipe.get_stage_module(1)
+    assert isinstance(second, torch.fx.GraphModule)
+    assert [node.op for node in second.graph.nodes].count("placeholder") == 1
+
+
+def test_a_forward_that_depends_on_the_size() -> None:
+    """A trace has gone one of its ways, so it holds for the example's size alone."""
+
+    class Branches(Three):
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.a(x)
+            return self.b(x) if x.shape[0] > 3 else self.c(x)
+
+    pipe = tl.pipeline(Branches(), (torch.ones(4, 4),), split_spec={"b": BEGINNING})
+    pipe(torch.ones(4, 4))
+    with pytest.raises(PartitionError, match=r"x has the shape \[5, 4\], but .* for \[4, 4\]"):
+        pipe(torch.ones(5, 4))
+
+
+def test_an_uneven_batch_and_evaluation_with_another() -> None:
+    model, x = Three(), torch.randn(7, 4)
+    pipe = tl.pipeline(model, (x[:2],), split_spec={"b": BEGINNING})
+
+    def main(rank: int) -> Any:
+        stage = pipe.build_stage(rank, CPU)
+        loss_fn = nn.MSELoss(reduction="sum")
+        schedule = tl.ScheduleGPipe(stage, 3, loss_fn, scale_grads=False)
+        args = (x,) if rank == 0 else ()
+        schedule.step(*args, target=x)
+        return schedule.eval(*((x.repeat(2, 1),) if rank == 0 else ()))
+
+    output = tl.local.run(main, 2)[1]
+    torch.testing.assert_close(output, model(x.repeat(2, 1)))
+    found = {name: p.grad for name, p in model.named_parameters()}
+    model.zero_grad()
+    nn.functional.mse_loss(model(x), x, reduction="sum").backward()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(found[name], parameter.grad)
