@@ -58,12 +58,13 @@ if pipe.is_first:
 copy = 0 if mesh is None else mesh["dp"].get_local_rank()
 torch.manual_seed(1 + copy)  # another part of the batch for each copy
 for step in range(options.steps):
+    losses = []
     with pipe.accumulate():  # two steps, whose gradients are averaged over the copies once
         for _ in range(2):
             x = torch.randn(16, 64)
-            loss = pipe.step(x, target=x.sum(1, keepdim=True))
+            losses.append(pipe.step(x, target=x.sum(1, keepdim=True)))
     norm = pipe.clip_grad_norm_(1.0)
     optimizer.step()
     optimizer.zero_grad()
     if pipe.is_first:
-        print(f"step {step + 1}: loss {loss:.3f}, norm {norm:.2f}")
+        print(f"step {step + 1}: loss {sum(losses) / 2:.3f}, norm {norm:.2f}")

@@ -25,9 +25,8 @@ class Counter(nn.Module):
         self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(layers))
         self.head = nn.Linear(width, words, bias=False)
         with torch.no_grad():  # as if it were trained: the head knows the next token
-            for layer in self.layers:
-                layer.weight.copy_(torch.eye(width))
-                layer.bias.zero_()
+            for weight in self.layers.parameters():
+                weight.copy_(torch.eye(width) if weight.ndim == 2 else torch.zeros(width))
             self.head.weight.copy_(self.embed.weight.roll(1, 0))
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from taktline.errors import MismatchError
 from taktline.plan import Plan
 from taktline.runtime import ScheduleFromPlan
+from taktline.split import materialise
 from taktline.stage import PipelineStage
 from taktline.stage.names import named_parameters
 from taktline.stage.ties import declared
@@ -20,7 +21,7 @@ from taktline.train.choice import Choice, opened, plan_for
 from taktline.train.parts import Model, Parts, stages_in, take_apart
 from taktline.train.ranks import Ranks, meet
 from taktline.train.table import Table
-from taktline.train.wrap import Prepare, check_choice, moved, separate, wrapped
+from taktline.train.wrap import Prepare, check_choice, separate, wrapped
 
 __all__ = ["Built", "Options", "build"]
 
@@ -39,6 +40,7 @@ class Options:
     prepare: Prepare | None = None
     device: torch.device | None = None
     seed: int | None = None
+    state_dict: Mapping[str, torch.Tensor] | None = None
     running: Mapping[str, Any] = field(default_factory=dict)
     """What goes on to the schedules."""
 
@@ -97,6 +99,8 @@ def build(model: Model, example: Any, asked: Options) -> Built:
     parts = take_apart(model, plan, example, asked.cuts, ranks.transport)
     table = Table.of(plan, parts.modules, example, ranks.transport)
     parts.keep([stage for rank in ranks.own for stage in plan.placement.stages_of(rank)])
+    for module in parts.modules.values():
+        materialise(module, ranks.device, state_dict=asked.state_dict)
     if ranks.group is None:
         separate(parts.modules, plan)
     modules = {
@@ -121,7 +125,6 @@ def build(model: Model, example: Any, asked: Options) -> Built:
 
 
 def _ready(stage: int, module: nn.Module, ranks: Ranks, asked: Options) -> nn.Module:
-    module = moved(module, ranks.device)
     if asked.prepare is not None:
         prepared = asked.prepare(module, stage)
         if not isinstance(prepared, nn.Module):
@@ -152,7 +155,8 @@ def _device_of(model: Model) -> torch.device | None:
     """Where the model lies by now, unless on the CPU or nowhere."""
     if isinstance(model, nn.Module):
         model = [model]
-    for module in model.values() if isinstance(model, Mapping) else model:
+    modules = model.values() if isinstance(model, Mapping) else model
+    for module in modules if isinstance(modules, Iterable) else ():
         for parameter in module.parameters() if isinstance(module, nn.Module) else ():
             if parameter.device.type not in ("cpu", "meta"):
                 return parameter.device

@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
+from torch.func import functional_call
 from torch.utils import _pytree as pytree
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -50,25 +51,38 @@ def measure(modules: Sequence[nn.Module], example: Any) -> list[Needs] | None:
     mode = FakeTensorMode(allow_non_fake_inputs=True)
 
     def fake(tensor: torch.Tensor) -> torch.Tensor:
-        return mode.from_tensor(tensor.detach())
+        if not tensor.is_meta:
+            return mode.from_tensor(tensor)
+        with mode:
+            return torch.empty_like(tensor, device="cpu", requires_grad=tensor.requires_grad)
 
-    args, kwargs = pytree.tree_map_only(torch.Tensor, fake, arguments_of(example))
     try:
+        args, kwargs = pytree.tree_map_only(torch.Tensor, fake, arguments_of(example))
+        states = [
+            {name: fake(tensor) for name, tensor in (*m.named_parameters(), *m.named_buffers())}
+            for m in modules
+        ]
         with mode, torch.enable_grad():
-            _run(modules, args, kwargs)  # what a first call does beside its work does not count
-            return _run(modules, args, kwargs)
+            # What a first call does beside its work does not count.
+            _run(modules, states, args, kwargs)
+            return _run(modules, states, args, kwargs)
     except Exception:
         return None  # it is for a prediction only, and whatever is wrong a step will tell
 
 
-def _run(modules: Sequence[nn.Module], args: Sequence[Any], kwargs: dict[str, Any]) -> list[Needs]:
+def _run(
+    modules: Sequence[nn.Module],
+    states: Sequence[dict[str, torch.Tensor]],
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+) -> list[Needs]:
     found: list[Needs] = []
     skips: dict[str, Skip] = {}
-    for stage, module in enumerate(modules):
-        kept = _Kept()
+    for stage, (module, state) in enumerate(zip(modules, states, strict=True)):
+        kept = _Kept({_memory(tensor) for tensor in state.values()})
         work = FlopCounterMode(display=False)
         with Aside(stage, skips) as aside, work, kept.noting():
-            output = module(*args, **(kwargs if stage == 0 else {}))
+            output = functional_call(module, state, tuple(args), kwargs if stage == 0 else {})
         skips, args = aside.skips, as_arguments(output)
         handed = (args, [skip.value for skip in skips.values()])
         sends = sum(leaf.nbytes for leaf in _tensors(handed))
@@ -77,9 +91,10 @@ def _run(modules: Sequence[nn.Module], args: Sequence[Any], kwargs: dict[str, An
 
 
 class _Kept:
-    """What autograd keeps, each piece of memory once."""
+    """What autograd keeps, each piece of memory once, and without what is there."""
 
-    def __init__(self) -> None:
+    def __init__(self, there: set[int]) -> None:
+        self._there = there
         self._storages: dict[int, torch.UntypedStorage] = {}
 
     @property
@@ -90,11 +105,14 @@ class _Kept:
         return saved_tensors_hooks(self._note, lambda tensor: tensor)
 
     def _note(self, tensor: torch.Tensor) -> torch.Tensor:
-        # Parameters are real; they are there anyway.
-        if isinstance(tensor, FakeTensor):
-            storage = tensor.untyped_storage()
-            self._storages[storage._cdata] = storage
+        memory = _memory(tensor)
+        if memory not in self._there:  # as weights are
+            self._storages[memory] = tensor.untyped_storage()
         return tensor
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:

@@ -146,7 +146,7 @@ def _note_names_of_model(parts: Parts, model: nn.Module) -> None:
             continue
         if id(state[name]) in known:
             parts.aliases[name] = known[id(state[name])]
-        else:
+        elif not state[name].is_meta:
             parts.rest[name] = state[name].detach()
 
 

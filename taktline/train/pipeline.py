@@ -50,9 +50,14 @@ class Pipeline:
             and before it is wrapped; gives the module to use. For ``torch.compile``, activation
             checkpointing or tensor parallelism.
         device: where to compute.
+        state_dict: values for a model that was built on the meta device, of which each process
+            takes those of its stages; without it, they are made as the model's constructor does
+            (see :func:`taktline.split.deferred`).
         seed: draws dropout from (seed, step, stage, micro-batch): the same under every schedule.
         dynamic_shapes: for stages whose outputs' shapes depend on values.
-        args_chunk_spec, kwargs_chunk_spec, output_merge_spec: how batches are cut and joined.
+        args_chunk_spec: how positional arguments are cut.
+        kwargs_chunk_spec: how keyword arguments are cut.
+        output_merge_spec: how outputs are joined.
 
     >>> import taktline as tl
     >>> model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
@@ -84,6 +89,7 @@ class Pipeline:
         data_parallel: Literal["ddp", "fsdp"] | None = None,
         prepare: Prepare | None = None,
         device: torch.device | str | None = None,
+        state_dict: Mapping[str, torch.Tensor] | None = None,
         seed: int | None = None,
         dynamic_shapes: bool = False,
         args_chunk_spec: ArgsSpec | None = None,
@@ -101,6 +107,7 @@ class Pipeline:
             prepare=prepare,
             device=None if device is None else torch.device(device),
             seed=seed,
+            state_dict=state_dict,
             running={
                 "loss_fn": loss_fn,
                 "dynamic_shapes": dynamic_shapes,

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TypeAlias
 
-import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -16,7 +15,7 @@ from taktline.stage.names import named_parameters, unwrapped
 from taktline.stage.ties import declared
 from taktline.train.ranks import Ranks
 
-__all__ = ["Prepare", "check_choice", "moved", "separate", "wrapped"]
+__all__ = ["Prepare", "check_choice", "separate", "wrapped"]
 
 Prepare: TypeAlias = Callable[[nn.Module, int], nn.Module]
 """Makes a module and the number of its stage ready: compiles it, checkpoints, splits layers."""
@@ -28,13 +27,6 @@ def check_choice(data_parallel: str | None) -> None:
     """Raise unless there is such a way of data parallelism."""
     if data_parallel is not None and data_parallel not in WAYS:
         raise MismatchError(f'data_parallel is "ddp", "fsdp" or None, not {data_parallel!r}')
-
-
-def moved(module: nn.Module, device: torch.device) -> nn.Module:
-    """The module on its device."""
-    if isinstance(module, StageModule):
-        module.set_device(device)
-    return module.to(device)
 
 
 def separate(modules: Mapping[int, nn.Module], plan: Plan) -> None:

@@ -12,6 +12,7 @@ from torch import nn
 
 import taktline as tl
 from taktline.plan import write
+from taktline.train.measure import Needs, measure
 from tests.train.models import CUTS, LM, PARTS, Record, batches, loss_fn, plain, train
 
 TOKENS, TARGET = batches(1)[0]
@@ -265,10 +266,116 @@ def test_a_step_that_fails_can_be_followed_by_another() -> None:
 
 
 def test_what_it_prints() -> None:
-    text = str(pipeline())
-    assert text.splitlines()[0] == (
-        "Pipeline(1f1b on 2 ranks (in one process): 2 stages, 4 micro-batches, cpu)"
-    )
-    rows = [line.split("  ") for line in text.splitlines()]
-    assert [cell for cell in rows[2] if cell][1:4] == [" 0", "embed, blocks.0–1", " 696"] or True
-    assert "predicted bubble" in text
+    lines = str(pipeline()).splitlines()
+    assert lines[0] == "Pipeline(1f1b on 2 ranks (in one process): 2 stages, 4 micro-batches, cpu)"
+    assert lines[1].split() == ["rank", "stage", "layers", "parameters", "sends", "keeps", "peak"]
+    assert lines[2].split()[:6] == ["0", "0", "embed,", "blocks.0–1", "696", "400"]
+    assert lines[3].split()[:5] == ["1", "1", "blocks.2–3,", "head", "696"]
+    assert lines[4].startswith("predicted bubble: 2")
+    lines = str(pipeline(example=None)).splitlines()
+    assert lines[1].split() == ["rank", "stage", "layers", "parameters", "peak"]
+    assert lines[4] == "predicted bubble: 20.0% (all stages alike); peak: activations in flight"
+
+
+def test_what_a_forward_keeps() -> None:
+    stages = [nn.Sequential(nn.Linear(4, 8), nn.Tanh()), nn.Linear(8, 2)]
+    needs = measure(stages, (torch.ones(2, 4),))
+    # Of the first stage its input and its output; weights are there anyway.
+    assert needs == [Needs(2 * 2 * 4 * 8, 64, 32 + 64), Needs(2 * 2 * 8 * 2, 16, 64)]
+
+
+def test_a_model_without_values() -> None:
+    with tl.split.deferred():
+        model = LM()
+    expected = plain(LM())
+    text = str(pipeline(model))
+    assert "sends" in text
+    with tl.split.deferred():
+        model = LM()
+    train(pipeline(model, schedule="zbv", cuts=CUTS[4])).require_close(expected)
+
+
+def test_a_state_for_a_model_without_values() -> None:
+    with torch.device("meta"):
+        model = LM()
+    pipe = pipeline(model, state_dict=LM().state_dict())
+    torch.testing.assert_close(pipe.eval(TOKENS), LM()(TOKENS))
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"schedule": "1f2b"}, "no schedule is called '1f2b'; did you mean 1f1b?"),
+        ({"schedule": 7}, "schedule is a name, a plan, a file or a Schedule class, not 7"),
+        ({"schedule": "none.csv"}, "none.csv"),
+        ({"microbatches": None}, "microbatches=… says into how many parts 1f1b cuts a batch"),
+        ({"microbatches": 0}, "microbatches must be a whole number from 1 up, not 0"),
+        ({"ranks": 0}, "ranks must be a whole number from 1 up, not 0"),
+        ({"ranks": 4}, "2 stages cannot lie on 4 ranks evenly; cut the model into 4"),
+        ({"schedule": "zbv"}, "zbv runs 2 stages per rank, not 1"),
+        ({"cuts": None, "example": None}, "pass example=(…), the arguments of one micro-batch"),
+        ({"cuts": ["blocks.9"]}, "cuts name 'blocks.9', but LM has no such submodule"),
+        ({"data_parallel": "ddp"}, "data_parallel='ddp' needs several processes"),
+        ({"data_parallel": "zero"}, 'data_parallel is "ddp", "fsdp" or None, not \'zero\''),
+        (
+            {"prepare": lambda module, stage: None},
+            "prepare must give the module to use for stage 0",
+        ),
+        (
+            {"schedule": tl.build("gpipe", ranks=3, microbatches=4)},
+            "plan 'gpipe' is for 3 ranks, here are 2; start 3, or pass ranks=3",
+        ),
+        (
+            {"schedule": tl.build("gpipe", ranks=2, microbatches=8)},
+            "plan 'gpipe' has 8 micro-batches, but microbatches is 4; leave it out",
+        ),
+    ],
+)
+def test_what_is_refused(options: dict[str, Any], text: str) -> None:
+    with pytest.raises(tl.TaktlineError) as refused:
+        pipeline(**options)
+    assert text in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("model", "text"),
+    [
+        (7, "a model is an nn.Module, a list of stages or a dict of them, not 7"),
+        ([nn.Linear(1, 1), 7], "stage 1 is 7, which is no nn.Module"),
+        ({0: nn.Linear(1, 1)}, "puts the stages [0, 1] here, but [1] are not among the pieces"),
+        ({0: nn.Linear(1, 1), 5: nn.Linear(1, 1)}, "there is no stage 5"),
+        ([nn.Linear(1, 1)] * 3, "3 stages cannot lie on 2 ranks evenly"),
+    ],
+)
+def test_models_that_are_refused(model: Any, text: str) -> None:
+    with pytest.raises(tl.TaktlineError) as refused:
+        pipeline(model)
+    assert text in str(refused.value)
+
+
+def test_steps_that_are_refused() -> None:
+    with pytest.raises(tl.TaktlineError, match="forward_only has no backward; call eval"):
+        pipeline(schedule="forward_only").step(TOKENS, target=TARGET)
+    with pytest.raises(tl.TaktlineError, match="it needs a loss: Pipeline"):
+        pipeline(loss_fn=None).step(TOKENS, target=TARGET)
+    with pytest.raises(tl.TaktlineError, match="needs target="):
+        pipeline().step(TOKENS)
+
+
+def test_states_that_are_refused() -> None:
+    pipe, state = pipeline(), LM().state_dict()
+    with pytest.raises(tl.TaktlineError, match="nonsense is in the state, but not in the model"):
+        pipe.load_state_dict(state | {"nonsense": torch.ones(1)})
+    with pytest.raises(tl.TaktlineError, match="scale is not in the state; pass strict=False"):
+        pipe.load_state_dict({name: value for name, value in state.items() if name != "scale"})
+    with pytest.raises(tl.TaktlineError, match=r"scale is \[\] in the model, but \[2\] in the"):
+        pipe.load_state_dict(state | {"scale": torch.ones(2)})
+
+
+def test_a_state_with_one_name_for_a_tied_weight() -> None:
+    state = {name: value + 0.1 for name, value in LM().state_dict().items()}
+    expected, pipe = LM(), pipeline()
+    expected.load_state_dict(state)
+    del state["head.weight"]
+    pipe.load_state_dict(state)
+    torch.testing.assert_close(pipe.eval(TOKENS), expected(TOKENS))
