@@ -7,7 +7,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 
 import taktline as tl
 from tests.train.models import CUTS, LM, PARTS, Record, batches, loss_fn, plain, train
@@ -154,6 +160,39 @@ def test_copies(workers: Workers, way: str, schedule: str, stages: int) -> None:
         assert record.state == {}
 
 
+def split_layers(module: nn.Module, mesh: Any) -> nn.Module:
+    """The two layers of each block, side by side on two ranks."""
+    for name, layer in module.named_modules():
+        if name.endswith(("wide", "narrow")) and isinstance(layer, nn.Linear):
+            style = ColwiseParallel() if name.endswith("wide") else RowwiseParallel()
+            parallelize_module(layer, mesh, style)
+    return module
+
+
+def in_parts(rank: int, group: Any, way: str | None) -> Record:
+    """Tensor parallelism within each stage, on top of which there may be FSDP2."""
+    names, sizes = (("pp", "tp"), (2, 2)) if way is None else (("pp", "dp", "tp"), (1, 2, 2))
+    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=names)
+    return train(
+        pipeline(
+            group,
+            mesh=mesh,
+            cuts=CUTS[2] if way is None else None,
+            data_parallel=way,
+            prepare=lambda module, stage: split_layers(module, mesh["tp"]),
+        )
+    )
+
+
+@pytest.mark.parametrize("way", [None, "fsdp"])
+def test_tensor_parallelism(workers: Workers, way: str | None) -> None:
+    expected = plain(LM())
+    records = workers.run(in_parts, way, ranks=4)
+    records[0].require_close(expected, rtol=1e-4, atol=1e-5)
+    for record in records[1:]:
+        assert (record.losses, record.norms) == (records[0].losses, records[0].norms)
+
+
 def by_number(rank: int, group: Any) -> tuple[tuple[int, ...], float]:
     """All four processes, without a mesh: so many ranks, the rest copies."""
     pipe = tl.Pipeline(
@@ -178,7 +217,7 @@ def test_copies_by_number(workers: Workers) -> None:
 def own_stages(rank: int, group: Any) -> list[str]:
     """Each process brings its own stage only."""
     model = LM(tied=False)
-    stages = [torch.nn.Sequential(model.embed, model.blocks[0]), torch.nn.Sequential(model.head)]
+    stages = [nn.Sequential(model.embed, model.blocks[0]), nn.Sequential(model.head)]
     pipe = pipeline(group, {rank: stages[rank]}, cuts=None)
     loss = pipe.step(TOKENS, target=TARGET)
     expected = loss_fn(stages[1](stages[0](TOKENS)), TARGET)
