@@ -35,13 +35,13 @@ def test_every_example_is_tested() -> None:
     assert {file.stem for file in EXAMPLES.glob("*.py")} == set(CASES)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", ["gpt", "custom_schedule", "fsdp", "inference"])
 def test_in_one_process(name: str) -> None:
     words, _, text = CASES[name]
     assert text in run([sys.executable, str(EXAMPLES / f"{name}.py"), *words])
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", ["hugging_face", "fsdp", "custom_schedule"])
 def test_under_torchrun(name: str) -> None:
     words, ranks, text = CASES[name]
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone"]

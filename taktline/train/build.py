@@ -103,14 +103,15 @@ def build(model: Model, example: Any, asked: Options) -> Built:
         materialise(module, ranks.device, state_dict=asked.state_dict)
     if ranks.group is None:
         separate(parts.modules, plan)
-    modules = {
-        stage: _ready(stage, module, ranks, asked) for stage, module in parts.modules.items()
-    }
+    for stage, module in parts.modules.items():
+        parts.modules[stage] = _ready(stage, module, ranks, asked)
     seed = None if asked.seed is None else asked.seed + ranks.copy
     schedules = {
         rank: ScheduleFromPlan(
             [
-                PipelineStage(modules[stage], stage, plan.stages, ranks.device, group=ranks.group)
+                PipelineStage(
+                    parts.modules[stage], stage, plan.stages, ranks.device, group=ranks.group
+                )
                 for stage in plan.placement.stages_of(rank)
             ],
             plan,

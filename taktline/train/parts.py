@@ -32,7 +32,7 @@ class Parts:
     """The pieces that are here, and what the model calls all that is in any of them."""
 
     modules: dict[int, nn.Module]
-    """By stage, unwrapped."""
+    """By stage."""
     prefixes: bool = False
     """Whether a name begins with the number of its stage, as names of pieces repeat."""
     names: list[str] = field(default_factory=list)

@@ -68,10 +68,11 @@ def load(parts: Parts, state: Mapping[str, torch.Tensor], *, strict: bool) -> No
     """Take what belongs to the stages of this process; the rest is for others."""
     known = _with_synonyms(parts, state)
     if strict:
-        missing = [name for name in own(parts, with_rest=True) if name not in known]
+        held = own(parts, with_rest=True)
+        missing = [name for name in held if name not in known]
         if missing:
             raise MismatchError(f"{_told(missing)} not in the state; {_ADVICE}")
-        foreign = [name for name in state if name not in parts.names]
+        foreign = [name for name in state if name not in parts.names and name not in held]
         if foreign:
             raise MismatchError(f"{_told(foreign)} in the state, but not in the model; {_ADVICE}")
     targets = [

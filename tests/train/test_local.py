@@ -379,3 +379,35 @@ def test_a_state_with_one_name_for_a_tied_weight() -> None:
     del state["head.weight"]
     pipe.load_state_dict(state)
     torch.testing.assert_close(pipe.eval(TOKENS), expected(TOKENS))
+
+
+def test_stages_that_are_prepared() -> None:
+    """A new module in the place of a stage is what is trained, and what is saved."""
+
+    def frozen(module: nn.Module, stage: int) -> nn.Module:
+        module.requires_grad_(False)
+        return nn.Sequential(module, nn.Linear(4, 4))
+
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    pipe = pipeline([model[0], model[1]], prepare=frozen, loss_fn=nn.functional.mse_loss)
+    pipe.step(torch.ones(4, 4), target=torch.zeros(4, 4))
+    assert [name for name, p in pipe.named_parameters() if p.grad is not None] == [
+        "0.1.weight",
+        "0.1.bias",
+        "1.1.weight",
+        "1.1.bias",
+    ]
+    pipe.load_state_dict(pipe.state_dict())
+
+
+def test_a_compiled_stage_keeps_its_names() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    pipe = pipeline(
+        [model[:1], model[1:]],
+        loss_fn=nn.functional.mse_loss,
+        prepare=lambda module, stage: torch.compile(module, backend="eager"),
+    )
+    x, target = torch.ones(4, 4), torch.zeros(4, 4)
+    expected = nn.functional.mse_loss(model(x), target)
+    torch.testing.assert_close(pipe.step(x, target=target), expected.detach())
+    assert list(pipe.state_dict()) == list(model.state_dict())

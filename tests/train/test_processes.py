@@ -16,6 +16,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 import taktline as tl
+from taktline.sharding import local
 from tests.train.models import CUTS, LM, PARTS, Record, batches, loss_fn, plain, train
 from tests.workers import Workers
 
@@ -56,7 +57,7 @@ def everything(rank: int, group: Any) -> dict[str, Any]:
     """What a pipeline gives beside its training."""
     pipe = pipeline(group)
     loss, output = pipe.step(TOKENS, target=TARGET, return_outputs=True)
-    local = pipe.step(TOKENS, target=TARGET, return_outputs="last")[1]
+    kept = pipe.step(TOKENS, target=TARGET, return_outputs="last")[1]
     state = pipe.state_dict()
     with pipe.trace() as trace:
         pipe.step(TOKENS, target=TARGET)
@@ -67,7 +68,7 @@ def everything(rank: int, group: Any) -> dict[str, Any]:
     return {
         "loss": loss,
         "output": output,
-        "last": local is not None,
+        "last": kept is not None,
         "names": list(state),
         "ranks": trace.timeline.plan.ranks,
         "before": before,
@@ -95,9 +96,10 @@ def test_everything_else(workers: Workers) -> None:
     assert first["text"] == second["text"]
 
 
-def scaled(rank: int, group: Any) -> list[Any]:
+def scaled(rank: int, group: Any, sharded: bool) -> list[Any]:
     """An overflow on one rank only."""
-    pipe = pipeline(group)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp")) if sharded else None
+    pipe = pipeline(group, **({"mesh": mesh, "data_parallel": "fsdp"} if sharded else {}))
     optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
     scaler = pipe.scaler(init_scale=8.0)
     before = [parameter.detach().clone() for parameter in pipe.parameters()]
@@ -105,17 +107,20 @@ def scaled(rank: int, group: Any) -> list[Any]:
     for overflows in (True, False):
         pipe.step(TOKENS, target=TARGET, scaler=scaler)
         if overflows and rank == 1:
-            next(pipe.parameters()).grad[0] = float("inf")  # pyright: ignore
+            local(next(pipe.parameters()).grad)[0] = float("inf")  # pyright: ignore
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
-        same = all(map(torch.equal, before, pipe.parameters()))
+        pairs = zip(before, pipe.parameters(), strict=True)
+        same = all(torch.equal(local(one), local(other)) for one, other in pairs)
         found.append((same, scaler.get_scale()))
     return found
 
 
-def test_all_ranks_leave_out_a_step(workers: Workers) -> None:
-    assert workers.run(scaled) == [[(True, 4.0), (False, 4.0)]] * 2
+@pytest.mark.parametrize("sharded", [False, True], ids=["plain", "fsdp"])
+def test_all_ranks_leave_out_a_step(workers: Workers, sharded: bool) -> None:
+    ranks = 4 if sharded else 2
+    assert workers.run(scaled, sharded, ranks=ranks) == [[(True, 4.0), (False, 4.0)]] * ranks
 
 
 def another_scaler(rank: int, group: Any) -> None:

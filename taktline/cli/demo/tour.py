@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import statistics
 import time
 from pathlib import Path
@@ -151,6 +152,9 @@ class Tour:
             )
         headings = ["schedule", "stages", "step/ms", "predicted", "bubble", "predicted"]
         self._screen.table(headings, rows)
+        self._screen.say("Predicted is what the simulator makes of the costs that were measured.")
+        if "WORLD_SIZE" not in os.environ:
+            self._screen.say("Local ranks take turns, so they wait longer than processes would.")
         return drawn
 
     def _step(self, pipe: Pipeline, step: int) -> None:
