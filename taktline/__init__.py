@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from taktline.errors import MismatchError as MismatchError
     from taktline.errors import StageError as StageError
     from taktline.errors import TaktlineError as TaktlineError
-    from taktline.train import Pipeline as Pipeline
     from taktline.plan import Action as Action
     from taktline.plan import Costs as Costs
     from taktline.plan import Link as Link
@@ -60,6 +59,7 @@ if TYPE_CHECKING:
     from taktline.stage import stage_backward as stage_backward
     from taktline.stage import stage_backward_input as stage_backward_input
     from taktline.stage import stage_backward_weight as stage_backward_weight
+    from taktline.train import Pipeline as Pipeline
     from taktline.transport import local as local
 
 __version__ = "0.1.0.dev0"
