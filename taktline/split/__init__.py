@@ -8,13 +8,13 @@ Pieces(2 stages: 20, 10 parameters)
 
 from __future__ import annotations
 
-from taktline.split.auto import auto
-from taktline.split.by_names import by_names
-from taktline.split.deferred import deferred
-from taktline.split.markers import SplitPoint, pipe_split
-from taktline.split.materialise import materialise
+from taktline.split.balanced.auto import auto
+from taktline.split.named.by_names import by_names
+from taktline.split.on_meta.deferred import deferred
+from taktline.split.on_meta.materialise import materialise
 from taktline.split.pieces import Pieces, by_hand
-from taktline.split.pipe import Pipe, PipeInfo, build_stage, pipeline
+from taktline.split.traced.markers import SplitPoint, pipe_split
+from taktline.split.traced.pipe import Pipe, PipeInfo, build_stage, pipeline
 
 __all__ = [
     "Pieces",

@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup
 from taktline.errors import PartitionError
 from taktline.meta import as_arguments
 from taktline.plan.words import counted
-from taktline.split.materialise import materialise
+from taktline.split.on_meta.materialise import materialise
 from taktline.stage import PipelineStage
 from taktline.stage.ties import Tie, declare, find
 

@@ -83,10 +83,18 @@ def sequential() -> nn.Module:
     )  # fmt: skip
 
 
+def changing() -> nn.Module:
+    return nn.Sequential(
+        nn.Flatten(), nn.Linear(192, 8), nn.ReLU(inplace=True), nn.Linear(8, 8),
+        nn.ReLU(inplace=True), nn.Linear(8, 5),
+    )  # fmt: skip
+
+
 MODELS: dict[str, tuple[Any, dict[int, list[str]]]] = {
     "sequential": (sequential, {2: ["2"], 4: ["2", "3.0", "4"]}),
     "vit": (ViT, {2: ["blocks.2"], 4: ["blocks.0", "blocks.2", "norm"]}),
     "resnet": (ResNet, {2: ["blocks.1"], 4: ["blocks.0", "blocks.2", "head"]}),
+    "changing": (changing, {2: ["2"], 4: ["1", "2", "4"]}),
 }
 
 
@@ -309,6 +317,14 @@ def test_a_parameter_of_the_model_itself_that_several_stages_use() -> None:
     pieces(x).sum().backward()
     twin(x).sum().backward()
     same(gradients(model), gradients(twin))
+
+
+def test_types_of_the_model_itself_change_with_the_pieces() -> None:
+    model, (x, _) = make("vit"), images(SIZE)
+    pieces = tl.split.by_names(model, ["blocks.2"], example=(x,))
+    for piece in pieces:
+        piece.double()
+    assert torch.equal(pieces(x.double()), make("vit").double()(x.double()))
 
 
 def test_a_piece_can_be_copied() -> None:

@@ -13,7 +13,8 @@ import transformers
 from torch import Tensor, nn
 
 from taktline.errors import StateError
-from taktline.split import deferred, log, materialise
+from taktline.split import deferred, materialise
+from taktline.split.on_meta import log
 
 _HF = {
     "vocab_size": 64,

@@ -8,7 +8,7 @@ import torch
 from torch import fx
 
 from taktline.errors import PartitionError
-from taktline.split.sizes import batch_dims
+from taktline.split.traced.sizes import batch_dims
 
 __all__ = ["add_checks", "check_batch", "check_constant", "check_shape"]
 

@@ -17,8 +17,8 @@ from torch.utils._python_dispatch import (
 )
 
 from taktline.errors import StateError
-from taktline.split.log import Log, keep, tensors_in, written
-from taktline.split.replay import replay
+from taktline.split.on_meta.log import Log, keep, tensors_in, written
+from taktline.split.on_meta.replay import replay
 
 __all__ = ["deferred"]
 

@@ -21,11 +21,11 @@ from torch import fx
 from torch.fx.graph import _PyTreeCodeGen, _PyTreeInfo
 from torch.utils import _pytree as pytree
 
-from taktline.split.alias import Aliases
-from taktline.split.arguments import add_checks
-from taktline.split.markers import is_marker
-from taktline.split.sizes import read_locally
-from taktline.split.state import Attribute, State
+from taktline.split.traced.alias import Aliases
+from taktline.split.traced.arguments import add_checks
+from taktline.split.traced.markers import is_marker
+from taktline.split.traced.sizes import read_locally
+from taktline.split.traced.state import Attribute, State
 
 __all__ = ["Piece", "cut"]
 

@@ -8,8 +8,8 @@ from typing import Any
 from torch import nn
 
 from taktline.errors import PartitionError
-from taktline.split.skeleton import Skeleton
-from taktline.split.walk import walk
+from taktline.split.named.skeleton import Skeleton
+from taktline.split.named.walk import walk
 
 __all__ = ["find_starts", "layered"]
 

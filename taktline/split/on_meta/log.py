@@ -12,7 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 
 from taktline.errors import StateError
-from taktline.split.draws import Draw, Trail
+from taktline.split.on_meta.draws import Draw, Trail
 
 __all__ = ["Call", "Die", "Log", "Ref", "find_log", "keep", "tensors_in", "written"]
 

@@ -13,13 +13,13 @@ from torch import fx, nn
 
 from taktline.errors import PartitionError
 from taktline.meta import as_arguments
-from taktline.split.cut import Piece, cut
-from taktline.split.markers import SplitPoint, is_marker
-from taktline.split.materialise import materialise
-from taktline.split.module import StageModule, WithoutKeywords
+from taktline.split.on_meta.materialise import materialise
 from taktline.split.pieces import Pieces
-from taktline.split.state import State
-from taktline.split.trace import Policy, in_mode, trace
+from taktline.split.traced.cut import Piece, cut
+from taktline.split.traced.markers import SplitPoint, is_marker
+from taktline.split.traced.module import StageModule, WithoutKeywords
+from taktline.split.traced.state import State
+from taktline.split.traced.trace import Policy, in_mode, trace
 from taktline.stage import PipelineStage, Tie
 from taktline.stage.ties import declared
 

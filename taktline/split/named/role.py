@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,11 +10,11 @@ import torch
 from torch.utils import _pytree as pytree
 
 from taktline.errors import PartitionError
-from taktline.split.ghost import Ghost
-from taktline.split.passage import Leave, Passage
-from taktline.split.skeleton import Skeleton
-from taktline.split.twin import look
-from taktline.split.walk import Course, device_of, walk
+from taktline.split.named.ghost import Ghost
+from taktline.split.named.passage import Leave, OtherTypes, Passage
+from taktline.split.named.skeleton import Skeleton
+from taktline.split.named.twin import look
+from taktline.split.named.walk import Course, device_of, walk
 
 __all__ = ["Role"]
 
@@ -58,6 +58,8 @@ class Role:
     skeleton: Skeleton
     stage: int
     _known: dict[Any, Manifest] = field(default_factory=dict)
+    _types: Mapping[torch.dtype, torch.dtype] = field(default_factory=dict)
+    """Types that other stages are known to give instead of those that their submodules have."""
 
     def run(
         self,
@@ -69,14 +71,30 @@ class Role:
         """The forward of this stage: what the next one needs, or the model's output."""
         values, call = self._received(args, kwargs)
         manifest = self._manifest(call, training)
-        passage = Passage(self.skeleton, self.stage, values, device_of((values, call)))
+        for _ in range(2):  # with the types that are known, and with none
+            try:
+                return self._pass(forward, values, call, manifest, last=False)
+            except OtherTypes as other:
+                self._types = other.types
+        return self._pass(forward, values, call, manifest, last=True)
+
+    def _pass(
+        self,
+        forward: Callable[..., Any],
+        values: tuple[Any, ...],
+        call: Call,
+        manifest: Manifest,
+        *,
+        last: bool,
+    ) -> Any:
+        device = device_of((values, call))
+        passage = Passage(self.skeleton, self.stage, values, device, self._types, last=last)
         with passage:
             try:
                 output = forward(*call[0], **call[1])
             except Leave as leave:
                 # Its traceback would keep alive all that the forward has made.
-                arguments = leave.with_traceback(None).arguments
-                return _packed(arguments, call, manifest)
+                return _packed(leave.with_traceback(None).arguments, call, manifest)
         return passage.finish(output)
 
     def _received(
@@ -108,11 +126,11 @@ class Role:
         return self._known[key]
 
     def _learn(self, call: Call) -> Manifest:
-        if self.stage == self.skeleton.stages - 1:
-            return Manifest(frozenset(), ())
         self._require_not_recorded(call[1])
         course = walk(self.skeleton, *call)
         self._require_at_home(course)
+        if self.stage == self.skeleton.stages - 1:
+            return Manifest(frozenset(), ())
         leaves, spec = pytree.tree_flatten(call)
         needed = tuple(
             isinstance(leaf, torch.Tensor)

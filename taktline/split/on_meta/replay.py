@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from taktline.split.draws import Draw
-from taktline.split.log import Call, Die, Log, Ref, tensors_in
+from taktline.split.on_meta.draws import Draw
+from taktline.split.on_meta.log import Call, Die, Log, Ref, tensors_in
 
 __all__ = ["replay"]
 

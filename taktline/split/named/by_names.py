@@ -11,10 +11,10 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from taktline.errors import PartitionError
-from taktline.split.piece import piece
+from taktline.split.named.piece import piece
+from taktline.split.named.skeleton import Skeleton
+from taktline.split.named.walk import Course, walk
 from taktline.split.pieces import Pieces
-from taktline.split.skeleton import Skeleton
-from taktline.split.walk import Course, walk
 
 __all__ = ["as_call", "by_names"]
 

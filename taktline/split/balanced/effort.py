@@ -12,9 +12,9 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from taktline.split.skeleton import Skeleton
-from taktline.split.trace import in_mode
-from taktline.split.walk import walk
+from taktline.split.named.skeleton import Skeleton
+from taktline.split.named.walk import walk
+from taktline.split.traced.trace import in_mode
 
 __all__ = ["count", "measure"]
 

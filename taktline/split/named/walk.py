@@ -10,9 +10,9 @@ import torch
 from torch.utils import _pytree as pytree
 
 from taktline.errors import PartitionError
-from taktline.split.ghost import ANYWHERE, Ghost, Scene
-from taktline.split.skeleton import Skeleton
-from taktline.split.twin import Twin
+from taktline.split.named.ghost import ANYWHERE, Ghost, Scene
+from taktline.split.named.skeleton import Skeleton
+from taktline.split.named.twin import Twin
 
 __all__ = ["Course", "device_of", "walk"]
 

@@ -13,9 +13,9 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from taktline.errors import StateError
 from taktline.plan.words import counted
-from taktline.split.log import Log, find_log
-from taktline.split.module import StageModule
-from taktline.split.replay import replay
+from taktline.split.on_meta.log import Log, find_log
+from taktline.split.on_meta.replay import replay
+from taktline.split.traced.module import StageModule
 from taktline.stage.ties import declared
 
 __all__ = ["materialise"]

@@ -12,7 +12,7 @@ from torch import fx, nn
 from torch.fx.node import map_aggregate
 
 from taktline.errors import PartitionError
-from taktline.split.cut import Piece
+from taktline.split.traced.cut import Piece
 
 __all__ = ["StageModule", "WithoutKeywords"]
 

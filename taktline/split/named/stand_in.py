@@ -14,8 +14,8 @@ from typing import Any
 from torch import nn
 
 from taktline.errors import PartitionError
-from taktline.split.ghost import current, resolved
-from taktline.split.twin import Twin
+from taktline.split.named.ghost import current, resolved
+from taktline.split.named.twin import Twin
 
 __all__ = ["gate", "made_from", "stand_in"]
 

@@ -118,6 +118,11 @@ class Ghost(torch.Tensor):
         """What is left of a tensor without its data."""
         return cls(as_meta(tensor), maker, stage, tensor.device, parameter=parameter)
 
+    def typed(self, dtype: torch.dtype) -> Ghost:
+        """The same with another type."""
+        meta = self.meta.to(dtype)
+        return Ghost(meta, self.maker, self.stage, self.device, parameter=self.parameter)
+
     def __repr__(self) -> str:  # pyright: ignore[reportIncompatibleMethodOverride]
         return f"Ghost({self.maker!r}, {self.dtype}, {list(self.shape)})"
 

@@ -24,9 +24,9 @@ import torch
 from torch import nn
 
 from taktline.errors import PartitionError
-from taktline.split.ghost import ANYWHERE, Ghost
-from taktline.split.stand_in import gate, stand_in
-from taktline.split.twin import Twin
+from taktline.split.named.ghost import ANYWHERE, Ghost
+from taktline.split.named.stand_in import gate, stand_in
+from taktline.split.named.twin import Twin
 
 __all__ = ["Skeleton"]
 
@@ -69,7 +69,7 @@ class Skeleton:
         def note(name: str, module: nn.Module) -> nn.Module:
             if name not in made.cuts and not _is_unit(module):
                 return copy.deepcopy(module, free)
-            made.twins[name] = Twin(name, copy.deepcopy(module, memo), skips, {})
+            made.twins[name] = Twin(name, copy.deepcopy(module, memo), skips)
             return stand_in(made.twins[name], module.training)
 
         def keep(name: str, parameter: nn.Parameter) -> Ghost:
@@ -114,21 +114,33 @@ class Skeleton:
 
         return self._copied(model, "", child, parameter)
 
-    def retype(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    def retype(self, piece: nn.Module, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Follow what is done to the parameters of a piece, as far as it changes their types."""
         types: dict[torch.dtype, torch.dtype] = {}
+
+        def follow(table: dict[str, Any]) -> bool:
+            """Whether anything in a table has another type now."""
+            changed = False
+            for key, ghost in table.items():
+                if isinstance(ghost, Ghost):
+                    if ghost.dtype not in types:
+                        types[ghost.dtype] = change(torch.empty(0, dtype=ghost.dtype)).dtype
+                    if types[ghost.dtype] is not ghost.dtype:
+                        table[key], changed = ghost.typed(types[ghost.dtype]), True
+            return changed
+
         for twin in self.twins.values():
             for module in twin.module.modules():
-                tables: Any = (module._parameters, module._buffers)
-                for table in tables:
-                    for key, ghost in table.items():
-                        if not isinstance(ghost, Ghost):
-                            continue
-                        if ghost.dtype not in types:
-                            types[ghost.dtype] = change(torch.empty(0, dtype=ghost.dtype)).dtype
-                        if types[ghost.dtype] is not ghost.dtype:
-                            table[key] = ghost.to(types[ghost.dtype])
-                            twin.forget()
+                for table in (module._parameters, module._buffers):
+                    if follow(table):
+                        twin.forget()
+        follow(self.direct)
+        for name, ghost in self.direct.items():
+            path, _, key = name.rpartition(".")
+            for model in (self.bones, piece):
+                container = vars(model.get_submodule(path))
+                if key in container:
+                    container[key] = ghost
 
     def _copied(
         self,

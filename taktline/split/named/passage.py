@@ -9,18 +9,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 
 from taktline.errors import PartitionError
-from taktline.split.ghost import Ghost, Scene, resolved
-from taktline.split.skeleton import Skeleton
-from taktline.split.twin import Twin
+from taktline.split.named.ghost import Ghost, Scene, resolved
+from taktline.split.named.skeleton import Skeleton
+from taktline.split.named.twin import Twin
 
-__all__ = ["Leave", "Passage"]
+__all__ = ["Leave", "OtherTypes", "Passage"]
 
 
 class Leave(BaseException):
@@ -34,15 +34,36 @@ class Leave(BaseException):
         self.arguments = (args, kwargs)
 
 
+class OtherTypes(BaseException):
+    """Ends a forward whose ghosts have not the types of what came, to begin it anew."""
+
+    def __init__(self, types: Mapping[torch.dtype, torch.dtype]) -> None:
+        super().__init__()
+        self.types = types
+
+
 class Passage(Scene):
-    """The forward of one micro-batch in one stage."""
+    """The forward of one micro-batch in one stage.
+
+    ``types`` tells the types that submodules of other stages really give, where something that is
+    not to be seen here, such as mixed precision, changes them; ``last``, not to try others.
+    """
 
     mixed = True
 
     def __init__(
-        self, skeleton: Skeleton, stage: int, values: Sequence[Any], device: torch.device
+        self,
+        skeleton: Skeleton,
+        stage: int,
+        values: Sequence[Any],
+        device: torch.device,
+        types: Mapping[torch.dtype, torch.dtype],
+        *,
+        last: bool,
     ) -> None:
         super().__init__(device)
+        self._types = types
+        self._last = last
         self._skeleton = skeleton
         self._stage = stage
         self._values = values
@@ -67,7 +88,8 @@ class Passage(Scene):
     ) -> Any:
         """Ghosts, on the way in; or the way out."""
         if not self._is_in:
-            return twin.output(args, kwargs, training=training, stage=0, device=self.device)
+            output = twin.output(args, kwargs, training=training, stage=0, device=self.device)
+            return pytree.tree_map_only(Ghost, self._typed, output) if self._types else output
         if twin.name != self._skeleton.starts(self._stage + 1):
             raise PartitionError(
                 f"the forward calls {twin.name!r}, which lies in stage "
@@ -109,12 +131,21 @@ class Passage(Scene):
                 f"from the stage before, but {len(self._values)} came; every rank must cut the "
                 "same model"
             )
+        types: dict[torch.dtype, torch.dtype] = {}
+        changes = self._skeleton.twins[name].changes
         for ghost, value in zip(ghosts, self._values, strict=True):
-            if (ghost.shape, ghost.dtype) != (value.shape, value.dtype):
+            if ghost.shape != value.shape:
                 raise PartitionError(
-                    f"{name!r}, with which stage {self._stage} begins, waits for "
-                    f"{ghost.dtype}{list(ghost.shape)} from the stage before, but "
-                    f"{value.dtype}{list(value.shape)} came; bring the model to its type before it "
-                    "is cut, or each of its pieces"
+                    f"{name!r}, with which stage {self._stage} begins, waits for a tensor of the "
+                    f"shape {list(ghost.shape)} from the stage before, but one of "
+                    f"{list(value.shape)} came; every rank must cut the same model"
                 )
-            ghost.value = value
+            if ghost.dtype is not value.dtype:
+                types[ghost.dtype] = value.dtype
+            # Autograd refuses to change what a stage is given; a copy can be changed.
+            ghost.value = value.clone() if changes else value
+        if types and not self._last:
+            raise OtherTypes({} if self._types else types)
+
+    def _typed(self, ghost: Ghost) -> Ghost:
+        return ghost.typed(self._types.get(ghost.dtype, ghost.dtype))

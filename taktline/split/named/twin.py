@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 
 from taktline.aside import Aside, Skip
 from taktline.errors import PartitionError
-from taktline.split.ghost import Ghost, Scene, as_meta
+from taktline.split.named.ghost import Ghost, Scene, as_meta
 
 __all__ = ["Twin", "look"]
 
@@ -42,12 +42,14 @@ class Twin:
         name: what it is called in the model.
         module: the copy.
         skips: what the twins of a model have put so far.
+        changes: whether it is known to change its arguments in place.
     """
 
     name: str
     module: nn.Module
     skips: dict[str, Skip]
-    _known: dict[Any, tuple[list[Any], pytree.TreeSpec]]
+    changes: bool = False
+    _known: dict[Any, tuple[list[Any], pytree.TreeSpec]] = field(default_factory=dict)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Twin:
         return self  # the copy of a piece can learn from the same one
@@ -98,6 +100,7 @@ class Twin:
             for leaf in leaves
         ]
         args, kwargs = pytree.tree_unflatten(inputs, spec)
+        ghosts = {ghost: ghost.meta for ghost in inputs if isinstance(ghost, Ghost)}
         self.module.train(training)
         with Scene(device), _Beside(0, self.skips), torch.no_grad():
             try:
@@ -108,6 +111,7 @@ class Twin:
                     f"{self.name!r} gives, and it cannot tell them without data (see above); cut "
                     "the model with taktline.pipeline, which traces it, or by hand"
                 ) from error
+        self.changes |= any(ghost.meta is not meta for ghost, meta in ghosts.items())
         places = {id(leaf): place for place, leaf in enumerate(inputs) if not _is_constant(leaf)}
         parts, tree = pytree.tree_flatten(output)
         learned: list[Any] = []

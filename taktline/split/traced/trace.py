@@ -11,9 +11,9 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from taktline.errors import PartitionError
-from taktline.split.beside import recording, with_losses
-from taktline.split.markers import SplitPoint, marked, require_outside, tracing
-from taktline.split.sizes import batch_dims
+from taktline.split.traced.beside import recording, with_losses
+from taktline.split.traced.markers import SplitPoint, marked, require_outside, tracing
+from taktline.split.traced.sizes import batch_dims
 
 __all__ = ["Policy", "in_mode", "trace"]
 

@@ -6,9 +6,9 @@ from typing import Any, Self
 
 from torch import nn
 
-from taktline.split.role import Role
-from taktline.split.skeleton import Skeleton
-from taktline.split.stand_in import made_from
+from taktline.split.named.role import Role
+from taktline.split.named.skeleton import Skeleton
+from taktline.split.named.stand_in import made_from
 
 __all__ = ["piece"]
 
@@ -23,7 +23,7 @@ class _Piece:
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
         super()._apply(fn, recurse)  # pyright: ignore[reportAttributeAccessIssue]
-        vars(self)["_role"].skeleton.retype(fn)
+        vars(self)["_role"].skeleton.retype(self, fn)
         return self
 
 

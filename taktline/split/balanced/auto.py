@@ -10,9 +10,9 @@ from torch import nn
 
 from taktline.errors import PartitionError
 from taktline.plan import Partition, balance
-from taktline.split import effort
-from taktline.split.by_names import as_call, by_names
-from taktline.split.layers import find_starts, layered
+from taktline.split.balanced import effort
+from taktline.split.balanced.layers import find_starts, layered
+from taktline.split.named.by_names import as_call, by_names
 from taktline.split.pieces import Pieces
 
 __all__ = ["Division", "auto"]

@@ -1,0 +1,1 @@
+"""Cuts by what layers cost."""

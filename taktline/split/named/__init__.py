@@ -1,0 +1,1 @@
+"""A model cut at its submodules, whose own forward runs in every stage."""

@@ -1,0 +1,1 @@
+"""Models built without memory for their tensors, and pieces that get theirs."""

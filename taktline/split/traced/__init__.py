@@ -1,0 +1,1 @@
+"""A model traced with torch.export and cut between its operations."""
