@@ -15,7 +15,7 @@ from taktline import split
 from taktline.errors import PartitionError
 from taktline.plan import Plan
 from taktline.plan.words import counted
-from taktline.split.pipe import Pipe
+from taktline.split import Pipe
 from taktline.stage.names import named_buffers, named_parameters
 from taktline.stage.ties import declared
 from taktline.transport import Transport

@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from taktline.errors import MismatchError
 from taktline.plan import Plan
-from taktline.split.module import StageModule
+from taktline.split.traced.module import StageModule
 from taktline.stage.names import named_parameters, unwrapped
 from taktline.stage.ties import declared
 from taktline.train.ranks import Ranks
