@@ -189,12 +189,13 @@ def _world() -> int:
 
 
 def _device(mesh: DeviceMesh | None) -> torch.device:
-    """The device of this process: the mesh's kind, else that which the ranks can talk over."""
-    kind = "cpu"
+    """The device of this process: the mesh's kind, else a GPU if there is one for each process."""
     if mesh is not None:
         kind = mesh.device_type
-    elif torch.cuda.is_available() and not (dist.is_initialized() and dist.get_backend() == "gloo"):
-        kind = "cuda"
+    else:
+        over_gloo = dist.is_initialized() and dist.get_backend() == "gloo"
+        here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        kind = "cpu" if over_gloo or torch.cuda.device_count() < here else "cuda"
     if kind == "cpu":
         return torch.device("cpu")
     local_rank = os.environ.get("LOCAL_RANK")

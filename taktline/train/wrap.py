@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from taktline.errors import MismatchError
 from taktline.plan import Plan
 from taktline.split.traced.module import StageModule
-from taktline.stage.names import named_parameters, unwrapped
+from taktline.stage.names import named_parameters
 from taktline.stage.ties import declared
 from taktline.train.ranks import Ranks
 
@@ -31,26 +31,23 @@ def check_choice(data_parallel: str | None) -> None:
 
 def separate(modules: Mapping[int, nn.Module], plan: Plan) -> None:
     """Let the stages of each rank have their own copy of a tied weight, as in processes."""
-    for module in modules.values():
-        for tie in declared(module):
-            copies: dict[int, nn.Parameter] = {}
-            for stage, name in tie.uses:
-                if stage not in modules:
-                    continue
-                rank = plan.placement.rank_of[stage]
-                parameter = named_parameters(modules[stage])[name]
-                if rank not in copies:
-                    copies[rank] = _copy(parameter) if copies else parameter
-                _set(modules[stage], name, parameter, copies[rank])
+    for tie in {tie: None for module in modules.values() for tie in declared(module)}:
+        copies: dict[int, nn.Parameter] = {}
+        for stage, name in tie.uses:
+            rank = plan.placement.rank_of[stage]
+            parameter = named_parameters(modules[stage])[name]
+            if rank not in copies:
+                copies[rank] = _copy(parameter) if copies else parameter
+            _replace(modules[stage], parameter, copies[rank])
 
 
 def _copy(parameter: nn.Parameter) -> nn.Parameter:
     return nn.Parameter(parameter.detach().clone(), parameter.requires_grad)
 
 
-def _set(module: nn.Module, name: str, old: nn.Parameter, new: nn.Parameter) -> None:
+def _replace(module: nn.Module, old: nn.Parameter, new: nn.Parameter) -> None:
     """Put a parameter in the place of another one, wherever a module has it."""
-    for inner in unwrapped(module).modules():
+    for inner in module.modules():
         for key, value in inner._parameters.items():
             if value is old:
                 inner._parameters[key] = new
