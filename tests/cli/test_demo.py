@@ -19,7 +19,10 @@ COMMAND = [sys.executable, "-m", "taktline", "demo"]
 
 def shown(*words: str) -> str:
     command = [*COMMAND, "--steps", "3", "--microbatches", "2", *words]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=240, check=False
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout
 
