@@ -22,7 +22,7 @@ help: ## List the targets
 	@sed -n 's/^\([a-z]*\):.*## \(.*\)/\1|\2/p' $(MAKEFILE_LIST) | \
 		while IFS='|' read -r target words; do printf '  %-8s %s\n' "$$target" "$$words"; done
 
-demo: $(VENV)/.stamp-cli ## Install the package with its commands and show a schedule
+demo: $(VENV)/.stamp-cli ## Install the package with its commands and train a small GPT
 	@$(BIN)/taktline demo
 
 test: lint unit docs ## Everything that must pass: lint, types, imports, tests, docs

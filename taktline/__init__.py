@@ -59,6 +59,7 @@ if TYPE_CHECKING:
     from taktline.stage import stage_backward as stage_backward
     from taktline.stage import stage_backward_input as stage_backward_input
     from taktline.stage import stage_backward_weight as stage_backward_weight
+    from taktline.train import Pipeline as Pipeline
     from taktline.transport import local as local
 
 __version__ = "0.1.0.dev0"
@@ -71,6 +72,7 @@ _ROOM_OF = {
     "Link": "plan",
     "MismatchError": "errors",
     "Pipe": "split",
+    "Pipeline": "train",
     "PipelineStage": "stage",
     "Placement": "plan",
     "Plan": "plan",

@@ -21,6 +21,7 @@ def test_top_level_names() -> None:
         "Link",
         "MismatchError",
         "Pipe",
+        "Pipeline",
         "PipelineStage",
         "Placement",
         "Plan",

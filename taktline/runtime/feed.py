@@ -36,6 +36,8 @@ class Feed:
     """Outputs of the last stage; None if they are not asked for."""
     scales: Sequence[float] | None = None
     """What the gradient of each micro-batch's loss counts; None: the same for all."""
+    grad_scale: float = 1.0
+    """What every gradient is multiplied with, for those that would vanish in half precision."""
     losses: dict[int, torch.Tensor] = field(default_factory=dict)
     aux_losses: dict[int, torch.Tensor] = field(default_factory=dict)
     """The sum of what this rank's stages have added in each micro-batch."""
@@ -50,5 +52,6 @@ class Feed:
         self.loss_keywords = {}
         self.outputs = None
         self.scales = None
+        self.grad_scale = 1.0
         self.losses = {}
         self.aux_losses = {}

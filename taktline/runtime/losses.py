@@ -13,7 +13,7 @@ from taktline.errors import BatchError
 from taktline.plan.words import counted
 from taktline.runtime.feed import Feed
 
-__all__ = ["LossWeights", "Wanted", "scales"]
+__all__ = ["LossWeights", "Wanted", "mean_of", "scales"]
 
 LossWeights: TypeAlias = Sequence[float] | torch.Tensor | Callable[[Any], float | torch.Tensor]
 """One number a micro-batch, or what gives it for a micro-batch's target."""
@@ -46,6 +46,23 @@ def _listed(found: Mapping[int, torch.Tensor], count: int) -> list[torch.Tensor]
     """By micro-batch; one in which nothing was added has zero."""
     zero = torch.zeros_like(next(iter(found.values())))
     return [found.get(m, zero) for m in range(count)]
+
+
+def mean_of(
+    losses: Mapping[int, torch.Tensor], scales: Sequence[float] | None = None
+) -> torch.Tensor | None:
+    """The mean of the losses, each as it counts; None where they are not known.
+
+    >>> losses = {0: torch.tensor(1.0), 1: torch.tensor(5.0)}
+    >>> mean_of(losses), mean_of(losses, [0.75, 0.25])
+    (tensor(3.), tensor(2.))
+    """
+    if not losses:
+        return None
+    counts = [1.0] * len(losses) if scales is None else scales
+    # What does not count is left out: its loss may well be nan.
+    parts = [losses[m].double() * count for m, count in enumerate(counts) if count]
+    return (torch.stack(parts).sum() / sum(counts)).to(losses[0].dtype)
 
 
 def scales(weights: LossWeights, targets: Sequence[Any], *, normalised: bool) -> list[float]:

@@ -39,21 +39,28 @@ class Outcome:
             losses = {} if failed else feed.losses
             aux = {} if failed else feed.aux_losses
             numbers += [_DTYPES.index(losses[0].dtype) if losses else _NO_LOSS, int(bool(aux))]
-            numbers += [*_bits(losses, shares), *_bits(aux, shares)]
+            scales = torch.tensor([] if failed else feed.scales or [], dtype=torch.float64)
+            counts = dict(enumerate(scales))
+            numbers += [*_bits(losses, shares), *_bits(aux, shares), *_bits(counts, shares)]
         return cls(numbers)
 
     @staticmethod
     def share(outcomes: Sequence[Outcome], feed: Feed) -> None:
-        """Put every rank's losses into the feed: the main ones, and the sums of added ones."""
+        """Put every rank's losses into the feed: the main ones, and the sums of added ones.
+
+        With the main ones, how much each of them counts.
+        """
         dtype, losses, aux = None, {}, {}
         for outcome in outcomes:
             code, has_aux, *bits = outcome.numbers[2:]
             values = struct.unpack(f"<{len(bits)}d", struct.pack(f"<{len(bits)}q", *bits))
-            half = len(values) // 2
+            count = len(values) // 3
             if code != _NO_LOSS:
-                dtype, losses = _DTYPES[code], dict(enumerate(values[:half]))
+                dtype, losses = _DTYPES[code], dict(enumerate(values[:count]))
+                feed.scales = values[2 * count :] if any(values[2 * count :]) else None
             if has_aux:
-                aux = {m: aux.get(m, 0.0) + value for m, value in enumerate(values[half:])}
+                added = enumerate(values[count : 2 * count])
+                aux = {m: aux.get(m, 0.0) + value for m, value in added}
         feed.losses = {m: torch.tensor(value, dtype=dtype) for m, value in losses.items()}
         feed.aux_losses = {m: torch.tensor(value, dtype=dtype) for m, value in aux.items()}
 

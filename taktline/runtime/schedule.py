@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
@@ -13,7 +13,7 @@ from taktline.errors import BatchError, MismatchError, ScheduleError
 from taktline.plan import Plan
 from taktline.runtime.batch import Batch, Cutter
 from taktline.runtime.feed import Facts, Feed
-from taktline.runtime.losses import LossWeights, Wanted, scales
+from taktline.runtime.losses import LossWeights, Wanted, mean_of, scales
 from taktline.runtime.microbatch import TensorChunkSpec, merge_chunks
 from taktline.runtime.runner import Runner
 from taktline.runtime.trace import Trace, tracing
@@ -57,6 +57,7 @@ class Schedule:
         self.scale_grads = scale_grads
         self.steps = 0
         """Training steps so far; with a seed, dropout depends on it (set it when you resume)."""
+        self._last: tuple[Mapping[int, torch.Tensor], Sequence[float] | None] = {}, None
         self._runner = Runner(
             name,
             make_plan,
@@ -81,6 +82,14 @@ class Schedule:
         self._runner.stall_after = seconds
 
     @property
+    def loss(self) -> torch.Tensor | None:
+        """The mean loss of the last step or eval, each micro-batch as it counts.
+
+        None where the losses are not known: see ``share_losses``.
+        """
+        return mean_of(*self._last)
+
+    @property
     def plan(self) -> Plan:
         """What each rank does, in order."""
         return self._runner.runnable.plan
@@ -95,6 +104,7 @@ class Schedule:
         loss_weights: LossWeights | None = None,
         aux_losses: list[torch.Tensor] | None = None,
         share_losses: bool = False,
+        grad_scale: float = 1.0,
         arg_mbs: Sequence[tuple[Any, ...]] | None = None,
         kwarg_mbs: Sequence[dict[str, Any]] | None = None,
         target_mbs: Sequence[Any] | None = None,
@@ -117,6 +127,7 @@ class Schedule:
             aux_losses: a list to be filled with the sum of what :func:`taktline.add_loss` has
                 added in each micro-batch, on the ranks that did.
             share_losses: whether every rank gets the losses of all, as numbers on the CPU.
+            grad_scale: what every gradient is multiplied with, as a GradScaler asks for.
             arg_mbs: instead of ``args``: the arguments of each micro-batch, cut already.
             kwarg_mbs: instead of ``kwargs``, likewise.
             target_mbs: instead of ``target``, likewise.
@@ -125,7 +136,9 @@ class Schedule:
         batch = Batch(args, kwargs, target, arg_mbs, kwarg_mbs, target_mbs)
         wanted = Wanted(losses, aux_losses, share_losses, return_outputs)
         trains = self._loss_fn is not None
-        results = self._run(batch, wanted, loss_kwargs, loss_weights, trains=trains)
+        results = self._run(
+            batch, wanted, loss_kwargs, loss_weights, grad_scale=grad_scale, trains=trains
+        )
         self.steps += trains
         return results
 
@@ -179,6 +192,7 @@ class Schedule:
         loss_kwargs: dict[str, Any] | None,
         loss_weights: LossWeights | None,
         *,
+        grad_scale: float = 1.0,
         trains: bool,
     ) -> Any:
         def prepare(feed: Feed) -> Facts:
@@ -188,7 +202,7 @@ class Schedule:
                     "step() trains, but under torch.no_grad() it cannot; call eval()"
                 )
             feed.loss_keywords = loss_kwargs or {}
-            feed.number = self.steps
+            feed.number, feed.grad_scale = self.steps, grad_scale
             if wanted.outputs and self._has_last():
                 feed.outputs = {}
             facts = self._cut(batch, feed, trains)
@@ -198,6 +212,7 @@ class Schedule:
 
         output, feed = self._runner.run(prepare, self._merged, trains=trains)
         wanted.fill(feed, self._n_microbatches)
+        self._last = feed.losses, feed.scales
         feed.clear()
         return output
 

@@ -17,6 +17,7 @@ from taktline.runtime.ports import In, Out, Values
 from taktline.runtime.seeds import seeded
 from taktline.sharding import is_sharded, root_gradient
 from taktline.stage import PipelineStage
+from taktline.stage.engine import outside_autocast
 
 __all__ = ["Work"]
 
@@ -105,15 +106,18 @@ class Work:
 
     def backward(self, microbatch: int) -> None:
         """B."""
-        self._run_backward(microbatch, self._stage.backward)
+        with outside_autocast(self._stage.device):
+            self._run_backward(microbatch, self._stage.backward)
 
     def backward_input(self, microbatch: int) -> None:
         """I."""
-        self._run_backward(microbatch, self._stage.backward_input)
+        with outside_autocast(self._stage.device):
+            self._run_backward(microbatch, self._stage.backward_input)
 
     def backward_weight(self, microbatch: int) -> None:
         """W."""
-        self._stage.backward_weight(microbatch)
+        with outside_autocast(self._stage.device):
+            self._stage.backward_weight(microbatch)
 
     @contextmanager
     def noting(self, note: Callable[[], None]) -> Iterator[None]:
@@ -145,7 +149,8 @@ class Work:
         if losses:
             # A micro-batch that does not count is left out: its loss may well be nan.
             self._own_gradients[microbatch] = [
-                root_gradient(loss, scale) if scale else None for loss, scale in losses
+                root_gradient(loss, scale * self._feed.grad_scale) if scale else None
+                for loss, scale in losses
             ]
             results = [*results, *(loss for loss, _ in losses)]
         self._stage.keep(microbatch, inputs, results)

@@ -24,9 +24,10 @@ import torch
 
 from taktline.errors import DeadlockError, TransportError
 from taktline.plan.words import counted
+from taktline.transport.ambient import Ambient, Random
 from taktline.transport.base import Channel, Handle, Post
 
-__all__ = ["LocalTransport", "current", "run"]
+__all__ = ["LocalRanks", "LocalTransport", "current", "run"]
 
 T = TypeVar("T")
 Args = TypeVarTuple("Args")
@@ -45,11 +46,7 @@ def run(fn: Callable[[int, *Args], T], ranks: int, *args: *Args, strict: bool = 
     >>> run(share, 2, 10)
     [[[0, 0], [1, 10]], [[0, 0], [1, 10]]]
     """
-    if (here := current()) is not None:
-        raise TransportError(f"rank {here.rank} is a local rank and cannot run local ranks itself")
-    if ranks < 1:
-        raise TransportError(f"ranks must be a whole number from 1 up, not {ranks}")
-    return _World(ranks, strict).run(lambda rank: fn(rank, *args))
+    return LocalRanks(ranks, strict=strict).run(lambda rank: fn(rank, *args))
 
 
 def current() -> LocalTransport | None:
@@ -68,13 +65,17 @@ class LocalTransport:
     [[0], [1], [4]]
     """
 
-    def __init__(self, world: _World, rank: int, size: int) -> None:
+    def __init__(self, world: LocalRanks, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
         self._world = world
         self._opened: set[Channel] = set()
         self._turn = threading.Lock()
         self._turn.acquire()
-        self._random = _random_state()
+        self.random = Random.now()
+        self.await_turn()
+
+    def await_turn(self) -> None:
+        """Be ready to begin."""
         # Before a rank begins, it awaits what is done already; while it runs or has ended, nothing.
         self._awaited: _Exchange | _Message | None = _Exchange(0)
         self._deadlock: str | None = None
@@ -130,10 +131,10 @@ class LocalTransport:
         self._check_turn()
         if awaited.done:
             return
-        self._awaited, self._random = awaited, _random_state()
+        self._awaited, self.random = awaited, Random.now()
         self._world.pass_on(self.rank)
         self._turn.acquire()
-        _set_random_state(*self._random)
+        self.random.restore()
         self._awaited, deadlock, self._deadlock = None, self._deadlock, None
         self._check_turn()
         if deadlock is not None:
@@ -153,18 +154,17 @@ class LocalTransport:
         self._turn.acquire()
         self._awaited, world, _thread.transport = None, self._world, self
         threading.current_thread().name = f"rank {self.rank}"
-        _set_random_state(*self._random)
+        self.random.restore()
         try:
-            if world.stream is not None:
-                torch.cuda.set_stream(world.stream)
             self._check_turn()
-            with torch.set_grad_enabled(world.grad):
+            with world.ambient.entered():
                 results[self.rank] = fn(self.rank)
         except BaseException as error:
             self._end = f"has raised {type(error).__name__}"
             if not world.errors:
                 error.add_note(f"on rank {self.rank} of {counted(self.size, 'local rank')}")
                 world.errors.append(error)
+        self.random = Random.now()
         world.pass_on(self.rank)
 
     def __str__(self) -> str:
@@ -172,24 +172,50 @@ class LocalTransport:
         return f"rank {self.rank} {doing}"
 
 
-class _World:
-    """What the ranks share. Only the one with the baton touches it, so it needs no lock."""
+class LocalRanks:
+    """Local ranks that live on, for things that are run again and again.
 
-    def __init__(self, size: int, strict: bool) -> None:
+    What a rank has opened or remembers of its transport is there in the next run. Random numbers go
+    on where each rank was; once the caller has drawn or seeded, all begin where the caller is.
+
+    >>> ranks = LocalRanks(2)
+    >>> ranks.run(lambda rank: current().exchange([rank]))
+    [[[0], [1]], [[0], [1]]]
+    >>> ranks.run(lambda rank: rank)
+    [0, 1]
+    """
+
+    # Only the rank with the baton touches what follows, so it needs no lock.
+    def __init__(self, size: int, *, strict: bool = False) -> None:
+        if size < 1:
+            raise TransportError(f"ranks must be a whole number from 1 up, not {size}")
         self.strict = strict
-        self.grad = torch.is_grad_enabled()
-        # A stream brings its device along.
-        self.stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
         self.ranks = [LocalTransport(self, rank, size) for rank in range(size)]
         # The caller's thread has the baton before the ranks have it, and after them.
         self.caller = self.holder = LocalTransport(self, -1, size)
         self.posted: defaultdict[tuple[Channel, str], deque[_Message]] = defaultdict(deque)
-        self.exchange = _Exchange(size)
         self.errors: list[BaseException] = []
         self.interrupts: list[BaseException] = []
+        self._begin()
+
+    def _begin(self) -> None:
+        """Let every rank be ready to begin, with what the caller's thread has set."""
+        if (here := current()) is not None:
+            raise TransportError(
+                f"rank {here.rank} is a local rank and cannot run local ranks itself"
+            )
+        self.ambient = Ambient()
+        self.exchange = _Exchange(len(self.ranks))
+        now = Random.now()
+        if not now.equals(self.caller.random):
+            for rank in (self.caller, *self.ranks):
+                rank.random = now
+        for rank in self.ranks:
+            rank.await_turn()
 
     def run(self, fn: Callable[[int], Any]) -> list[Any]:
         """Call a function on each rank, and leave no thread behind, whatever happens."""
+        self._begin()
         results: list[Any] = [None] * len(self.ranks)
         threads = [threading.Thread(target=rank._live, args=(fn, results)) for rank in self.ranks]
         try:
@@ -197,7 +223,8 @@ class _World:
                 thread.start()
         except BaseException as error:
             self.interrupts.append(error)
-            del self.ranks[sum(thread.is_alive() for thread in threads) :]
+            for rank in self.ranks[sum(thread.is_alive() for thread in threads) :]:
+                rank._awaited = None
         self.pass_on(self.caller.rank)
         # Not join: in CPython 3.11 a thread counts as ended once Ctrl-C has interrupted that.
         while self.holder is not self.caller:
@@ -207,12 +234,14 @@ class _World:
                 self.interrupts.append(error)
         for thread in filter(threading.Thread.is_alive, threads):
             thread.join()
-        _set_random_state(*self.caller._random)
-        # The world and its ranks hold each other for a while; nobody's tensors should stay as long.
+        self.caller.random.restore()
+        # The ranks hold each other for a while; nobody's tensors should stay as long.
         self.posted.clear()
-        for errors in (self.interrupts, self.errors):
-            if errors:
-                raise errors.pop(0)
+        raised = [*self.interrupts, *self.errors]
+        self.interrupts.clear()
+        self.errors.clear()
+        if raised:
+            raise raised.pop(0)
         return results
 
     def pass_on(self, rank: int) -> None:
@@ -291,13 +320,3 @@ def _copy(channel: Channel, sent: _Message, awaited: _Message) -> None:
     for message in (sent, awaited):
         message.record()
         message.done = True
-
-
-def _random_state() -> tuple[torch.Tensor, list[torch.Tensor]]:
-    on_cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
-    return torch.get_rng_state(), on_cuda
-
-
-def _set_random_state(on_cpu: torch.Tensor, on_cuda: list[torch.Tensor]) -> None:
-    torch.set_rng_state(on_cpu)
-    torch.cuda.set_rng_state_all(on_cuda)

@@ -318,13 +318,6 @@ def test_version(folder: Path) -> None:
     assert ok("--version") == f"taktline {taktline.__version__}\n"
 
 
-def test_demo_shows_the_tour(folder: Path) -> None:
-    out = ok("demo")
-    assert "Checked: sound" in out
-    assert "[order] rank 1, position 1, 1B1: needs 1F1, which comes later" in out
-    assert "dualpipev" in out
-
-
 @pytest.mark.parametrize("command", ["plan", "check", "show", "simulate", "compare"])
 def test_help_has_examples(folder: Path, command: str) -> None:
     assert f"taktline {command}" in ok(command, "--help")

@@ -15,7 +15,7 @@ import torch
 
 from taktline.errors import DeadlockError, TransportError
 from taktline.transport.base import Channel, Handle, Transport
-from taktline.transport.local import LocalTransport, current, run
+from taktline.transport.local import LocalRanks, LocalTransport, current, run
 
 cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 
@@ -535,3 +535,44 @@ def test_ranks_begin_on_the_stream_of_the_caller() -> None:
     with torch.cuda.stream(torch.cuda.Stream()):
         mine = torch.cuda.current_stream()
         assert run(lambda rank: torch.cuda.current_stream(), 2) == [mine, mine]
+
+
+def test_ranks_that_live_on_keep_their_channels() -> None:
+    ranks, there = LocalRanks(2), Channel(0, 1, False)
+
+    def send_once(rank: int) -> list[int]:
+        buffer = torch.full((4,), rank, dtype=torch.uint8)
+        (here().receiver if rank else here().sender)(there)(buffer).wait()
+        return buffer.tolist()
+
+    ranks.run(lambda rank: here().open([there]))
+    for _ in range(2):
+        assert ranks.run(send_once)[1] == [0] * 4
+
+
+def test_ranks_that_live_on_survive_an_error() -> None:
+    ranks = LocalRanks(2)
+
+    def fail(rank: int) -> None:
+        if rank:
+            raise KeyError("no")
+        here().exchange([0])
+
+    with pytest.raises(KeyError):
+        ranks.run(fail)
+    assert ranks.run(lambda rank: here().exchange([rank])) == [[[0], [1]]] * 2
+
+
+def test_random_numbers_of_ranks_that_live_on() -> None:
+    ranks = LocalRanks(2)
+    torch.manual_seed(0)
+    drawn = [ranks.run(lambda rank: torch.rand(()).item() if rank else 0.0)[1] for _ in range(2)]
+    assert drawn == [torch.rand(()).item() for _ in range(2)]
+    # The caller has drawn, so all begin where it is.
+    assert ranks.run(lambda rank: torch.rand(()).item()) == [torch.rand(()).item()] * 2
+
+
+def test_local_ranks_see_the_autocast_of_their_caller() -> None:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = run(lambda rank: (torch.ones(2, 2) @ torch.ones(2, 2)).dtype, 2)
+    assert found == [torch.bfloat16] * 2

@@ -1,0 +1,83 @@
+"""What the demo trains: a small GPT, on the source code of this package, letter by letter."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import taktline
+
+__all__ = ["CONTEXT", "GPT", "Text", "loss_fn"]
+
+CONTEXT = 64
+_WIDTH = 96
+_HEADS = 4
+
+
+class _Block(nn.Module):
+    """Attention, then two layers for each letter by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before_attention = nn.LayerNorm(_WIDTH)
+        self.attention = nn.Linear(_WIDTH, 3 * _WIDTH)
+        self.joined = nn.Linear(_WIDTH, _WIDTH)
+        self.before_layers = nn.LayerNorm(_WIDTH)
+        self.wide = nn.Linear(_WIDTH, 4 * _WIDTH)
+        self.narrow = nn.Linear(4 * _WIDTH, _WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The same shape, further on."""
+        parts = self.attention(self.before_attention(x)).chunk(3, -1)
+        query, key, value = (p.unflatten(-1, (_HEADS, -1)).transpose(1, 2) for p in parts)
+        seen = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        x = x + self.joined(seen.transpose(1, 2).flatten(2))
+        return x + self.narrow(functional.gelu(self.wide(self.before_layers(x))))
+
+
+class GPT(nn.Module):
+    """Predicts the next byte of a text; its head is its embedding."""
+
+    def __init__(self, layers: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.letters = nn.Embedding(256, _WIDTH)
+        self.places = nn.Embedding(CONTEXT, _WIDTH)
+        self.blocks = nn.ModuleList(_Block() for _ in range(layers))
+        self.norm = nn.LayerNorm(_WIDTH)
+        self.head = nn.Linear(_WIDTH, 256, bias=False)
+        for embedding in (self.letters, self.places):
+            nn.init.normal_(embedding.weight, std=0.02)
+        self.head.weight = self.letters.weight
+
+    def forward(self, text: Tensor) -> Tensor:
+        """How likely each byte is to come next, at each place."""
+        x = self.letters(text) + self.places(torch.arange(text.shape[1], device=text.device))
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+    """How surprising the next letters were."""
+    return functional.cross_entropy(output.flatten(0, 1), target.flatten())
+
+
+class Text:
+    """The package's own source code, and random passages of it."""
+
+    def __init__(self) -> None:
+        folder = Path(taktline.__file__).parent
+        files = [file.read_bytes() for file in sorted(folder.rglob("*.py"))]
+        self.files = len(files)
+        self.letters = torch.frombuffer(bytearray(b"\n".join(files)), dtype=torch.uint8).long()
+
+    def batch(self, step: int, size: int) -> tuple[Tensor, Tensor]:
+        """Passages, and each of them one letter further on; the same ones for a step each time."""
+        generator = torch.Generator().manual_seed(step)
+        starts = torch.randint(len(self.letters) - CONTEXT, (size,), generator=generator)
+        passages = torch.stack([self.letters[start : start + CONTEXT + 1] for start in starts])
+        return passages[:, :-1], passages[:, 1:]

@@ -1,0 +1,7 @@
+"""A model, its ranks and its training step in one object."""
+
+from __future__ import annotations
+
+from taktline.train.pipeline import Pipeline
+
+__all__ = ["Pipeline"]

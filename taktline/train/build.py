@@ -1,0 +1,164 @@
+"""From a model and what was asked for to stages and schedules on the ranks of this process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from taktline.errors import MismatchError
+from taktline.plan import Plan
+from taktline.runtime import ScheduleFromPlan
+from taktline.split import materialise
+from taktline.stage import PipelineStage
+from taktline.stage.names import named_parameters
+from taktline.stage.ties import declared
+from taktline.train.choice import Choice, opened, plan_for
+from taktline.train.parts import Model, Parts, stages_in, take_apart
+from taktline.train.ranks import Ranks, meet
+from taktline.train.table import Table
+from taktline.train.wrap import Prepare, check_choice, separate, wrapped
+
+__all__ = ["Built", "Options", "build"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """What a user has asked for; see :class:`taktline.Pipeline`."""
+
+    schedule: Choice
+    microbatches: int | None = None
+    ranks: int | None = None
+    stages_per_rank: int | None = None
+    cuts: Sequence[str] | None = None
+    mesh: DeviceMesh | None = None
+    data_parallel: str | None = None
+    prepare: Prepare | None = None
+    device: torch.device | None = None
+    seed: int | None = None
+    state_dict: Mapping[str, torch.Tensor] | None = None
+    running: Mapping[str, Any] = field(default_factory=dict)
+    """What goes on to the schedules."""
+
+
+@dataclass(frozen=True, slots=True)
+class Built:
+    """A pipeline, ready to run."""
+
+    ranks: Ranks
+    plan: Plan
+    parts: Parts
+    table: Table
+    schedules: dict[int, ScheduleFromPlan]
+    """By rank, those of this process."""
+
+    def parameters(self) -> Iterator[tuple[int, str, nn.Parameter]]:
+        """The parameters of this process: stage, name in the model, and itself."""
+        for stage in sorted(self.parts.modules):
+            for name, parameter in named_parameters(self.parts.modules[stage]).items():
+                yield stage, self.parts.name(stage, name), parameter
+
+    def counted(self) -> list[nn.Parameter]:
+        """Those that count in a norm: of a tied weight, that of the first stage that uses it."""
+        copies = {
+            (stage, self.parts.name(stage, name))
+            for module in self.parts.modules.values()
+            for tie in declared(module)
+            for stage, name in tie.uses[1:]
+        }
+        found = {
+            id(parameter): parameter
+            for stage, name, parameter in self.parameters()
+            if (stage, name) not in copies
+        }
+        return list(found.values())
+
+
+def build(model: Model, example: Any, asked: Options) -> Built:
+    """Cut the model, keep and move what belongs here, and make the schedules."""
+    check_choice(asked.data_parallel)
+    schedule = opened(asked.schedule)
+    ranks = meet(
+        asked.ranks,
+        asked.mesh,
+        asked.data_parallel,
+        asked.device or _device_of(model),
+        default=schedule.ranks if isinstance(schedule, Plan) else 1,
+    )
+    plan = plan_for(
+        schedule,
+        ranks=ranks.size,
+        microbatches=asked.microbatches,
+        stages=stages_in(model, asked.cuts),
+        stages_per_rank=asked.stages_per_rank,
+    )
+    parts = take_apart(model, plan, example, asked.cuts, ranks.transport)
+    table = Table.of(plan, parts.modules, example, ranks.transport)
+    parts.keep([stage for rank in ranks.own for stage in plan.placement.stages_of(rank)])
+    for module in parts.modules.values():
+        materialise(module, ranks.device, state_dict=asked.state_dict)
+    if ranks.group is None:
+        separate(parts.modules, plan)
+    for stage, module in parts.modules.items():
+        parts.modules[stage] = _ready(stage, module, ranks, asked)
+    seed = None if asked.seed is None else asked.seed + ranks.copy
+    schedules = {
+        rank: ScheduleFromPlan(
+            [
+                PipelineStage(
+                    parts.modules[stage], stage, plan.stages, ranks.device, group=ranks.group
+                )
+                for stage in plan.placement.stages_of(rank)
+            ],
+            plan,
+            seed=seed,
+            **asked.running,
+        )
+        for rank in ranks.own
+    }
+    built = Built(ranks, plan, parts, table, schedules)
+    _require_wrapped(built)
+    return built
+
+
+def _ready(stage: int, module: nn.Module, ranks: Ranks, asked: Options) -> nn.Module:
+    if asked.prepare is not None:
+        prepared = asked.prepare(module, stage)
+        if not isinstance(prepared, nn.Module):
+            raise MismatchError(
+                f"prepare must give the module to use for stage {stage}, not {prepared!r}"
+            )
+        module = prepared
+    return wrapped(module, ranks, asked.data_parallel)
+
+
+def _require_wrapped(built: Built) -> None:
+    """Raise if copies of a stage would be trained apart from each other."""
+    if built.ranks.replicas == 1:
+        return
+    for schedule in built.schedules.values():
+        for stage in schedule._stages:
+            trains = any(parameter.requires_grad for parameter in stage.submod.parameters())
+            if trains and stage.grad_sync is None:
+                dims = ", ".join(map(repr, built.ranks.data_dims))
+                raise MismatchError(
+                    f"the mesh has room for {built.ranks.replicas} copies of stage "
+                    f"{stage.stage_index} ({dims}), and nothing averages their gradients; say "
+                    'data_parallel="ddp" or "fsdp", or wrap it in prepare'
+                )
+
+
+def _device_of(model: Model) -> torch.device | None:
+    """Where the model lies by now, unless on the CPU or nowhere."""
+    if isinstance(model, nn.Module):
+        model = [model]
+    modules = model.values() if isinstance(model, Mapping) else model
+    for module in modules if isinstance(modules, Iterable) else ():
+        for parameter in module.parameters() if isinstance(module, nn.Module) else ():
+            if parameter.device.type not in ("cpu", "meta"):
+                return parameter.device
+    return None

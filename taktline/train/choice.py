@@ -1,0 +1,76 @@
+"""From what a user says of a schedule to a plan."""
+
+from __future__ import annotations
+
+import os
+from typing import TypeAlias
+
+from taktline.errors import ScheduleError
+from taktline.plan import Plan, find, read
+from taktline.plan import Schedule as Known
+from taktline.plan.words import counted
+from taktline.runtime.schedule import Schedule
+
+__all__ = ["Choice", "opened", "plan_for"]
+
+Choice: TypeAlias = str | os.PathLike[str] | Plan | type[Schedule]
+"""A name, a file, a plan, or the class of a schedule."""
+
+
+def opened(schedule: Choice) -> Plan | Known:
+    """The plan that was given, or in a file; or the schedule of a name."""
+    if isinstance(schedule, type) and issubclass(schedule, Schedule):
+        return find(schedule.__name__)
+    if isinstance(schedule, os.PathLike) or (
+        isinstance(schedule, str) and schedule.lower().endswith((".csv", ".json"))
+    ):
+        return read(schedule)
+    if isinstance(schedule, str):
+        return find(schedule)
+    if isinstance(schedule, Plan):
+        return schedule
+    raise ScheduleError(f"schedule is a name, a plan, a file or a Schedule class, not {schedule!r}")
+
+
+def plan_for(
+    schedule: Plan | Known,
+    *,
+    ranks: int,
+    microbatches: int | None,
+    stages: int | None = None,
+    stages_per_rank: int | None = None,
+) -> Plan:
+    """The plan for so many ranks; ``stages`` is how many the model has, if it is cut already.
+
+    >>> plan_for(opened("zbv"), ranks=2, microbatches=4).stages
+    4
+    """
+    if isinstance(schedule, Plan):
+        return _fitting(schedule, ranks, microbatches)
+    if microbatches is None:
+        raise ScheduleError(f"microbatches=… says into how many parts {schedule.name} cuts a batch")
+    if stages is not None:
+        per_rank, rest = divmod(stages, ranks)
+        if rest or not per_rank or stages_per_rank not in (None, per_rank):
+            asked = f"with {stages_per_rank} on each" if stages_per_rank else "evenly"
+            raise ScheduleError(
+                f"{counted(stages, 'stage')} cannot lie on {counted(ranks, 'rank')} {asked}; cut "
+                f"the model into {ranks * (stages_per_rank or schedule.stages_per_rank or 1)}"
+            )
+        stages_per_rank = per_rank
+    return schedule.build(ranks, microbatches, stages_per_rank)
+
+
+def _fitting(plan: Plan, ranks: int, microbatches: int | None) -> Plan:
+    """A ready plan, if it is for these numbers."""
+    if plan.ranks != ranks:
+        raise ScheduleError(
+            f"plan {plan.name!r} is for {counted(plan.ranks, 'rank')}, here are {ranks}; start "
+            f"{plan.ranks}, or pass ranks={plan.ranks} without a launcher"
+        )
+    if microbatches not in (None, plan.microbatches):
+        raise ScheduleError(
+            f"plan {plan.name!r} has {counted(plan.microbatches, 'micro-batch')}, but "
+            f"microbatches is {microbatches}; leave it out"
+        )
+    return plan

@@ -1,0 +1,119 @@
+"""What the stages of a model need, found out without computing anything."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.graph import saved_tensors_hooks
+from torch.func import functional_call
+from torch.utils import _pytree as pytree
+from torch.utils.flop_counter import FlopCounterMode
+
+from taktline.aside import Aside, Skip
+from taktline.meta import as_arguments
+
+__all__ = ["Needs", "arguments_of", "measure"]
+
+
+class Needs(NamedTuple):
+    """Of one stage, for one micro-batch."""
+
+    work: float
+    """Floating-point operations of a forward."""
+    sends: int
+    """Bytes that go to the next stage."""
+    keeps: int
+    """Bytes that a forward keeps for its backward."""
+
+
+def arguments_of(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """An example as positional and keyword arguments.
+
+    >>> arguments_of(((1, 2), {"scale": 3})), arguments_of((1, 2))
+    (((1, 2), {'scale': 3}), ((1, 2), {}))
+    """
+    match example:
+        case (tuple() as args, dict() as kwargs):
+            return args, kwargs
+        case tuple():
+            return example, {}
+        case _:
+            return (example,), {}
+
+
+def measure(modules: Sequence[nn.Module], example: Any) -> list[Needs] | None:
+    """Run the stages on tensors without data; None if that does not work for them."""
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+
+    def fake(tensor: torch.Tensor) -> torch.Tensor:
+        if not tensor.is_meta:
+            return mode.from_tensor(tensor)
+        with mode:
+            return torch.empty_like(tensor, device="cpu", requires_grad=tensor.requires_grad)
+
+    try:
+        args, kwargs = pytree.tree_map_only(torch.Tensor, fake, arguments_of(example))
+        states = [
+            {name: fake(tensor) for name, tensor in (*m.named_parameters(), *m.named_buffers())}
+            for m in modules
+        ]
+        with mode, torch.enable_grad():
+            # What a first call does beside its work does not count.
+            _run(modules, states, args, kwargs)
+            return _run(modules, states, args, kwargs)
+    except Exception:
+        return None  # it is for a prediction only, and whatever is wrong a step will tell
+
+
+def _run(
+    modules: Sequence[nn.Module],
+    states: Sequence[dict[str, torch.Tensor]],
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+) -> list[Needs]:
+    found: list[Needs] = []
+    skips: dict[str, Skip] = {}
+    for stage, (module, state) in enumerate(zip(modules, states, strict=True)):
+        kept = _Kept({_memory(tensor) for tensor in state.values()})
+        work = FlopCounterMode(display=False)
+        with Aside(stage, skips) as aside, work, kept.noting():
+            output = functional_call(module, state, tuple(args), kwargs if stage == 0 else {})
+        skips, args = aside.skips, as_arguments(output)
+        handed = (args, [skip.value for skip in skips.values()])
+        sends = sum(leaf.nbytes for leaf in _tensors(handed))
+        found.append(Needs(work.get_total_flops(), sends, kept.bytes))
+    return found
+
+
+class _Kept:
+    """What autograd keeps, each piece of memory once, and without what is there."""
+
+    def __init__(self, there: set[int]) -> None:
+        self._there = there
+        self._storages: dict[int, torch.UntypedStorage] = {}
+
+    @property
+    def bytes(self) -> int:
+        return sum(storage.nbytes() for storage in self._storages.values())
+
+    def noting(self) -> AbstractContextManager[None]:
+        return saved_tensors_hooks(self._note, lambda tensor: tensor)
+
+    def _note(self, tensor: torch.Tensor) -> torch.Tensor:
+        memory = _memory(tensor)
+        if memory not in self._there:  # as weights are
+            self._storages[memory] = tensor.untyped_storage()
+        return tensor
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _tensors(value: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]

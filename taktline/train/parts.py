@@ -1,0 +1,178 @@
+"""A model in pieces, of which a process keeps its own, with the model's own names for all."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import torch
+from torch import nn
+
+from taktline import split
+from taktline.errors import PartitionError
+from taktline.plan import Plan
+from taktline.plan.words import counted
+from taktline.split import Pipe
+from taktline.stage.names import named_buffers, named_parameters
+from taktline.stage.ties import declared
+from taktline.transport import Transport
+from taktline.transport.control import share_texts
+
+__all__ = ["Model", "Parts", "stages_in", "state_of", "take_apart"]
+
+Model: TypeAlias = nn.Module | Sequence[nn.Module] | Mapping[int, nn.Module]
+"""A model, a model in pieces, or the pieces of this process by the number of their stage."""
+
+
+@dataclass(slots=True)
+class Parts:
+    """The pieces that are here, and what the model calls all that is in any of them."""
+
+    modules: dict[int, nn.Module]
+    """By stage."""
+    prefixes: bool = False
+    """Whether a name begins with the number of its stage, as names of pieces repeat."""
+    names: list[str] = field(default_factory=list)
+    """The names in the model's state, in its order."""
+    aliases: dict[str, str] = field(default_factory=dict)
+    """Further names in the model for what a piece knows by another one."""
+    rest: dict[str, torch.Tensor] = field(default_factory=dict)
+    """What belongs to the model's state, and to no stage."""
+
+    def name(self, stage: int, name: str) -> str:
+        """What the model calls something in a stage."""
+        return f"{stage}.{name}" if self.prefixes else name
+
+    def keep(self, stages: Sequence[int]) -> None:
+        """Let go of the pieces of other stages."""
+        if missing := sorted(set(stages) - set(self.modules)):
+            raise PartitionError(
+                f"the plan puts the stages {sorted(stages)} here, but {missing} are not among the "
+                f"pieces, which are {sorted(self.modules)}"
+            )
+        self.modules = {stage: self.modules[stage] for stage in stages}
+
+
+def stages_in(model: Model, cuts: Sequence[str] | None) -> int | None:
+    """How many stages a model has by itself; None if that is open."""
+    if cuts is not None:
+        return len(cuts) + 1
+    if isinstance(model, Pipe):
+        return model.num_stages
+    if isinstance(model, Sequence):
+        return len(model)
+    return None
+
+
+def take_apart(
+    model: Model,
+    plan: Plan,
+    example: Any,
+    cuts: Sequence[str] | None,
+    transport: Transport,
+) -> Parts:
+    """All pieces of a model, or those that there are; all processes take part."""
+    if isinstance(model, Mapping):
+        parts = Parts(_checked(dict(model), plan))
+        _note_names_of_all(parts, transport)
+        return parts
+    pieces = _pieces(model, plan, example, cuts)
+    if len(pieces) != plan.stages:
+        raise PartitionError(
+            f"the model has {counted(len(pieces), 'stage')}, but {plan.name} on "
+            f"{counted(plan.ranks, 'rank')} runs {plan.stages}; cut it into {plan.stages}"
+        )
+    parts = Parts(_checked(dict(enumerate(pieces)), plan))
+    if isinstance(model, nn.Module) and not isinstance(model, Pipe):
+        _note_names_of_model(parts, model)
+    else:
+        _note_names_of_pieces(parts)
+    return parts
+
+
+def _pieces(
+    model: Model, plan: Plan, example: Any, cuts: Sequence[str] | None
+) -> Sequence[nn.Module]:
+    if isinstance(model, Pipe):
+        return [model.get_stage_module(stage) for stage in range(model.num_stages)]
+    if isinstance(model, Sequence):
+        return split.by_hand(model)
+    if not isinstance(model, nn.Module):
+        raise PartitionError(
+            f"a model is an nn.Module, a list of stages or a dict of them, not {model!r}"
+        )
+    if plan.stages == 1 and not cuts:
+        return [model]
+    if cuts is not None:
+        return split.by_names(model, cuts, example=example)
+    if example is None:
+        raise PartitionError(
+            f"to cut a {type(model).__name__} into {plan.stages} stages, pass example=(…), the "
+            "arguments of one micro-batch, or cuts=[…], the names of the submodules at which new "
+            "stages begin"
+        )
+    return split.auto(model, plan.stages, example)
+
+
+def _checked(modules: dict[int, nn.Module], plan: Plan) -> dict[int, nn.Module]:
+    for stage, module in modules.items():
+        if not isinstance(module, nn.Module):
+            raise PartitionError(f"stage {stage} is {module!r}, which is no nn.Module")
+        if stage not in range(plan.stages):
+            raise PartitionError(
+                f"there is no stage {stage}: {plan.name} on {counted(plan.ranks, 'rank')} has "
+                f"stages 0 to {plan.stages - 1}"
+            )
+    return modules
+
+
+def state_of(module: nn.Module) -> dict[str, torch.Tensor]:
+    """The parameters and lasting buffers of a module, by their names in the user's model."""
+    return {**named_parameters(module), **named_buffers(module, persistent=True)}
+
+
+def _note_names_of_model(parts: Parts, model: nn.Module) -> None:
+    """The model's own names, and what its state has beyond that of its pieces."""
+    state = state_of(model)
+    # In the order of the model's own state, which may leave out or add something.
+    parts.names = [name for name in model.state_dict() if name in state] or list(state)
+    held = {name for module in parts.modules.values() for name in state_of(module)}
+    known = {id(state[name]): name for name in state if name in held}
+    for name in parts.names:
+        if name in held:
+            continue
+        if id(state[name]) in known:
+            parts.aliases[name] = known[id(state[name])]
+        elif not state[name].is_meta:
+            parts.rest[name] = state[name].detach()
+
+
+def _note_names_of_pieces(parts: Parts) -> None:
+    """The names in the pieces; with the number of the stage, if one is of two things."""
+    found: dict[str, set[int]] = {}
+    states = {stage: state_of(module) for stage, module in parts.modules.items()}
+    for state in states.values():
+        for name, value in state.items():
+            found.setdefault(name, set()).add(id(value))
+    parts.prefixes = any(len(things) > 1 for things in found.values())
+    _list_names(parts, {stage: list(state) for stage, state in states.items()})
+
+
+def _note_names_of_all(parts: Parts, transport: Transport) -> None:
+    """The same where each process knows its own pieces only."""
+    mine = {stage: list(state_of(module)) for stage, module in parts.modules.items()}
+    texts = share_texts(transport, json.dumps(mine))
+    by_stage = {int(stage): names for text in texts for stage, names in json.loads(text).items()}
+    counts = Counter(name for names in by_stage.values() for name in names)
+    ties = [tie for module in parts.modules.values() for tie in declared(module)]
+    tied = {name for tie in ties for _, name in tie.uses}
+    parts.prefixes = any(count > 1 and name not in tied for name, count in counts.items())
+    _list_names(parts, by_stage)
+
+
+def _list_names(parts: Parts, by_stage: Mapping[int, Sequence[str]]) -> None:
+    names = [parts.name(stage, name) for stage in sorted(by_stage) for name in by_stage[stage]]
+    parts.names = list(dict.fromkeys(names))

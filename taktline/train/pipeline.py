@@ -1,0 +1,305 @@
+"""The one object most people use: a model on its ranks, and the training step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from taktline.errors import LossError, MismatchError, ScheduleError
+from taktline.plan import Kind, Plan
+from taktline.runtime import Trace
+from taktline.runtime.schedule import ArgsSpec, KwargsSpec, LossFn, MergeSpec, Schedule
+from taktline.train import state
+from taktline.train.build import Built, Options, build
+from taktline.train.choice import Choice
+from taktline.train.norm import clip, norm_of
+from taktline.train.parts import Model
+from taktline.train.running import Outputs, evaluating, run, together
+from taktline.train.scaler import Scaler
+from taktline.train.wrap import Prepare
+
+__all__ = ["Pipeline"]
+
+
+class Pipeline:
+    """A model, cut into stages, on its ranks; it trains as the model does.
+
+    Started by torchrun, each process is a rank. Without a launcher all ranks live in this process,
+    as many as ``ranks`` says.
+
+    Args:
+        model: the model; or its stages, cut already: a :class:`Pipe`, :class:`Pieces`, a list of
+            modules, or a dict with those of this process by the number of their stage.
+        example: arguments of one micro-batch, by which the model is cut and measured: a tuple, or
+            a tuple and a dict.
+        schedule: a name, a :class:`Plan`, a CSV or JSON file with one, or a Schedule class.
+        microbatches: how many parts a batch is cut into.
+        loss_fn: what gives the loss of an output and a target.
+        ranks: how many ranks the pipeline has.
+        stages_per_rank: for schedules that leave it open.
+        cuts: names of submodules at which new stages begin.
+        mesh: a device mesh with a dimension "pp", and one that begins with "dp" for copies.
+        data_parallel: ``"ddp"`` or ``"fsdp"``: what each stage is wrapped in.
+        prepare: called with each stage of this process and its number, once it is on its device
+            and before it is wrapped; gives the module to use. For ``torch.compile``, activation
+            checkpointing or tensor parallelism.
+        device: where to compute.
+        state_dict: values for a model that was built on the meta device, of which each process
+            takes those of its stages; without it, they are made as the model's constructor does
+            (see :func:`taktline.split.deferred`).
+        seed: draws dropout from (seed, step, stage, micro-batch): the same under every schedule.
+        dynamic_shapes: for stages whose outputs' shapes depend on values.
+        args_chunk_spec: how positional arguments are cut.
+        kwargs_chunk_spec: how keyword arguments are cut.
+        output_merge_spec: how outputs are joined.
+
+    >>> import taktline as tl
+    >>> model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+    >>> pipe = tl.Pipeline(
+    ...     [model[:2], model[2:]],
+    ...     schedule="1f1b",
+    ...     microbatches=4,
+    ...     loss_fn=nn.functional.mse_loss,
+    ...     ranks=2,
+    ... )
+    >>> loss = pipe.step(torch.ones(8, 4), target=torch.zeros(8, 2))
+    >>> plain = nn.functional.mse_loss(model(torch.ones(8, 4)), torch.zeros(8, 2))
+    >>> torch.allclose(loss, plain)
+    True
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        *,
+        example: Any = None,
+        schedule: Choice = "1f1b",
+        microbatches: int | None = None,
+        loss_fn: LossFn | None = None,
+        ranks: int | None = None,
+        stages_per_rank: int | None = None,
+        cuts: Sequence[str] | None = None,
+        mesh: DeviceMesh | None = None,
+        data_parallel: Literal["ddp", "fsdp"] | None = None,
+        prepare: Prepare | None = None,
+        device: torch.device | str | None = None,
+        state_dict: Mapping[str, torch.Tensor] | None = None,
+        seed: int | None = None,
+        dynamic_shapes: bool = False,
+        args_chunk_spec: ArgsSpec | None = None,
+        kwargs_chunk_spec: KwargsSpec | None = None,
+        output_merge_spec: MergeSpec | None = None,
+    ) -> None:
+        options = Options(
+            schedule=schedule,
+            microbatches=microbatches,
+            ranks=ranks,
+            stages_per_rank=stages_per_rank,
+            cuts=cuts,
+            mesh=mesh,
+            data_parallel=data_parallel,
+            prepare=prepare,
+            device=None if device is None else torch.device(device),
+            seed=seed,
+            state_dict=state_dict,
+            running={
+                "loss_fn": loss_fn,
+                "dynamic_shapes": dynamic_shapes,
+                "args_chunk_spec": args_chunk_spec,
+                "kwargs_chunk_spec": kwargs_chunk_spec,
+                "output_merge_spec": output_merge_spec,
+            },
+        )
+        self._loss_fn = loss_fn
+        self._built: Built = build(model, example, options)
+        self._ranks = self._built.ranks
+
+    @property
+    def plan(self) -> Plan:
+        """What each rank does, in order."""
+        return self._built.plan
+
+    @property
+    def device(self) -> torch.device:
+        """Where this process computes."""
+        return self._ranks.device
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this process is the one to print, and to save what was gathered."""
+        return 0 in self._ranks.own and self._ranks.is_first
+
+    @property
+    def stages(self) -> dict[int, nn.Module]:
+        """The stages of this process, by their number, as they are run."""
+        return {
+            stage.stage_index: stage.submod
+            for schedule in self.schedules.values()
+            for stage in schedule._stages
+        }
+
+    @property
+    def schedules(self) -> dict[int, Schedule]:
+        """What runs each rank of this process."""
+        return dict(self._built.schedules)
+
+    def step(
+        self,
+        *args: Any,
+        target: Any = None,
+        return_outputs: Outputs = False,
+        scaler: torch.amp.GradScaler | None = None,
+        losses: list[torch.Tensor] | None = None,
+        aux_losses: list[torch.Tensor] | None = None,
+        **options: Any,
+    ) -> Any:
+        """Run a batch forward and backward: gives its mean loss, the same on every rank.
+
+        Gradients are added to ``.grad``, as ``backward()`` does. Every rank may pass the whole
+        batch; those that do not need it leave it alone.
+
+        Args:
+            args: the model's arguments.
+            target: what ``loss_fn`` compares the output with.
+            return_outputs: True gives ``(loss, outputs)`` on every rank; ``"last"`` sends nothing,
+                and gives None instead of outputs on all ranks but that of the last stage.
+            scaler: multiplies the loss for the backward; made by :meth:`scaler`.
+            losses: a list to be filled with the loss of each micro-batch.
+            aux_losses: a list to be filled with what :func:`taktline.add_loss` has added.
+            options: ``loss_weights``, ``loss_kwargs``, ``arg_mbs``, ``kwarg_mbs`` and
+                ``target_mbs`` as in :meth:`Schedule.step`; all else are keyword arguments of the
+                model.
+        """
+        self._require_backward()
+        scale = 1.0 if scaler is None else self._scale(scaler)
+        lists = losses, aux_losses
+        options |= {"grad_scale": scale}
+        output, loss = run(
+            self._built, Schedule.step, (args, target, options), lists, return_outputs
+        )
+        return (loss, output) if return_outputs else loss
+
+    def eval(
+        self,
+        *args: Any,
+        target: Any = None,
+        return_outputs: Outputs | None = None,
+        losses: list[torch.Tensor] | None = None,
+        aux_losses: list[torch.Tensor] | None = None,
+        **options: Any,
+    ) -> Any:
+        """Run a batch forward only, with the modules in evaluation mode.
+
+        Gives the mean loss if there is a target, and otherwise the outputs; with
+        ``return_outputs`` and a target, both. Takes what :meth:`step` takes.
+        """
+        compared = target is not None or options.get("target_mbs") is not None
+        wanted = not compared if return_outputs is None else return_outputs
+        batch, lists = (args, target, options), (losses, aux_losses)
+        with evaluating(self.stages.values()):
+            output, loss = run(self._built, Schedule.eval, batch, lists, wanted)
+        if not wanted:
+            return loss
+        return output if loss is None else (loss, output)
+
+    def train(self, mode: bool = True) -> Pipeline:
+        """Put the modules into training mode, or with False into that of evaluation."""
+        for module in self.stages.values():
+            module.train(mode)
+        return self
+
+    def accumulate(self) -> AbstractContextManager[Any]:
+        """Steps inside of ``with pipe.accumulate():`` are reduced together, at its end.
+
+        Without it, several steps add up their gradients just as well; what it saves is to average
+        them over the copies in each.
+        """
+        return together(self._built, Schedule.accumulate)
+
+    @contextmanager
+    def trace(self) -> Iterator[Trace]:
+        """Note what runs when inside of the block, on every rank; see :meth:`Schedule.trace`."""
+        with together(self._built, Schedule.trace) as traces:
+            yield traces[0]
+
+    def scaler(self, **options: Any) -> Scaler:
+        """A ``torch.amp.GradScaler`` with one verdict for all ranks; takes its options."""
+        return Scaler(self._ranks, **options)
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """The parameters of this process."""
+        for _, parameter in self.named_parameters():
+            yield parameter
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """The parameters of this process, with their names in the model.
+
+        Where ranks are processes, a tied weight is in each that uses it, by the name there.
+        """
+        seen: set[int] = set()
+        for _, name, parameter in self._built.parameters():
+            if id(parameter) not in seen:
+                seen.add(id(parameter))
+                yield name, parameter
+
+    def grad_norm(self, norm_type: float = 2.0) -> torch.Tensor:
+        """The norm of all gradients of the model, the same on every rank."""
+        return norm_of(self._built.counted(), self._ranks, float(norm_type), device=self.device)
+
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    ) -> torch.Tensor:
+        """Clip the norm of all gradients, as ``torch.nn.utils.clip_grad_norm_`` does; gives it."""
+        norm = self.grad_norm(norm_type)
+        if error_if_nonfinite and not math.isfinite(norm):
+            raise LossError(
+                f"the norm of the gradients is {norm.item()}, so they cannot be clipped; leave out "
+                "this step, or pass error_if_nonfinite=False"
+            )
+        clip(self.parameters(), max_norm, norm)
+        return norm
+
+    def state_dict(self, *, gathered: bool = False) -> dict[str, torch.Tensor]:
+        """The model's state under its own names.
+
+        Args:
+            gathered: by default each process has what it holds; if True, the first rank has all
+                of it, on the CPU, and the others nothing. All processes call it.
+        """
+        parts = self._built.parts
+        if gathered:
+            return state.gathered(parts, self._ranks)
+        return state.own(parts, with_rest=0 in self._ranks.own)
+
+    def load_state_dict(self, state_dict: Mapping[str, torch.Tensor], *, strict: bool = True):
+        """Load a state of the whole model, or what this process needs of it."""
+        state.load(self._built.parts, state_dict, strict=strict)
+
+    def _scale(self, scaler: torch.amp.GradScaler) -> float:
+        if not isinstance(scaler, Scaler) and not self._ranks.in_one_process:
+            raise MismatchError(
+                "this scaler looks at the gradients of its own process only, so that ranks might "
+                "disagree on a step; make it with pipe.scaler(…), which takes the same options"
+            )
+        return float(scaler.scale(torch.ones((), device=self.device)))
+
+    def _require_backward(self) -> None:
+        if not self.plan.has(Kind.B, Kind.I):
+            raise ScheduleError(f"{self.plan.name} has no backward; call eval(…)")
+        if self._loss_fn is None:
+            raise LossError("step() trains, so it needs a loss: Pipeline(…, loss_fn=…)")
+
+    def __repr__(self) -> str:
+        return (
+            f"Pipeline({self.plan.name} on {self._ranks}: {self.plan.stages} stages, "
+            f"{self.plan.microbatches} micro-batches, {self.device})"
+        )
+
+    def __str__(self) -> str:
+        return f"{self!r}\n{self._built.table}"

@@ -1,0 +1,224 @@
+"""The ranks of a pipeline as one process sees them: its own one, or all of them."""
+
+from __future__ import annotations
+
+import atexit
+import math
+import os
+import struct
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from taktline.errors import MismatchError
+from taktline.plan.words import counted
+from taktline.transport import Transport, find
+from taktline.transport.alone import Alone
+from taktline.transport.local import LocalRanks
+
+__all__ = ["Ranks", "meet"]
+
+T = TypeVar("T")
+
+PIPELINE = "pp"
+_DATA = ("dp", "ddp", "fsdp")
+"""How the names of data-parallel dimensions begin."""
+
+
+class Ranks:
+    """How many ranks there are, which of them live in this process, and how to run these.
+
+    >>> Ranks(2, device=torch.device("cpu")).each(lambda rank: rank + 1)
+    [1, 2]
+    """
+
+    def __init__(
+        self,
+        size: int,
+        *,
+        device: torch.device,
+        group: ProcessGroup | None = None,
+        mesh: DeviceMesh | None = None,
+    ) -> None:
+        self.size = size
+        self.device = device
+        self.group = group
+        self.mesh = mesh
+        self._local = LocalRanks(size) if group is None and size > 1 else None
+        self.own = tuple(range(size)) if group is None else (group.rank(),)
+        """The ranks in this process."""
+        names = () if mesh is None else mesh.mesh_dim_names or ()
+        self.data_dims = tuple(name for name in names if name.startswith(_DATA))
+        """The data-parallel dimensions of the mesh, where there are copies of a stage."""
+        self._others = [name for name in names if name != PIPELINE]
+
+    @property
+    def replicas(self) -> int:
+        """How many pipelines train copies of the model."""
+        mesh = self.mesh
+        return 1 if mesh is None else math.prod(mesh[name].size() for name in self.data_dims)
+
+    @property
+    def copy(self) -> int:
+        """Which of these pipelines this one is."""
+        number = 0
+        for dim in [] if self.mesh is None else [self.mesh[name] for name in self.data_dims]:
+            number = number * dim.size() + dim.get_local_rank()
+        return number
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this process comes first along all dimensions of the mesh but the pipeline's."""
+        mesh = self.mesh
+        return mesh is None or not any(mesh[name].get_local_rank() for name in self._others)
+
+    @property
+    def in_one_process(self) -> bool:
+        """Whether all ranks live in this process."""
+        return len(self.own) == self.size
+
+    def each(self, run: Callable[[int], T]) -> list[T]:
+        """Call a function on each rank of this process."""
+        if self._local is not None:
+            return self._local.run(run)
+        return [run(rank) for rank in self.own]
+
+    @property
+    def transport(self) -> Transport:
+        """How this process talks to the others of its pipeline."""
+        return Alone() if self.group is None else find(self.group, self.device)
+
+    def add_up(self, number: float) -> float:
+        """The sum of a number over the processes of this pipeline, the same on each."""
+        return sum(_shared(self.transport, number))
+
+    def highest(self, number: float) -> float:
+        """The largest of a number over the processes of this pipeline."""
+        return max(_shared(self.transport, number))
+
+    def mean_of_copies(self, number: float) -> float:
+        """The mean of a number over the pipelines that train copies of the model."""
+        for transport in self._along(self.data_dims):
+            numbers = _shared(transport, number)
+            number = sum(numbers) / len(numbers)
+        return number
+
+    def anywhere(self, flag: bool) -> bool:
+        """Whether it is so in any process of any copy."""
+        for transport in (self.transport, *self._along(self._others)):
+            flag = any(_shared(transport, float(flag)))
+        return flag
+
+    def _along(self, names: Sequence[str]) -> list[Transport]:
+        """How this process talks along other dimensions of the mesh."""
+        if self.mesh is None:
+            return []
+        return [find(self.mesh[name].get_group(), self.device) for name in names]
+
+    def __str__(self) -> str:
+        where = "in one process" if self.in_one_process else "a process each"
+        copies = f", {self.replicas} copies" if self.replicas > 1 else ""
+        return f"{counted(self.size, 'rank')} ({where}{copies})"
+
+
+def _shared(transport: Transport, number: float) -> list[float]:
+    """A number of every rank, with all its digits."""
+    bits = struct.unpack("<q", struct.pack("<d", number))
+    return [struct.unpack("<d", struct.pack("<q", *given))[0] for given in transport.exchange(bits)]
+
+
+def meet(
+    ranks: int | None,
+    mesh: DeviceMesh | None,
+    data_parallel: str | None,
+    device: torch.device | None,
+    *,
+    default: int = 1,
+) -> Ranks:
+    """Find out where this process runs, and with whom; ``ranks`` are those of the pipeline.
+
+    ``default`` is how many there are in one process if nobody says.
+    """
+    if ranks is not None and (not isinstance(ranks, int) or ranks < 1):
+        raise MismatchError(f"ranks must be a whole number from 1 up, not {ranks!r}")
+    if mesh is None and _world() == 1:
+        if data_parallel is not None:
+            raise MismatchError(
+                f"data_parallel={data_parallel!r} needs several processes, and this is the only "
+                "one; start more with torchrun, or leave it out"
+            )
+        return Ranks(ranks or default, device=device or torch.device("cpu"))
+    device = device or _device(mesh)
+    if device.type != "cpu" and device.index is not None:
+        torch.get_device_module(device).set_device(device)
+    if not dist.is_initialized():
+        dist.init_process_group("gloo" if device.type == "cpu" else None)
+        atexit.register(_leave)
+    if mesh is None:
+        mesh = _mesh(ranks, data_parallel, device)
+    names = mesh.mesh_dim_names or ()
+    if PIPELINE not in names:
+        raise MismatchError(
+            f"the mesh has no dimension {PIPELINE!r} for the pipeline, only {list(names)}; make it "
+            f'with mesh_dim_names=("{PIPELINE}", "dp"), for example'
+        )
+    group = mesh[PIPELINE].get_group()
+    if ranks not in (None, group.size()):
+        raise MismatchError(
+            f"ranks is {ranks}, but the mesh has {group.size()} in {PIPELINE!r}; leave out ranks"
+        )
+    found = Ranks(group.size(), device=device, group=group, mesh=mesh)
+    if data_parallel is not None and not found.data_dims:
+        raise MismatchError(
+            f"data_parallel={data_parallel!r}, but no dimension of the mesh {list(names)} is for "
+            'data: name one "dp"'
+        )
+    return found
+
+
+def _world() -> int:
+    """How many processes there are: those that have met, or that a launcher has started."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_world_size()
+    launched = {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys()
+    return int(os.environ["WORLD_SIZE"]) if launched else 1
+
+
+def _device(mesh: DeviceMesh | None) -> torch.device:
+    """The device of this process: the mesh's kind, else a GPU if there is one for each process."""
+    if mesh is not None:
+        kind = mesh.device_type
+    else:
+        over_gloo = dist.is_initialized() and dist.get_backend() == "gloo"
+        here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        kind = "cpu" if over_gloo or torch.cuda.device_count() < here else "cuda"
+    if kind == "cpu":
+        return torch.device("cpu")
+    local_rank = os.environ.get("LOCAL_RANK")
+    index = torch.accelerator.current_device_index() if local_rank is None else int(local_rank)
+    return torch.device(kind, index)
+
+
+def _mesh(ranks: int | None, data_parallel: str | None, device: torch.device) -> DeviceMesh:
+    """All processes: one pipeline, or as many copies of one as there is room for."""
+    world = dist.get_world_size()
+    size = ranks or world
+    if world % size or (size < world and data_parallel is None):
+        raise MismatchError(
+            f"ranks is {ranks}, but the launcher has started {world} processes; start as many, "
+            "or leave out ranks"
+            if world % size
+            else f"ranks is {ranks} of {world} processes, so there is room for {world // size} "
+            'copies of the pipeline: say data_parallel="ddp" or "fsdp", or leave out ranks'
+        )
+    shape = (size, world // size) if data_parallel is not None else (size,)
+    return init_device_mesh(device.type, shape, mesh_dim_names=(PIPELINE, "dp")[: len(shape)])
+
+
+def _leave() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -1,0 +1,107 @@
+"""Steps and blocks, run on every rank of this process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Literal, TypeAlias, TypeVar
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from taktline.runtime.schedule import Schedule
+from taktline.train.build import Built
+from taktline.train.outputs import shared_output
+
+__all__ = ["Outputs", "evaluating", "run", "together"]
+
+T = TypeVar("T")
+
+Outputs: TypeAlias = bool | Literal["last"]
+"""Whether outputs are given on every rank, or only where they come into being."""
+
+Lists: TypeAlias = tuple[list[torch.Tensor] | None, list[torch.Tensor] | None]
+"""To be filled: the losses of micro-batches, and what was added to them."""
+
+
+def run(
+    built: Built,
+    verb: Callable[..., Any],
+    batch: tuple[tuple[Any, ...], Any, dict[str, Any]],
+    lists: Lists,
+    return_outputs: Outputs,
+) -> tuple[Any, torch.Tensor | None]:
+    """Run a step or an eval: its output, and its loss, which is the same everywhere."""
+    args, target, options = _on_device(batch, built.ranks.device)
+
+    def one(rank: int) -> tuple[Any, list[torch.Tensor], list[torch.Tensor]]:
+        losses: list[torch.Tensor] = []
+        added: list[torch.Tensor] = []
+        output = verb(
+            built.schedules[rank],
+            *args,
+            target=target,
+            losses=losses,
+            aux_losses=added,
+            share_losses=True,
+            return_outputs=bool(return_outputs),
+            **options,
+        )
+        return output, losses, added
+
+    ranks = built.ranks
+    results = ranks.each(one)
+    for wanted, found in zip(lists, results[0][1:], strict=True):
+        if wanted is not None:
+            wanted[:] = found
+    output = next((output for output, *_ in results if output is not None), None)
+    if return_outputs is True:
+        output = shared_output(output, ranks, built.plan.placement.rank_of[-1])
+    loss = built.schedules[ranks.own[0]].loss
+    if loss is not None and ranks.replicas > 1:
+        loss = torch.tensor(ranks.mean_of_copies(float(loss)), dtype=loss.dtype)
+    return output, loss
+
+
+def _on_device(values: T, device: torch.device) -> T:
+    """The values with tensors of the CPU on this process's device."""
+    if device.type == "cpu":
+        return values
+
+    def move(tensor: torch.Tensor) -> torch.Tensor:
+        on_cpu = tensor.device.type == "cpu"
+        return tensor.to(device, non_blocking=True) if on_cpu else tensor
+
+    return pytree.tree_map_only(torch.Tensor, move, values)
+
+
+@contextmanager
+def together(
+    built: Built, block: Callable[[Schedule], AbstractContextManager[T]]
+) -> Iterator[list[T]]:
+    """A block of every rank, entered and left on that rank."""
+    blocks = {rank: block(schedule) for rank, schedule in built.schedules.items()}
+    inside = built.ranks.each(lambda rank: blocks[rank].__enter__())
+    try:
+        yield inside
+    except BaseException as error:
+        told = type(error), error, error.__traceback__
+        built.ranks.each(lambda rank: blocks[rank].__exit__(*told))
+        raise
+    built.ranks.each(lambda rank: blocks[rank].__exit__(None, None, None))
+
+
+@contextmanager
+def evaluating(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Inside, modules are in evaluation mode; then each as it was."""
+    modes = {module: {inner: inner.training for inner in module.modules()} for module in modules}
+    try:
+        for module in modes:
+            module.eval()
+        yield
+    finally:
+        for module, inner in modes.items():
+            module.train(inner[module])
+            for part, mode in inner.items():
+                part.training = mode

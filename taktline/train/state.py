@@ -1,0 +1,122 @@
+"""The state of a pipeline, under the names of the model that it was made of."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+
+from taktline.errors import MismatchError
+from taktline.plan.words import counted
+from taktline.sharding import is_sharded
+from taktline.stage.ties import declared
+from taktline.train.parts import Parts, state_of
+from taktline.train.ranks import Ranks
+from taktline.transport.control import share_texts
+
+__all__ = ["gathered", "load", "own"]
+
+
+def own(parts: Parts, *, with_rest: bool) -> dict[str, torch.Tensor]:
+    """What this process holds, in the model's order; the tensors themselves."""
+    held: dict[str, torch.Tensor] = {}
+    for stage in sorted(parts.modules, reverse=True):
+        # A tied weight is in several stages; the first of them stands for all.
+        for name, value in state_of(parts.modules[stage]).items():
+            held[parts.name(stage, name)] = value.detach()
+    held |= {name: held[known] for name, known in parts.aliases.items() if known in held}
+    if with_rest:
+        held |= parts.rest
+    return {name: held[name] for name in (*parts.names, *held) if name in held}
+
+
+def gathered(parts: Parts, ranks: Ranks) -> dict[str, torch.Tensor]:
+    """The whole state on the CPU of the first rank, nothing on the others; all take part."""
+    first = 0 in ranks.own
+    mine = {
+        name: value.full_tensor() if is_sharded(value) else value
+        for name, value in own(parts, with_rest=first).items()
+    }
+    if not ranks.is_first:
+        return {}
+    if ranks.group is None:
+        return {name: _snapshot(value) for name, value in mine.items()}
+    kinds = [(name, list(value.shape), str(value.dtype)) for name, value in mine.items()]
+    told = share_texts(ranks.transport, json.dumps(kinds))
+    if not first:
+        for value in mine.values():
+            dist.send(value.to(ranks.device).contiguous(), group=ranks.group, group_dst=0)
+        return {}
+    state = {name: _snapshot(value) for name, value in mine.items()}
+    for rank in range(1, ranks.size):
+        for name, shape, dtype in json.loads(told[rank]):
+            kind = getattr(torch, dtype.removeprefix("torch."))
+            value = torch.empty(shape, dtype=kind, device=ranks.device)
+            dist.recv(value, group=ranks.group, group_src=rank)
+            # A buffer may be on several ranks; the first one counts.
+            state.setdefault(name, value.cpu())
+    return {name: state[name] for name in (*parts.names, *state) if name in state}
+
+
+def _snapshot(value: torch.Tensor) -> torch.Tensor:
+    return value.to("cpu", copy=True)
+
+
+def load(parts: Parts, state: Mapping[str, torch.Tensor], *, strict: bool) -> None:
+    """Take what belongs to the stages of this process; the rest is for others."""
+    known = _with_synonyms(parts, state)
+    if strict:
+        held = own(parts, with_rest=True)
+        missing = [name for name in held if name not in known]
+        if missing:
+            raise MismatchError(f"{_told(missing)} not in the state; {_ADVICE}")
+        foreign = [name for name in state if name not in parts.names and name not in held]
+        if foreign:
+            raise MismatchError(f"{_told(foreign)} in the state, but not in the model; {_ADVICE}")
+    targets = [
+        (parts.name(stage, name), tensor)
+        for stage, module in parts.modules.items()
+        for name, tensor in state_of(module).items()
+    ]
+    with torch.no_grad():
+        for name, tensor in (*targets, *parts.rest.items()):
+            if name in known:
+                _copy(tensor, known[name], name)
+
+
+_ADVICE = "pass strict=False to load what fits"
+
+
+def _with_synonyms(parts: Parts, state: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+    """The state with a weight that has several names under each of them, as some files have one."""
+    synonyms = [[name, known] for name, known in parts.aliases.items()]
+    for module in parts.modules.values():
+        synonyms += [[parts.name(*use) for use in tie.uses] for tie in declared(module)]
+    found = dict(state)
+    for names in synonyms:
+        there = [name for name in names if name in found]
+        if there:
+            found |= {name: found[there[0]] for name in names if name not in found}
+    return found
+
+
+def _told(names: Sequence[str]) -> str:
+    more = f" and {counted(len(names) - 1, 'other')}" if len(names) > 1 else ""
+    return f"{names[0]}{more} {'are' if more else 'is'}"
+
+
+def _copy(tensor: torch.Tensor, value: torch.Tensor, name: str) -> None:
+    if tensor.shape != value.shape:
+        raise MismatchError(
+            f"{name} is {list(tensor.shape)} in the model, but {list(value.shape)} in the state"
+        )
+    if is_sharded(tensor) and not is_sharded(value):
+        from torch.distributed.tensor import distribute_tensor
+
+        # Every rank has the value, so each takes its part of it: nothing is sent.
+        value = distribute_tensor(
+            value.to(tensor.device), tensor.device_mesh, tensor.placements, src_data_rank=None
+        )
+    tensor.copy_(value)

@@ -1,0 +1,161 @@
+"""What runs where, for people: the text of a pipeline."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import groupby
+from typing import Any
+
+from torch import nn
+
+from taktline.plan import Costs, Plan, peak_memory, simulate
+from taktline.stage.names import named_parameters
+from taktline.train.measure import Needs, measure
+from taktline.transport import Transport
+from taktline.transport.control import share_texts
+
+__all__ = ["Row", "Table"]
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One stage."""
+
+    stage: int
+    layers: str
+    parameters: int
+    needs: Needs | None
+
+    @classmethod
+    def of(cls, stage: int, module: nn.Module, needs: Needs | None) -> Row:
+        """The row of a module."""
+        parameters = named_parameters(module)
+        count = sum({id(p): p.numel() for p in parameters.values()}.values())
+        return cls(stage, _layers(parameters), count, needs)
+
+
+class Table:
+    """All stages of a pipeline, and what is to be expected of its plan."""
+
+    def __init__(self, plan: Plan, rows: Sequence[Row]) -> None:
+        self._plan = plan
+        self._rows = {row.stage: row for row in rows}
+
+    @classmethod
+    def of(
+        cls, plan: Plan, modules: Mapping[int, nn.Module], example: Any, transport: Transport
+    ) -> Table:
+        """The table of all modules; those that are elsewhere are asked for."""
+        if len(modules) == plan.stages:
+            listed = [modules[stage] for stage in range(plan.stages)]
+            needs = None if example is None else measure(listed, example)
+            found = needs or [None] * plan.stages
+            return cls(plan, [Row.of(s, listed[s], found[s]) for s in range(plan.stages)])
+        mine = [asdict(Row.of(stage, module, None)) for stage, module in modules.items()]
+        texts = share_texts(transport, json.dumps(mine))
+        return cls(plan, [Row(**row) for text in texts for row in json.loads(text)])
+
+    @property
+    def costs(self) -> Costs:
+        """What the stages cost, as far as it is known: work for time, bytes for memory."""
+        needs = [self._rows[stage].needs for stage in range(self._plan.stages)]
+        known = [need for need in needs if need is not None]
+        if len(known) < len(needs) or not any(need.work for need in known):
+            return Costs()
+        work = tuple(need.work for need in known)
+        return Costs(
+            forward=work,
+            backward_input=work,
+            backward_weight=work,
+            message_bytes=tuple(need.sends for need in known),
+            activation=tuple(need.keeps for need in known),
+        )
+
+    def __str__(self) -> str:
+        plan, known = self._plan, self._rows[0].needs is not None
+        peaks = peak_memory(plan, self.costs)
+        lines = [["rank", "stage", "layers", "parameters", "sends", "keeps", "peak"]]
+        for rank in range(plan.ranks):
+            for place, stage in enumerate(plan.placement.stages_of(rank)):
+                row = self._rows[stage]
+                sends = "" if stage == plan.stages - 1 or not row.needs else _size(row.needs.sends)
+                lines.append(
+                    [
+                        "" if place else str(rank),
+                        str(stage),
+                        row.layers,
+                        f"{row.parameters:,}",
+                        sends,
+                        _size(row.needs.keeps) if row.needs else "",
+                        "" if place else _size(peaks[rank]) if known else f"{peaks[rank]:g}",
+                    ]
+                )
+        bubble = simulate(plan, self.costs).bubble()
+        basis = "work as counted" if known else "all stages alike"
+        memory = (
+            "sends, keeps: bytes of a micro-batch; peak: of activations"
+            if known
+            else "peak: activations in flight"
+        )
+        return f"{_aligned(lines)}\npredicted bubble: {bubble:.1%} ({basis}); {memory}"
+
+
+def _layers(names: Sequence[str] | Mapping[str, Any]) -> str:
+    """The layers that parameters belong to, runs of a list in short.
+
+    >>> _layers(["embed.weight", "blocks.0.a.weight", "blocks.1.a.weight", "blocks.1.b", "scale"])
+    'embed, blocks.0–1, scale'
+    """
+    found: dict[tuple[str, int | None], None] = {}
+    for name in names:
+        match = re.match(r"(?:(\D.*?)\.)?(\d+)\.", name)
+        if match is not None:
+            found[match[1] or "", int(match[2])] = None
+        else:
+            found[name.rpartition(".")[0] or name, None] = None
+    texts: list[str] = []
+    for (path, _), run in groupby(enumerate(found), lambda pair: _run(*pair)):
+        numbers = [number for _, (_, number) in run]
+        first, last = numbers[0], numbers[-1]
+        if first is None:
+            texts.append(path)
+        else:
+            through = f"{first}" if first == last else f"{first}–{last}"
+            texts.append(f"{path}.{through}" if path else through)
+    return ", ".join(texts)
+
+
+def _run(place: int, layer: tuple[str, int | None]) -> tuple[str, int | None]:
+    """The same for layers that follow each other in one list."""
+    path, number = layer
+    return path, None if number is None else number - place
+
+
+def _size(count: float) -> str:
+    """Bytes for people.
+
+    >>> _size(1536), _size(12)
+    ('1.5 KiB', '12 B')
+    """
+    units = ("B", "KiB", "MiB", "GiB", "TiB")
+    power = 0
+    while count >= 1024 and power < len(units) - 1:
+        count, power = count / 1024, power + 1
+    return f"{count:.1f} {units[power]}" if power else f"{count:g} B"
+
+
+def _aligned(lines: Sequence[Sequence[str]]) -> str:
+    """Columns side by side: texts to the left, numbers to the right; empty ones left out."""
+    columns = [column for column in zip(*lines, strict=True) if any(column[1:])]
+    widths = [max(map(len, column)) for column in columns]
+    left = {"layers"}
+    return "\n".join(
+        "  ".join(
+            cell.ljust(width) if column[0] in left else cell.rjust(width)
+            for cell, width, column in zip(cells, widths, columns, strict=True)
+        ).rstrip()
+        for cells in zip(*columns, strict=True)
+    )

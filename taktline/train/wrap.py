@@ -1,0 +1,87 @@
+"""Stages of a process made ready: on their device, and in what averages their gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TypeAlias
+
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from taktline.errors import MismatchError
+from taktline.plan import Plan
+from taktline.split.traced.module import StageModule
+from taktline.stage.names import named_parameters
+from taktline.stage.ties import declared
+from taktline.train.ranks import Ranks
+
+__all__ = ["Prepare", "check_choice", "separate", "wrapped"]
+
+Prepare: TypeAlias = Callable[[nn.Module, int], nn.Module]
+"""Makes a module and the number of its stage ready: compiles it, checkpoints, splits layers."""
+
+WAYS = ("ddp", "fsdp")
+
+
+def check_choice(data_parallel: str | None) -> None:
+    """Raise unless there is such a way of data parallelism."""
+    if data_parallel is not None and data_parallel not in WAYS:
+        raise MismatchError(f'data_parallel is "ddp", "fsdp" or None, not {data_parallel!r}')
+
+
+def separate(modules: Mapping[int, nn.Module], plan: Plan) -> None:
+    """Let the stages of each rank have their own copy of a tied weight, as in processes."""
+    for tie in {tie: None for module in modules.values() for tie in declared(module)}:
+        copies: dict[int, nn.Parameter] = {}
+        for stage, name in tie.uses:
+            rank = plan.placement.rank_of[stage]
+            parameter = named_parameters(modules[stage])[name]
+            if rank not in copies:
+                copies[rank] = _copy(parameter) if copies else parameter
+            _replace(modules[stage], parameter, copies[rank])
+
+
+def _copy(parameter: nn.Parameter) -> nn.Parameter:
+    return nn.Parameter(parameter.detach().clone(), parameter.requires_grad)
+
+
+def _replace(module: nn.Module, old: nn.Parameter, new: nn.Parameter) -> None:
+    """Put a parameter in the place of another one, wherever a module has it."""
+    for inner in module.modules():
+        for key, value in inner._parameters.items():
+            if value is old:
+                inner._parameters[key] = new
+
+
+def wrapped(module: nn.Module, ranks: Ranks, data_parallel: str | None) -> nn.Module:
+    """A stage in DDP or FSDP2 over the data-parallel dimensions of the mesh."""
+    mesh = ranks.mesh
+    if data_parallel is None or mesh is None:
+        return module
+    if not any(parameter.requires_grad for parameter in module.parameters()):
+        return module  # there is nothing to average
+    if data_parallel == "ddp":
+        if len(ranks.data_dims) != 1:
+            raise MismatchError(
+                f"ddp averages over one dimension of the mesh, not over {list(ranks.data_dims)}"
+            )
+        group = mesh[ranks.data_dims[0]].get_group()
+        return DistributedDataParallel(module, process_group=group)
+    return _sharded(module, ranks)
+
+
+def _sharded(module: nn.Module, ranks: Ranks) -> nn.Module:
+    """FSDP2, with each block of a list of layers gathered by itself."""
+    from torch.distributed.fsdp import fully_shard
+
+    assert ranks.mesh is not None  # see wrapped
+    mesh = ranks.mesh[ranks.data_dims]
+    # The modules of a traced piece hold parameters, and are never called.
+    lists = [] if isinstance(module, StageModule) else list(module.modules())
+    for layers in lists:
+        if isinstance(layers, nn.ModuleList):
+            for layer in layers:
+                if any(True for _ in layer.parameters()):
+                    fully_shard(layer, mesh=mesh)
+    fully_shard(module, mesh=mesh)
+    return module

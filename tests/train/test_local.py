@@ -1,0 +1,413 @@
+"""A pipeline in one process trains as the model does."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import taktline as tl
+from taktline.plan import write
+from taktline.train.measure import Needs, measure
+from tests.train.models import CUTS, LM, PARTS, Record, batches, loss_fn, plain, train
+
+TOKENS, TARGET = batches(1)[0]
+
+
+def pipeline(model: Any = None, **options: Any) -> tl.Pipeline:
+    """The usual one: two ranks, 1F1B, cut in the middle."""
+    if model is None:
+        model = LM()
+    if isinstance(model, LM):
+        options.setdefault("cuts", CUTS[2])
+        options.setdefault("example", (TOKENS[:2],))
+    usual = {"schedule": "1f1b", "microbatches": PARTS, "loss_fn": loss_fn, "ranks": 2}
+    return tl.Pipeline(model, **(usual | options))
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize(
+    ("schedule", "ranks", "stages"),
+    [
+        ("gpipe", 2, 2),
+        ("1f1b", 4, 4),
+        ("interleaved_1f1b", 2, 4),
+        ("zbv", 2, 4),
+        ("dualpipev", 2, 4),
+    ],
+)
+def test_equals_plain_training(schedule: str, ranks: int, stages: int, tied: bool) -> None:
+    model = LM(tied=tied)
+    expected = plain(model)
+    pipe = pipeline(model, schedule=schedule, ranks=ranks, cuts=CUTS[stages])
+    record = train(pipe)
+    record.require_close(expected)
+    assert list(record.state) == list(expected.state)
+
+
+def test_one_rank_is_plain_training() -> None:
+    model = LM()
+    expected = plain(model)
+    train(pipeline(model, ranks=None, cuts=None)).require_close(expected)
+
+
+def test_a_model_is_cut_by_itself() -> None:
+    model = LM()
+    expected = plain(model)
+    pipe = pipeline(model, cuts=None, schedule="zbv")
+    assert pipe.plan.stages == 4
+    train(pipe).require_close(expected)
+
+
+def test_stages_that_are_cut_already() -> None:
+    layers = nn.Sequential(nn.Embedding(13, 8), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 13))
+    expected = plain(layers)
+    stages = [layers[:2], layers[2:]]
+    for model in (
+        stages,
+        tl.split.by_hand(copy.deepcopy(stages)),
+        dict(enumerate(copy.deepcopy(stages))),
+    ):
+        train(pipeline(model)).require_close(expected)
+
+
+def test_a_traced_model() -> None:
+    model = LM()
+    expected = plain(model)
+    traced = tl.pipeline(model, (TOKENS[:2],), split_spec={"blocks.2": tl.SplitPoint.BEGINNING})
+    train(pipeline(traced)).require_close(expected)
+
+
+def test_stages_whose_names_repeat() -> None:
+    stages = [nn.Sequential(nn.Linear(4, 4)) for _ in range(2)]
+    pipe = pipeline(stages, loss_fn=nn.functional.mse_loss)
+    names = ["0.0.weight", "0.0.bias", "1.0.weight", "1.0.bias"]
+    assert list(pipe.state_dict()) == [name for name, _ in pipe.named_parameters()] == names
+
+
+def test_plans_files_and_classes(tmp_path: Path) -> None:
+    plan = tl.build("zbv", ranks=2, microbatches=PARTS)
+    write(plan, tmp_path / "plan.csv")
+    for schedule in (plan, tmp_path / "plan.csv", str(tmp_path / "plan.csv")):
+        pipe = pipeline(schedule=schedule, ranks=None, microbatches=None, cuts=CUTS[4])
+        assert pipe.plan == plan
+    pipe = pipeline(schedule=tl.ScheduleZBVZeroBubble, cuts=CUTS[4])
+    assert pipe.plan == plan
+
+
+def test_norms_of_other_kinds() -> None:
+    for norm_type in (float("inf"), 1.0):
+        model = LM()
+        expected = plain(model, norm_type=norm_type)
+        train(pipeline(model), norm_type=norm_type).require_close(expected)
+
+
+def test_a_norm_that_is_not_finite() -> None:
+    pipe = pipeline()
+    pipe.step(TOKENS, target=TARGET)
+    next(pipe.parameters()).grad.fill_(float("nan"))  # pyright: ignore
+    with pytest.raises(tl.TaktlineError, match="the norm of the gradients is nan"):
+        pipe.clip_grad_norm_(1.0, error_if_nonfinite=True)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
+def test_autocast(schedule: str) -> None:
+    model = LM()
+    expected = plain(model, cast=True)
+    pipe = pipeline(model, schedule=schedule, cuts=CUTS[2 if schedule == "1f1b" else 4])
+    train(pipe, cast=True).require_close(expected, rtol=1e-4, atol=1e-5)
+    assert expected.losses != plain(model).losses
+
+
+def test_added_losses() -> None:
+    model = LM(adds=True)
+    expected, added = plain(model), []
+    train(pipeline(model), aux_losses=added).require_close(expected)
+    assert len(added) == PARTS
+    assert all(loss > 0 for loss in added)
+
+
+def test_losses_of_tokens() -> None:
+    pipe = pipeline(LM())
+    target = TARGET.clone()
+    target[2:, 1:] = -100
+    losses: list[torch.Tensor] = []
+    loss = pipe.step(
+        TOKENS, target=target, loss_weights=lambda part: (part != -100).sum(), losses=losses
+    )
+    model = LM()
+    expected = loss_fn(model(TOKENS), target)
+    expected.backward()
+    torch.testing.assert_close(loss, expected.detach())
+    assert len(losses) == PARTS
+    gradients = dict(pipe.named_parameters())
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(gradients[name].grad, parameter.grad)
+
+
+def test_accumulation() -> None:
+    model, pipe = LM(), pipeline()
+    with pipe.accumulate():
+        for tokens, target in batches(2):
+            pipe.step(tokens, target=target)
+    for tokens, target in batches(2):
+        loss_fn(model(tokens), target).backward()
+    expected = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])  # pyright: ignore
+    torch.testing.assert_close(pipe.grad_norm(), expected)
+
+
+def test_evaluation() -> None:
+    model = LM()
+    model.blocks[1] = nn.Dropout(0.9)
+    expected = copy.deepcopy(model).eval()
+    pipe = pipeline(model)
+    pipe.stages[0].eval()
+    before = [m.training for stage in pipe.stages.values() for m in stage.modules()]
+    torch.testing.assert_close(pipe.eval(TOKENS), expected(TOKENS))
+    loss, output = pipe.eval(TOKENS, target=TARGET, return_outputs=True)
+    torch.testing.assert_close(output, expected(TOKENS))
+    torch.testing.assert_close(loss, loss_fn(expected(TOKENS), TARGET))
+    assert pipe.eval(TOKENS, target=TARGET) == loss
+    assert before == [m.training for stage in pipe.stages.values() for m in stage.modules()]
+    assert all(parameter.grad is None for parameter in pipe.parameters())
+
+
+def test_outputs_of_a_step() -> None:
+    loss, output = pipeline().step(TOKENS, target=TARGET, return_outputs=True)
+    torch.testing.assert_close(output, LM()(TOKENS))
+    torch.testing.assert_close(loss, loss_fn(output, TARGET))
+
+
+def test_keyword_arguments_reach_the_stage_that_takes_them() -> None:
+    shift = torch.linspace(0, 1, TOKENS.numel()).reshape(TOKENS.shape)
+    pipe = pipeline(example=((TOKENS[:2],), {"shift": shift[:2]}))
+    torch.testing.assert_close(pipe.eval(TOKENS, shift=shift), LM()(TOKENS, shift))
+
+
+def test_a_scaler() -> None:
+    model = LM()
+    expected, pipe = copy.deepcopy(model), pipeline(model)
+    options = {"init_scale": 64.0, "growth_interval": 1}
+    found = _scaled(expected, torch.amp.GradScaler("cpu", **options))
+    scaler = pipe.scaler(**options)
+    optimizer = torch.optim.AdamW(pipe.parameters(), lr=1e-2)
+    record = Record()
+    for number, (tokens, target) in enumerate(batches()):
+        loss = pipe.step(tokens, target=target, scaler=scaler)
+        if number == 1:
+            next(pipe.parameters()).grad[0, 0] = float("inf")  # pyright: ignore
+        scaler.unscale_(optimizer)
+        record.losses.append(loss.item())
+        record.norms.append(pipe.clip_grad_norm_(1.0).item())
+        scaler.step(optimizer)
+        scaler.update()
+        record.norms.append(scaler.get_scale())
+        optimizer.zero_grad()
+    record.state = pipe.state_dict()
+    record.require_close(found)
+
+
+def _scaled(model: LM, scaler: torch.amp.GradScaler) -> Record:
+    """Plain training with a scaler, and an overflow in the second step."""
+    optimizer, record = torch.optim.AdamW(model.parameters(), lr=1e-2), Record()
+    for number, (tokens, target) in enumerate(batches()):
+        loss = loss_fn(model(tokens), target)
+        scaler.scale(loss).backward()
+        if number == 1:
+            model.embed.weight.grad[0, 0] = float("inf")  # pyright: ignore
+        scaler.unscale_(optimizer)
+        record.losses.append(loss.item())
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        record.norms.append(norm.item())
+        scaler.step(optimizer)
+        scaler.update()
+        record.norms.append(scaler.get_scale())
+        optimizer.zero_grad()
+    record.state = model.state_dict()
+    return record
+
+
+def test_dropout_is_drawn_anew_in_each_step() -> None:
+    model = LM()
+    model.blocks[3] = nn.Dropout(0.5)
+    pipe = pipeline(model)
+    first, second = (pipe.step(TOKENS, target=TARGET) for _ in range(2))
+    assert first != second
+
+
+def test_a_seed_makes_schedules_the_same() -> None:
+    losses = set()
+    for schedule, stages in (("1f1b", 2), ("gpipe", 2)):
+        model = LM()
+        model.blocks[3] = nn.Dropout(0.5)
+        pipe = pipeline(model, schedule=schedule, cuts=CUTS[stages], seed=3)
+        losses.add(pipe.step(TOKENS, target=TARGET).item())
+    assert len(losses) == 1
+
+
+def test_a_trace() -> None:
+    pipe = pipeline()
+    with pipe.trace() as trace:
+        pipe.step(TOKENS, target=TARGET)
+    assert trace.timeline.plan.ranks == 2
+
+
+def test_a_step_that_fails_can_be_followed_by_another() -> None:
+    pipe = pipeline()
+    with pytest.raises(tl.StageError, match="rank 0, stage 0, micro-batch 0"):
+        pipe.step(TOKENS + 100, target=TARGET)
+    for parameter in pipe.parameters():
+        parameter.grad = None
+    torch.testing.assert_close(pipe.step(TOKENS, target=TARGET), loss_fn(LM()(TOKENS), TARGET))
+
+
+def test_what_it_prints() -> None:
+    lines = str(pipeline()).splitlines()
+    assert lines[0] == "Pipeline(1f1b on 2 ranks (in one process): 2 stages, 4 micro-batches, cpu)"
+    assert lines[1].split() == ["rank", "stage", "layers", "parameters", "sends", "keeps", "peak"]
+    assert lines[2].split()[:6] == ["0", "0", "embed,", "blocks.0–1", "696", "400"]
+    assert lines[3].split()[:5] == ["1", "1", "blocks.2–3,", "head", "696"]
+    assert lines[4].startswith("predicted bubble: 2")
+    lines = str(pipeline(example=None)).splitlines()
+    assert lines[1].split() == ["rank", "stage", "layers", "parameters", "peak"]
+    assert lines[4] == "predicted bubble: 20.0% (all stages alike); peak: activations in flight"
+
+
+def test_what_a_forward_keeps() -> None:
+    stages = [nn.Sequential(nn.Linear(4, 8), nn.Tanh()), nn.Linear(8, 2)]
+    needs = measure(stages, (torch.ones(2, 4),))
+    # Of the first stage its input and its output; weights are there anyway.
+    assert needs == [Needs(2 * 2 * 4 * 8, 64, 32 + 64), Needs(2 * 2 * 8 * 2, 16, 64)]
+
+
+def test_a_model_without_values() -> None:
+    with tl.split.deferred():
+        model = LM()
+    expected = plain(LM())
+    text = str(pipeline(model))
+    assert "sends" in text
+    with tl.split.deferred():
+        model = LM()
+    train(pipeline(model, schedule="zbv", cuts=CUTS[4])).require_close(expected)
+
+
+def test_a_state_for_a_model_without_values() -> None:
+    with torch.device("meta"):
+        model = LM()
+    pipe = pipeline(model, state_dict=LM().state_dict())
+    torch.testing.assert_close(pipe.eval(TOKENS), LM()(TOKENS))
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"schedule": "1f2b"}, "no schedule is called '1f2b'; did you mean 1f1b?"),
+        ({"schedule": 7}, "schedule is a name, a plan, a file or a Schedule class, not 7"),
+        ({"schedule": "none.csv"}, "none.csv"),
+        ({"microbatches": None}, "microbatches=… says into how many parts 1f1b cuts a batch"),
+        ({"microbatches": 0}, "microbatches must be a whole number from 1 up, not 0"),
+        ({"ranks": 0}, "ranks must be a whole number from 1 up, not 0"),
+        ({"ranks": 4}, "2 stages cannot lie on 4 ranks evenly; cut the model into 4"),
+        ({"schedule": "zbv"}, "zbv runs 2 stages per rank, not 1"),
+        ({"cuts": None, "example": None}, "pass example=(…), the arguments of one micro-batch"),
+        ({"cuts": ["blocks.9"]}, "cuts name 'blocks.9', but LM has no such submodule"),
+        ({"data_parallel": "ddp"}, "data_parallel='ddp' needs several processes"),
+        ({"data_parallel": "zero"}, 'data_parallel is "ddp", "fsdp" or None, not \'zero\''),
+        (
+            {"prepare": lambda module, stage: None},
+            "prepare must give the module to use for stage 0",
+        ),
+        (
+            {"schedule": tl.build("gpipe", ranks=3, microbatches=4)},
+            "plan 'gpipe' is for 3 ranks, here are 2; start 3, or pass ranks=3",
+        ),
+        (
+            {"schedule": tl.build("gpipe", ranks=2, microbatches=8)},
+            "plan 'gpipe' has 8 micro-batches, but microbatches is 4; leave it out",
+        ),
+    ],
+)
+def test_what_is_refused(options: dict[str, Any], text: str) -> None:
+    with pytest.raises(tl.TaktlineError) as refused:
+        pipeline(**options)
+    assert text in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("model", "text"),
+    [
+        (7, "a model is an nn.Module, a list of stages or a dict of them, not 7"),
+        ([nn.Linear(1, 1), 7], "stage 1 is 7, which is no nn.Module"),
+        ({0: nn.Linear(1, 1)}, "puts the stages [0, 1] here, but [1] are not among the pieces"),
+        ({0: nn.Linear(1, 1), 5: nn.Linear(1, 1)}, "there is no stage 5"),
+        ([nn.Linear(1, 1)] * 3, "3 stages cannot lie on 2 ranks evenly"),
+    ],
+)
+def test_models_that_are_refused(model: Any, text: str) -> None:
+    with pytest.raises(tl.TaktlineError) as refused:
+        pipeline(model)
+    assert text in str(refused.value)
+
+
+def test_steps_that_are_refused() -> None:
+    with pytest.raises(tl.TaktlineError, match="forward_only has no backward; call eval"):
+        pipeline(schedule="forward_only").step(TOKENS, target=TARGET)
+    with pytest.raises(tl.TaktlineError, match="it needs a loss: Pipeline"):
+        pipeline(loss_fn=None).step(TOKENS, target=TARGET)
+    with pytest.raises(tl.TaktlineError, match="needs target="):
+        pipeline().step(TOKENS)
+
+
+def test_states_that_are_refused() -> None:
+    pipe, state = pipeline(), LM().state_dict()
+    with pytest.raises(tl.TaktlineError, match="nonsense is in the state, but not in the model"):
+        pipe.load_state_dict(state | {"nonsense": torch.ones(1)})
+    with pytest.raises(tl.TaktlineError, match="scale is not in the state; pass strict=False"):
+        pipe.load_state_dict({name: value for name, value in state.items() if name != "scale"})
+    with pytest.raises(tl.TaktlineError, match=r"scale is \[\] in the model, but \[2\] in the"):
+        pipe.load_state_dict(state | {"scale": torch.ones(2)})
+
+
+def test_a_state_with_one_name_for_a_tied_weight() -> None:
+    state = {name: value + 0.1 for name, value in LM().state_dict().items()}
+    expected, pipe = LM(), pipeline()
+    expected.load_state_dict(state)
+    del state["head.weight"]
+    pipe.load_state_dict(state)
+    torch.testing.assert_close(pipe.eval(TOKENS), expected(TOKENS))
+
+
+def test_stages_that_are_prepared() -> None:
+    """A new module in the place of a stage is what is trained, and what is saved."""
+
+    def frozen(module: nn.Module, stage: int) -> nn.Module:
+        module.requires_grad_(False)
+        return nn.Sequential(module, nn.Linear(4, 4))
+
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    pipe = pipeline([model[0], model[1]], prepare=frozen, loss_fn=nn.functional.mse_loss)
+    pipe.step(torch.ones(4, 4), target=torch.zeros(4, 4))
+    assert [name for name, p in pipe.named_parameters() if p.grad is not None] == [
+        "0.1.weight",
+        "0.1.bias",
+        "1.1.weight",
+        "1.1.bias",
+    ]
+    pipe.load_state_dict(pipe.state_dict())
+
+
+def test_a_compiled_stage_keeps_its_names() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    pipe = pipeline(
+        [model[:1], model[1:]],
+        loss_fn=nn.functional.mse_loss,
+        prepare=lambda module, stage: torch.compile(module, backend="eager"),
+    )
+    x, target = torch.ones(4, 4), torch.zeros(4, 4)
+    expected = nn.functional.mse_loss(model(x), target)
+    torch.testing.assert_close(pipe.step(x, target=target), expected.detach())
+    assert list(pipe.state_dict()) == list(model.state_dict())

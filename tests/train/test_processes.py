@@ -1,0 +1,262 @@
+"""A pipeline over processes trains as the model does, with copies of it, too."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
+
+import taktline as tl
+from taktline.sharding import local
+from tests.train.models import CUTS, LM, PARTS, Record, batches, loss_fn, plain, train
+from tests.workers import Workers
+
+pytestmark = pytest.mark.processes
+
+TOKENS, TARGET = batches(1)[0]
+
+
+def pipeline(group: Any, model: Any = None, **options: Any) -> tl.Pipeline:
+    """The usual one, on the ranks of a group."""
+    mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("pp",))
+    usual = {
+        "schedule": "1f1b",
+        "microbatches": PARTS,
+        "loss_fn": loss_fn,
+        "mesh": mesh,
+        "cuts": CUTS[2],
+        "example": (TOKENS[:2],),
+    }
+    return tl.Pipeline(LM() if model is None else model, **(usual | options))
+
+
+def trained(rank: int, group: Any, schedule: str, stages: int, cast: bool) -> Record:
+    return train(pipeline(group, schedule=schedule, cuts=CUTS[stages]), cast=cast)
+
+
+@pytest.mark.parametrize("cast", [False, True], ids=["float32", "autocast"])
+@pytest.mark.parametrize(("schedule", "stages"), [("1f1b", 2), ("zbv", 4)])
+def test_equals_plain_training(workers: Workers, schedule: str, stages: int, cast: bool) -> None:
+    expected = plain(LM(), cast=cast)
+    first, second = workers.run(trained, schedule, stages, cast)
+    limits = {"rtol": 1e-4, "atol": 1e-5} if cast else {}
+    first.require_close(expected, **limits)
+    assert (second.losses, second.norms, second.state) == (first.losses, first.norms, {})
+
+
+def everything(rank: int, group: Any) -> dict[str, Any]:
+    """What a pipeline gives beside its training."""
+    pipe = pipeline(group)
+    loss, output = pipe.step(TOKENS, target=TARGET, return_outputs=True)
+    kept = pipe.step(TOKENS, target=TARGET, return_outputs="last")[1]
+    state = pipe.state_dict()
+    with pipe.trace() as trace:
+        pipe.step(TOKENS, target=TARGET)
+    other = pipeline(group, schedule="zbv", cuts=CUTS[4])
+    before = other.eval(TOKENS, target=TARGET)
+    changed = {name: value + 0.1 for name, value in LM().state_dict().items()}
+    other.load_state_dict(changed)
+    return {
+        "loss": loss,
+        "output": output,
+        "last": kept is not None,
+        "names": list(state),
+        "ranks": trace.timeline.plan.ranks,
+        "before": before,
+        "after": other.eval(TOKENS, target=TARGET),
+        "text": str(pipe),
+    }
+
+
+def test_everything_else(workers: Workers) -> None:
+    model = LM()
+    expected = model(TOKENS).detach()
+    first, second = workers.run(everything)
+    for found in (first, second):
+        torch.testing.assert_close(found["output"], expected)
+        torch.testing.assert_close(found["loss"], loss_fn(expected, TARGET))
+        torch.testing.assert_close(found["before"], found["loss"])
+        assert found["ranks"] == 2
+        assert "2 ranks (a process each)" in found["text"]
+    assert (first["last"], second["last"]) == (False, True)
+    assert first["names"][:2] == ["scale", "embed.weight"]
+    assert "head.weight" in second["names"]
+    assert "embed.weight" not in second["names"]
+    model.load_state_dict({name: value + 0.1 for name, value in model.state_dict().items()})
+    torch.testing.assert_close(first["after"], loss_fn(model(TOKENS), TARGET).detach())
+    assert first["text"] == second["text"]
+
+
+def scaled(rank: int, group: Any, sharded: bool) -> list[Any]:
+    """An overflow on one rank only."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp")) if sharded else None
+    pipe = pipeline(group, **({"mesh": mesh, "data_parallel": "fsdp"} if sharded else {}))
+    optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
+    scaler = pipe.scaler(init_scale=8.0)
+    before = [parameter.detach().clone() for parameter in pipe.parameters()]
+    found: list[Any] = []
+    for overflows in (True, False):
+        pipe.step(TOKENS, target=TARGET, scaler=scaler)
+        if overflows and rank == 1:
+            local(next(pipe.parameters()).grad)[0] = float("inf")  # pyright: ignore
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        pairs = zip(before, pipe.parameters(), strict=True)
+        same = all(torch.equal(local(one), local(other)) for one, other in pairs)
+        found.append((same, scaler.get_scale()))
+    return found
+
+
+@pytest.mark.parametrize("sharded", [False, True], ids=["plain", "fsdp"])
+def test_all_ranks_leave_out_a_step(workers: Workers, sharded: bool) -> None:
+    ranks = 4 if sharded else 2
+    assert workers.run(scaled, sharded, ranks=ranks) == [[(True, 4.0), (False, 4.0)]] * ranks
+
+
+def another_scaler(rank: int, group: Any) -> None:
+    pipeline(group).step(TOKENS, target=TARGET, scaler=torch.amp.GradScaler("cpu"))
+
+
+def test_a_scaler_of_one_process_is_refused(workers: Workers) -> None:
+    for error in workers.outcomes(another_scaler):
+        assert "make it with pipe.scaler(…)" in str(error)
+
+
+def copies(rank: int, group: Any, way: str, schedule: str, stages: int) -> Record:
+    """Two pipelines, each with its half of the batch."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    pipe = pipeline(
+        group, mesh=mesh, data_parallel=way, schedule=schedule, cuts=CUTS[stages], microbatches=2
+    )
+    copy, record = mesh["dp"].get_local_rank(), Record()
+    optimizer = torch.optim.AdamW(pipe.parameters(), lr=1e-2)
+    for tokens, target in batches():
+        loss = pipe.step(tokens.chunk(2)[copy], target=target.chunk(2)[copy])
+        record.losses.append(loss.item())
+        record.norms.append(pipe.clip_grad_norm_(0.5).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    record.state = pipe.state_dict(gathered=True)
+    pipe.load_state_dict({name: value + 0.1 for name, value in LM().state_dict().items()})
+    record.losses.append(pipe.eval(TOKENS, target=TARGET).item())
+    return record
+
+
+@pytest.mark.parametrize(("schedule", "stages"), [("1f1b", 2), ("zbv", 4)])
+@pytest.mark.parametrize("way", ["ddp", "fsdp"])
+def test_copies(workers: Workers, way: str, schedule: str, stages: int) -> None:
+    expected, model = plain(LM()), LM()
+    model.load_state_dict({name: value + 0.1 for name, value in model.state_dict().items()})
+    expected.losses.append(loss_fn(model(TOKENS), TARGET).item())
+    records = workers.run(copies, way, schedule, stages, ranks=4)
+    records[0].require_close(expected)
+    for record in records[1:]:
+        assert (record.losses, record.norms) == (records[0].losses, records[0].norms)
+        assert record.state == {}
+
+
+def split_layers(module: nn.Module, mesh: Any) -> nn.Module:
+    """The two layers of each block, side by side on two ranks."""
+    for name, layer in module.named_modules():
+        if name.endswith(("wide", "narrow")) and isinstance(layer, nn.Linear):
+            style = ColwiseParallel() if name.endswith("wide") else RowwiseParallel()
+            parallelize_module(layer, mesh, style)
+    return module
+
+
+def in_parts(rank: int, group: Any, way: str | None) -> Record:
+    """Tensor parallelism within each stage, on top of which there may be FSDP2."""
+    names, sizes = (("pp", "tp"), (2, 2)) if way is None else (("pp", "dp", "tp"), (1, 2, 2))
+    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=names)
+    return train(
+        pipeline(
+            group,
+            mesh=mesh,
+            cuts=CUTS[2] if way is None else None,
+            data_parallel=way,
+            prepare=lambda module, stage: split_layers(module, mesh["tp"]),
+        )
+    )
+
+
+@pytest.mark.parametrize("way", [None, "fsdp"])
+def test_tensor_parallelism(workers: Workers, way: str | None) -> None:
+    expected = plain(LM())
+    records = workers.run(in_parts, way, ranks=4)
+    records[0].require_close(expected, rtol=1e-4, atol=1e-5)
+    for record in records[1:]:
+        assert (record.losses, record.norms) == (records[0].losses, records[0].norms)
+
+
+def by_number(rank: int, group: Any) -> tuple[tuple[int, ...], float]:
+    """All four processes, without a mesh: so many ranks, the rest copies."""
+    pipe = tl.Pipeline(
+        LM(),
+        schedule="gpipe",
+        microbatches=2,
+        loss_fn=loss_fn,
+        ranks=2,
+        cuts=CUTS[2],
+        data_parallel="ddp",
+    )
+    return tuple(pipe.stages), pipe.step(TOKENS, target=TARGET).item()
+
+
+def test_copies_by_number(workers: Workers) -> None:
+    found = workers.run(by_number, ranks=4)
+    assert [stages for stages, _ in found] == [(0,), (0,), (1,), (1,)]
+    torch.testing.assert_close(found[0][1], loss_fn(LM()(TOKENS), TARGET).item())
+    assert len({loss for _, loss in found}) == 1
+
+
+def own_stages(rank: int, group: Any) -> list[str]:
+    """Each process brings its own stage only."""
+    model = LM(tied=False)
+    stages = [nn.Sequential(model.embed, model.blocks[0]), nn.Sequential(model.head)]
+    pipe = pipeline(group, {rank: stages[rank]}, cuts=None)
+    loss = pipe.step(TOKENS, target=TARGET)
+    expected = loss_fn(stages[1](stages[0](TOKENS)), TARGET)
+    torch.testing.assert_close(loss, expected.detach())
+    return list(pipe.state_dict(gathered=True))
+
+
+def test_own_stages_only(workers: Workers) -> None:
+    names, nothing = workers.run(own_stages)
+    assert names[0] == "0.0.weight"
+    assert names[-1] == "1.0.weight"
+    assert nothing == []
+
+
+def wrong(rank: int, group: Any, options: dict[str, Any]) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    given = {"mesh": mesh} if options.pop("meshed", False) else {}
+    if options.pop("unnamed", False):
+        given = {"mesh": init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("x",))}
+    tl.Pipeline(LM(), microbatches=2, loss_fn=loss_fn, cuts=CUTS[2], **given, **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"ranks": 3}, "ranks is 3, but the launcher has started 4 processes"),
+        ({"ranks": 2}, 'room for 2 copies of the pipeline: say data_parallel="ddp" or "fsdp"'),
+        ({"unnamed": True}, "the mesh has no dimension 'pp' for the pipeline, only ['x']"),
+        ({"meshed": True, "ranks": 4}, "ranks is 4, but the mesh has 2 in 'pp'"),
+        ({"data_parallel": "zero"}, 'data_parallel is "ddp", "fsdp" or None, not \'zero\''),
+        ({"meshed": True}, "room for 2 copies of stage"),
+    ],
+)
+def test_what_is_refused(workers: Workers, options: dict[str, Any], text: str) -> None:
+    for error in workers.outcomes(wrong, options, ranks=4):
+        assert isinstance(error, tl.TaktlineError), error
+        assert text in str(error)
