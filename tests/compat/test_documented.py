@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from taktline.compat import install
+from tests.compat.programs import wrapped
 from tests.workers import Workers
 
 pytestmark = pytest.mark.processes
@@ -121,9 +122,10 @@ def _traced(rank: int, group: dist.ProcessGroup) -> None:
     check([stage.submod])
     # A stage whose method somebody wraps goes call by call, traced or not.
     pipe.get_stage_module(rank).zero_grad()
-    stage.forward_one_chunk = stage.forward_one_chunk
+    wrapped(stage)
     schedule.step(*([x] if rank == 0 else []), **({"target": y} if rank else {}))
     check([stage.submod])
+    assert not schedule._on_ours  # pyright: ignore
 
 
 def _interleaved(rank: int, group: dist.ProcessGroup) -> None:
