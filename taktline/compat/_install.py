@@ -20,10 +20,12 @@ def install() -> None:
 
     So it is in the processes that this one starts, be they spawned, forked or run by torchrun.
 
-    >>> install()  # doctest: +SKIP
-    >>> from torch.distributed.pipelining import ScheduleGPipe  # doctest: +SKIP
-    >>> ScheduleGPipe.__module__.split(".")[0]  # doctest: +SKIP
-    'taktline'
+    ::
+
+        import taktline.compat
+
+        taktline.compat.install()  # before anything that imports torch.distributed.pipelining
+
     """
     loaded = sys.modules.get(PEER)
     if loaded is not None and not is_ours(loaded):

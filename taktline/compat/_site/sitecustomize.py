@@ -8,20 +8,20 @@ _HERE = os.path.dirname(os.path.abspath(__file__))
 
 
 def _load(name, folders):
-    """Run the first module of that name in the folders, should there be one."""
+    """Run the first module of that name in the folders, should there be one; gives its names."""
     spec = PathFinder.find_spec(name, folders)
     if spec is None or spec.loader is None:
-        return None
+        return {}
     # By hand: importlib.util would be most of what this file costs.
     sys.modules[name] = module = type(sys)(name)
     module.__spec__, module.__loader__, module.__file__ = spec, spec.loader, spec.origin
     spec.loader.exec_module(module)
-    return module
+    return vars(module)
 
 
 if os.environ.get("TAKTLINE_COMPAT") == "1":
     # From its folder, since the package itself may not be importable yet.
-    _load("taktline.compat._finder", [os.path.dirname(_HERE)]).put_first()
+    _load("taktline.compat._finder", [os.path.dirname(_HERE)])["put_first"]()
 
 # There can be one sitecustomize only: the next one on the path has its turn, and the name.
 _load("sitecustomize", [folder for folder in sys.path if os.path.abspath(folder) != _HERE])

@@ -9,7 +9,9 @@ from taktline.compat.torch_pipelining.schedules import (
     ScheduleInterleavedZeroBubble,
     ScheduleLoopedBFS,
     ScheduleZBVZeroBubble,
-    _ScheduleForwardOnly,
+)
+from taktline.compat.torch_pipelining.schedules import (
+    _ScheduleForwardOnly as _ScheduleForwardOnly,
 )
 from taktline.compat.torch_pipelining.stage import PipelineStage, build_stage
 
@@ -24,7 +26,6 @@ __all__ = [
     "ScheduleLoopedBFS",
     "ScheduleZBVZeroBubble",
     "SplitPoint",
-    "_ScheduleForwardOnly",
     "build_stage",
     "pipe_split",
     "pipeline",

@@ -11,6 +11,8 @@ import re
 from enum import Enum
 from typing import NamedTuple
 
+from taktline.errors import InvalidActionError
+
 __all__ = [
     "BACKWARD_INPUT",
     "BACKWARD_WEIGHT",
@@ -60,7 +62,7 @@ class _ComputationType(str, Enum):  # noqa: UP042  (whose str() would be the val
         try:
             return _ComputationType(action)
         except ValueError:
-            raise RuntimeError(f"Invalid computation type {action}") from None
+            raise InvalidActionError(f"Invalid computation type {action}") from None
 
 
 FORWARD = F = _ComputationType.FORWARD
@@ -134,7 +136,7 @@ class _Action(NamedTuple):
             stage, kind, number = match.groups()
             microbatch = int(number) if number else None
             return _Action(int(stage), _ComputationType.from_str(kind), microbatch)
-        raise RuntimeError(
-            f"Invalid action string: {action_string}, should be formatted as "
+        raise InvalidActionError(
+            f"Invalid action string: {text}, should be formatted as "
             "[stage][action type][(microbatch)] e.g. 2F0"
         )

@@ -75,8 +75,8 @@ def _validate_schedule(
         if rank not in actions:
             raise InvalidOrderError(f"Schedule is missing actions for rank {rank}")
     check = _Check(actions, num_stages)
-    for rank in range(pp_group_size):
-        for step, action in enumerate(actions[rank]):
+    for rank, row in actions.items():
+        for step, action in enumerate(row):
             for part in () if action is None else parts(action):
                 check.run(rank, step, part)
     for stage in range(num_stages):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.fx.node import map_aggregate
 
 __all__ = ["friendly_debug_info", "map_debug_info"]
 
@@ -26,4 +27,4 @@ def map_debug_info(a: Any) -> Any:
     >>> map_debug_info({"a": (1, None)})
     {'a': ('1', 'None')}
     """
-    return torch.fx.node.map_aggregate(a, friendly_debug_info)
+    return map_aggregate(a, friendly_debug_info)

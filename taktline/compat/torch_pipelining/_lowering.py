@@ -117,6 +117,9 @@ class _Play:
 
     def can(self, action: _Action) -> bool:
         """Whether all that an action needs has been played."""
+        return all(map(self._can, parts(action)))
+
+    def _can(self, action: _Action) -> bool:
         stage, kind, microbatch, _ = action
         done = self._done[self._stage_to_rank(stage)]
         if kind in (F, B, I):
@@ -140,7 +143,7 @@ class _Play:
 
     def play(self, rank: int, action: _Action) -> None:
         """Note an action that its rank has just done."""
-        self._done[rank].add(action)
+        self._done[rank].update(parts(action))
         del self.waiting[rank][0]
 
 
@@ -208,7 +211,7 @@ def _deferred(rank: int, order: list[_Action], stage_to_rank: StageToRank) -> li
         else:
             for part in parts(action):
                 receive = _receive_of(part)
-                if receive in waiting and receive not in due:
+                if receive is not None and receive in waiting and receive not in due:
                     due.append(receive)
         for receive in due:
             del waiting[receive]

@@ -106,7 +106,8 @@ class _DTensorMeta(_TensorMeta):
             shape=self.global_shape,
             stride=self.global_stride,
         )
-        return made.requires_grad_(self.requires_grad)
+        made.requires_grad_(self.requires_grad)
+        return made
 
     def get_diff(self, other: _TensorMeta) -> list[str]:
         """Each difference in words."""

@@ -16,6 +16,7 @@ from taktline.compat.torch_pipelining._action import (
     _Action,
     _ComputationType,
 )
+from taktline.compat.torch_pipelining._lowering import _add_send_recv
 from taktline.compat.torch_pipelining._runtime import PipelineScheduleSingle
 from taktline.compat.torch_pipelining.schedules import get_schedule_class
 from taktline.compat.torch_pipelining.stage import PipelineStage
@@ -81,9 +82,12 @@ def get_schedule_ops(
     per_rank = (1 if single else 2) if num_stages_per_rank is None else num_stages_per_rank
     if single and per_rank != 1:
         raise InvalidOrderError(f"Expected num_stages_per_rank to be 1, got {per_rank}")
+    order: Any
     stages = [_stand_in(place, pp_degree, per_rank) for place in range(per_rank)]
     if single:
         order = cls(stages[0], num_microbatches)._get_pipeline_order()
+        if with_comms:
+            order = _add_send_recv(order, lambda stage: stage, pp_degree)
     else:
         made = cls(stages, num_microbatches, **({"defer_pp_recv": True} if defer_pp_recv else {}))
         order = made.pipeline_order_with_comms if with_comms else made.pipeline_order
@@ -140,7 +144,9 @@ def _played(schedule: Rows) -> Timeline:
 
 
 def visualize_schedule(schedule: Rows, filename: str | None = None) -> None:
-    """Draw what each rank does when: into an SVG or HTML file, or as text if there is no file.
+    """Draw what each rank does when: into a file, or as text if there is none.
+
+    SVG and HTML need nothing else; any other kind of picture needs matplotlib.
 
     >>> visualize_schedule(get_schedule_ops("GPipe", 2, 1))
     custom: ...
@@ -148,8 +154,30 @@ def visualize_schedule(schedule: Rows, filename: str | None = None) -> None:
     timeline = _played(schedule)
     if filename is None:
         print(timeline.to_text())
-        return
-    path = Path(filename)
-    if path.suffix not in (".svg", ".html"):
-        path = path.with_suffix(".svg")
-    path.write_text(timeline.to_html() if path.suffix == ".html" else timeline.to_svg())
+    elif filename.endswith(".html"):
+        Path(filename).write_text(timeline.to_html())
+    elif filename.endswith(".svg"):
+        Path(filename).write_text(timeline.to_svg())
+    else:
+        _plot(timeline, schedule, filename)
+
+
+def _plot(timeline: Timeline, schedule: Rows, filename: str) -> None:
+    try:
+        from matplotlib import pyplot  # pyright: ignore[reportMissingImports]
+    except ImportError as error:
+        raise ScheduleError(
+            f"to draw {filename} matplotlib is needed: pip install taktline[plot]; or draw an "
+            ".svg or .html file, which needs nothing"
+        ) from error
+    figure, axes = pyplot.subplots(figsize=(timeline.makespan / 3 + 2, len(schedule) / 2 + 1))
+    for rank, row in enumerate(schedule):
+        times = sorted({(span.start, span.end) for span in timeline.spans(rank)})
+        for action, (start, end) in zip(_computations(row), times, strict=True):
+            drawn = action_type_to_color_mapping[action.computation_type]
+            axes.barh(rank, end - start, left=start, color=drawn.color, edgecolor="black")
+            axes.text((start + end) / 2, rank, str(action), ha="center", va="center", fontsize=6)
+    axes.set_yticks(range(len(schedule)), [f"Rank {rank}" for rank in range(len(schedule))])
+    axes.invert_yaxis()
+    figure.savefig(filename, bbox_inches="tight")
+    pyplot.close(figure)

@@ -65,6 +65,10 @@ def generate_stage_to_rank_mapping(
     """
     if style not in ("loop", "v"):
         raise PlanError(f"Style {style} is not supported.")
+    if style == "v" and num_stages % pp_size:
+        raise PlanError(
+            f"num_stages {num_stages} must be evenly divisible by pp_size {pp_size} for V schedules"
+        )
     ranks: dict[int, int] = {}
     for stage in range(num_stages):
         leg, place = divmod(stage, pp_size)

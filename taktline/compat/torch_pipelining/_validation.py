@@ -18,6 +18,7 @@ __all__ = [
     "validate_and_normalize_to_tuple",
     "validate_metadata",
     "validate_static_arg_grad_correspondence",
+    "validate_tensor_metadata",
     "validate_tensors_metadata",
 ]
 
@@ -27,7 +28,7 @@ PipeliningShapeError = PipeliningMetadataError
 
 def validate_metadata(
     desc: str,
-    expected: TensorMeta,
+    expected: torch.Tensor | TensorMeta,
     actual: torch.Tensor | TensorMeta,
     *,
     raise_on_mismatch: bool = False,
@@ -38,6 +39,8 @@ def validate_metadata(
     >>> validate_metadata("input", extract_tensor_meta(torch.zeros(2)), torch.zeros(2).int())
     ['dtype mismatch: torch.float32 vs torch.int32']
     """
+    if isinstance(expected, torch.Tensor):  # as before torch 2.13
+        expected = extract_tensor_meta(expected)
     found = extract_tensor_meta(actual) if isinstance(actual, torch.Tensor) else actual
     if type(found) is type(expected):
         differences = expected.get_diff(found)
@@ -53,9 +56,17 @@ def validate_metadata(
     return differences
 
 
+def validate_tensor_metadata(desc: str, expected: torch.Tensor, given: torch.Tensor) -> None:
+    """The check of one tensor as it was before torch 2.13.
+
+    >>> validate_tensor_metadata("input", torch.zeros(2), torch.ones(2))
+    """
+    validate_metadata(desc, expected, given, raise_on_mismatch=True)
+
+
 def validate_tensors_metadata(
     desc: str,
-    expected: Sequence[TensorMeta | None],
+    expected: Sequence[torch.Tensor | TensorMeta | None],
     actual: Sequence[torch.Tensor | TensorMeta | None],
     *,
     raise_on_mismatch: bool = True,

@@ -57,6 +57,8 @@ def _split_tensor(
     >>> _split_tensor(torch.arange(3), TensorChunkSpec(0), 2)
     (tensor([0, 1]), tensor([2]))
     """
+    if not isinstance(tensor, torch.Tensor):
+        raise BatchError(f"only a tensor can be cut into micro-batches, not {tensor!r}")
     size = tensor.size(spec.split_dim)
     if size < num_chunks:
         raise InvalidBatchError(f"Tensor size {size} is smaller than num_chunks")

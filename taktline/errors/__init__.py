@@ -9,7 +9,11 @@
     ├── CostError            costs that make no sense, or not for this plan
     ├── PlanError            a plan cannot be what it claims to be
     │   ├── InvalidPlanError     a plan broke its rules; carries every violation
+    │   ├── InvalidActionError   a text is not an action of torch's; a RuntimeError as well
     │   └── InvalidOrderError    the same of an order written for torch; an AssertionError as well
+    ├── InstallError         torch's own package cannot be replaced any more
+    ├── StageUseError        a stage is used as it cannot be; a RuntimeError as well, as in torch
+    ├── CallOrderError       a call comes before the one it needs; an AssertionError, as in torch
     ├── TransportError       ranks cannot talk to each other as asked
     │   ├── DeadlockError        every rank waits for another; says who waits for what
     │   ├── LostRankError        another rank has ended, or cannot be reached any more
@@ -25,9 +29,6 @@
     ├── PartitionError       a model cannot be cut into stages as asked
     ├── SplitError           the two halves of a backward do not fit together
     │   └── StageBackwardError   a backward failed in code written for torch; a RuntimeError as well
-    ├── InstallError         torch's own package cannot be replaced any more
-    ├── StageUseError        a stage is used as it cannot be; a RuntimeError as well, as in torch
-    ├── CallOrderError       a call comes before the one it needs; an AssertionError, as in torch
     └── StageError           an action failed on some rank; raised on every rank
 
 All of them are also a :class:`ValueError`, so code that does not know Taktline can catch them.
@@ -47,6 +48,7 @@ __all__ = [
     "CostError",
     "DeadlockError",
     "InstallError",
+    "InvalidActionError",
     "InvalidBatchError",
     "InvalidOrderError",
     "InvalidPlanError",
@@ -122,24 +124,6 @@ class BatchError(TaktlineError):
     >>> raise BatchError("target is int64[3]: 3 along dimension 0 cannot be cut into 4 pieces")
     Traceback (most recent call last):
     taktline.errors.BatchError: target is int64[3]: 3 along dimension 0 cannot be cut into 4 pieces
-    """
-
-
-class BatchTypeError(BatchError, TypeError):
-    """What must be a list is none.
-
-    >>> raise BatchTypeError("losses must be a list but got a <class 'tuple'>")
-    Traceback (most recent call last):
-    taktline.errors.BatchTypeError: losses must be a list but got a <class 'tuple'>
-    """
-
-
-class InvalidBatchError(BatchError, AssertionError):
-    """A batch, its chunk spec or its outputs do not fit together; torch raises AssertionError.
-
-    >>> raise InvalidBatchError("Tensor size 3 is smaller than num_chunks")
-    Traceback (most recent call last):
-    taktline.errors.InvalidBatchError: Tensor size 3 is smaller than num_chunks
     """
 
 
@@ -224,15 +208,6 @@ class InvalidPlanError(PlanError):
         super().__init__("\n".join(lines))
 
 
-class InvalidOrderError(PlanError, AssertionError):
-    """An order of actions that was written for torch cannot run; torch raises AssertionError.
-
-    >>> raise InvalidOrderError("Schedule is missing actions for rank 1")
-    Traceback (most recent call last):
-    taktline.errors.InvalidOrderError: Schedule is missing actions for rank 1
-    """
-
-
 class PartitionError(TaktlineError):
     """A model, or a list of layers, cannot be cut into stages as asked.
 
@@ -251,52 +226,6 @@ class PartitionError(TaktlineError):
         super().__init__(text)
 
 
-class TransportError(TaktlineError):
-    """Ranks cannot talk to each other as asked.
-
-    >>> raise TransportError("activations from rank 0 to rank 1: 8 bytes sent, 4 bytes awaited")
-    Traceback (most recent call last):
-    taktline.errors.TransportError: activations from rank 0 to rank 1: 8 bytes sent, 4 bytes awaited
-    """
-
-
-class DeadlockError(TransportError):
-    """Every rank waits for another; the text says who waits for what.
-
-    >>> raise DeadlockError("no rank can go on\\n  rank 0 waits for rank 1\\n  rank 1 has ended")
-    Traceback (most recent call last):
-    taktline.errors.DeadlockError: no rank can go on
-      rank 0 waits for rank 1
-      rank 1 has ended
-    """
-
-
-class LostRankError(TransportError):
-    """Another rank has ended, or cannot be reached any more; ``peer`` is that rank, if known.
-
-    >>> raise LostRankError("rank 1 has lost rank 0", peer=0)
-    Traceback (most recent call last):
-    taktline.errors.LostRankError: rank 1 has lost rank 0
-    """
-
-    def __init__(self, text: str, *, peer: int | None = None) -> None:
-        self.peer = peer
-        super().__init__(text)
-
-
-class StallError(TransportError):
-    """Another rank did not answer in time; ``peer`` is that rank, if known.
-
-    >>> raise StallError("rank 0 has not answered rank 1 in time", peer=0)
-    Traceback (most recent call last):
-    taktline.errors.StallError: rank 0 has not answered rank 1 in time
-    """
-
-    def __init__(self, text: str, *, peer: int | None = None) -> None:
-        self.peer = peer
-        super().__init__(text)
-
-
 class MismatchError(TaktlineError):
     """What the ranks bring to a step does not fit together; every rank raises the same.
 
@@ -312,15 +241,6 @@ class SignatureError(TaktlineError):
     >>> raise SignatureError("output 0 is float32[4, 16], not float32[4, 32]")
     Traceback (most recent call last):
     taktline.errors.SignatureError: output 0 is float32[4, 16], not float32[4, 32]
-    """
-
-
-class PipeliningMetadataError(SignatureError, RuntimeError):
-    """Tensors at the boundary of a stage differ from what was announced; torch's name for it.
-
-    >>> raise PipeliningMetadataError("stage 1 inputs: expected 1 tensors, got 2")
-    Traceback (most recent call last):
-    taktline.errors.PipeliningMetadataError: stage 1 inputs: expected 1 tensors, got 2
     """
 
 
@@ -352,42 +272,6 @@ class SplitError(TaktlineError):
     """
 
 
-class StageBackwardError(SplitError, RuntimeError):
-    """The backward of a stage failed; the text shows what it was given.
-
-    >>> raise StageBackwardError("Failed to run stage backward: ...")
-    Traceback (most recent call last):
-    taktline.errors.StageBackwardError: Failed to run stage backward: ...
-    """
-
-
-class InstallError(TaktlineError):
-    """Taktline cannot take the place of torch.distributed.pipelining in this process.
-
-    >>> raise InstallError("torch.distributed.pipelining has been imported already")
-    Traceback (most recent call last):
-    taktline.errors.InstallError: torch.distributed.pipelining has been imported already
-    """
-
-
-class StageUseError(TaktlineError, RuntimeError):
-    """A stage or a schedule that torch's interface knows is used as it cannot be.
-
-    >>> raise StageUseError("Chunk id 4 is out of range [0, 4)")
-    Traceback (most recent call last):
-    taktline.errors.StageUseError: Chunk id 4 is out of range [0, 4)
-    """
-
-
-class CallOrderError(TaktlineError, AssertionError):
-    """A stage or a schedule that torch's interface knows is called before what it needs.
-
-    >>> raise CallOrderError("can't get bwd output if this stage is first")
-    Traceback (most recent call last):
-    taktline.errors.CallOrderError: can't get bwd output if this stage is first
-    """
-
-
 class StageError(TaktlineError):
     """An action failed on some rank; every rank raises this, after taking part in the step's rest.
 
@@ -411,3 +295,23 @@ class StageError(TaktlineError):
         if microbatch is not None:
             where += f", micro-batch {microbatch}"
         super().__init__(f"{where} ({action}): {reason}")
+
+
+# They are built on those above.
+from taktline.errors.as_in_torch import (  # noqa: E402
+    BatchTypeError,
+    CallOrderError,
+    InstallError,
+    InvalidActionError,
+    InvalidBatchError,
+    InvalidOrderError,
+    PipeliningMetadataError,
+    StageBackwardError,
+    StageUseError,
+)
+from taktline.errors.transport import (  # noqa: E402
+    DeadlockError,
+    LostRankError,
+    StallError,
+    TransportError,
+)

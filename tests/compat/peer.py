@@ -1,0 +1,79 @@
+"""Torch's own package beside ours: called with the same arguments, they must do the same."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import io
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
+
+MODULES = (
+    "",
+    ".schedules",
+    ".stage",
+    ".microbatch",
+    "._IR",
+    "._backward",
+    "._utils",
+    "._unflatten",
+    "._debug",
+    "._schedule_visualizer",
+)
+
+
+class Pair(NamedTuple):
+    """A module of torch's package, and ours of the same name."""
+
+    peer: Any
+    ours: Any
+
+    def __getattr__(self, name: str) -> Pair:
+        return Pair(getattr(self.peer, name), getattr(self.ours, name))
+
+
+def module(name: str) -> Pair:
+    """A module by its name in the package, with the dot in front."""
+    return Pair(
+        importlib.import_module(f"torch.distributed.pipelining{name}"),
+        importlib.import_module(f"taktline.compat.torch_pipelining{name}"),
+    )
+
+
+class Failure(NamedTuple):
+    """What a call has raised."""
+
+    kind: type[BaseException]
+    text: str
+
+
+def outcome(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """What a call gives, or raises; what it prints is lost."""
+    with contextlib.redirect_stdout(io.StringIO()):
+        try:
+            return function(*args, **kwargs)
+        except Exception as error:
+            return Failure(type(error), str(error))
+
+
+def require_same(theirs: Any, ours: Any, *, texts: bool = True) -> None:
+    """Fail unless both gave the same, or raised the same kind of error with the same beginning."""
+    if isinstance(theirs, Failure):
+        assert isinstance(ours, Failure), f"torch raises {theirs}, ours gives {ours!r}"
+        builtin = next(base for base in theirs.kind.__mro__ if base.__module__ == "builtins")
+        assert issubclass(ours.kind, builtin), f"torch raises {theirs}, ours {ours}"
+        if texts:
+            assert ours.text.startswith(theirs.text)
+    else:
+        assert not isinstance(ours, Failure), f"torch gives {theirs!r}, ours raises {ours}"
+        assert repr(ours) == repr(theirs)
+
+
+def actions(cls: Any, texts: Iterable[str]) -> list[Any]:
+    """Actions of either package; a dash stands for None."""
+    return [None if text == "-" else cls.from_str(text) for text in texts]
+
+
+def orders(cls: Any, rows: Mapping[int, Iterable[str]]) -> dict[int, list[Any]]:
+    """The orders of several ranks."""
+    return {rank: actions(cls, texts) for rank, texts in rows.items()}
