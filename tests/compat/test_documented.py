@@ -123,7 +123,10 @@ def _traced(rank: int, group: dist.ProcessGroup) -> None:
     # A stage whose method somebody wraps goes call by call, traced or not.
     pipe.get_stage_module(rank).zero_grad()
     wrapped(stage)
-    schedule.step(*([x] if rank == 0 else []), **({"target": y} if rank else {}))
+    if rank == 0:
+        schedule.step(x)
+    else:
+        schedule.step(target=y)
     check([stage.submod])
     assert not schedule._on_ours  # pyright: ignore
 
@@ -141,7 +144,7 @@ def _interleaved(rank: int, group: dist.ProcessGroup) -> None:
     cls = get_schedule_class("interleaved1f1b")
     assert cls is ScheduleInterleaved1F1B
     assert issubclass(cls, PipelineScheduleMulti)
-    schedule = ScheduleInterleaved1F1B(stages, CHUNKS, loss_fn=tokenwise_loss_fn)
+    schedule = ScheduleInterleaved1F1B([*stages], CHUNKS, loss_fn=tokenwise_loss_fn)
     x, y = make_batch()
     losses: list[Tensor] = []
     if rank == 0:
