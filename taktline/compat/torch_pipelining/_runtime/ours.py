@@ -19,6 +19,8 @@ from functools import cache
 from inspect import isfunction
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from taktline.compat.torch_pipelining._stage.base import _PipelineStageBase
 from taktline.compat.torch_pipelining._stage.manual import Inferring, PipelineStage
 from taktline.compat.torch_pipelining._stage.traced import _PipelineStage
@@ -96,7 +98,9 @@ def _votes(stage: Any, mine: bool, static: bool) -> list[list[int]]:
     if not isinstance(stage, _PipelineStageBase) or getattr(stage, "group_size", 1) == 1:
         return [vote]
     device = getattr(stage, "device", None)
-    return [vote] if device is None else find(stage.group, device).exchange(vote)
+    if device is None:
+        return [vote]
+    return find(stage.group, torch.device(device)).exchange(vote)
 
 
 class _Noting(Schedule):
