@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from taktline.compat import install
+from tests.compat.programs import wrapped
 from tests.workers import Workers
 
 pytestmark = pytest.mark.processes
@@ -121,9 +122,13 @@ def _traced(rank: int, group: dist.ProcessGroup) -> None:
     check([stage.submod])
     # A stage whose method somebody wraps goes call by call, traced or not.
     pipe.get_stage_module(rank).zero_grad()
-    stage.forward_one_chunk = stage.forward_one_chunk
-    schedule.step(*([x] if rank == 0 else []), **({"target": y} if rank else {}))
+    wrapped(stage)
+    if rank == 0:
+        schedule.step(x)
+    else:
+        schedule.step(target=y)
     check([stage.submod])
+    assert not schedule._on_ours  # pyright: ignore
 
 
 def _interleaved(rank: int, group: dist.ProcessGroup) -> None:
@@ -139,7 +144,7 @@ def _interleaved(rank: int, group: dist.ProcessGroup) -> None:
     cls = get_schedule_class("interleaved1f1b")
     assert cls is ScheduleInterleaved1F1B
     assert issubclass(cls, PipelineScheduleMulti)
-    schedule = ScheduleInterleaved1F1B(stages, CHUNKS, loss_fn=tokenwise_loss_fn)
+    schedule = ScheduleInterleaved1F1B([*stages], CHUNKS, loss_fn=tokenwise_loss_fn)
     x, y = make_batch()
     losses: list[Tensor] = []
     if rank == 0:

@@ -31,7 +31,16 @@ from taktline.compat.torch_pipelining.stage import (
     _RecvInfo,
 )
 from taktline.errors import StageError
-from tests.compat.programs import BATCH, CPU, WIDTH, Program, Unsplit, loss_fn, make_batch
+from tests.compat.programs import (
+    BATCH,
+    CPU,
+    WIDTH,
+    Program,
+    Unsplit,
+    loss_fn,
+    make_batch,
+    wrapped,
+)
 from tests.workers import Workers
 
 
@@ -184,17 +193,16 @@ def _static(rank: int, group: dist.ProcessGroup) -> None:
     """Some stages are told their shapes, or all, or all but one."""
     example = torch.empty(BATCH // 4, WIDTH)
     for told in ((), (0,), (0, 1)):
-        for validates in (False, True):
+        for calls in (False, True):
             options: dict[str, Any] = (
                 {"input_args": example, "output_args": example} if rank in told else {}
             )
             program = Program(group, 2, [rank], **options)
-            program.stages[0]._runtime_validate = validates and not told
-            stage = program.stages[0]
-            if validates:
-                # A method that somebody has wrapped, so that it goes call by call.
-                stage.forward_one_chunk = stage.forward_one_chunk
-            program.train(Schedule1F1B(stage, 4, loss_fn=loss_fn))
+            if calls:
+                wrapped(program.stages[0])
+            schedule = Schedule1F1B(program.stages[0], 4, loss_fn=loss_fn)
+            program.train(schedule)
+            assert schedule._on_ours is not calls
 
 
 @pytest.mark.processes

@@ -5,10 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.compat.programs import Program, schedules
+from tests.compat.programs import CPU, WIDTH, Program, make_batch, schedules, stages
 from tests.workers import Workers
 
 pytestmark = pytest.mark.processes
@@ -55,3 +56,56 @@ def _all_schedules(rank: int, group: dist.ProcessGroup, ours: bool) -> None:
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_gradients_outputs_losses(workers: Workers, ranks: int, ours: bool) -> None:
     workers.run(_all_schedules, ours, ranks=ranks)
+
+
+class Scaled(nn.Module):
+    """Takes a keyword of another size, and gives more than one value."""
+
+    def __init__(self, last: bool) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.last = last
+
+    def forward(self, x: Any, y: Any = None, *, factor: Any = None) -> Any:
+        value = self.linear(x["x"] if isinstance(x, dict) else x)
+        value = value if factor is None else value * factor.mean()
+        return value + y if self.last else {"x": value}, *(() if self.last else (value.tanh(),))
+
+
+def _values(rank: int, group: dist.ProcessGroup) -> None:
+    """Nested values across the boundary, targets and keywords of any size, ready micro-batches."""
+    torch.manual_seed(rank)
+    module = Scaled(last=rank == 1)
+    stage = stages().PipelineStage(module, rank, 2, CPU, group=group)
+
+    def loss(output: Any, target: Any, power: int = 2) -> Any:
+        return ((output[0] - target["y"]) ** power).mean()
+
+    schedule = schedules().ScheduleGPipe(stage, 4, loss_fn=loss)
+    x, target = make_batch()
+    found = []
+    for rows, ready in ((16, False), (16, True), (8, False)):
+        module.zero_grad()
+        given: dict[str, Any] = {"loss_kwargs": {"power": 4}}
+        if rank == 0 and ready:
+            given["arg_mbs"] = [(part,) for part in x[:rows].chunk(4)]
+            given["kwarg_mbs"] = [{"factor": torch.full((2,), 2.0)}] * 4
+        elif rank == 0:
+            given["factor"] = torch.full((8,), 2.0)
+        elif ready:
+            given["target_mbs"] = [{"y": part} for part in target[:rows].chunk(4)]
+        else:
+            given["target"] = {"y": target[:rows]}
+        schedule.step(*([x[:rows]] if rank == 0 and not ready else []), **given)
+        found.append(module.linear.weight.grad)
+    torch.testing.assert_close(found[0], found[1])
+    assert not torch.allclose(found[0], found[2])
+    assert schedule._on_ours
+    schedule.step(*([x[:3]] if rank == 0 else []), **({"target": {"y": x[:3]}} if rank else {}))
+
+
+def test_values_and_batches_of_any_kind(workers: Workers) -> None:
+    errors = workers.outcomes(_values)
+    assert all(isinstance(error, RuntimeError) for error in errors), errors
+    # The rank that has no batch of its own is told, too.
+    assert all("3 along dimension 0" in str(error) for error in errors), errors

@@ -90,7 +90,7 @@ def _train(rank: int, group: dist.ProcessGroup, names: list[str]) -> list[str]:
             device=torch.device("cpu"),
             model_config=config,
             parallelize_fn=as_it_is,  # pyright: ignore[reportArgumentType]
-            loss_fn=loss_fn,
+            loss_fn=loss_fn,  # pyright: ignore[reportArgumentType]
         )
         for part in parts:
             fill(part, whole)

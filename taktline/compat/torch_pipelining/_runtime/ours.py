@@ -14,9 +14,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache
 from inspect import isfunction
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 from taktline.compat.torch_pipelining._stage.base import _PipelineStageBase
 from taktline.compat.torch_pipelining._stage.manual import Inferring, PipelineStage
@@ -95,7 +98,9 @@ def _votes(stage: Any, mine: bool, static: bool) -> list[list[int]]:
     if not isinstance(stage, _PipelineStageBase) or getattr(stage, "group_size", 1) == 1:
         return [vote]
     device = getattr(stage, "device", None)
-    return [vote] if device is None else find(stage.group, device).exchange(vote)
+    if device is None:
+        return [vote]
+    return find(stage.group, torch.device(device)).exchange(vote)
 
 
 class _Noting(Schedule):
@@ -163,11 +168,13 @@ class Ours:
         What cannot be cut so is left whole: then all ranks are told why.
         """
         names = ("arg_mbs", "kwarg_mbs", "target_mbs")
-        try:
-            return (), dict(zip(names, call.microbatches(self._theirs), strict=True))
-        except BatchError:
-            given = zip(names, (call.arg_mbs, call.kwarg_mbs, call.target_mbs), strict=True)
-            return call.args, {**call.kwargs, **dict(given), "target": call.target}
+        count = self._theirs._n_microbatches
+        with suppress(BatchError):
+            cut = call.microbatches(self._theirs)
+            if all(chunks is None or len(chunks) == count for chunks in cut):
+                return (), dict(zip(names, cut, strict=True))
+        given = zip(names, (call.arg_mbs, call.kwarg_mbs, call.target_mbs), strict=True)
+        return call.args, {**call.kwargs, **dict(given), "target": call.target}
 
 
 def _settings(schedule: _PipelineSchedule) -> dict[str, Any]:

@@ -12,8 +12,8 @@ from torch import nn
 
 from taktline.compat.torch_pipelining._runtime.ours import Ours, agreed_on_ours
 from taktline.compat.torch_pipelining._stage.compute import Compute
-from taktline.compat.torch_pipelining.microbatch import TensorChunkSpec, _split_tensor
 from taktline.errors import StageUseError
+from taktline.runtime.microbatch import split_value
 
 if TYPE_CHECKING:
     from taktline.compat.torch_pipelining._runtime.base import _PipelineSchedule
@@ -42,8 +42,7 @@ class Call:
         args, kwargs = schedule._split_inputs(self.args, self.kwargs)
         targets = self.target_mbs
         if targets is None and self.target is not None:
-            spec, count = TensorChunkSpec(0), schedule._n_microbatches
-            targets = list(_split_tensor(self.target, spec, count))
+            targets = [*split_value(self.target, schedule._n_microbatches, name="target")]
         return (
             args if self.arg_mbs is None else self.arg_mbs,
             kwargs if self.kwarg_mbs is None else self.kwarg_mbs,

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._C._distributed_c10d import DebugLevel, get_debug_level
 
 from taktline.compat.torch_pipelining._stage.compute import Compute
 from taktline.compat.torch_pipelining._stage.infos import _RecvInfo
@@ -76,7 +77,7 @@ class _PipelineStageBase(Messages, Compute, ABC):
         self.stage_index_to_group_rank = {
             stage: stage % self.group_size for stage in range(num_stages)
         }
-        self._runtime_validate = dist.get_debug_level() is dist.DebugLevel.DETAIL
+        self._runtime_validate = get_debug_level() is DebugLevel.DETAIL
         self._stage_meta = _StageMeta()
 
     def _prepare_forward_infra(
