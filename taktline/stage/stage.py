@@ -63,6 +63,11 @@ class PipelineStage:
         *,
         ties: Sequence[Tie] = (),
     ) -> None:
+        if isinstance(output_grads, ProcessGroup):
+            raise MismatchError(
+                f"stage {stage_index}: its seventh argument is a process group, as in torch before "
+                "2.13; pass it by its name: group="
+            )
         if not 0 <= stage_index < num_stages:
             raise MismatchError(
                 f"stage {stage_index} of {num_stages}: stages are numbered from 0 to "

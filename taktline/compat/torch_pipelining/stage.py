@@ -8,6 +8,7 @@ from taktline.compat.torch_pipelining._stage.infos import (
 )
 from taktline.compat.torch_pipelining._stage.manual import PipelineStage
 from taktline.compat.torch_pipelining._stage.traced import _PipelineStage, build_stage
+from taktline.compat.torch_pipelining._utils import _make_tensor_from_meta
 
 __all__ = [
     "PipelineStage",
@@ -15,6 +16,7 @@ __all__ = [
     "_PipelineStageBase",
     "_RecvInfo",
     "_RootArgPlaceholder",
+    "_make_tensor_from_meta",
     "_normalize_model_output_as_tuple",
     "build_stage",
 ]

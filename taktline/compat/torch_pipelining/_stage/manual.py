@@ -15,6 +15,7 @@ from taktline.compat.torch_pipelining._stage.infos import (
     _normalize_model_output_as_tuple,
     _RecvInfo,
 )
+from taktline.compat.torch_pipelining._stage.installed import as_installed
 from taktline.compat.torch_pipelining._utils import (
     PipeliningMetadataError,
     _StageBackwardMeta,
@@ -223,6 +224,7 @@ class PipelineStage(Inferring):
     torch.Size([2, 4])
     """
 
+    @as_installed
     def __init__(
         self,
         submodule: nn.Module,
