@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
@@ -57,7 +57,11 @@ class Schedule:
         self.scale_grads = scale_grads
         self.steps = 0
         """Training steps so far; with a seed, dropout depends on it (set it when you resume)."""
-        self._last: tuple[Mapping[int, torch.Tensor], Sequence[float] | None] = {}, None
+        self.loss: torch.Tensor | None = None
+        """The mean loss of the last step or eval, each micro-batch as it counts.
+
+        None unless every rank got the losses: see ``share_losses``.
+        """
         self._runner = Runner(
             name,
             make_plan,
@@ -80,14 +84,6 @@ class Schedule:
     @stall_after.setter
     def stall_after(self, seconds: float | None) -> None:
         self._runner.stall_after = seconds
-
-    @property
-    def loss(self) -> torch.Tensor | None:
-        """The mean loss of the last step or eval, each micro-batch as it counts.
-
-        None where the losses are not known: see ``share_losses``.
-        """
-        return mean_of(*self._last)
 
     @property
     def plan(self) -> Plan:
@@ -212,7 +208,7 @@ class Schedule:
 
         output, feed = self._runner.run(prepare, self._merged, trains=trains)
         wanted.fill(feed, self._n_microbatches)
-        self._last = feed.losses, feed.scales
+        self.loss = mean_of(feed.losses, feed.scales) if wanted.shares else None
         feed.clear()
         return output
 
