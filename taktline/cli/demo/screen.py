@@ -16,7 +16,7 @@ __all__ = ["Meter", "Screen"]
 class Meter(Protocol):
     """Told of each step."""
 
-    def __call__(self, step: int, loss: float, speed: float, bubble: float) -> None: ...
+    def __call__(self, step: int, loss: float, speed: float, bubble: float | None) -> None: ...
 
 
 class Screen:
@@ -48,7 +48,7 @@ class Screen:
         if not self._console.is_terminal or self._console.quiet:
             every = max(1, steps // 10)
 
-            def line(step: int, loss: float, speed: float, bubble: float) -> None:
+            def line(step: int, loss: float, speed: float, bubble: float | None) -> None:
                 if (step + 1) % every == 0:
                     self.say(f"step {step + 1:4}  {_figures(loss, speed, bubble)}")
 
@@ -58,11 +58,12 @@ class Screen:
         with Progress(*columns, console=self._console) as bar:
             task = bar.add_task("", total=steps, figures="")
 
-            def move(step: int, loss: float, speed: float, bubble: float) -> None:
+            def move(step: int, loss: float, speed: float, bubble: float | None) -> None:
                 bar.update(task, completed=step + 1, figures=_figures(loss, speed, bubble))
 
             yield move
 
 
-def _figures(loss: float, speed: float, bubble: float) -> str:
-    return f"loss {loss:.3f}  {speed:7,.0f} tokens/s  bubble {bubble:4.0%}"
+def _figures(loss: float, speed: float, bubble: float | None) -> str:
+    measured = "   –" if bubble is None else f"{bubble:4.0%}"
+    return f"loss {loss:.3f}  {speed:7,.0f} tokens/s  bubble {measured}"

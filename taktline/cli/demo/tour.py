@@ -82,7 +82,8 @@ class Tour:
     def _train(self, pipe: Pipeline) -> list[float]:
         optimizer = torch.optim.AdamW(pipe.parameters(), lr=_RATE)
         losses: list[float] = []
-        bubble, began = 0.0, time.perf_counter()
+        bubble: float | None = None
+        began = time.perf_counter()
         with self._screen.progress(self._steps) as meter:
             for step in range(self._steps):
                 passages, following = self._text.batch(step, self._size)
