@@ -38,6 +38,7 @@ world = int(os.environ.get("WORLD_SIZE", 1))
 device = "cuda" if world > 1 and torch.cuda.device_count() >= world else "cpu"
 mesh = None
 if world > 1:
+    torch.distributed.init_process_group("nccl" if device == "cuda" else "gloo")
     mesh = init_device_mesh(device, (2, world // 2), mesh_dim_names=("pp", "dp"))
 
 torch.manual_seed(0)  # the same model everywhere
