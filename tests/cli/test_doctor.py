@@ -73,8 +73,12 @@ def test_local_ranks(tmp_path: Path, ranks: int) -> None:
     words = ["doctor", "--local", "--ranks", str(ranks), "--json", str(file)]
     result = CliRunner().invoke(app, words, catch_exceptions=False)
     assert result.exit_code == 0, result.output
-    healthy(json.loads(file.read_text()), ranks)
-    assert "All is well." in result.stdout
+    found = json.loads(file.read_text())
+    healthy(found, ranks)
+    # A busy machine may make a link look slow, which is told as a warning.
+    warnings = [each for each in found["findings"] if each["verdict"] == "warning"]
+    assert all(warning["check"] == "links" for warning in warnings)
+    assert ("All is well." in result.stdout) == (not warnings)
 
 
 @pytest.mark.processes
