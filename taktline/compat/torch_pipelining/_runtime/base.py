@@ -145,7 +145,6 @@ class _PipelineSchedule(ABC):
     ) -> None:
         """Run the micro-batches of a step on this rank, stage call by stage call."""
 
-    @abstractmethod
     def step(
         self,
         *args: Any,

@@ -68,31 +68,6 @@ class PipelineScheduleMulti(_PipelineSchedule):
         self.pipeline_order: Order = {}
         self._set_stage_mapping({s: s % self.pp_group_size for s in range(self._num_stages)})
 
-    def step(
-        self,
-        *args: Any,
-        target: Any = None,
-        losses: list[Any] | None = None,
-        return_outputs: bool = True,
-        loss_kwargs: dict[str, Any] | None = None,
-        arg_mbs: list[Any] | None = None,
-        kwarg_mbs: list[Any] | None = None,
-        target_mbs: list[Any] | None = None,
-        **kwargs: Any,
-    ) -> Any:
-        """Run a batch forward and, if there is a ``loss_fn``, backward."""
-        return super().step(
-            *args,
-            target=target,
-            losses=losses,
-            return_outputs=return_outputs,
-            loss_kwargs=loss_kwargs,
-            arg_mbs=arg_mbs,
-            kwarg_mbs=kwarg_mbs,
-            target_mbs=target_mbs,
-            **kwargs,
-        )
-
     def _should_compute_loss(self, stage: Any) -> bool:
         """Whether a stage is the one that the loss is computed after."""
         return stage.is_last and self._loss_fn is not None

@@ -46,31 +46,6 @@ class PipelineScheduleSingle(_PipelineSchedule):
         self._stage_backward_initialized = False
         self.pipeline_order: Order | None = self._get_pipeline_order()
 
-    def step(
-        self,
-        *args: Any,
-        target: Any = None,
-        losses: list[Any] | None = None,
-        return_outputs: bool = True,
-        loss_kwargs: dict[str, Any] | None = None,
-        arg_mbs: list[Any] | None = None,
-        kwarg_mbs: list[Any] | None = None,
-        target_mbs: list[Any] | None = None,
-        **kwargs: Any,
-    ) -> Any:
-        """Run a batch forward and, if there is a ``loss_fn``, backward."""
-        return super().step(
-            *args,
-            target=target,
-            losses=losses,
-            return_outputs=return_outputs,
-            loss_kwargs=loss_kwargs,
-            arg_mbs=arg_mbs,
-            kwarg_mbs=kwarg_mbs,
-            target_mbs=target_mbs,
-            **kwargs,
-        )
-
     def _initialize_stage(
         self,
         args: tuple[Any, ...],
