@@ -5,6 +5,7 @@
     TaktlineError
     ├── ActionSyntaxError    a text is not an action; knows the character where it goes wrong
     ├── PlanFileError        a plan file cannot be read; knows path, row and column
+    ├── JsonError            a text from outside is not JSON, or not as it may be
     ├── ScheduleError        a schedule's name is unknown, or its numbers do not fit it
     ├── CostError            costs that make no sense, or not for this plan
     ├── PlanError            a plan cannot be what it claims to be
@@ -53,6 +54,7 @@ __all__ = [
     "InvalidBatchError",
     "InvalidOrderError",
     "InvalidPlanError",
+    "JsonError",
     "LossError",
     "LostRankError",
     "MismatchError",
@@ -144,12 +146,29 @@ class PlanFileError(TaktlineError):
         self.reason = reason
         self.row = row
         self.column = column
-        where = "".join(
-            f", {name} {number}"
-            for name, number in (("row", row), ("column", column))
-            if number is not None
-        )
-        super().__init__(f"{path}{where}: {reason}")
+        super().__init__(f"{path}{_place(row, column)}: {reason}")
+
+
+class JsonError(TaktlineError):
+    """A text from outside is not JSON, or not as it may be; ``row`` and ``column`` if known.
+
+    >>> raise JsonError("a message of rank 1", "not JSON: Expecting value", row=1, column=8)
+    Traceback (most recent call last):
+    taktline.errors.JsonError: a message of rank 1, row 1, column 8: not JSON: Expecting value
+    """
+
+    def __init__(
+        self, what: str, reason: str, *, row: int | None = None, column: int | None = None
+    ) -> None:
+        self.reason = reason
+        self.row = row
+        self.column = column
+        super().__init__(f"{what}{_place(row, column)}: {reason}")
+
+
+def _place(row: int | None, column: int | None) -> str:
+    places = (("row", row), ("column", column))
+    return "".join(f", {name} {number}" for name, number in places if number is not None)
 
 
 class ScheduleError(TaktlineError):

@@ -1,0 +1,7 @@
+"""What comes from outside is checked before it is used: JSON texts here, without torch."""
+
+from __future__ import annotations
+
+from taktline.checks.json_text import loads
+
+__all__ = ["loads"]
