@@ -1,0 +1,214 @@
+"""Fingerprints of data: the same for the same bits, another one for anything else."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import warnings
+from collections import OrderedDict, UserDict, namedtuple
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from taktline.runtime.fingerprint import Fingerprint, due
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:ComplexHalf support is experimental", "ignore:torch.quantize_per_tensor"
+)
+
+DTYPES = [
+    torch.bool,
+    torch.uint8,
+    torch.int8,
+    torch.int16,
+    torch.uint16,
+    torch.int32,
+    torch.int64,
+    torch.uint64,
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
+    torch.float64,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+    torch.complex32,
+    torch.complex64,
+    torch.complex128,
+]
+Point = namedtuple("Point", ["x", "y"])
+
+
+def of(*values: Any) -> int:
+    number = Fingerprint.start(values).read()
+    assert 0 < number < 2**63, "0 is free to say that there is none"
+    return number
+
+
+def bits(dtype: torch.dtype, count: int) -> torch.Tensor:
+    """Any bits as a tensor of that type, zeros and ones as bool."""
+    raw = torch.randint(2 if dtype is torch.bool else 256, (count * dtype.itemsize,))
+    return raw.to(torch.uint8).view(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("rows", [2, 900])
+def test_by_bits_not_by_strides(dtype: torch.dtype, rows: int) -> None:
+    torch.manual_seed(0)
+    tensor = bits(dtype, rows * 8).reshape(rows, 8)
+    same = tensor.clone().t().contiguous().t()
+    assert not same.is_contiguous()
+    assert of(tensor) == of(same) == of(tensor.clone().requires_grad_(dtype.is_floating_point))
+    assert of(tensor) != of(tensor.flip(0)), "the order counts"
+    assert of(tensor) != of(tensor.reshape(rows * 8)), "the shape counts"
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_empty_and_single(dtype: torch.dtype) -> None:
+    raw = torch.zeros(dtype.itemsize, dtype=torch.uint8)
+    zero, other = raw.view(dtype).reshape(()), (raw + 1).view(dtype).reshape(())
+    assert of(zero) == of(zero.clone())
+    assert of(zero) != of(other)
+    assert of(zero.reshape(1)[:0]) == of(other.reshape(1)[:0])
+    assert of(zero.reshape(1)[:0]) != of(zero)
+
+
+def test_types_of_equal_bits_differ() -> None:
+    seen = {of(torch.zeros(4, dtype=dtype)) for dtype in DTYPES}
+    assert len(seen) == len(DTYPES)
+
+
+def test_nan_and_signed_zero() -> None:
+    nan = torch.tensor([float("nan"), 1.0])
+    assert of(nan) == of(nan.clone())
+    assert of(nan) != of(torch.tensor([1.0, float("nan")]))
+    assert of(torch.tensor(0.0)) != of(torch.tensor(-0.0))
+
+
+def test_views_that_are_computed_when_read() -> None:
+    plain = torch.tensor([1 + 2j, 3 - 4j])
+    assert of(plain.conj()) == of(plain.conj().resolve_conj())
+    assert of(plain.conj()) != of(plain)
+    assert of(plain.conj().imag) == of(torch.tensor([-2.0, 4.0]))
+
+
+def test_expanded() -> None:
+    row = torch.randn(64)
+    assert of(row.expand(512, 64)) == of(row.repeat(512, 1))
+
+
+@pytest.mark.parametrize("shape", [(16, 4096), (64, 128), (4096, 4096), (3, 40961)])
+def test_every_row_and_most_columns_are_looked_at(shape: tuple[int, int]) -> None:
+    """As tokens have it: columns that all batches share, such as the first and the last one."""
+    batch = torch.zeros(shape, dtype=torch.long)
+    for share in (0.1, 0.5):
+        other = batch.clone()
+        other[:, int(share * shape[1]) :][:, : shape[1] // 10] = 1
+        assert of(batch) != of(other)
+    if shape[0] <= 64:
+        for row in range(shape[0]):
+            other = batch.clone()
+            other[row] = 1
+            assert of(batch) != of(other)
+
+
+def test_the_first_and_last_of_many_are_within_bounds() -> None:
+    for count in (4096, 4097, 4099, 8191, 10**6 + 3):
+        assert of(torch.ones(count)) == of(torch.ones(count))
+
+
+def test_two_shuffles_and_two_steps() -> None:
+    data = [(torch.tensor([i % 7, i % 3]), i % 10) for i in range(64)]
+    loaders = [
+        DataLoader(data, 16, shuffle=True, generator=torch.Generator().manual_seed(seed))  # pyright: ignore[reportArgumentType]
+        for seed in (0, 0, 1)
+    ]
+    first, again, other = ([of(x, y) for x, y in loader] for loader in loaders)
+    assert first == again
+    assert len({*first, *other}) == 8
+
+
+def test_float64_that_end_in_zeros() -> None:
+    """Their last 40 bits are equal, which must not leave a few bits to tell them apart."""
+    torch.manual_seed(0)
+    drawn = torch.randint(16, (4000, 8)).double()
+    assert len({of(row) for row in drawn}) == len({tuple(row.tolist()) for row in drawn})
+
+
+def test_python_values_by_type_and_value() -> None:
+    values = [0, -1, -2, 1, True, False, 1.0, 0.0, -0.0, 2**61 - 1, 10**5000, -(10**5000)]
+    values += [None, "", "1", "None", b"1", 1j, float("nan"), float("inf"), "\ud800"]
+    assert len({of(value) for value in values}) == len(values)
+    assert of(float("nan")) == of(float("nan"))
+
+
+def test_places_in_containers() -> None:
+    x, y = torch.zeros(2), torch.ones(2)
+    trees = [(x, y), (y, x), ((x, y),), ({"a": x, "b": y},), ({"a": y, "b": x},), (x,), (x, y, y)]
+    assert len({of(*tree) for tree in trees}) == len(trees)
+    assert of({"a": x, "b": y}) == of({"b": y, "a": x}), "keyword arguments have no order"
+    assert of([x, y]) == of((x, y)) == of(Point(x, y))
+    assert of({"a": x}) == of(OrderedDict(a=x)) == of(UserDict(a=x))
+    assert of({1: x}) != of({"1": x})
+
+
+def test_other_objects_by_type() -> None:
+    assert of(object(), 1) == of(object(), 1)
+    assert of(object()) != of(slice(None))
+    assert of({object(): 1}) == of({object(): 1})
+
+
+def test_tensors_without_plain_data() -> None:
+    assert of(torch.zeros(2, device="meta")) == of(torch.ones(2, device="meta"))
+    assert of(torch.zeros(2, device="meta")) != of(torch.zeros(3, device="meta"))
+    sparse = torch.eye(3).to_sparse()
+    assert of(sparse) == of(sparse)
+    quantized = torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8)
+    assert of(quantized) == of(quantized)
+    with warnings.catch_warnings(action="ignore"):
+        nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
+    assert of(nested) == of(nested.clone())
+
+
+def test_in_any_mode() -> None:
+    tensor = torch.randn(10_000)
+    with torch.inference_mode():
+        first = of(tensor)
+        with torch.device("meta"), torch.autocast("cpu", torch.bfloat16):
+            assert of(tensor) == first
+    assert of(tensor) == of(tensor.clone().requires_grad_()) == first
+
+
+@pytest.mark.processes
+def test_the_same_in_another_process() -> None:
+    code = """\
+import torch
+from taktline.runtime.fingerprint import Fingerprint
+print(Fingerprint.start({"x": torch.arange(9999), "y": ["a", None, 2.5, len]}).read())"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    here = Fingerprint.start({"x": torch.arange(9999), "y": ["a", None, 2.5, len]})
+    assert int(done.stdout) == here.read()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_on_a_gpu_without_waiting() -> None:
+    cpu = {"x": torch.randn(100, 100), "y": torch.arange(7), "z": 3}
+    gpu = {"x": cpu["x"].cuda(), "y": cpu["y"].cuda(), "z": 3}
+    Fingerprint.start(gpu).read()  # the constants are copied to the device once
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        started = Fingerprint.start(gpu)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    torch.cuda.synchronize()
+    assert started.ready
+    assert started.read() == Fingerprint.start(cpu).read()
+
+
+def test_ready_at_once_on_the_cpu() -> None:
+    assert Fingerprint.start(torch.ones(3)).ready
+
+
+def test_when_to_look() -> None:
+    assert [step for step in range(50) if due(step)] == [0, 1, 2, 3, 4, 16, 32, 48]
