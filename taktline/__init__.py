@@ -61,6 +61,7 @@ if TYPE_CHECKING:
     from taktline.stage import stage_backward_weight as stage_backward_weight
     from taktline.train import Pipeline as Pipeline
     from taktline.transport import local as local
+    from taktline.transport import register_container as register_container
 
 __version__ = "0.1.0.dev0"
 
@@ -105,6 +106,7 @@ _ROOM_OF = {
     "merge_chunks": "runtime",
     "pipe_split": "split",
     "pipeline": "split",
+    "register_container": "transport",
     "simulate": "plan",
     "skip": "skip",
     "split": "split",

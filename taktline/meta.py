@@ -14,10 +14,26 @@ from taktline.errors import SignatureError
 from taktline.plan.words import counted
 from taktline.sharding import Sharding, is_sharded, local
 
-__all__ = ["Leaf", "Signature", "TensorMeta", "as_arguments", "flatten"]
+__all__ = ["DTYPES", "Leaf", "Signature", "TensorMeta", "as_arguments", "flatten", "name_of"]
+
 
 Constant: TypeAlias = bool | int | float | str | None
 """What is part of a signature rather than data: it may differ between signatures only."""
+
+
+def name_of(dtype: torch.dtype) -> str:
+    """What a type of elements is called.
+
+    >>> name_of(torch.float32)
+    'float32'
+    """
+    return str(dtype).removeprefix("torch.")
+
+
+DTYPES: dict[str, torch.dtype] = {
+    name_of(dtype): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)
+}
+"""Every type of elements, by its name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +87,7 @@ class TensorMeta:
         return TensorMeta(self.shape, self.dtype, sharding=sharding)
 
     def __str__(self) -> str:
-        shape = f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)}"
+        shape = f"{name_of(self.dtype)}{list(self.shape)}"
         return shape if self.sharding is None else f"{shape} ({self.sharding})"
 
 
@@ -157,10 +173,12 @@ class Signature:
 
 
 def _same(expected: object, actual: object) -> bool:
-    """Whether constants are the same: nan is, although it does not equal itself."""
-    return type(expected) is type(actual) and (
-        expected == actual or (expected != expected and actual != actual)
-    )
+    """Whether constants are the same, bit for bit: nan is nan, but 0.0 is not -0.0."""
+    if type(expected) is not type(actual):
+        return False
+    if isinstance(expected, float) and isinstance(actual, float):
+        return expected.hex() == actual.hex()
+    return expected == actual
 
 
 def _fits(expected: object, actual: object, any_batch: bool, gradients: bool) -> bool:

@@ -54,6 +54,7 @@ def test_top_level_names() -> None:
         "merge_chunks",
         "pipe_split",
         "pipeline",
+        "register_container",
         "simulate",
         "skip",
         "split",

@@ -3,5 +3,6 @@
 from __future__ import annotations
 
 from taktline.checks.json_text import loads
+from taktline.checks.shape import Either, conform, read
 
-__all__ = ["loads"]
+__all__ = ["Either", "conform", "loads", "read"]

@@ -99,6 +99,21 @@ def restore(cls: type[TaktlineError], args: tuple[Any, ...], fields: dict[str, A
     return error
 
 
+def text_of(error: object, most: int = 1 << 16) -> str:
+    """The text of an error, whatever its own code does, and not longer than it can be shared.
+
+    >>> text_of(ValueError("no"))
+    'no'
+    """
+    try:
+        text = str(error)
+    except Exception as raised:  # a user's class may do anything
+        return f"(its text cannot be read: {type(raised).__name__})"
+    # Without halves of surrogate pairs, which cannot be sent.
+    text = text.encode(errors="replace").decode()
+    return text if len(text) <= most else f"{text[:most]} … ({len(text):,} characters)"
+
+
 class ActionSyntaxError(TaktlineError):
     """A text is not an action; ``position`` is the character where reading stopped.
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-__all__ = ["counted"]
+from collections.abc import Sequence
+
+__all__ = ["by_rank", "counted"]
 
 
 def counted(number: int, noun: str) -> str:
@@ -13,3 +15,15 @@ def counted(number: int, noun: str) -> str:
     """
     ending = "" if number == 1 else "es" if noun.endswith("ch") else "s"
     return f"{number:,} {noun}{ending}"
+
+
+def by_rank(values: Sequence[object]) -> str:
+    """What each rank has, ranks with the same together.
+
+    >>> by_rank([8, 4, 4])
+    '8 on rank 0; 4 on rank 1, 2'
+    """
+    return "; ".join(
+        f"{value} on rank {', '.join(str(r) for r, v in enumerate(values) if v == value)}"
+        for value in dict.fromkeys(values)
+    )

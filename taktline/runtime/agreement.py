@@ -7,15 +7,24 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
 
+from taktline.checks import read
 from taktline.errors import MismatchError
 from taktline.meta import Signature
 from taktline.plan import Placement, Plan
-from taktline.plan.words import counted
+from taktline.plan.words import by_rank, counted
 from taktline.runtime.holders import Use, untied
 from taktline.stage import PipelineStage
-from taktline.transport.wire import decode, encode
+from taktline.transport.describe import decode, encode
 
-__all__ = ["Call", "Introduction", "check_stages", "examples", "misfit", "mismatch"]
+__all__ = [
+    "Call",
+    "Introduction",
+    "check_stages",
+    "examples",
+    "misfit",
+    "mismatch",
+    "out_of_step",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,12 +45,14 @@ class Introduction:
     """Whether a stage is to be gathered before it computes."""
     reduces: bool = False
     """Whether a stage averages its gradients over replicas."""
-    takes: dict[str, str] = field(default_factory=dict)
+    takes: list[tuple[int, str]] = field(default_factory=list)
     """What each stage takes, where its user has given an example, as text."""
-    gives: dict[str, str] = field(default_factory=dict)
+    gives: list[tuple[int, str]] = field(default_factory=list)
     """What each stage gives, likewise."""
     ties: list[dict[str, Any]] = field(default_factory=list)
     """How its stages hold weights that several stages share."""
+    number: int = 1
+    """What the rank would number the schedule; the first rank's counts."""
 
     @property
     def uses(self) -> list[Use]:
@@ -55,7 +66,26 @@ class Introduction:
     @classmethod
     def from_text(cls, text: str) -> Introduction:
         """From the wire."""
-        return cls(**json.loads(text))
+        return cls(**read(text, _INTRODUCTION, what="what a rank says of itself"))
+
+
+_TIE = {"tie": {"uses": [(int, str)]}, "stage": int, "look": str, "identity": str}
+_INTRODUCTION = {
+    "number": int,
+    "schedule": str,
+    "microbatches": int,
+    "num_stages": int,
+    "stages": [int],
+    "rank_of": [int],
+    "plan": str,
+    "trains": bool,
+    "dynamic_shapes": bool,
+    "shards": bool,
+    "reduces": bool,
+    "takes": [(int, str)],
+    "gives": [(int, str)],
+    "ties": [_TIE],
+}
 
 
 def check_stages(stages: Sequence[PipelineStage], plan: Plan) -> None:
@@ -68,9 +98,9 @@ def check_stages(stages: Sequence[PipelineStage], plan: Plan) -> None:
             )
 
 
-def examples(given: Mapping[int, Signature | None]) -> dict[str, str]:
+def examples(given: Mapping[int, Signature | None]) -> list[tuple[int, str]]:
     """The examples that a user has given for stages, as texts."""
-    return {str(stage): encode(example).decode() for stage, example in given.items() if example}
+    return [(stage, encode(example).decode()) for stage, example in given.items() if example]
 
 
 def misfit(ranks: Sequence[Introduction]) -> str | None:
@@ -94,15 +124,15 @@ def misfit(ranks: Sequence[Introduction]) -> str | None:
     if story := untied([use for rank in ranks for use in rank.uses]):
         return story
     if _differs("plan", [rank.plan for rank in ranks]):
-        groups = _by_value([rank.plan[:8] for rank in ranks])
+        groups = by_rank([rank.plan[:8] for rank in ranks])
         return f"the ranks have different plans: {groups}; build or read the same plan on each"
     return None
 
 
 def _misshaped(ranks: Sequence[Introduction]) -> str | None:
     """Where the examples of two neighbouring stages do not fit together."""
-    takes = {int(s): (r, text) for r, rank in enumerate(ranks) for s, text in rank.takes.items()}
-    gives = {int(s): (r, text) for r, rank in enumerate(ranks) for s, text in rank.gives.items()}
+    takes = {stage: (r, text) for r, rank in enumerate(ranks) for stage, text in rank.takes}
+    gives = {stage: (r, text) for r, rank in enumerate(ranks) for stage, text in rank.gives}
     for stage in sorted(gives.keys() & {stage - 1 for stage in takes}):
         (giver, given), (taker, taken) = gives[stage], takes[stage + 1]
         output, expected = decode(given.encode()), decode(taken.encode())
@@ -148,9 +178,17 @@ class Call(NamedTuple):
 
     failed: int
     """1 if it could not even begin."""
-    introduced: int
+    schedule: int
+    """The number that the ranks have agreed on for it; 0 before its first step."""
+    waiting: int
+    """How many schedules of these ranks wait for their first step."""
+    place: int
+    """Which of them this is, in the order in which they were made."""
+    call: int
+    """Which call of this schedule's step() and eval() it is."""
+    step: int
+    """How many training steps there were before."""
     plan: int
-    trains: int
     batch: int
     """The size of the batch along its micro-batches, 0 if this rank got none."""
     target: int
@@ -160,20 +198,32 @@ class Call(NamedTuple):
     traces: int
     """Whether it notes what runs when."""
     inputs: int
-    """A fingerprint of the shapes and types of what it got."""
+    """A digest of the shapes and types of what it got."""
+    looked_at: int = 0
+    """In which call it has looked at its data; 0 if it has not."""
+    arguments: int = 0
+    """The fingerprint of the data in its arguments; 0 if it got none."""
+    targets: int = 0
+    """The same of its target."""
+
+    @classmethod
+    def read(cls, numbers: Sequence[int], rank: int) -> Call:
+        """From the wire."""
+        if len(numbers) != len(cls._fields):
+            raise MismatchError(
+                f"rank {rank} runs another version of Taktline; install the same on every rank"
+            )
+        return cls(*numbers)
 
 
 def mismatch(calls: Sequence[Call]) -> str | None:
     """Why these calls cannot be one step; None if they can."""
-    modes = ["step" if call.trains else "eval" for call in calls]
-    if story := _differs("call", [f"{mode}()" for mode in modes]):
-        return f"{story}; make the same calls in the same order on every rank"
     if story := _differs("value of share_losses", [bool(call.shares) for call in calls]):
         return f"{story}; give every rank the same"
     if story := _differs("use of trace()", [bool(call.traces) for call in calls]):
         return f"{story}; enter and leave it on every rank at the same place"
     if len({call.plan for call in calls}) > 1:
-        groups = _by_value([f"{call.plan:015x}"[:8] for call in calls])
+        groups = by_rank([f"{call.plan:015x}"[:8] for call in calls])
         return f"the ranks run different plans: {groups}; step the same schedule on every rank"
     batches = {rank: call.batch for rank, call in enumerate(calls) if call.batch}
     if len(set(batches.values())) > 1:
@@ -187,21 +237,61 @@ def mismatch(calls: Sequence[Call]) -> str | None:
                 f"the batch has {batch} samples, but the target on rank {rank} has {call.target}; "
                 "give arguments and target of one batch"
             )
+    return _different_data(calls)
+
+
+def out_of_step(calls: Sequence[Call]) -> str | None:
+    """Why the ranks are not in the same call of the same schedule; None if they are."""
+    if len({call.schedule for call in calls}) > 1:
+        names = [f"number {call.schedule}" if call.schedule else "a new one" for call in calls]
+        return (
+            f"the ranks step different schedules: {by_rank(names)}, counted by their first steps; "
+            "step the same schedules in the same order on every rank"
+        )
+    if len({call.waiting for call in calls}) == 1 and len({call.place for call in calls}) > 1:
+        names = [f"number {call.place + 1} of {call.waiting}" for call in calls]
+        return (
+            f"the ranks begin with different schedules: {by_rank(names)} that were made and not "
+            "stepped yet; make and step the schedules in the same order on every rank"
+        )
+    if len({call.call for call in calls}) > 1:
+        numbers = by_rank([f"number {call.call}" for call in calls])
+        return (
+            f"the ranks are in different calls of step() and eval(): {numbers}; a rank has left "
+            "one out, or made one more. Make the same calls on every rank"
+        )
+    if story := _differs("number of training steps so far", [call.step for call in calls]):
+        return f"{story}; set steps on every rank when you resume"
+    return None
+
+
+def _different_data(calls: Sequence[Call]) -> str | None:
+    """Which ranks were given other data than the rest of them."""
+    latest = max(call.looked_at for call in calls)
+    now = calls[0].call
+    for what in ("arguments", "targets"):
+        found = {
+            rank: getattr(call, what)
+            for rank, call in enumerate(calls)
+            if call.looked_at == latest and getattr(call, what)
+        }
+        if len(set(found.values())) > 1:
+            first, *others = found.items()
+            other = next(rank for rank, data in others if data != first[1])
+            when = "" if latest == now else f" in call {latest} (this is call {now})"
+            return (
+                f"the ranks were given different {what}{when}: those of rank {other} are not those "
+                f"of rank {first[0]}, so inputs would meet the targets of other samples. Give "
+                "every rank of a pipeline the same batch: draw it from a generator of its own, "
+                "or read it on one rank and hand it on with taktline.shared_loader"
+            )
     return None
 
 
 def _differs(noun: str, values: Sequence[object]) -> str | None:
     if len(set(values)) == 1:
         return None
-    return f"the ranks disagree on the {noun}: {_by_value(values)}"
-
-
-def _by_value(values: Sequence[object]) -> str:
-    """``8 on rank 0; 4 on rank 1, 2``, by value."""
-    return "; ".join(
-        f"{value} on rank {_listed([r for r, v in enumerate(values) if v == value])}"
-        for value in dict.fromkeys(values)
-    )
+    return f"the ranks disagree on the {noun}: {by_rank(values)}"
 
 
 def _listed(numbers: Sequence[int]) -> str:

@@ -11,6 +11,7 @@ from torch.utils import _pytree as pytree
 
 from taktline.errors import BatchError
 from taktline.plan.words import counted
+from taktline.runtime.digest import digest_of
 from taktline.runtime.microbatch import (
     batch_size_of,
     split_args_kwargs_into_chunks,
@@ -80,10 +81,23 @@ class Batch:
         """The size of the target along the micro-batches; 0 where that is not to be seen."""
         return batch_size_of((self.target,), None) or 0
 
+    def compared(self, parts: Sequence[str]) -> tuple[Any, Any]:
+        """What ranks compare of their arguments and targets; None where nothing was given."""
+        arguments = {
+            name: value
+            for name, value in (
+                ("args", self.args or self.arg_mbs),
+                ("kwargs", self.kwargs or self.kwarg_mbs),
+            )
+            if name in parts and value
+        }
+        target = self.target if self.target_mbs is None else self.target_mbs
+        return arguments or None, target if "target" in parts else None
+
     def look(self) -> int:
-        """A fingerprint of shapes, types and plain values, on which depends what boundaries see."""
+        """A digest of shapes, types and plain values, on which depends what boundaries see."""
         leaves, spec = pytree.tree_flatten((self.args, self.kwargs, self.arg_mbs, self.kwarg_mbs))
-        return hash((*map(_look, leaves), spec))
+        return digest_of([*map(_look, leaves), str(spec)])
 
 
 def _ready(name: str, chunks: Sequence[Any], count: int, *, whole: bool) -> Sequence[Any]:
@@ -98,9 +112,12 @@ def _ready(name: str, chunks: Sequence[Any], count: int, *, whole: bool) -> Sequ
     return chunks
 
 
-def _look(leaf: object) -> object:
+def _look(leaf: object) -> str:
+    """A leaf's type and, if it is plain, its value; all that two different ones differ in."""
     if isinstance(leaf, torch.Tensor):
-        return (leaf.shape, leaf.dtype, leaf.requires_grad)
-    if leaf is None or isinstance(leaf, (bool, int, float, str)):
-        return leaf
-    return type(leaf)
+        return f"{leaf.dtype}{list(leaf.shape)}{leaf.requires_grad}"
+    if type(leaf) is float:
+        return leaf.hex()
+    if type(leaf) is int:
+        return hex(leaf)
+    return repr(leaf) if leaf is None or type(leaf) in (bool, str) else str(type(leaf))

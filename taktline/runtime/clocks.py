@@ -122,9 +122,9 @@ def align(transport: Transport) -> Offsets:
     looks: list[int] = []
     for _ in range(_ROUNDS):
         looks.append(time.perf_counter_ns())
-        transport.exchange([0])
+        transport.exchange([0], "the clocks of a trace")
         looks.append(time.perf_counter_ns())
-    everyone = transport.exchange(looks)
+    everyone = transport.exchange(looks, "the clocks of a trace")
     enters, leaves = [[row[at::2] for row in everyone] for at in (0, 1)]
     ahead, error = [], 0
     for entered, left in zip(enters, leaves, strict=True):

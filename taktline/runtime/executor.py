@@ -13,9 +13,10 @@ from taktline.errors import (
     StageError,
     StallError,
     TaktlineError,
+    text_of,
 )
 from taktline.plan import Action
-from taktline.runtime.ports import PeerFailed
+from taktline.runtime.ports import BrokenChannel, PeerFailed
 
 __all__ = ["Failure", "Instruction", "Program", "Receiving", "Sending", "Wrap"]
 
@@ -89,7 +90,7 @@ class Program:
                 port.settle_all()
         except PeerFailed:
             failure = Failure()
-        except (DeadlockError, StallError):
+        except (DeadlockError, StallError, BrokenChannel):
             raise  # nobody would answer what this rank still has to say
         except LostRankError as error:
             failure = Failure(error)
@@ -117,7 +118,7 @@ class Program:
             stage=action.stage,
             microbatch=action.microbatch,
             action=str(action),
-            reason=f"{type(error).__name__}: {error}",
+            reason=f"{type(error).__name__}: {text_of(error)}",
         )
         told.__cause__ = error
         return told

@@ -22,6 +22,10 @@ class Facts:
     """A fingerprint of shapes and types."""
     shares: bool = False
     """Whether every rank shall have the losses."""
+    arguments: Any = None
+    """What all ranks that were given arguments must have been given; None: nothing."""
+    targets: Any = None
+    """The same of targets."""
 
 
 @dataclass(slots=True)

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from taktline.sharding import local
 
-__all__ = ["Fingerprint", "due"]
+__all__ = ["DataWatch", "Fingerprint", "Look", "due"]
 
 _SAMPLED = 4096
 """How many elements of a tensor are looked at."""
@@ -86,6 +86,51 @@ class Fingerprint:
             coming.event.synchronize()
         total = self._known + sum(int(coming.number) for coming in self._coming)
         return total % 2**64 % _LARGEST + 1
+
+
+class Look(NamedTuple):
+    """What was seen of the data of one call."""
+
+    looked_at: int = 0
+    """The number of the call; 0: nothing was seen."""
+    arguments: int = 0
+    """The fingerprint of its arguments, 0 if there were none."""
+    targets: int = 0
+    """The same of its target."""
+
+
+class DataWatch:
+    """Looks at the data of some calls without waiting for it.
+
+    >>> watch = DataWatch()
+    >>> look = watch.look(1, torch.ones(2), None)
+    >>> look.looked_at, look.arguments > 0, look.targets
+    (1, True, 0)
+    """
+
+    def __init__(self) -> None:
+        self._pending: tuple[int, list[Fingerprint | None]] | None = None
+
+    def look(self, call: int, arguments: Any, targets: Any) -> Look:
+        """What is known by now: of this call or, from a GPU, of an earlier one."""
+        known, self._pending = self._pending, None
+        if due(call - 1):
+            given = (arguments, targets)
+            found = [None if data is None else Fingerprint.start(data) for data in given]
+            if _ready(found):
+                known = (call, found)
+            else:
+                self._pending = (call, found)
+        if known is None:
+            return Look()
+        if not _ready(known[1]):
+            self._pending = self._pending or known
+            return Look()
+        return Look(known[0], *(0 if each is None else each.read() for each in known[1]))
+
+
+def _ready(found: list[Fingerprint | None]) -> bool:
+    return all(each is None or each.ready for each in found)
 
 
 class _Coming(NamedTuple):

@@ -14,19 +14,22 @@ message after message in the channel's order.
 
 from __future__ import annotations
 
+import os
 import struct
 from collections import deque
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch.utils._pytree import TreeSpec
 
+from taktline.errors import SignatureError
 from taktline.meta import Signature, TensorMeta
-from taktline.runtime.ports import PeerFailed, Values
+from taktline.runtime.ports import BrokenChannel, PeerFailed, Values
 from taktline.stage import PipelineStage
 from taktline.transport import Handle, Post
-from taktline.transport.wire import Layout, decode, encode
+from taktline.transport.describe import decode, encode
+from taktline.transport.wire import Layout
 
 __all__ = ["Inbox", "LearningIncoming", "LearningOutgoing", "Line", "Outbox"]
 
@@ -34,8 +37,16 @@ _NUMBERS = struct.Struct("<5q")
 _HEAD = 512
 _ROOM = _HEAD - _NUMBERS.size
 """How much text fits into a head."""
+_MOST_TEXT = 1 << 24
+"""Longer than the description of any values."""
+_DONE, _FAILED = 0x7A4B0001, 0x7A4B0002
+"""What a message begins with; the last bytes tell whether its sender has failed."""
 _KINDS = (False, True)
 """Activations, then gradients."""
+
+
+_Message: TypeAlias = tuple[Signature, torch.Tensor] | SignatureError | None
+"""What has arrived; an error if it cannot be read, None from a rank that has failed."""
 
 
 class Outbox:
@@ -46,6 +57,11 @@ class Outbox:
         self._post = post
         self._sent: deque[list[tuple[Handle, torch.Tensor]]] = deque()
         self._settled = 0
+
+    @property
+    def sent(self) -> int:
+        """How many messages there were."""
+        return self._settled + len(self._sent)
 
     def send(self, *buffers: torch.Tensor) -> None:
         """Send a message."""
@@ -60,7 +76,7 @@ class Outbox:
 
     def settle_all(self) -> None:
         """Wait until every message is out."""
-        self.arrived(self._settled + len(self._sent))
+        self.arrived(self.sent)
 
 
 class Line:
@@ -74,6 +90,11 @@ class Line:
     def received(self) -> list[int]:
         """How many messages of each kind have come from there."""
         return [self.inboxes[kind].received if kind in self.inboxes else 0 for kind in _KINDS]
+
+    def may_have_received(self, counts: Sequence[int]) -> bool:
+        """Whether that many messages of each kind have been sent there."""
+        sent = [self.outboxes[kind].sent if kind in self.outboxes else 0 for kind in _KINDS]
+        return all(0 <= count <= most for count, most in zip(counts, sent, strict=True))
 
     def arrived(self, counts: Sequence[int]) -> None:
         """Note how many messages of each kind have come there."""
@@ -93,10 +114,10 @@ class Inbox:
         self._device = device
         self._order = order
         self.received = 0
-        self._arrived: dict[tuple[int, int], tuple[Signature, torch.Tensor] | None] = {}
+        self._arrived: dict[tuple[int, int], _Message] = {}
 
-    def take(self, key: tuple[int, int]) -> tuple[Signature, torch.Tensor] | None:
-        """The message for a (stage, micro-batch), None from a rank that has failed."""
+    def take(self, key: tuple[int, int]) -> _Message:
+        """The message for a (stage, micro-batch)."""
         while key not in self._arrived:
             self._arrived[self._order[self.received]] = self._receive()
             self.received += 1
@@ -107,16 +128,39 @@ class Inbox:
         if key in self._arrived or key in self._order[self.received :]:
             self.take(key)
 
-    def _receive(self) -> tuple[Signature, torch.Tensor] | None:
+    def _receive(self) -> _Message:
         head = _read(self._fetch(_HEAD))
-        failed, text_size, data_size, *received = _NUMBERS.unpack_from(head)
+        status, text_size, data_size, *received = _NUMBERS.unpack_from(head)
+        self._check(status, text_size, data_size, received)
         self._line.arrived(received)
-        if failed:
+        if status == _FAILED:
             return None
         text = head[_NUMBERS.size :][:text_size]
         if text_size > _ROOM:
             text += _read(self._fetch(text_size - _ROOM))
-        return decode(text), self._fetch(data_size)
+        # All of the message is fetched before it is read: the next one begins behind it.
+        data = self._fetch(data_size)
+        try:
+            signature = decode(text)
+            if Layout(signature.tensors).nbytes != data_size:
+                raise SignatureError(f"what has arrived is not as long as {signature} is")
+        except SignatureError as error:
+            return error
+        return signature, data
+
+    def _check(self, status: int, text: int, data: int, received: Sequence[int]) -> None:
+        """Raise if a head is none: nothing after it can be understood."""
+        if (
+            status in (_DONE, _FAILED)
+            and 0 <= text <= _MOST_TEXT
+            and 0 <= data <= _memory(self._device)
+            and self._line.may_have_received(received)
+        ):
+            return
+        raise BrokenChannel(
+            "a message has arrived that does not begin as a message does, or is larger than the "
+            "memory of this rank; start all ranks anew, with one version of Taktline"
+        )
 
     def _fetch(self, count: int) -> torch.Tensor:
         buffer = torch.empty(count, dtype=torch.uint8, device=self._device)
@@ -141,6 +185,8 @@ class LearningIncoming:
         message = self._inbox.take((self._stage, microbatch))
         if message is None:
             raise PeerFailed
+        if isinstance(message, SignatureError):
+            raise message
         signature, data = message
         self.learned[microbatch] = signature
         tensors = iter(Layout(signature.tensors, data.device, self._mesh_for).unpack(data))
@@ -175,14 +221,14 @@ class LearningOutgoing:
         """Send what was packed."""
         signature, data = self._given.pop(microbatch)
         text = encode(signature)
-        head = self._head(0, len(text), len(data), text[:_ROOM])
+        head = self._head(_DONE, len(text), len(data), text[:_ROOM])
         more = [self._written(text[_ROOM:])] if len(text) > _ROOM else []
         self._outbox.send(head, *more, data)
 
     def fail(self, microbatch: int) -> None:
         """Send word of a failure instead."""
         self._given.pop(microbatch, None)
-        self._outbox.send(self._head(1, 0, 0, b""))
+        self._outbox.send(self._head(_FAILED, 0, 0, b""))
 
     def settle(self, microbatch: int) -> None:
         """Nothing: what comes back tells what has arrived."""
@@ -191,12 +237,21 @@ class LearningOutgoing:
         """Wait until every message is out."""
         self._outbox.settle_all()
 
-    def _head(self, failed: int, text_size: int, data_size: int, text: bytes) -> torch.Tensor:
-        numbers = _NUMBERS.pack(failed, text_size, data_size, *self._line.received)
+    def _head(self, status: int, text_size: int, data_size: int, text: bytes) -> torch.Tensor:
+        numbers = _NUMBERS.pack(status, text_size, data_size, *self._line.received)
         return self._written((numbers + text).ljust(_HEAD, b"\0"))
 
     def _written(self, data: bytes) -> torch.Tensor:
         return torch.frombuffer(bytearray(data), dtype=torch.uint8).to(self._device)
+
+
+def _memory(device: torch.device) -> int:
+    """More bytes than a message to a device can have."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    if not hasattr(os, "sysconf"):
+        return 1 << 46
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def _read(buffer: torch.Tensor) -> bytes:

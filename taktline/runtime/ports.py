@@ -19,18 +19,22 @@ from typing import Any, Protocol, TypeAlias
 import torch
 from torch.utils._pytree import TreeSpec
 
-from taktline.errors import SignatureError
+from taktline.errors import SignatureError, TransportError
 from taktline.meta import Signature, TensorMeta
 from taktline.transport import Handle, Post
 from taktline.transport.wire import Layout, Parcel
 
-__all__ = ["Handover", "In", "Incoming", "Out", "Outgoing", "PeerFailed", "Values"]
+__all__ = ["BrokenChannel", "Handover", "In", "Incoming", "Out", "Outgoing", "PeerFailed", "Values"]
 
 Values: TypeAlias = tuple[Sequence[Any], TreeSpec | None]
 
 
 class PeerFailed(Exception):
     """The rank that should have sent something has failed; it tells why at the end of the step."""
+
+
+class BrokenChannel(TransportError):
+    """What arrives cannot be understood any more, so nothing can be played on."""
 
 
 class In(Protocol):

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch.distributed as dist
 
-from taktline.errors import MismatchError, StageError, TaktlineError, restore
+from taktline.errors import MismatchError, StageError, TaktlineError, restore, text_of
 from taktline.runtime.executor import Failure
 from taktline.sharding import is_sharded
 from taktline.stage import PipelineStage
@@ -62,15 +62,15 @@ class Replicas:
         self._syncs = list(wrapped.values())
         self._checked = True
 
-    def agree(self, error: TaktlineError | None) -> TaktlineError | None:
+    def agree(self, error: TaktlineError | None, what: str) -> TaktlineError | None:
         """The error of any replica, so that none goes on to wait for one that does not."""
         for others in self._others:
-            if any(failed for (failed,) in others.exchange([int(error is not None)])):
+            if any(failed for (failed,) in others.exchange([int(error is not None)], what)):
                 error = share_error(others, _told(error, others.rank))
         # Those with wrapped stages know now; they tell the rest.
         pipeline = self.pipeline
         if pipeline is not None and any(
-            failed for (failed,) in pipeline.exchange([int(error is not None)])
+            failed for (failed,) in pipeline.exchange([int(error is not None)], what)
         ):
             error = share_error(pipeline, error)
         return error
@@ -117,9 +117,9 @@ class Replicas:
 
 def _told(error: TaktlineError | None, replica: int) -> TaktlineError | None:
     """An error of this rank, with the replica that it went wrong in."""
-    if error is None or str(error).startswith("replica "):
+    if error is None or text_of(error).startswith("replica "):
         return error
-    told = restore(type(error), (f"replica {replica}: {error}",), vars(error))
+    told = restore(type(error), (f"replica {replica}: {text_of(error)}",), vars(error))
     told.__cause__ = error.__cause__
     return told
 

@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 
 import torch
 
+from taktline.checks import read
 from taktline.errors import (
     BatchError,
     LostRankError,
@@ -17,6 +18,7 @@ from taktline.errors import (
     TaktlineError,
     TransportError,
     restore,
+    text_of,
 )
 from taktline.plan import Plan
 from taktline.runtime.agreement import (
@@ -26,10 +28,14 @@ from taktline.runtime.agreement import (
     examples,
     misfit,
     mismatch,
+    out_of_step,
 )
 from taktline.runtime.bind import Binding, Bound, Signatures, bind, channels_of
+from taktline.runtime.digest import digest_of
 from taktline.runtime.executor import Failure
 from taktline.runtime.feed import Facts, Feed
+from taktline.runtime.fingerprint import DataWatch
+from taktline.runtime.identity import Identity
 from taktline.runtime.outcome import Outcome
 from taktline.runtime.plans import Runnable
 from taktline.runtime.recorder import Recorder, watching
@@ -83,7 +89,9 @@ class Runner:
         self._watch: Watch | None = None
         self.stall_after: float | None = STALL_SECONDS
         self._runnable: Runnable | None = None
-        self._introduced = False
+        self._identity = Identity(self._stages[0].group)
+        self._calls = 0
+        self._data = DataWatch()
         # By mode and by what the inputs of all ranks look like; the same on every rank.
         self._known: dict[tuple[int, ...], Signatures | Bound] = {}
 
@@ -124,6 +132,7 @@ class Runner:
             finish: makes one output of those of the micro-batches.
             trains: whether there is a backward.
         """
+        self._calls += 1
         with self.watch as watch:
             try:
                 return self._step(prepare, finish, watch, trains)
@@ -191,11 +200,12 @@ class Runner:
 
     def _agree_with_replicas(self, prepare: Prepare, trains: bool) -> tuple[bool, tuple[int, ...]]:
         """Agree with the ranks of this pipeline; what is wrong in one replica is raised in all."""
+        what = f"the replicas' {_call(trains)}"
         try:
             agreed = self._agree(prepare, trains)
         except TaktlineError as raised:
-            raise self.replicas.agree(raised) or raised from raised.__cause__
-        if (elsewhere := self.replicas.agree(None)) is not None:
+            raise self.replicas.agree(raised, what) or raised from raised.__cause__
+        if (elsewhere := self.replicas.agree(None, what)) is not None:
             self._feed.clear()
             raise elsewhere
         return agreed
@@ -205,35 +215,49 @@ class Runner:
 
         Tells before that whether every rank shall have the losses.
         """
-        error, plan, facts, flags = None, 0, Facts(), ()
+        error, plan, facts, flags = None, 0, Facts(), []
         try:
             plan = self.runnable.fingerprint
             check_stages(self._stages, self.runnable.plan)
             self.replicas.check(self.transport)
             self._ties.check()
             facts = prepare(self._feed)
-            flags = tuple(stage.begin() for stage in self._stages)
+            flags = [str(stage.begin()) for stage in self._stages]
         except Exception as raised:
             error = self._told(raised)
+        waiting, place = self._identity.waiting(self.transport)
         call = Call(
             failed=int(error is not None),
-            introduced=int(self._introduced),
+            schedule=self._identity.number,
+            waiting=waiting,
+            place=place,
+            call=self._calls,
+            step=self._feed.number,
             plan=plan,
-            trains=trains,
             batch=facts.size,
             target=facts.target,
             shares=facts.shares,
             traces=self.recorder is not None,
-            inputs=hash((facts.look, flags)),
+            inputs=digest_of([str(facts.look), _autocast(self.device), *flags]),
+            **self._look_at(facts),
         )
-        calls = [Call(*numbers) for numbers in self.transport.exchange(call)]
+        shared = self.transport.exchange(call, _call(trains))
+        calls = [Call.read(numbers, rank) for rank, numbers in enumerate(shared)]
         if any(call.failed for call in calls):
             self._raise(error)
-        if not all(call.introduced for call in calls):
+        if story := out_of_step(calls):
+            raise MismatchError(story)
+        if not self._identity.number:
             self._introduce()
         if story := mismatch(calls):
             raise MismatchError(story)
         return facts.shares, (trains, *(call.inputs for call in calls))
+
+    def _look_at(self, facts: Facts) -> dict[str, int]:
+        """What the ranks compare of the data, if they do so in this call."""
+        if not isinstance(self.transport, Distributed):
+            return {}  # local ranks are given the same objects
+        return self._data.look(self._calls, facts.arguments, facts.targets)._asdict()
 
     def _introduce(self) -> None:
         """Before the first step: compare what each rank brings, and open the channels."""
@@ -251,8 +275,9 @@ class Runner:
             examples({stage.stage_index: stage.expected_input for stage in self._stages}),
             examples({stage.stage_index: stage.expected_output for stage in self._stages}),
             [use.to_plain() for use in self._ties.uses],
+            self._identity.next_number(),
         )
-        texts = share_texts(self.transport, mine.to_text())
+        texts = share_texts(self.transport, mine.to_text(), "the first step")
         everyone = [Introduction.from_text(text) for text in texts]
         if story := misfit(everyone):
             raise MismatchError(story)
@@ -266,7 +291,7 @@ class Runner:
         channels = self._ties.meet([rank.uses for rank in everyone])
         self.transport.open(sorted(channels.union(channels_of(self.runnable.plan))))
         self._ties.begin(self.transport)
-        self._introduced = True
+        self._identity.adopt(everyone[0].number)
 
     def _bind(self, known: Signatures | None, trains: bool) -> Bound:
         return bind(
@@ -286,11 +311,12 @@ class Runner:
 
     def _conclude_with_replicas(self, failure: Failure | None, skips: bool, shares: bool) -> bool:
         """Agree on the outcome with the ranks of this pipeline, and then with its replicas."""
+        what = "the replicas' end of a step"
         try:
             found = self._conclude(failure, skips, shares)
         except TaktlineError as raised:
-            raise self.replicas.agree(raised) or raised from raised.__cause__
-        if (elsewhere := self.replicas.agree(None)) is not None:
+            raise self.replicas.agree(raised, what) or raised from raised.__cause__
+        if (elsewhere := self.replicas.agree(None, what)) is not None:
             self._forget()
             raise elsewhere
         return found
@@ -304,7 +330,8 @@ class Runner:
             shares=self._microbatches if shares else 0,
         )
         try:
-            outcomes = [Outcome(numbers) for numbers in self.transport.exchange(mine.numbers)]
+            shared = self.transport.exchange(mine.numbers, "the end of a step")
+            outcomes = [Outcome(numbers) for numbers in shared]
         except LostRankError as lost:
             # What this rank has seen for itself says more than that the end was not agreed on.
             raise (failure.error if failure is not None and failure.error else lost) from None
@@ -318,9 +345,11 @@ class Runner:
     def _routes(self, got: Mapping[int, Sequence[str]]) -> dict[str, int]:
         """The last stage of all ranks that gets each skip."""
         routes: dict[str, int] = {}
-        for text in share_texts(self.transport, json.dumps(got)):
-            for stage, names in json.loads(text).items():
-                routes |= {name: max(int(stage), routes.get(name, 0)) for name in names}
+        mine = json.dumps(list(got.items()))
+        for rank, text in enumerate(share_texts(self.transport, mine, "skips of a step")):
+            told = read(text, [(int, [str])], what=f"the skips that rank {rank} gets")
+            for stage, names in told:
+                routes |= {name: max(stage, routes.get(name, 0)) for name in names}
         return routes
 
     def _forget(self) -> None:
@@ -342,8 +371,18 @@ class Runner:
         """What went wrong before or after everything was run, with its rank."""
         rank = f"rank {self.transport.rank}: " if self.transport.size > 1 else ""
         if isinstance(error, TaktlineError):
-            told = restore(type(error), (f"{rank}{error}",), vars(error))
+            told = restore(type(error), (f"{rank}{text_of(error)}",), vars(error))
         else:
-            told = BatchError(f"{rank}{type(error).__name__}: {error}")
+            told = BatchError(f"{rank}{type(error).__name__}: {text_of(error)}")
         told.__cause__ = error
         return told
+
+
+def _call(trains: bool) -> str:
+    return "step()" if trains else "eval()"
+
+
+def _autocast(device: torch.device) -> str:
+    """What autocast makes of a forward; what crosses boundaries depends on it."""
+    kinds = dict.fromkeys(("cpu", device.type))
+    return str([torch.get_autocast_dtype(k) for k in kinds if torch.is_autocast_enabled(k)])

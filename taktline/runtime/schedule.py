@@ -30,6 +30,9 @@ MergeSpec = dict[str, Any] | tuple[Any]
 class Schedule:
     """A plan, this rank's stages, and how to cut a batch: all that a step needs."""
 
+    _compared: Sequence[str] = ("args", "target")
+    """Which parts of a batch are the same on every rank that is given them."""
+
     def __init__(
         self,
         stages: Sequence[PipelineStage],
@@ -204,7 +207,8 @@ class Schedule:
             facts = self._cut(batch, feed, trains)
             if loss_weights is not None and feed.targets is not None:
                 feed.scales = scales(loss_weights, feed.targets, normalised=self.scale_grads)
-            return replace(facts, shares=wanted.shares)
+            arguments, targets = batch.compared(self._compared)
+            return replace(facts, shares=wanted.shares, arguments=arguments, targets=targets)
 
         output, feed = self._runner.run(prepare, self._merged, trains=trains)
         wanted.fill(feed, self._n_microbatches)

@@ -100,7 +100,8 @@ def _gather(record: Record, recorder: Recorder, transport: Transport) -> tuple[T
     mine = _times(record, recorder, plan.rows_of(transport.rank))
     room = int(lengths.max())
     padding = [0] * (room - mine.size)
-    shared = transport.exchange([recorder.clock.error, *mine.ravel().tolist(), *padding])
+    numbers = [recorder.clock.error, *mine.ravel().tolist(), *padding]
+    shared = transport.exchange(numbers, "the end of trace()")
     columns = np.concatenate(
         [
             np.reshape(numbers[1 : 1 + length], (-1, 3)) - ahead

@@ -15,6 +15,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Protocol, Self
 
+from taktline.plan import Kind
 from taktline.plan.words import counted
 from taktline.runtime.executor import Program
 from taktline.transport.board import Board, Word
@@ -43,13 +44,13 @@ class Watch:
         self._board = board
         self._thread = 0
         self._mark: object = None
-        self._since = 0.0
+        self._since = time.monotonic()
         self._told = False
         self._announced = False
 
     def __enter__(self) -> Self:
         self._thread = threading.get_ident()
-        self._mark = None
+        self._mark, self._since = None, time.monotonic()
         if self.seconds is not None and self._board is not None:
             if not self._announced:
                 self._announced = True
@@ -89,7 +90,8 @@ class Watch:
         instruction = None if self.program is None else self.program.current
         if instruction is None:
             return f"{self.doing}, for {waited}"
-        if frame is not None and not _waits(frame):
+        computes = instruction.action.kind <= Kind.W
+        if frame is not None and computes and not _waits(frame):
             return f"{instruction.action} for {waited}: computes{_place(frame)}"
         return f"{instruction.action} for {waited}: waits for {instruction.waits or 'other ranks'}"
 

@@ -16,6 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from taktline.aside import Aside, Skip
 from taktline.meta import as_arguments
+from taktline.transport.containers import note_containers
 
 __all__ = ["Needs", "arguments_of", "measure"]
 
@@ -84,6 +85,7 @@ def _run(
         with Aside(stage, skips) as aside, work, kept.noting():
             output = functional_call(module, state, tuple(args), kwargs if stage == 0 else {})
         skips, args = aside.skips, as_arguments(output)
+        note_containers(pytree.tree_structure(args))
         handed = (args, [skip.value for skip in skips.values()])
         sends = sum(leaf.nbytes for leaf in _tensors(handed))
         found.append(Needs(work.get_total_flops(), sends, kept.bytes))

@@ -23,9 +23,10 @@ def norm_of(
         for alike in _alike(parameters)
     ]
     if math.isinf(norm_type):
-        total = ranks.highest(max(parts, default=0.0))
+        total = ranks.highest(max(parts, default=0.0), "grad_norm()")
     else:
-        total = ranks.add_up(sum(part**norm_type for part in parts)) ** (1.0 / norm_type)
+        total = ranks.add_up(sum(part**norm_type for part in parts), "grad_norm()")
+        total **= 1.0 / norm_type
     return torch.tensor(total, dtype=torch.float32, device=device)
 
 

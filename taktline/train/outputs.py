@@ -13,7 +13,8 @@ from taktline.meta import Signature, TensorMeta
 from taktline.sharding import is_sharded
 from taktline.train.ranks import Ranks
 from taktline.transport.control import share_error, share_texts
-from taktline.transport.wire import Layout, decode, encode
+from taktline.transport.describe import decode, encode
+from taktline.transport.wire import Layout
 
 __all__ = ["shared_output"]
 
@@ -46,7 +47,7 @@ def _agreed(mine: Signature | None, ranks: Ranks, owner: int) -> Signature:
         text = "" if mine is None else encode(mine).decode()
     except TaktlineError as raised:
         error = SignatureError(f"the output: {raised}; or pass return_outputs='last'")
-    told = share_texts(ranks.transport, text)[owner]
+    told = share_texts(ranks.transport, text, "return_outputs=True")[owner]
     if not told:
         raise share_error(ranks.transport, error) or SignatureError("the output cannot be told")
     return decode(told.encode())

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from taktline import split
+from taktline.checks import read
 from taktline.errors import PartitionError
 from taktline.plan import Plan
 from taktline.plan.words import counted
@@ -164,8 +165,12 @@ def _note_names_of_pieces(parts: Parts) -> None:
 def _note_names_of_all(parts: Parts, transport: Transport) -> None:
     """The same where each process knows its own pieces only."""
     mine = {stage: list(state_of(module)) for stage, module in parts.modules.items()}
-    texts = share_texts(transport, json.dumps(mine))
-    by_stage = {int(stage): names for text in texts for stage, names in json.loads(text).items()}
+    texts = share_texts(transport, json.dumps(list(mine.items())), "Pipeline(…)")
+    by_stage = {
+        stage: names
+        for rank, text in enumerate(texts)
+        for stage, names in read(text, [(int, [str])], what=f"the stages of rank {rank}")
+    }
     counts = Counter(name for names in by_stage.values() for name in names)
     ties = [tie for module in parts.modules.values() for tie in declared(module)]
     tied = {name for tie in ties for _, name in tie.uses}

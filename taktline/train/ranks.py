@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import math
 import os
-import struct
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
@@ -18,6 +17,7 @@ from taktline.errors import MismatchError
 from taktline.plan.words import counted
 from taktline.transport import Transport, find
 from taktline.transport.alone import Alone
+from taktline.transport.control import share_floats
 from taktline.transport.local import LocalRanks
 
 __all__ = ["Ranks", "meet"]
@@ -92,25 +92,25 @@ class Ranks:
         """How this process talks to the others of its pipeline."""
         return Alone() if self.group is None else find(self.group, self.device)
 
-    def add_up(self, number: float) -> float:
+    def add_up(self, number: float, what: str) -> float:
         """The sum of a number over the processes of this pipeline, the same on each."""
-        return sum(_shared(self.transport, number))
+        return sum(_shared(self.transport, number, what))
 
-    def highest(self, number: float) -> float:
+    def highest(self, number: float, what: str) -> float:
         """The largest of a number over the processes of this pipeline."""
-        return max(_shared(self.transport, number))
+        return max(_shared(self.transport, number, what))
 
     def mean_of_copies(self, number: float) -> float:
         """The mean of a number over the pipelines that train copies of the model."""
         for transport in self._along(self.data_dims):
-            numbers = _shared(transport, number)
+            numbers = _shared(transport, number, "the loss of replicas")
             number = sum(numbers) / len(numbers)
         return number
 
     def anywhere(self, flag: bool) -> bool:
         """Whether it is so in any process of any copy."""
         for transport in (self.transport, *self._along(self._others)):
-            flag = any(_shared(transport, float(flag)))
+            flag = any(_shared(transport, float(flag), "a GradScaler's step"))
         return flag
 
     def _along(self, names: Sequence[str]) -> list[Transport]:
@@ -125,10 +125,9 @@ class Ranks:
         return f"{counted(self.size, 'rank')} ({where}{copies})"
 
 
-def _shared(transport: Transport, number: float) -> list[float]:
-    """A number of every rank, with all its digits."""
-    bits = struct.unpack("<q", struct.pack("<d", number))
-    return [struct.unpack("<d", struct.pack("<q", *given))[0] for given in transport.exchange(bits)]
+def _shared(transport: Transport, number: float, what: str) -> list[float]:
+    """A number of every rank; ``what`` is what it is for."""
+    return [shared for (shared,) in share_floats(transport, [number], what)]
 
 
 def meet(

@@ -8,7 +8,9 @@ from collections.abc import Mapping, Sequence
 import torch
 import torch.distributed as dist
 
-from taktline.errors import MismatchError
+from taktline.checks import read
+from taktline.errors import MismatchError, TransportError
+from taktline.meta import DTYPES, name_of
 from taktline.plan.words import counted
 from taktline.sharding import is_sharded
 from taktline.stage.ties import declared
@@ -43,16 +45,19 @@ def gathered(parts: Parts, ranks: Ranks) -> dict[str, torch.Tensor]:
         return {}
     if ranks.group is None:
         return {name: _snapshot(value) for name, value in mine.items()}
-    kinds = [(name, list(value.shape), str(value.dtype)) for name, value in mine.items()]
-    told = share_texts(ranks.transport, json.dumps(kinds))
+    kinds = [(name, list(value.shape), name_of(value.dtype)) for name, value in mine.items()]
+    told = share_texts(ranks.transport, json.dumps(kinds), "state_dict(gathered=True)")
     if not first:
         for value in mine.values():
             dist.send(value.to(ranks.device).contiguous(), group=ranks.group, group_dst=0)
         return {}
     state = {name: _snapshot(value) for name, value in mine.items()}
     for rank in range(1, ranks.size):
-        for name, shape, dtype in json.loads(told[rank]):
-            kind = getattr(torch, dtype.removeprefix("torch."))
+        kinds = read(told[rank], [(str, [int], str)], what=f"the state of rank {rank}")
+        for name, shape, dtype in kinds:
+            kind = DTYPES.get(dtype)
+            if kind is None or min(shape, default=0) < 0:
+                raise TransportError(f"rank {rank} has no tensor {name} of {dtype}{shape}")
             value = torch.empty(shape, dtype=kind, device=ranks.device)
             dist.recv(value, group=ranks.group, group_src=rank)
             # A buffer may be on several ranks; the first one counts.

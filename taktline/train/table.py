@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import nn
 
+from taktline.checks import read
 from taktline.plan import Costs, Plan, peak_memory, simulate
 from taktline.stage.names import named_parameters
 from taktline.train.measure import Needs, measure
@@ -55,8 +56,16 @@ class Table:
             found = needs or [None] * plan.stages
             return cls(plan, [Row.of(s, listed[s], found[s]) for s in range(plan.stages)])
         mine = [asdict(Row.of(stage, module, None)) for stage, module in modules.items()]
-        texts = share_texts(transport, json.dumps(mine))
-        return cls(plan, [Row(**row) for text in texts for row in json.loads(text)])
+        texts = share_texts(transport, json.dumps(mine), "Pipeline(…)")
+        shape = [{"stage": int, "layers": str, "parameters": int, "needs": None}]
+        return cls(
+            plan,
+            [
+                Row(**row)
+                for rank, text in enumerate(texts)
+                for row in read(text, shape, what=f"the stages of rank {rank}")
+            ],
+        )
 
     @property
     def costs(self) -> Costs:

@@ -8,9 +8,10 @@ import torch.distributed as dist
 from taktline.transport import local
 from taktline.transport.alone import Alone
 from taktline.transport.base import Channel, Handle, Post, Transport
+from taktline.transport.containers import register_container
 from taktline.transport.distributed import Distributed
 
-__all__ = ["Channel", "Handle", "Post", "Transport", "find", "local"]
+__all__ = ["Channel", "Handle", "Post", "Transport", "find", "local", "register_container"]
 
 
 def find(group: dist.ProcessGroup | None = None, device: torch.device | None = None) -> Transport:

@@ -33,6 +33,8 @@ class Alone:
         """There is nobody to receive from."""
         return self.sender(channel)
 
-    def exchange(self, numbers: Sequence[int]) -> list[list[int]]:
+    def exchange(
+        self, numbers: Sequence[int], what: str = "an exchange", *, ragged: bool = False
+    ) -> list[list[int]]:
         """The numbers of the only rank."""
         return [list(numbers)]

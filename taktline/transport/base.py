@@ -60,6 +60,15 @@ class Transport(Protocol):
         """What receives into a buffer of the size that was sent."""
         ...
 
-    def exchange(self, numbers: Sequence[int]) -> list[list[int]]:
-        """Give every rank the numbers of every rank, equally many each; all ranks take part."""
+    def exchange(
+        self, numbers: Sequence[int], what: str = "an exchange", *, ragged: bool = False
+    ) -> list[list[int]]:
+        """Give every rank the numbers of every rank; all ranks take part.
+
+        Args:
+            numbers: 64 bits each; equally many on each rank, unless ``ragged``.
+            what: what it is for. If the ranks do not say the same, they are in different calls,
+                and all of them raise a :class:`MismatchError`.
+            ragged: whether ranks may give different amounts.
+        """
         ...

@@ -8,6 +8,9 @@ from typing import NamedTuple
 
 from torch._C._distributed_c10d import Store
 
+from taktline.checks import read
+from taktline.errors import JsonError
+
 __all__ = ["Board", "Word"]
 
 
@@ -48,5 +51,8 @@ class Board:
     def _line(self, key: str) -> Word | None:
         if not self._store.check([key]):
             return None
-        said, text, busy = json.loads(self._store.get(key))
+        try:
+            said, text, busy = read(self._store.get(key), (float, str, bool), what=key)
+        except JsonError:
+            return None
         return Word(max(0.0, time.time() - said), text, busy)

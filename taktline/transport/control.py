@@ -3,47 +3,102 @@
 from __future__ import annotations
 
 import json
+import struct
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
 
 from taktline import errors
-from taktline.errors import TaktlineError
+from taktline.checks import Either, read
+from taktline.errors import JsonError, TaktlineError, TransportError, text_of
 from taktline.transport.base import Transport
 
-__all__ = ["share_error", "share_texts"]
+__all__ = ["share_error", "share_floats", "share_texts"]
+
+_MOST = 1 << 16
+"""As many characters of an error are shared; the rank that raised it has all of them."""
+
+_PLAIN = Either(None, bool, int, float, str)
+_ERROR = (str, str, {str: _PLAIN})
+_CLASSES: dict[str, type[TaktlineError]] = {name: getattr(errors, name) for name in errors.__all__}
+"""What an error may be restored as."""
 
 
-def share_texts(transport: Transport, text: str) -> list[str]:
-    """Give every rank the text of every rank; all ranks take part.
+def share_floats(
+    transport: Transport, numbers: Sequence[float], what: str
+) -> list[tuple[float, ...]]:
+    """Give every rank the numbers of every rank, bit for bit; all ranks take part.
+
+    >>> from taktline.transport.alone import Alone
+    >>> share_floats(Alone(), [0.1, float("inf")], "an example")
+    [(0.1, inf)]
+    """
+    integers, floats = f"<{len(numbers)}q", f"<{len(numbers)}d"
+    bits = struct.unpack(integers, struct.pack(floats, *numbers))
+    rows = transport.exchange(bits, what)
+    return [struct.unpack(floats, struct.pack(integers, *row)) for row in rows]
+
+
+def share_texts(transport: Transport, text: str, what: str = "an exchange of texts") -> list[str]:
+    """Give every rank the text of every rank; all ranks take part, and say what for.
 
     >>> from taktline.transport.alone import Alone
     >>> share_texts(Alone(), "größer")
     ['größer']
     """
-    data = text.encode()
-    lengths = [numbers[0] for numbers in transport.exchange([len(data)])]
-    words = -(-max(lengths) // 8)
-    padded = data.ljust(8 * words, b"\0")
-    numbers = [
-        int.from_bytes(padded[8 * i : 8 * i + 8], "little", signed=True) for i in range(words)
-    ]
-    return [
-        b"".join(number.to_bytes(8, "little", signed=True) for number in row)[:length].decode()
-        for row, length in zip(transport.exchange(numbers), lengths, strict=True)
-    ]
+    data = text.encode(errors="surrogatepass")
+    words = np.frombuffer(data.ljust(-(-len(data) // 8) * 8, b"\0"), "<i8").tolist()
+    rows = transport.exchange([len(data), *words], what, ragged=True)
+    return [_text_in(row, rank, what) for rank, row in enumerate(rows)]
 
 
-def _plain(error: TaktlineError) -> dict[str, object]:
-    """The fields of an error that are plain values; its text says the rest."""
-    plain = (bool, int, float, str, type(None))
-    return {name: value for name, value in vars(error).items() if isinstance(value, plain)}
+def _text_in(row: list[int], rank: int, what: str) -> str:
+    if not row or not 0 <= row[0] <= 8 * (len(row) - 1):
+        raise TransportError(f"rank {rank} has sent no text ({what})")
+    data = np.array(row[1:], "<i8").tobytes()[: row[0]]
+    return data.decode(errors="replace")
 
 
 def share_error(transport: Transport, error: TaktlineError | None) -> TaktlineError | None:
     """Give every rank the error of the lowest rank that has one; all ranks take part."""
-    told = "" if error is None else json.dumps([type(error).__name__, str(error), _plain(error)])
-    for rank, text in enumerate(share_texts(transport, told)):
+    told = "" if error is None else _written(error)
+    for rank, text in enumerate(share_texts(transport, told, "what went wrong")):
         if text and rank == transport.rank:
             return error
         if text:
-            name, words, fields = json.loads(text)
-            return errors.restore(getattr(errors, name), (words,), fields)
+            return _restored(text, rank)
     return None
+
+
+def _written(error: TaktlineError) -> str:
+    # A class of the user's own is not known elsewhere: what it is built on stands for it.
+    name = next(cls.__name__ for cls in type(error).__mro__ if _CLASSES.get(cls.__name__) is cls)
+    return json.dumps([name, text_of(error, _MOST), _plain(error)])
+
+
+def _plain(error: TaktlineError) -> dict[str, Any]:
+    """The fields of an error that are plain values; its text says the rest."""
+    return {
+        name: text_of(value, _MOST) if isinstance(value, str) else value
+        for name, value in vars(error).items()
+        if _is_plain(value) and not name.startswith("_")
+    }
+
+
+def _is_plain(value: object) -> bool:
+    if type(value) is float:
+        return value - value == 0  # neither nan nor infinite
+    if type(value) is int:
+        return abs(value) < 2**62
+    return value is None or type(value) in (bool, str)
+
+
+def _restored(text: str, rank: int) -> TaktlineError:
+    try:
+        name, words, fields = read(text, _ERROR, what=f"what rank {rank} has raised")
+    except JsonError as error:
+        return TransportError(f"{error}; look at the output of rank {rank}")
+    if name not in _CLASSES or any(field.startswith("_") for field in fields):
+        return TransportError(f"rank {rank} has raised what is no error of Taktline's: {words}")
+    return errors.restore(_CLASSES[name], (words,), fields)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -16,6 +17,7 @@ from torch._C._distributed_c10d import PrefixStore, Store
 from taktline.errors import LostRankError, StallError, TransportError
 from taktline.transport.base import Channel, Handle, Post
 from taktline.transport.board import Board
+from taktline.transport.frames import FRAME, Frame, agreed, framed
 
 __all__ = ["Distributed"]
 
@@ -27,7 +29,14 @@ _TAG = 0x7A4B
 _FEW = 4
 """Up to so many ranks, each sends its numbers to each other one: half the time of a collective."""
 
-_known: WeakKeyDictionary[dist.ProcessGroup, Distributed] = WeakKeyDictionary()
+_known: WeakKeyDictionary[dist.ProcessGroup, dict[str, Distributed]] = WeakKeyDictionary()
+"""By group and type of device."""
+
+_LOST = re.compile(
+    r"connection|connect |socket|broken pipe|remote process|pair\.cc|network|communicator|aborted",
+    re.IGNORECASE,
+)
+"""What gloo and nccl say when the other end is gone; all else has other reasons."""
 
 
 class _Link(Protocol):
@@ -71,11 +80,11 @@ class Distributed:
 
     @classmethod
     def of(cls, group: dist.ProcessGroup, device: torch.device = _CPU) -> Distributed:
-        """The transport of a group, made once."""
-        known = _known.get(group)
-        if known is None or known.device.type != device.type:
-            known = _known[group] = cls(group, device)
-        return known
+        """The transport of a group for a type of device, made once."""
+        known = _known.setdefault(group, {})
+        if device.type not in known:
+            known[device.type] = cls(group, device)
+        return known[device.type]
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -122,35 +131,53 @@ class Distributed:
             self._board = Board(clone(), self.rank, self.size)
         return self._board
 
-    def exchange(self, numbers: Sequence[int]) -> list[list[int]]:
+    def exchange(
+        self, numbers: Sequence[int], what: str = "an exchange", *, ragged: bool = False
+    ) -> list[list[int]]:
         """Give every rank the numbers of every rank."""
-        if self.size == 1 or not numbers:
-            return [list(numbers)] * self.size
+        if self.size == 1:
+            return [list(numbers)]
+        arrived = self._swap(framed(numbers, what), [FRAME] * self.size, what)
+        frames = [Frame.read(words, rank) for rank, words in enumerate(arrived)]
+        agreed(frames, ragged=ragged)
+        missing = [frame.missing for frame in frames]
+        if not any(missing):
+            return [frame.numbers for frame in frames]
+        rest = torch.tensor(numbers[len(numbers) - missing[self.rank] :], dtype=torch.int64)
+        return [
+            [*frame.numbers, *more.tolist()]
+            for frame, more in zip(frames, self._swap(rest, missing, what), strict=True)
+        ]
+
+    def _swap(self, mine: torch.Tensor, sizes: Sequence[int], what: str) -> list[torch.Tensor]:
+        """The numbers of every rank, of which each knows how many they are."""
         control = self._made_control or self.group
-        mine = torch.tensor(numbers, dtype=torch.int64)
-        everyone = torch.empty(self.size, len(numbers), dtype=torch.int64)
         if self.size > _FEW:
+            padded = torch.zeros(max(sizes), dtype=torch.int64)
+            padded[: len(mine)] = mine
+            everyone = torch.empty(self.size, max(sizes), dtype=torch.int64)
             try:
-                control._allgather_base(everyone.view(-1), mine).wait()
+                control._allgather_base(everyone.view(-1), padded).wait()
             except RuntimeError as error:
-                raise _failure(error, self.rank, None, "an exchange with all ranks") from error
-            return everyone.tolist()
-        everyone[self.rank] = mine
+                raise _failure(error, self.rank, None, what) from error
+            return [row[:size] for row, size in zip(everyone, sizes, strict=True)]
+        arrived = [torch.empty(size, dtype=torch.int64) for size in sizes]
+        arrived[self.rank] = mine
         errors: list[TransportError] = []
         handles: list[Handle] = []
         for peer in range(self.size):
             if peer != self.rank:
-                for post, data in ((control.recv, everyone[peer]), (control.send, mine)):
-                    send = _poster(post, "an exchange", self.rank, peer, peer, _TAG + 2)
+                for post, data in ((control.recv, arrived[peer]), (control.send, mine)):
+                    send = _poster(post, what, self.rank, peer, peer, _TAG + 2)
                     with _collecting(errors):
-                        handles.append(send(data))
+                        handles += [send(data)] if len(data) else []
         # All of them, even if one is lost: the others wait for this rank's numbers.
         for handle in handles:
             with _collecting(errors):
                 handle.wait()
         if errors:
             raise errors[0]
-        return everyone.tolist()
+        return arrived
 
     def _greet(self, channel: Channel) -> None:
         """Send one byte: nccl connects at the first message, and waits for the other end to."""
@@ -235,6 +262,8 @@ def _failure(error: RuntimeError, rank: int, peer: int | None, what: object) -> 
     who = "another rank" if peer is None else f"rank {peer}"
     if "timed out" in str(error).lower():
         return StallError(f"{who} has not answered rank {rank} in time ({what})", peer=peer)
+    if not isinstance(error, dist.DistNetworkError) and not _LOST.search(str(error)):
+        return TransportError(f"rank {rank} cannot talk to {who} ({what}): {error}")
     text = f"rank {rank} has lost {who} ({what}): its process has ended, or cannot be reached"
     return LostRankError(f"{text}. Look at its output; start all ranks anew", peer=peer)
 

@@ -26,6 +26,7 @@ from taktline.errors import DeadlockError, TransportError
 from taktline.plan.words import counted
 from taktline.transport.ambient import Ambient, Random
 from taktline.transport.base import Channel, Handle, Post
+from taktline.transport.frames import Frame, agreed
 
 __all__ = ["LocalRanks", "LocalTransport", "current", "run"]
 
@@ -94,16 +95,18 @@ class LocalTransport:
         """What receives into a buffer of the size that was sent."""
         return self._poster(channel, channel.receiver, "receive", False)
 
-    def exchange(self, numbers: Sequence[int]) -> list[list[int]]:
-        """Give every rank the numbers of every rank, equally many each; all ranks take part."""
+    def exchange(
+        self, numbers: Sequence[int], what: str = "an exchange", *, ragged: bool = False
+    ) -> list[list[int]]:
+        """Give every rank the numbers of every rank; all ranks take part."""
         self._check_turn()
         exchange = self._world.exchange
-        exchange.given[self.rank] = list(numbers)
+        exchange.given[self.rank] = Frame(len(numbers), what, list(numbers))
         if exchange.done:
             # The next one may begin before all ranks have seen the end of this one.
             self._world.exchange = _Exchange(self.size)
         self._wait(exchange)
-        return exchange.result()
+        return exchange.result(ragged=ragged)
 
     def _poster(self, channel: Channel, rank: int, verb: str, blocks: bool) -> Post:
         if rank != self.rank:
@@ -260,18 +263,16 @@ class _Exchange:
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self.given: dict[int, list[int]] = {}
+        self.given: dict[int, Frame] = {}
 
     @property
     def done(self) -> bool:
         return len(self.given) == self.size
 
-    def result(self) -> list[list[int]]:
-        rows = [list(self.given[rank]) for rank in range(self.size)]
-        if len({len(row) for row in rows}) > 1:
-            counts = ", ".join(f"{len(row)} of rank {rank}" for rank, row in enumerate(rows))
-            raise TransportError(f"an exchange takes equally many numbers of each rank: {counts}")
-        return rows
+    def result(self, *, ragged: bool) -> list[list[int]]:
+        frames = [self.given[rank] for rank in range(self.size)]
+        agreed(frames, ragged=ragged)
+        return [list(frame.numbers) for frame in frames]
 
     def __str__(self) -> str:
         missing = [str(rank) for rank in range(self.size) if rank not in self.given]

@@ -1,4 +1,4 @@
-"""How values travel: a boundary's tensors in one buffer, its description as text; no pickle.
+"""How values travel: a boundary's tensors in one buffer.
 
 ::
 
@@ -10,24 +10,21 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from ctypes import string_at
-from dataclasses import astuple, dataclass, field
+from dataclasses import dataclass, field
 from functools import reduce
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
-from taktline.errors import SignatureError
-from taktline.meta import Leaf, Signature, TensorMeta
+from taktline.meta import TensorMeta
 from taktline.sharding import Sharding, local
-from taktline.transport.trees import decode_tree, encode_tree
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["Layout", "Parcel", "decode", "encode"]
+__all__ = ["Layout", "Parcel"]
 
 _ALIGNMENT = 16
 _STATUS = 0
@@ -155,51 +152,3 @@ def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
         if shape
         else ()
     )
-
-
-def encode(signature: Signature) -> bytes:
-    """A signature as text.
-
-    >>> decode(encode(Signature.of([torch.zeros(2), None, 3]))) == Signature.of(
-    ...     [torch.zeros(2), None, 3]
-    ... )
-    True
-    """
-    spec = None if signature.spec is None else encode_tree(signature.spec)
-    return json.dumps([[_encode_leaf(leaf) for leaf in signature.leaves], spec]).encode()
-
-
-def decode(text: bytes) -> Signature:
-    """The signature that a text describes."""
-    leaves, spec = json.loads(text)
-    return Signature(
-        tuple(_decode_leaf(leaf) for leaf in leaves),
-        None if spec is None else decode_tree(spec),
-    )
-
-
-def _encode_leaf(leaf: object) -> object:
-    if isinstance(leaf, TensorMeta):
-        sharding = () if leaf.sharding is None else [astuple(leaf.sharding)]
-        dtype = str(leaf.dtype).removeprefix("torch.")
-        return [dtype, leaf.shape, leaf.requires_grad, *sharding]
-    if leaf is None or type(leaf) in (bool, int, float, str):
-        return leaf
-    raise SignatureError(
-        f"a {type(leaf).__name__} cannot go from one rank to another; tensors, None, numbers and "
-        "strings can, and containers of them that pytree knows (for a dataclass of your own: "
-        "torch.utils._pytree.register_dataclass)"
-    )
-
-
-def _decode_leaf(leaf: Any) -> Leaf:
-    if not isinstance(leaf, list):
-        return leaf
-    dtype, shape, requires_grad, *sharding = leaf
-    found = Sharding(*map(_tuples, sharding[0])) if sharding else None
-    return TensorMeta(tuple(shape), getattr(torch, dtype), requires_grad, found)
-
-
-def _tuples(value: Any) -> Any:
-    """JSON knows lists only."""
-    return tuple(map(_tuples, value)) if isinstance(value, list) else value

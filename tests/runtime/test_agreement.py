@@ -12,7 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from taktline.meta import Signature
-from taktline.runtime.agreement import Call, Introduction, examples, misfit, mismatch
+from taktline.runtime import agreement
+from taktline.runtime.agreement import Call, Introduction, examples, misfit, out_of_step
 
 LOOP = [0, 1, 2, 3, 0, 1, 2, 3]
 """Eight stages on four ranks."""
@@ -214,9 +215,12 @@ def test_only_the_stages_of_the_plan_fit(order: list[int], cut: int) -> None:
 
 CALL = Call(
     failed=0,
-    introduced=1,
+    schedule=1,
+    waiting=0,
+    place=0,
+    call=7,
+    step=5,
     plan=0x1234567890ABCDE,
-    trains=1,
     batch=0,
     target=0,
     shares=0,
@@ -238,7 +242,12 @@ def calls(**differing: Sequence[int]) -> list[Call]:
     "differing",
     [
         {"batch": [0]},
-        {"trains": [0, 0, 0, 0]},
+        {"call": [3, 3, 3, 3], "step": [2, 2, 2, 2]},
+        # Some were given no arguments, some no target.
+        {"looked_at": [7, 7, 7, 7], "arguments": [11, 0, 0, 11], "targets": [0, 0, 0, 12]},
+        # What a GPU has found of an earlier call is compared with its like.
+        {"looked_at": [6, 0], "arguments": [11, 12]},
+        {"looked_at": [6, 7], "arguments": [11, 12]},
         {"shares": [1, 1, 1, 1]},
         {"batch": [8, 0, 0, 0], "target": [0, 0, 0, 8]},
         {"batch": [8, 8, 8, 8], "target": [8, 8, 8, 8]},
@@ -251,7 +260,9 @@ def calls(**differing: Sequence[int]) -> list[Call]:
         {"batch": [7, 0], "target": [0, 1]},
         # Each rank's own affair.
         {"inputs": [1, 2, 3, 4]},
-        {"introduced": [1, 0, 1, 0]},
+        # A rank may have made some that it has not used.
+        {"schedule": [0, 0], "waiting": [2, 1], "place": [1, 0]},
+        {"schedule": [0, 0], "waiting": [2, 2], "place": [1, 1]},
     ],
     ids=str,
 )
@@ -263,14 +274,41 @@ def test_calls_that_are_one_step(differing: dict[str, list[int]]) -> None:
     ("differing", "text"),
     [
         (
-            {"trains": [1, 0, 0, 1]},
-            "the ranks disagree on the call: step() on rank 0, 3; eval() on rank 1, 2; make the "
-            "same calls in the same order on every rank",
+            {"schedule": [1, 2, 0], "call": [1, 4, 2]},
+            "the ranks step different schedules: number 1 on rank 0; number 2 on rank 1; a new "
+            "one on rank 2, counted by their first steps; step the same schedules in the same "
+            "order on every rank",
         ),
         (
-            {"trains": [0, 1]},
-            "the ranks disagree on the call: eval() on rank 0; step() on rank 1; make the same "
-            "calls in the same order on every rank",
+            {"schedule": [0, 0], "waiting": [2, 2], "place": [0, 1]},
+            "the ranks begin with different schedules: number 1 of 2 on rank 0; number 2 of 2 on "
+            "rank 1 that were made and not stepped yet; make and step the schedules in the same "
+            "order on every rank",
+        ),
+        (
+            {"call": [4, 3]},
+            "the ranks are in different calls of step() and eval(): number 4 on rank 0; number 3 "
+            "on rank 1; a rank has left one out, or made one more. Make the same calls on every "
+            "rank",
+        ),
+        (
+            {"step": [100, 0, 0]},
+            "the ranks disagree on the number of training steps so far: 100 on rank 0; 0 on rank "
+            "1, 2; set steps on every rank when you resume",
+        ),
+        (
+            {"looked_at": [7, 7, 7], "arguments": [0, 11, 12]},
+            "the ranks were given different arguments: those of rank 2 are not those of rank 1, "
+            "so inputs would meet the targets of other samples. Give every rank of a pipeline the "
+            "same batch: draw it from a generator of its own, or read it on one rank and hand it "
+            "on with taktline.shared_loader",
+        ),
+        (
+            {"looked_at": [6, 6], "arguments": [11, 11], "targets": [12, 13]},
+            "the ranks were given different targets in call 6 (this is call 7): those of rank 1 "
+            "are not those of rank 0, so inputs would meet the targets of other samples. Give "
+            "every rank of a pipeline the same batch: draw it from a generator of its own, or "
+            "read it on one rank and hand it on with taktline.shared_loader",
         ),
         (
             {"shares": [1, 0]},
@@ -310,10 +348,15 @@ def test_calls_that_are_not_one_step(differing: dict[str, list[int]], text: str)
     assert mismatch(calls(**differing)) == text
 
 
+def mismatch(calls: Sequence[Call]) -> str | None:
+    return out_of_step(calls) or agreement.mismatch(calls)
+
+
 def test_the_first_thing_that_keeps_calls_apart_is_told() -> None:
-    everything = {"trains": [1, 0], "plan": [1, 2], "batch": [4, 8], "target": [3, 0]}
-    beginnings = ["the ranks disagree on the call", "the ranks run different plans"]
-    for beginning in (*beginnings, "the batch has different sizes"):
+    everything = {"call": [1, 0], "plan": [1, 2], "batch": [4, 8], "target": [3, 0]}
+    beginnings = ["the ranks are in different calls of step() and eval()"]
+    beginnings += ["the ranks run different plans", "the batch has different sizes"]
+    for beginning in beginnings:
         text = mismatch(calls(**everything))
         assert text is not None
         assert text.startswith(f"{beginning}: ")

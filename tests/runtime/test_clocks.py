@@ -20,7 +20,9 @@ class FarAway:
     def __init__(self, ahead: int) -> None:
         self._ahead = ahead
 
-    def exchange(self, numbers: Sequence[int]) -> list[list[int]]:
+    def exchange(
+        self, numbers: Sequence[int], what: str = "", *, ragged: bool = False
+    ) -> list[list[int]]:
         time.sleep(0.001)
         shown = self._ahead if len(numbers) > 1 else 0
         return [list(numbers), [number + shown for number in numbers]]

@@ -191,8 +191,182 @@ def test_ranks_that_step_different_schedules(outcomes: Outcomes) -> None:
     errors = outcomes(steps_of_two_schedules)
     assert {type(error) for error in errors} == {tl.MismatchError}
     assert len({str(error) for error in errors}) == 1
-    assert str(errors[0]).startswith("the ranks run different plans: ")
-    assert str(errors[0]).endswith("; step the same schedule on every rank")
+    assert str(errors[0]) == (
+        "the ranks step different schedules: number 1 on rank 0; number 2 on rank 1, counted by "
+        "their first steps; step the same schedules in the same order on every rank"
+    )
+
+
+def first_steps_of_two_schedules(rank: int, group: Any) -> None:
+    schedules = [make(rank, group), make(rank, group)]
+    run(schedules[rank])
+
+
+def test_ranks_that_begin_with_different_schedules(outcomes: Outcomes) -> None:
+    errors = outcomes(first_steps_of_two_schedules)
+    assert {type(error) for error in errors} == {tl.MismatchError}
+    assert {str(error) for error in errors} == {
+        "the ranks begin with different schedules: number 1 of 2 on rank 0; number 2 of 2 on rank "
+        "1 that were made and not stepped yet; make and step the schedules in the same order on "
+        "every rank"
+    }
+
+
+def a_schedule_too_many(rank: int, group: Any) -> int:
+    schedules = [make(rank, group) for _ in range(1 + rank)]
+    run(schedules[-1])
+    run(schedules[-1])
+    return schedules[-1].steps
+
+
+def test_a_schedule_that_one_rank_alone_has_made(outcomes: Outcomes) -> None:
+    assert outcomes(a_schedule_too_many) == [2, 2]
+
+
+def a_call_that_one_rank_alone_has_made(rank: int, group: Any) -> None:
+    schedule = make(rank, group)
+    if rank == 1:
+        schedule._runner.transport.exchange = None  # so that it fails before any rank is asked
+        with pytest.raises(TypeError):
+            run(schedule)
+        del schedule._runner.transport.exchange
+    run(schedule)
+
+
+def test_a_call_that_one_rank_alone_has_made(outcomes: Outcomes) -> None:
+    assert_all(
+        outcomes(a_call_that_one_rank_alone_has_made),
+        tl.MismatchError,
+        "the ranks are in different calls of step() and eval(): number 1 on rank 0; number 2 on "
+        "rank 1; a rank has left one out, or made one more. Make the same calls on every rank",
+    )
+
+
+def resumed(rank: int, group: Any) -> None:
+    schedule = make(rank, group)
+    if rank == 0:
+        schedule.steps = 100
+    run(schedule)
+
+
+def test_ranks_that_have_made_different_numbers_of_steps(outcomes: Outcomes) -> None:
+    assert_all(
+        outcomes(resumed),
+        tl.MismatchError,
+        "the ranks disagree on the number of training steps so far: 100 on rank 0; 0 on rank 1; "
+        "set steps on every rank when you resume",
+    )
+
+
+class Wordless(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("not even a text")
+
+
+class Mine(tl.TaktlineError):
+    """A user's own class, which is no class of Taktline's on another rank."""
+
+    def __init__(self, one: str, *, other: str) -> None:
+        self.one = one
+        super().__init__(f"{one}, {other}")
+
+
+class Raising(nn.Linear):
+    raises: Any = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.raises is not None:
+            raise self.raises
+        return super().forward(x)
+
+
+def raising(rank: int, group: Any, what: str, where: str) -> None:
+    kinds = {
+        "wordless": Wordless(),
+        "mine": Mine("one", other="other"),
+        "long": ValueError("x" * 3_000_000),
+    }
+    module = Raising(4, 4)
+    schedule = make(rank, group, module=module)
+    if where == "forward" and rank == 1:
+        module.raises = kinds[what]
+    elif rank == 1:
+
+        def loss_weights(target: Tensor) -> float:
+            raise kinds[what]
+
+        schedule.step(torch.ones(8, 4), target=torch.ones(8, 4), loss_weights=loss_weights)
+    run(schedule)
+
+
+@pytest.mark.parametrize("where", ["forward", "preparation"])
+@pytest.mark.parametrize(
+    ("what", "text"),
+    [
+        ("wordless", "Wordless: (its text cannot be read: RuntimeError)"),
+        ("mine", "one, other"),
+        ("long", f"ValueError: {'x' * 1000}"),
+    ],
+)
+def test_errors_that_are_hard_to_tell(outcomes: Outcomes, what: str, text: str, where: str) -> None:
+    for error in outcomes(raising, what, where):
+        assert isinstance(error, tl.TaktlineError)
+        prefix = "rank 1, stage 1, micro-batch 0 (1F0): " if where == "forward" else "rank 1: "
+        assert str(error).startswith(prefix)
+        assert text in str(error)
+        assert len(str(error)) < 70_000
+
+
+def batches_of_their_own(rank: int, group: Any, what: str) -> list[Any]:
+    """Steps with data that each rank draws for itself."""
+    schedule, torch_seed = make(rank, group), 7
+    shared = torch.Generator().manual_seed(torch_seed)
+    own = torch.Generator().manual_seed(torch_seed + rank)
+    found: list[Any] = []
+    for _ in range(2):
+        x, target = torch.randn(8, 4, generator=shared), torch.randn(8, 4, generator=shared)
+        if what == "arguments":
+            x = torch.randn(8, 4, generator=own)
+        if what == "targets":
+            target = torch.randn(8, 4, generator=own)
+        try:
+            schedule.step(x, target=target)
+            found.append(schedule.steps)
+        except tl.MismatchError as error:
+            found.append(str(error))
+    return found
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("what", ["arguments", "targets", "nothing"])
+def test_ranks_with_different_data(workers: Workers, what: str) -> None:
+    expected = (
+        f"the ranks were given different {what}: those of rank 1 are not those of rank 0, so "
+        "inputs would meet the targets of other samples. Give every rank of a pipeline the same "
+        "batch: draw it from a generator of its own, or read it on one rank and hand it on with "
+        "taktline.shared_loader"
+    )
+    results = workers.run(batches_of_their_own, what)
+    assert results == [[1, 2] if what == "nothing" else [expected] * 2] * 2
+
+
+def a_step_left_out(rank: int, group: Any) -> str:
+    schedule = make(rank, group)
+    for number in range(3):
+        if rank == 1 and number == 1:
+            continue
+        x = torch.full((8, 4), float(number))
+        try:
+            schedule.step(x, target=x)
+        except tl.MismatchError as error:
+            return str(error)
+    return "nothing was noticed"
+
+
+@pytest.mark.processes
+def test_a_rank_that_leaves_out_a_step(workers: Workers) -> None:
+    for text in workers.run(a_step_left_out):
+        assert text.startswith("the ranks were given different arguments: those of rank 1 are not")
 
 
 def held(rank: int, group: Any, stages: list[list[int]], num_stages: int = 4) -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from taktline.transport.containers import register_container
 from tests.runtime.cases import SCHEDULES
 from tests.runtime.scenarios import (
     Batch,
@@ -27,6 +28,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 DIM = 6
 
 
+@register_container
 class Pair(NamedTuple):
     hidden: Any
     rest: Any

@@ -15,26 +15,30 @@ from taktline import errors
 from taktline.errors import (
     ActionSyntaxError,
     InvalidPlanError,
+    JsonError,
     MismatchError,
     PlanFileError,
     SignatureError,
     StageError,
     TaktlineError,
+    TransportError,
 )
 from taktline.plan import Plan, validate
-from taktline.transport import find, local
+from taktline.transport import control, find, local
 from taktline.transport.alone import Alone
 from taktline.transport.control import share_error, share_texts
 
 SAMPLES: dict[str, TaktlineError] = {
     name: getattr(errors, name)("größer: “nein”\n  next line")
     for name in errors.__all__
-    if name not in ("ActionSyntaxError", "InvalidPlanError", "PlanFileError", "StageError")
+    if name
+    not in ("ActionSyntaxError", "InvalidPlanError", "JsonError", "PlanFileError", "StageError")
 } | {
     "ActionSyntaxError": ActionSyntaxError("1F-3", 2, "a micro-batch number"),
     "InvalidPlanError": InvalidPlanError(
         "mine", validate(Plan.from_actions([["0B0", "0F0"], ["1F0", "1B0"]]))
     ),
+    "JsonError": JsonError("a message", "not JSON: nothing", row=2, column=7),
     "PlanFileError": PlanFileError("plan.csv", "an action is a text", row=2, column=7),
     "StageError": StageError(
         rank=1, stage=3, microbatch=None, action="3REDUCE_GRAD", reason="RuntimeError: no"
@@ -172,3 +176,75 @@ def test_pickled_fields_keep_their_types() -> None:
     assert len(again("InvalidPlanError").violations) > 0
     assert isinstance(again("InvalidPlanError").violations, tuple)
     assert again("StageError").microbatch is None
+
+
+class Sub(MismatchError):
+    """A class that other ranks do not know."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self.rows = {"a": 1}
+        self.count = 3
+        self._private = "x"
+
+
+def test_an_error_of_a_class_that_others_do_not_know() -> None:
+    mine, other = shared_errors([Sub("no"), None])
+    assert type(mine) is Sub
+    assert type(other) is MismatchError
+    assert str(other) == "no"
+    assert vars(other) == {"count": 3}
+
+
+class Wordless(StageError):
+    def __init__(self) -> None:
+        super().__init__(rank=0, stage=0, microbatch=0, action="0F0", reason="no")
+
+    def __str__(self) -> str:
+        raise RuntimeError("not even a text")
+
+
+def test_an_error_without_a_readable_text() -> None:
+    _, other = shared_errors([Wordless(), None])
+    assert type(other) is StageError
+    assert str(other) == "(its text cannot be read: RuntimeError)"
+
+
+def test_a_long_text_is_shared_in_part() -> None:
+    mine, other = shared_errors([MismatchError("x" * 3_000_000), None])
+    assert len(str(mine)) == 3_000_000
+    assert str(other) == f"{'x' * 65536} … (3,000,000 characters)"
+
+
+def test_fields_that_json_cannot_hold_are_left_to_the_text() -> None:
+    error = MismatchError("no\ud800")
+    error.__dict__.update(nan=float("nan"), large=10**400, half="\ud800", kept=1.5)
+    _, other = shared_errors([error, None])
+    assert str(other) == "no?"
+    assert vars(other)["kept"] == 1.5
+    assert "nan" not in vars(other)
+    assert "large" not in vars(other)
+
+
+@pytest.mark.parametrize(
+    ("text", "start"),
+    [
+        ("nonsense", "what rank 0 has raised, row 1, column 1: not JSON"),
+        ('["MismatchError", "no"]', "what rank 0 has raised: the value has 2 entries, not 3"),
+        ('["restore", "no", {}]', "rank 0 has raised what is no error of Taktline's: no"),
+        ('["MismatchError", "no", {"__class__": 1}]', "rank 0 has raised what is no error"),
+        ('["MismatchError", "no", {"a": [1]}]', "what rank 0 has raised: [2].a is a list, which"),
+    ],
+)
+def test_an_error_that_is_none(text: str, start: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(control, "_written", lambda error: text)
+    _, other = shared_errors([MismatchError("no"), None])
+    assert type(other) is TransportError
+    assert str(other).startswith(start)
+
+
+@pytest.mark.parametrize("row", [[], [-1], [9, 0], [2**62, 1]])
+def test_a_text_that_is_none(row: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Alone, "exchange", lambda *_, **__: [row])
+    with pytest.raises(TransportError, match="rank 0 has sent no text"):
+        share_texts(Alone(), "a text")

@@ -10,8 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from taktline.errors import TransportError
-from taktline.transport import Channel, Handle, Transport, distributed, find, local
+from taktline.errors import LostRankError, MismatchError, StallError, TransportError
+from taktline.transport import Channel, Handle, Transport, distributed, find, frames, local
 from taktline.transport.alone import Alone
 from taktline.transport.distributed import Distributed
 from taktline.transport.local import LocalTransport
@@ -290,7 +290,8 @@ def test_numbers_and_messages_and_those_of_others_do_not_mix(workers: Workers, f
 def run_per_channel(rank: int, group: dist.ProcessGroup, case: Case) -> tuple[Result, list[int]]:
     """A case over groups for channels, run twice; also how many groups there were after each."""
     before = distributed._known.pop(group, None)
-    transport = distributed._known[group] = Distributed(group, group_per_channel=True)
+    transport = Distributed(group, group_per_channel=True)
+    distributed._known[group] = {"cpu": transport}
     try:
         run_pipelined(rank, group, case)
         counts = [len(transport._links)]
@@ -394,3 +395,126 @@ def test_a_rank_that_is_alone_has_no_channels(ask: Callable[[Channel], object]) 
     assert str(caught.value) == (
         "gradients from rank 0 to rank 1: this process is the only rank; start the others, too"
     )
+
+
+MIXED = (
+    "the ranks disagree on the call: grad_norm() on rank 0; step() on rank {}; make the same calls "
+    "in the same order on every rank"
+)
+
+
+def mixed(rank: int, group: dist.ProcessGroup, few: int) -> list[Any]:
+    """Ranks that are in different exchanges, which have different lengths; then in the same one."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(distributed, "_FEW", few)
+        transport = Distributed(group)
+        found: list[Any] = []
+        for length in (1, 20, 400):
+            try:
+                transport.exchange(
+                    [rank] * (length if rank else 1), "step()" if rank else "grad_norm()"
+                )
+            except MismatchError as error:
+                found.append(str(error))
+        try:
+            transport.exchange([rank] * (1 + rank), "step()")
+        except TransportError as error:
+            found.append(str(error))
+        return [*found, transport.exchange([rank] * (200 * rank), "a trace", ragged=True)]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("few", [8, 1], ids=["direct", "collective"])
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_ranks_in_different_exchanges(workers: Workers, ranks: int, few: int) -> None:
+    others = ", ".join(map(str, range(1, ranks)))
+    counts = "; ".join(f"{1 + rank} on rank {rank}" for rank in range(ranks))
+    unequal = f"step() takes equally many numbers of each rank, but got {counts}"
+    ragged = [[rank] * (200 * rank) for rank in range(ranks)]
+    expected = [*[MIXED.format(others)] * 3, unequal, ragged]
+    assert workers.run(mixed, few, ranks=ranks) == [expected] * ranks
+
+
+def test_local_ranks_in_different_exchanges() -> None:
+    def ask(rank: int) -> str:
+        with pytest.raises(MismatchError) as caught:
+            find().exchange([rank] * (1 + rank), "step()" if rank else "grad_norm()")
+        return str(caught.value)
+
+    assert local.run(ask, 2) == [MIXED.format(1)] * 2
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        ([0, 0], "rank 3 has sent what is no message of an exchange, or one of another version;"),
+        ([frames._MARK + 1, 0], "rank 3 has sent what is no message of an exchange, or one of"),
+        ([frames._MARK, -1], "rank 3 announces -1 numbers, more than there can be"),
+        ([frames._MARK, 2**60], "rank 3 announces 1,152,921,504,606,846,976 numbers, more than"),
+    ],
+)
+def test_a_frame_that_is_none(words: list[int], text: str) -> None:
+    frame = torch.tensor(words + [0] * (frames.FRAME - 2))
+    with pytest.raises(TransportError) as caught:
+        frames.Frame.read(frame, rank=3)
+    assert str(caught.value).startswith(text)
+
+
+def test_what_an_exchange_is_for_may_be_any_bytes() -> None:
+    frame = frames.framed([1], "x")
+    frame[2:8] = -1
+    assert set(frames.Frame.read(frame, rank=0).what) == {"\ufffd"}
+
+
+def test_an_exchange_has_its_limits() -> None:
+    numbers = range(frames._MOST + 1)
+    with pytest.raises(
+        TransportError, match=r"a trace takes 16,777,217 numbers; at most 16,777,21"
+    ):
+        frames.framed(numbers, "a trace")
+
+
+@pytest.mark.parametrize(
+    ("said", "kind", "text"),
+    [
+        (
+            "[pair.cc:534] Connection closed by peer [::1]:9",
+            LostRankError,
+            "rank 0 has lost rank 1",
+        ),
+        ("Read error [::1]:9: Connection reset by peer", LostRankError, "rank 0 has lost rank 1"),
+        ("NCCL error: remote process exited or there was", LostRankError, "rank 0 has lost rank 1"),
+        ("Timed out waiting 1000ms for recv operation", StallError, "rank 1 has not answered rank"),
+        (
+            "input tensor has to be contiguous",
+            TransportError,
+            "rank 0 cannot talk to rank 1 (a test): input tensor has to be contiguous",
+        ),
+        (
+            "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate",
+            TransportError,
+            "rank 0 cannot talk to rank 1 (a test): [enforce fail",
+        ),
+    ],
+)
+def test_what_became_of_a_message(said: str, kind: type[Exception], text: str) -> None:
+    def post(*_: Any) -> Any:
+        raise RuntimeError(said)
+
+    send = distributed._poster(post, "a test", 0, 1, 1, 0)
+    with pytest.raises(TransportError) as caught:
+        send(torch.zeros(1))
+    assert type(caught.value) is kind
+    assert str(caught.value).startswith(text)
+
+
+def device_types(rank: int, group: dist.ProcessGroup) -> bool:
+    first = Distributed.of(group, torch.device("cpu"))
+    with pytest.raises(TransportError, match="does not carry tensors on"):
+        Distributed.of(group, torch.device("meta"))
+    return Distributed.of(group, torch.device("cpu")) is first
+
+
+@pytest.mark.processes
+def test_a_transport_stays_when_another_device_is_asked_for(workers: Workers) -> None:
+    assert workers.run(device_types) == [True, True]

@@ -209,7 +209,7 @@ def test_exchanges_of_unequal_length() -> None:
             errors.append(str(error))
 
     run(talk, 2)
-    text = "an exchange takes equally many numbers of each rank: 0 of rank 0, 1 of rank 1"
+    text = "an exchange takes equally many numbers of each rank, but got 0 on rank 0; 1 on rank 1"
     assert errors == [text] * 2
 
 

@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 import torch.distributed as dist
 
+from taktline.checks import read
 from taktline.cli.diagnosis import links, machine, schedules
 from taktline.cli.diagnosis.meeting import Meeting, alarm
 from taktline.cli.diagnosis.report import Finding, Report, Verdict, of_ranks
@@ -98,7 +99,7 @@ def _examine_local_rank(rank: int) -> Report:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     transport = find(None, device)
     told = share_texts(transport, json.dumps(machine.describe(rank, "local", device)))
-    ranks = [json.loads(text) for text in told]
+    ranks = [read(text, {str: object}, what="what a rank says of itself") for text in told]
     report = Report("local", ranks, list(machine.judge(ranks)))
     _look(report, transport, device, None, _Phases(rank, None))
     return report

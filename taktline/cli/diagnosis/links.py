@@ -11,6 +11,7 @@ from time import perf_counter
 
 import torch
 
+from taktline.checks import read
 from taktline.cli.diagnosis.report import Finding, Link, Verdict, of_ranks
 from taktline.transport import Channel, Transport
 from taktline.transport.control import share_texts
@@ -58,7 +59,8 @@ def measure(transport: Transport, device: torch.device) -> list[Link]:
         # One pair at a time: others would take their part of the bandwidth.
         transport.exchange([0])
     told = share_texts(transport, json.dumps([astuple(link) for link in mine]))
-    return [Link(*values) for text in told for values in json.loads(text)]
+    shape = [(int, int, float, float, bool)]
+    return [Link(*values) for text in told for values in read(text, shape, what="links of a rank")]
 
 
 def judge(links: list[Link]) -> Iterator[Finding]:

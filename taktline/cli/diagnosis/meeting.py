@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
+from taktline.checks import read
 from taktline.errors import TransportError
 
 __all__ = ["Meeting", "alarm"]
@@ -45,7 +46,8 @@ class Meeting:
             self._store.set(f"rank {self.rank}", json.dumps(facts))
             self.missing = self._wait_for([f"rank {rank}" for rank in range(self.size)])
             present = [rank for rank in range(self.size) if rank not in self.missing]
-            return [json.loads(self._store.get(f"rank {rank}")) for rank in present]
+            texts = [self._store.get(f"rank {rank}") for rank in present]
+            return [read(text, {str: object}, what="what a rank says of itself") for text in texts]
         except RuntimeError:
             raise TransportError(
                 f"rank {self.rank} has lost {self.address}, where the ranks meet; see what rank 0 "

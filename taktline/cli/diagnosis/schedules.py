@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from statistics import median
 from time import perf_counter
@@ -27,7 +26,7 @@ from taktline.runtime import (
 )
 from taktline.stage import PipelineStage
 from taktline.transport import Transport
-from taktline.transport.control import share_texts
+from taktline.transport.control import share_floats
 
 __all__ = ["SCHEDULES", "judge", "try_schedule"]
 
@@ -61,8 +60,8 @@ def try_schedule(
     except TaktlineError as error:
         # Every rank raises the same.
         return Run(name, per_rank, None, None, error=str(error))
-    told = share_texts(transport, json.dumps([seconds, difference]))
-    times, differences = zip(*map(json.loads, told), strict=True)
+    told = share_floats(transport, [seconds, difference], "the doctor's training")
+    times, differences = zip(*told, strict=True)
     # Not >: a difference that is no number is wrong, too.
     wrong = tuple(rank for rank, found in enumerate(differences) if not found <= TOLERANCE)
     return Run(name, per_rank, max(times), max(differences), wrong)

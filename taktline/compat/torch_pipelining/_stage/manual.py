@@ -28,7 +28,7 @@ from taktline.compat.torch_pipelining._utils import (
 )
 from taktline.meta import Signature, TensorMeta
 from taktline.sharding import GetMesh
-from taktline.transport.wire import decode, encode
+from taktline.transport.describe import decode, encode
 
 __all__ = ["Inferring", "PipelineStage"]
 

@@ -1,0 +1,300 @@
+"""Containers as plain data: each by a kind of a closed set, or a type that this process knows.
+
+Nothing that a message names is imported, looked up in a module or called. A name is compared with
+the names of the types that this process knows by itself:
+
+- the kinds of Python (tuple, list, dict …) and the result types of torch's operators;
+- containers that code outside of torch has registered with pytree, as transformers does;
+- named tuples that :func:`register_container` was called with, that were given as an example of
+  what a stage takes or returns, or that this process has sent.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, defaultdict, deque, namedtuple
+from collections.abc import Sequence
+from dataclasses import is_dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch.utils import _pytree as pytree
+
+from taktline.errors import SignatureError
+from taktline.meta import DTYPES, name_of
+
+__all__ = [
+    "decode_plain",
+    "decode_tree",
+    "encode_plain",
+    "encode_tree",
+    "note_containers",
+    "register_container",
+]
+
+_Class = TypeVar("_Class", bound="type[Any]")
+
+_KINDS: dict[str, Any] = {
+    "tuple": tuple,
+    "list": list,
+    "dict": dict,
+    "OrderedDict": OrderedDict,
+    "defaultdict": defaultdict,
+    "deque": deque,
+}
+_FACTORIES: dict[str, Any] = {kind.__name__: kind for kind in (list, dict, set, int, float, str)}
+"""What a defaultdict may fill itself with."""
+_NAMED = "namedtuple"
+_OF_TORCH = ("torch.return_types", "torch.fx.immutable_collections")
+"""The modules of torch whose containers hold nothing but their parts."""
+_DEEPEST = 24
+"""As deep as containers may lie in each other."""
+_DIGITS = 2**1024
+"""Beyond so large a number Python may refuse to read it."""
+
+_registered: dict[str, type] = {}
+
+
+def register_container(cls: _Class) -> _Class:
+    """Let a named tuple or a dataclass cross from one rank to another; call it on every rank.
+
+    >>> from typing import NamedTuple
+    >>> import taktline as tl
+    >>> @tl.register_container
+    ... class Hidden(NamedTuple):
+    ...     states: torch.Tensor
+    ...     mask: torch.Tensor
+    """
+    if not isinstance(cls, type) or not (_is_named(cls) or is_dataclass(cls) or _in_pytree(cls)):
+        raise SignatureError(
+            f"register_container takes a named tuple or a dataclass, not {cls!r}; register another "
+            "container with torch.utils._pytree.register_pytree_node"
+        )
+    known: Any = cls
+    if not _is_named(cls) and not _in_pytree(cls):
+        pytree.register_dataclass(known)
+    _registered[_name(cls)] = known
+    return cls
+
+
+def note_containers(spec: pytree.TreeSpec | None) -> None:
+    """Know the named tuples in a tree from now on."""
+    if spec is None or spec.is_leaf():
+        return
+    if spec.type is namedtuple:
+        _registered[_name(spec.context)] = spec.context
+    for child in spec.children():
+        note_containers(child)
+
+
+def encode_tree(spec: pytree.TreeSpec) -> Any:
+    """A tree as nested lists, for JSON: ``None`` for a leaf, else kind, context, children.
+
+    >>> spec = pytree.tree_flatten({"a": 1, "b": (2, 3)})[1]
+    >>> encode_tree(spec)
+    ['dict', ['list', 'a', 'b'], [None, ['tuple', None, [None, None]]]]
+    >>> decode_tree(encode_tree(spec)) == spec
+    True
+    """
+    note_containers(spec)
+    return _encode_node(spec, _DEEPEST)
+
+
+def decode_tree(data: Any) -> pytree.TreeSpec:
+    """The tree that such lists describe; a :class:`SignatureError` if they describe none."""
+    return _decode_node(data, _DEEPEST)
+
+
+def _encode_node(spec: pytree.TreeSpec, depth: int) -> Any:
+    if spec.is_leaf():
+        return None
+    if not depth:
+        raise SignatureError(
+            f"containers lie more than {_DEEPEST} deep in each other; hand over flatter ones"
+        )
+    if spec.type is namedtuple:
+        kind, context = _NAMED, [_name(spec.context), len(spec.context._fields)]
+    else:
+        kind, context = _kind_of(spec.type), encode_plain(spec.context, spec.type)
+    return [kind, context, [_encode_node(child, depth - 1) for child in spec.children()]]
+
+
+def _kind_of(cls: Any) -> str:
+    """The word for a type of container."""
+    if cls.__name__ in _KINDS and _KINDS[cls.__name__] is cls:
+        return cls.__name__
+    name = _name(cls)
+    if _known().get(name) is not cls:
+        raise SignatureError(
+            f"a {cls.__qualname__} of {cls.__module__} cannot go from one rank to another; hand "
+            "over what it holds, in a tuple or a dict"
+        )
+    return name
+
+
+def _decode_node(data: Any, depth: int) -> pytree.TreeSpec:
+    if data is None:
+        return pytree.tree_structure(0)
+    if not depth or not isinstance(data, list) or len(data) != 3 or not isinstance(data[2], list):
+        raise SignatureError("a container has arrived that is not described as one")
+    kind, context, described = data
+    children = [_decode_node(child, depth - 1) for child in described]
+    if kind == _NAMED:
+        return pytree.TreeSpec(namedtuple, _named_type(context, len(children)), children)
+    if isinstance(kind, str) and kind in _KINDS:
+        context = decode_plain(context, depth)
+        _check(kind, context, len(children))
+        return pytree.TreeSpec(_KINDS[kind], context, children)
+    cls = _known().get(kind) if isinstance(kind, str) else None
+    if cls is None:
+        raise _unknown(kind)
+    return pytree.TreeSpec(cls, decode_plain(context, depth), children)
+
+
+def _named_type(context: Any, children: int) -> Any:
+    name, fields = context if isinstance(context, list) and len(context) == 2 else (None, None)
+    found = _registered.get(name) if isinstance(name, str) else None
+    if found is None or not _is_named(found):
+        raise _unknown(name)
+    if not len(found._fields) == fields == children:  # pyright: ignore[reportAttributeAccessIssue]
+        raise SignatureError(
+            f"a {_words(name)} has arrived with other fields than it has here; run the same code "
+            "on every rank"
+        )
+    return found
+
+
+def _check(kind: str, context: Any, children: int) -> None:
+    """Make sure that what a container of Python's own knows of itself is what it can know."""
+    if kind in ("tuple", "list"):
+        fits = context is None
+    elif kind == "deque":
+        # A bool is an int.
+        fits = context is None or (type(context) is int and context >= children)
+    else:
+        keys = context
+        if kind == "defaultdict":
+            pair = isinstance(context, list) and len(context) == 2
+            factory, keys = context if pair else (0, None)
+            if factory is not None and factory not in _FACTORIES.values():
+                keys = None
+        fits = isinstance(keys, list) and len(keys) == children and _are_keys(keys)
+    if not fits:
+        raise SignatureError(f"a {kind} has arrived that is not described as one")
+
+
+def _are_keys(keys: Sequence[Any]) -> bool:
+    try:
+        return len(set(keys)) == len(keys)
+    except TypeError:  # one of them cannot be a key
+        return False
+
+
+def encode_plain(context: Any, owner: Any) -> Any:
+    """A value without tensors, such as a container's keys; lists begin with what they stand for.
+
+    >>> encode_plain([0.5, "a"], list)
+    ['list', ['float', '0x1.0000000000000p-1'], 'a']
+    """
+    kind = type(context)
+    if context is None or kind is bool or (kind is int and abs(context) < _DIGITS):
+        return context
+    if kind is str and context.isprintable():
+        return context
+    if kind is str:
+        # As numbers: a text may hold what is no character.
+        return ["str", *map(ord, context)]
+    if kind is float:
+        return ["float", context.hex()]
+    if kind is tuple or kind is list:
+        return [kind.__name__, *(encode_plain(item, owner) for item in context)]
+    if kind is dict:
+        return [
+            "dict",
+            *([encode_plain(k, owner), encode_plain(v, owner)] for k, v in context.items()),
+        ]
+    if isinstance(context, torch.dtype):
+        return ["dtype", name_of(context)]
+    if isinstance(context, type) and _FACTORIES.get(context.__name__) is context:
+        return ["type", context.__name__]
+    raise SignatureError(
+        f"a {owner.__name__} with {context!r} cannot go from one rank to another; let it have keys "
+        "and fields that are numbers and strings"
+    )
+
+
+def decode_plain(data: Any, depth: int = 1) -> Any:
+    """The value that was encoded; ``depth`` bounds how deep lists may lie in each other.
+
+    >>> decode_plain(["float", "0x1.0000000000000p-1"])
+    0.5
+    """
+    if not isinstance(data, list):
+        # Only lists stand for something else; JSON's objects are not written by us.
+        if isinstance(data, dict):
+            raise SignatureError("a plain value has arrived that is not described as one")
+        return data
+    kind, *items = data or [None]
+    if depth:
+        match kind, items:
+            case "tuple" | "list", _:
+                found = [decode_plain(item, depth - 1) for item in items]
+                return tuple(found) if kind == "tuple" else found
+            case "dict", _ if all(isinstance(item, list) and len(item) == 2 for item in items):
+                pairs = [[decode_plain(part, depth - 1) for part in item] for item in items]
+                if _are_keys([key for key, _ in pairs]):
+                    return dict(pairs)
+            case "str", _ if all(type(n) is int and 0 <= n < 0x110000 for n in items):
+                return "".join(map(chr, items))
+            case "float", [str(text)]:
+                return _decode_float(text)
+            case "dtype", [str(name)] if name in DTYPES:
+                return DTYPES[name]
+            case "type", [str(name)] if name in _FACTORIES:
+                return _FACTORIES[name]
+            case _:
+                pass
+    raise SignatureError("a plain value has arrived that is not described as one")
+
+
+def _decode_float(text: str) -> float:
+    try:
+        return float.fromhex(text)
+    except (ValueError, OverflowError):
+        raise SignatureError("a number has arrived that is none") from None
+
+
+def _known() -> dict[str, Any]:
+    """All types that this process knows as containers, by name."""
+    known: dict[str, Any] = {_name(cls): cls for cls in pytree.SUPPORTED_NODES if _is_harmless(cls)}
+    return known | {name: cls for name, cls in _registered.items() if not _is_named(cls)}
+
+
+def _is_harmless(cls: Any) -> bool:
+    """Whether putting such a container together runs no code that a message could choose."""
+    if cls is namedtuple or cls in _KINDS.values():
+        return False  # these have kinds of their own
+    module = cls.__module__
+    return cls is torch.Size or module in _OF_TORCH or module.split(".")[0] != "torch"
+
+
+def _in_pytree(cls: type) -> bool:
+    return cls in pytree.SUPPORTED_NODES
+
+
+def _is_named(cls: Any) -> bool:
+    return isinstance(cls, type) and issubclass(cls, tuple) and hasattr(cls, "_fields")
+
+
+def _name(cls: Any) -> str:
+    return f"{cls.__module__}:{cls.__qualname__}"
+
+
+def _words(name: Any) -> str:
+    return str(name)[:200].replace(":", ".")
+
+
+def _unknown(name: Any) -> SignatureError:
+    return SignatureError(
+        f"a container {_words(name)!r} has arrived, which this rank does not know; on every rank, "
+        "call taktline.register_container with its class, or import the module that registers it"
+    )

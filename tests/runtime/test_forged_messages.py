@@ -1,0 +1,178 @@
+"""What a peer sends is checked: nothing that it names is found or run, and no rank hangs."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import taktline as tl
+from taktline.errors import SignatureError, TransportError
+from taktline.runtime import learning
+from taktline.transport import containers
+from tests.workers import Workers
+
+CPU = torch.device("cpu")
+TENSOR = '{"dtype": "float32", "shape": [2, 4], "grad": true, "sharding": null}'
+
+
+def make(rank: int, group: Any) -> Any:
+    torch.manual_seed(rank)
+    stage = tl.PipelineStage(nn.Linear(4, 4), rank, 2, CPU, group=group)
+    return tl.ScheduleGPipe(stage, 2, nn.functional.mse_loss)
+
+
+def run(schedule: Any, size: int = 4) -> list[float]:
+    losses: list[torch.Tensor] = []
+    schedule.step(torch.ones(size, 4), target=torch.zeros(size, 4), losses=losses)
+    return [float(loss) for loss in losses]
+
+
+def forge(rank: int, group: Any, name: str, forged: Any) -> tuple[str, int]:
+    """A step in which rank 0 sends something else, and then one in which it does not."""
+    schedule = make(rank, group)
+    error = ""
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 0:
+            patch.setattr(learning, name, forged)
+        try:
+            run(schedule)
+        except tl.StageError as raised:
+            error = str(raised)
+    return error, len(run(schedule, size=8))
+
+
+def described(text: str) -> Callable[..., bytes]:
+    return lambda signature: text.encode()
+
+
+def forge_text(rank: int, group: Any, text: str) -> tuple[str, int]:
+    return forge(rank, group, "encode", described(text))
+
+
+POPEN = '["collections:namedtuple", ["type", "subprocess:Popen"], [null]]'
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        (f'[[["tuple", "touch", "{{path}}"]], {POPEN}]', "neither a tensor nor plain"),
+        (f"[[{TENSOR}], {POPEN}]", "a container 'collections.namedtuple' has arrived, which this"),
+        (f'[[{TENSOR}], ["namedtuple", ["subprocess:Popen", 1], [null]]]', "'subprocess.Popen'"),
+        (f'[[{TENSOR}], ["torch:_inductor", null, [null]]]', "'torch._inductor' has arrived"),
+        ("{}", "a description of values: the value is an object, not a list"),
+        ("[" * 5000, "nested deeper"),
+        ("", "not JSON"),
+        ("\0", "not JSON"),
+        ("[[1e999], null]", "too large"),
+        (f"[[{TENSOR}, {TENSOR}], null]", "is not as long as"),
+        ("[[], null]", "is not as long as"),
+        (TENSOR.join(("[[", "], null]")).replace("[2, 4]", "[2, -4]"), "no tensor is float32"),
+        (TENSOR.join(("[[", "], null]")).replace("float32", "Tensor"), "no tensor is Tensor"),
+        (TENSOR.join(("[[", "], null]")).replace("2,", f"{2**60},"), "no tensor is float32"),
+    ],
+    ids=lambda value: value[:40],
+)
+def test_a_forged_description(workers: Workers, text: str, reason: str, tmp_path: Path) -> None:
+    target = tmp_path / "run"
+    results = workers.run(forge_text, text.replace("{path}", str(target)))
+    errors = {error for error, _ in results}
+    assert len(errors) == 1
+    (error,) = errors
+    assert error.startswith("rank 1, stage 1, micro-batch 0 (1F0): SignatureError: ")
+    assert reason in error
+    assert [losses for _, losses in results] == [0, 2], "the next step works"
+    assert not target.exists()
+
+
+def inbox(*messages: bytes) -> learning.Inbox:
+    """What receives messages from a rank to which none were sent."""
+    left = list(messages)
+
+    class Done:
+        def wait(self) -> None: ...
+
+    def post(buffer: torch.Tensor) -> Done:
+        buffer.copy_(torch.frombuffer(bytearray(left.pop(0)), dtype=torch.uint8))
+        return Done()
+
+    return learning.Inbox(post, [(1, 0)], CPU, learning.Line())
+
+
+@pytest.mark.parametrize(
+    "numbers",
+    [
+        [0, 0, 0, 0, 0],
+        [1, 0, 0, 0, 0],
+        [learning._DONE, -1, 0, 0, 0],
+        [learning._DONE, 2**62, 0, 0, 0],
+        [learning._DONE, 4, -1, 0, 0],
+        [learning._DONE, 4, 2**55, 0, 0],
+        [learning._DONE, 4, 64, 1, 0],
+        [learning._DONE, 4, 64, 0, 2**40],
+        [learning._FAILED, 0, 0, 0, -1],
+    ],
+    ids=str,
+)
+def test_a_head_that_is_none(numbers: list[int]) -> None:
+    head = struct.pack("<5q", *numbers).ljust(512, b"\0")
+    with pytest.raises(TransportError) as caught:
+        inbox(head).take((1, 0))
+    assert str(caught.value) == (
+        "a message has arrived that does not begin as a message does, or is larger than the "
+        "memory of this rank; start all ranks anew, with one version of Taktline"
+    )
+
+
+def test_a_message_is_fetched_whole_before_it_is_read() -> None:
+    head = struct.pack("<5q", learning._DONE, 3, 48, 0, 0) + b"{}}"
+    box = inbox(head.ljust(512, b"\0"), bytes(48))
+    assert isinstance(box.take((1, 0)), SignatureError)
+    assert box.received == 1
+
+
+class Secret(NamedTuple):
+    value: Any
+
+
+class Sender(nn.Linear):
+    def forward(self, x: torch.Tensor) -> Any:
+        return Secret(super().forward(x))
+
+
+class Taker(nn.Linear):
+    def forward(self, given: Any) -> torch.Tensor:
+        return super().forward(given.value)
+
+
+def send_unknown(rank: int, group: dist.ProcessGroup, registers: bool) -> Any:
+    containers._registered.pop(f"{__name__}:Secret", None)
+    if registers:
+        tl.register_container(Secret)
+    module = Taker(4, 4) if rank else Sender(4, 4)
+    stage = tl.PipelineStage(module, rank, 2, CPU, group=group)
+    try:
+        return len(run(tl.ScheduleGPipe(stage, 2, nn.functional.mse_loss)))
+    except tl.StageError as error:
+        return str(error)
+
+
+@pytest.mark.processes
+def test_a_named_tuple_crosses_once_it_is_registered(workers: Workers) -> None:
+    assert workers.run(send_unknown, True) == [0, 2]
+    assert (
+        workers.run(send_unknown, False)
+        == [
+            "rank 1, stage 1, micro-batch 0 (1F0): SignatureError: a container "
+            f"'{__name__}.Secret' has arrived, which this rank does not know; on every rank, call "
+            "taktline.register_container with its class, or import the module that registers it"
+        ]
+        * 2
+    )

@@ -1,0 +1,274 @@
+"""Trees of containers as plain data."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import OrderedDict, defaultdict, deque
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch.utils import _pytree as pytree
+
+from taktline.errors import SignatureError
+from taktline.transport import containers
+from taktline.transport.containers import (
+    decode_tree,
+    encode_tree,
+    note_containers,
+    register_container,
+)
+
+
+class Pair(NamedTuple):
+    left: Any
+    right: Any
+
+
+@dataclass
+class Hidden:
+    states: Any
+    mask: Any = None
+
+
+pytree.register_dataclass(Hidden)
+
+
+class Box:
+    """A container with keys and a setting, in the manner of model outputs."""
+
+    class Inner(NamedTuple):
+        value: Any
+
+    def __init__(self, items: dict[str, Any], dtype: torch.dtype) -> None:
+        self.items = items
+        self.dtype = dtype
+
+
+pytree.register_pytree_node(
+    Box,
+    lambda box: (list(box.items.values()), (tuple(box.items), {"dtype": box.dtype})),
+    lambda values, context: Box(dict(zip(context[0], values, strict=True)), context[1]["dtype"]),
+)
+
+
+class Color(Enum):
+    RED = 1
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        (1, [2, {"three": 4}]),
+        Pair(1, Pair(2, [3])),
+        Box.Inner(1),
+        Hidden(1, 2),
+        Hidden(1),
+        OrderedDict(b=1, a=2),
+        defaultdict(list, {"a": [1, 2]}),
+        deque([1, 2], maxlen=3),
+        {(1, "two"): 1, None: 2, 3: 3, 4.5: 4, True: 5},
+        {"line\nbreak": 1, "": 2, "\ud800": 3, "größer": 4, -0.0: 5, float("inf"): 6},
+        torch.Size([2, 3]),
+        torch.zeros(3).max(0),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_a_tree_survives(value: Any) -> None:
+    leaves, spec = pytree.tree_flatten(value)
+    again = decode_tree(json.loads(json.dumps(encode_tree(spec))))
+    assert again == spec
+    assert repr(again) == repr(spec)
+    assert repr(pytree.tree_unflatten(leaves, again)) == repr(pytree.tree_unflatten(leaves, spec))
+
+
+def test_a_context_of_types_and_numbers_survives() -> None:
+    leaves, spec = pytree.tree_flatten(Box({"a": 1, "b": [2]}, torch.bfloat16))
+    box = pytree.tree_unflatten(leaves, decode_tree(json.loads(json.dumps(encode_tree(spec)))))
+    assert (box.items, box.dtype) == ({"a": 1, "b": [2]}, torch.bfloat16)
+
+
+def test_a_key_that_is_no_plain_value() -> None:
+    with pytest.raises(SignatureError) as caught:
+        encode_tree(pytree.tree_structure({Color.RED: 1}))
+    assert str(caught.value) == (
+        "a dict with <Color.RED: 1> cannot go from one rank to another; let it have keys and "
+        "fields that are numbers and strings"
+    )
+
+
+UNKNOWN = (
+    "a container '{}' has arrived, which this rank does not know; on every rank, call "
+    "taktline.register_container with its class, or import the module that registers it"
+)
+
+
+@pytest.fixture
+def nothing_registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(containers, "_registered", {})
+
+
+@pytest.mark.usefixtures("nothing_registered")
+def test_a_named_tuple_that_this_process_has_not_met() -> None:
+    name = f"{__name__}:Pair"
+    with pytest.raises(SignatureError) as caught:
+        decode_tree(["namedtuple", [name, 2], [None, None]])
+    assert str(caught.value) == UNKNOWN.format(f"{__name__}.Pair")
+
+
+@pytest.mark.usefixtures("nothing_registered")
+def test_how_a_named_tuple_becomes_known() -> None:
+    class Mine(NamedTuple):
+        value: Any
+
+    described = ["namedtuple", [f"{__name__}:{Mine.__qualname__}", 1], [None]]
+    with pytest.raises(SignatureError, match="does not know"):
+        decode_tree(described)
+    assert register_container(Mine) is Mine
+    assert decode_tree(described).context is Mine
+    note_containers(pytree.tree_structure([{"a": Pair(1, 2)}]))
+    assert decode_tree(["namedtuple", [f"{__name__}:Pair", 2], [None, None]]).context is Pair
+
+
+@pytest.mark.usefixtures("nothing_registered")
+def test_what_was_sent_is_known() -> None:
+    described = encode_tree(pytree.tree_structure(Pair(1, 2)))
+    assert decode_tree(described).context is Pair
+
+
+def test_a_named_tuple_with_other_fields() -> None:
+    register_container(Pair)
+    for fields, parts in ((3, 3), (2, 3), (3, 2), ("2", 2), (None, 2)):
+        with pytest.raises(SignatureError, match="with other fields than it has here"):
+            decode_tree(["namedtuple", [f"{__name__}:Pair", fields], [None] * parts])
+
+
+def test_a_dataclass_is_registered_with_pytree_too() -> None:
+    @dataclass
+    class Mine:
+        value: Any
+
+    register_container(Mine)
+    leaves, spec = pytree.tree_flatten(Mine(3))
+    assert leaves == [3]
+    assert pytree.tree_unflatten([4], decode_tree(encode_tree(spec))) == Mine(4)
+    register_container(Mine)  # once more changes nothing
+
+
+@pytest.mark.parametrize("value", [3, int, dict, "Pair", None, Pair(1, 2), Color])
+def test_what_is_no_container(value: Any) -> None:
+    if value is dict:
+        assert register_container(value) is dict
+        return
+    with pytest.raises(SignatureError, match="register_container takes a named tuple or"):
+        register_container(value)
+
+
+CALLED: list[Any] = []
+
+
+class Trap:
+    """Notes whether anybody makes one of it."""
+
+    def __init__(self, *args: Any, **fields: Any) -> None:
+        CALLED.append((args, fields))
+
+
+class Hooked(NamedTuple):
+    value: Any
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "subprocess:Popen",
+        "os:system",
+        "builtins:eval",
+        "torch:_inductor",
+        "torch._higher_order_ops.flat_apply:_ConstantFunction",
+        "torch._higher_order_ops.auto_functionalize:SchemaHolder",
+        "nowhere.at_all:Thing",
+        f"{__name__}:Trap",
+        f"{__name__}:Hooked",
+        "collections:namedtuple",
+        "namedtuple",
+    ],
+)
+@pytest.mark.parametrize(
+    "describe",
+    [
+        lambda name: [name, None, []],
+        lambda name: ["namedtuple", [name, 0], []],
+        lambda name: ["namedtuple", ["type", name], []],
+        lambda name: ["collections:namedtuple", ["type", name], [None]],
+        lambda name: ["defaultdict", ["list", ["type", name], ["list"]], []],
+        lambda name: [f"{__name__}:Box", ["type", name], []],
+        lambda name: [name, ["list", "echo", ["type", name]], [None, None]],
+    ],
+    ids=["kind", "named", "type", "old form", "factory", "context", "both"],
+)
+def test_nothing_that_a_message_names_is_found_or_called(
+    name: str, describe: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    modules = set(sys.modules)
+    monkeypatch.setattr(containers, "_registered", {})
+    with pytest.raises(SignatureError):
+        decode_tree(describe(name))
+    assert set(sys.modules) == modules
+    assert not CALLED
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        [],
+        {},
+        "tuple",
+        ["tuple", None],
+        ["tuple", 1, []],
+        ["tuple", None, None],
+        ["tuple", None, [0]],
+        ["dict", ["list", "a"], []],
+        ["dict", ["list", "a", "a"], [None, None]],
+        ["dict", ["list", ["list"]], [None]],
+        ["dict", ["tuple", "a"], [None]],
+        ["dict", None, []],
+        ["dict", ["dict", ["a"]], [None]],
+        ["deque", 1, [None, None]],
+        ["deque", True, [None]],
+        ["deque", -1, []],
+        ["defaultdict", ["list", "list", ["list"]], []],
+        ["defaultdict", ["list", ["float", "1.0"], ["list"]], []],
+        ["dict", ["list", ["float", "much"]], [None]],
+        ["dict", ["list", ["str", 0x110000]], [None]],
+        ["dict", ["list", ["dtype", "Tensor"]], [None]],
+        [["tuple"], None, []],
+        [None, None, []],
+    ],
+    ids=repr,
+)
+def test_what_is_not_described_as_a_container(data: Any) -> None:
+    with pytest.raises(SignatureError):
+        decode_tree(data)
+
+
+def test_containers_too_deep_in_each_other() -> None:
+    deep: Any = 1
+    described: Any = None
+    for _ in range(25):
+        deep, described = [deep], ["list", None, [described]]
+    with pytest.raises(SignatureError, match="more than 24 deep in each other"):
+        encode_tree(pytree.tree_structure(deep))
+    with pytest.raises(SignatureError, match="not described as one"):
+        decode_tree(described)
+
+
+def test_a_container_of_torch_that_is_no_plain_one() -> None:
+    from torch._higher_order_ops.auto_functionalize import SchemaHolder
+
+    spec = pytree.TreeSpec(SchemaHolder, None, [])
+    with pytest.raises(SignatureError, match=r"SchemaHolder of .* cannot go from one rank to"):
+        encode_tree(spec)
