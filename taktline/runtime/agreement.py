@@ -283,7 +283,7 @@ def _different_data(calls: Sequence[Call]) -> str | None:
                 f"the ranks were given different {what}{when}: those of rank {other} are not those "
                 f"of rank {first[0]}, so inputs would meet the targets of other samples. Give "
                 "every rank of a pipeline the same batch: draw it from a generator of its own, "
-                "or read it on one rank and hand it on with taktline.shared_loader"
+                "or read it on one rank and hand it on with pipe.loader(…)"
             )
     return None
 

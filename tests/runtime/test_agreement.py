@@ -301,14 +301,14 @@ def test_calls_that_are_one_step(differing: dict[str, list[int]]) -> None:
             "the ranks were given different arguments: those of rank 2 are not those of rank 1, "
             "so inputs would meet the targets of other samples. Give every rank of a pipeline the "
             "same batch: draw it from a generator of its own, or read it on one rank and hand it "
-            "on with taktline.shared_loader",
+            "on with pipe.loader(…)",
         ),
         (
             {"looked_at": [6, 6], "arguments": [11, 11], "targets": [12, 13]},
             "the ranks were given different targets in call 6 (this is call 7): those of rank 1 "
             "are not those of rank 0, so inputs would meet the targets of other samples. Give "
             "every rank of a pipeline the same batch: draw it from a generator of its own, or "
-            "read it on one rank and hand it on with taktline.shared_loader",
+            "read it on one rank and hand it on with pipe.loader(…)",
         ),
         (
             {"shares": [1, 0]},

@@ -344,7 +344,7 @@ def test_ranks_with_different_data(workers: Workers, what: str) -> None:
         f"the ranks were given different {what}: those of rank 1 are not those of rank 0, so "
         "inputs would meet the targets of other samples. Give every rank of a pipeline the same "
         "batch: draw it from a generator of its own, or read it on one rank and hand it on with "
-        "taktline.shared_loader"
+        "pipe.loader(…)"
     )
     results = workers.run(batches_of_their_own, what)
     assert results == [[1, 2] if what == "nothing" else [expected] * 2] * 2
