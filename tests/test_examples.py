@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -44,9 +45,10 @@ def test_every_example_is_tested() -> None:
 def test_the_same_in_one_process_and_under_torchrun(name: str) -> None:
     words, ranks, text = CASES[name]
     command = [str(EXAMPLES / f"{name}.py"), *words]
-    alone = run([sys.executable, *command])
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    shown = run([*launch, "--nproc-per-node", str(ranks), *command])
+    launch += ["--nproc-per-node", str(ranks)]
+    with ThreadPoolExecutor() as both:
+        alone, shown = both.map(run, [[sys.executable, *command], [*launch, *command]])
     assert text in alone
     assert shown.count(text) == 1, "one rank speaks for all"
     # As printed, with three places or more; the last one may be rounded otherwise.

@@ -56,13 +56,18 @@ def _agreed(
     leaves: list[Any], spec: pytree.TreeSpec, transport: Transport, owner: int
 ) -> Signature:
     """The signature of what the owner has, on every rank."""
-    text, error = "", None
-    if transport.rank == owner:
+    text, signature, error = "", None, None
+    try:
+        text = encode(Signature.of(leaves, spec)).decode() if transport.rank == owner else ""
+    except TaktlineError as raised:
+        error = raised
+    if told := share_texts(transport, text)[owner]:
         try:
-            text = encode(Signature.of(leaves, spec)).decode()
+            signature = decode(told.encode())
         except TaktlineError as raised:
             error = raised
-    told = share_texts(transport, text)[owner]
-    if not told:
+    # A rank may not know a container: then nobody may go on to send what is in it.
+    if any(failed for (failed,) in transport.exchange([int(error is not None)])):
         raise share_error(transport, error) or SignatureError("the value cannot be told")
-    return decode(told.encode())
+    assert signature is not None
+    return signature

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorDataset
 
 import taktline as tl
@@ -144,6 +145,13 @@ BATCH = {
 }
 
 
+class Box:
+    """A container that only the reading rank has registered."""
+
+    def __init__(self, inside: torch.Tensor) -> None:
+        self.inside = inside
+
+
 def told(run: Callable[[], Any]) -> str:
     try:
         run()
@@ -154,6 +162,10 @@ def told(run: Callable[[], Any]) -> str:
 
 def handed_on(rank: int, group: Any) -> tuple[Any, list[str]]:
     pipe = pipeline(on(group))
+    if rank == 0 and Box not in pytree.SUPPORTED_NODES:
+        pytree.register_pytree_node(
+            Box, lambda box: ([box.inside], None), lambda inside, _: Box(*inside)
+        )
     cases = {
         "values": lambda: [BATCH, torch.ones(1), UserDict(a=1)],
         "error": lambda: failing(ValueError("no image")),
@@ -161,6 +173,7 @@ def handed_on(rank: int, group: Any) -> tuple[Any, list[str]]:
         "object": lambda: [object()],
         "sparse": lambda: [torch.eye(2).to_sparse()],
         "dataset": lambda: DATA,
+        "container": lambda: [Box(torch.ones(2))],
     }
     read = {name: case() if rank == 0 else None for name, case in cases.items()}
     batches = list(pipe.loader(read.pop("values")))
@@ -179,6 +192,8 @@ def test_values_and_errors_reach_every_rank(workers: Workers) -> None:
     assert errors[2].startswith("rank 0, batch 0: a object cannot go from one rank to another")
     assert errors[3].startswith("rank 0, batch 0: a sparse tensor cannot go")
     assert errors[4].startswith("rank 0, the loader: a TensorDataset has samples")
+    assert errors[5].startswith("rank 0, batch 0: ")
+    assert "Box" in errors[5]
     for batches in (first, second):
         assert len(batches) == 3
         assert batches[0].pop("z") == [1, 2.5, "größer", None, True]
