@@ -56,13 +56,13 @@ optimizer = torch.optim.AdamW(pipe.parameters(), lr=1e-3, foreach=True)
 if pipe.is_first:
     print(pipe)
 
-copy = 0 if mesh is None else mesh["dp"].get_local_rank()
-torch.manual_seed(1 + copy)  # another part of the batch for each copy
+# Every rank draws the same batches, and takes the part of its replica.
+generator = torch.Generator().manual_seed(1)
 for step in range(options.steps):
     losses = []
     with pipe.accumulate():  # two steps, whose gradients are averaged over the copies once
         for _ in range(2):
-            x = torch.randn(16, 64)
+            x = torch.randn(32, 64, generator=generator)[pipe.replica :: pipe.replicas]
             losses.append(pipe.step(x, target=x.sum(1, keepdim=True)))
     norm = pipe.clip_grad_norm_(1.0)
     optimizer.step()

@@ -5,6 +5,7 @@ torchrun --nproc-per-node 4 examples/gpt.py          # a process each
 """
 
 import argparse
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -63,8 +64,16 @@ def loss_fn(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
+def batches() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Passages from anywhere in the text, and the letters that follow."""
+    text = torch.tensor(list(Path(__file__).read_bytes()))
+    for _ in range(options.steps):
+        starts = torch.randint(len(text) - 33, (4 * options.microbatches,))
+        passages = torch.stack([text[start : start + 33] for start in starts])
+        yield passages[:, :-1], passages[:, 1:]
+
+
 torch.manual_seed(0)
-text = torch.tensor(list(Path(__file__).read_bytes()))
 pipe = tl.Pipeline(
     GPT(),
     example=(torch.zeros(4, 32, dtype=torch.long),),  # a micro-batch
@@ -76,10 +85,9 @@ pipe = tl.Pipeline(
 optimizer = torch.optim.AdamW(pipe.parameters(), lr=3e-3)
 if pipe.is_first:
     print(pipe)
-for step in range(options.steps):
-    starts = torch.randint(len(text) - 33, (4 * options.microbatches,))
-    passages = torch.stack([text[start : start + 33] for start in starts])
-    loss = pipe.step(passages[:, :-1], target=passages[:, 1:])
+# One rank reads, and hands each batch to the others.
+for step, (tokens, targets) in enumerate(pipe.loader(batches())):
+    loss = pipe.step(tokens, target=targets)
     pipe.clip_grad_norm_(1.0)
     optimizer.step()
     optimizer.zero_grad()

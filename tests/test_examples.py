@@ -1,10 +1,12 @@
-"""The examples run, in a small size: in one process, and as torchrun starts them."""
+"""The examples run, in a small size, and come to the same in one process and under torchrun."""
 
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -15,7 +17,7 @@ pytestmark = [pytest.mark.processes, pytest.mark.slow]
 EXAMPLES = ROOT / "examples"
 CASES = {
     "gpt": (["--steps", "10", "--microbatches", "4"], 4, "step 10: loss"),
-    "hugging_face": (["--steps", "2", "--layers", "2"], 2, "among them transformer.wte.weight"),
+    "hugging_face": (["--steps", "4", "--layers", "2"], 2, "among them transformer.wte.weight"),
     "fsdp": (["--steps", "2"], 4, "step 2: loss"),
     "custom_schedule": (["--steps", "2"], 2, "step 2: loss"),
     "inference": (["--tokens", "2"], 2, "\nhij\n"),
@@ -31,19 +33,24 @@ def run(command: list[str]) -> str:
     return done.stdout
 
 
+def losses(shown: str) -> list[float]:
+    return [float(number) for number in re.findall(r"loss (\S+?)(?:,|$)", shown, re.M)]
+
+
 def test_every_example_is_tested() -> None:
     assert {file.stem for file in EXAMPLES.glob("*.py")} == set(CASES)
 
 
-@pytest.mark.parametrize("name", ["gpt", "inference"])
-def test_in_one_process(name: str) -> None:
-    words, _, text = CASES[name]
-    assert text in run([sys.executable, str(EXAMPLES / f"{name}.py"), *words])
-
-
-@pytest.mark.parametrize("name", ["hugging_face", "fsdp", "custom_schedule"])
-def test_under_torchrun(name: str) -> None:
+@pytest.mark.parametrize("name", CASES)
+def test_the_same_in_one_process_and_under_torchrun(name: str) -> None:
     words, ranks, text = CASES[name]
+    command = [str(EXAMPLES / f"{name}.py"), *words]
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    shown = run([*launch, "--nproc-per-node", str(ranks), str(EXAMPLES / f"{name}.py"), *words])
+    launch += ["--nproc-per-node", str(ranks)]
+    with ThreadPoolExecutor() as both:
+        alone, shown = both.map(run, [[sys.executable, *command], [*launch, *command]])
+    assert text in alone
     assert shown.count(text) == 1, "one rank speaks for all"
+    # As printed, with three places or more; the last one may be rounded otherwise.
+    assert losses(shown) == pytest.approx(losses(alone), rel=1e-3)
+    assert bool(losses(alone)) == (name != "inference")

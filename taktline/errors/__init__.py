@@ -22,6 +22,7 @@
     ├── BatchError           a batch cannot be cut into the micro-batches asked for
     │   ├── BatchTypeError       micro-batches or losses are not in a list; a TypeError as well
     │   └── InvalidBatchError    the same where torch asserts it; an AssertionError as well
+    ├── DataError            a batch cannot be read, or not in every replica; raised on every rank
     ├── MismatchError        what the ranks bring to a step does not fit together
     ├── SignatureError       a value at a boundary is not what was expected, or cannot cross it
     │   └── PipeliningMetadataError  the same under torch's name; a RuntimeError as well
@@ -48,6 +49,7 @@ __all__ = [
     "BatchTypeError",
     "CallOrderError",
     "CostError",
+    "DataError",
     "DeadlockError",
     "InstallError",
     "InvalidActionError",
@@ -268,6 +270,15 @@ class MismatchError(TaktlineError):
     >>> raise MismatchError("the ranks disagree on the number of micro-batches: ...")
     Traceback (most recent call last):
     taktline.errors.MismatchError: the ranks disagree on the number of micro-batches: ...
+    """
+
+
+class DataError(TaktlineError):
+    """A batch cannot be read; every rank raises the same, and that which reads knows the cause.
+
+    >>> raise DataError("rank 0, batch 3: ValueError: no image in 0003.png")
+    Traceback (most recent call last):
+    taktline.errors.DataError: rank 0, batch 3: ValueError: no image in 0003.png
     """
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from taktline.train.loader import SharedLoader
 from taktline.train.pipeline import Pipeline
 
-__all__ = ["Pipeline"]
+__all__ = ["Pipeline", "SharedLoader"]

@@ -1,4 +1,4 @@
-"""Outputs of the last stage, on every rank."""
+"""Values that one rank has, on every rank: outputs of the last stage, batches of the first."""
 
 from __future__ import annotations
 
@@ -12,42 +12,68 @@ from taktline.errors import SignatureError, TaktlineError
 from taktline.meta import Signature, TensorMeta
 from taktline.sharding import is_sharded
 from taktline.train.ranks import Ranks
+from taktline.transport import Transport, find
 from taktline.transport.control import share_error, share_texts
 from taktline.transport.describe import decode, encode
 from taktline.transport.wire import Layout
 
-__all__ = ["shared_output"]
+__all__ = ["shared", "shared_output"]
 
 
 def shared_output(output: Any, ranks: Ranks, owner: int) -> Any:
     """What the owner has, on all ranks of the pipeline; a tensor in shards arrives whole."""
-    group = ranks.group
-    if group is None or ranks.size == 1:
+    if ranks.group is None:
         return output
-    here = group.rank() == owner
-    leaves, spec = pytree.tree_flatten([output])
+    try:
+        return shared(output, ranks.group, ranks.device, owner, "return_outputs=True")
+    except SignatureError as error:
+        raise SignatureError(f"the output: {error}; or pass return_outputs='last'") from None
+
+
+def shared(
+    value: Any, group: dist.ProcessGroup, device: torch.device, owner: int, what: str
+) -> Any:
+    """What the owner has, on all ranks of a group; if it cannot be told, every rank raises why.
+
+    ``what`` is the call that it is for.
+    """
+    if group.size() == 1:
+        return value
+    transport, here = find(group, device), group.rank() == owner
+    leaves, spec = pytree.tree_flatten([value if here else None])
     leaves = [leaf.full_tensor() if is_sharded(leaf) else leaf for leaf in leaves]
-    signature = _agreed(Signature.of(leaves, spec) if here else None, ranks, owner)
-    layout = Layout(signature.tensors, ranks.device)
-    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-    buffer = layout.pack(tensors).buffer if here else layout.empty()
-    dist.broadcast(buffer, dist.get_global_rank(group, owner), group)
+    signature = _agreed(leaves, spec, transport, owner, what)
+    layout = Layout(signature.tensors, device)
+    if not layout.tensors:
+        buffer = layout.empty()
+    else:
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        buffer = layout.pack(tensors).buffer if here else layout.empty()
+        dist.broadcast(buffer, dist.get_global_rank(group, owner), group)
     if here:
-        return output
+        return value
     arrived = iter(layout.unpack(buffer))
     values = [next(arrived) if isinstance(leaf, TensorMeta) else leaf for leaf in signature.leaves]
     assert signature.spec is not None  # given above
     return pytree.tree_unflatten(values, signature.spec)[0]
 
 
-def _agreed(mine: Signature | None, ranks: Ranks, owner: int) -> Signature:
-    """The owner's signature; if it cannot be told, every rank raises why."""
-    text, error = "", None
+def _agreed(
+    leaves: list[Any], spec: pytree.TreeSpec, transport: Transport, owner: int, what: str
+) -> Signature:
+    """The signature of what the owner has, on every rank."""
+    text, signature, error = "", None, None
     try:
-        text = "" if mine is None else encode(mine).decode()
+        text = encode(Signature.of(leaves, spec)).decode() if transport.rank == owner else ""
     except TaktlineError as raised:
-        error = SignatureError(f"the output: {raised}; or pass return_outputs='last'")
-    told = share_texts(ranks.transport, text, "return_outputs=True")[owner]
-    if not told:
-        raise share_error(ranks.transport, error) or SignatureError("the output cannot be told")
-    return decode(told.encode())
+        error = raised
+    if told := share_texts(transport, text, what)[owner]:
+        try:
+            signature = decode(told.encode())
+        except TaktlineError as raised:
+            error = raised
+    # A rank may not know a container: then nobody may go on to send what is in it.
+    if any(failed for (failed,) in transport.exchange([int(error is not None)], what)):
+        raise share_error(transport, error) or SignatureError("the value cannot be told")
+    assert signature is not None
+    return signature

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Literal
 
@@ -18,6 +18,7 @@ from taktline.runtime.schedule import ArgsSpec, KwargsSpec, LossFn, MergeSpec, S
 from taktline.train import state
 from taktline.train.build import Built, Options, build
 from taktline.train.choice import Choice
+from taktline.train.loader import SharedLoader
 from taktline.train.norm import clip, norm_of
 from taktline.train.parts import Model
 from taktline.train.running import Outputs, evaluating, run, together
@@ -136,6 +137,16 @@ class Pipeline:
         return 0 in self._ranks.own and self._ranks.is_first
 
     @property
+    def replica(self) -> int:
+        """Which of the pipelines that train copies of the model this one is, from 0 up."""
+        return self._ranks.copy
+
+    @property
+    def replicas(self) -> int:
+        """How many pipelines train copies of the model, each on data of its own."""
+        return self._ranks.replicas
+
+    @property
     def stages(self) -> dict[int, nn.Module]:
         """The stages of this process, by their number, as they are run."""
         return {
@@ -213,6 +224,19 @@ class Pipeline:
         for module in self.stages.values():
             module.train(mode)
         return self
+
+    def loader(self, batches: Iterable[Any] | None) -> SharedLoader:
+        """The batches of a DataLoader, or any other iterable, for all ranks.
+
+        The first rank of each replica reads, and hands every batch to the others. All ranks call
+        this and iterate together; those that do not read may pass None.
+
+        >>> import taktline as tl
+        >>> pipe = tl.Pipeline([nn.Linear(2, 2), nn.Linear(2, 1)], microbatches=2, ranks=2)
+        >>> [pipe.eval(x).shape for x in pipe.loader([torch.ones(4, 2), torch.ones(6, 2)])]
+        [torch.Size([4, 1]), torch.Size([6, 1])]
+        """
+        return SharedLoader(batches, self._ranks)
 
     def accumulate(self) -> AbstractContextManager[Any]:
         """Steps inside of ``with pipe.accumulate():`` are reduced together, at its end.

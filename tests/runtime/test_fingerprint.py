@@ -10,9 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.utils.data import DataLoader
 
 from taktline.runtime.fingerprint import Fingerprint, due
+from tests.workers import Workers
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:ComplexHalf support is experimental", "ignore:torch.quantize_per_tensor"
@@ -189,6 +192,20 @@ print(Fingerprint.start({"x": torch.arange(9999), "y": ["a", None, 2.5, len]}).r
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     here = Fingerprint.start({"x": torch.arange(9999), "y": ["a", None, 2.5, len]})
     assert int(done.stdout) == here.read()
+
+
+def sharded(rank: int, group: Any) -> tuple[int, int, int]:
+    mesh = DeviceMesh.from_group(group, "cpu")
+    data = torch.arange(8).reshape(4, 2)
+    whole, shard = (distribute_tensor(data, mesh, [kind]) for kind in (Replicate(), Shard(0)))
+    return of(data), of(whole), of(shard)
+
+
+@pytest.mark.processes
+def test_of_a_tensor_in_shards_that_of_this_rank(workers: Workers) -> None:
+    (plain, whole, first), (_, other, second) = workers.run(sharded, ranks=2)
+    assert plain == whole == other
+    assert first != second
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -1,0 +1,162 @@
+"""Batches that one rank of each replica reads, on every rank of it."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+from torch.utils.data import Dataset, IterableDataset
+
+from taktline.errors import DataError, SignatureError
+from taktline.train.outputs import shared
+from taktline.train.ranks import Ranks
+from taktline.transport import find
+from taktline.transport.control import share_error
+
+__all__ = ["SharedLoader"]
+
+_FAILED = 2
+"""Stands where else there is the number of values found, 0 or 1."""
+_LONGEST_TEXT = 4000
+_CALL = "pipe.loader(…)"
+
+
+class SharedLoader:
+    """The batches of a loader, read by one rank of each replica; made by :meth:`Pipeline.loader`.
+
+    All ranks make it, and iterate over it together. Each gets the same batch, with its tensors on
+    the pipeline's device. The end, and what goes wrong in reading, reach all of them.
+
+    >>> import taktline as tl
+    >>> pipe = tl.Pipeline([torch.nn.Linear(2, 2), torch.nn.Linear(2, 1)], microbatches=2, ranks=2)
+    >>> data = [(torch.ones(2) * i, i) for i in range(6)]
+    >>> loader = pipe.loader(torch.utils.data.DataLoader(data, batch_size=4))
+    >>> len(loader), [y.tolist() for x, y in loader]
+    (2, [[0, 1, 2, 3], [4, 5]])
+    """
+
+    def __init__(self, batches: Iterable[Any] | None, ranks: Ranks) -> None:
+        self._batches = batches
+        self._device = ranks.device
+        self._replica = f" of replica {ranks.copy}" if ranks.replicas > 1 else ""
+        names = () if ranks.mesh is None else ranks.mesh.mesh_dim_names or ()
+        groups = {name: ranks.mesh[name].get_group() for name in names} if ranks.mesh else {}
+        # Tensor-parallel ranks of a stage need the same batch as well.
+        self._within = [groups[name] for name in names if name not in ranks.data_dims]
+        self._replicas = [find(groups[name], ranks.device) for name in ranks.data_dims]
+        self._reads = all(group.rank() == 0 for group in self._within)
+        (self._length,) = self._agreed(lambda: [_length(_checked(batches))], "the loader")
+
+    def __len__(self) -> int:
+        length = _length(self._batches) if self._reads else self._length
+        if length is None:
+            raise TypeError("the loader that is read has no length")
+        return length
+
+    def __iter__(self) -> Iterator[Any]:
+        rest: Iterator[Any] | None = None
+
+        def read() -> list[Any]:
+            nonlocal rest
+            if rest is None:
+                rest = iter(_checked(self._batches))
+            try:
+                return [_on_device(next(rest), self._device)]
+            except StopIteration:
+                return []
+
+        number = 0
+        while batch := self._agreed(read, f"batch {number}"):
+            yield batch[0]
+            number += 1
+
+    def set_epoch(self, epoch: int) -> None:
+        """Call ``set_epoch`` of the loader that is read, its sampler and its dataset."""
+        inner = self._batches
+        parts = [inner, *(getattr(inner, name, None) for name in ("sampler", "batch_sampler"))]
+        for part in (*parts, getattr(inner, "dataset", None)):
+            if callable(set_epoch := getattr(part, "set_epoch", None)):
+                set_epoch(epoch)
+
+    def _agreed(self, read: Callable[[], list[Any]], what: str) -> list[Any]:
+        """What the reading rank finds, on every rank; what it raises, as our error on every rank.
+
+        That is one value in a list, or at the end none.
+        """
+        found: list[Any] | str = []
+        cause = None
+        if self._reads:
+            try:
+                found = read()
+            except Exception as raised:
+                found, cause = _text(raised), raised
+        for group in self._within:
+            try:
+                found = shared(found, group, self._device, 0, _CALL)
+            except SignatureError as refused:
+                found = str(refused)
+        failed = isinstance(found, str)
+        lowest = highest = _FAILED if failed else len(found)
+        for transport in self._replicas:
+            told = transport.exchange([lowest, highest], _CALL)
+            lowest, highest = min(low for low, _ in told), max(high for _, high in told)
+        if highest == _FAILED:
+            self._fail(f"rank 0{self._replica}, {what}: {found}" if failed else None, cause)
+        if lowest != highest:
+            raise DataError(
+                f"the replicas have different numbers of batches: {what} is there in some, and "
+                "others are at their end; let all have the same number, for example with "
+                "DistributedSampler(dataset, pipe.replicas, pipe.replica)"
+            )
+        assert not isinstance(found, str)
+        return found
+
+    def _fail(self, text: str | None, cause: Exception | None) -> None:
+        """Raise the first replica's error in all of them."""
+        error = None if text is None else DataError(text)
+        for transport in self._replicas:
+            error = share_error(transport, error) or error
+        assert error is not None
+        raise error from cause
+
+
+def _checked(batches: Any) -> Iterable[Any]:
+    """What can be iterated over for batches."""
+    if isinstance(batches, Dataset) and not isinstance(batches, IterableDataset):
+        raise DataError(
+            f"a {type(batches).__name__} has samples, not batches; pass a "
+            "DataLoader(dataset, batch_size=…)"
+        )
+    if not hasattr(batches, "__iter__") and not hasattr(batches, "__getitem__"):
+        raise DataError(
+            f"a {type(batches).__name__} has no batches; pass a DataLoader, or any iterable of "
+            "batches, on the rank that reads"
+        )
+    return batches
+
+
+def _length(batches: Any) -> int | None:
+    """How many batches there are, None if they do not say."""
+    try:
+        return len(batches)
+    except (TypeError, NotImplementedError):
+        return None
+
+
+def _on_device(batch: Any, device: torch.device) -> Any:
+    """A batch with its tensors on a device; other mappings than pytree knows become dicts."""
+    if isinstance(batch, Mapping) and type(batch) not in pytree.SUPPORTED_NODES:
+        batch = dict(batch)  # transformers' BatchEncoding
+    return pytree.tree_map_only(torch.Tensor, lambda t: t.to(device, non_blocking=True), batch)
+
+
+def _text(error: Exception) -> str:
+    """An error in words, whatever its ``__str__`` does; the middle of a long one is left out."""
+    if type(error) is DataError:
+        return str(error)
+    text = "".join(traceback.format_exception_only(error)).strip()
+    half = _LONGEST_TEXT // 2
+    return text if len(text) <= _LONGEST_TEXT else f"{text[:half]} … {text[-half:]}"

@@ -1,0 +1,259 @@
+"""A loader that one rank of each replica reads: the same batches, end and errors everywhere."""
+
+from __future__ import annotations
+
+from collections import UserDict
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.utils import _pytree as pytree
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, TensorDataset
+
+import taktline as tl
+from taktline.errors import DataError, SignatureError
+from tests.workers import Workers
+
+DATA = TensorDataset(torch.arange(24.0).reshape(12, 2) / 24, torch.arange(12.0).reshape(12, 1))
+
+
+def pipeline(mesh: DeviceMesh | None = None, **options: Any) -> tl.Pipeline:
+    torch.manual_seed(0)
+    stages = [nn.Sequential(nn.Linear(2, 8), nn.Dropout(0.2), nn.Tanh()), nn.Linear(8, 1)]
+    return tl.Pipeline(
+        stages,
+        microbatches=2,
+        loss_fn=nn.functional.mse_loss,
+        mesh=mesh,
+        ranks=2,
+        seed=0,
+        **options,
+    )
+
+
+def on(group: Any) -> DeviceMesh:
+    return DeviceMesh.from_group(group, "cpu", mesh_dim_names=("pp",))
+
+
+class Unspeakable(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no")
+
+
+def failing(error: Exception) -> Iterator[torch.Tensor]:
+    yield torch.ones(2)
+    raise error
+
+
+class TestInOneProcess:
+    def test_passes_on_what_it_reads(self) -> None:
+        batches = [(torch.ones(2), {"a": [1, "x", None]}), torch.zeros(())]
+        loader = pipeline().loader(batches)
+        assert len(loader) == 2
+        for _ in range(2):
+            first, second = loader
+            assert first[0] is batches[0][0]
+            assert first[1] == {"a": [1, "x", None]}
+            assert second is batches[1]
+        batches.append(torch.ones(1))
+        assert len(loader) == len(list(loader)) == 3
+
+    def test_without_a_length(self) -> None:
+        loader = pipeline().loader(iter([1, 2]))
+        with pytest.raises(TypeError, match="the loader that is read has no length"):
+            len(loader)
+        assert list(loader) == [1, 2]
+
+    def test_an_error_names_rank_and_batch(self) -> None:
+        loader = iter(pipeline().loader(failing(KeyError("gone"))))
+        next(loader)
+        with pytest.raises(DataError, match="rank 0, batch 1: KeyError: 'gone'") as caught:
+            next(loader)
+        assert isinstance(caught.value.__cause__, KeyError)
+
+    def test_long_errors_are_cut(self) -> None:
+        loader = pipeline().loader(failing(ValueError("a" * 10**6 + "z")))
+        with pytest.raises(DataError, match=r"aaa … aaa.*z$") as caught:
+            list(loader)
+        assert len(str(caught.value)) < 5000
+
+    @pytest.mark.parametrize(
+        ("given", "text"),
+        [
+            (DATA, r"a TensorDataset has samples, not batches; pass a DataLoader\(dataset"),
+            (None, "a NoneType has no batches; pass a DataLoader, or any iterable"),
+            (3, "a int has no batches"),
+        ],
+    )
+    def test_what_has_no_batches(self, given: Any, text: str) -> None:
+        with pytest.raises(DataError, match=f"rank 0, the loader: {text}"):
+            pipeline().loader(given)
+
+    def test_a_mapping_that_pytree_does_not_know(self) -> None:
+        (batch,) = pipeline().loader([UserDict(x=torch.ones(2))])
+        assert type(batch) is dict
+        assert list(batch) == ["x"]
+
+    def test_set_epoch_reaches_the_sampler(self) -> None:
+        sampler = DistributedSampler(DATA, num_replicas=1, rank=0)
+        loader = pipeline().loader(DataLoader(DATA, 4, sampler=sampler))
+        first, again = list(loader), list(loader)
+        assert all(torch.equal(a[0], b[0]) for a, b in zip(first, again, strict=True))
+        loader.set_epoch(3)
+        assert sampler.epoch == 3
+        assert not all(torch.equal(a[0], b[0]) for a, b in zip(first, loader, strict=True))
+        pipeline().loader([]).set_epoch(1)  # nobody to tell
+
+
+def trained(pipe: tl.Pipeline, dataset: Dataset[Any] | None) -> list[float]:
+    """Two epochs with a plain ``shuffle=True``, of which no rank knows the others' order."""
+    inner = None if dataset is None else DataLoader(dataset, 4, shuffle=True)
+    loader, optimizer = pipe.loader(inner), torch.optim.SGD(pipe.parameters(), lr=0.05)
+    assert len(loader) == 3
+    losses: list[float] = []
+    for _ in range(2):
+        for x, y in loader:
+            losses.append(float(pipe.step(x, target=y)))
+            optimizer.step()
+            optimizer.zero_grad()
+    return losses
+
+
+def shuffled(rank: int, group: Any) -> list[float]:
+    pipe = pipeline(on(group))
+    torch.manual_seed(7 + rank)  # as dropout without a seed leaves the generators: apart
+    return trained(pipe, DATA if rank == 0 else None)
+
+
+@pytest.mark.processes
+def test_shuffled_training_equals_one_process(workers: Workers) -> None:
+    pipe = pipeline()
+    torch.manual_seed(7)
+    expected = trained(pipe, DATA)
+    first, second = workers.run(shuffled, ranks=2)
+    assert first == second
+    assert first == pytest.approx(expected, rel=1e-6)
+
+
+BATCH = {
+    "x": torch.arange(6.0).reshape(2, 3).t(),
+    "y": (torch.tensor(True), [torch.zeros(0, 2), torch.ones(2, dtype=torch.bfloat16)]),
+    "z": [1, 2.5, "größer", None, True],
+}
+
+
+class Box:
+    """A container that only the reading rank has registered."""
+
+    def __init__(self, inside: torch.Tensor) -> None:
+        self.inside = inside
+
+
+def told(run: Callable[[], Any]) -> str:
+    try:
+        run()
+    except DataError as error:
+        return str(error)
+    return ""
+
+
+def handed_on(rank: int, group: Any) -> tuple[Any, list[str]]:
+    pipe = pipeline(on(group))
+    if rank == 0 and Box not in pytree.SUPPORTED_NODES:
+        pytree.register_pytree_node(
+            Box, lambda box: ([box.inside], None), lambda inside, _: Box(*inside)
+        )
+    cases = {
+        "values": lambda: [BATCH, torch.ones(1), UserDict(a=1)],
+        "error": lambda: failing(ValueError("no image")),
+        "unspeakable": lambda: failing(Unspeakable()),
+        "object": lambda: [object()],
+        "sparse": lambda: [torch.eye(2).to_sparse()],
+        "dataset": lambda: DATA,
+        "container": lambda: [Box(torch.ones(2))],
+    }
+    read = {name: case() if rank == 0 else None for name, case in cases.items()}
+    batches = list(pipe.loader(read.pop("values")))
+    errors = [told(lambda batches=batches: list(pipe.loader(batches))) for batches in read.values()]
+    assert float(pipe.step(torch.ones(4, 2), target=torch.ones(4, 1))) > 0  # still in step
+    return batches, errors
+
+
+@pytest.mark.processes
+def test_values_and_errors_reach_every_rank(workers: Workers) -> None:
+    (first, errors), (second, others) = workers.run(handed_on, ranks=2)
+    assert errors == others
+    assert errors[0] == "rank 0, batch 1: ValueError: no image"
+    assert errors[1].startswith("rank 0, batch 1: ")
+    assert errors[1].endswith("Unspeakable: <exception str() failed>")
+    assert errors[2].startswith("rank 0, batch 0: a object cannot go from one rank to another")
+    assert errors[3].startswith("rank 0, batch 0: a sparse tensor cannot go")
+    assert errors[4].startswith("rank 0, the loader: a TensorDataset has samples")
+    assert errors[5].startswith("rank 0, batch 0: ")
+    assert "Box" in errors[5]
+    for batches in (first, second):
+        assert len(batches) == 3
+        assert batches[0].pop("z") == [1, 2.5, "größer", None, True]
+        tensors = {name: BATCH[name] for name in ("x", "y")}
+        torch.testing.assert_close(batches[0], tensors, rtol=0, atol=0)
+        assert batches[2] == {"a": 1}
+
+
+def sparse_output(rank: int, group: Any) -> None:
+    class Sparse(nn.Linear):
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
+            return super().forward(input).to_sparse()
+
+    pipe = tl.Pipeline([nn.Linear(2, 2), Sparse(2, 2)], microbatches=1, mesh=on(group), ranks=2)
+    pipe.eval(torch.ones(2, 2), return_outputs=True)
+
+
+@pytest.mark.processes
+def test_an_output_that_cannot_be_told_raises_on_every_rank(workers: Workers) -> None:
+    for error in workers.outcomes(sparse_output, ranks=2):
+        assert isinstance(error, SignatureError)
+        assert "sparse tensor cannot go" in str(error)
+        assert str(error).endswith("or pass return_outputs='last'")
+
+
+def replicated(rank: int, group: Any) -> tuple[int, list[float], list[str]]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    pipe = pipeline(mesh, data_parallel="ddp")
+    sampler = DistributedSampler(DATA, pipe.replicas, pipe.replica, shuffle=False)
+    loader = pipe.loader(DataLoader(DATA, 2, sampler=sampler))
+    losses: list[float] = []
+    seen: list[float] = []
+    for x, y in loader:
+        losses.append(float(pipe.step(x, target=y)))
+        seen += y.flatten().tolist()
+    longer = [torch.ones(1)] * (2 + pipe.replica)
+    broken = failing(ValueError("no image")) if pipe.replica == 1 else [torch.ones(1)] * 2
+    errors = [told(lambda: list(pipe.loader(longer))), told(lambda: list(pipe.loader(broken)))]
+    return pipe.replica, seen, errors
+
+
+@pytest.mark.processes
+def test_replicas_read_their_own_part(workers: Workers) -> None:
+    found = workers.run(replicated, ranks=4)
+    for replica, seen, errors in found:
+        assert seen == [float(i) for i in range(replica, 12, 2)]
+        assert errors[0].startswith("the replicas have different numbers of batches: batch 2 is")
+        assert errors[1] == "rank 0 of replica 1, batch 1: ValueError: no image"
+    assert [replica for replica, *_ in found] == [0, 1, 0, 1]
+
+
+def beside_tensor_parallelism(rank: int, group: Any) -> tuple[list[int], str]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
+    pipe = pipeline(mesh)
+    values = [int(x) for x in pipe.loader([torch.tensor(10 * rank), torch.tensor(1)])]
+    return values, told(lambda: list(pipe.loader([object()] if rank == 0 else None)))
+
+
+@pytest.mark.processes
+def test_tensor_parallel_ranks_have_the_same_batch(workers: Workers) -> None:
+    for values, error in workers.run(beside_tensor_parallelism, ranks=4):
+        assert values == [0, 1]
+        assert error.startswith("rank 0, batch 0: a object cannot go")
