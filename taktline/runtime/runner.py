@@ -231,7 +231,8 @@ class Runner:
             schedule=self._identity.number,
             waiting=waiting,
             place=place,
-            call=self._calls,
+            # Local ranks are called together; Ctrl-C may still keep some of them from being called.
+            call=self._calls if isinstance(self.transport, Distributed) else 0,
             step=self._feed.number,
             plan=plan,
             batch=facts.size,

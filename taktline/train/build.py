@@ -120,6 +120,9 @@ def build(model: Model, example: Any, asked: Options) -> Built:
         )
         for rank in ranks.own
     }
+    for each in schedules.values():
+        # Keyword arguments are the model's, so every rank is given the same.
+        each._compared = ("args", "kwargs", "target")
     built = Built(ranks, plan, parts, table, schedules)
     _require_wrapped(built)
     return built

@@ -233,9 +233,10 @@ def a_call_that_one_rank_alone_has_made(rank: int, group: Any) -> None:
     run(schedule)
 
 
-def test_a_call_that_one_rank_alone_has_made(outcomes: Outcomes) -> None:
+@pytest.mark.processes
+def test_a_call_that_one_rank_alone_has_made(workers: Workers) -> None:
     assert_all(
-        outcomes(a_call_that_one_rank_alone_has_made),
+        workers.outcomes(a_call_that_one_rank_alone_has_made),
         tl.MismatchError,
         "the ranks are in different calls of step() and eval(): number 1 on rank 0; number 2 on "
         "rank 1; a rank has left one out, or made one more. Make the same calls on every rank",

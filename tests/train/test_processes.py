@@ -260,3 +260,63 @@ def test_what_is_refused(workers: Workers, options: dict[str, Any], text: str) -
     for error in workers.outcomes(wrong, options, ranks=4):
         assert isinstance(error, tl.TaktlineError), error
         assert text in str(error)
+
+
+def misused(rank: int, group: Any, what: str) -> str:
+    """A call that one rank makes alone, while the other one steps."""
+    pipe = pipeline(group)
+    calls = {
+        "grad_norm": pipe.grad_norm,
+        "state_dict": lambda: pipe.state_dict(gathered=True),
+        "scaler": lambda: pipe._ranks.anywhere(False),
+        "eval": lambda: pipe.eval(TOKENS, target=TARGET),
+    }
+    pipe.step(TOKENS, target=TARGET)
+    with pytest.raises(tl.MismatchError) as caught:
+        calls[what]() if rank == 0 else pipe.step(TOKENS, target=TARGET)
+    assert pipe.grad_norm() > 0, "the next call works"
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("what", "told"),
+    [
+        ("grad_norm", "grad_norm()"),
+        ("state_dict", "state_dict(gathered=True)"),
+        ("scaler", "a GradScaler's step"),
+        ("eval", "eval()"),
+    ],
+)
+def test_a_call_that_one_rank_makes_alone(workers: Workers, what: str, told: str) -> None:
+    assert workers.run(misused, what) == [
+        f"the ranks disagree on the call: {told} on rank 0; step() on rank 1; make the same calls "
+        "in the same order on every rank"
+    ] * 2
+
+
+def shuffled_apart(rank: int, group: Any) -> str:
+    """Each rank shuffles for itself, by a generator that its own dropout has moved on."""
+    pipe = pipeline(group)
+    torch.manual_seed(rank)
+    data = list(zip(*batches(1)[0], strict=True))
+    with pytest.raises(tl.MismatchError) as caught:
+        for tokens, target in torch.utils.data.DataLoader(data, batch_size=8, shuffle=True):
+            pipe.step(tokens, target=target)
+    return str(caught.value)
+
+
+def test_ranks_that_shuffle_for_themselves(workers: Workers) -> None:
+    for text in workers.run(shuffled_apart):
+        assert text.startswith("the ranks were given different arguments: those of rank 1 are not")
+
+
+def keywords_apart(rank: int, group: Any) -> str:
+    pipe = pipeline(group)
+    with pytest.raises(tl.MismatchError) as caught:
+        pipe.step(tokens=TOKENS + rank % 2, target=TARGET)
+    return str(caught.value)
+
+
+def test_ranks_with_different_keyword_arguments(workers: Workers) -> None:
+    for text in workers.run(keywords_apart):
+        assert text.startswith("the ranks were given different arguments: those of rank 1 are not")
