@@ -163,7 +163,7 @@ def uncompiled(function: _Function) -> _Function:
 def add_loss(loss: torch.Tensor) -> None:
     """Add a loss to what training minimises, from inside the forward of any stage.
 
-    Its gradients flow, scaled as those of the main loss are, and ``step(aux_losses=[])`` tells
+    Its gradients flow, scaled by the rows of its micro-batch, and ``step(aux_losses=[])`` tells
     its value. Outside of a pipeline nothing happens, unless :func:`collect_losses` asks for it.
 
     >>> import taktline as tl
@@ -182,12 +182,17 @@ def add_loss(loss: torch.Tensor) -> None:
 
 
 def require_number(loss: object, demand: str) -> None:
-    """Raise unless a loss is one number."""
+    """Raise unless a loss is one real number."""
     if not isinstance(loss, torch.Tensor):
         raise LossError(f"{demand} one number as a tensor, not a {type(loss).__name__}")
     if loss.numel() != 1:
         shape = list(loss.shape)
         raise LossError(f"{demand} one number as a tensor, not a tensor of shape {shape}")
+    if loss.is_complex():
+        raise LossError(
+            f"{demand} a real number, not one of {loss.dtype}: which of two complex losses is less "
+            "is not defined; take its abs() or real"
+        )
 
 
 @contextmanager
