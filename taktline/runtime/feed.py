@@ -48,6 +48,8 @@ class Feed:
     losses: dict[int, torch.Tensor] = field(default_factory=dict)
     aux_losses: dict[int, torch.Tensor] = field(default_factory=dict)
     """The sum of what this rank's stages have added in each micro-batch."""
+    observed: list[list[tuple[Any, Any]]] = field(default_factory=list)
+    """What the modules of each forward have noted, for the end of the step."""
     number: int = 0
     """Which training step this is, for seeds."""
 
@@ -66,3 +68,4 @@ class Feed:
         self.grad_scale = 1.0
         self.losses = {}
         self.aux_losses = {}
+        self.observed = []

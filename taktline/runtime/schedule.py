@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from taktline.batch_norm import update_all
 from taktline.errors import BatchError, MismatchError, ScheduleError
 from taktline.plan import Plan
 from taktline.runtime.batch import Batch, Cutter
@@ -222,6 +223,7 @@ class Schedule:
             self._weigh(feed, loss_weights)
 
         output, feed = self._runner.run(prepare, fit, self._merged, trains=trains)
+        update_all(feed.observed)
         wanted.fill(feed, feed.microbatches)
         self.loss = mean_of(feed.losses, feed.scales) if wanted.shares else None
         feed.clear()

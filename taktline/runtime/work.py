@@ -97,8 +97,10 @@ class Work:
             losses += self._added(microbatch, aside.losses)
         if self._trains:
             self._keep(microbatch, _differentiable(leaves), _differentiable(results), losses)
-            if aside.skips or aside.losses:
+            if aside.skips or aside.losses or aside.observed:
                 self._asides[microbatch] = aside
+        if aside.observed:
+            self._feed.observed.append(aside.observed)
         if aside.got:
             self.got |= aside.got
 
