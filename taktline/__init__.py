@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from taktline import split as split
     from taktline.aside import add_loss as add_loss
     from taktline.aside import collect_losses as collect_losses
+    from taktline.batch_norm import DeferredBatchNorm as DeferredBatchNorm
     from taktline.errors import InvalidPlanError as InvalidPlanError
     from taktline.errors import MismatchError as MismatchError
     from taktline.errors import StageError as StageError
@@ -69,6 +70,7 @@ __version__ = "0.1.0.dev0"
 _ROOM_OF = {
     "Action": "plan",
     "Costs": "plan",
+    "DeferredBatchNorm": "batch_norm",
     "InvalidPlanError": "errors",
     "Link": "plan",
     "MismatchError": "errors",

@@ -46,7 +46,7 @@ class Skip:
 class Aside:
     """All that one forward of a stage puts, gets and adds."""
 
-    __slots__ = ("_outer", "_replaced", "got", "losses", "replays", "skips", "stage")
+    __slots__ = ("_outer", "_replaced", "got", "losses", "observed", "replays", "skips", "stage")
 
     def __init__(self, stage: int, skips: dict[str, Skip]) -> None:
         self.stage = stage
@@ -54,6 +54,7 @@ class Aside:
         self.got: set[str] = set()
         self._replaced: set[str] = set()
         self.losses: list[torch.Tensor] = []
+        self.observed: list[tuple[Any, Any]] = []  # modules, and what they note for the step's end
         self.replays = False  # blocks run a second time: values can be got again, the rest is known
 
     def __enter__(self) -> Self:
@@ -97,6 +98,11 @@ class Aside:
         if not self.replays:
             self.losses.append(loss)
 
+    def observe(self, module: Any, statistics: Any) -> None:
+        """Note statistics, with which the module is updated once the step has worked."""
+        if not self.replays:
+            self.observed.append((module, statistics))
+
     def finish(self) -> None:
         """Make sure, after the last stage, that somebody got everything that was put."""
         lost = {name: skip for name, skip in self.skips.items() if not skip.taken}
@@ -123,6 +129,10 @@ class _Plain(Aside):
     def put(self, name: str, value: torch.Tensor) -> None:
         """Keep a value until the next one of that name."""
         self.skips[name] = Skip(value, self.stage)
+
+    def observe(self, module: Any, statistics: Any) -> None:
+        """Update the module at once: a forward has the whole batch."""
+        module.update([statistics])
 
     def _missing(self, name: str) -> str:
         there = ", ".join(map(repr, self.skips)) or "nothing"
@@ -163,7 +173,7 @@ def uncompiled(function: _Function) -> _Function:
 def add_loss(loss: torch.Tensor) -> None:
     """Add a loss to what training minimises, from inside the forward of any stage.
 
-    Its gradients flow, scaled as those of the main loss are, and ``step(aux_losses=[])`` tells
+    Its gradients flow, scaled by the rows of its micro-batch, and ``step(aux_losses=[])`` tells
     its value. Outside of a pipeline nothing happens, unless :func:`collect_losses` asks for it.
 
     >>> import taktline as tl
@@ -182,12 +192,17 @@ def add_loss(loss: torch.Tensor) -> None:
 
 
 def require_number(loss: object, demand: str) -> None:
-    """Raise unless a loss is one number."""
+    """Raise unless a loss is one real number."""
     if not isinstance(loss, torch.Tensor):
         raise LossError(f"{demand} one number as a tensor, not a {type(loss).__name__}")
     if loss.numel() != 1:
         shape = list(loss.shape)
         raise LossError(f"{demand} one number as a tensor, not a tensor of shape {shape}")
+    if loss.is_complex():
+        raise LossError(
+            f"{demand} a real number, not one of {loss.dtype}: which of two complex losses is less "
+            "is not defined; take its abs() or real"
+        )
 
 
 @contextmanager

@@ -17,6 +17,7 @@ def test_top_level_names() -> None:
     assert taktline.__all__ == [
         "Action",
         "Costs",
+        "DeferredBatchNorm",
         "InvalidPlanError",
         "Link",
         "MismatchError",

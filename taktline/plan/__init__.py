@@ -5,7 +5,7 @@ from taktline.plan.costs import Costs, Link
 from taktline.plan.io import read, read_costs, write
 from taktline.plan.memory import memory_curve, peak_memory
 from taktline.plan.partition import Partition, balance
-from taktline.plan.passes import add_comm, add_reduce, add_shard, lower, merge_backward
+from taktline.plan.passes import add_comm, add_reduce, add_shard, lower, merge_backward, restrict
 from taktline.plan.placement import Placement
 from taktline.plan.plan import Level, Plan
 from taktline.plan.rows import Rows
@@ -56,6 +56,7 @@ __all__ = [
     "read_timeline",
     "register",
     "require_valid",
+    "restrict",
     "simulate",
     "unregister",
     "validate",

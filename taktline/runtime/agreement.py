@@ -192,7 +192,7 @@ class Call(NamedTuple):
     batch: int
     """The size of the batch along its micro-batches, 0 if this rank got none."""
     target: int
-    """The same for the target."""
+    """The same for the target, unless it is cut by itself."""
     shares: int
     """Whether every rank shall have the losses."""
     traces: int
@@ -231,11 +231,12 @@ def mismatch(calls: Sequence[Call]) -> str | None:
         return f"the batch has different sizes: {told}; give every rank its part of one batch"
     batch = max(call.batch for call in calls)
     for rank, call in enumerate(calls):
-        # Not always equal: a target may have one entry a token, or one for several samples.
-        if batch and call.target and max(batch, call.target) % min(batch, call.target):
+        # Not always equal: a target may have one entry a token.
+        if batch and call.target % batch:
             return (
-                f"the batch has {batch} samples, but the target on rank {rank} has {call.target}; "
-                "give arguments and target of one batch"
+                f"the batch has {counted(batch, 'row')}, but the target on rank {rank} has "
+                f"{call.target}; give arguments and target of one batch, with as many entries for "
+                "each row, or say with target_chunk_spec=… how the target is cut by itself"
             )
     return _different_data(calls)
 

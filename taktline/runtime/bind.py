@@ -66,7 +66,6 @@ class Binding:
     transport: Transport
     feed: Feed
     loss_fn: Callable[..., torch.Tensor] | None = None
-    loss_scale: float = 1.0
     seed: int | None = None
     trains: bool = True
     sends_may_wait: bool = True
@@ -242,7 +241,6 @@ def _work(binding: Binding, ends: _Ends, stage: int, known: Signatures | None) -
         gradients_in=ends.handed_back.get(stage) or ends.gradients_in.get(stage),
         gradients_out=ends.handed_back.get(stage - 1) or ends.gradients_out.get(stage),
         loss_fn=binding.loss_fn,
-        loss_scale=binding.loss_scale,
         seed=binding.seed,
         trains=binding.trains,
         checks=known is None,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from taktline.errors import MismatchError, ScheduleError
 from taktline.plan import Kind, Plan, build, find, read
@@ -56,6 +56,7 @@ class _Single(_Named):
         *,
         seed: int | None = None,
         dynamic_shapes: bool = False,
+        target_chunk_spec: Any = None,
     ) -> None:
         super().__init__(
             [stage],
@@ -67,6 +68,7 @@ class _Single(_Named):
             scale_grads,
             seed,
             dynamic_shapes,
+            target_chunk_spec=target_chunk_spec,
             name=type(self).__name__,
             make_plan=lambda ranks: self._plan(stage.num_stages, n_microbatches, ranks),
         )
@@ -93,6 +95,7 @@ class _Multi(_Named):
         *,
         seed: int | None = None,
         dynamic_shapes: bool = False,
+        target_chunk_spec: Any = None,
     ) -> None:
         if not stages:
             raise MismatchError(
@@ -108,6 +111,7 @@ class _Multi(_Named):
             scale_grads,
             seed,
             dynamic_shapes,
+            target_chunk_spec=target_chunk_spec,
             name=type(self).__name__,
             make_plan=lambda ranks: self._plan(stages[0].num_stages, n_microbatches, ranks),
         )
@@ -176,6 +180,7 @@ class ScheduleLoopedBFS(_Multi):
         *,
         seed: int | None = None,
         dynamic_shapes: bool = False,
+        target_chunk_spec: Any = None,
     ) -> None:
         super().__init__(
             stages,
@@ -187,6 +192,7 @@ class ScheduleLoopedBFS(_Multi):
             defer_pp_recv=defer_pp_recv,
             seed=seed,
             dynamic_shapes=dynamic_shapes,
+            target_chunk_spec=target_chunk_spec,
         )
 
 
@@ -232,6 +238,9 @@ class ScheduleDualPipeV(_Multi):
 class ScheduleFromPlan(Schedule):
     """A schedule from any plan, or from a file that holds one (CSV or JSON).
 
+    Micro-batches count by their rows, and a batch with fewer rows than micro-batches runs the first
+    of these.
+
     >>> import torch
     >>> import taktline as tl
     >>> stage = tl.PipelineStage(torch.nn.Linear(4, 4), 0, 1, torch.device("cpu"))
@@ -240,6 +249,8 @@ class ScheduleFromPlan(Schedule):
     >>> schedule.step(torch.ones(4, 4), target=torch.zeros(4, 4)).shape
     torch.Size([4, 4])
     """
+
+    _by_rows = True
 
     def __init__(
         self,
@@ -253,6 +264,7 @@ class ScheduleFromPlan(Schedule):
         scale_grads: bool = True,
         seed: int | None = None,
         dynamic_shapes: bool = False,
+        target_chunk_spec: Any = None,
     ) -> None:
         if not stages:
             raise MismatchError(
@@ -280,6 +292,7 @@ class ScheduleFromPlan(Schedule):
             scale_grads,
             seed,
             dynamic_shapes,
+            target_chunk_spec=target_chunk_spec,
             name=f"plan {chosen.name!r}",
             make_plan=check,
         )

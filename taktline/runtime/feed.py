@@ -36,15 +36,24 @@ class Feed:
     keywords: Sequence[Mapping[str, Any]] = ()
     targets: Sequence[Any] | None = None
     loss_keywords: Mapping[str, Any] = field(default_factory=dict)
+    rows: int = 0
+    """The size of the batch along its micro-batches, agreed on by all ranks; 0: nobody knows."""
+    microbatches: int = 0
     outputs: dict[int, Any] | None = None
     """Outputs of the last stage; None if they are not asked for."""
+    scale: float = 1.0
+    """What the gradient of every micro-batch's loss counts."""
     scales: Sequence[float] | None = None
-    """What the gradient of each micro-batch's loss counts; None: the same for all."""
+    """The same for each loss of the loss function, where they count differently."""
+    row_scales: Sequence[float] | None = None
+    """The same for each loss that stages add, where micro-batches differ in size."""
     grad_scale: float = 1.0
     """What every gradient is multiplied with, for those that would vanish in half precision."""
     losses: dict[int, torch.Tensor] = field(default_factory=dict)
     aux_losses: dict[int, torch.Tensor] = field(default_factory=dict)
     """The sum of what this rank's stages have added in each micro-batch."""
+    observed: list[list[tuple[Any, Any]]] = field(default_factory=list)
+    """What the modules of each forward have noted, for the end of the step."""
     number: int = 0
     """Which training step this is, for seeds."""
 
@@ -54,8 +63,13 @@ class Feed:
         self.keywords = ()
         self.targets = None
         self.loss_keywords = {}
+        self.rows = 0
+        self.microbatches = 0
         self.outputs = None
+        self.scale = 1.0
         self.scales = None
+        self.row_scales = None
         self.grad_scale = 1.0
         self.losses = {}
         self.aux_losses = {}
+        self.observed = []

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, TypeAlias
 
 import torch
+from torch.utils import _pytree as pytree
 
 from taktline.errors import BatchError
 from taktline.plan.words import counted
 from taktline.runtime.feed import Feed
+from taktline.runtime.pieces import bounds
 
-__all__ = ["LossWeights", "Wanted", "mean_of", "scales"]
+__all__ = ["LossWeights", "Wanted", "by_rows", "mean_of", "scales", "warn_if_uneven"]
 
 LossWeights: TypeAlias = Sequence[float] | torch.Tensor | Callable[[Any], float | torch.Tensor]
 """One number a micro-batch, or what gives it for a micro-batch's target."""
@@ -65,6 +69,49 @@ def mean_of(
     return (torch.stack(parts).sum() / sum(counts)).to(losses[0].dtype)
 
 
+def by_rows(rows: int, microbatches: int) -> list[float] | None:
+    """What each micro-batch counts by its share of the rows; None if they are equal.
+
+    >>> by_rows(5, 2), by_rows(6, 2)
+    ([0.6, 0.4], None)
+    """
+    if rows % microbatches == 0:
+        return None
+    return [(end - begin) / rows for begin, end in pairwise(bounds(rows, microbatches))]
+
+
+def warn_if_uneven(rows: int, targets: Sequence[Any]) -> bool:
+    """Warn where micro-batches differ in size and each counts the same; returns whether.
+
+    >>> warn_if_uneven(6, [None, None]), warn_if_uneven(0, [torch.zeros(2), torch.zeros(2)])
+    (False, False)
+    """
+    count = len(targets)
+    if rows:
+        sizes = [end - begin for begin, end in pairwise(bounds(rows, count))]
+    else:  # cut already
+        sizes = [_rows_of(target) for target in targets]
+    if len(set(sizes)) == 1:
+        return False
+    shown = ", ".join(map(str, sizes[:8])) + (", …" if count > 8 else "")
+    warnings.warn(
+        f"micro-batches differ in size ({shown} rows), and each of them counts the same: the loss "
+        f"and its gradients are not those of the whole batch. Give batches that {count} "
+        "micro-batches divide, pass loss_weights=… to a schedule of Taktline, or use its Pipeline "
+        "with whole batches, which counts rows",
+        stacklevel=2,
+    )
+    return True
+
+
+def _rows_of(target: Any) -> int:
+    """The rows of the first tensor in a target, 0 if there is none."""
+    if isinstance(target, torch.Tensor):
+        return target.shape[0] if target.ndim else 0
+    tensors = (leaf for leaf in pytree.tree_leaves(target) if isinstance(leaf, torch.Tensor))
+    return next((_rows_of(tensor) for tensor in tensors), 0)
+
+
 def scales(weights: LossWeights, targets: Sequence[Any], *, normalised: bool) -> list[float]:
     """What the gradient of each micro-batch's loss counts.
 
@@ -79,9 +126,11 @@ def scales(weights: LossWeights, targets: Sequence[Any], *, normalised: bool) ->
     """
     found = [weights(target) for target in targets] if callable(weights) else list(weights)
     if len(found) != len(targets):
+        fewer = ", or a function of a micro-batch's target: a batch with fewer rows has fewer"
         raise BatchError(
             f"loss_weights has {counted(len(found), 'number')}, but there are "
             f"{counted(len(targets), 'micro-batch')}; give one for each"
+            f"{fewer if len(found) > len(targets) else ''}"
         )
     # Together, so that a GPU is waited for once.
     numbers = torch.stack([torch.as_tensor(number).double() for number in found]).tolist()

@@ -23,6 +23,7 @@ __all__ = [
     "TensorChunkSpec",
     "batch_size_of",
     "merge_chunks",
+    "size_of",
     "split_args_kwargs_into_chunks",
     "split_value",
 ]
@@ -114,16 +115,30 @@ def split_args_kwargs_into_chunks(
     return positional, [dict(zip(kwargs, values, strict=True)) for values in named]
 
 
-def split_value(value: Any, chunks: int, *, spec: Any = None, name: str) -> list[Any]:
-    """The pieces of one value, which errors call by the name.
+def split_value(
+    value: Any, chunks: int, *, spec: Any = None, name: str, each: int = 1
+) -> list[Any]:
+    """The pieces of one value, which errors call by the name; ``each`` entries stay together.
 
     >>> split_value(torch.arange(3), 4, name="target")
     Traceback (most recent call last):
     taktline.errors.BatchError: target is int64[3]: 3 along dimension 0 cannot be cut into 4 ...
+    >>> [part.tolist() for part in split_value(torch.arange(6), 2, name="target", each=2)]
+    [[0, 1, 2, 3], [4, 5]]
     """
     argument = _argument(name, value, spec)
     _require_enough([argument], chunks)
-    return list(argument.cut(chunks))
+    return list(argument.cut(chunks, each))
+
+
+def size_of(value: Any, *, spec: Any = None, name: str) -> int:
+    """How long one value is along the dimensions that it is cut along; 0 if it is not cut.
+
+    >>> size_of({"labels": torch.zeros(6)}, name="target")
+    6
+    """
+    first = _first_cut([_argument(name, value, spec)])
+    return 0 if first is None else first.size
 
 
 def batch_size_of(
@@ -184,9 +199,9 @@ class _Argument(NamedTuple):
     leaves: list[_Leaf]
     tree: TreeSpec | None
 
-    def cut(self, chunks: int) -> Sequence[Any]:
+    def cut(self, chunks: int, each: int = 1) -> Sequence[Any]:
         """A piece for each micro-batch."""
-        pieces = [cut(name, value, dim, chunks) for name, value, dim, _ in self.leaves]
+        pieces = [cut(name, value, dim, chunks, each) for name, value, dim, _ in self.leaves]
         if self.tree is None:
             return pieces[0]
         return [tree_unflatten([p[chunk] for p in pieces], self.tree) for chunk in range(chunks)]

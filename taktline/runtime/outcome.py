@@ -12,6 +12,7 @@ from taktline.runtime.feed import Feed
 __all__ = ["Outcome"]
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
+"""The types that losses are shared in."""
 _NO_LOSS = -1
 
 
@@ -38,7 +39,7 @@ class Outcome:
             # A rank that has failed may lack some; then nobody looks at them.
             losses = {} if failed else feed.losses
             aux = {} if failed else feed.aux_losses
-            numbers += [_DTYPES.index(losses[0].dtype) if losses else _NO_LOSS, int(bool(aux))]
+            numbers += [_code(losses[0].dtype) if losses else _NO_LOSS, int(bool(aux))]
             scales = torch.tensor([] if failed else feed.scales or [], dtype=torch.float64)
             counts = dict(enumerate(scales))
             numbers += [*_bits(losses, shares), *_bits(aux, shares), *_bits(counts, shares)]
@@ -63,6 +64,11 @@ class Outcome:
                 aux = {m: aux.get(m, 0.0) + value for m, value in added}
         feed.losses = {m: torch.tensor(value, dtype=dtype) for m, value in losses.items()}
         feed.aux_losses = {m: torch.tensor(value, dtype=dtype) for m, value in aux.items()}
+
+
+def _code(dtype: torch.dtype) -> int:
+    """The type that losses of a type are shared in; counts are whole numbers, which it holds."""
+    return _DTYPES.index(dtype if dtype in _DTYPES else torch.float64)
 
 
 def _bits(losses: Mapping[int, torch.Tensor], count: int) -> tuple[int, ...]:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
     from torch.nn.attention.flex_attention import BlockMask
 
-__all__ = ["children", "cut", "describe", "flatten", "is_block_mask", "join", "same"]
+__all__ = ["bounds", "children", "cut", "describe", "flatten", "is_block_mask", "join", "same"]
 
 
 def children(value: Any) -> dict[Any, Any] | None:
@@ -65,8 +65,18 @@ def is_block_mask(value: object) -> TypeGuard[BlockMask]:
     return isinstance(value, getattr(module, "BlockMask", ()))
 
 
-def cut(name: str, value: Any, dim: int | None, chunks: int) -> Sequence[Any]:
-    """The pieces of a leaf, as views."""
+def bounds(rows: int, chunks: int) -> list[int]:
+    """Where each piece begins, and where the last one ends; the larger pieces come first.
+
+    >>> bounds(5, 3)
+    [0, 2, 4, 5]
+    """
+    least, larger = divmod(rows, chunks)
+    return [chunk * least + min(chunk, larger) for chunk in range(chunks + 1)]
+
+
+def cut(name: str, value: Any, dim: int | None, chunks: int, each: int = 1) -> Sequence[Any]:
+    """The pieces of a leaf, as views; ``each`` entries that follow one another stay together."""
     if dim is None:
         return [value] * chunks
     if type(value) is not Tensor and is_block_mask(value):
@@ -74,15 +84,22 @@ def cut(name: str, value: Any, dim: int | None, chunks: int) -> Sequence[Any]:
     if is_sharded(value):
         # Each rank cuts its own part: cutting the whole would first gather it on all of them.
         _require_even(name, value, dim, chunks)
-        local = value.to_local().tensor_split(chunks, dim)
+        local = _pieces(value.to_local(), dim, chunks, each)
         pieces = [_like(value, piece, dim, value.stride()) for piece in local]
     else:
-        pieces = value.tensor_split(chunks, dim)
+        pieces = _pieces(value, dim, chunks, each)
     if value.requires_grad and value.is_leaf:
         # A view of a leaf is none itself: it would not keep the gradient that a stage reads.
         for piece in pieces:
             piece.retain_grad()
     return pieces
+
+
+def _pieces(tensor: Tensor, dim: int, chunks: int, each: int) -> Sequence[Tensor]:
+    if each == 1:
+        return tensor.tensor_split(chunks, dim)
+    inner = bounds(tensor.shape[dim] // each, chunks)[1:-1]
+    return tensor.tensor_split([each * bound for bound in inner], dim)
 
 
 def _cut_block_mask(mask: BlockMask, chunks: int) -> list[BlockMask]:
@@ -97,9 +114,7 @@ def _cut_block_mask(mask: BlockMask, chunks: int) -> list[BlockMask]:
         piece.mask_mod = lambda b, h, q, kv: mask.mask_mod(b + start, h, q, kv)
         return piece
 
-    quotient, larger = divmod(mask.shape[0], chunks)
-    bounds = [chunk * quotient + min(chunk, larger) for chunk in range(chunks + 1)]
-    return [part(*pair) for pair in itertools.pairwise(bounds)]
+    return [part(*pair) for pair in itertools.pairwise(bounds(mask.shape[0], chunks))]
 
 
 def _shards(value: DTensor, dim: int) -> int:

@@ -7,7 +7,7 @@ from functools import cached_property
 
 import numpy as np
 
-from taktline.plan import Kind, Level, Plan, lower, require_valid, validate
+from taktline.plan import Kind, Level, Plan, lower, require_valid, restrict, validate
 from taktline.plan.rows import Rows
 
 __all__ = ["Runnable"]
@@ -58,6 +58,10 @@ class Runnable:
     def sends_may_wait(self) -> bool:
         """Whether it goes on even where every send waits until its receive is posted."""
         return self.plan.level < Level.LOWERED or not validate(self.plan)
+
+    def program(self, microbatches: int, *, trains: bool) -> Plan:
+        """What runs: for a batch with fewer rows than micro-batches, the first of these."""
+        return restrict(self.lowered if trains else self.forward_only, microbatches)
 
     @cached_property
     def lowered(self) -> Plan:

@@ -47,10 +47,11 @@ from taktline.transport import Transport, find
 from taktline.transport.control import share_error, share_texts
 from taktline.transport.distributed import Distributed
 
-__all__ = ["Finish", "Prepare", "Runner"]
+__all__ = ["Finish", "Fit", "Prepare", "Runner"]
 
 
 Prepare = Callable[[Feed], Facts]
+Fit = Callable[[Feed], None]
 Finish = Callable[[Feed], Any]
 
 _REMEMBERED = 8
@@ -68,16 +69,17 @@ class Runner:
         microbatches: int,
         *,
         loss_fn: Callable[..., torch.Tensor] | None,
-        loss_scale: float,
+        parts: Callable[[int], int],
         seed: int | None,
         dynamic_shapes: bool,
     ) -> None:
+        """``parts`` is into how many micro-batches a batch with so many rows is cut."""
         self._name = name
         self._make_plan = make_plan
         self._stages = list(stages)
         self._microbatches = microbatches
         self._loss_fn = loss_fn
-        self._loss_scale = loss_scale
+        self._parts = parts
         self._seed = seed
         self._dynamic_shapes = dynamic_shapes
         self._feed = Feed()
@@ -124,18 +126,19 @@ class Runner:
             self._runnable = Runnable(self._make_plan(self.transport.size))
         return self._runnable
 
-    def run(self, prepare: Prepare, finish: Finish, *, trains: bool) -> tuple[Any, Feed]:
+    def run(self, prepare: Prepare, fit: Fit, finish: Finish, *, trains: bool) -> tuple[Any, Feed]:
         """One step: its output, and the feed with its losses. Every rank raises the same error.
 
         Args:
-            prepare: fills the feed.
+            prepare: fills the feed with what this rank knows by itself.
+            fit: fills in what depends on the rows of the batch, once all ranks know them.
             finish: makes one output of those of the micro-batches.
             trains: whether there is a backward.
         """
         self._calls += 1
         with self.watch as watch:
             try:
-                return self._step(prepare, finish, watch, trains)
+                return self._step(prepare, fit, finish, watch, trains)
             except TransportError as error:
                 self._forget()
                 if isinstance(error, StallError):
@@ -143,15 +146,18 @@ class Runner:
                 raise
 
     def _step(
-        self, prepare: Prepare, finish: Finish, watch: Watch, trains: bool
+        self, prepare: Prepare, fit: Fit, finish: Finish, watch: Watch, trains: bool
     ) -> tuple[Any, Feed]:
         self._feed.clear()
         watch.doing = "waits for every rank to begin the step"
         shares, agreed = self._agree_with_replicas(prepare, trains)
         known = self._known.pop(agreed, None)
         bound = known if isinstance(known, Bound) else self._bind(known, trains)
+        failure = self._fitted(fit)
         with self._ties.step(trains=trains):
-            output, skips = self._compute(bound, finish, watch, shares=shares, trains=trains)
+            output, skips = self._compute(
+                bound, failure, finish, watch, shares=shares, trains=trains
+            )
             watch.doing = "waits for the gradients of tied weights"
             self._ties.add_up()
         if self.recorder is not None:
@@ -162,9 +168,19 @@ class Runner:
         return output, self._feed
 
     def _compute(
-        self, bound: Bound, finish: Finish, watch: Watch, *, shares: bool, trains: bool
+        self,
+        bound: Bound,
+        failure: Failure | None,
+        finish: Finish,
+        watch: Watch,
+        *,
+        shares: bool,
+        trains: bool,
     ) -> tuple[Any, dict[str, int]]:
-        """Run the program: its output, and the routes of skips, agreed on by all ranks."""
+        """Run the program: its output, and the routes of skips, agreed on by all ranks.
+
+        After a failure, run nothing, but take part, so that the other ranks hear of it.
+        """
         # Buffers outlive the step, so they must not be made in inference mode.
         with (
             torch.inference_mode(False),
@@ -174,7 +190,10 @@ class Runner:
             watching(self.recorder, bound, self.transport) as wrap,
         ):
             watch.program = bound.program
-            failure = with_advice(bound.program.run(wrap), self._stages)
+            if failure is None:
+                failure = with_advice(bound.program.run(wrap), self._stages)
+            else:
+                bound.program.forgo()
         watch.program, watch.doing = None, "waits for every rank to end the step"
         output = None
         if failure is None:
@@ -185,6 +204,14 @@ class Runner:
         got = {index: sorted(work.got) for index, work in bound.works.items() if work.got}
         skips = self._conclude_with_replicas(failure, bool(got), shares)
         return output, self._routes(got) if skips else {}
+
+    def _fitted(self, fit: Fit) -> Failure | None:
+        """Fill in what depends on the batch; what goes wrong, all ranks hear of in the end."""
+        try:
+            fit(self._feed)
+        except Exception as raised:
+            return Failure(self._told(raised))
+        return None
 
     @contextmanager
     def accumulate(self) -> Iterator[None]:
@@ -252,7 +279,9 @@ class Runner:
             self._introduce()
         if story := mismatch(calls):
             raise MismatchError(story)
-        return facts.shares, (trains, *(call.inputs for call in calls))
+        rows = max(call.batch for call in calls)
+        self._feed.rows, self._feed.microbatches = rows, self._parts(rows)
+        return facts.shares, (trains, self._feed.microbatches, *(call.inputs for call in calls))
 
     def _look_at(self, facts: Facts) -> dict[str, int]:
         """What the ranks compare of the data, if they do so in this call."""
@@ -297,12 +326,11 @@ class Runner:
     def _bind(self, known: Signatures | None, trains: bool) -> Bound:
         return bind(
             Binding(
-                self.runnable.lowered if trains else self.runnable.forward_only,
+                self.runnable.program(self._feed.microbatches, trains=trains),
                 {stage.stage_index: stage for stage in self._stages},
                 self.transport,
                 self._feed,
                 self._loss_fn,
-                self._loss_scale,
                 self._seed,
                 trains,
                 sends_may_wait=not trains or self.runnable.sends_may_wait,
@@ -328,7 +356,7 @@ class Runner:
             self._feed,
             failed=failure is not None,
             skips=skips,
-            shares=self._microbatches if shares else 0,
+            shares=self._feed.microbatches if shares else 0,
         )
         try:
             shared = self.transport.exchange(mine.numbers, "the end of a step")

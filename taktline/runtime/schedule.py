@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
+from taktline.batch_norm import update_all
 from taktline.errors import BatchError, MismatchError, ScheduleError
 from taktline.plan import Plan
 from taktline.runtime.batch import Batch, Cutter
 from taktline.runtime.feed import Facts, Feed
-from taktline.runtime.losses import LossWeights, Wanted, mean_of, scales
+from taktline.runtime.losses import LossWeights, Wanted, by_rows, mean_of, scales, warn_if_uneven
 from taktline.runtime.microbatch import TensorChunkSpec, merge_chunks
 from taktline.runtime.runner import Runner
 from taktline.runtime.trace import Trace, tracing
@@ -32,6 +33,11 @@ class Schedule:
 
     _compared: Sequence[str] = ("args", "target")
     """Which parts of a batch are the same on every rank that is given them."""
+    _by_rows: ClassVar[bool] = False
+    """Whether micro-batches count by their rows, and a batch with fewer rows runs fewer of them.
+
+    Otherwise it is as in torch: each counts the same, and has at least a row.
+    """
 
     def __init__(
         self,
@@ -45,6 +51,7 @@ class Schedule:
         seed: int | None,
         dynamic_shapes: bool,
         *,
+        target_chunk_spec: Any = None,
         name: str,
         make_plan: Callable[[int], Plan],
     ) -> None:
@@ -55,9 +62,13 @@ class Schedule:
         self._stages = list(stages)
         self._n_microbatches = n_microbatches
         self._loss_fn = loss_fn
-        self._cutter = Cutter(n_microbatches, args_chunk_spec, kwargs_chunk_spec)
+        self._cutter = Cutter(
+            n_microbatches, args_chunk_spec, kwargs_chunk_spec, target_chunk_spec, self._by_rows
+        )
         self._output_merge_spec = output_merge_spec
         self.scale_grads = scale_grads
+        """Whether gradients are those of the mean of the micro-batches' losses, or of their sum."""
+        self._warned = False
         self.steps = 0
         """Training steps so far; with a seed, dropout depends on it (set it when you resume)."""
         self.loss: torch.Tensor | None = None
@@ -71,7 +82,7 @@ class Schedule:
             self._stages,
             n_microbatches,
             loss_fn=loss_fn,
-            loss_scale=1 / n_microbatches if scale_grads else 1.0,
+            parts=self._cutter.parts,
             seed=seed,
             dynamic_shapes=dynamic_shapes,
         )
@@ -122,7 +133,8 @@ class Schedule:
             loss_kwargs: further arguments for ``loss_fn``, the same for each micro-batch.
             loss_weights: how much the loss of each micro-batch counts, such as its number of
                 tokens: numbers, or a function of a micro-batch's target. They are divided by
-                their sum, unless ``scale_grads`` is off.
+                their sum, unless ``scale_grads`` is off. Without them, each counts by its rows in
+                a :class:`ScheduleFromPlan`, and the same in a schedule of torch's name.
             aux_losses: a list to be filled with the sum of what :func:`taktline.add_loss` has
                 added in each micro-batch, on the ranks that did.
             share_losses: whether every rank gets the losses of all, as numbers on the CPU.
@@ -148,6 +160,7 @@ class Schedule:
         losses: list[torch.Tensor] | None = None,
         return_outputs: bool = True,
         loss_kwargs: dict[str, Any] | None = None,
+        loss_weights: LossWeights | None = None,
         aux_losses: list[torch.Tensor] | None = None,
         share_losses: bool = False,
         arg_mbs: Sequence[tuple[Any, ...]] | None = None,
@@ -161,7 +174,7 @@ class Schedule:
         """
         batch = Batch(args, kwargs, target, arg_mbs, kwarg_mbs, target_mbs)
         wanted = Wanted(losses, aux_losses, share_losses, return_outputs)
-        return self._run(batch, wanted, loss_kwargs, None, trains=False)
+        return self._run(batch, wanted, loss_kwargs, loss_weights, trains=False)
 
     def accumulate(self) -> AbstractContextManager[None]:
         """Steps inside of ``with schedule.accumulate():`` are reduced together, at its end.
@@ -204,14 +217,17 @@ class Schedule:
             feed.number, feed.grad_scale = self.steps, grad_scale
             if wanted.outputs and self._has_last():
                 feed.outputs = {}
-            facts = self._cut(batch, feed, trains)
-            if loss_weights is not None and feed.targets is not None:
-                feed.scales = scales(loss_weights, feed.targets, normalised=self.scale_grads)
+            facts = self._measured(batch, feed, trains)
             arguments, targets = batch.compared(self._compared)
             return replace(facts, shares=wanted.shares, arguments=arguments, targets=targets)
 
-        output, feed = self._runner.run(prepare, self._merged, trains=trains)
-        wanted.fill(feed, self._n_microbatches)
+        def fit(feed: Feed) -> None:
+            self._cut_target(batch, feed)
+            self._weigh(feed, loss_weights)
+
+        output, feed = self._runner.run(prepare, fit, self._merged, trains=trains)
+        update_all(feed.observed)
+        wanted.fill(feed, feed.microbatches)
         self.loss = mean_of(feed.losses, feed.scales) if wanted.shares else None
         feed.clear()
         return output
@@ -219,7 +235,7 @@ class Schedule:
     def _merged(self, feed: Feed) -> Any:
         if feed.outputs is None:
             return None
-        chunks = [feed.outputs[m] for m in range(self._n_microbatches)]
+        chunks = [feed.outputs[m] for m in range(feed.microbatches)]
         try:
             return merge_chunks(chunks, self._output_merge_spec)
         except BatchError as error:
@@ -227,21 +243,45 @@ class Schedule:
                 f"{error}; pass return_outputs=False if you do not need them"
             ) from error
 
-    def _cut(self, batch: Batch, feed: Feed, trains: bool) -> Facts:
-        """Fill the feed."""
+    def _measured(self, batch: Batch, feed: Feed, trains: bool) -> Facts:
+        """Cut the arguments; what the other ranks have to know of this rank's part of the batch."""
         if not any(stage.is_first for stage in self._stages):
             batch = batch.without_args()
         feed.arguments, feed.keywords = batch.arguments(self._cutter)
         target = 0
-        if self._loss_fn is not None and self._has_last():
-            feed.targets = batch.targets(self._cutter)
-            target = batch.target_size()
-            if trains and feed.targets is None:
+        if self._compares():
+            if trains and not batch.has_target:
                 raise BatchError(
                     "step() trains, so the rank of the last stage needs target=… for loss_fn; "
                     "call eval() to run forward only"
                 )
+            size = batch.target_size(self._cutter)
+            target = size if self._cutter.target_spec is None else 0
         return Facts(batch.size(self._cutter), target, batch.look())
+
+    def _cut_target(self, batch: Batch, feed: Feed) -> None:
+        """Cut the target where the batch is cut, which a rank without it cannot know before."""
+        batch.require_whole(self._cutter, feed.rows)
+        if self._compares():
+            feed.targets = batch.targets(self._cutter, feed.rows)
+
+    def _weigh(self, feed: Feed, loss_weights: LossWeights | None) -> None:
+        """What the loss of each micro-batch counts."""
+        feed.scale = 1 / feed.microbatches if self.scale_grads else 1.0
+        if self._by_rows and self.scale_grads:
+            feed.row_scales = by_rows(feed.rows, feed.microbatches)
+        if feed.targets is None:
+            return
+        if loss_weights is not None:
+            feed.scales = scales(loss_weights, feed.targets, normalised=self.scale_grads)
+        elif feed.row_scales is not None:
+            feed.scales = feed.row_scales
+        elif self.scale_grads and not self._warned:
+            self._warned = warn_if_uneven(feed.rows, feed.targets)
+
+    def _compares(self) -> bool:
+        """Whether losses are computed on this rank."""
+        return self._loss_fn is not None and self._has_last()
 
     def _has_last(self) -> bool:
         return any(stage.is_last for stage in self._stages)

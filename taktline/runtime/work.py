@@ -42,7 +42,6 @@ class Work:
         gradients_in: In | None = None,
         gradients_out: Out | None = None,
         loss_fn: Callable[..., torch.Tensor] | None = None,
-        loss_scale: float = 1.0,
         seed: int | None = None,
         trains: bool = True,
         checks: bool = False,
@@ -58,7 +57,6 @@ class Work:
         self._gradients_in = gradients_in
         self._gradients_out = gradients_out
         self._loss_fn = loss_fn
-        self._loss_scale = loss_scale
         self._seed = seed
         self._trains = trains
         self._checks = checks
@@ -99,8 +97,10 @@ class Work:
             losses += self._added(microbatch, aside.losses)
         if self._trains:
             self._keep(microbatch, _differentiable(leaves), _differentiable(results), losses)
-            if aside.skips or aside.losses:
+            if aside.skips or aside.losses or aside.observed:
                 self._asides[microbatch] = aside
+        if aside.observed:
+            self._feed.observed.append(aside.observed)
         if aside.got:
             self.got |= aside.got
 
@@ -172,17 +172,19 @@ class Work:
                 "frozen, or the output detached? To run forward only, call eval()"
             )
         feed.losses[microbatch] = _value(loss)
-        return [(loss, self._loss_scale if feed.scales is None else feed.scales[microbatch])]
+        return [(loss, feed.scale if feed.scales is None else feed.scales[microbatch])]
 
     def _added(
         self, microbatch: int, losses: Sequence[torch.Tensor]
     ) -> list[tuple[torch.Tensor, float]]:
         """Note the losses that the forward has added; gives those that have gradients."""
-        total = self._feed.aux_losses.get(microbatch)
+        feed = self._feed
+        total = feed.aux_losses.get(microbatch)
         for loss in losses:
             total = _value(loss) if total is None else total + _value(loss)
-            self._feed.aux_losses[microbatch] = total
-        return [(loss, self._loss_scale) for loss in losses if loss.requires_grad]
+            feed.aux_losses[microbatch] = total
+        scale = feed.scale if feed.row_scales is None else feed.row_scales[microbatch]
+        return [(loss, scale) for loss in losses if loss.requires_grad]
 
     def _run_backward(self, microbatch: int, run: Callable[..., list[torch.Tensor | None]]) -> None:
         gradients = self._gradients(microbatch)
@@ -225,6 +227,8 @@ class _Noting:
 def _value(loss: torch.Tensor) -> torch.Tensor:
     """A loss as a number for the user."""
     loss = loss.detach().reshape(())
+    if loss.is_floating_point() and loss.dtype.itemsize == 1:
+        loss = loss.float()  # eight bits are for storage: they cannot be added up
     # A copy: torch's mse_loss gives a scalar in a storage as large as the output.
     return loss.full_tensor() if is_sharded(loss) else loss.clone()
 

@@ -40,7 +40,7 @@ class Pipeline:
         example: arguments of one micro-batch, by which the model is cut and measured: a tuple, or
             a tuple and a dict.
         schedule: a name, a :class:`Plan`, a CSV or JSON file with one, or a Schedule class.
-        microbatches: how many parts a batch is cut into.
+        microbatches: how many parts a batch is cut into; one with fewer rows has a part for each.
         loss_fn: what gives the loss of an output and a target.
         ranks: how many ranks the pipeline has.
         stages_per_rank: for schedules that leave it open.
@@ -54,11 +54,14 @@ class Pipeline:
         state_dict: values for a model that was built on the meta device, of which each process
             takes those of its stages; without it, they are made as the model's constructor does
             (see :func:`taktline.split.deferred`).
-        seed: draws dropout from (seed, step, stage, micro-batch): the same under every schedule.
+        seed: draws dropout from (seed, step, stage, micro-batch): for one cut into stages and
+            micro-batches, the same under every schedule and on any number of ranks.
         dynamic_shapes: for stages whose outputs' shapes depend on values.
         args_chunk_spec: how positional arguments are cut.
         kwargs_chunk_spec: how keyword arguments are cut.
         output_merge_spec: how outputs are joined.
+        target_chunk_spec: how the target is cut, if not along dimension 0. Given one, its rows
+            need not be those of the batch, or a multiple of them.
 
     >>> import taktline as tl
     >>> model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
@@ -96,6 +99,7 @@ class Pipeline:
         args_chunk_spec: ArgsSpec | None = None,
         kwargs_chunk_spec: KwargsSpec | None = None,
         output_merge_spec: MergeSpec | None = None,
+        target_chunk_spec: Any = None,
     ) -> None:
         options = Options(
             schedule=schedule,
@@ -115,6 +119,7 @@ class Pipeline:
                 "args_chunk_spec": args_chunk_spec,
                 "kwargs_chunk_spec": kwargs_chunk_spec,
                 "output_merge_spec": output_merge_spec,
+                "target_chunk_spec": target_chunk_spec,
             },
         )
         self._loss_fn = loss_fn
@@ -171,6 +176,8 @@ class Pipeline:
         **options: Any,
     ) -> Any:
         """Run a batch forward and backward: gives its mean loss, the same on every rank.
+
+        Every row counts the same, also where micro-batches differ in size.
 
         Gradients are added to ``.grad``, as ``backward()`` does. Every rank may pass the whole
         batch; those that do not need it leave it alone.

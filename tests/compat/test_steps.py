@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.compat.programs import CPU, WIDTH, Program, make_batch, schedules, stages
+from tests.compat.programs import CPU, WIDTH, Program, make_batch, schedules, stages, wrapped
 from tests.workers import Workers
 
 pytestmark = pytest.mark.processes
@@ -56,6 +57,31 @@ def _all_schedules(rank: int, group: dist.ProcessGroup, ours: bool) -> None:
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_gradients_outputs_losses(workers: Workers, ranks: int, ours: bool) -> None:
     workers.run(_all_schedules, ours, ranks=ranks)
+
+
+def _uneven(rank: int, group: dist.ProcessGroup, ours: bool) -> list[str]:
+    """What is said of batches of 16 in micro-batches that do not divide them."""
+    program = Program(group, group.size(), [rank])
+    if not ours:
+        wrapped(program.stages[0])
+    schedule = make("ScheduleGPipe", program, 5)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            program.step(schedule)
+        unscaled = make("ScheduleGPipe", program, 5, scale_grads=False)
+        program.step(unscaled)
+    assert schedule._on_ours is ours
+    return [str(warning.message) for warning in caught]
+
+
+@pytest.mark.parametrize("ours", [True, False])
+def test_uneven_micro_batches_count_the_same_with_a_warning(workers: Workers, ours: bool) -> None:
+    # Call by call, ranks cannot exchange micro-batches of different sizes.
+    *others, last = workers.run(_uneven, ours, ranks=2 if ours else 1)
+    assert others == [[]] * len(others)
+    (text,) = last
+    assert "differ in size (4, 3, 3, 3, 3 rows), and each of them counts the same" in text
 
 
 class Scaled(nn.Module):

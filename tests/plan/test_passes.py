@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import re
 from collections.abc import Callable, Iterable
 
@@ -21,10 +22,11 @@ from taktline.plan import (
     build,
     lower,
     merge_backward,
+    restrict,
     simulate,
     validate,
 )
-from tests.plan.strategies import shapes
+from tests.plan.strategies import any_plan, shapes
 
 
 def texts(plan: Plan, rank: int) -> list[str]:
@@ -176,3 +178,50 @@ class TestCommunication:
     def test_a_lowered_plan_stays_as_it_is(self) -> None:
         plan = lower(build("zbv", ranks=2, microbatches=3))
         assert add_comm(plan) is plan
+
+
+class TestRestriction:
+    @given(any_plan(), st.data())
+    def test_a_part_of_a_valid_plan_is_valid(self, plan: Plan, data: st.DataObject) -> None:
+        count = data.draw(st.integers(1, plan.microbatches))
+        part = restrict(plan, count)
+        assert (part.microbatches, part.placement, part.level) == (
+            count,
+            plan.placement,
+            plan.level,
+        )
+        assert validate(part) == ()
+        # Not only by the order that it inherits.
+        assert validate(pickle.loads(pickle.dumps(part))) == ()
+
+    @given(any_plan(), st.data())
+    def test_what_is_left_keeps_its_order(self, plan: Plan, data: st.DataObject) -> None:
+        count = data.draw(st.integers(1, plan.microbatches))
+        part = restrict(plan, count)
+        for rank in range(plan.ranks):
+            rows = plan.rows_of(rank)
+            leaves = [rows.leaf(row) for row in range(len(rows))]
+            rest = part.rows_of(rank)
+            assert [rest.leaf(row) for row in range(len(rest))] == [
+                leaf for leaf in leaves if leaf.microbatch is None or leaf.microbatch < count
+            ]
+
+    @pytest.mark.parametrize("name", ["gpipe", "1f1b", "looped_bfs", "zb_h1", "zb_h2"])
+    @pytest.mark.parametrize("ranks", [1, 2, 4])
+    def test_where_each_micro_batch_does_the_same_it_is_the_plan_of_fewer(
+        self, name: str, ranks: int
+    ) -> None:
+        whole = build(name, ranks=ranks, microbatches=8)
+        for count in range(1, 9):
+            assert restrict(whole, count) == build(name, ranks=ranks, microbatches=count)
+
+    def test_half_a_pair_is_left(self) -> None:
+        plan = Plan.from_actions([["0F0", "(0F1;0B0)OVERLAP_F_B", "(0F2;0B1)OVERLAP_F_B", "0B2"]])
+        assert texts(restrict(plan, 2), 0) == ["0F0", "(0F1;0B0)OVERLAP_F_B", "0B1"]
+        assert texts(restrict(plan, 1), 0) == ["0F0", "0B0"]
+
+    @pytest.mark.parametrize("count", [0, 4])
+    def test_a_number_that_there_is_not(self, count: int) -> None:
+        plan = build("gpipe", ranks=1, microbatches=3)
+        with pytest.raises(PlanError, match=f"restricted to 1 up to 3 of them, not {count}"):
+            restrict(plan, count)

@@ -141,7 +141,8 @@ def run_plain(scenario: Scenario, plan: Plan, device: torch.device = CPU) -> Res
                 outputs.append(pytree.tree_map_only(Tensor, Tensor.detach, output))
                 if call == "step":
                     roots = [loss, *(one for one in added if one.requires_grad)]
-                    found.append(gradients_of([(root, 1 / count) for root in roots], wanted))
+                    share = len(target_m) / len(target)
+                    found.append(gradients_of([(root, share) for root in roots], wanted))
         result.losses.append(losses)
         result.aux_losses.append(aux)
         result.outputs.append(tl.merge_chunks(outputs, None))

@@ -15,6 +15,11 @@ from taktline.meta import Signature
 from taktline.runtime import agreement
 from taktline.runtime.agreement import Call, Introduction, examples, misfit, out_of_step
 
+OF_ONE_BATCH = (
+    "give arguments and target of one batch, with as many entries for each row, or say with "
+    "target_chunk_spec=… how the target is cut by itself"
+)
+
 LOOP = [0, 1, 2, 3, 0, 1, 2, 3]
 """Eight stages on four ranks."""
 
@@ -253,11 +258,9 @@ def calls(**differing: Sequence[int]) -> list[Call]:
         {"batch": [8, 8, 8, 8], "target": [8, 8, 8, 8]},
         {"batch": [0, 8, 0, 8]},
         {"batch": [0, 0, 0, 0], "target": [7, 0, 0, 5]},
-        # One entry a token, or one for several samples.
+        # One entry a token.
         {"batch": [8, 0], "target": [0, 96]},
-        {"batch": [96, 0], "target": [0, 8]},
         {"batch": [1, 0], "target": [0, 7]},
-        {"batch": [7, 0], "target": [0, 1]},
         # Each rank's own affair.
         {"inputs": [1, 2, 3, 4]},
         # A rank may have made some that it has not used.
@@ -327,19 +330,25 @@ def test_calls_that_are_one_step(differing: dict[str, list[int]]) -> None:
         ),
         (
             {"batch": [8, 0, 0, 0], "target": [0, 0, 0, 6]},
-            "the batch has 8 samples, but the target on rank 3 has 6; give arguments and target "
-            "of one batch",
+            f"the batch has 8 rows, but the target on rank 3 has 6; {OF_ONE_BATCH}",
         ),
         (
             {"batch": [8, 0], "target": [0, 12]},
-            "the batch has 8 samples, but the target on rank 1 has 12; give arguments and target "
-            "of one batch",
+            f"the batch has 8 rows, but the target on rank 1 has 12; {OF_ONE_BATCH}",
+        ),
+        (
+            # Half as many: a loss would broadcast them.
+            {"batch": [8, 0], "target": [0, 4]},
+            f"the batch has 8 rows, but the target on rank 1 has 4; {OF_ONE_BATCH}",
+        ),
+        (
+            {"batch": [7, 0], "target": [0, 1]},
+            f"the batch has 7 rows, but the target on rank 1 has 1; {OF_ONE_BATCH}",
         ),
         (
             # The first target fits, the second one does not.
-            {"batch": [0, 0, 9, 0], "target": [3, 6, 0, 0]},
-            "the batch has 9 samples, but the target on rank 1 has 6; give arguments and target "
-            "of one batch",
+            {"batch": [0, 0, 3, 0], "target": [6, 7, 0, 0]},
+            f"the batch has 3 rows, but the target on rank 1 has 7; {OF_ONE_BATCH}",
         ),
     ],
     ids=str,

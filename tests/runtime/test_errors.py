@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import taktline as tl
 from taktline.errors import BatchError
+from tests.runtime.test_agreement import OF_ONE_BATCH
 from tests.workers import Workers
 
 CPU = torch.device("cpu")
@@ -94,8 +95,7 @@ def test_arguments_and_target_of_different_batches(outcomes: Outcomes) -> None:
     assert_all(
         outcomes(batches_of_two_sizes),
         tl.MismatchError,
-        "the batch has 8 samples, but the target on rank 1 has 6; give arguments and target of "
-        "one batch",
+        f"the batch has 8 rows, but the target on rank 1 has 6; {OF_ONE_BATCH}",
     )
 
 

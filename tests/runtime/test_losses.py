@@ -221,6 +221,52 @@ def test_every_rank_has_the_same_losses(dtype: torch.dtype) -> None:
     torch.testing.assert_close(first[0], first[1])
 
 
+def told_as(dtype: torch.dtype, value: float) -> Any:
+    """A loss function whose losses are of a type."""
+    return lambda output, target: (0 * (output - target).real.sum() + value).to(dtype)
+
+
+def of_type(rank: int, group: Any, dtype: torch.dtype, call: str) -> Tensor | None:
+    stage = tl.PipelineStage(Adds(rank), rank, 2, CPU, group=group)
+    schedule = tl.Schedule1F1B(stage, 4, told_as(dtype, 3.0))
+    x = torch.ones(8, 4)
+    getattr(schedule, call)(x, target=x, share_losses=True)
+    return schedule.loss
+
+
+EIGHT_BITS = [torch.float8_e4m3fn, torch.float8_e5m2]
+WHOLE = [torch.int64, torch.uint8, torch.int8]
+
+
+@pytest.mark.parametrize("dtype", [*EIGHT_BITS, *WHOLE, torch.bool], ids=str)
+def test_losses_of_unusual_types(outcomes: Outcomes, dtype: torch.dtype) -> None:
+    shared = torch.float32 if dtype in EIGHT_BITS else torch.float64
+    value = torch.tensor(1.0 if dtype is torch.bool else 3.0, dtype=shared)
+    found = outcomes(of_type, dtype, "eval")
+    torch.testing.assert_close(found, [value, value], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("dtype", EIGHT_BITS, ids=str)
+def test_training_on_eight_bits(outcomes: Outcomes, dtype: torch.dtype) -> None:
+    torch.testing.assert_close(outcomes(of_type, dtype, "step"), [torch.tensor(3.0)] * 2)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "call", "text"),
+    [
+        (torch.int64, "step", "the loss depends on nothing that requires a gradient"),
+        (torch.complex64, "step", "loss_fn must give a real number, not one of torch.complex64"),
+        (torch.complex64, "eval", "loss_fn must give a real number, not one of torch.complex64"),
+    ],
+)
+def test_losses_of_types_that_cannot_be_minimised(
+    outcomes: Outcomes, dtype: torch.dtype, call: str, text: str
+) -> None:
+    for error in outcomes(of_type, dtype, call):
+        assert isinstance(error, tl.StageError)
+        assert f"rank 1, stage 1, micro-batch 0 (1F0): LossError: {text}" in str(error)
+
+
 def test_without_sharing_each_rank_has_its_own() -> None:
     def main(rank: int) -> tuple[int, float]:
         torch.manual_seed(rank)
@@ -259,8 +305,13 @@ def test_outside_of_a_pipeline_losses_are_for_whom_asks() -> None:
     [
         (3.0, "add_loss takes one number as a tensor, not a float"),
         (torch.ones(2), "add_loss takes one number as a tensor, not a tensor of shape [2]"),
+        (
+            torch.tensor(1j),
+            "add_loss takes a real number, not one of torch.complex64: which of two complex losses "
+            "is less is not defined; take its abs() or real",
+        ),
     ],
-    ids=["float", "vector"],
+    ids=["float", "vector", "complex"],
 )
 def test_something_that_is_no_loss(loss: Any, text: str) -> None:
     with pytest.raises(LossError) as caught:

@@ -36,6 +36,7 @@ from tests.runtime.parallel import (
     run_plain,
     texts,
 )
+from tests.runtime.test_agreement import OF_ONE_BATCH
 from tests.workers import Workers
 
 FSDP = {"UNSHARD": "all_gather", "REDUCE_GRAD": "reduce_scatter"}
@@ -462,8 +463,7 @@ def test_an_error_of_one_replica_is_raised_in_all(workers: Workers, wrap: Wrap) 
         "micro-batches; give at least 4, or use at most 2 micro-batches"
     )
     assert unequal == (
-        "replica 1: the batch has 8 samples, but the target on rank 1 has 5; give arguments and "
-        "target of one batch"
+        f"replica 1: the batch has 8 rows, but the target on rank 1 has 5; {OF_ONE_BATCH}"
     )
 
 

@@ -42,7 +42,7 @@ from tests.workers import Workers
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-CALLS = (("step", 8), ("step", 8), ("eval", 8), ("step", 11))
+CALLS = (("step", 8), ("step", 8), ("eval", 8), ("step", 12))
 
 
 def run_traced(

@@ -99,6 +99,7 @@ def run_rank(rank: int, group: dist.ProcessGroup | None, case: Case) -> list[Rec
     with warnings.catch_warnings():
         # Plans that need asynchronous sends are among those that have to work.
         warnings.filterwarnings("ignore", message="plan .* can deadlock where a send waits")
+        warnings.filterwarnings("ignore", message="micro-batches differ in size")
         return _Rank(rank, group, case).run()
 
 
@@ -215,8 +216,11 @@ class _Plain:
         targets = target.tensor_split(count)
         args_of, kwargs_of = tl.split_args_kwargs_into_chunks(args, kwargs, count)
         normalised = self.case.options["scale_grads"]
-        scale = 1 / count if normalised else 1.0
-        counts = [scale] * count
+        # In torch's schedules each micro-batch counts the same, in others each row.
+        shares = [1 / count if normalised else 1.0] * count
+        if normalised and self.case.schedule is None:
+            shares = [len(part) / len(target) for part in targets]
+        counts = shares
         if call.weights is not None:
             counts = scales(call.weights, targets, normalised=normalised)
         found: list[dict[str, Tensor | None]] = []
@@ -230,7 +234,7 @@ class _Plain:
                     total = torch.stack([one.detach().reshape(()) for one in added]).sum()
                     record.aux_losses.append(total)
                 roots = [(loss, counts[m])] if counts[m] else []
-                roots += [(one, scale) for one in added if one.requires_grad]
+                roots += [(one, shares[m]) for one in added if one.requires_grad]
                 # In here, since checkpointed blocks run again and get what was put.
                 found.append(gradients_of(roots, self.wanted) if trains and roots else {})
             outputs.append(pytree.tree_map_only(Tensor, Tensor.detach, output))

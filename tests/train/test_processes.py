@@ -152,6 +152,39 @@ def copies(rank: int, group: Any, way: str, schedule: str, stages: int) -> Recor
     return record
 
 
+ROWS = (5, 3)
+"""Of two copies: one batch that 4 micro-batches do not divide, and one with too few for them."""
+
+
+def uneven_copies(rank: int, group: Any, way: str, schedule: str, stages: int) -> list[float]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    pipe = pipeline(
+        group, mesh=mesh, data_parallel=way, schedule=schedule, cuts=CUTS[stages], microbatches=4
+    )
+    rows = ROWS[mesh["dp"].get_local_rank()]
+    found: list[float] = []
+    for _ in range(2):
+        loss = pipe.step(TOKENS[:rows], target=TARGET[:rows])
+        found += [loss.item(), pipe.grad_norm().item()]
+        for parameter in pipe.parameters():
+            parameter.grad = None
+    return found
+
+
+@pytest.mark.parametrize(("schedule", "stages"), [("1f1b", 2), ("zbv", 4)])
+@pytest.mark.parametrize("way", ["ddp", "fsdp"])
+def test_copies_whose_batches_differ_in_size(
+    workers: Workers, way: str, schedule: str, stages: int
+) -> None:
+    model = LM()
+    losses = [loss_fn(model(TOKENS[:rows]), TARGET[:rows]) for rows in ROWS]
+    loss = torch.stack(losses).mean()
+    loss.backward()
+    norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])  # pyright: ignore
+    for found in workers.run(uneven_copies, way, schedule, stages, ranks=4):
+        torch.testing.assert_close(found, [loss.item(), norm.item()] * 2, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize(("schedule", "stages"), [("1f1b", 2), ("zbv", 4)])
 @pytest.mark.parametrize("way", ["ddp", "fsdp"])
 def test_copies(workers: Workers, way: str, schedule: str, stages: int) -> None:
@@ -288,20 +321,24 @@ def misused(rank: int, group: Any, what: str) -> str:
     ],
 )
 def test_a_call_that_one_rank_makes_alone(workers: Workers, what: str, told: str) -> None:
-    assert workers.run(misused, what) == [
-        f"the ranks disagree on the call: {told} on rank 0; step() on rank 1; make the same calls "
-        "in the same order on every rank"
-    ] * 2
+    assert (
+        workers.run(misused, what)
+        == [
+            f"the ranks disagree on the call: {told} on rank 0; step() on rank 1; make the same calls "
+            "in the same order on every rank"
+        ]
+        * 2
+    )
 
 
 def shuffled_apart(rank: int, group: Any) -> str:
     """Each rank shuffles for itself, by a generator that its own dropout has moved on."""
     pipe = pipeline(group)
     torch.manual_seed(rank)
-    data = list(zip(*batches(1)[0], strict=True))
+    data: Any = list(zip(*batches(1)[0], strict=True))
+    tokens, target = next(iter(torch.utils.data.DataLoader(data, batch_size=8, shuffle=True)))
     with pytest.raises(tl.MismatchError) as caught:
-        for tokens, target in torch.utils.data.DataLoader(data, batch_size=8, shuffle=True):
-            pipe.step(tokens, target=target)
+        pipe.step(tokens, target=target)
     return str(caught.value)
 
 

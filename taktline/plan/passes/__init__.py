@@ -6,9 +6,10 @@ from taktline.plan.passes.add_comm import add_comm
 from taktline.plan.passes.add_reduce import add_reduce
 from taktline.plan.passes.add_shard import add_shard
 from taktline.plan.passes.merge_backward import merge_backward
+from taktline.plan.passes.restrict import restrict
 from taktline.plan.plan import Plan
 
-__all__ = ["add_comm", "add_reduce", "add_shard", "lower", "merge_backward"]
+__all__ = ["add_comm", "add_reduce", "add_shard", "lower", "merge_backward", "restrict"]
 
 
 def lower(

@@ -47,6 +47,8 @@ class _PipelineSchedule(ABC):
     """What runs it, if Taktline's own runtime does."""
     _on_ours: bool | None = None
     """Whether that does; None until a first step."""
+    _warned: bool = False
+    """Whether it was said that micro-batches differ in size."""
 
     def __init__(
         self,

@@ -13,6 +13,7 @@ from torch import nn
 from taktline.compat.torch_pipelining._runtime.ours import Ours, agreed_on_ours
 from taktline.compat.torch_pipelining._stage.compute import Compute
 from taktline.errors import StageUseError
+from taktline.runtime.losses import warn_if_uneven
 from taktline.runtime.microbatch import split_value
 
 if TYPE_CHECKING:
@@ -66,6 +67,8 @@ def run(schedule: _PipelineSchedule, call: Call) -> Any:
     if agreed_on_ours(schedule):
         return Ours.of(schedule).run(call)
     args, kwargs, targets = call.microbatches(schedule)
+    if targets and schedule.scale_grads and not schedule._warned:
+        schedule._warned = warn_if_uneven(0, targets)
     # Not passed where there are none: classes that were written for older torch do not take them.
     loss_kwargs = {} if call.loss_kwargs is None else {"loss_kwargs": call.loss_kwargs}
     with _reduced(schedule, stages):

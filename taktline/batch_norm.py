@@ -1,0 +1,140 @@
+"""Batch norm whose running statistics are those of the batch, not of its micro-batches."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from taktline.aside import current, uncompiled
+
+__all__ = ["DeferredBatchNorm", "Statistics", "update_all"]
+
+
+@dataclass(frozen=True, slots=True)
+class Statistics:
+    """Of one forward, for each channel."""
+
+    count: int
+    mean: torch.Tensor
+    deviation: torch.Tensor
+    """The sum of squared distances from the mean."""
+
+    @classmethod
+    def of(cls, values: torch.Tensor) -> Statistics:
+        """Of values with the channels in dimension 1."""
+        values = values.detach()
+        wide = values if values.dtype == torch.float64 else values.float()
+        others = [dim for dim in range(values.ndim) if dim != 1]
+        variance, mean = torch.var_mean(wide, others, correction=0)
+        count = values.numel() // values.shape[1]
+        return cls(count, mean, variance * count)
+
+    @classmethod
+    def merged(cls, parts: Sequence[Statistics]) -> Statistics:
+        """Of all parts together."""
+        count = sum(part.count for part in parts)
+        mean = torch.stack([part.mean * (part.count / count) for part in parts]).sum(0)
+        deviations = [part.deviation + part.count * (part.mean - mean) ** 2 for part in parts]
+        return cls(count, mean, torch.stack(deviations).sum(0))
+
+
+class DeferredBatchNorm(_BatchNorm):
+    """Batch norm that updates its running statistics once a step, with those of the whole batch.
+
+    In a pipeline, a plain batch norm updates them once a micro-batch, with its statistics. In both,
+    training normalises each micro-batch by itself, since no other one is there. Outside of a
+    pipeline it is a plain batch norm. Blocks that checkpointing runs a second time do not count
+    twice, and neither do steps that have failed.
+
+    It works in models that are cut by hand or by name, not in traced ones.
+
+    >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU())
+    >>> DeferredBatchNorm.convert(model)[1]
+    DeferredBatchNorm(8, eps=1e-05, momentum=0.1, affine=True, bias=True, track_running_stats=True)
+    """
+
+    @classmethod
+    def convert(cls, module: nn.Module) -> nn.Module:
+        """The module with each ``nn.BatchNorm1d``, ``2d`` and ``3d`` in it replaced, in place.
+
+        Parameters, buffers and their names stay. If the module is a batch norm itself, use what
+        comes back.
+        """
+        return cls._convert(module, {})
+
+    @classmethod
+    def _convert(cls, module: nn.Module, known: dict[nn.Module, nn.Module]) -> nn.Module:
+        if module not in known:
+            known[module] = module
+            if type(module) in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d):
+                known[module] = cls._like(module)
+            for name, child in module._modules.items():
+                if child is not None:
+                    module._modules[name] = cls._convert(child, known)
+        return known[module]
+
+    @classmethod
+    def _like(cls, norm: Any) -> DeferredBatchNorm:
+        made = cls(norm.num_features, norm.eps, norm.momentum, norm.affine, device="meta")
+        made.track_running_stats = norm.track_running_stats
+        made._parameters = norm._parameters.copy()
+        made._buffers = norm._buffers.copy()
+        return made.train(norm.training)
+
+    def _check_input_dim(self, input: torch.Tensor) -> None:
+        if input.dim() < 2:
+            raise ValueError(f"expected at least 2 dimensions, not {input.dim()}")
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Normalise; in training, note the statistics."""
+        if not (self.training and self.track_running_stats):
+            return super().forward(input)
+        self._check_input_dim(input)
+        output = F.batch_norm(
+            input, None, None, self.weight, self.bias, training=True, eps=self.eps
+        )
+        _observe(self, input)
+        return output
+
+    @torch.no_grad()
+    def update(self, parts: Sequence[Statistics]) -> None:
+        """Update the running statistics with those of a batch, given in parts."""
+        if self.running_mean is None or self.running_var is None:
+            return
+        factor = self.momentum
+        if self.num_batches_tracked is not None:
+            self.num_batches_tracked.add_(1)
+            if factor is None:  # all batches count the same
+                factor = 1.0 / float(self.num_batches_tracked)
+        factor = factor or 0.0
+        whole = Statistics.merged(parts)
+        variance = whole.deviation / (whole.count - 1)
+        for running, found in ((self.running_mean, whole.mean), (self.running_var, variance)):
+            running.mul_(1 - factor).add_(found.to(running.dtype), alpha=factor)
+
+
+@uncompiled
+def _observe(norm: DeferredBatchNorm, input: torch.Tensor) -> None:
+    current().observe(norm, Statistics.of(input))
+
+
+def update_all(forwards: Iterable[Sequence[tuple[DeferredBatchNorm, Statistics]]]) -> None:
+    """Update every batch norm with what the forwards of a step have noted.
+
+    One that a forward uses several times is updated as often.
+    """
+    found: dict[tuple[DeferredBatchNorm, int], list[Statistics]] = {}
+    for observed in forwards:
+        uses: Counter[DeferredBatchNorm] = Counter()
+        for norm, statistics in observed:
+            found.setdefault((norm, uses[norm]), []).append(statistics)
+            uses[norm] += 1
+    for (norm, _), parts in found.items():
+        norm.update(parts)

@@ -1,0 +1,346 @@
+"""Batches that micro-batches do not divide: each row counts the same, and small ones run fewer."""
+
+from __future__ import annotations
+
+import copy
+import re
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import taktline as tl
+from taktline.errors import BatchError, MismatchError
+from taktline.runtime.microbatch import _Replicate
+from tests.runtime.scenarios import CPU
+from tests.runtime.test_agreement import OF_ONE_BATCH
+from tests.runtime.test_errors import Outcomes, assert_all, make, outcomes
+from tests.workers import Workers
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+__all__ = ["outcomes"]
+
+DIM = 4
+SIZES = [(32, 5), (17, 16), (6, 8), (1, 4), (16, 4)]
+"""Rows, and micro-batches."""
+SCHEDULES = ["gpipe", "1f1b", "interleaved_1f1b", "looped_bfs", "zb_h2", "zbv", "dualpipev"]
+
+
+class Adding(nn.Sequential):
+    """A stage that adds a loss, which is a mean over rows, too."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(DIM, DIM), nn.Tanh())
+        self.double()
+
+    def forward(self, input: Tensor) -> Tensor:
+        output = super().forward(input)
+        tl.add_loss(output.square().mean())
+        return output
+
+
+def modules_for(plan: tl.Plan) -> list[nn.Module]:
+    torch.manual_seed(0)
+    return [Adding() for _ in range(plan.stages)]
+
+
+def batch(rows: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(rows)
+    x, target = torch.randn(2, rows, DIM, dtype=torch.float64, generator=generator)
+    return x, target
+
+
+def expected(modules: list[nn.Module], rows: int, steps: int) -> tuple[list[Tensor], Tensor]:
+    """The gradients of the plain model on the whole batch, and its loss."""
+    model = nn.Sequential(*copy.deepcopy(modules))
+    x, target = batch(rows)
+    with tl.collect_losses() as added:
+        loss = F.mse_loss(model(x), target)
+    torch.stack([loss, *added]).sum().backward()
+    return [steps * p.grad for p in model.parameters() if p.grad is not None], loss.detach()
+
+
+@pytest.mark.parametrize(("rows", "microbatches"), SIZES)
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_pipeline_trains_as_the_model_does(schedule: str, rows: int, microbatches: int) -> None:
+    plan = tl.build(schedule, ranks=2, microbatches=microbatches)
+    modules = modules_for(plan)
+    gradients, loss = expected(modules, rows, steps=3)
+    pipe = tl.Pipeline(modules, schedule=plan, loss_fn=F.mse_loss)
+    x, target = batch(rows)
+    losses: list[Tensor] = []
+    # The first one learns what crosses boundaries.
+    found = [pipe.step(x, target=target, losses=losses) for _ in range(3)]
+    evaluated, output = pipe.eval(x, target=target, return_outputs=True)
+    torch.testing.assert_close([*found, evaluated], [loss] * 4, rtol=1e-12, atol=0)
+    torch.testing.assert_close([p.grad for p in pipe.parameters()], gradients, rtol=1e-11, atol=0)
+    assert (len(losses), len(output)) == (min(rows, microbatches), rows)
+
+
+def alone(rank: int, group: Any, schedule: str, rows: int, microbatches: int) -> Any:
+    """Each rank passes only what it needs."""
+    plan = tl.build(schedule, ranks=2, microbatches=microbatches)
+    modules, mine = modules_for(plan), plan.placement.stages_of(rank)
+    stages = [tl.PipelineStage(modules[s], s, plan.stages, CPU, group=group) for s in mine]
+    runner = tl.ScheduleFromPlan(stages, plan, F.mse_loss)
+    x, target = batch(rows)
+    args, given = ((x,) if 0 in mine else ()), (target if plan.stages - 1 in mine else None)
+    for _ in range(2):
+        runner.step(*args, target=given, share_losses=True)
+    trained = runner.loss
+    runner.eval(*args, target=given, share_losses=True)
+    return {s: [p.grad for p in modules[s].parameters()] for s in mine}, trained, runner.loss
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(("rows", "microbatches"), SIZES)
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv", "dualpipev"])
+def test_processes_train_as_the_model_does(
+    workers: Workers, schedule: str, rows: int, microbatches: int
+) -> None:
+    plan = tl.build(schedule, ranks=2, microbatches=microbatches)
+    gradients, loss = expected(modules_for(plan), rows, steps=2)
+    found = workers.run(alone, schedule, rows, microbatches, ranks=2)
+    by_stage = found[0][0] | found[1][0]
+    flat = [gradient for stage in range(plan.stages) for gradient in by_stage[stage]]
+    torch.testing.assert_close(flat, gradients, rtol=1e-11, atol=0)
+    for _, *losses in found:
+        torch.testing.assert_close(losses, [loss, loss], rtol=1e-12, atol=0)
+
+
+def test_sizes_that_change_and_a_trace() -> None:
+    plan = tl.build("1f1b", ranks=2, microbatches=4)
+    pipe = tl.Pipeline(modules_for(plan), schedule=plan, loss_fn=F.mse_loss)
+    with pipe.trace() as trace:
+        for rows in (8, 3, 8, 5, 3):
+            x, target = batch(rows)
+            loss = pipe.step(x, target=target)
+            torch.testing.assert_close(loss, expected(list(pipe.stages.values()), rows, 1)[1])
+    assert [timeline.plan.microbatches for timeline in trace.timelines] == [4, 3, 4, 4, 3]
+
+
+def test_a_plan_that_is_lowered_already() -> None:
+    plan = tl.lower(tl.build("zbv", ranks=2, microbatches=4), keep_ready=1, reduce=True)
+    modules = modules_for(plan)
+    gradients, _ = expected(modules, 3, steps=1)
+    pipe = tl.Pipeline(modules, schedule=plan, loss_fn=F.mse_loss)
+    x, target = batch(3)
+    pipe.step(x, target=target)
+    torch.testing.assert_close([p.grad for p in pipe.parameters()], gradients)
+
+
+def linear(**options: Any) -> tl.Pipeline:
+    torch.manual_seed(0)
+    stages = [nn.Linear(DIM, DIM).double() for _ in range(2)]
+    usual = {"loss_fn": F.mse_loss, "ranks": 2, "microbatches": 4}
+    return tl.Pipeline(stages, **(usual | options))
+
+
+@pytest.mark.parametrize("rows", [7, 3])
+def test_weights_override_rows(rows: int) -> None:
+    pipe = linear()
+    x, target = batch(rows)
+    weights = [1.0, *[0.0] * (min(rows, 4) - 1)]
+    first = x[: -(-rows // 4)]
+    for run in (pipe.step, pipe.eval):
+        loss = run(x, target=target, loss_weights=weights)
+        alone = pipe.eval(first, target=target[: len(first)])
+        torch.testing.assert_close(loss, alone)
+
+
+@pytest.mark.parametrize("rows", [7, 8, 3])
+def test_a_target_with_several_entries_a_row_is_cut_where_the_batch_is(rows: int) -> None:
+    tokens, seen = 3, []
+
+    def flat_loss(output: Tensor, target: Tensor) -> Tensor:
+        seen.append(target.tolist())
+        return F.mse_loss(output[..., 0].flatten(), target)
+
+    pipe = linear(loss_fn=flat_loss)
+    x = torch.randn(rows, tokens, DIM, dtype=torch.float64)
+    target = torch.arange(rows * tokens, dtype=torch.float64)
+    loss = pipe.step(x, target=target)
+    cut = target.view(rows, tokens).tensor_split(min(rows, 4))
+    assert seen == [part.flatten().tolist() for part in cut]
+    torch.testing.assert_close(loss, F.mse_loss(pipe.eval(x)[..., 0].flatten(), target))
+
+
+def half_a_target(rank: int, group: Any, **options: Any) -> list[float]:
+    """A target with a row for two of the batch's."""
+    torch.manual_seed(0)
+    stage = tl.PipelineStage(nn.Linear(DIM, DIM), rank, 2, CPU, group=group)
+    plan = tl.build("1f1b", ranks=2, microbatches=2)
+    schedule = tl.ScheduleFromPlan([stage], plan, pairwise_loss, **options)
+    losses: list[Tensor] = []
+    x, target = torch.ones(8, DIM), torch.ones(4, DIM)
+    schedule.step(x, target=target, losses=losses, share_losses=True)
+    return [loss.item() for loss in losses]
+
+
+def pairwise_loss(output: Tensor, target: Tensor) -> Tensor:
+    return F.mse_loss(output.unflatten(0, (-1, 2)).mean(1), target)
+
+
+def half_a_target_by_consent(rank: int, group: Any) -> list[float]:
+    return half_a_target(rank, group, target_chunk_spec=tl.TensorChunkSpec(0))
+
+
+def test_a_target_with_half_the_rows(outcomes: Outcomes) -> None:
+    assert_all(
+        outcomes(half_a_target),
+        MismatchError,
+        f"the batch has 8 rows, but the target on rank 1 has 4; {OF_ONE_BATCH}",
+    )
+
+
+def test_a_target_with_half_the_rows_by_consent(outcomes: Outcomes) -> None:
+    first, last = outcomes(half_a_target_by_consent)
+    assert first == last
+    assert len(first) == 2
+
+
+def parted_pairs(rank: int, group: Any) -> None:
+    make_rows(rank, group, 4, target_chunk_spec=tl.TensorChunkSpec(0)).step(
+        torch.ones(12, DIM), target=torch.ones(6, DIM)
+    )
+
+
+def make_rows(rank: int, group: Any, microbatches: int, **options: Any) -> tl.ScheduleFromPlan:
+    torch.manual_seed(rank)
+    stage = tl.PipelineStage(nn.Linear(DIM, DIM), rank, 2, CPU, group=group)
+    plan = tl.build("1f1b", ranks=2, microbatches=microbatches)
+    return tl.ScheduleFromPlan([stage], plan, F.mse_loss, **options)
+
+
+def test_rows_of_one_entry_are_not_parted(outcomes: Outcomes) -> None:
+    assert_all(
+        outcomes(parted_pairs),
+        BatchError,
+        "rank 1: the target has one entry for 2 rows of the batch, and 12 rows in 4 micro-batches "
+        "would part some of them; let the number of micro-batches divide 6",
+    )
+
+
+def test_a_target_for_all() -> None:
+    plan = tl.build("gpipe", ranks=1, microbatches=4)
+    stage = tl.PipelineStage(nn.Linear(DIM, DIM), 0, 1, CPU)
+    seen = []
+
+    def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+        seen.append(target.shape)
+        return F.mse_loss(output, target.expand_as(output))
+
+    schedule = tl.ScheduleFromPlan([stage], plan, loss_fn, target_chunk_spec=_Replicate())
+    schedule.step(torch.ones(8, DIM), target=torch.ones(DIM))
+    assert seen == [(DIM,)] * 4
+
+
+def too_many_weights(rank: int, group: Any) -> tuple[str, int]:
+    """What is found out after the ranks have agreed is raised on each of them; then it goes on."""
+    schedule = make_rows(rank, group, 8)
+    x = torch.ones(6, DIM)
+    with pytest.raises(BatchError) as caught:
+        schedule.step(x, target=x, loss_weights=[1.0] * 8)
+    losses: list[Tensor] = []
+    schedule.step(x, target=x, loss_weights=len, losses=losses, share_losses=True)
+    return str(caught.value), len(losses)
+
+
+def test_weights_for_more_than_there_are(outcomes: Outcomes) -> None:
+    text = (
+        "rank 1: loss_weights has 8 numbers, but there are 6 micro-batches; give one for each, or "
+        "a function of a micro-batch's target: a batch with fewer rows has fewer"
+    )
+    for found, count in outcomes(too_many_weights):
+        assert (found.split("\non rank")[0], count) == (text, 6)
+
+
+def cut_already(rank: int, group: Any) -> None:
+    x = torch.ones(6, DIM)
+    schedule = make_rows(rank, group, 8)
+    if rank == 0:
+        schedule.step(x)
+    else:
+        schedule.step(target_mbs=[x[:1]] * 8)
+
+
+def test_a_small_batch_of_which_some_is_cut_already(outcomes: Outcomes) -> None:
+    assert_all(
+        outcomes(cut_already),
+        BatchError,
+        "rank 1: target_mbs has 8 micro-batches, but the batch has 6 rows and runs as 6; give all "
+        "of it whole, or all of it as micro-batches",
+    )
+
+
+def too_few_in_target(rank: int, group: Any) -> None:
+    schedule = make_rows(rank, group, 4, target_chunk_spec=tl.TensorChunkSpec(0))
+    schedule.step(torch.ones(8, DIM), target=torch.ones(3, DIM))
+
+
+def test_a_target_that_cannot_be_cut(outcomes: Outcomes) -> None:
+    assert_all(
+        outcomes(too_few_in_target),
+        BatchError,
+        "rank 1: target is float32[3, 4]: 3 along dimension 0 cannot be cut into 4 micro-batches; "
+        "give at least 4, or use at most 3 micro-batches",
+    )
+
+
+def test_an_empty_batch() -> None:
+    x = torch.ones(0, DIM, dtype=torch.float64)
+    with pytest.raises(BatchError, match=re.escape("0 along dimension 0 cannot be cut into 4")):
+        linear().step(x, target=x)
+
+
+def warned(schedule: Any, *sizes: int, ready: bool = False, **options: Any) -> list[str]:
+    """What a schedule says of batches of these sizes."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for size in sizes:
+            x = torch.ones(size, DIM)
+            if ready:
+                chunks = x.tensor_split(4)
+                schedule.step(arg_mbs=[(c,) for c in chunks], target_mbs=chunks, **options)
+            else:
+                schedule.step(x, target=x, **options)
+    return [str(warning.message) for warning in caught]
+
+
+@pytest.mark.parametrize("ready", [False, True])
+def test_a_schedule_of_torchs_name_warns_once(ready: bool) -> None:
+    schedule = make(0, None, num_stages=1, schedule=tl.ScheduleGPipe)
+    assert warned(schedule, 8, 12, ready=ready) == []
+    assert warned(schedule, 10, ready=ready, loss_weights=len) == []
+    assert warned(schedule, 10, 10, ready=ready) == [
+        "micro-batches differ in size (3, 3, 2, 2 rows), and each of them counts the same: the "
+        "loss and its gradients are not those of the whole batch. Give batches that 4 "
+        "micro-batches divide, pass loss_weights=… to a schedule of Taktline, or use its Pipeline "
+        "with whole batches, which counts rows"
+    ]
+    assert warned(schedule, 11, ready=ready) == []
+
+
+def test_who_counts_rows_or_sums_does_not_warn() -> None:
+    stage = tl.PipelineStage(nn.Linear(DIM, DIM), 0, 1, CPU)
+    plan = tl.build("gpipe", ranks=1, microbatches=4)
+    assert warned(tl.ScheduleFromPlan([stage], plan, F.mse_loss), 10, 3) == []
+    assert warned(tl.ScheduleGPipe(stage, 4, F.mse_loss, scale_grads=False), 10) == []
+
+
+def test_scale_grads_can_be_set_later() -> None:
+    stage = tl.PipelineStage(nn.Linear(DIM, DIM), 0, 1, CPU)
+    schedule = tl.ScheduleGPipe(stage, 4, F.mse_loss)
+    found = []
+    for scaled in (True, True, False, True):
+        stage.submod.zero_grad()
+        schedule.scale_grads = scaled
+        schedule.step(torch.ones(8, DIM), target=torch.zeros(8, DIM))
+        found.append([p.grad for p in stage.submod.parameters()])
+    torch.testing.assert_close(found[1], found[0], rtol=0, atol=0)
+    torch.testing.assert_close(found[2], [4 * g for g in found[0]])
+    torch.testing.assert_close(found[3], found[0], rtol=0, atol=0)
