@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from taktline.errors import MismatchError
 from taktline.plan import Plan
 from taktline.runtime import ScheduleFromPlan
-from taktline.split import materialise
+from taktline.split import Pipe, materialise
 from taktline.stage import PipelineStage
 from taktline.stage.names import named_parameters
 from taktline.stage.ties import declared
@@ -21,7 +21,7 @@ from taktline.train.choice import Choice, opened, plan_for
 from taktline.train.parts import Model, Parts, stages_in, take_apart
 from taktline.train.ranks import Ranks, meet
 from taktline.train.table import Table
-from taktline.train.wrap import Prepare, check_choice, separate, wrapped
+from taktline.train.wrap import Prepare, check_choice, wrapped
 
 __all__ = ["Built", "Options", "build"]
 
@@ -96,13 +96,14 @@ def build(model: Model, example: Any, asked: Options) -> Built:
         stages=stages_in(model, asked.cuts),
         stages_per_rank=asked.stages_per_rank,
     )
+    if ranks.in_one_process and isinstance(model, nn.Module) and not isinstance(model, Pipe):
+        # As a whole, before it is cut: so it goes on to share all tensors with its stages.
+        materialise(model, ranks.device, state_dict=asked.state_dict)
     parts = take_apart(model, plan, example, asked.cuts, ranks.transport)
     table = Table.of(plan, parts.modules, example, ranks.transport)
     parts.keep([stage for rank in ranks.own for stage in plan.placement.stages_of(rank)])
     for module in parts.modules.values():
         materialise(module, ranks.device, state_dict=asked.state_dict)
-    if ranks.group is None:
-        separate(parts.modules, plan)
     for stage, module in parts.modules.items():
         parts.modules[stage] = _ready(stage, module, ranks, asked)
     seed = None if asked.seed is None else asked.seed + ranks.copy

@@ -33,6 +33,9 @@ class Pipeline:
     Started by torchrun, each process is a rank. Without a launcher all ranks live in this process,
     as many as ``ranks`` says.
 
+    It trains the model's own parameters, in place, moves what it holds to ``device``, and changes
+    nothing else of it. Over processes each trains its own stages, and leaves the rest alone.
+
     Args:
         model: the model; or its stages, cut already: a :class:`Pipe`, :class:`Pieces`, a list of
             modules, or a dict with those of this process by the number of their stage.
