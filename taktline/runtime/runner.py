@@ -40,6 +40,7 @@ from taktline.stage import PipelineStage
 from taktline.transport import Transport, find
 from taktline.transport.control import share_error, share_texts
 from taktline.transport.distributed import Distributed
+from taktline.transport.turn import Turn
 
 __all__ = ["Finish", "Prepare", "Runner"]
 
@@ -67,6 +68,7 @@ class Runner:
         dynamic_shapes: bool,
     ) -> None:
         self._name = name
+        self._turn = Turn(name)
         self._make_plan = make_plan
         self._stages = list(stages)
         self._microbatches = microbatches
@@ -124,7 +126,7 @@ class Runner:
             finish: makes one output of those of the micro-batches.
             trains: whether there is a backward.
         """
-        with self.watch as watch:
+        with self._turn, self.watch as watch:
             try:
                 return self._step(prepare, finish, watch, trains)
             except TransportError as error:

@@ -23,6 +23,7 @@ from taktline.train.parts import Model
 from taktline.train.running import Outputs, evaluating, run, together
 from taktline.train.scaler import Scaler
 from taktline.train.wrap import Prepare
+from taktline.transport.turn import Turn
 
 __all__ = ["Pipeline"]
 
@@ -120,6 +121,7 @@ class Pipeline:
             },
         )
         self._loss_fn = loss_fn
+        self._turn = Turn("this pipeline")
         self._built: Built = build(model, example, options)
         self._ranks = self._built.ranks
 
@@ -183,9 +185,10 @@ class Pipeline:
         scale = 1.0 if scaler is None else self._scale(scaler)
         lists = losses, aux_losses
         options |= {"grad_scale": scale}
-        output, loss = run(
-            self._built, Schedule.step, (args, target, options), lists, return_outputs
-        )
+        with self._turn:
+            output, loss = run(
+                self._built, Schedule.step, (args, target, options), lists, return_outputs
+            )
         return (loss, output) if return_outputs else loss
 
     def eval(
@@ -205,7 +208,7 @@ class Pipeline:
         compared = target is not None or options.get("target_mbs") is not None
         wanted = not compared if return_outputs is None else return_outputs
         batch, lists = (args, target, options), (losses, aux_losses)
-        with evaluating(self.stages.values()):
+        with self._turn, evaluating(self.stages.values()):
             output, loss = run(self._built, Schedule.eval, batch, lists, wanted)
         if not wanted:
             return loss

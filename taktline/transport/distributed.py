@@ -127,8 +127,8 @@ class Distributed:
         if self.size == 1 or not numbers:
             return [list(numbers)] * self.size
         control = self._made_control or self.group
-        mine = torch.tensor(numbers, dtype=torch.int64)
-        everyone = torch.empty(self.size, len(numbers), dtype=torch.int64)
+        mine = torch.tensor(numbers, dtype=torch.int64, device=_CPU)
+        everyone = torch.empty(self.size, len(numbers), dtype=torch.int64, device=_CPU)
         if self.size > _FEW:
             try:
                 control._allgather_base(everyone.view(-1), mine).wait()
