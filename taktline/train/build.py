@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -55,6 +56,17 @@ class Built:
     table: Table
     schedules: dict[int, ScheduleFromPlan]
     """By rank, those of this process."""
+    running: Mapping[str, Any]
+    """What the schedules were made with."""
+
+    def copied(self, memo: dict[int, Any]) -> Built:
+        """The same with copies of all modules, where all ranks are in this process."""
+        ranks = Ranks(self.ranks.size, device=self.ranks.device)
+        parts = copy.deepcopy(self.parts, memo)
+        made = _scheduled(ranks, self.plan, parts, self.table, self.running)
+        for rank, schedule in made.schedules.items():
+            schedule.steps = self.schedules[rank].steps
+        return made
 
     def parameters(self) -> Iterator[tuple[int, str, nn.Parameter]]:
         """The parameters of this process: stage, name in the model, and itself."""
@@ -107,6 +119,16 @@ def build(model: Model, example: Any, asked: Options) -> Built:
     for stage, module in parts.modules.items():
         parts.modules[stage] = _ready(stage, module, ranks, asked)
     seed = None if asked.seed is None else asked.seed + ranks.copy
+    built = _scheduled(ranks, plan, parts, table, {**asked.running, "seed": seed})
+    ranks.made.keep_for(*built.schedules.values(), *parts.modules.values())
+    _require_wrapped(built)
+    return built
+
+
+def _scheduled(
+    ranks: Ranks, plan: Plan, parts: Parts, table: Table, running: Mapping[str, Any]
+) -> Built:
+    """With a schedule for each rank of this process."""
     schedules = {
         rank: ScheduleFromPlan(
             [
@@ -116,14 +138,11 @@ def build(model: Model, example: Any, asked: Options) -> Built:
                 for stage in plan.placement.stages_of(rank)
             ],
             plan,
-            seed=seed,
-            **asked.running,
+            **running,
         )
         for rank in ranks.own
     }
-    built = Built(ranks, plan, parts, table, schedules)
-    _require_wrapped(built)
-    return built
+    return Built(ranks, plan, parts, table, schedules, running)
 
 
 def _ready(stage: int, module: nn.Module, ranks: Ranks, asked: Options) -> nn.Module:
