@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from threading import local
-from typing import Any, ClassVar, Self, TypeVar
+from typing import Any, Self, TypeVar
 
 import torch
 from torch.utils import _pytree as pytree
@@ -58,12 +58,12 @@ class Aside:
         self.replays = False  # blocks run a second time: values can be got again, the rest is known
 
     def __enter__(self) -> Self:
-        self._outer = (_here.aside, _Here.latest)
-        _here.aside = _Here.latest = self
+        self._outer = _here.aside
+        _here.aside = self
         return self
 
     def __exit__(self, *_: object) -> None:
-        _here.aside, _Here.latest = self._outer
+        _here.aside = self._outer
 
     def put(self, name: str, value: torch.Tensor) -> None:
         """Hand a value to later stages."""
@@ -120,11 +120,8 @@ def _listed(skips: Mapping[str, Skip]) -> str:
     return ", ".join(f"{name!r} (put by stage {skip.stage})" for name, skip in skips.items())
 
 
-class _Plain(Aside):
+class _Outside(Aside):
     """Outside of a pipeline, where nothing tells one forward from the next."""
-
-    def __init__(self) -> None:
-        super().__init__(0, {})
 
     def put(self, name: str, value: torch.Tensor) -> None:
         """Keep a value until the next one of that name."""
@@ -134,24 +131,38 @@ class _Plain(Aside):
         """Update the module at once: a forward has the whole batch."""
         module.update([statistics])
 
+    def add(self, loss: torch.Tensor) -> None:
+        """Drop it: nobody asks for losses, as when a trained model is used."""
+
     def _missing(self, name: str) -> str:
         there = ", ".join(map(repr, self.skips)) or "nothing"
         return f"{name!r} was not put before it is got; so far there is {there}"
 
 
-class _Outside(_Plain):
-    """Where nobody asks for losses, as when a trained model is used."""
+class _Collector(Aside):
+    """Where losses are asked for; values go the way that they would go without it."""
 
-    def add(self, loss: torch.Tensor) -> None:
-        """Drop it."""
+    def __init__(self, around: Aside) -> None:
+        super().__init__(around.stage, around.skips)
+        self._around = around
+
+    def put(self, name: str, value: torch.Tensor) -> None:
+        """Hand a value to what is around."""
+        self._around.put(name, value)
+
+    def get(self, name: str) -> torch.Tensor:
+        """A value of what is around."""
+        return self._around.get(name)
+
+
+# One for all threads: on a GPU, plain autograd runs blocks a second time on threads of its own.
+_outside = _Outside(0, {})
 
 
 class _Here(local):
-    """What is open on this thread."""
+    """What is open on this thread, where a pipeline runs the backward, too."""
 
-    aside: Aside | None = None
-    latest: ClassVar[Aside] = _Outside()
-    """On all threads: on a GPU, blocks run a second time on one that autograd has started."""
+    aside: Aside = _outside
 
 
 _here = _Here()
@@ -159,7 +170,7 @@ _here = _Here()
 
 def current() -> Aside:
     """The aside of the forward that is running."""
-    return _here.aside or _Here.latest
+    return _here.aside
 
 
 def uncompiled(function: _Function) -> _Function:
@@ -175,6 +186,7 @@ def add_loss(loss: torch.Tensor) -> None:
 
     Its gradients flow, scaled by the rows of its micro-batch, and ``step(aux_losses=[])`` tells
     its value. Outside of a pipeline nothing happens, unless :func:`collect_losses` asks for it.
+    A thread that the forward starts is outside of it: add there what such a thread has returned.
 
     >>> import taktline as tl
     >>> class Router(torch.nn.Linear):
@@ -215,7 +227,7 @@ def collect_losses() -> Iterator[list[torch.Tensor]]:
     >>> sum(losses)
     tensor(2.)
     """
-    with _Plain() as aside:
+    with _Collector(current()) as aside:
         yield aside.losses
 
 

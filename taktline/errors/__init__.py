@@ -13,6 +13,7 @@
     │   ├── InvalidActionError   a text is not an action of torch's; a RuntimeError as well
     │   └── InvalidOrderError    the same of an order written for torch; an AssertionError as well
     ├── InstallError         torch's own package cannot be replaced any more
+    ├── UseError             a pipeline is used while it runs, or after it was closed, or copied
     ├── StageUseError        a stage is used as it cannot be; a RuntimeError as well, as in torch
     ├── CallOrderError       a call comes before the one it needs; an AssertionError, as in torch
     ├── TransportError       ranks cannot talk to each other as asked
@@ -75,6 +76,7 @@ __all__ = [
     "StateError",
     "TaktlineError",
     "TransportError",
+    "UseError",
 ]
 
 
@@ -316,6 +318,15 @@ class SplitError(TaktlineError):
     >>> raise SplitError("dw_builder of stage 0 must give a function, not None")
     Traceback (most recent call last):
     taktline.errors.SplitError: dw_builder of stage 0 must give a function, not None
+    """
+
+
+class UseError(TaktlineError):
+    """A pipeline is used while it runs, or after it was closed, or copied where that cannot be.
+
+    >>> raise UseError("this pipeline was closed; make a new one")
+    Traceback (most recent call last):
+    taktline.errors.UseError: this pipeline was closed; make a new one
     """
 
 

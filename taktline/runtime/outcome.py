@@ -40,7 +40,9 @@ class Outcome:
             losses = {} if failed else feed.losses
             aux = {} if failed else feed.aux_losses
             numbers += [_code(losses[0].dtype) if losses else _NO_LOSS, int(bool(aux))]
-            scales = torch.tensor([] if failed else feed.scales or [], dtype=torch.float64)
+            scales = torch.tensor(
+                [] if failed else feed.scales or [], dtype=torch.float64, device="cpu"
+            )
             counts = dict(enumerate(scales))
             numbers += [*_bits(losses, shares), *_bits(aux, shares), *_bits(counts, shares)]
         return cls(numbers)
@@ -62,8 +64,12 @@ class Outcome:
             if has_aux:
                 added = enumerate(values[count : 2 * count])
                 aux = {m: aux.get(m, 0.0) + value for m, value in added}
-        feed.losses = {m: torch.tensor(value, dtype=dtype) for m, value in losses.items()}
-        feed.aux_losses = {m: torch.tensor(value, dtype=dtype) for m, value in aux.items()}
+        feed.losses = {
+            m: torch.tensor(value, dtype=dtype, device="cpu") for m, value in losses.items()
+        }
+        feed.aux_losses = {
+            m: torch.tensor(value, dtype=dtype, device="cpu") for m, value in aux.items()
+        }
 
 
 def _code(dtype: torch.dtype) -> int:
@@ -73,7 +79,7 @@ def _code(dtype: torch.dtype) -> int:
 
 def _bits(losses: Mapping[int, torch.Tensor], count: int) -> tuple[int, ...]:
     """Numbers with all their digits, where only integers can go."""
-    zero = torch.zeros(())
+    zero = torch.zeros((), device="cpu")
     values = [losses.get(m, zero).to(torch.float64) for m in range(count)]
     # Together, so that a GPU is waited for once.
     together = torch.stack([value.to(values[0].device) for value in values])

@@ -46,6 +46,7 @@ from taktline.stage import PipelineStage
 from taktline.transport import Transport, find
 from taktline.transport.control import share_error, share_texts
 from taktline.transport.distributed import Distributed
+from taktline.transport.turn import Turn
 
 __all__ = ["Finish", "Fit", "Prepare", "Runner"]
 
@@ -75,6 +76,7 @@ class Runner:
     ) -> None:
         """``parts`` is into how many micro-batches a batch with so many rows is cut."""
         self._name = name
+        self._turn = Turn(name)
         self._make_plan = make_plan
         self._stages = list(stages)
         self._microbatches = microbatches
@@ -136,7 +138,7 @@ class Runner:
             trains: whether there is a backward.
         """
         self._calls += 1
-        with self.watch as watch:
+        with self._turn, self.watch as watch:
             try:
                 return self._step(prepare, fit, finish, watch, trains)
             except TransportError as error:

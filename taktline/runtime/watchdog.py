@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 from types import FrameType
 from typing import Protocol, Self
+from weakref import WeakSet
 
 from taktline.plan import Kind
 from taktline.plan.words import counted
@@ -131,7 +132,7 @@ class _Dog:
 
     def __init__(self) -> None:
         self._watched: list[_Looked] = []
-        self._left: list[_Looked] = []
+        self._left: WeakSet[_Looked] = WeakSet()  # a schedule that is gone leaves no word
         self._needed = threading.Event()
         self._hurry = threading.Event()
         self._pause = 0.0
@@ -154,7 +155,7 @@ class _Dog:
         """Look no longer."""
         if watch in self._watched:
             self._watched.remove(watch)
-            self._left.append(watch)
+            self._left.add(watch)
 
     def _run(self) -> None:
         while True:
@@ -163,16 +164,19 @@ class _Dog:
             self._pause = _tick(min(seconds, default=STALL_SECONDS))
             self._hurry.wait(self._pause)
             self._hurry.clear()
-            left, self._left = self._left, []
-            running = list(self._watched)
-            for watch in dict.fromkeys([*running, *left]):
-                try:
-                    watch.look() if watch in running else watch.rest()
-                except Exception as error:  # the step matters more than what is told of it
-                    _log.debug("the watchdog could not look: %s", error)
+            self._look()
             self._needed.clear()
             if self._watched:  # looked up afterwards, since a step may begin in between
                 self._needed.set()
+
+    def _look(self) -> None:
+        left, self._left = self._left, WeakSet()
+        running = list(self._watched)
+        for watch in dict.fromkeys([*running, *left]):
+            try:
+                watch.look() if watch in running else watch.rest()
+            except Exception as error:  # the step matters more than what is told of it
+                _log.debug("the watchdog could not look: %s", error)
 
 
 _dog = _Dog()

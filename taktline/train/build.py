@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from taktline.errors import MismatchError
 from taktline.plan import Plan
 from taktline.runtime import ScheduleFromPlan
-from taktline.split import materialise
+from taktline.split import Pipe, materialise
 from taktline.stage import PipelineStage
 from taktline.stage.names import named_parameters
 from taktline.stage.ties import declared
@@ -21,7 +22,7 @@ from taktline.train.choice import Choice, opened, plan_for
 from taktline.train.parts import Model, Parts, stages_in, take_apart
 from taktline.train.ranks import Ranks, meet
 from taktline.train.table import Table
-from taktline.train.wrap import Prepare, check_choice, separate, wrapped
+from taktline.train.wrap import Prepare, check_choice, wrapped
 
 __all__ = ["Built", "Options", "build"]
 
@@ -55,6 +56,17 @@ class Built:
     table: Table
     schedules: dict[int, ScheduleFromPlan]
     """By rank, those of this process."""
+    running: Mapping[str, Any]
+    """What the schedules were made with."""
+
+    def copied(self, memo: dict[int, Any]) -> Built:
+        """The same with copies of all modules, where all ranks are in this process."""
+        ranks = Ranks(self.ranks.size, device=self.ranks.device)
+        parts = copy.deepcopy(self.parts, memo)
+        made = _scheduled(ranks, self.plan, parts, self.table, self.running)
+        for rank, schedule in made.schedules.items():
+            schedule.steps = self.schedules[rank].steps
+        return made
 
     def parameters(self) -> Iterator[tuple[int, str, nn.Parameter]]:
         """The parameters of this process: stage, name in the model, and itself."""
@@ -96,16 +108,27 @@ def build(model: Model, example: Any, asked: Options) -> Built:
         stages=stages_in(model, asked.cuts),
         stages_per_rank=asked.stages_per_rank,
     )
+    if ranks.in_one_process and isinstance(model, nn.Module) and not isinstance(model, Pipe):
+        # As a whole, before it is cut: so it goes on to share all tensors with its stages.
+        materialise(model, ranks.device, state_dict=asked.state_dict)
     parts = take_apart(model, plan, example, asked.cuts, ranks.transport)
     table = Table.of(plan, parts.modules, example, ranks.transport)
     parts.keep([stage for rank in ranks.own for stage in plan.placement.stages_of(rank)])
     for module in parts.modules.values():
         materialise(module, ranks.device, state_dict=asked.state_dict)
-    if ranks.group is None:
-        separate(parts.modules, plan)
     for stage, module in parts.modules.items():
         parts.modules[stage] = _ready(stage, module, ranks, asked)
     seed = None if asked.seed is None else asked.seed + ranks.copy
+    built = _scheduled(ranks, plan, parts, table, {**asked.running, "seed": seed})
+    ranks.made.keep_for(*built.schedules.values(), *parts.modules.values())
+    _require_wrapped(built)
+    return built
+
+
+def _scheduled(
+    ranks: Ranks, plan: Plan, parts: Parts, table: Table, running: Mapping[str, Any]
+) -> Built:
+    """With a schedule for each rank of this process."""
     schedules = {
         rank: ScheduleFromPlan(
             [
@@ -115,17 +138,14 @@ def build(model: Model, example: Any, asked: Options) -> Built:
                 for stage in plan.placement.stages_of(rank)
             ],
             plan,
-            seed=seed,
-            **asked.running,
+            **running,
         )
         for rank in ranks.own
     }
     for each in schedules.values():
         # Keyword arguments are the model's, so every rank is given the same.
         each._compared = ("args", "kwargs", "target")
-    built = Built(ranks, plan, parts, table, schedules)
-    _require_wrapped(built)
-    return built
+    return Built(ranks, plan, parts, table, schedules, running)
 
 
 def _ready(stage: int, module: nn.Module, ranks: Ranks, asked: Options) -> nn.Module:

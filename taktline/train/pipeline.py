@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import gc
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn, Self
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from taktline.errors import LossError, MismatchError, ScheduleError
+from taktline.errors import LossError, MismatchError, ScheduleError, UseError
 from taktline.plan import Kind, Plan
 from taktline.runtime import Trace
 from taktline.runtime.schedule import ArgsSpec, KwargsSpec, LossFn, MergeSpec, Schedule
@@ -21,11 +22,18 @@ from taktline.train.choice import Choice
 from taktline.train.loader import SharedLoader
 from taktline.train.norm import clip, norm_of
 from taktline.train.parts import Model
+from taktline.train.ranks import Ranks
 from taktline.train.running import Outputs, evaluating, run, together
 from taktline.train.scaler import Scaler
 from taktline.train.wrap import Prepare
+from taktline.transport.turn import Turn
 
 __all__ = ["Pipeline"]
+
+_NO_COPY = (
+    "it cannot be copied or pickled; save pipe.state_dict(gathered=True), make another "
+    "pipeline, and load it there"
+)
 
 
 class Pipeline:
@@ -33,6 +41,9 @@ class Pipeline:
 
     Started by torchrun, each process is a rank. Without a launcher all ranks live in this process,
     as many as ``ranks`` says.
+
+    It trains the model's own parameters, in place, moves what it holds to ``device``, and changes
+    nothing else of it. Over processes each trains its own stages, and leaves the rest alone.
 
     Args:
         model: the model; or its stages, cut already: a :class:`Pipe`, :class:`Pieces`, a list of
@@ -123,8 +134,18 @@ class Pipeline:
             },
         )
         self._loss_fn = loss_fn
-        self._built: Built = build(model, example, options)
-        self._ranks = self._built.ranks
+        self._turn = Turn("this pipeline")
+        self._live: Built | None = build(model, example, options)
+
+    @property
+    def _built(self) -> Built:
+        if self._live is None:
+            raise UseError("this pipeline was closed; make a new one")
+        return self._live
+
+    @property
+    def _ranks(self) -> Ranks:
+        return self._built.ranks
 
     @property
     def plan(self) -> Plan:
@@ -198,9 +219,10 @@ class Pipeline:
         scale = 1.0 if scaler is None else self._scale(scaler)
         lists = losses, aux_losses
         options |= {"grad_scale": scale}
-        output, loss = run(
-            self._built, Schedule.step, (args, target, options), lists, return_outputs
-        )
+        with self._turn:
+            output, loss = run(
+                self._built, Schedule.step, (args, target, options), lists, return_outputs
+            )
         return (loss, output) if return_outputs else loss
 
     def eval(
@@ -220,7 +242,7 @@ class Pipeline:
         compared = target is not None or options.get("target_mbs") is not None
         wanted = not compared if return_outputs is None else return_outputs
         batch, lists = (args, target, options), (losses, aux_losses)
-        with evaluating(self.stages.values()):
+        with self._turn, evaluating(self.stages.values()):
             output, loss = run(self._built, Schedule.eval, batch, lists, wanted)
         if not wanted:
             return loss
@@ -312,6 +334,47 @@ class Pipeline:
         """Load a state of the whole model, or what this process needs of it."""
         state.load(self._built.parts, state_dict, strict=strict)
 
+    def close(self) -> None:
+        """Free all but the model: connections to other ranks, and groups that it has made.
+
+        It cannot be used from then on, and nor can tensors that it has sharded. Every rank closes
+        its own, and waits for nobody. ``with Pipeline(…) as pipe:`` closes it at the end; so
+        does Python, once nobody uses it or its stages any more.
+
+        >>> stages = [nn.Linear(2, 2), nn.Linear(2, 2)]
+        >>> with Pipeline(stages, microbatches=2, ranks=2) as pipe:
+        ...     output = pipe.eval(torch.ones(4, 2))
+        >>> pipe
+        Pipeline(closed)
+        """
+        with self._turn:
+            if self._live is None:
+                return
+            alone = self._ranks.group is None
+            self._ranks.made.close()
+            self._live = None
+            if not alone:
+                gc.collect()  # wrapped stages and their hooks hold each other, and connections
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Pipeline:
+        """In one process: a pipeline of its own, with copies of the model's modules."""
+        if self._ranks.group is not None:
+            raise UseError(f"this pipeline runs over several processes, so {_NO_COPY}")
+        made = Pipeline.__new__(Pipeline)
+        made._loss_fn = self._loss_fn
+        made._turn = Turn("this pipeline")
+        made._live = self._built.copied(memo)
+        return made
+
+    def __reduce__(self) -> NoReturn:
+        raise UseError(f"a pipeline belongs to its process, so {_NO_COPY}")
+
     def _scale(self, scaler: torch.amp.GradScaler) -> float:
         if not isinstance(scaler, Scaler) and not self._ranks.in_one_process:
             raise MismatchError(
@@ -327,10 +390,12 @@ class Pipeline:
             raise LossError("step() trains, so it needs a loss: Pipeline(…, loss_fn=…)")
 
     def __repr__(self) -> str:
+        if self._live is None:
+            return "Pipeline(closed)"
         return (
             f"Pipeline({self.plan.name} on {self._ranks}: {self.plan.stages} stages, "
             f"{self.plan.microbatches} micro-batches, {self.device})"
         )
 
     def __str__(self) -> str:
-        return f"{self!r}\n{self._built.table}"
+        return repr(self) if self._live is None else f"{self!r}\n{self._live.table}"

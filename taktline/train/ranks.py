@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from taktline.errors import MismatchError
 from taktline.plan.words import counted
+from taktline.train.groups import Groups
 from taktline.transport import Transport, find
 from taktline.transport.alone import Alone
 from taktline.transport.control import share_floats
@@ -43,11 +44,14 @@ class Ranks:
         device: torch.device,
         group: ProcessGroup | None = None,
         mesh: DeviceMesh | None = None,
+        made: Groups | None = None,
     ) -> None:
+        """``made`` are the groups of the mesh, if it was made for this pipeline."""
         self.size = size
         self.device = device
         self.group = group
         self.mesh = mesh
+        self.made = made or Groups()
         self._local = LocalRanks(size) if group is None and size > 1 else None
         self.own = tuple(range(size)) if group is None else (group.rank(),)
         """The ranks in this process."""
@@ -157,8 +161,10 @@ def meet(
     if not dist.is_initialized():
         dist.init_process_group("gloo" if device.type == "cpu" else None)
         atexit.register(_leave)
+    made = None
     if mesh is None:
         mesh = _mesh(ranks, data_parallel, device)
+        made = Groups(group for group in mesh.get_all_groups() if group is not dist.group.WORLD)
     names = mesh.mesh_dim_names or ()
     if PIPELINE not in names:
         raise MismatchError(
@@ -170,7 +176,7 @@ def meet(
         raise MismatchError(
             f"ranks is {ranks}, but the mesh has {group.size()} in {PIPELINE!r}; leave out ranks"
         )
-    found = Ranks(group.size(), device=device, group=group, mesh=mesh)
+    found = Ranks(group.size(), device=device, group=group, mesh=mesh, made=made)
     if data_parallel is not None and not found.data_dims:
         raise MismatchError(
             f"data_parallel={data_parallel!r}, but no dimension of the mesh {list(names)} is for "

@@ -60,7 +60,7 @@ def run(
         output = shared_output(output, ranks, built.plan.placement.rank_of[-1])
     loss = built.schedules[ranks.own[0]].loss
     if loss is not None and ranks.replicas > 1:
-        loss = torch.tensor(ranks.mean_of_copies(float(loss)), dtype=loss.dtype)
+        loss = torch.tensor(ranks.mean_of_copies(float(loss)), dtype=loss.dtype, device="cpu")
     return output, loss
 
 
@@ -82,14 +82,23 @@ def together(
 ) -> Iterator[list[T]]:
     """A block of every rank, entered and left on that rank."""
     blocks = {rank: block(schedule) for rank, schedule in built.schedules.items()}
-    inside = built.ranks.each(lambda rank: blocks[rank].__enter__())
+    inside: dict[int, T] = {}
+
+    def enter(rank: int) -> None:
+        inside[rank] = blocks[rank].__enter__()
+
+    def leave(error: BaseException | None) -> None:
+        told = (None, None, None) if error is None else (type(error), error, error.__traceback__)
+        # If one could not be entered, those that were are left.
+        built.ranks.each(lambda rank: rank in inside and blocks[rank].__exit__(*told))
+
     try:
-        yield inside
+        built.ranks.each(enter)
+        yield [inside[rank] for rank in built.ranks.own]
     except BaseException as error:
-        told = type(error), error, error.__traceback__
-        built.ranks.each(lambda rank: blocks[rank].__exit__(*told))
+        leave(error)
         raise
-    built.ranks.each(lambda rank: blocks[rank].__exit__(None, None, None))
+    leave(None)
 
 
 @contextmanager

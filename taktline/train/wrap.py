@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import TypeAlias
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from taktline.errors import MismatchError
-from taktline.plan import Plan
 from taktline.split.traced.module import StageModule
-from taktline.stage.names import named_parameters
-from taktline.stage.ties import declared
 from taktline.train.ranks import Ranks
 
-__all__ = ["Prepare", "check_choice", "separate", "wrapped"]
+__all__ = ["Prepare", "check_choice", "wrapped"]
 
 Prepare: TypeAlias = Callable[[nn.Module, int], nn.Module]
 """Makes a module and the number of its stage ready: compiles it, checkpoints, splits layers."""
@@ -27,30 +24,6 @@ def check_choice(data_parallel: str | None) -> None:
     """Raise unless there is such a way of data parallelism."""
     if data_parallel is not None and data_parallel not in WAYS:
         raise MismatchError(f'data_parallel is "ddp", "fsdp" or None, not {data_parallel!r}')
-
-
-def separate(modules: Mapping[int, nn.Module], plan: Plan) -> None:
-    """Let the stages of each rank have their own copy of a tied weight, as in processes."""
-    for tie in {tie: None for module in modules.values() for tie in declared(module)}:
-        copies: dict[int, nn.Parameter] = {}
-        for stage, name in tie.uses:
-            rank = plan.placement.rank_of[stage]
-            parameter = named_parameters(modules[stage])[name]
-            if rank not in copies:
-                copies[rank] = _copy(parameter) if copies else parameter
-            _replace(modules[stage], parameter, copies[rank])
-
-
-def _copy(parameter: nn.Parameter) -> nn.Parameter:
-    return nn.Parameter(parameter.detach().clone(), parameter.requires_grad)
-
-
-def _replace(module: nn.Module, old: nn.Parameter, new: nn.Parameter) -> None:
-    """Put a parameter in the place of another one, wherever a module has it."""
-    for inner in module.modules():
-        for key, value in inner._parameters.items():
-            if value is old:
-                inner._parameters[key] = new
 
 
 def wrapped(module: nn.Module, ranks: Ranks, data_parallel: str | None) -> nn.Module:

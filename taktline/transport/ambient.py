@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from contextvars import copy_context
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
+from torch import overrides
+from torch.autograd.graph import disable_saved_tensors_hooks, saved_tensors_hooks
+from torch.utils import _python_dispatch
 
 __all__ = ["Ambient", "Random"]
+
+T = TypeVar("T")
 
 _CASTS = ("cpu", "cuda")
 
@@ -38,16 +45,20 @@ class Random:
 
 
 class Ambient:
-    """What the caller's thread has set, to be set in another one: gradients, autocast, stream.
+    """What the caller's thread has set, to be set in another one.
+
+    Modes of gradients, inference and autocast, the stream, hooks on saved tensors, modes that see
+    functions and operations (``torch.device`` blocks, ``FlopCounterMode``), context variables.
 
     >>> with torch.no_grad():
     ...     ambient = Ambient()
-    >>> with ambient.entered():
-    ...     torch.is_grad_enabled()
+    >>> ambient.run(torch.is_grad_enabled)
     False
     """
 
     def __init__(self) -> None:
+        self._context = copy_context()
+        self._inference = torch.is_inference_mode_enabled()
         self._grad = torch.is_grad_enabled()
         self._casts = [
             (kind, torch.get_autocast_dtype(kind))
@@ -57,14 +68,67 @@ class Ambient:
         self._cached = torch.is_autocast_cache_enabled()
         # A stream brings its device along.
         self._stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
+        self._hooks = _Hooks()
+        self._modes = _Modes()
+
+    def run(self, fn: Callable[..., T], *args: Any) -> T:
+        """Call a function where this thread has the same, with a copy of the context variables."""
+        return self._context.copy().run(self._run, fn, *args)
+
+    def _run(self, fn: Callable[..., T], *args: Any) -> T:
+        if self._stream is not None:
+            torch.cuda.set_stream(self._stream)
+        with ExitStack() as stack:
+            stack.enter_context(torch.inference_mode(self._inference))
+            stack.enter_context(torch.set_grad_enabled(self._grad))
+            for kind, dtype in self._casts:
+                stack.enter_context(torch.autocast(kind, dtype=dtype, cache_enabled=self._cached))
+            stack.enter_context(self._hooks.entered())
+            stack.enter_context(self._modes.entered())
+            return fn(*args)
+
+
+# What follows uses private names of torch, as there are no public ones to read what a thread has.
+
+
+class _Hooks:
+    """Hooks on the tensors that autograd saves; of several, the innermost are the ones called."""
+
+    def __init__(self) -> None:
+        private: Any = torch._C._autograd  # pyright: ignore[reportAttributeAccessIssue]
+        self._pair = private._top_saved_tensors_default_hooks(False)
+        self._refusal = private._saved_tensors_hooks_get_disabled_error_message()
 
     @contextmanager
     def entered(self) -> Iterator[None]:
         """Inside, this thread has the same."""
-        if self._stream is not None:
-            torch.cuda.set_stream(self._stream)
         with ExitStack() as stack:
-            stack.enter_context(torch.set_grad_enabled(self._grad))
-            for kind, dtype in self._casts:
-                stack.enter_context(torch.autocast(kind, dtype=dtype, cache_enabled=self._cached))
+            if self._pair is not None:
+                stack.enter_context(saved_tensors_hooks(*self._pair))
+            if self._refusal is not None:
+                stack.enter_context(disable_saved_tensors_hooks(self._refusal))
             yield
+
+
+class _Modes:
+    """Modes that see functions (``torch.device`` blocks) or operations (``FlopCounterMode``)."""
+
+    def __init__(self) -> None:
+        self._functions = overrides._get_current_function_mode_stack()
+        self._operations = _python_dispatch._get_current_dispatch_mode_stack()
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """Inside, this thread has the same."""
+        # Pushed, not entered: a mode has state, which entering may begin anew.
+        for mode in self._operations:
+            _python_dispatch._push_mode(mode)
+        for mode in self._functions:
+            overrides._push_mode(mode)
+        try:
+            yield
+        finally:
+            for _ in self._functions:
+                overrides._pop_mode()
+            for mode in reversed(self._operations):
+                _python_dispatch._pop_mode(getattr(mode, "_mode_key", None))

@@ -143,7 +143,9 @@ class Distributed:
         missing = [frame.missing for frame in frames]
         if not any(missing):
             return [frame.numbers for frame in frames]
-        rest = torch.tensor(numbers[len(numbers) - missing[self.rank] :], dtype=torch.int64)
+        rest = torch.tensor(
+            numbers[len(numbers) - missing[self.rank] :], dtype=torch.int64, device=_CPU
+        )
         return [
             [*frame.numbers, *more.tolist()]
             for frame, more in zip(frames, self._swap(rest, missing, what), strict=True)
@@ -153,15 +155,15 @@ class Distributed:
         """The numbers of every rank, of which each knows how many they are."""
         control = self._made_control or self.group
         if self.size > _FEW:
-            padded = torch.zeros(max(sizes), dtype=torch.int64)
+            padded = torch.zeros(max(sizes), dtype=torch.int64, device=_CPU)
             padded[: len(mine)] = mine
-            everyone = torch.empty(self.size, max(sizes), dtype=torch.int64)
+            everyone = torch.empty(self.size, max(sizes), dtype=torch.int64, device=_CPU)
             try:
                 control._allgather_base(everyone.view(-1), padded).wait()
             except RuntimeError as error:
                 raise _failure(error, self.rank, None, what) from error
             return [row[:size] for row, size in zip(everyone, sizes, strict=True)]
-        arrived = [torch.empty(size, dtype=torch.int64) for size in sizes]
+        arrived = [torch.empty(size, dtype=torch.int64, device=_CPU) for size in sizes]
         arrived[self.rank] = mine
         errors: list[TransportError] = []
         handles: list[Handle] = []

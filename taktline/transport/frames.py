@@ -73,7 +73,7 @@ def framed(numbers: Sequence[int], what: str) -> torch.Tensor:
             f"{what} takes {len(numbers):,} numbers; at most {_MOST:,} can be shared"
         )
     words = [_MARK, len(numbers), *_label(what), *numbers[: FRAME - _HEAD]]
-    return torch.tensor(words + [0] * (FRAME - len(words)), dtype=torch.int64)
+    return torch.tensor(words + [0] * (FRAME - len(words)), dtype=torch.int64, device="cpu")
 
 
 @lru_cache

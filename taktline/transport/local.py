@@ -27,6 +27,7 @@ from taktline.plan.words import counted
 from taktline.transport.ambient import Ambient, Random
 from taktline.transport.base import Channel, Handle, Post
 from taktline.transport.frames import Frame, agreed
+from taktline.transport.turn import Turn
 
 __all__ = ["LocalRanks", "LocalTransport", "current", "run"]
 
@@ -160,8 +161,7 @@ class LocalTransport:
         self.random.restore()
         try:
             self._check_turn()
-            with world.ambient.entered():
-                results[self.rank] = fn(self.rank)
+            results[self.rank] = world.ambient.run(fn, self.rank)
         except BaseException as error:
             self._end = f"has raised {type(error).__name__}"
             if not world.errors:
@@ -199,6 +199,7 @@ class LocalRanks:
         self.posted: defaultdict[tuple[Channel, str], deque[_Message]] = defaultdict(deque)
         self.errors: list[BaseException] = []
         self.interrupts: list[BaseException] = []
+        self._running = Turn("this set of local ranks")
         self._begin()
 
     def _begin(self) -> None:
@@ -218,6 +219,10 @@ class LocalRanks:
 
     def run(self, fn: Callable[[int], Any]) -> list[Any]:
         """Call a function on each rank, and leave no thread behind, whatever happens."""
+        with self._running:
+            return self._run(fn)
+
+    def _run(self, fn: Callable[[int], Any]) -> list[Any]:
         self._begin()
         results: list[Any] = [None] * len(self.ranks)
         threads = [threading.Thread(target=rank._live, args=(fn, results)) for rank in self.ranks]

@@ -319,10 +319,10 @@ def test_something_that_is_no_tensor() -> None:
 
 
 def test_outside_of_a_pipeline() -> None:
-    with tl.collect_losses():
-        tl.skip.put("inside", torch.ones(1))
-        tl.skip.put("inside", torch.zeros(1))
-        assert torch.equal(tl.skip.get("inside"), torch.zeros(1))
+    tl.skip.put("outside", torch.ones(1))
+    tl.skip.put("outside", torch.zeros(1))
+    with tl.collect_losses():  # which collects losses, and nothing else
+        assert torch.equal(tl.skip.get("outside"), torch.zeros(1))
     with pytest.raises(SkipError) as caught:
-        tl.skip.get("inside")
-    assert str(caught.value).startswith("'inside' was not put before it is got; so far there is ")
+        tl.skip.get("never put")
+    assert str(caught.value).startswith("'never put' was not put before it is got; so far there")

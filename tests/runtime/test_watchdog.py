@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import re
 import threading
 import time
 from typing import Any
+from weakref import ref
 
 import pytest
 import torch
@@ -160,6 +162,16 @@ def test_one_thread_looks_after_all_steps() -> None:
         assert dogs[0].daemon
     with watches[0]:
         assert dogs == [t for t in threading.enumerate() if t.name == "taktline watchdog"]
+
+
+def test_a_watch_that_is_dropped_is_not_kept() -> None:
+    watch = Watch("Schedule1F1B", 0, Board(HashStore(), 0, 1))
+    with watch:
+        pass
+    kept = ref(watch)
+    del watch
+    gc.collect()
+    assert kept() is None
 
 
 def test_a_store_that_is_gone_does_not_disturb_a_step() -> None:

@@ -310,3 +310,14 @@ def test_a_piece_can_be_copied() -> None:
     copies[1](*copies[0](x)).sum().backward()
     assert gradients(model) == {}
     assert gradients(*copies).keys() == dict(model.named_parameters()).keys()
+
+
+def test_lengths_that_keep_changing_are_forgotten() -> None:
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(6)))
+    pieces = tl.split.by_names(model, ["2", "4"], example=(torch.ones(1, 4),))
+    for length in (*range(1, 200), 1):
+        x = torch.ones(length, 4)
+        assert torch.equal(pieces(x), model(x))
+    roles = [vars(piece)["_role"] for piece in pieces]
+    known = [*roles, *roles[0].skeleton.twins.values()]
+    assert {len(each._known) for each in known} == {64}

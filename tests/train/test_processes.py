@@ -321,14 +321,11 @@ def misused(rank: int, group: Any, what: str) -> str:
     ],
 )
 def test_a_call_that_one_rank_makes_alone(workers: Workers, what: str, told: str) -> None:
-    assert (
-        workers.run(misused, what)
-        == [
-            f"the ranks disagree on the call: {told} on rank 0; step() on rank 1; make the same calls "
-            "in the same order on every rank"
-        ]
-        * 2
+    expected = (
+        f"the ranks disagree on the call: {told} on rank 0; step() on rank 1; make the same calls "
+        "in the same order on every rank"
     )
+    assert workers.run(misused, what) == [expected] * 2
 
 
 def shuffled_apart(rank: int, group: Any) -> str:

@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 from taktline.errors import PartitionError
 from taktline.split.named.ghost import Ghost
 from taktline.split.named.passage import Leave, OtherTypes, Passage
+from taktline.split.named.recent import Recent
 from taktline.split.named.skeleton import Skeleton
 from taktline.split.named.twin import look
 from taktline.split.named.walk import Course, device_of, walk
@@ -57,7 +58,7 @@ class Role:
 
     skeleton: Skeleton
     stage: int
-    _known: dict[Any, Manifest] = field(default_factory=dict)
+    _known: Recent[Manifest] = field(default_factory=Recent)
     _types: Mapping[torch.dtype, torch.dtype] = field(default_factory=dict)
     """Types that other stages are known to give instead of those that their submodules have."""
 
@@ -119,10 +120,7 @@ class Role:
 
     def _manifest(self, call: Call, training: bool) -> Manifest:
         """What such a call hands on; found out once."""
-        key = (look(call), training)
-        if key not in self._known:
-            self._known[key] = self._learn(call)
-        return self._known[key]
+        return self._known.find((look(call), training), lambda: self._learn(call))
 
     def _learn(self, call: Call) -> Manifest:
         self._require_not_recorded(call[1])

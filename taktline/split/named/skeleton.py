@@ -124,7 +124,9 @@ class Skeleton:
             for key, ghost in table.items():
                 if isinstance(ghost, Ghost):
                     if ghost.dtype not in types:
-                        types[ghost.dtype] = change(torch.empty(0, dtype=ghost.dtype)).dtype
+                        types[ghost.dtype] = change(
+                            torch.empty(0, dtype=ghost.dtype, device="cpu")
+                        ).dtype
                     if types[ghost.dtype] is not ghost.dtype:
                         table[key], changed = ghost.typed(types[ghost.dtype]), True
             return changed

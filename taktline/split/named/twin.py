@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 from taktline.aside import Aside, Skip
 from taktline.errors import PartitionError
 from taktline.split.named.ghost import Ghost, Scene, as_meta
+from taktline.split.named.recent import Recent
 
 __all__ = ["Twin", "look"]
 
@@ -49,7 +50,7 @@ class Twin:
     module: nn.Module
     skips: dict[str, Skip]
     changes: bool = False
-    _known: dict[Any, tuple[list[Any], pytree.TreeSpec]] = field(default_factory=dict)
+    _known: Recent[tuple[list[Any], pytree.TreeSpec]] = field(default_factory=Recent)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Twin:
         return self  # the copy of a piece can learn from the same one
@@ -65,10 +66,7 @@ class Twin:
     ) -> Any:
         """Ghosts in the arrangement of what the submodule gives for such arguments."""
         key = (look(args), look(kwargs), training, *_autocast(device))
-        if key not in self._known:
-            leaves, spec = pytree.tree_flatten((args, kwargs))
-            self._known[key] = self._learn(leaves, spec, training, device)
-        parts, tree = self._known[key]
+        parts, tree = self._known.find(key, lambda: self._learn(args, kwargs, training, device))
         if tree.is_leaf() and isinstance(parts[0], torch.Tensor):
             return Ghost(parts[0], self.name, stage, device)  # as most often
         leaves = pytree.tree_leaves((args, kwargs))
@@ -88,8 +86,9 @@ class Twin:
         return part
 
     def _learn(
-        self, leaves: list[Any], spec: pytree.TreeSpec, training: bool, device: torch.device
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], training: bool, device: torch.device
     ) -> tuple[list[Any], pytree.TreeSpec]:
+        leaves, spec = pytree.tree_flatten((args, kwargs))
         # Shapes that depend on data hold for no other; and a cache must not get what a twin gives.
         inputs = [
             Ghost.of(leaf, "an argument", 0)

@@ -80,7 +80,9 @@ class _Replay:
         def real(value: Any) -> Any:
             if isinstance(value, Ref):
                 if scratch:
-                    return torch.empty_strided(value.size, value.stride, dtype=value.dtype)
+                    return torch.empty_strided(
+                        value.size, value.stride, dtype=value.dtype, device="cpu"
+                    )
                 return value.view(self._memory(value.memory))
             return self._dice[value.trail] if isinstance(value, Die) else value
 
@@ -130,5 +132,5 @@ def _laid_out(tensor: torch.Tensor, ref: Ref) -> torch.Tensor:
     if (tensor.stride(), tensor.storage_offset()) == (ref.stride, ref.offset):
         return tensor
     reach = ref.offset + sum((n - 1) * s for n, s in zip(ref.size, ref.stride, strict=True)) + 1
-    memory = torch.empty(max(reach, 0), dtype=ref.dtype).untyped_storage()
+    memory = torch.empty(max(reach, 0), dtype=ref.dtype, device="cpu").untyped_storage()
     return ref.view(memory).copy_(tensor)
