@@ -1,7 +1,35 @@
-"""What comes from outside is checked before it is used: JSON texts here, without torch."""
+"""What comes from outside is checked before it is used: arguments and JSON texts. Without torch."""
 
 from __future__ import annotations
 
+from taktline.checks.arguments import (
+    refuse,
+    require_callable,
+    require_flag,
+    require_instance,
+    require_instances,
+    require_iterable,
+    require_number,
+    require_one_of,
+    require_path,
+    require_text,
+    require_whole,
+    shown,
+)
 from taktline.checks.json_text import loads
 
-__all__ = ["loads"]
+__all__ = [
+    "loads",
+    "refuse",
+    "require_callable",
+    "require_flag",
+    "require_instance",
+    "require_instances",
+    "require_iterable",
+    "require_number",
+    "require_one_of",
+    "require_path",
+    "require_text",
+    "require_whole",
+    "shown",
+]

@@ -68,7 +68,7 @@ def test_measured_is_kept_and_named(tmp_path: Path) -> None:
         ({"start": None}, "start must be a list"),
         ({"start": [[0.0], [1.0]]}, "start must have a number for each action of each rank"),
         ({"end": [["a"] * 4, [1.0] * 4]}, "end must hold numbers only"),
-        ({"arrival": [[float("nan")] * 4, [1.0] * 4]}, "arrival must hold numbers only"),
+        ({"arrival": [[float("nan")] * 4, [1.0] * 4]}, "holds NaN, which is not JSON"),
         ({"end": [[0.0] * 4, [0.0] * 4]}, "an action ends before it starts"),
         ({"costs": {"speed": 1}}, "costs do not know 'speed'"),
         ({"format": "taktline-plan"}, "holds a plan and no times"),
