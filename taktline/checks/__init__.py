@@ -1,4 +1,4 @@
-"""What comes from outside is checked before it is used: arguments and JSON texts. Without torch."""
+"""What comes from outside is checked before it is used; nothing in here imports torch."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from taktline.checks.arguments import (
     require_whole,
     shown,
 )
+from taktline.checks.environment import seconds_in_environment
 from taktline.checks.json_text import loads
 
 __all__ = [
@@ -31,5 +32,6 @@ __all__ = [
     "require_path",
     "require_text",
     "require_whole",
+    "seconds_in_environment",
     "shown",
 ]

@@ -8,10 +8,10 @@ from __future__ import annotations
 import math
 import os
 import reprlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from numbers import Integral, Real
 from pathlib import Path
-from typing import Any, NoReturn, TypeVar, cast
+from typing import Any, NoReturn, TypeVar
 
 from taktline.errors import ArgumentError, TaktlineError
 
@@ -84,7 +84,12 @@ def require_whole(
 
 
 def require_number(
-    name: str, value: Any, *, least: float | None = None, error: Error = ArgumentError
+    name: str,
+    value: Any,
+    *,
+    least: float | None = None,
+    most: float | None = None,
+    error: Error = ArgumentError,
 ) -> float:
     """A finite number as a float.
 
@@ -97,9 +102,10 @@ def require_number(
             number = float(value)
         except OverflowError:
             number = math.inf
-        if math.isfinite(number) and (least is None or number >= least):
+        above, below = least is None or least <= number, most is None or number <= most
+        if math.isfinite(number) and above and below:
             return number
-    refuse(name, "a number" + _range(least, None), value, error)
+    refuse(name, "a number" + _range(least, most), value, error)
 
 
 def require_flag(name: str, value: Any, error: Error = ArgumentError) -> bool:
@@ -131,7 +137,11 @@ def require_text(name: str, value: Any, error: Error = ArgumentError) -> str:
 
 
 def require_instance(
-    name: str, value: Any, kind: type[T], takes: str = "", error: Error = ArgumentError
+    name: str,
+    value: Any,
+    kind: type[T] | tuple[type[T], ...],
+    takes: str = "",
+    error: Error = ArgumentError,
 ) -> T:
     """A value of a type; ``takes`` says what that is, if its name does not.
 
@@ -140,7 +150,7 @@ def require_instance(
     taktline.errors.ArgumentError: plan must be a dict, not '1f1b'
     """
     if not isinstance(value, kind):
-        refuse(name, takes or f"a {kind.__name__}", value, error)
+        refuse(name, takes or f"a {getattr(kind, '__name__', kind)}", value, error)
     return value
 
 
@@ -169,9 +179,12 @@ def require_iterable(
     Traceback (most recent call last):
     taktline.errors.ArgumentError: names must be a list, not 'embed'
     """
-    if not isinstance(values, Iterable) or isinstance(values, (str, bytes, bytearray)):
-        refuse(name, takes, values, error)
-    return list(cast(Iterable[Any], values))
+    try:
+        if not isinstance(values, (str, bytes, bytearray)):
+            return list(iter(values))
+    except TypeError:  # nothing to iterate over, or an array that turns out to be a number
+        pass
+    refuse(name, takes, values, error)
 
 
 def require_callable(name: str, value: Any, error: Error = ArgumentError) -> Callable[..., Any]:

@@ -9,7 +9,13 @@ from typing import Any, Literal, TypeAlias, get_args
 
 import numpy as np
 
-from taktline.checks import refuse, require_flag, require_instance, require_one_of
+from taktline.checks import (
+    refuse,
+    require_flag,
+    require_instance,
+    require_instances,
+    require_one_of,
+)
 from taktline.errors import PlanError
 from taktline.plan.action import Action, Kind
 from taktline.plan.costs import Costs
@@ -17,6 +23,7 @@ from taktline.plan.deps import needs
 from taktline.plan.memory import peak_memory
 from taktline.plan.plan import Plan
 from taktline.plan.rows import FloatArray, IntArray
+from taktline.plan.validate import require_valid
 
 __all__ = ["Span", "Timeline"]
 
@@ -61,7 +68,7 @@ class Timeline:
     """Whether this is what ran; then ``costs`` are those that were found in it."""
 
     def __post_init__(self) -> None:
-        require_instance("plan", self.plan, Plan)
+        require_valid(require_instance("plan", self.plan, Plan))
         require_instance("costs", self.costs, Costs)
         require_flag("measured", self.measured)
         for name in ("start", "end", "arrival"):
@@ -207,7 +214,7 @@ class Timeline:
         """
         from taktline.plan.render.html import to_html
 
-        return to_html([self, *others])
+        return to_html([self, *require_instances("others", others, Timeline)])
 
     def to_trace(self) -> str:
         """A trace for Perfetto; see :func:`taktline.plan.render.trace.to_trace`."""

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from taktline.checks import require_instance, require_path
-from taktline.errors import PlanFileError
+from taktline.errors import InvalidPlanError, PlanFileError
 from taktline.plan.costs import Costs
 from taktline.plan.io import (
     TIMELINE_FORMAT,
@@ -72,7 +72,10 @@ def read_timeline(path: str | os.PathLike[str]) -> Timeline:
         arrival = _column(data["arrival"], "arrival", plan, path)
     costs = costs_from(data, path) or Costs()
     measured = expect(data.get("measured", False), bool, "measured", path)
-    return Timeline(plan, start, end, costs, arrival, measured=measured)
+    try:
+        return Timeline(plan, start, end, costs, arrival, measured=measured)
+    except InvalidPlanError as error:
+        raise PlanFileError(path, str(error)) from None
 
 
 def is_timeline(path: str | os.PathLike[str]) -> bool:

@@ -15,13 +15,14 @@ from pathlib import Path
 from types import FrameType
 from typing import Protocol, Self
 
+from taktline.checks import seconds_in_environment
 from taktline.plan.words import counted
 from taktline.runtime.executor import Program
 from taktline.transport.board import Board, Word
 
 __all__ = ["STALL_SECONDS", "Watch"]
 
-STALL_SECONDS = float(os.environ.get("TAKTLINE_STALL_SECONDS", "60"))
+STALL_SECONDS = seconds_in_environment("TAKTLINE_STALL_SECONDS", 60.0)
 """After how long a step that stands still is told of, unless a schedule says otherwise."""
 
 _log = logging.getLogger("taktline")
