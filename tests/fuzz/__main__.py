@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import faulthandler
 import multiprocessing
-import multiprocessing.connection
 import sys
 import time
 from random import Random
@@ -13,10 +11,8 @@ from random import Random
 from rich.console import Console
 from rich.table import Table
 
-from tests.fuzz.run import SECONDS, Outcome, load, names, run
+from tests.fuzz.run import Outcome, load, names, run_and_tell
 
-BATCH = 2500
-"""As many inputs as a process of the pool tries at once."""
 SHOWN = 5
 """As many failures of a target as are printed."""
 
@@ -59,7 +55,7 @@ def _in_a_process(name: str, seeds: range) -> Outcome:
     """Run a target elsewhere: what crashes or hangs for good there is a failure here."""
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe(duplex=False)
-    process = context.Process(target=_run, args=(name, seeds, there), daemon=True)
+    process = context.Process(target=run_and_tell, args=(name, seeds, there), daemon=True)
     process.start()
     there.close()
     outcome = Outcome()
@@ -73,14 +69,6 @@ def _in_a_process(name: str, seeds: range) -> Outcome:
         text = f"the process ended with {process.exitcode}, at this input or soon after it"
         outcome.failures.append((seed, text))
     return outcome
-
-
-def _run(name: str, seeds: range, there: multiprocessing.connection.Connection) -> None:
-    for outcome in run(load(name), seeds):
-        # For what hangs where Python cannot raise: ends the process unless it is set anew in time.
-        faulthandler.dump_traceback_later(3 * SECONDS, exit=True)
-        if outcome.inputs % BATCH == 0 or outcome.inputs == len(seeds):
-            there.send(outcome)
 
 
 def _parse() -> argparse.Namespace:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import pkgutil
 import resource
 import traceback
@@ -9,6 +10,7 @@ import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from importlib import import_module
+from multiprocessing.connection import Connection
 from random import Random
 from typing import Any, Protocol, cast
 
@@ -16,8 +18,10 @@ from taktline.errors import TaktlineError
 from tests.fuzz import targets
 from tests.limits import TooLong, at_most
 
-__all__ = ["Outcome", "Target", "load", "names", "run"]
+__all__ = ["Outcome", "Target", "load", "names", "run", "run_and_tell"]
 
+BATCH = 2500
+"""After as many inputs a process says how it goes."""
 SECONDS = 20
 """What one input may take; most take a millisecond."""
 GROWTH = 200
@@ -76,6 +80,15 @@ def run(target: Target, seeds: range, *, seconds: float = SECONDS) -> Iterator[O
             settled = _memory()
         outcome.growth = max(0.0, _memory() - settled)
         yield outcome
+
+
+def run_and_tell(name: str, seeds: range, there: Connection) -> None:
+    """Run a target in a process of its own, and send what is known now and then."""
+    for outcome in run(load(name), seeds):
+        # For what hangs where Python cannot raise: ends the process unless it is set anew in time.
+        faulthandler.dump_traceback_later(3 * SECONDS, exit=True)
+        if outcome.inputs % BATCH == 0 or outcome.inputs == len(seeds):
+            there.send(outcome)
 
 
 def _memory() -> float:

@@ -168,7 +168,6 @@ def pipeline(
     (2, True)
     """
     require_instance("module", module, nn.Module, "an nn.Module", PartitionError)
-    require_instance("mb_args", mb_args, tuple, "a tuple of arguments", PartitionError)
     for name, value in (("mb_kwargs", mb_kwargs), ("split_spec", split_spec)):
         if value is not None:
             require_instance(name, value, dict, error=PartitionError)
