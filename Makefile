@@ -6,6 +6,7 @@ BIN := $(VENV)/bin
 # Twice quiet: errors only.
 PIP := $(BIN)/python -m pip --quiet --quiet --disable-pip-version-check
 TORTURE_SECONDS ?= 120
+FUZZ_INPUTS ?= 100000
 BENCHMARKS := $(filter-out benchmarks/_%,$(sort $(wildcard benchmarks/*.py)))
 
 # mkdocs-material prints a notice about its end of life unless told not to.
@@ -47,8 +48,9 @@ docs: $(VENV)/.stamp-dev ## Build the documentation into site/
 bench: $(VENV)/.stamp-dev ## Run each benchmark (files that begin with _ are helpers)
 	@set -e; for file in $(BENCHMARKS); do echo "== $$file"; $(BIN)/python "$$file"; done
 
-torture: $(VENV)/.stamp-dev ## Run random plans, values and faults for TORTURE_SECONDS
+torture: $(VENV)/.stamp-dev ## Run random plans, values, faults for TORTURE_SECONDS, and FUZZ_INPUTS
 	@$(BIN)/python -m tests.torture --seconds $(TORTURE_SECONDS)
+	@$(BIN)/python -m tests.fuzz --inputs $(FUZZ_INPUTS)
 
 clean: ## Remove the venv and everything that was built
 	rm -rf $(VENV) site build dist .pytest_cache .ruff_cache .hypothesis .import_linter_cache

@@ -23,6 +23,7 @@ from __future__ import annotations
 import torch
 
 from taktline.aside import current, uncompiled
+from taktline.checks import refuse
 from taktline.errors import SkipError
 
 __all__ = ["get", "put"]
@@ -36,6 +37,8 @@ def put(name: str, value: torch.Tensor) -> None:
     >>> get("level 1")
     tensor([1., 1.])
     """
+    if not isinstance(name, str):
+        refuse("the name of a skip", "a text", name, SkipError)
     if not isinstance(value, torch.Tensor):
         raise SkipError(f"skip.put({name!r}, …) takes a tensor, not a {type(value).__name__}")
     current().put(name, value)
@@ -49,4 +52,6 @@ def get(name: str) -> torch.Tensor:
     >>> get("positions")
     tensor([0, 1, 2])
     """
+    if not isinstance(name, str):
+        refuse("the name of a skip", "a text", name, SkipError)
     return current().get(name)

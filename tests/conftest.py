@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import settings
+
+from tests.limits import TooLong, at_most
 
 if TYPE_CHECKING:
     from tests.workers import Workers
@@ -17,6 +19,25 @@ if TYPE_CHECKING:
 settings.register_profile("local", deadline=None, print_blob=True)
 settings.register_profile("ci", settings.get_profile("local"), derandomize=True)
 settings.load_profile("ci" if os.environ.get("CI") else "local")
+
+
+TEST_SECONDS = 300
+"""What a test may take before it fails, unless it is marked with a ``limit`` of its own.
+
+Where Python cannot raise, as in a wait of C++, ``faulthandler_timeout`` ends the whole run later.
+"""
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
+    """Let no test take for ever, whether or not there is somebody to press Ctrl-C."""
+    marker = item.get_closest_marker("limit")
+    seconds = TEST_SECONDS if marker is None else marker.args[0]
+    try:
+        with at_most(seconds):
+            return (yield)
+    except TooLong as error:
+        raise TimeoutError(f"{error}; if the test needs more, mark it with a limit") from error
 
 
 @pytest.fixture(scope="session")

@@ -1,8 +1,41 @@
-"""What comes from outside is checked before it is used: JSON texts here, without torch."""
+"""What comes from outside is checked before it is used; nothing in here imports torch."""
 
 from __future__ import annotations
 
+from taktline.checks.arguments import (
+    refuse,
+    require_callable,
+    require_flag,
+    require_instance,
+    require_instances,
+    require_iterable,
+    require_number,
+    require_one_of,
+    require_path,
+    require_text,
+    require_whole,
+    shown,
+)
+from taktline.checks.environment import seconds_in_environment
 from taktline.checks.json_text import loads
 from taktline.checks.shape import Either, conform, read
 
-__all__ = ["Either", "conform", "loads", "read"]
+__all__ = [
+    "Either",
+    "conform",
+    "loads",
+    "read",
+    "refuse",
+    "require_callable",
+    "require_flag",
+    "require_instance",
+    "require_instances",
+    "require_iterable",
+    "require_number",
+    "require_one_of",
+    "require_path",
+    "require_text",
+    "require_whole",
+    "seconds_in_environment",
+    "shown",
+]

@@ -3,12 +3,14 @@
 ::
 
     TaktlineError
+    ├── ArgumentError        an argument is not what a function takes; a TypeError as well
     ├── ActionSyntaxError    a text is not an action; knows the character where it goes wrong
     ├── PlanFileError        a plan file cannot be read; knows path, row and column
     ├── JsonError            a text from outside is not JSON, or not as it may be
     ├── ScheduleError        a schedule's name is unknown, or its numbers do not fit it
     ├── CostError            costs that make no sense, or not for this plan
     ├── PlanError            a plan cannot be what it claims to be
+    │   ├── NoSuchRankError      a plan has no such rank; an IndexError as well
     │   ├── InvalidPlanError     a plan broke its rules; carries every violation
     │   ├── InvalidActionError   a text is not an action of torch's; a RuntimeError as well
     │   └── InvalidOrderError    the same of an order written for torch; an AssertionError as well
@@ -46,6 +48,7 @@ from typing import Any, Protocol
 
 __all__ = [
     "ActionSyntaxError",
+    "ArgumentError",
     "BatchError",
     "BatchTypeError",
     "CallOrderError",
@@ -61,6 +64,7 @@ __all__ = [
     "LossError",
     "LostRankError",
     "MismatchError",
+    "NoSuchRankError",
     "PartitionError",
     "PipeliningMetadataError",
     "PlanError",
@@ -116,6 +120,16 @@ def text_of(error: object, most: int = 1 << 16) -> str:
     # Without halves of surrogate pairs, which cannot be sent.
     text = text.encode(errors="replace").decode()
     return text if len(text) <= most else f"{text[:most]} … ({len(text):,} characters)"
+
+
+class ArgumentError(TaktlineError, TypeError):
+    """An argument is not what a function takes: of another type, or out of range.
+
+    >>> from taktline.plan import validate
+    >>> validate("1f1b")
+    Traceback (most recent call last):
+    taktline.errors.ArgumentError: plan must be a Plan, not '1f1b'
+    """
 
 
 class ActionSyntaxError(TaktlineError):
@@ -217,6 +231,16 @@ class PlanError(TaktlineError):
     >>> Plan.from_actions([["1F0"]])
     Traceback (most recent call last):
     taktline.errors.PlanError: no rank computes stage 0, so where it lies is unknown; ...
+    """
+
+
+class NoSuchRankError(PlanError, IndexError):
+    """A plan has no such rank.
+
+    >>> from taktline.plan import build
+    >>> build("1f1b", ranks=2, microbatches=2)[2]
+    Traceback (most recent call last):
+    taktline.errors.NoSuchRankError: there is no rank 2: the plan has 2 ranks
     """
 
 

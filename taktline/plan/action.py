@@ -20,9 +20,13 @@ import re
 from dataclasses import dataclass
 from enum import IntEnum
 
+from taktline.checks import require_instance, require_text, require_whole, shown
 from taktline.errors import ActionSyntaxError, PlanError
 
-__all__ = ["Action", "Kind", "Overlap", "parse"]
+__all__ = ["LARGEST", "Action", "Kind", "Overlap", "parse"]
+
+LARGEST = 2**31 - 1
+"""Stages and micro-batches are numbered up to here."""
 
 
 class Kind(IntEnum):
@@ -73,11 +77,23 @@ class Action:
     microbatch: int | None = None
 
     def __post_init__(self) -> None:
-        if self.stage < 0 or (self.microbatch is not None and self.microbatch < 0):
-            raise PlanError(f"stage and micro-batch count from 0, not {self}")
+        require_instance("kind", self.kind, Kind, error=PlanError)
+        self._require_number("stage", self.stage)
+        if self.microbatch is not None:
+            self._require_number("microbatch", self.microbatch)
         if self.kind.has_microbatch != (self.microbatch is not None):
             needs = "needs a" if self.kind.has_microbatch else "takes no"
             raise PlanError(f"{self.kind.name} {needs} micro-batch: {self}")
+
+    def _require_number(self, name: str, number: int) -> None:
+        if type(number) is not int:
+            number = require_whole(name, number, error=PlanError)
+            object.__setattr__(self, name, number)
+        if not 0 <= number <= LARGEST:
+            raise PlanError(
+                f"stages and micro-batches count from 0 and end at {LARGEST:,}; {name} is "
+                f"{shown(number)}"
+            )
 
     def __str__(self) -> str:
         number = "" if self.microbatch is None else self.microbatch
@@ -99,6 +115,8 @@ class Overlap:
     backward: Action
 
     def __post_init__(self) -> None:
+        require_instance("forward", self.forward, Action, "an Action", PlanError)
+        require_instance("backward", self.backward, Action, "an Action", PlanError)
         if self.forward.kind is not Kind.F or self.backward.kind not in (Kind.B, Kind.I):
             raise PlanError(f"an overlap joins an F and a B or I, in this order: {self}")
 
@@ -128,6 +146,7 @@ def parse(text: str) -> Action | Overlap:
       0BANANA3
         ^
     """
+    require_text("text", text)
     if text.startswith("("):
         forward, at = _read(text, 1, {Kind.F})
         at = _expect(text, at, ";")

@@ -9,8 +9,20 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
+from taktline.checks import (
+    refuse,
+    require_flag,
+    require_instance,
+    require_instances,
+    require_number,
+    require_one_of,
+    require_text,
+    require_whole,
+    shown,
+)
 from taktline.errors import CostError
 from taktline.plan.action import Kind
+from taktline.plan.placement import MOST_STAGES
 from taktline.plan.plan import Plan
 from taktline.plan.rows import FloatArray
 
@@ -27,14 +39,14 @@ def _checked(name: str, value: Any) -> PerStage:
     """A number, or a tuple of them, all finite and from 0 up."""
     try:
         numbers = np.asarray(value)
-    except ValueError:  # a ragged list
+    except (TypeError, ValueError):  # a ragged list, or what says that it is an array and is none
         numbers = np.asarray("")
     if (
         numbers.dtype.kind not in "iuf"
         or numbers.ndim > 1
         or not (np.isfinite(numbers) & (numbers >= 0)).all()
     ):
-        raise CostError(f"{name} must be a number from 0 up, or one for each stage, not {value!r}")
+        refuse(name, "a number from 0 up, or one for each stage", value, CostError)
     return tuple(map(float, numbers)) if numbers.ndim else float(numbers)
 
 
@@ -52,13 +64,17 @@ class Link:
     """Bytes in one unit of time. Messages of one channel go one after the other."""
 
     def __post_init__(self) -> None:
-        _checked("latency", self.latency)
-        if self.bandwidth != math.inf and _checked("bandwidth", self.bandwidth) == 0:
+        for name in ("latency", "bandwidth"):
+            number = getattr(self, name)
+            if not (name == "bandwidth" and isinstance(number, float) and number == math.inf):
+                number = require_number(name, number, least=0, error=CostError)
+            object.__setattr__(self, name, number)
+        if not self.bandwidth:
             raise CostError(f"bandwidth must be more than 0, not {self.bandwidth}")
 
     def time(self, bytes: float) -> float:
         """How long one message takes on an idle link."""
-        return self.latency + bytes / self.bandwidth
+        return self.latency + require_number("bytes", bytes, least=0) / self.bandwidth
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,10 +109,9 @@ class Costs:
             value = getattr(self, name)
             if value is not None:
                 object.__setattr__(self, name, _checked(name, value))
-        for name, kind in (("link", Link), ("comm_blocks", bool), ("unit", str)):
-            value = getattr(self, name)
-            if not isinstance(value, kind):
-                raise CostError(f"{name} must be a {kind.__name__}, not {value!r}")
+        require_instance("link", self.link, Link, error=CostError)
+        require_flag("comm_blocks", self.comm_blocks, CostError)
+        require_text("unit", self.unit, CostError)
         if self.kept_for_weight is not None:
             whole, kept = np.atleast_1d(self.activation), np.atleast_1d(self.kept_for_weight)
             if (1 in (len(whole), len(kept)) or len(whole) == len(kept)) and (kept > whole).any():
@@ -110,9 +125,13 @@ class Costs:
 
     def of(self, name: str, stages: int) -> FloatArray:
         """One of the per-stage costs as an array of ``stages`` numbers."""
+        require_one_of("name", name, _PER_STAGE, CostError)
+        stages = require_whole("stages", stages, least=1, most=MOST_STAGES, error=CostError)
         value: PerStage | None = getattr(self, name)
         if value is None and name == "backward":
             return self.of("backward_input", stages) + self.of("backward_weight", stages)
+        if value is None and name == "overlap":
+            return self.of("forward", stages) + self.of("backward", stages)
         if value is None and name == "kept_for_weight":
             return self.of("activation", stages)
         if isinstance(value, tuple) and len(value) != stages:
@@ -124,6 +143,7 @@ class Costs:
 
     def durations(self, plan: Plan) -> FloatArray:
         """How long each row computes; both rows of a pair as long as the pair."""
+        require_instance("plan", plan, Plan)
         table = np.zeros((len(Kind), plan.stages))
         for kind, name in _DURATION.items():
             table[kind] = self.of(name, plan.stages)
@@ -161,15 +181,17 @@ class Costs:
         (3.0, 3.0)
         """
         from taktline.plan.calibrate import calibrate
+        from taktline.plan.timeline import Timeline
 
-        return calibrate([timeline, *others])
+        return calibrate(require_instances("timelines", [timeline, *others], Timeline))
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Costs:
         """The reverse of :meth:`to_dict`."""
-        known = {field.name for field in fields(cls)}
-        if unknown := sorted(set(values) - known):
-            raise CostError(f"costs do not know {unknown[0]!r}; they know {sorted(known)}")
+        known = sorted(field.name for field in fields(cls))
+        require_instance("values", values, Mapping, "a dict", CostError)
+        if unknown := [name for name in values if name not in known]:
+            raise CostError(f"costs do not know {shown(unknown[0])}; they know {known}")
         values = dict(values)
         try:
             if "link" in values:

@@ -16,10 +16,11 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, cast
 
-from taktline.errors import ActionSyntaxError, CostError, PlanError, PlanFileError
+from taktline.checks import loads, require_instance, require_path, require_text, shown
+from taktline.errors import ActionSyntaxError, CostError, JsonError, PlanError, PlanFileError
 from taktline.plan.action import Action, Overlap, parse
 from taktline.plan.costs import Costs
-from taktline.plan.placement import Placement
+from taktline.plan.placement import MOST_RANKS, Placement
 from taktline.plan.plan import Level, Plan
 
 __all__ = [
@@ -45,7 +46,7 @@ def read(path: str | os.PathLike[str]) -> Plan:
     Traceback (most recent call last):
     taktline.errors.PlanFileError: no-such-plan.csv: cannot be read: No such file or directory
     """
-    path = Path(path)
+    path = require_path("path", path)
     text = read_text(path)
     return from_json(text, path) if _is_json(path) else from_csv(text, path)
 
@@ -56,7 +57,7 @@ def read_costs(path: str | os.PathLike[str]) -> Costs | None:
     >>> read_costs("plan.csv") is None
     True
     """
-    path = Path(path)
+    path = require_path("path", path)
     if not _is_json(path):
         return None
     return costs_from(json_object(read_text(path), path), path)
@@ -73,7 +74,7 @@ def write(plan: Plan, path: str | os.PathLike[str], *, costs: Costs | None = Non
     ...     read(f"{folder}/plan.json") == plan, read_costs(f"{folder}/plan.json").forward
     (True, 2.0)
     """
-    path = Path(path)
+    path = require_path("path", path)
     if _is_json(path):
         write_text(path, to_json(plan, costs))
     elif costs is not None:
@@ -89,6 +90,7 @@ def to_csv(plan: Plan) -> str:
     >>> to_csv(build("gpipe", ranks=2, microbatches=1))
     '0F0,0B0\\r\\n1F0,1B0\\r\\n'
     """
+    require_instance("plan", plan, Plan)
     text = io.StringIO()
     csv.writer(text).writerows(plan[rank] for rank in range(plan.ranks))
     return text.getvalue()
@@ -96,11 +98,14 @@ def to_csv(plan: Plan) -> str:
 
 def from_csv(text: str, path: str | os.PathLike[str] = "<text>") -> Plan:
     """A plan from CSV text; the path is for messages, and its stem names the plan."""
-    path = Path(path)
+    require_text("text", text)
+    path = require_path("path", path)
     reader = csv.reader(io.StringIO(text), strict=True)
     ranks: list[list[Action | Overlap]] = []
     try:
         for row in reader:
+            if len(ranks) == MOST_RANKS:
+                raise PlanFileError(path, f"a plan has at most {MOST_RANKS:,} ranks")
             ranks.append(list(_parse_cells(row, path, len(ranks) + 1)))
     except csv.Error as error:
         raise PlanFileError(path, f"not CSV: {error}", row=reader.line_num) from None
@@ -109,7 +114,9 @@ def from_csv(text: str, path: str | os.PathLike[str] = "<text>") -> Plan:
     if not ranks:
         raise PlanFileError(path, "is empty: expected a row of actions for each rank")
     try:
-        return Plan.from_actions(ranks, name=path.stem)
+        # A file's name may hold bytes that are no text.
+        name = os.fsencode(path.stem).decode("utf-8", "replace")
+        return Plan.from_actions(ranks, name=name)
     except PlanError as error:
         raise PlanFileError(path, str(error)) from None
 
@@ -121,6 +128,7 @@ def to_json(plan: Plan, costs: Costs | None = None) -> str:
 
 def plan_fields(plan: Plan, costs: Costs | None) -> dict[str, Any]:
     """What JSON says of a plan."""
+    require_instance("plan", plan, Plan)
     fields: dict[str, Any] = {
         "format": FORMAT,
         "version": VERSION,
@@ -130,7 +138,7 @@ def plan_fields(plan: Plan, costs: Costs | None) -> dict[str, Any]:
         "placement": list(plan.placement.rank_of),
     }
     if costs is not None:
-        fields["costs"] = costs.to_dict()
+        fields["costs"] = require_instance("costs", costs, Costs).to_dict()
     fields["ranks"] = [[str(action) for action in plan[rank]] for rank in range(plan.ranks)]
     return fields
 
@@ -149,20 +157,23 @@ def _value(value: Any) -> str:
 
 def from_json(text: str, path: str | os.PathLike[str] = "<text>") -> Plan:
     """A plan from JSON text; the path is for messages."""
-    path = Path(path)
+    path = require_path("path", path)
     return plan_from(json_object(text, path), path)
 
 
 def plan_from(data: dict[str, Any], path: Path) -> Plan:
     """The plan that these fields describe."""
+    rows = expect(data.get("ranks"), list, "ranks", path)
+    if len(rows) > MOST_RANKS:
+        raise PlanFileError(path, f"a plan has at most {MOST_RANKS:,} ranks, not {len(rows):,}")
     ranks = [
         list(_parse_cells(expect(row, list, f"ranks[{rank}]", path), path, rank + 1))
-        for rank, row in enumerate(expect(data.get("ranks"), list, "ranks", path))
+        for rank, row in enumerate(rows)
     ]
     levels = {level.name.lower(): level for level in Level}
     level = expect(data.get("level"), str, "level", path)
     if level not in levels:
-        raise PlanFileError(path, f"level is one of {', '.join(levels)}, not {level!r}")
+        raise PlanFileError(path, f"level is one of {', '.join(levels)}, not {shown(level)}")
     rank_of = [
         expect(rank, int, "placement", path)
         for rank in expect(data.get("placement"), list, "placement", path)
@@ -193,26 +204,25 @@ def costs_from(data: dict[str, Any], path: Path) -> Costs | None:
 def json_object(text: str, path: Path) -> dict[str, Any]:
     """The fields of a file, of a format and a version that are known here."""
     try:
-        data = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise PlanFileError(
-            path, f"not JSON: {error.msg}", row=error.lineno, column=error.colno
-        ) from None
+        data = loads(require_text("text", text), what=str(path))
+    except JsonError as error:
+        raise PlanFileError(path, error.reason, row=error.row, column=error.column) from None
     expect(data, dict, "the file", path)
     if data.get("format") not in (FORMAT, TIMELINE_FORMAT):
         raise PlanFileError(path, f'not a plan: expected "format": "{FORMAT}"')
-    if data.get("version") != VERSION:
+    version = data.get("version")
+    if type(version) is not int or version != VERSION:
         raise PlanFileError(
             path,
-            f"has version {data.get('version')!r} of the format, but this program reads "
+            f"has version {shown(version)} of the format, but this program reads "
             f"version {VERSION}; use the Taktline that wrote it, or write it as CSV there",
         )
     return data
 
 
 def expect(value: Any, kind: type[Any], what: str, path: Path) -> Any:
-    """The value, if it is of this kind."""
-    if not isinstance(value, kind) or isinstance(value, bool):
+    """The value, if it is of this kind; True and False are no numbers."""
+    if type(value) is not kind:
         raise PlanFileError(
             path, f"{what} must be {_KIND_NAMES[kind]}, not {json.dumps(value)[:60]}"
         )
@@ -224,6 +234,7 @@ _KIND_NAMES: dict[type[Any], str] = {
     list: "a list",
     str: "a text",
     int: "a whole number",
+    bool: "true or false",
 }
 
 
@@ -258,7 +269,8 @@ def read_text(path: Path) -> str:
 
 def write_text(path: str | os.PathLike[str], text: str) -> None:
     """Write a text beside the target, then rename: a reader sees the old file or the new one."""
-    path = Path(path)
+    path = require_path("path", path)
+    require_text("text", text)
     target = Path(os.path.realpath(path))
     try:
         if target.exists():

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from taktline.checks import require_instance
 from taktline.plan.action import Kind
 from taktline.plan.costs import Costs
 from taktline.plan.plan import Plan
@@ -24,7 +25,8 @@ def memory_curve(plan: Plan, costs: Costs | None = None) -> tuple[FloatArray, Fl
     >>> during.tolist(), after.tolist()
     ([1.0, 2.0, 2.0, 1.0], [1.0, 2.0, 1.0, 0.0])
     """
-    costs = costs or Costs()
+    require_instance("plan", plan, Plan)
+    costs = Costs() if costs is None else require_instance("costs", costs, Costs)
     whole = costs.of("activation", plan.stages)
     kept = costs.of("kept_for_weight", plan.stages)
     taken, released = np.zeros((2, len(Kind), plan.stages))

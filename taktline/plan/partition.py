@@ -10,7 +10,9 @@ from itertools import pairwise
 from numbers import Integral
 from typing import Any
 
+from taktline.checks import require_iterable, require_whole, shown
 from taktline.errors import CostError, PartitionError
+from taktline.plan.action import LARGEST
 from taktline.plan.cuts import (
     first_starts,
     most_even,
@@ -152,7 +154,7 @@ class _Amounts:
     def of(cls, limits: Sequence[float] = (), **named: Iterable[float]) -> _Amounts:
         """The numbers given by name, which errors tell, and limits on their sums."""
         ((name, values),) = named.items()
-        given = list(values)
+        given = require_iterable(name, values, "a list of numbers, one for each layer", CostError)
         exact = [_exact(f"{name} of layer {layer}", value) for layer, value in enumerate(given)]
         total = sum(exact, Fraction(0))
         bounded = [
@@ -192,7 +194,7 @@ def _exact(what: str, value: Any) -> Fraction:
     except (TypeError, ValueError, OverflowError, AttributeError):
         exact = Fraction(-1)
     if exact < 0:
-        raise CostError(f"{what} must be a number from 0 up, not {value!r}")
+        raise CostError(f"{what} must be a number from 0 up, not {shown(value)}")
     return exact
 
 
@@ -203,14 +205,14 @@ def _ratio(value: Any) -> tuple[int, int]:
 
 def _checked(stages: Any, layers: int) -> int:
     """The number of stages, if the layers can be cut into so many."""
-    if isinstance(stages, bool) or not isinstance(stages, Integral) or int(stages) < 1:
-        raise PartitionError(f"stages must be a whole number from 1 up, not {stages!r}")
-    if int(stages) > layers:
+    stages = require_whole("stages", stages, least=1, error=PartitionError)
+    if stages > layers:
         raise PartitionError(
-            f"{counted(layers, 'layer')} cannot be cut into {counted(int(stages), 'stage')}: "
-            "each stage needs at least one layer"
+            f"{counted(layers, 'layer')} cannot be cut into "
+            f"{counted(stages, 'stage') if stages <= LARGEST else 'so many stages'}: each stage "
+            "needs at least one layer"
         )
-    return int(stages)
+    return stages
 
 
 def _for_each(limits: float | Iterable[float] | None, stages: int) -> list[float]:
@@ -219,7 +221,7 @@ def _for_each(limits: float | Iterable[float] | None, stages: int) -> list[float
         return [math.inf] * stages
     if not isinstance(limits, Iterable):
         return [limits] * stages
-    each = list(limits)
+    each = require_iterable("limits", limits, "a number, or one for each stage", PartitionError)
     if len(each) != stages:
         raise PartitionError(
             f"limits are given for {counted(len(each), 'stage')}, but there are {stages}; "

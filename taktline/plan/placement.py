@@ -12,12 +12,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import chain
 
-from taktline.errors import PlanError
+from taktline.checks import require_iterable, require_whole, shown
+from taktline.errors import NoSuchRankError, PlanError
 from taktline.plan.words import counted
 
-__all__ = ["Placement"]
+__all__ = ["MOST_RANKS", "MOST_STAGES", "Placement"]
+
+MOST_RANKS, MOST_STAGES = 2**16, 2**20
+"""Beyond these a number is a typing error, and what is sized by it would take for ever."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,15 +35,23 @@ class Placement:
 
     rank_of: tuple[int, ...]
     ranks: int
+    _held: tuple[tuple[int, ...], ...] = field(init=False, repr=False, compare=False)
+    """The stages of each rank."""
 
     def __post_init__(self) -> None:
-        if self.ranks < 1:
-            raise PlanError(f"a pipeline needs at least one rank, not {self.ranks}")
-        if not self.rank_of:
-            raise PlanError("a pipeline needs at least one stage")
-        for stage, rank in enumerate(self.rank_of):
-            if not 0 <= rank < self.ranks:
-                raise PlanError(f"stage {stage} is placed on rank {rank} of {self.ranks}")
+        ranks = _count("ranks", self.ranks, MOST_RANKS, "rank")
+        rank_of = tuple(require_iterable("rank_of", self.rank_of, error=PlanError))
+        _count("stages", len(rank_of), MOST_STAGES, "stage")
+        held: list[list[int]] = [[] for _ in range(ranks)]
+        for stage, rank in enumerate(rank_of):
+            if type(rank) is not int:
+                rank = require_whole(f"rank_of[{stage}]", rank, error=PlanError)
+            if not 0 <= rank < ranks:
+                raise PlanError(f"stage {stage} is placed on rank {rank} of {ranks}")
+            held[rank].append(stage)
+        object.__setattr__(self, "ranks", ranks)
+        object.__setattr__(self, "rank_of", tuple(map(int, rank_of)))
+        object.__setattr__(self, "_held", tuple(map(tuple, held)))
 
     @classmethod
     def linear(cls, ranks: int) -> Placement:
@@ -48,19 +61,26 @@ class Placement:
     @classmethod
     def loop(cls, ranks: int, stages_per_rank: int = 2) -> Placement:
         """From the last rank back to the first, round after round."""
+        ranks, stages_per_rank = _rectangle(ranks, stages_per_rank)
         return cls(tuple(range(ranks)) * stages_per_rank, ranks)
 
     @classmethod
     def v(cls, ranks: int, stages_per_rank: int = 2) -> Placement:
         """Down the ranks, then up again: the stages at a turn share a rank."""
-        down, up = tuple(range(ranks)), tuple(reversed(range(ranks)))
+        ranks, stages_per_rank = _rectangle(ranks, stages_per_rank)
+        down, up = range(ranks), range(ranks)[::-1]
         legs = [up if leg % 2 else down for leg in range(stages_per_rank)]
-        return cls(sum(legs, ()), ranks)
+        return cls(tuple(chain.from_iterable(legs)), ranks)
 
     @classmethod
     def custom(cls, rank_of: Sequence[int], ranks: int | None = None) -> Placement:
         """Any mapping; ``ranks`` defaults to what it mentions."""
-        return cls(tuple(rank_of), max(rank_of, default=-1) + 1 if ranks is None else ranks)
+        given = require_iterable("rank_of", rank_of, error=PlanError)
+        if ranks is None:
+            each = enumerate(given)
+            numbers = [require_whole(f"rank_of[{s}]", rank, error=PlanError) for s, rank in each]
+            ranks = max(1, max(numbers, default=0) + 1)
+        return cls(tuple(given), ranks)
 
     @property
     def stages(self) -> int:
@@ -69,7 +89,9 @@ class Placement:
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """The stages that a rank holds, in the order of the model."""
-        return tuple(stage for stage, owner in enumerate(self.rank_of) if owner == rank)
+        if not 0 <= require_whole("rank", rank) < self.ranks:
+            raise NoSuchRankError(f"there is no rank {rank}: the placement has {self.ranks} ranks")
+        return self._held[rank]
 
     def __str__(self) -> str:
         per_rank, rest = divmod(self.stages, self.ranks)
@@ -80,3 +102,18 @@ class Placement:
             elif self == Placement.v(self.ranks, per_rank):
                 shape = "v"
         return f"{shape}, {counted(self.stages, 'stage')} on {counted(self.ranks, 'rank')}"
+
+
+def _count(name: str, number: int, most: int, noun: str) -> int:
+    number = require_whole(name, number, error=PlanError)
+    if not 1 <= number <= most:
+        raise PlanError(
+            f"a pipeline needs at least one {noun} and at most {most:,}, not {shown(number)}"
+        )
+    return number
+
+
+def _rectangle(ranks: int, stages_per_rank: int) -> tuple[int, int]:
+    ranks = _count("ranks", ranks, MOST_RANKS, "rank")
+    most = MOST_STAGES // ranks
+    return ranks, _count("stages_per_rank", stages_per_rank, most, "stage per rank")

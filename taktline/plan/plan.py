@@ -9,9 +9,17 @@ from typing import Any
 
 import numpy as np
 
-from taktline.errors import PlanError
-from taktline.plan.action import Action, Kind, Overlap, parse
-from taktline.plan.placement import Placement
+from taktline.checks import (
+    require_instance,
+    require_instances,
+    require_iterable,
+    require_text,
+    require_whole,
+    shown,
+)
+from taktline.errors import NoSuchRankError, PlanError
+from taktline.plan.action import LARGEST, Action, Kind, Overlap, parse
+from taktline.plan.placement import MOST_RANKS, Placement
 from taktline.plan.rows import IntArray, Rows
 from taktline.plan.words import counted
 
@@ -63,13 +71,22 @@ class Plan:
         level: Level | None = None,
         name: str = "custom",
     ) -> None:
+        rows_by_rank = require_instances("rows_by_rank", rows_by_rank, Rows, error=PlanError)
+        require_instance("placement", placement, Placement, error=PlanError)
+        microbatches = require_whole("microbatches", microbatches, error=PlanError)
+        if level is not None:
+            require_instance("level", level, Level, error=PlanError)
+        require_text("name", name, PlanError)
         if len(rows_by_rank) != placement.ranks:
             raise PlanError(
                 f"the placement has {placement.ranks} ranks, but there are actions for "
                 f"{len(rows_by_rank)}; give one list of actions a rank, empty ones too"
             )
-        if microbatches < 1:
-            raise PlanError(f"a plan needs at least one micro-batch, not {microbatches}")
+        if not 1 <= microbatches <= LARGEST:
+            raise PlanError(
+                f"a plan needs at least one micro-batch and at most {LARGEST:,}, not "
+                f"{shown(microbatches)}"
+            )
         rows = Rows.concatenate(rows_by_rank)
         for column in (rows.kind, rows.stage, rows.microbatch, rows.joined):
             column.flags.writeable = False
@@ -103,7 +120,15 @@ class Plan:
         What is not given is read off the actions: a stage lies where it first computes, and the
         micro-batches run up to the highest number.
         """
-        rows = [Rows.from_actions(map(_as_action, rank)) for rank in actions]
+        ranks = [
+            require_iterable(f"actions[{rank}]", texts, "a list of actions", PlanError)
+            for rank, texts in enumerate(
+                require_iterable("actions", actions, "a list of actions a rank", PlanError)
+            )
+        ]
+        if len(ranks) > MOST_RANKS:
+            raise PlanError(f"a plan has at most {MOST_RANKS:,} ranks, not {len(ranks):,}")
+        rows = [Rows.from_actions(map(_as_action, rank)) for rank in ranks]
         if not any(map(len, rows)):
             raise PlanError("a plan without actions: give at least one forward")
         if placement is None:
@@ -132,6 +157,7 @@ class Plan:
 
     def rows_of(self, rank: int) -> Rows:
         """The actions of one rank as columns."""
+        self.require_rank(rank)
         return self.rows[int(self.offsets[rank]) : int(self.offsets[rank + 1])]
 
     def rank_of_rows(self) -> IntArray:
@@ -156,9 +182,16 @@ class Plan:
         return digest.hexdigest()
 
     def __getitem__(self, rank: int) -> list[Action | Overlap]:
-        if not -self.ranks <= rank < self.ranks:
-            raise IndexError(f"rank {rank} of {self.ranks}")
-        return list(self.rows_of(rank % self.ranks).actions())
+        if -self.ranks <= require_whole("rank", rank) < 0:
+            rank += self.ranks
+        return list(self.rows_of(rank).actions())
+
+    def require_rank(self, rank: int) -> None:
+        """Raise unless the plan has this rank."""
+        if not 0 <= require_whole("rank", rank) < self.ranks:
+            raise NoSuchRankError(
+                f"there is no rank {shown(rank)}: the plan has {counted(self.ranks, 'rank')}"
+            )
 
     def __len__(self) -> int:
         """How many actions there are, an overlapped pair being one."""
@@ -186,7 +219,7 @@ def _as_action(item: object) -> Action | Overlap:
     if isinstance(item, str):
         return parse(item)
     if not isinstance(item, (Action, Overlap)):
-        raise PlanError(f"an action is an Action, an Overlap or a text, not {item!r}")
+        raise PlanError(f"an action is an Action, an Overlap or a text, not {shown(item)}")
     return item
 
 

@@ -13,7 +13,6 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from taktline.errors import PlanError
 from taktline.plan.action import Action, Kind, Overlap
 
 __all__ = ["BoolArray", "FloatArray", "IntArray", "Rows"]
@@ -21,8 +20,6 @@ __all__ = ["BoolArray", "FloatArray", "IntArray", "Rows"]
 IntArray: TypeAlias = npt.NDArray[np.integer[Any]]
 FloatArray: TypeAlias = npt.NDArray[np.float64]
 BoolArray: TypeAlias = npt.NDArray[np.bool_]
-
-_LARGEST = np.iinfo(np.int32).max
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -66,8 +63,6 @@ class Rows:
             pair = (action.forward, action.backward) if isinstance(action, Overlap) else (action,)
             for leaf in pair:
                 microbatch = -1 if leaf.microbatch is None else leaf.microbatch
-                if max(leaf.stage, microbatch) > _LARGEST:
-                    raise PlanError(f"{leaf}: stages and micro-batches end at {_LARGEST:,}")
                 kinds.append(leaf.kind)
                 stages.append(leaf.stage)
                 microbatches.append(microbatch)

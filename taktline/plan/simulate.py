@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from taktline.checks import require_instance
 from taktline.plan.action import Kind
 from taktline.plan.costs import Costs
 from taktline.plan.deps import channels, needs
@@ -27,7 +28,7 @@ def simulate(plan: Plan, costs: Costs | None = None) -> Timeline:
     >>> timeline.makespan
     33.0
     """
-    costs = costs or Costs()
+    costs = Costs() if costs is None else require_instance("costs", costs, Costs)
     require_valid(plan)
     if costs.messages_matter:
         plan = add_comm(plan)

@@ -5,10 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Literal, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias, get_args
 
 import numpy as np
 
+from taktline.checks import (
+    refuse,
+    require_flag,
+    require_instance,
+    require_instances,
+    require_one_of,
+)
 from taktline.errors import PlanError
 from taktline.plan.action import Action, Kind
 from taktline.plan.costs import Costs
@@ -16,6 +23,7 @@ from taktline.plan.deps import needs
 from taktline.plan.memory import peak_memory
 from taktline.plan.plan import Plan
 from taktline.plan.rows import FloatArray, IntArray
+from taktline.plan.validate import require_valid
 
 __all__ = ["Span", "Timeline"]
 
@@ -58,6 +66,15 @@ class Timeline:
     """When each row's result was there for whoever waits for it; by default at its end."""
     measured: bool = False
     """Whether this is what ran; then ``costs`` are those that were found in it."""
+
+    def __post_init__(self) -> None:
+        require_valid(require_instance("plan", self.plan, Plan))
+        require_instance("costs", self.costs, Costs)
+        require_flag("measured", self.measured)
+        for name in ("start", "end", "arrival"):
+            column = getattr(self, name)
+            if name != "arrival" or column is not None:
+                object.__setattr__(self, name, _checked(name, column, len(self.plan.rows)))
 
     @property
     def name(self) -> str:
@@ -102,8 +119,7 @@ class Timeline:
         The second counts no waiting before a rank's first and after its last action, which the next
         step can fill where nothing holds all ranks together in between.
         """
-        if by not in get_args(By):
-            raise PlanError(f"by is one of {get_args(By)}, not {by!r}")
+        require_one_of("by", by, get_args(By), PlanError)
         return self.makespan if by == "makespan" else float(self.rank_spans.max(initial=0.0))
 
     def bubble(self, by: By = "makespan") -> float:
@@ -117,6 +133,7 @@ class Timeline:
 
     def spans(self, rank: int) -> Iterator[Span]:
         """What a rank did, in order; the two halves of an overlapped pair one after the other."""
+        self.plan.require_rank(rank)
         for row in range(int(self.plan.offsets[rank]), int(self.plan.offsets[rank + 1])):
             yield self._span(rank, row)
 
@@ -197,7 +214,7 @@ class Timeline:
         """
         from taktline.plan.render.html import to_html
 
-        return to_html([self, *others])
+        return to_html([self, *require_instances("others", others, Timeline)])
 
     def to_trace(self) -> str:
         """A trace for Perfetto; see :func:`taktline.plan.render.trace.to_trace`."""
@@ -219,3 +236,15 @@ class Timeline:
 
     def _by_rank(self, rows: np.ndarray) -> list[np.ndarray]:
         return np.split(rows, np.searchsorted(rows, self.plan.offsets[1:-1]))
+
+
+def _checked(name: str, column: Any, rows: int) -> FloatArray:
+    """One finite number for each row."""
+    try:
+        numbers = np.asarray(column)
+    except (TypeError, ValueError):  # a ragged list, or what says that it is an array and is none
+        numbers = np.asarray("")
+    fits = numbers.dtype.kind in "iuf" and numbers.shape == (rows,)
+    if not (fits and np.isfinite(numbers).all()):
+        refuse(name, f"an array of {rows:,} numbers, one for each row of the plan", column)
+    return numbers.astype(np.float64, copy=False)

@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from taktline.errors import PlanFileError
+from taktline.checks import require_instance, require_path
+from taktline.errors import InvalidPlanError, PlanFileError
 from taktline.plan.costs import Costs
 from taktline.plan.io import (
     TIMELINE_FORMAT,
@@ -38,7 +39,8 @@ def write_timeline(timeline: Timeline, path: str | os.PathLike[str]) -> None:
     ...     read_timeline(f"{folder}/a.json").makespan
     33.0
     """
-    plan, path = timeline.plan, Path(path)
+    plan = require_instance("timeline", timeline, Timeline).plan
+    path = require_path("path", path)
     _require_json(path)
     fields = plan_fields(plan, timeline.costs)
     fields |= {"format": TIMELINE_FORMAT, "measured": timeline.measured}
@@ -56,7 +58,7 @@ def read_timeline(path: str | os.PathLike[str]) -> Timeline:
     Traceback (most recent call last):
     taktline.errors.PlanFileError: no-such-timeline.json: cannot be read: No such file or directory
     """
-    path = Path(path)
+    path = require_path("path", path)
     _require_json(path)
     data = json_object(read_text(path), path)
     if data["format"] != TIMELINE_FORMAT:
@@ -69,12 +71,16 @@ def read_timeline(path: str | os.PathLike[str]) -> Timeline:
     if data.get("arrival") is not None:
         arrival = _column(data["arrival"], "arrival", plan, path)
     costs = costs_from(data, path) or Costs()
-    return Timeline(plan, start, end, costs, arrival, measured=data.get("measured") is True)
+    measured = expect(data.get("measured", False), bool, "measured", path)
+    try:
+        return Timeline(plan, start, end, costs, arrival, measured=measured)
+    except InvalidPlanError as error:
+        raise PlanFileError(path, str(error)) from None
 
 
 def is_timeline(path: str | os.PathLike[str]) -> bool:
     """Whether a file holds a timeline, and not only a plan."""
-    path = Path(path)
+    path = require_path("path", path)
     if path.suffix.lower() != ".json":
         return False
     return json_object(read_text(path), path)["format"] == TIMELINE_FORMAT
@@ -88,13 +94,14 @@ def _column(value: Any, name: str, plan: Plan, path: Path) -> FloatArray:
     ]
     if [len(part) for part in parts] != np.diff(plan.offsets).tolist():
         raise PlanFileError(path, f"{name} must have a number for each action of each rank")
-    try:
-        column = np.array([number for part in parts for number in part], np.float64)
-    except (TypeError, ValueError):
-        column = np.array([np.nan])
-    if not np.isfinite(column).all():
+    numbers = [number for part in parts for number in part]
+    # Type by type: NumPy would take "1" and true for numbers.
+    if not {type(number) for number in numbers} <= {int, float}:
         raise PlanFileError(path, f"{name} must hold numbers only")
-    return column
+    try:
+        return np.array(numbers, np.float64)
+    except OverflowError:
+        raise PlanFileError(path, f"{name} holds a number that is too large") from None
 
 
 def _require_json(path: Path) -> None:

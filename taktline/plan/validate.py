@@ -7,6 +7,7 @@ from typing import Literal, TypeAlias, cast, get_args
 
 import numpy as np
 
+from taktline.checks import require_instance, require_one_of
 from taktline.errors import InvalidPlanError, PlanError
 from taktline.plan.deps import HOPS
 from taktline.plan.plan import Level, Plan
@@ -31,8 +32,8 @@ def validate(plan: Plan, *, sends: Sends = "blocking") -> tuple[Violation, ...]:
     ...     print(violation)
     [order] rank 0, position 0, 0B0: needs 0F0, which comes later (rank 0, position 1)
     """
-    if sends not in get_args(Sends):
-        raise PlanError(f"sends is one of {get_args(Sends)}, not {sends!r}")
+    require_instance("plan", plan, Plan)
+    require_one_of("sends", sends, get_args(Sends), PlanError)
     # A plan never changes, so neither does the answer. Sound with blocking sends is sound always.
     if plan.known.get("blocking") == ():
         return ()

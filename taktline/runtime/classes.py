@@ -6,6 +6,7 @@ import os
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
+from taktline.checks import refuse, require_instance, require_instances
 from taktline.errors import MismatchError, ScheduleError
 from taktline.plan import Kind, Plan, build, find, read
 from taktline.runtime.schedule import ArgsSpec, KwargsSpec, LossFn, MergeSpec, Schedule
@@ -58,6 +59,7 @@ class _Single(_Named):
         dynamic_shapes: bool = False,
         target_chunk_spec: Any = None,
     ) -> None:
+        require_instance("stage", stage, PipelineStage)
         super().__init__(
             [stage],
             n_microbatches,
@@ -97,6 +99,7 @@ class _Multi(_Named):
         dynamic_shapes: bool = False,
         target_chunk_spec: Any = None,
     ) -> None:
+        stages = require_instances("stages", stages, PipelineStage)
         if not stages:
             raise MismatchError(
                 f"{type(self).__name__} needs the stages of this rank, at least one"
@@ -266,11 +269,14 @@ class ScheduleFromPlan(Schedule):
         dynamic_shapes: bool = False,
         target_chunk_spec: Any = None,
     ) -> None:
+        stages = require_instances("stages", stages, PipelineStage)
         if not stages:
             raise MismatchError(
                 "ScheduleFromPlan needs the stages of this rank, at least one; a rank that holds "
                 "none takes no part in the plan"
             )
+        if not isinstance(plan, (Plan, str, os.PathLike)):
+            refuse("plan", "a Plan, or the path of a file with one", plan)
         chosen = plan if isinstance(plan, Plan) else read(plan)
 
         def check(ranks: int) -> Plan:

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._pytree import TreeSpec, tree_map, tree_unflatten
 
+from taktline.checks import require_instance, require_whole
 from taktline.errors import BatchError
 from taktline.plan.words import counted
 from taktline.runtime.pieces import children, cut, describe, flatten, is_block_mask, join, same
@@ -104,6 +105,15 @@ def split_args_kwargs_into_chunks(
     >>> split_args_kwargs_into_chunks((torch.arange(5), "x"), {"causal": True}, 2)
     ([(tensor([0, 1, 2]), 'x'), (tensor([3, 4]), 'x')], [{'causal': True}, {'causal': True}])
     """
+    for name, value, kind in (
+        ("args", args, (tuple, list)),
+        ("kwargs", kwargs, dict),
+        ("args_chunk_spec", args_chunk_spec, (tuple, list)),
+        ("kwargs_chunk_spec", kwargs_chunk_spec, dict),
+    ):
+        if value is not None or name == "args":
+            takes = "a dict" if kind is dict else "a tuple"
+            require_instance(name, value, kind, takes, BatchError)
     arguments = _arguments(args, kwargs, args_chunk_spec, kwargs_chunk_spec)
     _require_enough(arguments, chunks)
     cut = [argument.cut(chunks) for argument in arguments]
@@ -162,6 +172,7 @@ def merge_chunks(chunks: list[Any], chunk_spec: Any) -> Any:
     >>> merge_chunks([(torch.tensor([1, 2]), "x"), (torch.tensor([3]), "x")], None)
     (tensor([1, 2, 3]), 'x')
     """
+    require_instance("chunks", chunks, (list, tuple), "a list", BatchError)
     if not chunks:
         raise BatchError("there is no micro-batch to merge")
     (leaves, tree), *others = [flatten(chunk) for chunk in chunks]
@@ -272,8 +283,7 @@ def _fitting(leaf: _Leaf, size: int) -> str:
 
 def _require_enough(arguments: list[_Argument], chunks: int) -> None:
     """Raise unless each micro-batch gets a part of each leaf that is cut."""
-    if not isinstance(chunks, int) or chunks < 1:
-        raise BatchError(f"micro-batches must be a whole number from 1 up, not {chunks!r}")
+    require_whole("micro-batches", chunks, least=1, error=BatchError)
     first = _first_cut(arguments)
     if first is not None and first.size < chunks:
         fewer = f", or use at most {counted(first.size, 'micro-batch')}" if first.size else ""

@@ -10,6 +10,13 @@ from typing import Any, ClassVar
 import torch
 
 from taktline.batch_norm import update_all
+from taktline.checks import (
+    require_callable,
+    require_flag,
+    require_instance,
+    require_number,
+    require_whole,
+)
 from taktline.errors import BatchError, MismatchError, ScheduleError
 from taktline.plan import Plan
 from taktline.runtime.batch import Batch, Cutter
@@ -55,10 +62,19 @@ class Schedule:
         name: str,
         make_plan: Callable[[int], Plan],
     ) -> None:
-        if not isinstance(n_microbatches, int) or n_microbatches < 1:
-            raise ScheduleError(
-                f"n_microbatches must be a whole number from 1 up, not {n_microbatches!r}"
-            )
+        n_microbatches = require_whole(
+            "n_microbatches", n_microbatches, least=1, error=ScheduleError
+        )
+        if loss_fn is not None:
+            require_callable("loss_fn", loss_fn)
+        if args_chunk_spec is not None:
+            require_instance("args_chunk_spec", args_chunk_spec, (tuple, list), "a tuple")
+        if kwargs_chunk_spec is not None:
+            require_instance("kwargs_chunk_spec", kwargs_chunk_spec, dict)
+        require_flag("scale_grads", scale_grads)
+        if seed is not None:
+            seed = require_whole("seed", seed, least=-(2**63), most=2**64 - 1)
+        require_flag("dynamic_shapes", dynamic_shapes)
         self._stages = list(stages)
         self._n_microbatches = n_microbatches
         self._loss_fn = loss_fn
@@ -97,6 +113,8 @@ class Schedule:
 
     @stall_after.setter
     def stall_after(self, seconds: float | None) -> None:
+        if seconds is not None:
+            seconds = require_number("stall_after", seconds, least=0)
         self._runner.stall_after = seconds
 
     @property

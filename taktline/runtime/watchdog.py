@@ -16,6 +16,7 @@ from types import FrameType
 from typing import Protocol, Self
 from weakref import WeakSet
 
+from taktline.checks import seconds_in_environment
 from taktline.plan import Kind
 from taktline.plan.words import counted
 from taktline.runtime.executor import Program
@@ -23,7 +24,7 @@ from taktline.transport.board import Board, Word
 
 __all__ = ["STALL_SECONDS", "Watch"]
 
-STALL_SECONDS = float(os.environ.get("TAKTLINE_STALL_SECONDS", "60"))
+STALL_SECONDS = seconds_in_environment("TAKTLINE_STALL_SECONDS", 60.0)
 """After how long a step that stands still is told of, unless a schedule says otherwise."""
 
 _log = logging.getLogger("taktline")

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 
+from taktline.checks import require_iterable, require_whole, shown
 from taktline.errors import PartitionError
 from taktline.meta import as_arguments
 from taktline.plan.words import counted
@@ -35,12 +36,12 @@ class Pieces(Sequence[nn.Module]):
     """
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
-        self._modules = tuple(modules)
+        self._modules = tuple(require_iterable("modules", modules, error=PartitionError))
         if not self._modules:
             raise PartitionError("a model in no pieces: give at least one module")
         for stage, module in enumerate(self._modules):
             if not isinstance(module, nn.Module):
-                raise PartitionError(f"stage {stage} is {module!r}, which is no nn.Module")
+                raise PartitionError(f"stage {stage} is {shown(module)}, which is no nn.Module")
         self.division: object = None
         """What the stages cost, if that decided where to cut."""
         self.ties: tuple[Tie, ...] = find(self._modules)
@@ -54,9 +55,9 @@ class Pieces(Sequence[nn.Module]):
 
     def get_stage_module(self, stage_idx: int) -> nn.Module:
         """The piece of one stage."""
-        if not 0 <= stage_idx < self.num_stages:
+        if not 0 <= require_whole("stage_idx", stage_idx) < self.num_stages:
             raise PartitionError(
-                f"there is no stage {stage_idx}: stages are numbered from 0 to "
+                f"there is no stage {shown(stage_idx)}: stages are numbered from 0 to "
                 f"{self.num_stages - 1}"
             )
         return self._modules[stage_idx]

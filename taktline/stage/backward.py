@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from taktline.checks import require_instances, require_iterable, require_whole, shown
 from taktline.errors import SplitError
 from taktline.stage.engine import accumulate
 from taktline.stage.split import Pending, Splitter
@@ -37,11 +38,23 @@ def stage_backward(
     >>> stage_backward((x * 3).sum(), None, [x, "label"])
     (tensor([3., 3.]), None)
     """
+    input_values = require_iterable("input_values", input_values, error=SplitError)
     outputs = pytree.tree_leaves(stage_output)
     gradients = [None] * len(outputs) if output_grads is None else pytree.tree_leaves(output_grads)
     if outputs_with_grads_idxs is not None:
-        outputs = [outputs[index] for index in outputs_with_grads_idxs]
-        gradients = [gradients[index] for index in outputs_with_grads_idxs]
+        wanted = [
+            require_whole("outputs_with_grads_idxs", index, least=0, error=SplitError)
+            for index in require_iterable(
+                "outputs_with_grads_idxs", outputs_with_grads_idxs, error=SplitError
+            )
+        ]
+        if max(wanted, default=-1) >= min(len(outputs), len(gradients)):
+            raise SplitError(
+                f"outputs_with_grads_idxs names output {max(wanted)}, but there are "
+                f"{len(outputs)} outputs and {len(gradients)} gradients"
+            )
+        outputs = [outputs[index] for index in wanted]
+        gradients = [gradients[index] for index in wanted]
     roots, gradients = _roots(outputs, gradients)
     if roots:
         accumulate(roots, gradients)
@@ -64,10 +77,16 @@ def stage_backward_input(
     tensor([[3., 3.],
             [3., 3.]])
     """
-    gradients = [None] * len(stage_outputs_or_loss) if output_grads is None else output_grads
-    roots, gradients = _roots(stage_outputs_or_loss, gradients)
+    input_values = require_iterable("input_values", input_values, error=SplitError)
+    outputs = require_iterable("stage_outputs_or_loss", stage_outputs_or_loss, error=SplitError)
+    gradients = (
+        [None] * len(outputs)
+        if output_grads is None
+        else require_iterable("output_grads", output_grads, error=SplitError)
+    )
+    roots, gradients = _roots(outputs, gradients)
     inputs = [x for x in input_values if isinstance(x, torch.Tensor) and x.requires_grad]
-    trainable = [weight for weight in weights if weight.requires_grad]
+    trainable = [weight for weight in _tensors("weights", weights) if weight.requires_grad]
     pending = Splitter().run_input(roots, gradients, inputs, trainable) if roots else None
     groups = [] if pending is None else [{"params": pending.weights, "pending": pending}]
     return tuple(x.grad if isinstance(x, torch.Tensor) else None for x in input_values), groups
@@ -85,14 +104,19 @@ def stage_backward_weight(
     >>> stage_backward_weight(layer.parameters(), groups)
     (tensor([[2.]]),)
     """
-    for group in param_groups:
-        pending = group.pop("pending", None)
+    parameters = _tensors("weights", weights)
+    for group in require_iterable("param_groups", param_groups, error=SplitError):
+        pending = group.pop("pending", None) if isinstance(group, dict) else None
         if not isinstance(pending, Pending):
             raise SplitError(
                 "stage_backward_weight needs what stage_backward_input has given, once for each"
             )
         pending.run()
-    return tuple(weight.grad for weight in weights)
+    return tuple(weight.grad for weight in parameters)
+
+
+def _tensors(name: str, values: Any) -> list[torch.Tensor]:
+    return require_instances(name, values, torch.Tensor, "a tensor", SplitError)
 
 
 def _roots(
@@ -109,6 +133,13 @@ def _roots(
         if gradient is None and output.numel() != 1:
             # Nobody asked for this one.
             continue
+        if gradient is not None and (
+            not isinstance(gradient, torch.Tensor) or gradient.shape != output.shape
+        ):
+            raise SplitError(
+                f"the gradient of an output of shape {list(output.shape)} must be a tensor of that "
+                f"shape, not {shown(gradient)}"
+            )
         roots.append(output)
         found.append(torch.ones_like(output) if gradient is None else gradient)
     return roots, found

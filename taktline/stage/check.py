@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from taktline.checks import require_instance
 from taktline.stage.engine import accumulate
 from taktline.stage.split import Splitter, explain
 
@@ -63,6 +64,7 @@ def check_split_backward(module: nn.Module, *example: Any, **kwargs: Any) -> Spl
     >>> report.exact, report.later
     (True, ('weight',))
     """
+    require_instance("module", module, nn.Module, "an nn.Module")
     parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
     before = {name: p.grad for name, p in parameters.items()}
     buffers = {name: b.clone() for name, b in module.named_buffers()}

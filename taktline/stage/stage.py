@@ -10,8 +10,17 @@ from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
+from taktline.checks import (
+    require_callable,
+    require_instance,
+    require_instances,
+    require_whole,
+    shown,
+)
+from taktline.device import require_device
 from taktline.errors import MismatchError, SplitError
 from taktline.meta import Signature, as_arguments, flatten
+from taktline.plan.placement import MOST_STAGES
 from taktline.sharding import GetMesh, Sharding, find_mesh, gradient_of, is_sharded
 from taktline.stage.engine import accumulate
 from taktline.stage.grad_sync import GradSync, find
@@ -68,19 +77,27 @@ class PipelineStage:
                 f"stage {stage_index}: its seventh argument is a process group, as in torch before "
                 "2.13; pass it by its name: group="
             )
+        require_instance("submodule", submodule, nn.Module, "an nn.Module")
+        stage_index = require_whole("stage_index", stage_index)
+        num_stages = require_whole("num_stages", num_stages, least=1, most=MOST_STAGES)
+        if group is not None:
+            require_instance("group", group, ProcessGroup)
+        for name, function in (("dw_builder", dw_builder), ("get_mesh", get_mesh)):
+            if function is not None:
+                require_callable(name, function)
         if not 0 <= stage_index < num_stages:
             raise MismatchError(
-                f"stage {stage_index} of {num_stages}: stages are numbered from 0 to "
+                f"stage {shown(stage_index)} of {num_stages}: stages are numbered from 0 to "
                 f"{num_stages - 1}"
             )
         self.submod = submodule
         self.stage_index = stage_index
         self.num_stages = num_stages
-        self.device = torch.device(device)
+        self.device = require_device(device)
         self.group = group
         self.dw_builder = dw_builder
         self.get_mesh = get_mesh
-        self._ties = tuple(ties)
+        self._ties = tuple(require_instances("ties", ties, Tie))
         self.expected_input = _signature(input_args)
         self.expected_output = _signature(output_args)
         self._trainable: list[nn.Parameter] | None = None

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from taktline.checks import require_instance, require_text, require_whole, shown
 from taktline.errors import MismatchError
 from taktline.stage.names import named_parameters, unwrapped
 
@@ -32,9 +33,13 @@ class Tie:
     """Each stage, and what it calls the parameter; the first stage first."""
 
     def __init__(self, uses: Mapping[int, str]) -> None:
-        object.__setattr__(self, "uses", tuple(sorted(uses.items())))
+        require_instance("uses", uses, Mapping, "a dict of stages and names of parameters")
         if len(uses) < 2:
-            raise MismatchError(f"a tie names a parameter in two stages or more, not {dict(uses)}")
+            raise MismatchError(f"a tie names a parameter in two stages or more, not {shown(uses)}")
+        stages = (require_whole("a stage of a tie", stage, least=0) for stage in uses)
+        names = (require_text("a tied parameter", name) for name in uses.values())
+        named = dict(zip(stages, names, strict=True))
+        object.__setattr__(self, "uses", tuple(sorted(named.items())))
 
     @property
     def name(self) -> str:
@@ -52,7 +57,7 @@ class Tie:
         >>> Tie({0: "embed.weight", 3: "head.weight"}).name_in(3)
         'head.weight'
         """
-        return dict(self.uses).get(stage)
+        return dict(self.uses).get(require_whole("stage", stage))
 
     def __str__(self) -> str:
         return " = ".join(f"{name} of stage {stage}" for stage, name in self.uses)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
@@ -19,6 +20,8 @@ from taktline.meta import as_arguments
 from taktline.transport.containers import note_containers
 
 __all__ = ["Needs", "arguments_of", "measure"]
+
+_log = logging.getLogger("taktline")
 
 
 class Needs(NamedTuple):
@@ -67,8 +70,11 @@ def measure(modules: Sequence[nn.Module], example: Any) -> list[Needs] | None:
             # What a first call does beside its work does not count.
             _run(modules, states, args, kwargs)
             return _run(modules, states, args, kwargs)
-    except Exception:
-        return None  # it is for a prediction only, and whatever is wrong a step will tell
+    except Exception as error:
+        # Whatever a model raises on tensors without data. This is for a prediction only, and what
+        # is wrong with the model itself a step reports; here it is left in the log.
+        _log.info("no prediction of work and memory: %s: %s", type(error).__name__, error)
+        return None
 
 
 def _run(

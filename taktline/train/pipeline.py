@@ -12,7 +12,17 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from taktline.errors import LossError, MismatchError, ScheduleError, UseError
+from taktline.checks import (
+    refuse,
+    require_callable,
+    require_flag,
+    require_instance,
+    require_iterable,
+    require_number,
+    require_whole,
+)
+from taktline.device import require_device
+from taktline.errors import LossError, MismatchError, PartitionError, ScheduleError, UseError
 from taktline.plan import Kind, Plan
 from taktline.runtime import Trace
 from taktline.runtime.schedule import ArgsSpec, KwargsSpec, LossFn, MergeSpec, Schedule
@@ -112,6 +122,11 @@ class Pipeline:
         output_merge_spec: MergeSpec | None = None,
         target_chunk_spec: Any = None,
     ) -> None:
+        _check(microbatches, stages_per_rank, loss_fn, mesh, prepare, seed, dynamic_shapes)
+        if cuts is not None:
+            cuts = require_iterable("cuts", cuts, "a list of names of submodules", PartitionError)
+        if state_dict is not None and not hasattr(state_dict, "__getitem__"):
+            refuse("state_dict", "a mapping from names to tensors", state_dict)
         options = Options(
             schedule=schedule,
             microbatches=microbatches,
@@ -121,7 +136,7 @@ class Pipeline:
             mesh=mesh,
             data_parallel=data_parallel,
             prepare=prepare,
-            device=None if device is None else torch.device(device),
+            device=None if device is None else require_device(device),
             seed=seed,
             state_dict=state_dict,
             running={
@@ -250,6 +265,7 @@ class Pipeline:
 
     def train(self, mode: bool = True) -> Pipeline:
         """Put the modules into training mode, or with False into that of evaluation."""
+        require_flag("mode", mode)
         for module in self.stages.values():
             module.train(mode)
         return self
@@ -303,12 +319,19 @@ class Pipeline:
 
     def grad_norm(self, norm_type: float = 2.0) -> torch.Tensor:
         """The norm of all gradients of the model, the same on every rank."""
-        return norm_of(self._built.counted(), self._ranks, float(norm_type), device=self.device)
+        if not (isinstance(norm_type, float) and norm_type == math.inf):
+            norm_type = require_number("norm_type", norm_type, least=0)
+        if not norm_type:
+            refuse("norm_type", "more than 0", norm_type)
+        return norm_of(self._built.counted(), self._ranks, norm_type, device=self.device)
 
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
     ) -> torch.Tensor:
         """Clip the norm of all gradients, as ``torch.nn.utils.clip_grad_norm_`` does; gives it."""
+        if not (isinstance(max_norm, float) and max_norm == math.inf):
+            max_norm = require_number("max_norm", max_norm, least=0)
+        require_flag("error_if_nonfinite", error_if_nonfinite)
         norm = self.grad_norm(norm_type)
         if error_if_nonfinite and not math.isfinite(norm):
             raise LossError(
@@ -326,12 +349,14 @@ class Pipeline:
                 of it, on the CPU, and the others nothing. All processes call it.
         """
         parts = self._built.parts
-        if gathered:
+        if require_flag("gathered", gathered):
             return state.gathered(parts, self._ranks)
         return state.own(parts, with_rest=0 in self._ranks.own)
 
     def load_state_dict(self, state_dict: Mapping[str, torch.Tensor], *, strict: bool = True):
         """Load a state of the whole model, or what this process needs of it."""
+        require_instance("state_dict", state_dict, Mapping, "a mapping from names to tensors")
+        require_flag("strict", strict)
         state.load(self._built.parts, state_dict, strict=strict)
 
     def close(self) -> None:
@@ -376,6 +401,7 @@ class Pipeline:
         raise UseError(f"a pipeline belongs to its process, so {_NO_COPY}")
 
     def _scale(self, scaler: torch.amp.GradScaler) -> float:
+        require_instance("scaler", scaler, torch.amp.GradScaler)
         if not isinstance(scaler, Scaler) and not self._ranks.in_one_process:
             raise MismatchError(
                 "this scaler looks at the gradients of its own process only, so that ranks might "
@@ -399,3 +425,26 @@ class Pipeline:
 
     def __str__(self) -> str:
         return repr(self) if self._live is None else f"{self!r}\n{self._live.table}"
+
+
+def _check(
+    microbatches: Any,
+    stages_per_rank: Any,
+    loss_fn: Any,
+    mesh: Any,
+    prepare: Any,
+    seed: Any,
+    dynamic_shapes: Any,
+) -> None:
+    """Arguments that go a long way before anybody looks at them."""
+    for name, count in (("microbatches", microbatches), ("stages_per_rank", stages_per_rank)):
+        if count is not None:
+            require_whole(name, count, least=1, error=ScheduleError)
+    for name, function in (("loss_fn", loss_fn), ("prepare", prepare)):
+        if function is not None:
+            require_callable(name, function)
+    if mesh is not None:
+        require_instance("mesh", mesh, DeviceMesh)
+    if seed is not None:
+        require_whole("seed", seed)
+    require_flag("dynamic_shapes", dynamic_shapes)

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from taktline.checks import require_whole
 from taktline.errors import MismatchError
 from taktline.plan.words import counted
 from taktline.train.groups import Groups
@@ -146,8 +147,8 @@ def meet(
 
     ``default`` is how many there are in one process if nobody says.
     """
-    if ranks is not None and (not isinstance(ranks, int) or ranks < 1):
-        raise MismatchError(f"ranks must be a whole number from 1 up, not {ranks!r}")
+    if ranks is not None:
+        ranks = require_whole("ranks", ranks, least=1, error=MismatchError)
     if mesh is None and _world() == 1:
         if data_parallel is not None:
             raise MismatchError(

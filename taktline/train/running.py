@@ -10,6 +10,8 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from taktline.checks import require_instance
+from taktline.errors import BatchError
 from taktline.runtime.schedule import Schedule
 from taktline.train.build import Built
 from taktline.train.outputs import shared_output
@@ -33,6 +35,9 @@ def run(
     return_outputs: Outputs,
 ) -> tuple[Any, torch.Tensor | None]:
     """Run a step or an eval: its output, and its loss, which is the same everywhere."""
+    for name, wanted in zip(("losses", "aux_losses"), lists, strict=True):
+        if wanted is not None:
+            require_instance(name, wanted, list, "a list to be filled", BatchError)
     args, target, options = _on_device(batch, built.ranks.device)
 
     def one(rank: int) -> tuple[Any, list[torch.Tensor], list[torch.Tensor]]:

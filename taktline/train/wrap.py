@@ -22,7 +22,7 @@ WAYS = ("ddp", "fsdp")
 
 def check_choice(data_parallel: str | None) -> None:
     """Raise unless there is such a way of data parallelism."""
-    if data_parallel is not None and data_parallel not in WAYS:
+    if data_parallel is not None and not (isinstance(data_parallel, str) and data_parallel in WAYS):
         raise MismatchError(f'data_parallel is "ddp", "fsdp" or None, not {data_parallel!r}')
 
 

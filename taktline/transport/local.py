@@ -22,6 +22,7 @@ from typing import Any, TypeVar, TypeVarTuple
 
 import torch
 
+from taktline.checks import require_callable, require_flag, require_whole
 from taktline.errors import DeadlockError, TransportError
 from taktline.plan.words import counted
 from taktline.transport.ambient import Ambient, Random
@@ -30,6 +31,9 @@ from taktline.transport.frames import Frame, agreed
 from taktline.transport.turn import Turn
 
 __all__ = ["LocalRanks", "LocalTransport", "current", "run"]
+
+MOST_RANKS = 1024
+"""Of one process: each has a thread."""
 
 T = TypeVar("T")
 Args = TypeVarTuple("Args")
@@ -48,6 +52,7 @@ def run(fn: Callable[[int, *Args], T], ranks: int, *args: *Args, strict: bool = 
     >>> run(share, 2, 10)
     [[[0, 0], [1, 10]], [[0, 0], [1, 10]]]
     """
+    require_callable("fn", fn)
     return LocalRanks(ranks, strict=strict).run(lambda rank: fn(rank, *args))
 
 
@@ -190,8 +195,10 @@ class LocalRanks:
 
     # Only the rank with the baton touches what follows, so it needs no lock.
     def __init__(self, size: int, *, strict: bool = False) -> None:
-        if size < 1:
-            raise TransportError(f"ranks must be a whole number from 1 up, not {size}")
+        size = require_whole("ranks", size, least=1, error=TransportError)
+        if size > MOST_RANKS:
+            raise TransportError(f"{MOST_RANKS:,} ranks are the most that run in one process")
+        require_flag("strict", strict)
         self.strict = strict
         self.ranks = [LocalTransport(self, rank, size) for rank in range(size)]
         # The caller's thread has the baton before the ranks have it, and after them.

@@ -48,7 +48,13 @@ def test_what_it_shows(tmp_path: Path, words: tuple[str, ...], schedules: list[s
 def test_ctrl_c_leaves_nothing_behind(tmp_path: Path) -> None:
     command = [*COMMAND, "--steps", "100000", "--output", str(tmp_path / "page.html")]
     process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+        # Where it is ignored, as in the background of a shell, children would ignore it as well.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     assert process.stdout is not None
     try:

@@ -5,14 +5,28 @@ from __future__ import annotations
 import json
 import os
 import stat
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from taktline.errors import PlanFileError
-from taktline.plan import Costs, Level, Link, Plan, build, lower, read, read_costs, validate, write
+from taktline.errors import ArgumentError, PlanFileError
+from taktline.plan import (
+    Costs,
+    Level,
+    Link,
+    Plan,
+    build,
+    lower,
+    read,
+    read_costs,
+    read_timeline,
+    validate,
+    write,
+)
 from taktline.plan.io import from_csv, from_json, to_csv, to_json
 from tests.plan.peer import compute_order, lowered_order, make
 from tests.plan.strategies import any_plan, costs, shapes
@@ -107,6 +121,16 @@ class TestMistakes:
             ({"format": "other"}, 'expected "format": "taktline-plan"'),
             ({"version": 2}, "has version 2 of the format, but this program reads version 1"),
             ({"version": None}, "has version None"),
+            ({"version": True}, "has version True"),
+            ({"version": 1.0}, "has version 1.0"),
+            ({"version": [[]] * 1000}, "has version [[], [], "),
+            ({"ranks": [[]] * 2_000_000}, "a plan has at most 65,536 ranks, not 2,000,000"),
+            ({"placement": [0] * 2_000_000}, "at least one stage and at most 1,048,576"),
+            ({"placement": [10**600]}, "stage 0 is placed on rank"),
+            ({"microbatches": 10**600}, "at most 2,147,483,647"),
+            ({"microbatches": 1e3}, "microbatches must be a whole number"),
+            ({"ranks": [["0F99999999999"], ["1F0"]]}, "row 1, column 1: stages and micro-batches"),
+            ({"origin": "\ud800"}, "holds half of a surrogate pair"),
             ({"ranks": None}, "ranks must be a list, not null"),
             ({"ranks": [["0F0"], "1F0"]}, r"ranks[1] must be a list"),
             ({"ranks": [["0F0"], [7]]}, "row 2, column 1: an action is a text"),
@@ -133,6 +157,43 @@ class TestMistakes:
         with pytest.raises(PlanFileError, match="the file must be an object"):
             from_json("[]")
 
+    @pytest.mark.parametrize(
+        ("text", "message"),
+        [
+            ("", "not JSON"),
+            ("[" * 100_000, "is nested deeper than 64 levels"),
+            ('{"microbatches": ' + "9" * 5000 + "}", "holds a number of 5000 digits"),
+            ('{"format": "taktline-plan", "format": 1}', 'has the key "format" twice'),
+            ('{"microbatches": NaN}', "holds NaN"),
+            ("\0", "not JSON"),
+        ],
+    )
+    def test_in_json_beyond_what_python_reads(self, text: str, message: str) -> None:
+        with pytest.raises(PlanFileError, match=rf"^plan\.json.*{message}"):
+            from_json(text, "plan.json")
+
+    @pytest.mark.parametrize(
+        ("text", "message"),
+        [
+            ("\n" * 2_000_000, "a plan has at most 65,536 ranks"),
+            ("0F0," * 10 + "0F" + "9" * 5000, "row 1, column 11: .*at most 18 digits"),
+            ("0F0\0", "row 1, column 1: .*expected the end"),
+            ("0F0," + "x" * 200_000, "not CSV: field larger than field limit"),
+            ("0F0,0B2147483648", "row 1, column 2: stages and micro-batches"),
+        ],
+    )
+    def test_in_csv_beyond_measure(self, text: str, message: str) -> None:
+        with pytest.raises(PlanFileError, match=rf"^plan\.csv.*{message}"):
+            from_csv(text, "plan.csv")
+
+    @pytest.mark.parametrize("path", [None, 7, b"plan.csv", "a\0.csv", "\ud800.json"])
+    def test_in_what_is_no_path(self, path: Any) -> None:
+        for function in (read, read_costs, read_timeline, partial(write, self.PLAN)):
+            with pytest.raises(ArgumentError, match="path must be the path of a file, not"):
+                function(path)
+
+    PLAN = build("1f1b", ranks=1, microbatches=1)
+
     def test_in_costs(self, tmp_path: Path) -> None:
         file = tmp_path / "plan.json"
         file.write_text(json.dumps(self.GOOD | {"costs": {"forward": -1}}))
@@ -157,9 +218,17 @@ class TestMistakes:
         with pytest.raises(PlanFileError, match="cannot be written: No such file"):
             write(plan, tmp_path / "no-folder" / "plan.csv")
         (tmp_path / "folder.csv").mkdir()
+        with pytest.raises(PlanFileError, match="cannot be read: Is a directory"):
+            read(tmp_path / "folder.csv")
         with pytest.raises(PlanFileError, match="cannot be written: Is a directory"):
             write(plan, tmp_path / "folder.csv")
         assert os.listdir(tmp_path) == ["folder.csv"]
+
+
+def test_a_plan_is_named_after_any_file() -> None:
+    plan = from_csv("0F0,0B0", os.fsdecode(b"plan \xff.csv"))
+    assert plan.name == "plan �"
+    assert from_json(to_json(plan)).name == plan.name
 
 
 class TestWriting:

@@ -104,7 +104,7 @@ def test_reducing_gives_what_torch_gives(plan: Plan) -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda plan: add_shard(plan, 0), "at least 1 stage, not 0"),
+        (lambda plan: add_shard(plan, 0), "keep_ready must be a whole number from 1 up, not 0"),
         (lambda plan: add_shard(add_shard(plan)), "this one is SHARDED"),
         (lambda plan: add_shard(lower(plan)), "this one is LOWERED"),
         (lambda plan: add_reduce(add_reduce(plan)), "without REDUCE_GRAD"),

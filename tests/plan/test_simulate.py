@@ -322,8 +322,8 @@ class TestCosts:
             ({"link": {"colour": 0}}, "cannot be read"),
             ({"link": {"latency": "short"}}, "latency must be a number"),
             ({"link": {"bandwidth": None}}, "bandwidth must be a number"),
-            ({"comm_blocks": "no"}, "comm_blocks must be a bool, not 'no'"),
-            ({"unit": 3}, "unit must be a str, not 3"),
+            ({"comm_blocks": "no"}, "comm_blocks must be True or False, not 'no'"),
+            ({"unit": 3}, "unit must be a text, not 3"),
         ],
     )
     def test_that_make_no_sense(self, values: dict[str, object], message: str) -> None:

@@ -275,10 +275,10 @@ class Mine(tl.TaktlineError):
 class Raising(nn.Linear):
     raises: Any = None
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         if self.raises is not None:
             raise self.raises
-        return super().forward(x)
+        return super().forward(input)
 
 
 def raising(rank: int, group: Any, what: str, where: str) -> None:

@@ -143,13 +143,13 @@ class Secret(NamedTuple):
 
 
 class Sender(nn.Linear):
-    def forward(self, x: torch.Tensor) -> Any:
-        return Secret(super().forward(x))
+    def forward(self, input: torch.Tensor) -> Any:
+        return Secret(super().forward(input))
 
 
 class Taker(nn.Linear):
-    def forward(self, given: Any) -> torch.Tensor:
-        return super().forward(given.value)
+    def forward(self, input: Any) -> torch.Tensor:
+        return super().forward(input.value)
 
 
 def send_unknown(rank: int, group: dist.ProcessGroup, registers: bool) -> Any:

@@ -13,7 +13,7 @@ import pytest
 pytestmark = pytest.mark.processes
 
 SCRIPT = """
-import os, sys, time
+import os, signal, sys, time
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -34,6 +34,8 @@ def main(rank):
         if number == 2:
             print("runs", flush=True)
 
+# Where it is ignored, as in the background of a shell, Python leaves it so.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 if len(sys.argv) > 2:
     rank = int(sys.argv[2])
     dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}", rank=rank, world_size=2)

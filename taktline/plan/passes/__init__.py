@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from taktline.checks import require_flag, require_instance
 from taktline.plan.passes.add_comm import add_comm
 from taktline.plan.passes.add_reduce import add_reduce
 from taktline.plan.passes.add_shard import add_shard
@@ -29,10 +30,11 @@ def lower(
     >>> " ".join(map(str, lower(build("gpipe", ranks=2, microbatches=1))[1]))
     '1RECV_F0 1F0 1B0 1SEND_B0'
     """
-    if merge:
+    require_instance("plan", plan, Plan)
+    if require_flag("merge", merge):
         plan = merge_backward(plan)
     if keep_ready is not None:
         plan = add_shard(plan, keep_ready)
-    if reduce:
+    if require_flag("reduce", reduce):
         plan = add_reduce(plan)
     return add_comm(plan)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from taktline.checks import require_instance
 from taktline.errors import PlanError
 from taktline.plan.action import Kind
 from taktline.plan.plan import Level, Plan
@@ -20,6 +21,7 @@ def add_reduce(plan: Plan) -> Plan:
     >>> " ".join(map(str, add_reduce(plan)[0]))
     '0F0 1F0 1B0 1REDUCE_GRAD 0B0 0REDUCE_GRAD'
     """
+    require_instance("plan", plan, Plan)
     if plan.level == Level.LOWERED or plan.has(Kind.REDUCE_GRAD):
         raise PlanError(
             "add_reduce needs a plan without REDUCE_GRAD, SEND and RECV; apply it once, and before "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from taktline.checks import require_instance, require_whole
 from taktline.errors import PlanError
 from taktline.plan.action import Kind
 from taktline.plan.plan import Level, Plan
@@ -20,8 +21,8 @@ def add_shard(plan: Plan, keep_ready: int = 3) -> Plan:
     >>> " ".join(map(str, add_shard(plan, keep_ready=1)[0]))
     '0UNSHARD 0F0 0RESHARD 1UNSHARD 1F0 1B0 1RESHARD 0UNSHARD 0B0 0RESHARD'
     """
-    if keep_ready < 1:
-        raise PlanError(f"keep_ready must be at least 1 stage, not {keep_ready}")
+    require_instance("plan", plan, Plan)
+    keep_ready = require_whole("keep_ready", keep_ready, least=1, error=PlanError)
     if plan.level != Level.COMPUTE:
         raise PlanError(
             f"add_shard needs a COMPUTE plan, this one is {plan.level.name}; apply it once, first"

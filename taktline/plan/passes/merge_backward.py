@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from taktline.checks import require_instance
 from taktline.plan.action import Kind
 from taktline.plan.plan import Plan
 from taktline.plan.rows import Rows
@@ -18,6 +19,7 @@ def merge_backward(plan: Plan) -> Plan:
     >>> merge_backward(Plan.from_actions([["0F0", "0F1", "0I0", "0W0", "0I1", "0W1"]]))[0]
     [Action(0F0), Action(0F1), Action(0B0), Action(0B1)]
     """
+    require_instance("plan", plan, Plan)
     return plan.with_rows([_merge(plan.rows_of(rank)) for rank in range(plan.ranks)], plan.level)
 
 

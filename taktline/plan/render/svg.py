@@ -7,6 +7,7 @@ from html import escape
 
 import numpy as np
 
+from taktline.checks import require_number
 from taktline.plan.action import Kind
 from taktline.plan.memory import memory_curve
 from taktline.plan.render.palette import MEANINGS, MEMORY, is_dark, shade, shades
@@ -37,6 +38,8 @@ def to_svg(timelines: Sequence[Timeline], *, width: float | None = None) -> str:
     >>> drawing[:4]
     '<svg'
     """
+    if width is not None:
+        width = require_number("width", width, least=0, most=100_000)
     makespan, unit = shared_axis(timelines)
     total = _natural_width(timelines, makespan) if width is None else width
     scale = max(total - LEFT - RIGHT, 1.0) / makespan

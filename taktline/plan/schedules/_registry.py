@@ -9,13 +9,17 @@ from dataclasses import dataclass
 from functools import wraps
 from typing import TypeAlias
 
+from taktline.checks import require_callable, require_text, require_whole, shown
 from taktline.errors import ScheduleError
-from taktline.plan.placement import Placement
+from taktline.plan.placement import MOST_STAGES, Placement
 from taktline.plan.plan import Plan
 from taktline.plan.rows import Rows
 from taktline.plan.words import counted
 
 __all__ = ["Schedule", "build", "each_rank", "find", "names", "register", "unregister"]
+
+MOST_RANKS, MOST_FORWARDS = 2**12, 2**24
+"""Of a plan that is built: with more, it takes minutes and gigabytes."""
 
 Generator: TypeAlias = Callable[[Placement, int], list[Rows]]
 """(placement, micro-batches) → what each rank does, in order."""
@@ -39,17 +43,21 @@ class Schedule:
 
     def build(self, ranks: int, microbatches: int, stages_per_rank: int | None = None) -> Plan:
         """The plan for these numbers, or a ScheduleError that says what would fit."""
-        for what, number in (
-            ("ranks", ranks),
-            ("microbatches", microbatches),
-            ("stages_per_rank", 1 if stages_per_rank is None else stages_per_rank),
-        ):
-            if not isinstance(number, int) or number < 1:  # pyright: ignore
-                raise ScheduleError(
-                    f"{self.name}: {what} must be a whole number from 1 up, not {number!r}"
-                )
-        placement = self.place(ranks, self._stages_per_rank(stages_per_rank))
+        ranks = self._count("ranks", ranks, MOST_RANKS)
+        microbatches = self._count("microbatches", microbatches)
+        if stages_per_rank is not None:
+            stages_per_rank = self._count("stages_per_rank", stages_per_rank)
+        per_rank = self._stages_per_rank(stages_per_rank)
+        stages = self._count("stages", ranks * per_rank, MOST_STAGES)
+        self._count("stages × microbatches", stages * microbatches, MOST_FORWARDS)
+        placement = self.place(ranks, per_rank)
         return Plan(self.generate(placement, microbatches), placement, microbatches, name=self.name)
+
+    def _count(self, what: str, number: int, most: int | None = None) -> int:
+        number = require_whole(f"{self.name}: {what}", number, least=1, error=ScheduleError)
+        if most is not None and number > most:
+            raise ScheduleError(f"{self.name}: {what} end at {most:,}, not at {shown(number)}")
+        return number
 
     def _stages_per_rank(self, asked: int | None) -> int:
         if self.stages_per_rank is None:
@@ -91,7 +99,16 @@ def register(
     >>> unregister("one_by_one")
     """
 
+    for alias in (name, *aliases):
+        require_text("the name of a schedule", alias, ScheduleError)
+    if stages_per_rank is not None:
+        stages_per_rank = require_whole(
+            "stages_per_rank", stages_per_rank, least=1, error=ScheduleError
+        )
+    require_callable("place", place, ScheduleError)
+
     def decorate(generate: Generator) -> Generator:
+        require_callable("a schedule", generate, ScheduleError)
         summary = (generate.__doc__ or "").strip().partition("\n")[0]
         schedule = Schedule(name, aliases, stages_per_rank, place, generate, summary)
         for alias in (name, *aliases):
@@ -113,6 +130,8 @@ def each_rank(rank_rows: Callable[[int, Placement, int], Rows]) -> Generator:
     >>> len(generate(Placement.linear(4), 1))
     4
     """
+
+    require_callable("rank_rows", rank_rows, ScheduleError)
 
     @wraps(rank_rows)
     def generate(placement: Placement, microbatches: int) -> list[Rows]:
@@ -152,11 +171,12 @@ def find(name: str) -> Schedule:
     Traceback (most recent call last):
     taktline.errors.ScheduleError: no schedule is called '1f2b'; did you mean 1f1b? Known are: ...
     """
+    require_text("the name of a schedule", name, ScheduleError)
     schedule = _BY_ALIAS.get(_plain(name))
     if schedule is None:
         close = difflib.get_close_matches(_plain(name), _BY_ALIAS, n=1, cutoff=0.75)
         hint = f"did you mean {_BY_ALIAS[close[0]].name}? Known are" if close else "known are"
-        raise ScheduleError(f"no schedule is called {name!r}; {hint}: {', '.join(names())}")
+        raise ScheduleError(f"no schedule is called {shown(name)}; {hint}: {', '.join(names())}")
     return schedule
 
 

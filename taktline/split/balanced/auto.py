@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from taktline.checks import require_flag, require_instance, require_whole
 from taktline.errors import PartitionError
 from taktline.plan import Partition, balance
 from taktline.split.balanced import effort
@@ -51,6 +52,9 @@ def auto(
         1  4               3      12,288  3,264
         2  7               1      25,600  6,800
     """
+    require_instance("model", model, nn.Module, "an nn.Module", PartitionError)
+    n = require_whole("n", n, least=1, error=PartitionError)
+    require_flag("measure", measure, PartitionError)
     call = as_call(model, example)
     skeleton = layered(model)
     costs: Mapping[str, float] = effort.count(skeleton, call)

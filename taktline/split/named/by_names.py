@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from difflib import get_close_matches
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from taktline.checks import refuse, require_instance, require_iterable
 from taktline.errors import PartitionError
 from taktline.split.named.piece import piece
 from taktline.split.named.skeleton import Skeleton
@@ -17,6 +19,8 @@ from taktline.split.named.walk import Course, walk
 from taktline.split.pieces import Pieces
 
 __all__ = ["as_call", "by_names"]
+
+_log = logging.getLogger("taktline")
 
 
 def by_names(model: nn.Module, cuts: Sequence[str], *, example: Any = None) -> Pieces:
@@ -55,8 +59,12 @@ def by_names(model: nn.Module, cuts: Sequence[str], *, example: Any = None) -> P
 
 def _checked(model: nn.Module, cuts: Sequence[str]) -> tuple[str, ...]:
     """The cuts, if they are names of submodules that do not get into each other's way."""
-    if isinstance(cuts, str) or not all(isinstance(cut, str) for cut in cuts):
-        raise PartitionError(f"cuts must be a list of names of submodules, not {cuts!r}")
+    require_instance("model", model, nn.Module, "an nn.Module", PartitionError)
+    takes = "a list of names of submodules"
+    given = cuts
+    cuts = require_iterable("cuts", cuts, takes, PartitionError)
+    if not all(isinstance(cut, str) for cut in cuts):
+        refuse("cuts", takes, given, PartitionError)
     names = [name for name, _ in model.named_modules(remove_duplicate=False) if name]
     for place, cut in enumerate(cuts):
         if cut not in names:
@@ -96,8 +104,11 @@ def _course(skeleton: Skeleton, model: nn.Module, example: Any) -> Course | None
         return walk(skeleton, *as_call(model, ((), call)))
     except PartitionError:
         raise
-    except Exception:
-        return None  # models of images have words as an example, too
+    except Exception as error:
+        # Models of images have words as an example, too: whatever they raise over them, the order
+        # of their definition serves instead.
+        _log.info("dummy_inputs do not fit the model: %s: %s", type(error).__name__, error)
+        return None
 
 
 def as_call(model: nn.Module, example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -11,6 +11,8 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from taktline.checks import refuse, require_instance
+from taktline.device import require_device
 from taktline.errors import StateError
 from taktline.plan.words import counted
 from taktline.split.on_meta.log import Log, find_log
@@ -51,7 +53,10 @@ def materialise(
     >>> materialise(model[1], "cpu").running_var
     tensor([1., 1.])
     """
-    device = torch.device(device)
+    require_instance("piece", piece, nn.Module, "an nn.Module")
+    device = require_device(device)
+    if state_dict is not None and not hasattr(state_dict, "__getitem__"):
+        refuse("state_dict", "a mapping from names to tensors", state_dict)
     missing = [] if device.type == "meta" else _missing(piece)
     values = {want: value for want in missing if (value := _known(want, device)) is not None}
     if state_dict is not None:

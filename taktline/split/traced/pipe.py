@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import fx, nn
 
+from taktline.checks import require_callable, require_instance, require_whole, shown
 from taktline.errors import PartitionError
 from taktline.meta import as_arguments
 from taktline.split.on_meta.materialise import materialise
@@ -70,9 +71,9 @@ class Pipe(nn.Module):
 
     def get_stage_module(self, stage_idx: int) -> nn.Module:
         """The piece of one stage; its parameters and buffers are those of the model."""
-        if not 0 <= stage_idx < self.num_stages:
+        if not 0 <= require_whole("stage_idx", stage_idx) < self.num_stages:
             raise PartitionError(
-                f"there is no stage {stage_idx}: stages are numbered from 0 to "
+                f"there is no stage {shown(stage_idx)}: stages are numbered from 0 to "
                 f"{self.num_stages - 1}"
             )
         return self.split_gm.get_submodule(f"submod_pp_{stage_idx}")
@@ -137,6 +138,7 @@ def build_stage(
     >>> tl.build_stage(pipe.get_stage_module(1), 1, pipe.info(), torch.device("cpu"))
     PipelineStage(1 of 2, StageModule, 20 parameters, cpu)
     """
+    require_instance("pipe_info", pipe_info, PipeInfo, "what pipe.info() returns")
     return PipelineStage(stage_module, stage_index, pipe_info.num_stages, device, group=group)
 
 
@@ -165,6 +167,12 @@ def pipeline(
     >>> pipe.num_stages, torch.equal(pipe(x), model(x))
     (2, True)
     """
+    require_instance("module", module, nn.Module, "an nn.Module", PartitionError)
+    for name, value in (("mb_kwargs", mb_kwargs), ("split_spec", split_spec)):
+        if value is not None:
+            require_instance(name, value, dict, error=PartitionError)
+    if split_policy is not None:
+        require_callable("split_policy", split_policy, PartitionError)
     if split_spec is not None and split_policy is not None:
         raise PartitionError(
             "split_spec and split_policy both say where to cut; pass only one of them"

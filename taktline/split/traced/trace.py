@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -16,6 +17,8 @@ from taktline.split.traced.markers import SplitPoint, marked, require_outside, t
 from taktline.split.traced.sizes import batch_dims
 
 __all__ = ["Policy", "in_mode", "trace"]
+
+_log = logging.getLogger("taktline")
 
 Policy = Callable[[fx.GraphModule], fx.GraphModule]
 
@@ -54,12 +57,17 @@ def _export(
     # Here, because it loads the compiler.
     from torch.export import export
 
-    # Whatever goes wrong there goes wrong again, or does not matter.
-    with suppress(Exception), recording():
-        shapes = _any_batch(module, args, kwargs)
-        program = export(module, args, kwargs, dynamic_shapes=shapes, strict=False)
-        if not _has_guards(program):
-            return program
+    try:
+        with recording():
+            shapes = _any_batch(module, args, kwargs)
+            program = export(module, args, kwargs, dynamic_shapes=shapes, strict=False)
+            if not _has_guards(program):
+                return program
+    except Exception as error:
+        # torch.export raises errors of any type over a size that it cannot follow. What is wrong
+        # with the model itself is raised again below; otherwise only batches of other sizes are
+        # lost, and the log says why.
+        _log.info("traced for one size of batch: %s: %s", type(error).__name__, error)
     with recording():
         try:
             return export(module, args, kwargs, strict=False)

@@ -1,0 +1,235 @@
+"""Arguments of public functions: each check returns the argument, or raises an error that names it.
+
+They are for constructors and calls by people; nothing of it runs within a step.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import reprlib
+from collections.abc import Callable, Sequence
+from numbers import Integral, Real
+from pathlib import Path
+from typing import Any, NoReturn, TypeVar
+
+from taktline.errors import ArgumentError, TaktlineError
+
+__all__ = [
+    "refuse",
+    "require_callable",
+    "require_flag",
+    "require_instance",
+    "require_instances",
+    "require_iterable",
+    "require_number",
+    "require_one_of",
+    "require_path",
+    "require_text",
+    "require_whole",
+    "shown",
+]
+
+T = TypeVar("T")
+Error = type[TaktlineError]
+
+_brief = reprlib.Repr()
+_brief.maxstring = _brief.maxother = _brief.maxlong = 80
+
+
+def shown(value: object) -> str:
+    """A value in an error: what Python writes, cut short, or its type if that fails.
+
+    >>> shown("1f1b"), shown(range(3)), shown(10**9999)
+    ("'1f1b'", 'range(0, 3)', 'an int')
+    """
+    try:
+        return _brief.repr(value)
+    except Exception:  # whatever a class does when it is printed; there is an error to report
+        name = type(value).__name__
+        return f"{'an' if name[0] in 'aeiouAEIOU' else 'a'} {name}"
+
+
+def refuse(name: str, takes: str, value: object, error: Error = ArgumentError) -> NoReturn:
+    """Say what an argument must be.
+
+    >>> refuse("plan", "a Plan", None)
+    Traceback (most recent call last):
+    taktline.errors.ArgumentError: plan must be a Plan, not None
+    """
+    raise error(f"{name} must be {takes}, not {shown(value)}")
+
+
+def require_whole(
+    name: str,
+    value: Any,
+    *,
+    least: int | None = None,
+    most: int | None = None,
+    error: Error = ArgumentError,
+) -> int:
+    """A whole number, of Python or NumPy, within bounds; True and False are none.
+
+    >>> require_whole("ranks", 4, least=1)
+    4
+    >>> require_whole("ranks", 0, least=1)
+    Traceback (most recent call last):
+    taktline.errors.ArgumentError: ranks must be a whole number from 1 up, not 0
+    """
+    if not isinstance(value, bool) and isinstance(value, Integral):
+        number = int(value)
+        if (least is None or least <= number) and (most is None or number <= most):
+            return number
+    refuse(name, "a whole number" + _range(least, most), value, error)
+
+
+def require_number(
+    name: str,
+    value: Any,
+    *,
+    least: float | None = None,
+    most: float | None = None,
+    error: Error = ArgumentError,
+) -> float:
+    """A finite number as a float.
+
+    >>> require_number("seconds", float("nan"), least=0)
+    Traceback (most recent call last):
+    taktline.errors.ArgumentError: seconds must be a number from 0 up, not nan
+    """
+    if not isinstance(value, bool) and isinstance(value, Real):
+        try:
+            number = float(value)
+        except OverflowError:
+            number = math.inf
+        above, below = least is None or least <= number, most is None or number <= most
+        if math.isfinite(number) and above and below:
+            return number
+    refuse(name, "a number" + _range(least, most), value, error)
+
+
+def require_flag(name: str, value: Any, error: Error = ArgumentError) -> bool:
+    """True or False.
+
+    >>> require_flag("strict", "no")
+    Traceback (most recent call last):
+    taktline.errors.ArgumentError: strict must be True or False, not 'no'
+    """
+    if not isinstance(value, bool):
+        refuse(name, "True or False", value, error)
+    return value
+
+
+def require_text(name: str, value: Any, error: Error = ArgumentError) -> str:
+    """A text that can be written to a file.
+
+    >>> require_text("name", b"1f1b")
+    Traceback (most recent call last):
+    taktline.errors.ArgumentError: name must be a text, not b'1f1b'
+    """
+    if not isinstance(value, str):
+        refuse(name, "a text", value, error)
+    try:
+        value.encode("utf-8")
+    except UnicodeEncodeError:
+        refuse(name, "a text without halves of surrogate pairs", value, error)
+    return value
+
+
+def require_instance(
+    name: str,
+    value: Any,
+    kind: type[T] | tuple[type[T], ...],
+    takes: str = "",
+    error: Error = ArgumentError,
+) -> T:
+    """A value of a type; ``takes`` says what that is, if its name does not.
+
+    >>> require_instance("plan", "1f1b", dict)
+    Traceback (most recent call last):
+    taktline.errors.ArgumentError: plan must be a dict, not '1f1b'
+    """
+    if not isinstance(value, kind):
+        refuse(name, takes or f"a {getattr(kind, '__name__', kind)}", value, error)
+    return value
+
+
+def require_instances(
+    name: str, values: Any, kind: type[T], takes: str = "", error: Error = ArgumentError
+) -> list[T]:
+    """A list of values of a type.
+
+    >>> require_instances("numbers", [1, "2"], int)
+    Traceback (most recent call last):
+    taktline.errors.ArgumentError: numbers[1] must be a int, not '2'
+    """
+    listed = require_iterable(name, values, f"a list, each {takes or f'a {kind.__name__}'}", error)
+    return [
+        require_instance(f"{name}[{index}]", value, kind, takes, error)
+        for index, value in enumerate(listed)
+    ]
+
+
+def require_iterable(
+    name: str, values: Any, takes: str = "a list", error: Error = ArgumentError
+) -> list[Any]:
+    """The values of something to iterate over; a text is none.
+
+    >>> require_iterable("names", "embed")
+    Traceback (most recent call last):
+    taktline.errors.ArgumentError: names must be a list, not 'embed'
+    """
+    try:
+        if not isinstance(values, (str, bytes, bytearray)):
+            return list(iter(values))
+    except TypeError:  # nothing to iterate over, or an array that turns out to be a number
+        pass
+    refuse(name, takes, values, error)
+
+
+def require_callable(name: str, value: Any, error: Error = ArgumentError) -> Callable[..., Any]:
+    """Something to call.
+
+    >>> require_callable("loss_fn", "mse")
+    Traceback (most recent call last):
+    taktline.errors.ArgumentError: loss_fn must be a function, not 'mse'
+    """
+    if not callable(value):
+        refuse(name, "a function", value, error)
+    return value
+
+
+def require_one_of(name: str, value: Any, choices: Sequence[T], error: Error = ArgumentError) -> T:
+    """One of a few values.
+
+    >>> require_one_of("sends", "late", ["blocking", "asynchronous"])
+    Traceback (most recent call last):
+    taktline.errors.ArgumentError: sends is one of blocking, asynchronous, not 'late'
+    """
+    for choice in choices:
+        # Not by equality alone: 1 equals True, and arrays compare by element.
+        if value is choice or (type(value) is type(choice) and value == choice):
+            return choice
+    raise error(f"{name} is one of {', '.join(map(str, choices))}, not {shown(value)}")
+
+
+def require_path(name: str, value: Any, error: Error = ArgumentError) -> Path:
+    """The path of a file.
+
+    >>> require_path("path", 7)
+    Traceback (most recent call last):
+    taktline.errors.ArgumentError: path must be the path of a file, not 7
+    """
+    try:
+        path = Path(value)
+        if b"\0" not in os.fsencode(path):
+            return path
+    except (TypeError, ValueError):  # a path of bytes, or one that cannot be encoded
+        pass
+    refuse(name, "the path of a file", value, error)
+
+
+def _range(least: float | None, most: float | None) -> str:
+    if least is None:
+        return ""
+    return f" from {least:,} up" if most is None else f" from {least:,} to {most:,}"

@@ -1,0 +1,36 @@
+"""Environment variables: a mistake in one is reported, and holds up nothing."""
+
+from __future__ import annotations
+
+import math
+import os
+import warnings
+
+from taktline.checks.arguments import shown
+
+__all__ = ["seconds_in_environment"]
+
+
+def seconds_in_environment(name: str, default: float) -> float:
+    """So many seconds as an environment variable says; what is no such number is ignored.
+
+    >>> seconds_in_environment("TAKTLINE_NO_SUCH_SECONDS", 60.0)
+    60.0
+    """
+    text = os.environ.get(name)
+    if text is None:
+        return default
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if math.isfinite(seconds) and seconds > 0:
+        return seconds
+    # A warning, as this may be read while modules are imported, where an error helps nobody.
+    warnings.warn(
+        f"{name}={shown(text)} is ignored: it must be a number of seconds, more than 0; "
+        f"{default:g} are used",
+        RuntimeWarning,
+        stacklevel=3,
+    )
+    return default

@@ -1,0 +1,50 @@
+"""The numbers that messages begin with: heads of values, frames of exchanges, greetings."""
+
+from __future__ import annotations
+
+import struct
+from random import Random
+
+import torch
+
+from taktline.runtime import learning
+from taktline.transport import frames
+from taktline.transport.frames import Frame, framed
+
+NUMBERS = [0, 1, -1, 3, 47, 48, 2**31, 2**32, 2**53, 2**62, 2**63 - 1, -(2**63)]
+
+
+def draw(random: Random) -> tuple[str, bytes]:
+    """What the bytes are meant to be, and the bytes."""
+    if random.random() < 0.5:
+        status = random.choice([learning._DONE, learning._DONE, learning._FAILED, 0])
+        head = [status, *(random.choice(NUMBERS) for _ in range(4))]
+        return "head", (struct.pack("<5q", *head) + random.randbytes(80)).ljust(512, b"\0")
+    words = framed([random.choice(NUMBERS) for _ in range(random.randrange(6))], "step()")
+    for _ in range(random.randrange(4)):
+        words[random.randrange(10)] = random.choice([*NUMBERS, frames._MARK])
+    return "frame", words.numpy().tobytes()
+
+
+class _Done:
+    def wait(self) -> None:
+        """It is there already."""
+
+
+def try_(input: tuple[str, bytes]) -> None:
+    """Read the bytes as a rank does."""
+    kind, data = input
+    if kind == "frame":
+        other = Frame.read(framed([1, 2], "step()"), 1)
+        words = torch.frombuffer(bytearray(data), dtype=torch.int64)
+        frames.agreed([Frame.read(words, 0), other], ragged=False)
+        return
+    left = [data]
+
+    def post(buffer: torch.Tensor) -> _Done:
+        whole = left.pop() if left else bytes(buffer.numel())
+        buffer.copy_(torch.frombuffer(bytearray(whole), dtype=torch.uint8)[: buffer.numel()])
+        return _Done()
+
+    inbox = learning.Inbox(post, [(1, 0)], torch.device("cpu"), learning.Line())
+    inbox.take((1, 0))

@@ -1,0 +1,71 @@
+"""The texts of messages: descriptions of values, introductions, errors, verdicts."""
+
+from __future__ import annotations
+
+import json
+from collections import OrderedDict, defaultdict, deque
+from random import Random
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils import _pytree as pytree
+
+import taktline as tl
+from taktline.meta import Signature, flatten
+from taktline.runtime.agreement import Introduction, misfit
+from taktline.transport import control
+from taktline.transport.describe import decode, encode
+from tests.fuzz.mutate import spoil_bytes, spoil_json, spoil_text
+
+
+@tl.register_container
+class Pair(NamedTuple):
+    left: Any
+    right: Any
+
+
+VALUES: list[Any] = [
+    [torch.zeros(2, 3), torch.ones(4, dtype=torch.int64), 7, -0.0, "größer\n", None, True],
+    [{"a": torch.zeros(1), "b": [torch.zeros(2, requires_grad=True), (1, {"c": 2.5})]}],
+    [Pair(torch.zeros(1), Pair(1, "x")), OrderedDict(b=1, a=torch.zeros(0, 2))],
+    [defaultdict(list, {"a": [torch.zeros(3)]}), deque([1, 2], maxlen=3), torch.Size([1, 2])],
+    [torch.zeros(3, 2).max(0), {1: 2, None: 3, 1.5: 4, (1, "a"): 5}],
+]
+INTRODUCTION = Introduction(
+    "1F1B", 4, 2, [0], [0, 1], "0123456789abcdef", True, False, takes=[(0, "[[7], null]")]
+)
+
+
+def draw(random: Random) -> tuple[str, bytes]:
+    """What the text is meant to be, and the text."""
+    kind = random.choice(["values", "values", "values", "introduction", "error"])
+    if kind == "values":
+        text = encode(Signature.of(*flatten(random.choice(VALUES)))).decode()
+    elif kind == "introduction":
+        text = INTRODUCTION.to_text()
+    else:
+        error = tl.StageError(rank=1, stage=2, microbatch=0, action="2F0", reason="no")
+        text = json.dumps([type(error).__name__, str(error), vars(error)])
+    match random.randrange(3):
+        case 0:
+            return kind, spoil_bytes(random, text.encode())
+        case 1:
+            text = spoil_json(random, json.loads(text))
+        case _:
+            text = spoil_text(random, text)
+    return kind, text.encode("utf-8", "surrogatepass")
+
+
+def try_(input: tuple[str, bytes]) -> None:
+    """Read the text, and use what comes out as a rank does."""
+    kind, text = input
+    if kind == "values":
+        signature = decode(text)
+        encode(signature)
+        str(signature)
+        if signature.spec is not None:
+            pytree.tree_unflatten([None] * len(signature.leaves), signature.spec)
+    elif kind == "introduction":
+        misfit([Introduction.from_text(text.decode("utf-8", "replace")), INTRODUCTION])
+    else:
+        str(control._restored(text.decode("utf-8", "replace"), 1))
