@@ -39,6 +39,12 @@ _ROOM = _HEAD - _NUMBERS.size
 """How much text fits into a head."""
 _MOST_TEXT = 1 << 24
 """Longer than the description of any values."""
+_MOST_DRAINED = 1 << 30
+"""As many bytes are taken off a channel although nobody knows what they are."""
+_NO_MESSAGE = (
+    "a message has arrived that does not begin as a message does, or is larger than the memory of "
+    "this rank; start all ranks anew, with one version of Taktline"
+)
 _DONE, _FAILED = 0x7A4B0001, 0x7A4B0002
 """What a message begins with; the last bytes tell whether its sender has failed."""
 _KINDS = (False, True)
@@ -138,15 +144,17 @@ class Inbox:
         text = head[_NUMBERS.size :][:text_size]
         if text_size > _ROOM:
             text += _read(self._fetch(text_size - _ROOM))
-        # All of the message is fetched before it is read: the next one begins behind it.
-        data = self._fetch(data_size)
         try:
             signature = decode(text)
             if Layout(signature.tensors).nbytes != data_size:
                 raise SignatureError(f"what has arrived is not as long as {signature} is")
         except SignatureError as error:
+            # All of the message is fetched: the next one begins behind it.
+            if data_size > _MOST_DRAINED:
+                raise BrokenChannel(_NO_MESSAGE) from error
+            self._fetch(data_size)
             return error
-        return signature, data
+        return signature, self._fetch(data_size)
 
     def _check(self, status: int, text: int, data: int, received: Sequence[int]) -> None:
         """Raise if a head is none: nothing after it can be understood."""
@@ -157,10 +165,7 @@ class Inbox:
             and self._line.may_have_received(received)
         ):
             return
-        raise BrokenChannel(
-            "a message has arrived that does not begin as a message does, or is larger than the "
-            "memory of this rank; start all ranks anew, with one version of Taktline"
-        )
+        raise BrokenChannel(_NO_MESSAGE)
 
     def _fetch(self, count: int) -> torch.Tensor:
         buffer = torch.empty(count, dtype=torch.uint8, device=self._device)

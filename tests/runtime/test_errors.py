@@ -296,7 +296,7 @@ def raising(rank: int, group: Any, what: str, where: str) -> None:
         def loss_weights(target: Tensor) -> float:
             raise kinds[what]
 
-        schedule.step(torch.ones(8, 4), target=torch.ones(8, 4), loss_weights=loss_weights)
+        schedule.step(torch.ones(8, 4), target=torch.zeros(8, 4), loss_weights=loss_weights)
     run(schedule)
 
 

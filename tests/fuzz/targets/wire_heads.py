@@ -42,8 +42,8 @@ def try_(input: tuple[str, bytes]) -> None:
     left = [data]
 
     def post(buffer: torch.Tensor) -> _Done:
-        whole = left.pop() if left else bytes(buffer.numel())
-        buffer.copy_(torch.frombuffer(bytearray(whole), dtype=torch.uint8)[: buffer.numel()])
+        if left:
+            buffer.copy_(torch.frombuffer(bytearray(left.pop()), dtype=torch.uint8))
         return _Done()
 
     inbox = learning.Inbox(post, [(1, 0)], torch.device("cpu"), learning.Line())
