@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 import torch
 from torch.utils import _pytree as pytree
 
+from taktline.checks import require_flag
 from taktline.errors import BatchError
 from taktline.plan.words import counted
 from taktline.runtime.feed import Feed
@@ -37,6 +38,9 @@ class Wanted:
         for name, wanted in (("losses", self.losses), ("aux_losses", self.aux_losses)):
             if wanted is not None and not isinstance(wanted, list):
                 raise BatchError(f"{name} is a list to be filled, not a {type(wanted).__name__}")
+
+        require_flag("share_losses", self.shares, BatchError)
+        require_flag("return_outputs", self.outputs, BatchError)
 
     def fill(self, feed: Feed, microbatches: int) -> None:
         """Fill the lists with what a step has found."""

@@ -105,15 +105,9 @@ def split_args_kwargs_into_chunks(
     >>> split_args_kwargs_into_chunks((torch.arange(5), "x"), {"causal": True}, 2)
     ([(tensor([0, 1, 2]), 'x'), (tensor([3, 4]), 'x')], [{'causal': True}, {'causal': True}])
     """
-    for name, value, kind in (
-        ("args", args, (tuple, list)),
-        ("kwargs", kwargs, dict),
-        ("args_chunk_spec", args_chunk_spec, (tuple, list)),
-        ("kwargs_chunk_spec", kwargs_chunk_spec, dict),
-    ):
-        if value is not None or name == "args":
-            takes = "a dict" if kind is dict else "a tuple"
-            require_instance(name, value, kind, takes, BatchError)
+    require_instance("args", args, (tuple, list), "a tuple", BatchError)
+    if kwargs is not None:
+        require_instance("kwargs", kwargs, dict, error=BatchError)
     arguments = _arguments(args, kwargs, args_chunk_spec, kwargs_chunk_spec)
     _require_enough(arguments, chunks)
     cut = [argument.cut(chunks) for argument in arguments]

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from taktline.checks import require_instance
+from taktline.checks import require_instance, require_one_of
 from taktline.errors import BatchError
 from taktline.runtime.schedule import Schedule
 from taktline.train.build import Built
@@ -38,6 +38,7 @@ def run(
     for name, wanted in zip(("losses", "aux_losses"), lists, strict=True):
         if wanted is not None:
             require_instance(name, wanted, list, "a list to be filled", BatchError)
+    require_one_of("return_outputs", return_outputs, (True, False, "last"), BatchError)
     args, target, options = _on_device(batch, built.ranks.device)
 
     def one(rank: int) -> tuple[Any, list[torch.Tensor], list[torch.Tensor]]:

@@ -51,7 +51,7 @@ def spoil_text(random: Random, text: str) -> str:
             case 4:
                 tokens[at] = str(random.choice(NUMBERS[:-3]))
             case _:
-                tokens[at] = tokens[at] * random.choice([2, 30])
+                tokens[at] = (tokens[at] * random.choice([2, 30]))[:20_000]
     return "".join(tokens)
 
 

@@ -13,7 +13,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from taktline.checks import refuse, require_instance
 from taktline.device import require_device
-from taktline.errors import StateError
+from taktline.errors import ArgumentError, StateError
 from taktline.plan.words import counted
 from taktline.split.on_meta.log import Log, find_log
 from taktline.split.on_meta.replay import replay
@@ -73,7 +73,10 @@ def materialise(
     for part in piece.modules():
         if isinstance(part, StageModule):
             part.set_device(device)
-    return piece.to(device)
+    try:
+        return piece.to(device)
+    except AssertionError as error:  # so torch says that it was built without such devices
+        raise ArgumentError(f"device {device} cannot be used here: {error}") from error
 
 
 @dataclass(frozen=True, slots=True)
