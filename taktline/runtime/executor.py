@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
@@ -13,12 +12,13 @@ from taktline.errors import (
     StageError,
     StallError,
     TaktlineError,
+    TransportError,
     text_of,
 )
 from taktline.plan import Action
 from taktline.runtime.ports import BrokenChannel, PeerFailed
 
-__all__ = ["Failure", "Instruction", "Program", "Receiving", "Sending", "Wrap"]
+__all__ = ["Failure", "Fate", "Instruction", "Program", "Receiving", "Sending", "Wrap"]
 
 
 class Sending(Protocol):
@@ -59,6 +59,14 @@ class Failure:
     error: TaktlineError | None = None
 
 
+class Fate(Protocol):
+    """Knows what an error means for the ranks together."""
+
+    def judge(self, error: Exception, told: StageError | None) -> None:
+        """Raise if the ranks cannot go on because of it; ``told`` is it with its place."""
+        ...
+
+
 class Program:
     """All that one rank does in a step, in order."""
 
@@ -78,8 +86,11 @@ class Program:
         left = self._instructions[self.position :]
         return left[0] if left else None
 
-    def run(self, wrap: Wrap | None = None) -> Failure | None:
-        """Run everything, with something around each instruction; None if it all worked."""
+    def run(self, wrap: Wrap | None = None, fate: Fate | None = None) -> Failure | None:
+        """Run everything, with something around each instruction; None if it all worked.
+
+        Where the ranks cannot go on together it raises, and plays nothing on.
+        """
         runs = self._run if wrap is None else [wrap(each) for each in self._instructions]
         failure = None
         try:
@@ -90,30 +101,37 @@ class Program:
                 port.settle_all()
         except PeerFailed:
             failure = Failure()
-        except (DeadlockError, StallError, BrokenChannel):
+        except (DeadlockError, LostRankError, StallError, BrokenChannel):
             raise  # nobody would answer what this rank still has to say
-        except LostRankError as error:
-            failure = Failure(error)
         except Exception as error:
-            failure = Failure(self._told(self._instructions[self.position], error))
+            told = self._told(self._instructions[min(self.position, len(runs) - 1)], error)
+            if fate is not None:
+                fate.judge(error, told)
+            failure = Failure(told)
         if failure is not None:
-            self._play_on(self.position)
+            self._play_on(self.position, fate)
         return failure
 
-    def forgo(self) -> None:
+    def forgo(self, fate: Fate | None = None) -> None:
         """Run nothing, but take part in every message."""
-        self._play_on(0)
+        self._play_on(0, fate)
 
-    def _play_on(self, position: int) -> None:
+    def _play_on(self, position: int, fate: Fate | None) -> None:
         """Take part in every message from here on, without computing, so that nobody hangs."""
         calls = [
             *(instruction.forgo for instruction in self._instructions[position:]),
             *(port.settle_all for port in self._sending),
         ]
         for call in calls:
-            if call is not None:
-                with suppress(LostRankError):  # the ranks that are left still need the rest
-                    call()
+            if call is None:
+                continue
+            try:
+                call()
+            except TransportError:
+                raise
+            except Exception as error:
+                if fate is not None:
+                    fate.judge(error, None)
 
     def _told(self, instruction: Instruction, error: Exception) -> StageError:
         action = instruction.action

@@ -7,16 +7,17 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch.distributed as dist
 
-from taktline.errors import MismatchError, StageError, TaktlineError, restore, text_of
-from taktline.runtime.executor import Failure
+from taktline.errors import MismatchError, TaktlineError, restore, text_of
 from taktline.sharding import is_sharded
 from taktline.stage import PipelineStage
 from taktline.stage.grad_sync import GradSync
 from taktline.transport import Transport, find
 from taktline.transport.control import share_error
+from taktline.transport.distributed import Distributed
 from taktline.transport.local import LocalTransport
+from taktline.transport.plane import Member
 
-__all__ = ["Replicas", "with_advice"]
+__all__ = ["Replicas"]
 
 
 class Replicas:
@@ -26,6 +27,7 @@ class Replicas:
         self._stages = list(stages)
         self._syncs: list[GradSync] = []
         self._others: list[Transport] = []
+        self._together: list[Member] = []
         self.pipeline: Transport | None = None
         """The pipeline, if only some of its ranks hold wrapped stages."""
         self._checked = False
@@ -56,6 +58,7 @@ class Replicas:
             for group in groups
             if group.size() > 1 and len(_shared(stage, group)) == 1
         ]
+        self._together = _known_to_plane(self._stages, transport)
         for stage, sync in wrapped.items():
             _check(stage, sync)
             sync.accumulating = self._depth > 0
@@ -74,6 +77,10 @@ class Replicas:
         ):
             error = share_error(pipeline, error)
         return error
+
+    def computes_together(self, stage: int) -> bool:
+        """Whether other ranks compute a stage together with this one."""
+        return any(bool(_work_groups(each)) for each in self._stages if each.stage_index == stage)
 
     def step(self) -> AbstractContextManager[None]:
         """Inside, the wrappers do nothing by themselves."""
@@ -153,34 +160,23 @@ def _check(stage: PipelineStage, sync: GradSync) -> None:
         raise MismatchError(f"stage {stage.stage_index}: {refusal}")
 
 
-def with_advice(failure: Failure | None, stages: Sequence[PipelineStage]) -> Failure | None:
-    """A failure, with what it means if the stage's work is split over other ranks."""
-    error = None if failure is None else failure.error
-    if not isinstance(error, StageError):
-        return failure
-    if not any(_splits_work(stage) for stage in stages if stage.stage_index == error.stage):
-        return failure
-    told = StageError(
-        rank=error.rank,
-        stage=error.stage,
-        microbatch=error.microbatch,
-        action=error.action,
-        reason=f"{error.reason}. Other ranks compute this stage together with this one, and wait "
-        "for it until their group times out; start all ranks anew",
-    )
-    told.__cause__ = error.__cause__
-    return Failure(told)
-
-
-def _splits_work(stage: PipelineStage) -> bool:
-    """Whether a stage computes together with other ranks, which a failure leaves waiting."""
+def _work_groups(stage: PipelineStage) -> list[dist.ProcessGroup]:
+    """The groups that compute a stage together, as in tensor parallelism."""
     averages = set() if stage.grad_sync is None else set(stage.grad_sync.groups)
     meshes = {p.device_mesh for p in stage.submod.parameters() if is_sharded(p)}
-    return any(
-        group.size() > 1 and group not in averages
-        for mesh in meshes
-        for group in mesh.get_all_groups()
-    )
+    groups = {group: None for mesh in meshes for group in mesh.get_all_groups()}
+    return [group for group in groups if group.size() > 1 and group not in averages]
+
+
+def _known_to_plane(stages: Sequence[PipelineStage], transport: Transport) -> list[Member]:
+    """Let this rank hear of those with whom it computes."""
+    if not isinstance(transport, Distributed) or transport.plane is None:
+        return []
+    groups = {group: None for stage in stages for group in _work_groups(stage)}
+    members = [Member(dist.get_process_group_ranks(group), lambda _: None) for group in groups]
+    for member in members:
+        transport.plane.join(member)
+    return members
 
 
 def _shared(stage: PipelineStage, group: dist.ProcessGroup) -> list[int]:

@@ -12,9 +12,8 @@ import torch
 from taktline.checks import read
 from taktline.errors import (
     BatchError,
-    LostRankError,
     MismatchError,
-    StallError,
+    StageError,
     TaktlineError,
     TransportError,
     restore,
@@ -39,7 +38,7 @@ from taktline.runtime.identity import Identity
 from taktline.runtime.outcome import Outcome
 from taktline.runtime.plans import Runnable
 from taktline.runtime.recorder import Recorder, watching
-from taktline.runtime.replicas import Replicas, with_advice
+from taktline.runtime.replicas import Replicas
 from taktline.runtime.ties import Ties
 from taktline.runtime.watchdog import STALL_SECONDS, Watch
 from taktline.stage import PipelineStage
@@ -111,8 +110,8 @@ class Runner:
     def watch(self) -> Watch:
         """What looks after the steps."""
         if self._watch is None:
-            board = self.transport.board if isinstance(self.transport, Distributed) else None
-            self._watch = Watch(self._name, self.transport.rank, board)
+            transport = self.transport if isinstance(self.transport, Distributed) else None
+            self._watch = Watch(self._name, transport)
         self._watch.seconds = self.stall_after
         return self._watch
 
@@ -137,15 +136,37 @@ class Runner:
             finish: makes one output of those of the micro-batches.
             trains: whether there is a backward.
         """
-        self._calls += 1
         with self._turn, self.watch as watch:
+            self._calls += 1
             try:
                 return self._step(prepare, fit, finish, watch, trains)
-            except TransportError as error:
-                self._forget()
-                if isinstance(error, StallError):
-                    raise StallError(f"{error}\n{watch.report()}", peer=error.peer) from error
+            except TaktlineError as error:
+                if isinstance(error, TransportError) or self._has_verdict():
+                    self._leave(error, watch)
                 raise
+            except BaseException as error:  # Ctrl-C, or what nobody has thought of
+                self._leave(error, watch)
+                raise
+
+    def _has_verdict(self) -> bool:
+        return isinstance(self.transport, Distributed) and self.transport.verdict is not None
+
+    def judge(self, error: Exception, told: StageError | None) -> None:
+        """Raise if the ranks cannot go on: the error is another's, or of work that they share."""
+        if not isinstance(self.transport, Distributed):
+            return
+        if (cause := self.transport.explain(error)) is not None:
+            raise cause from error
+        if told is not None and self.replicas.computes_together(told.stage):
+            # Those who compute with this rank wait for it in the middle of an action.
+            self.transport.raised(told)
+            raise told
+
+    def _leave(self, error: BaseException, watch: Watch) -> None:
+        """This rank leaves a step that others may be in: they have to know why."""
+        self._forget()
+        if isinstance(self.transport, Distributed):
+            self.transport.raised(error, watch.where())
 
     def _step(
         self, prepare: Prepare, fit: Fit, finish: Finish, watch: Watch, trains: bool
@@ -193,9 +214,9 @@ class Runner:
         ):
             watch.program = bound.program
             if failure is None:
-                failure = with_advice(bound.program.run(wrap), self._stages)
+                failure = bound.program.run(wrap, self)
             else:
-                bound.program.forgo()
+                bound.program.forgo(self)
         watch.program, watch.doing = None, "waits for every rank to end the step"
         output = None
         if failure is None:
@@ -360,12 +381,8 @@ class Runner:
             skips=skips,
             shares=self._feed.microbatches if shares else 0,
         )
-        try:
-            shared = self.transport.exchange(mine.numbers, "the end of a step")
-            outcomes = [Outcome(numbers) for numbers in shared]
-        except LostRankError as lost:
-            # What this rank has seen for itself says more than that the end was not agreed on.
-            raise (failure.error if failure is not None and failure.error else lost) from None
+        shared = self.transport.exchange(mine.numbers, "the end of a step")
+        outcomes = [Outcome(numbers) for numbers in shared]
         if any(outcome.failed for outcome in outcomes):
             self._forget()
             self._raise(None if failure is None else failure.error)

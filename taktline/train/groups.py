@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 from contextlib import suppress
 from weakref import WeakKeyDictionary, finalize
@@ -10,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-__all__ = ["Groups"]
+__all__ = ["Groups", "forget_meshes"]
 
 
 class Groups:
@@ -42,3 +43,12 @@ def _destroy(groups: tuple[ProcessGroup, ...]) -> None:
                 dist.distributed_c10d._abort_process_group(group)
             else:
                 dist.destroy_process_group(group)
+    forget_meshes()
+
+
+def forget_meshes() -> None:
+    """Let DTensor forget what it knows of meshes: it would use ended groups for equal meshes."""
+    if "torch.distributed.tensor" in sys.modules:
+        from torch.distributed.tensor import debug
+
+        debug._clear_sharding_prop_cache()

@@ -7,9 +7,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+from taktline.compat import torch_pipelining
 from taktline.compat.torch_pipelining import schedules
 from taktline.compat.torch_pipelining.stage import PipelineStage
-from tests import models
 from tests.compat.programs import CPU, Unsplit, loss_fn, make_batch, make_layers, wrapped
 from tests.runtime.parallel import (
     WRAPPERS,
@@ -31,13 +31,10 @@ CALLS = ("eval", "step", "update", "eval", "step", "step")
 def _cases(rank: int, group: dist.ProcessGroup, cases: list[Case], ours: bool) -> list[Outcome]:
     outcomes = []
     for case in cases:
-        mine = Rank(group, case, stage_class=PipelineStage)
+        mine = Rank(group, case, names=torch_pipelining)
         for stage in mine.stages:
             if not ours:
                 wrapped(stage)
-        stages = mine.stages if case.stages > case.ranks else mine.stages[0]
-        make = getattr(schedules, case.schedule)
-        mine.schedule = make(stages, case.microbatches, loss_fn=models.loss_fn(case.model))
         losses = [mine.call(name, number) for number, name in enumerate(case.calls)]
         assert mine.schedule._on_ours is ours  # pyright: ignore[reportAttributeAccessIssue]
         outcomes.append((mine.gradients(), losses))

@@ -183,7 +183,7 @@ class Rank:
         group: dist.ProcessGroup,
         case: Case,
         plan: Texts | None = None,
-        stage_class: Any = tl.PipelineStage,
+        names: Any = tl,
         **options: Any,
     ) -> None:
         mesh = mesh_of(group, case.mesh)
@@ -198,7 +198,9 @@ class Rank:
         inner = mesh[others[0]] if len(others) == 1 else mesh[tuple(others)]
         self.modules = {s: case.wrap(modules[s], inner) for s in mine}
         self.stages = [
-            stage_class(module, s, case.stages, torch.device("cpu"), group=pipeline.get_group())
+            names.PipelineStage(
+                module, s, case.stages, torch.device("cpu"), group=pipeline.get_group()
+            )
             for s, module in self.modules.items()
         ]
         loss_fn = models.loss_fn(case.model)
@@ -208,7 +210,7 @@ class Rank:
             )
         else:
             stages = self.stages if case.stages > case.ranks else self.stages[0]
-            make = getattr(tl, case.schedule)
+            make = getattr(names, case.schedule)
             self.schedule = make(stages, case.microbatches, loss_fn=loss_fn, **options)
 
     def call(self, name: str, number: int = 0) -> list[Tensor]:

@@ -223,24 +223,40 @@ def test_a_schedule_that_one_rank_alone_has_made(outcomes: Outcomes) -> None:
     assert outcomes(a_schedule_too_many) == [2, 2]
 
 
-def a_call_that_one_rank_alone_has_made(rank: int, group: Any) -> None:
+def a_call_too_many(rank: int, group: Any) -> None:
     schedule = make(rank, group)
-    if rank == 1:
-        schedule._runner.transport.exchange = None  # so that it fails before any rank is asked
-        with pytest.raises(TypeError):
-            run(schedule)
-        del schedule._runner.transport.exchange
+    schedule._runner._calls += rank
     run(schedule)
 
 
 @pytest.mark.processes
 def test_a_call_that_one_rank_alone_has_made(workers: Workers) -> None:
     assert_all(
-        workers.outcomes(a_call_that_one_rank_alone_has_made),
+        workers.outcomes(a_call_too_many),
         tl.MismatchError,
         "the ranks are in different calls of step() and eval(): number 1 on rank 0; number 2 on "
         "rank 1; a rank has left one out, or made one more. Make the same calls on every rank",
     )
+
+
+def unheard_of(rank: int, group: Any) -> str:
+    """Something that nobody has thought of, on one rank, before any other is asked."""
+    schedule = make(rank, group)
+    if rank == 1:
+        schedule._runner._agree = None
+    with pytest.raises((TypeError, tl.TaktlineError)) as caught:
+        run(schedule)
+    return str(caught.value)
+
+
+@pytest.mark.processes
+def test_what_nobody_has_thought_of_reaches_every_rank(workers: Workers) -> None:
+    told = "'NoneType' object is not callable"
+    assert workers.run(unheard_of) == [
+        f"rank 1 has raised TypeError: {told}, and left the others behind",
+        told,
+    ]
+    workers.stop()  # these ranks have left each other behind
 
 
 def resumed(rank: int, group: Any) -> None:

@@ -1,0 +1,114 @@
+"""gloo's connections: how a wait on them is left, which gloo itself does not offer.
+
+gloo has no abort. But a socket that is shut down ends every wait on it, at both ends, at once. The
+sockets of a backend of our own are those that came into being with it. Those of other groups, in
+which DDP or FSDP may wait, are found by gloo's threads: each waits for one epoll descriptor, and
+Linux tells which sockets that one minds. Elsewhere than on Linux a wait lasts until its timeout.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import stat
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import TypeVar
+
+__all__ = ["Sockets", "calm_gloo", "every_socket", "made_by"]
+
+T = TypeVar("T")
+Sockets = dict[int, int]
+"""Descriptors, each with the inode that it has as long as it is the same socket."""
+
+_TASKS = Path("/proc/self/task")
+_DESCRIPTORS = Path("/proc/self/fd")
+_INFOS = Path("/proc/self/fdinfo")
+_EPOLL_WAITS = {"232", "281", "441", "22"}
+"""The numbers of epoll_wait, epoll_pwait and epoll_pwait2 on x86 and ARM."""
+_TARGET = re.compile(r"^tfd:\s*(\d+)", re.MULTILINE)
+
+
+def made_by(make: Callable[[], T]) -> tuple[T, Sockets]:
+    """What a function makes, and the connected sockets that came into being with it."""
+    before = _sockets(_numbers(_DESCRIPTORS))
+    made = make()
+    after = _sockets(_numbers(_DESCRIPTORS))
+    return made, {fd: inode for fd, inode in after.items() if before.get(fd) != inode}
+
+
+def every_socket() -> Sockets:
+    """The connected sockets of every gloo group of this process."""
+    return _sockets(fd for epoll in _epolls() for fd in _targets(epoll))
+
+
+def shut(sockets: Sockets) -> None:
+    """End every wait on sockets, here and at their other ends."""
+    for fd, inode in sockets.items():
+        with suppress(OSError):
+            copy = os.dup(fd)
+            # The number may have been given to another file since.
+            if os.fstat(copy).st_ino != inode:
+                os.close(copy)
+                continue
+            with socket.socket(fileno=copy) as connection:
+                connection.shutdown(socket.SHUT_RDWR)
+
+
+def calm_gloo() -> None:
+    """Keep gloo's event loops from interrupting the very calls that they then wait for.
+
+    Such a loop spins while a call holds the lock of a connection. If the call's own write has woken
+    it on the same core, it spins away a whole time slice in which the call cannot go on: some
+    milliseconds, for a message of microseconds. A thread of the batch class waits its turn.
+    """
+    with suppress(AttributeError, OSError):  # neither there nor needed except on Linux
+        for thread in _threads():
+            os.sched_setscheduler(int(thread.name), os.SCHED_BATCH, os.sched_param(0))
+
+
+def _threads() -> Iterator[Path]:
+    """The threads of gloo's event loops."""
+    for thread in _TASKS.iterdir():
+        with suppress(OSError):
+            if (thread / "comm").read_text().startswith("gloo"):
+                yield thread
+
+
+def _epolls() -> Iterator[int]:
+    """The descriptors that gloo's threads wait for."""
+    with suppress(OSError):
+        for thread in _threads():
+            with suppress(OSError, ValueError):
+                number, *arguments = (thread / "syscall").read_text().split()
+                if number in _EPOLL_WAITS:
+                    yield int(arguments[0], 16)
+
+
+def _targets(epoll: int) -> Iterable[int]:
+    try:
+        return map(int, _TARGET.findall((_INFOS / str(epoll)).read_text()))
+    except OSError:
+        return ()
+
+
+def _numbers(folder: Path) -> Iterable[int]:
+    try:
+        return [int(entry.name) for entry in folder.iterdir()]
+    except OSError:
+        return ()
+
+
+def _sockets(descriptors: Iterable[int]) -> Sockets:
+    """Those that are connected sockets; shutting a listening one would make gloo abort."""
+    found: Sockets = {}
+    for fd in descriptors:
+        with suppress(OSError):
+            status = os.fstat(fd)
+            if stat.S_ISSOCK(status.st_mode):
+                with socket.socket(fileno=os.dup(fd)) as connection:
+                    connection.getpeername()
+                found[fd] = status.st_ino
+    return found

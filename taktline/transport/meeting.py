@@ -1,0 +1,218 @@
+"""How processes of the control plane find each other, and the messages that they send."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import secrets
+import socket
+import struct
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from torch._C._distributed_c10d import PrefixStore, Store
+
+from taktline.checks import Either, read
+from taktline.errors import JsonError
+from taktline.transport.verdict import Verdict
+
+__all__ = ["Meeting", "Message", "Peer"]
+
+_LENGTH = struct.Struct("<I")
+_MOST = 1 << 18
+"""More bytes than a message has."""
+_UNSENT = 1 << 20
+"""With so many bytes unsent a peer does not listen any more."""
+_INTERFACE_ADDRESS = 0x8915  # SIOCGIFADDR
+_CONNECT_SECONDS = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """What one process says to another."""
+
+    kind: str
+    state: str = ""
+    busy: bool = False
+    verdict: Verdict | None = None
+
+    def to_bytes(self) -> bytes:
+        """For the wire."""
+        data = json.dumps(asdict(self)).encode()
+        return _LENGTH.pack(len(data)) + data
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Message:
+        """From the wire; raises a :class:`JsonError` if it is none."""
+        plain = read(data, _MESSAGE, what="a message of the control plane")
+        verdict = plain.pop("verdict")
+        return cls(**plain, verdict=None if verdict is None else Verdict.from_plain(verdict))
+
+
+_VERDICT = {"cause": str, "process": int, "text": str, "where": str}
+_MESSAGE = {"kind": str, "state": str, "busy": bool, "verdict": Either(None, _VERDICT)}
+
+
+class Peer:
+    """A socket to another process, which never makes anybody wait."""
+
+    def __init__(self, connection: socket.socket, process: int | None, token: str) -> None:
+        self.socket = connection
+        self.process = process
+        """None until it has said who it is."""
+        self.said_goodbye = False
+        self.answered = False
+        """Whether anything has come from there."""
+        self._token = token
+        self._unread = bytearray()
+        self._unsent = bytearray()
+        connection.setblocking(False)
+        with suppress(OSError):
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def write(self, message: Message) -> bool:
+        """Send a message, or as much of it as there is room for; False if the socket is dead."""
+        return self.write_bytes(message.to_bytes())
+
+    def write_bytes(self, data: bytes) -> bool:
+        """The same of bytes."""
+        if len(self._unsent) < _UNSENT:  # a peer that does not listen has beats enough
+            self._unsent += data
+        try:
+            while self._unsent:
+                del self._unsent[: self.socket.send(self._unsent)]
+        except BlockingIOError:
+            pass
+        except OSError:
+            return False
+        return True
+
+    def read(self) -> list[Message] | None:
+        """The messages that have arrived; None if the socket has ended, or says what is none."""
+        try:
+            data = self.socket.recv(1 << 16)
+        except BlockingIOError:
+            return []
+        except OSError:
+            return None
+        if not data:
+            return None
+        self._unread += data
+        self.answered = True
+        found: list[Message] = []
+        try:
+            while len(self._unread) >= _LENGTH.size:
+                (length,) = _LENGTH.unpack_from(self._unread)
+                if length > _MOST:
+                    return None
+                if len(self._unread) < _LENGTH.size + length:
+                    break
+                body = bytes(self._unread[_LENGTH.size : _LENGTH.size + length])
+                del self._unread[: _LENGTH.size + length]
+                if self.process is None:
+                    self.process = self._hello(body)
+                else:
+                    found.append(Message.from_bytes(body))
+        except JsonError:
+            return None
+        return found
+
+    def close(self) -> None:
+        """Let go of the socket."""
+        with suppress(OSError):
+            self.socket.close()
+
+    def _hello(self, body: bytes) -> int:
+        process, token = read(body, (int, str), what="a greeting")
+        if not secrets.compare_digest(token, self._token):
+            raise JsonError("a greeting", "from a stranger")
+        return process
+
+
+class Meeting:
+    """Where this process can be found, and where it finds the others: once, by the store.
+
+    Of two processes the one with the higher number calls the other.
+    """
+
+    def __init__(self, store: Store, process: int, size: int, name: str) -> None:
+        self.process = process
+        self.pid = os.getpid()
+        self._store = PrefixStore(name, _own(store))
+        self._token = secrets.token_hex(16)
+        host = _address(store)
+        self.server = socket.create_server((host, 0), backlog=max(size, 16))
+        self.server.setblocking(False)
+        self._missing = set(range(process))
+        self._called: set[int] = set()
+        self._store.set(str(process), json.dumps([host, self.server.getsockname()[1], self._token]))
+
+    def connect(self) -> list[Peer]:
+        """Call those that can be found by now and have not answered yet."""
+        found: list[Peer] = []
+        try:
+            for process in sorted(self._missing - self._called):
+                if not self._store.check([str(process)]):
+                    continue
+                peer = self._call(process, self._store.get(str(process)))
+                if peer is not None:
+                    self._called.add(process)
+                    found.append(peer)
+        except RuntimeError:  # the store is gone; who is here by now is all there is
+            self._missing = set()
+        return found
+
+    def answered(self, process: int) -> None:
+        """Note that a process has answered."""
+        self._missing.discard(process)
+
+    def unanswered(self, process: int) -> None:
+        """Call it again: what the store had was the address of an earlier one."""
+        self._called.discard(process)
+
+    def accept(self) -> Peer | None:
+        """A process that calls; it has to say who it is."""
+        try:
+            connection, _ = self.server.accept()
+        except OSError:
+            return None
+        return Peer(connection, None, self._token)
+
+    def close(self) -> None:
+        """Be found no more."""
+        self.server.close()
+
+    def _call(self, process: int, record: bytes) -> Peer | None:
+        try:
+            host, port, token = read(record, (str, int, str), what="an address")
+            connection = socket.create_connection((host, port), _CONNECT_SECONDS)
+        except (JsonError, OSError, OverflowError):
+            return None
+        peer = Peer(connection, process, token)
+        hello = json.dumps([self.process, token]).encode()
+        return peer if peer.write_bytes(_LENGTH.pack(len(hello)) + hello) else None
+
+
+def _own(store: Store) -> Store:
+    """A connection to the store for another thread."""
+    clone: Any = getattr(store, "clone", None)
+    return store if clone is None else clone()
+
+
+def _address(store: Store) -> str:
+    """The address under which the other hosts reach this one."""
+    interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
+    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        if interface:
+            request = struct.pack("256s", interface.encode()[:15])
+            return socket.inet_ntoa(fcntl.ioctl(probe, _INTERFACE_ADDRESS, request)[20:24])
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store  # pyright: ignore[reportAttributeAccessIssue]
+    host, port = getattr(store, "host", None), getattr(store, "port", None)
+    if isinstance(host, str) and isinstance(port, int):
+        with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((host, port))  # sends nothing: asks which way the store is
+            return probe.getsockname()[0]
+    return "127.0.0.1"

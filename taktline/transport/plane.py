@@ -1,0 +1,429 @@
+"""The control plane: what processes tell each other apart from data, so that news never waits.
+
+Every process has a socket to every other one, and a thread that minds them. The store is asked for
+addresses once, while the processes meet, and never again: its host may be the one that is gone.
+
+::
+
+    process 0 ───────── process 1      beat      "I am alive, and doing this", twice a second
+        │  ╲           ╱  │            verdict   "this process is lost", to all that it concerns
+        │     ╲     ╱     │            goodbye   before a program ends in order
+    process 2 ───────── process 3
+
+A socket that ends without a goodbye means that its process has died: all others know at once.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import selectors
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
+from multiprocessing.util import Finalize
+from typing import Any, NamedTuple, Protocol
+from weakref import WeakKeyDictionary, WeakSet, finalize
+
+import torch.distributed as dist
+
+from taktline.errors import text_of
+from taktline.transport.meeting import Meeting, Message, Peer
+from taktline.transport.verdict import Cause, Verdict
+
+__all__ = ["Heard", "Member", "Plane", "Watched"]
+
+BEAT_SECONDS = 0.5
+SILENT_SECONDS = 4 * BEAT_SECONDS
+"""After how long without a beat a process counts as silent."""
+GRACE_SECONDS = 0.1
+"""How long what is under way may still arrive once a process is lost: a program may just end."""
+_SENDING_SECONDS = 1.0
+
+_log = logging.getLogger("taktline")
+_planes: WeakKeyDictionary[dist.ProcessGroup, Plane] = WeakKeyDictionary()
+
+
+class Heard(NamedTuple):
+    """What another process has said last."""
+
+    age: float
+    """How long ago, in seconds."""
+    state: str
+    busy: bool
+    """Whether it is in a step."""
+
+
+class Member:
+    """What has to know of a verdict: something that works with a group of processes.
+
+    Args:
+        processes: the group.
+        leave: called once, on the plane's thread, so that whoever waits for the group leaves.
+    """
+
+    def __init__(self, processes: Sequence[int], leave: Callable[[Verdict], None]) -> None:
+        self.processes = list(processes)
+        self.leave = leave
+        self.verdict: Verdict | None = None
+        self.told = threading.Event()
+        """Set once there is a verdict."""
+
+
+class Watched(Protocol):
+    """A step that is running."""
+
+    def tick(self) -> None:
+        """Look at it; called some times a second."""
+        ...
+
+    def signalled(self, signals: bytes) -> None:
+        """Hear of signals, by their numbers."""
+        ...
+
+
+class Plane:
+    """The sockets of this process to all others of the job, and the thread that minds them."""
+
+    def __init__(self, meeting: Meeting) -> None:
+        self.process = meeting.process
+        self.state: Callable[[], tuple[str, bool]] = lambda: ("is not in a step", False)
+        """What this process is doing, and whether that is a step."""
+        self.watched: tuple[Watched, ...] = ()
+        """The steps that are running."""
+        self._meeting = meeting
+        self._peers: dict[int, Peer] = {}
+        self._heard: dict[int, tuple[float, str, bool]] = {}
+        self._gone: dict[int, str] = {}
+        self._places: dict[int, set[str]] = {}
+        """What other processes have come to."""
+        self._come_to: list[str] = []
+        self._members: WeakSet[Member] = WeakSet()
+        self._due: list[tuple[float, Verdict, int]] = []
+        self._lock = threading.Lock()
+        self._arrived = threading.Condition(self._lock)
+        self._outgoing: list[tuple[Message, Collection[int], threading.Event]] = []
+        self._selector = selectors.DefaultSelector()
+        self._wake_end, self.wake_fd = _pipe()
+        self._closing = False
+        self._selector.register(self._wake_end, selectors.EVENT_READ, self._woken)
+        self._selector.register(meeting.server, selectors.EVENT_READ, self._accept)
+        self._thread = threading.Thread(target=self._run, name="taktline control", daemon=True)
+        self._thread.start()
+
+    @classmethod
+    def current(cls) -> Plane | None:
+        """The plane of the default process group, made once; None if there is none."""
+        group = dist.distributed_c10d._get_default_group()
+        if group.size() == 1:
+            return None
+        plane = _planes.get(group)
+        if plane is None or plane._meeting.pid != os.getpid():  # a fork has no thread
+            store = dist.distributed_c10d._get_default_store()
+            restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+            name = f"taktline/control/{restart}"
+            plane = _planes[group] = cls(Meeting(store, group.rank(), group.size(), name))
+            finalize(group, plane.close).atexit = False
+        return plane
+
+    def join(self, member: Member) -> None:
+        """Let a member know of verdicts from now on."""
+        with self._lock:
+            self._members.add(member)
+
+    def leave(self, member: Member) -> None:
+        """Let it know of none any more."""
+        with self._lock:
+            self._members.discard(member)
+
+    def meet(self, member: Member, what: str, seconds: float) -> list[int]:
+        """Wait until all processes of a member have come to the same; returns who is missing.
+
+        Ends early if there is a verdict, or one of them is gone.
+        """
+        wanted = set(member.processes) - {self.process}
+        with self._lock:
+            self._come_to.append(what)
+        self._send(Message("come", state=what), wanted)
+
+        def over() -> bool:
+            arrived = {process for process, places in self._places.items() if what in places}
+            return member.verdict is not None or wanted <= arrived or bool(wanted & {*self._gone})
+
+        with self._lock:
+            self._arrived.wait_for(over, seconds)
+            return sorted(p for p in wanted if what not in self._places.get(p, ()))
+
+    def heard(self, process: int) -> Heard | None:
+        """What a process has said last; None if nothing."""
+        said = self._heard.get(process)
+        return None if said is None else Heard(time.monotonic() - said[0], *said[1:])
+
+    def gone(self, process: int) -> str | None:
+        """Why a process is not there any more; None if it is."""
+        return self._gone.get(process)
+
+    def report(self, processes: Sequence[int]) -> str:
+        """What each rank of a group of processes is doing, in a line each."""
+        return "\n".join(
+            f"  rank {rank}: {self._told(process)}" for rank, process in enumerate(processes)
+        )
+
+    def stalled(self, processes: Sequence[int], awaited: int | None, what: str) -> Verdict:
+        """Who holds up a group: one that is silent, or computes, or is elsewhere."""
+        others = [process for process in processes if process != self.process]
+        heard = {process: self.heard(process) for process in others}
+        signs: list[Callable[[Heard | None], bool]] = [
+            lambda said: said is not None and said.age > SILENT_SECONDS,
+            lambda said: said is not None and ": computes" in said.state,
+            lambda said: said is None or not said.busy,
+        ]
+        suspects = [process for sign in signs for process in others if sign(heard[process])]
+        suspects += [awaited] if awaited is not None else others
+        rank = processes.index(self.process)
+        where = f"(rank {rank} waits for {what})" if what else ""
+        return Verdict(Cause.STALLED, suspects[0], self.report(processes), where)
+
+    def _told(self, process: int) -> str:
+        """What a process is doing, as far as it has said."""
+        if process == self.process:
+            return self.state()[0]
+        if reason := self.gone(process):
+            return f"{reason} (its process)"
+        said = self.heard(process)
+        if said is None:
+            return "has not been heard of"
+        if said.age <= SILENT_SECONDS:
+            return said.state
+        silence = f"not heard of for {said.age:.0f} seconds (stopped, or cut off)"
+        return f"{silence}; then: {said.state}"
+
+    def announce(self, verdict: Verdict) -> None:
+        """Conclude something, and tell all whom it concerns, before this returns."""
+        self._conclude(verdict, self.process)
+        everyone = {p for member in self._all() for p in member.processes} - {self.process}
+        # A process that is about to end has handed its news to the kernel by then.
+        self._send(Message("verdict", verdict=verdict), everyone).wait(_SENDING_SECONDS)
+
+    def close(self) -> None:
+        """Say goodbye, and end the thread."""
+        if self._closing or self._meeting.pid != os.getpid():
+            return
+        error = sys.exc_info()[1]
+        if error is not None and not isinstance(error, SystemExit):
+            self._raised(error)
+        self._send(Message("goodbye"), list(self._peers)).wait(_SENDING_SECONDS)
+        self._closing = True
+        self.wake()
+        self._thread.join(_SENDING_SECONDS)
+
+    def wake(self) -> None:
+        """Let the thread look at once."""
+        with suppress(OSError):
+            os.write(self.wake_fd, b"\0")
+
+    def _raised(self, error: BaseException) -> None:
+        """An error has ended this program."""
+        text = f"{type(error).__name__}: {text_of(error, 2000)}"
+        if any(member.verdict is None for member in self._all()):
+            self.announce(Verdict(Cause.RAISED, self.process, text, "outside of a step"))
+
+    def _send(self, message: Message, processes: Collection[int]) -> threading.Event:
+        done = threading.Event()
+        if not processes:
+            done.set()
+            return done
+        with self._lock:
+            self._outgoing.append((message, processes, done))
+        self.wake()
+        return done
+
+    # What follows runs on the thread.
+
+    def _run(self) -> None:
+        beat = 0.0
+        while not self._closing:
+            now = time.monotonic()
+            if now >= beat:
+                beat = now + BEAT_SECONDS
+                self._beat()
+            due = [at for at, *_ in self._due]
+            for key, _ in self._selector.select(max(0.0, min([beat, *due]) - time.monotonic())):
+                key.data(key.fileobj)
+            self._flush()
+            self._pass_on()
+        for peer in self._peers.values():
+            peer.close()
+        self._selector.close()
+        self._meeting.close()
+        os.close(self._wake_end)
+        os.close(self.wake_fd)
+
+    def _beat(self) -> None:
+        for peer in self._meeting.connect():
+            self._register(peer)
+        try:
+            for each in self.watched:
+                each.tick()
+            state, busy = self.state()
+        except Exception as error:  # what is told matters less than that this goes on
+            _log.debug("the control plane could not look: %s", error)
+            return
+        for process in list(self._peers):
+            self._write(process, Message("beat", state=state[:2000], busy=busy))
+
+    def _flush(self) -> None:
+        with self._lock:
+            outgoing, self._outgoing = self._outgoing, []
+        for message, processes, done in outgoing:
+            for process in processes:
+                self._write(process, message)
+            done.set()
+
+    def _write(self, process: int, message: Message) -> None:
+        peer = self._peers.get(process)
+        if peer is not None and not peer.write(message):
+            self._lose(peer)
+
+    def _woken(self, end: int) -> None:
+        data = os.read(end, 4096)
+        # What Python writes there is the number of a signal that the main thread may be deaf to.
+        if any(data):
+            for each in self.watched:
+                each.signalled(data)
+
+    def _accept(self, server: socket.socket) -> None:
+        peer = self._meeting.accept()
+        if peer is not None:
+            self._register(peer)
+
+    def _register(self, peer: Peer) -> None:
+        self._selector.register(peer.socket, selectors.EVENT_READ, lambda _: self._read(peer))
+
+    def _add(self, peer: Peer, process: int) -> None:
+        """A peer that has said who it is, or has answered."""
+        self._meeting.answered(process)
+        with self._lock:
+            self._peers[process] = peer
+            self._arrived.notify_all()
+        self._write(process, Message("beat", *self.state()))  # so that it knows, too
+        for what in self._come_to:
+            self._write(process, Message("come", state=what))
+        for verdict in {m.verdict: None for m in self._all() if process in m.processes}:
+            if verdict is not None:
+                self._write(process, Message("verdict", verdict=verdict))
+
+    def _read(self, peer: Peer) -> None:
+        messages = peer.read()
+        process = peer.process
+        if process is not None and peer.answered and process not in self._peers:
+            self._add(peer, process)
+        for message in messages or ():
+            self._take(peer, message)
+        if messages is None:
+            self._lose(peer)
+
+    def _take(self, peer: Peer, message: Message) -> None:
+        process = peer.process
+        if process is None:
+            return
+        match message.kind:
+            case "beat":
+                self._heard[process] = (time.monotonic(), message.state, message.busy)
+            case "goodbye":
+                peer.said_goodbye = True
+            case "come":
+                with self._lock:
+                    self._places.setdefault(process, set()).add(message.state)
+                    self._arrived.notify_all()
+            case _ if message.verdict is not None:
+                self._conclude(message.verdict, process)
+            case _:
+                pass
+
+    def _lose(self, peer: Peer) -> None:
+        with suppress(KeyError, ValueError):
+            self._selector.unregister(peer.socket)
+        peer.close()
+        process = peer.process
+        if process is None or self._peers.get(process) is not peer:
+            if process is not None:
+                self._meeting.unanswered(process)
+            return
+        with self._lock:
+            del self._peers[process]
+            self._gone[process] = "has ended" if peer.said_goodbye else "is lost"
+            self._arrived.notify_all()
+        if not peer.said_goodbye and not self._closing:
+            verdict = Verdict(Cause.LOST, process)
+            self._due.append((time.monotonic() + GRACE_SECONDS, verdict, process))
+
+    def _pass_on(self) -> None:
+        """Conclude what is due, and tell the others of it."""
+        now = time.monotonic()
+        due = [each for each in self._due if each[0] <= now]
+        self._due = [each for each in self._due if each[0] > now]
+        for _, verdict, source in due:
+            self._conclude(verdict, source)
+
+    def _conclude(self, verdict: Verdict, source: int) -> None:
+        """Let all members leave if a verdict concerns one, and pass it on to their groups.
+
+        All of them: whoever has lost a replica, say, will not come to its pipeline either.
+        """
+        members = self._all()
+        if not any(self._touches(member, verdict, source) for member in members):
+            return
+        told: set[int] = set()
+        for member in members:
+            if member.verdict is None:
+                member.verdict = verdict
+                told.update(member.processes)
+                try:
+                    member.leave(verdict)
+                except Exception as error:  # the others must leave all the same
+                    _log.debug("could not leave a group: %s", error)
+                member.told.set()
+        with self._lock:
+            self._arrived.notify_all()
+        told -= {self.process, source, verdict.process}
+        if told and source != self.process:
+            self._send(Message("verdict", verdict=verdict), told)
+
+    def _all(self) -> list[Member]:
+        with self._lock:
+            return list(self._members)
+
+    def _touches(self, member: Member, verdict: Verdict, source: int) -> bool:
+        return verdict.process in member.processes or source in member.processes
+
+
+def _pipe() -> tuple[int, int]:
+    read, write = os.pipe()
+    os.set_blocking(read, False)
+    os.set_blocking(write, False)
+    return read, write
+
+
+def _close_all() -> None:
+    for plane in list(_planes.values()):
+        plane.close()
+
+
+def _excepthook(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+    """Tell the others that an error ends this program, and then do what is done otherwise."""
+    for plane in list(_planes.values()):
+        with suppress(Exception):
+            plane._raised(error)
+    _before(kind, error, trace)
+
+
+_before = sys.excepthook
+sys.excepthook = _excepthook
+atexit.register(_close_all)
+# A process of multiprocessing ends without what atexit has.
+Finalize(None, _close_all, exitpriority=100)
