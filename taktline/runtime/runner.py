@@ -93,6 +93,10 @@ class Runner:
         """Whether a stage of any rank averages its gradients."""
         self.recorder: Recorder | None = None
         """What notes the steps, while there is a trace."""
+        self.asks_to_stop: Callable[[], bool] | None = None
+        """Whether this rank shall end after the step that is running."""
+        self.preempted = False
+        """Whether any rank was to, at the end of the latest step."""
         self._transport: Transport | None = None
         self._watch: Watch | None = None
         self.stall_after: float | None = STALL_SECONDS
@@ -393,6 +397,7 @@ class Runner:
             failed=failure is not None,
             skips=skips,
             shares=self._feed.microbatches if shares else 0,
+            preempted=self.asks_to_stop is not None and self.asks_to_stop(),
         )
         try:
             shared = self.transport.exchange(mine.numbers, what)
@@ -400,6 +405,7 @@ class Runner:
         except LostRankError as lost:
             # What this rank has seen for itself says more than that the end was not agreed on.
             raise (failure.error if failure is not None and failure.error else lost) from None
+        self.preempted = any(outcome.preempted for outcome in outcomes)
         if any(outcome.failed for outcome in outcomes):
             self._forget()
             self._raise(None if failure is None else failure.error)
