@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, ClassVar, Literal, NoReturn, Self
 
 import torch
@@ -34,6 +34,7 @@ from taktline.train.norm import clip, norm_of
 from taktline.train.parts import Model
 from taktline.train.preempt import PREEMPTED, Preemption
 from taktline.train.ranks import Ranks
+from taktline.train.report import StragglerReport
 from taktline.train.running import Outputs, evaluating, run, together
 from taktline.train.scaler import Scaler
 from taktline.train.wrap import Prepare
@@ -87,6 +88,8 @@ class Pipeline:
         on_preempt: called with this pipeline on every rank, after the step or eval in which SIGTERM
             reached any of them; then all end with the exit code :attr:`PREEMPTED`. Every rank
             passes one, from its main thread.
+        report_stragglers: every so many steps, write to the log ("taktline") which ranks are slow
+            for their work; that step is traced.
 
     >>> import taktline as tl
     >>> model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
@@ -129,12 +132,15 @@ class Pipeline:
         output_merge_spec: MergeSpec | None = None,
         target_chunk_spec: Any = None,
         on_preempt: Callable[[Pipeline], object] | None = None,
+        report_stragglers: int | None = None,
     ) -> None:
         _check(microbatches, stages_per_rank, mesh, seed, dynamic_shapes)
         functions = {"loss_fn": loss_fn, "prepare": prepare, "on_preempt": on_preempt}
         for name, function in functions.items():
             if function is not None:
                 require_callable(name, function)
+        if report_stragglers is not None:
+            require_whole("report_stragglers", report_stragglers, least=1)
         if cuts is not None:
             cuts = require_iterable("cuts", cuts, "a list of names of submodules", PartitionError)
         if state_dict is not None and not hasattr(state_dict, "__getitem__"):
@@ -162,6 +168,7 @@ class Pipeline:
         )
         self._loss_fn = loss_fn
         self._turn = Turn("this pipeline")
+        self._report = None if report_stragglers is None else StragglerReport(report_stragglers)
         self._preemption = None if on_preempt is None else Preemption(on_preempt, self)
         self._live: Built | None = build(model, example, options)
         self._listen()
@@ -248,7 +255,8 @@ class Pipeline:
         scale = 1.0 if scaler is None else self._scale(scaler)
         lists = losses, aux_losses
         options |= {"grad_scale": scale}
-        with self._turn:
+        report = nullcontext() if self._report is None else self._report.step(self._built)
+        with self._turn, report:
             output, loss = run(
                 self._built, Schedule.step, (args, target, options), lists, return_outputs
             )
@@ -311,6 +319,7 @@ class Pipeline:
     def trace(self) -> Iterator[Trace]:
         """Note what runs when inside of the block, on every rank; see :meth:`Schedule.trace`."""
         with together(self._built, Schedule.trace) as traces:
+            traces[0].work = self._built.table.work
             yield traces[0]
 
     def scaler(self, **options: Any) -> Scaler:
@@ -414,6 +423,7 @@ class Pipeline:
         made._turn = Turn("this pipeline")
         asked = self._preemption
         made._preemption = None if asked is None else Preemption(asked.on_preempt, made)
+        made._report = None if self._report is None else StragglerReport(self._report.every)
         made._live = self._built.copied(memo)
         made._listen()
         return made
