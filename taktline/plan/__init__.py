@@ -19,6 +19,7 @@ from taktline.plan.schedules import (
     unregister,
 )
 from taktline.plan.simulate import simulate
+from taktline.plan.stragglers import Straggler, stragglers
 from taktline.plan.timeline import Span, Timeline
 from taktline.plan.timeline_io import read_timeline, write_timeline
 from taktline.plan.validate import Violation, require_valid, validate
@@ -36,6 +37,7 @@ __all__ = [
     "Rows",
     "Schedule",
     "Span",
+    "Straggler",
     "Timeline",
     "Violation",
     "add_comm",
@@ -58,6 +60,7 @@ __all__ = [
     "require_valid",
     "restrict",
     "simulate",
+    "stragglers",
     "unregister",
     "validate",
     "write",

@@ -1,4 +1,4 @@
-"""How a step went, as numbers that the ranks exchange at its end: failures, skips and losses."""
+"""How a step went, as numbers that the ranks exchange at its end: failures, losses and more."""
 
 from __future__ import annotations
 
@@ -30,11 +30,14 @@ class Outcome:
         self.numbers = numbers
         self.failed = bool(numbers[0])
         self.skips = bool(numbers[1])
+        self.preempted = bool(numbers[2])
 
     @classmethod
-    def of(cls, feed: Feed, *, failed: bool, skips: bool, shares: int) -> Outcome:
+    def of(
+        cls, feed: Feed, *, failed: bool, skips: bool, shares: int, preempted: bool = False
+    ) -> Outcome:
         """This rank's own; ``shares`` is the number of micro-batches whose losses it tells."""
-        numbers = [int(failed), int(skips)]
+        numbers = [int(failed), int(skips), int(preempted)]
         if shares:
             # A rank that has failed may lack some; then nobody looks at them.
             losses = {} if failed else feed.losses
@@ -55,7 +58,7 @@ class Outcome:
         """
         dtype, losses, aux = None, {}, {}
         for outcome in outcomes:
-            code, has_aux, *bits = outcome.numbers[2:]
+            code, has_aux, *bits = outcome.numbers[3:]
             values = struct.unpack(f"<{len(bits)}d", struct.pack(f"<{len(bits)}q", *bits))
             count = len(values) // 3
             if code != _NO_LOSS:

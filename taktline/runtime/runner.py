@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, NoReturn
 
 import torch
@@ -54,6 +54,8 @@ Prepare = Callable[[Feed], Facts]
 Fit = Callable[[Feed], None]
 Finish = Callable[[Feed], Any]
 
+_END = "the end of a step"
+
 _REMEMBERED = 8
 """For how many kinds of batches the signatures are kept."""
 
@@ -86,14 +88,22 @@ class Runner:
         self._feed = Feed()
         self.replicas = Replicas(self._stages)
         self._ties = Ties(self._stages)
+        self._reduces = False
+        """Whether a stage of any rank averages its gradients."""
         self.recorder: Recorder | None = None
         """What notes the steps, while there is a trace."""
+        self.asks_to_stop: Callable[[], bool] | None = None
+        """Whether this rank shall end after the step that is running."""
+        self.preempted = False
+        """Whether any rank was to, at the end of the latest step."""
         self._transport: Transport | None = None
         self._watch: Watch | None = None
         self.stall_after: float | None = STALL_SECONDS
         self._runnable: Runnable | None = None
         self._identity = Identity(self._stages[0].group)
         self._calls = 0
+        self._failed = False
+        """Whether the latest call has raised: then all ranks know."""
         self._data = DataWatch()
         # By mode and by what the inputs of all ranks look like; the same on every rank.
         self._known: dict[tuple[int, ...], Signatures | Bound] = {}
@@ -136,6 +146,7 @@ class Runner:
             finish: makes one output of those of the micro-batches.
             trains: whether there is a backward.
         """
+        self._failed = True
         with self._turn, self.watch as watch:
             self._calls += 1
             try:
@@ -181,13 +192,12 @@ class Runner:
             output, skips = self._compute(
                 bound, failure, finish, watch, shares=shares, trains=trains
             )
-            watch.doing = "waits for the gradients of tied weights"
-            self._ties.add_up()
         if self.recorder is not None:
             self.recorder.keep()
         if not self._dynamic_shapes:
             known = bound.learned().along(skips) if known is None else bound
             self._remember(agreed, known)
+        self._failed = False
         return output, self._feed
 
     def _compute(
@@ -217,7 +227,9 @@ class Runner:
                 failure = bound.program.run(wrap, self)
             else:
                 bound.program.forgo(self)
-        watch.program, watch.doing = None, "waits for every rank to end the step"
+        watch.program, watch.doing = None, "waits for the gradients of tied weights"
+        failure = self._ties.add_up(failure)
+        watch.doing = "waits for every rank to end the step"
         output = None
         if failure is None:
             try:
@@ -225,7 +237,7 @@ class Runner:
             except Exception as raised:
                 failure = Failure(self._told(raised))
         got = {index: sorted(work.got) for index, work in bound.works.items() if work.got}
-        skips = self._conclude_with_replicas(failure, bool(got), shares)
+        skips = self._conclude_with_replicas(failure, _END, skips=bool(got), shares=shares)
         return output, self._routes(got) if skips else {}
 
     def _fitted(self, fit: Fit) -> Failure | None:
@@ -239,8 +251,32 @@ class Runner:
     @contextmanager
     def accumulate(self) -> Iterator[None]:
         """Inside, gradients stay where they are; at its end they meet those of other ranks."""
-        with self._ties.accumulate(), self.replicas.accumulate():
-            yield
+        with self._ties.step(trains=False):
+            try:
+                with self._ties.accumulate(), self.replicas.accumulate():
+                    yield
+            except Exception as raised:
+                if not self._failed:
+                    with suppress(TaktlineError):  # the others are elsewhere, and are told so
+                        self._end_accumulating(raised)
+                raise
+            self._end_accumulating()
+
+    def _end_accumulating(self, raised: Exception | None = None) -> None:
+        """Add up the gradients of tied weights; every rank hears of what went wrong on one."""
+        if self._ties.accumulating or not (self._ties.there or self._reduces):
+            return
+        failure, what = None, "the end of accumulate()"
+        if raised is not None:
+            story = "has left accumulate() by an error, so nothing was added up"
+            kind = type(raised).__name__
+            failure = Failure(
+                MismatchError(f"rank {self.transport.rank} {story}: {kind}: {text_of(raised)}")
+            )
+        # First that all are here: nobody answers from within another step.
+        self._conclude_with_replicas(failure, what)
+        if self._ties.there:
+            self._conclude_with_replicas(self._ties.add_up(None), what)
 
     def _remember(self, agreed: tuple[int, ...], known: Signatures | Bound) -> None:
         # Put last, so that the first one is always the longest unused.
@@ -335,9 +371,9 @@ class Runner:
         if story := misfit(everyone):
             raise MismatchError(story)
         # The same plan on every rank, though only some of them may hold wrapped stages.
+        self._reduces = any(rank.reduces for rank in everyone)
         self._runnable = self.runnable.with_wrapped(
-            shards=any(rank.shards for rank in everyone),
-            reduces=any(rank.reduces for rank in everyone),
+            shards=any(rank.shards for rank in everyone), reduces=self._reduces
         )
         if len({rank.reduces for rank in everyone}) > 1:
             self.replicas.pipeline = self.transport
@@ -361,28 +397,32 @@ class Runner:
             known,
         )
 
-    def _conclude_with_replicas(self, failure: Failure | None, skips: bool, shares: bool) -> bool:
+    def _conclude_with_replicas(
+        self, failure: Failure | None, what: str, *, skips: bool = False, shares: bool = False
+    ) -> bool:
         """Agree on the outcome with the ranks of this pipeline, and then with its replicas."""
-        what = "the replicas' end of a step"
+        theirs = f"the replicas' {what.removeprefix('the ')}"
         try:
-            found = self._conclude(failure, skips, shares)
+            found = self._conclude(failure, what, skips, shares)
         except TaktlineError as raised:
-            raise self.replicas.agree(raised, what) or raised from raised.__cause__
-        if (elsewhere := self.replicas.agree(None, what)) is not None:
+            raise self.replicas.agree(raised, theirs) or raised from raised.__cause__
+        if (elsewhere := self.replicas.agree(None, theirs)) is not None:
             self._forget()
             raise elsewhere
         return found
 
-    def _conclude(self, failure: Failure | None, skips: bool, shares: bool) -> bool:
+    def _conclude(self, failure: Failure | None, what: str, skips: bool, shares: bool) -> bool:
         """Agree on the outcome, with the losses of all ranks if they share; tells of skips."""
         mine = Outcome.of(
             self._feed,
             failed=failure is not None,
             skips=skips,
             shares=self._feed.microbatches if shares else 0,
+            preempted=self.asks_to_stop is not None and self.asks_to_stop(),
         )
-        shared = self.transport.exchange(mine.numbers, "the end of a step")
+        shared = self.transport.exchange(mine.numbers, what)
         outcomes = [Outcome(numbers) for numbers in shared]
+        self.preempted = any(outcome.preempted for outcome in outcomes)
         if any(outcome.failed for outcome in outcomes):
             self._forget()
             self._raise(None if failure is None else failure.error)

@@ -9,12 +9,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import TypeVar
 
 import torch
 from torch import nn
 
+from taktline.errors import LostRankError, StageError, text_of
+from taktline.runtime.executor import Failure
 from taktline.runtime.holders import Holders, Use, holders_of
 from taktline.sharding import Sharding, is_sharded, local
 from taktline.stage import PipelineStage
@@ -23,6 +26,8 @@ from taktline.transport import Channel, Transport
 from taktline.transport.alone import Alone
 
 __all__ = ["Ties"]
+
+T = TypeVar("T")
 
 _HEADER = 16
 """Bytes in front of the data that tell whether there is any; so many for alignment."""
@@ -37,14 +42,21 @@ class Ties:
         """What this rank tells the others."""
         self._holders: list[Holders] = []
         self._transport: Transport = Alone()
-        self._met = False
         self._before: dict[nn.Parameter, torch.Tensor | None] | None = None
         self._depth = 0
 
+    @property
+    def there(self) -> bool:
+        """Whether the ranks have met, and any of them holds a tied weight."""
+        return bool(self._holders)
+
+    @property
+    def accumulating(self) -> bool:
+        """Whether gradients are added up later, after several steps."""
+        return self._depth > 0
+
     def check(self) -> None:
         """Find the weights that this rank's stages say they share; raise if one is not there."""
-        if self._met:
-            return
         self.uses = [
             Use.of(tie, stage)
             for stage in self._stages.values()
@@ -60,12 +72,13 @@ class Ties:
 
     def begin(self, transport: Transport) -> None:
         """Give every copy of a weight the values of the first one."""
-        self._transport, self._met = transport, True
+        self._transport = transport
         with torch.no_grad():
             for held, parameters in self._mine():
                 values = like = local(parameters[0].detach())
                 if transport.rank == held.owner:
-                    self._send(held.others, _packed(like, values))
+                    for other in held.others:
+                        self._send(other, _packed(like, values))
                 else:
                     values = self._receive(held.owner, like)
                 if values is not None:
@@ -84,41 +97,60 @@ class Ties:
         except BaseException:
             self._join()
             raise
+        if not self._depth:
+            self._join()
 
     @contextmanager
     def accumulate(self) -> Iterator[None]:
-        """Inside, nothing is added up; at its end everything is, once, unless something failed."""
+        """Inside, steps add nothing up."""
         self._depth += 1
         try:
             yield
-        except BaseException:
+        finally:
             self._depth -= 1
-            self._join()
-            raise
-        self._depth -= 1
-        self.add_up()
 
-    def add_up(self) -> None:
-        """Put the sum of all gradients of a weight into each of its copies."""
+    def add_up(self, failure: Failure | None) -> Failure | None:
+        """Put the sum of all gradients of a weight into each of its copies; tells what failed.
+
+        After a failure, now or before, this rank has nothing to add, but takes part in every
+        message, so that nobody waits for it.
+        """
         if self._depth or self._before is None:
-            return
+            return failure
         with torch.no_grad():
             for held, parameters in self._mine():
-                self._add_up(held, parameters)
-        self._join()
+                adding = _Adding(held, self._rank, failure)
+                self._add_up(held, parameters, adding)
+                failure = adding.failure
+        return failure
 
-    def _add_up(self, held: Holders, parameters: Sequence[nn.Parameter]) -> None:
+    def _add_up(self, held: Holders, parameters: Sequence[nn.Parameter], adding: _Adding) -> None:
         like = local(parameters[0].detach())
-        total = _sum([_gradient(parameter) for parameter in parameters])
+
+        def send(receiver: int, data: torch.Tensor | None) -> None:
+            message = adding.attempt(lambda: _packed(like, data))
+            adding.talk(
+                lambda: self._send(receiver, _packed(like, None) if message is None else message)
+            )
+
+        def receive(sender: int) -> torch.Tensor | None:
+            return adding.talk(lambda: self._receive(sender, like))
+
+        def put() -> None:
+            if total is not None:
+                for parameter in parameters:
+                    parameter.grad = _as_gradient(total.clone(), parameter)
+
+        total = adding.attempt(lambda: _sum([_gradient(parameter) for parameter in parameters]))
         if self._rank == held.owner:
-            total = _sum([total, *(self._receive(other, like) for other in held.others)])
-            self._send(held.others, _packed(like, total))
+            parts = [total, *(receive(other) for other in held.others)]
+            total = adding.attempt(lambda: _sum(parts))
+            for other in held.others:
+                send(other, total)
         else:
-            self._send([held.owner], _packed(like, total))
-            total = self._receive(held.owner, like)
-        if total is not None:
-            for parameter in parameters:
-                parameter.grad = _as_gradient(total.clone(), parameter)
+            send(held.owner, total)
+            total = receive(held.owner)
+        adding.attempt(put)
 
     def _join(self) -> None:
         """Add the gradients of now to those of before."""
@@ -143,14 +175,52 @@ class Ties:
     def _rank(self) -> int:
         return self._transport.rank
 
-    def _send(self, receivers: Sequence[int], message: torch.Tensor) -> None:
-        for receiver in receivers:
-            self._transport.sender(Channel(self._rank, receiver, True))(message).wait()
+    def _send(self, receiver: int, message: torch.Tensor) -> None:
+        self._transport.sender(Channel(self._rank, receiver, True))(message).wait()
 
     def _receive(self, sender: int, like: torch.Tensor) -> torch.Tensor | None:
         message = _empty(like)
         self._transport.receiver(Channel(sender, self._rank, True))(message).wait()
         return message[_HEADER:].view(like.dtype).view(like.shape) if message[0] else None
+
+
+class _Adding:
+    """One weight being added up: what is computed until something fails, and what is said."""
+
+    def __init__(self, held: Holders, rank: int, failure: Failure | None) -> None:
+        self.failure = failure
+        self._held = held
+        self._rank = rank
+
+    def attempt(self, compute: Callable[[], T]) -> T | None:
+        """What is computed; nothing if that fails, or anything has before."""
+        if self.failure is not None:
+            return None
+        try:
+            return compute()
+        except Exception as raised:
+            self.failure = Failure(self._told(raised))
+        return None
+
+    def talk(self, say: Callable[[], T]) -> T | None:
+        """Send or receive, also after a failure: the ranks that are left still need the rest."""
+        try:
+            return say()
+        except LostRankError as lost:
+            self.failure = self.failure or Failure(lost)
+        return None
+
+    def _told(self, raised: Exception) -> StageError:
+        stage = self._held.stages_of[self._rank][0]
+        told = StageError(
+            rank=self._rank,
+            stage=stage,
+            microbatch=None,
+            action=f"gradients of the tied weight {self._held.tie.name_in(stage)}",
+            reason=f"{type(raised).__name__}: {text_of(raised)}",
+        )
+        told.__cause__ = raised
+        return told
 
 
 def _gradient(parameter: nn.Parameter) -> torch.Tensor | None:

@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 
 from taktline.errors import ScheduleError
-from taktline.plan import Costs, Plan, Timeline
+from taktline.plan import Costs, Plan, Straggler, Timeline, stragglers
 from taktline.plan.deps import needs
 from taktline.plan.rows import FloatArray, Rows
 from taktline.runtime.clocks import clock_for
@@ -44,6 +44,9 @@ class Trace:
         self.clock_error = 0.0
         """By how many milliseconds the clocks of two ranks may differ; 0 on one machine's CPUs."""
 
+        self.work: Costs | None = None
+        """The work of the stages, if somebody has counted it: a ``Pipeline`` with an example."""
+
     @property
     def timeline(self) -> Timeline:
         """The last one."""
@@ -52,6 +55,10 @@ class Trace:
                 "there is no timeline: run a step inside of schedule.trace(), and leave it"
             )
         return self.timelines[-1]
+
+    def stragglers(self, *, factor: float = 1.3) -> list[Straggler]:
+        """Stages that were slow for their work; see :func:`taktline.plan.stragglers`."""
+        return stragglers(self.timelines, work=self.work, factor=factor)
 
     def __getattr__(self, name: str) -> Any:
         # So that what is asked of a timeline can be asked here, of the last one.

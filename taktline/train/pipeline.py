@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import gc
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Literal, NoReturn, Self
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, ClassVar, Literal, NoReturn, Self
 
 import torch
 from torch import nn
@@ -32,7 +32,9 @@ from taktline.train.choice import Choice
 from taktline.train.loader import SharedLoader
 from taktline.train.norm import clip, norm_of
 from taktline.train.parts import Model
+from taktline.train.preempt import PREEMPTED, Preemption
 from taktline.train.ranks import Ranks
+from taktline.train.report import StragglerReport
 from taktline.train.running import Outputs, evaluating, run, together
 from taktline.train.scaler import Scaler
 from taktline.train.wrap import Prepare
@@ -83,6 +85,11 @@ class Pipeline:
         output_merge_spec: how outputs are joined.
         target_chunk_spec: how the target is cut, if not along dimension 0. Given one, its rows
             need not be those of the batch, or a multiple of them.
+        on_preempt: called with this pipeline on every rank, after the step or eval in which SIGTERM
+            reached any of them; then all end with the exit code :attr:`PREEMPTED`. Every rank
+            passes one, from its main thread.
+        report_stragglers: every so many steps, write to the log ("taktline") which ranks are slow
+            for their work; that step is traced.
 
     >>> import taktline as tl
     >>> model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
@@ -98,6 +105,9 @@ class Pipeline:
     >>> torch.allclose(loss, plain)
     True
     """
+
+    PREEMPTED: ClassVar[int] = PREEMPTED
+    """The exit code of every rank after ``on_preempt``."""
 
     def __init__(
         self,
@@ -121,8 +131,16 @@ class Pipeline:
         kwargs_chunk_spec: KwargsSpec | None = None,
         output_merge_spec: MergeSpec | None = None,
         target_chunk_spec: Any = None,
+        on_preempt: Callable[[Pipeline], object] | None = None,
+        report_stragglers: int | None = None,
     ) -> None:
-        _check(microbatches, stages_per_rank, loss_fn, mesh, prepare, seed, dynamic_shapes)
+        _check(microbatches, stages_per_rank, mesh, seed, dynamic_shapes)
+        functions = {"loss_fn": loss_fn, "prepare": prepare, "on_preempt": on_preempt}
+        for name, function in functions.items():
+            if function is not None:
+                require_callable(name, function)
+        if report_stragglers is not None:
+            require_whole("report_stragglers", report_stragglers, least=1)
         if cuts is not None:
             cuts = require_iterable("cuts", cuts, "a list of names of submodules", PartitionError)
         if state_dict is not None and not hasattr(state_dict, "__getitem__"):
@@ -150,7 +168,10 @@ class Pipeline:
         )
         self._loss_fn = loss_fn
         self._turn = Turn("this pipeline")
+        self._report = None if report_stragglers is None else StragglerReport(report_stragglers)
+        self._preemption = None if on_preempt is None else Preemption(on_preempt, self)
         self._live: Built | None = build(model, example, options)
+        self._listen()
 
     @property
     def _built(self) -> Built:
@@ -234,10 +255,12 @@ class Pipeline:
         scale = 1.0 if scaler is None else self._scale(scaler)
         lists = losses, aux_losses
         options |= {"grad_scale": scale}
-        with self._turn:
+        report = nullcontext() if self._report is None else self._report.step(self._built)
+        with self._turn, report:
             output, loss = run(
                 self._built, Schedule.step, (args, target, options), lists, return_outputs
             )
+        self._end_if_preempted()
         return (loss, output) if return_outputs else loss
 
     def eval(
@@ -259,6 +282,7 @@ class Pipeline:
         batch, lists = (args, target, options), (losses, aux_losses)
         with self._turn, evaluating(self.stages.values()):
             output, loss = run(self._built, Schedule.eval, batch, lists, wanted)
+        self._end_if_preempted()
         if not wanted:
             return loss
         return output if loss is None else (loss, output)
@@ -295,6 +319,7 @@ class Pipeline:
     def trace(self) -> Iterator[Trace]:
         """Note what runs when inside of the block, on every rank; see :meth:`Schedule.trace`."""
         with together(self._built, Schedule.trace) as traces:
+            traces[0].work = self._built.table.work
             yield traces[0]
 
     def scaler(self, **options: Any) -> Scaler:
@@ -376,6 +401,8 @@ class Pipeline:
             if self._live is None:
                 return
             alone = self._ranks.group is None
+            if self._preemption is not None:
+                self._preemption.close()
             self._ranks.made.close()
             self._live = None
             if not alone:
@@ -394,7 +421,11 @@ class Pipeline:
         made = Pipeline.__new__(Pipeline)
         made._loss_fn = self._loss_fn
         made._turn = Turn("this pipeline")
+        asked = self._preemption
+        made._preemption = None if asked is None else Preemption(asked.on_preempt, made)
+        made._report = None if self._report is None else StragglerReport(self._report.every)
         made._live = self._built.copied(memo)
+        made._listen()
         return made
 
     def __reduce__(self) -> NoReturn:
@@ -408,6 +439,21 @@ class Pipeline:
                 "disagree on a step; make it with pipe.scaler(…), which takes the same options"
             )
         return float(scaler.scale(torch.ones((), device=self.device)))
+
+    def _listen(self) -> None:
+        """Let every step ask whether it is the last."""
+        if self._preemption is not None:
+            for schedule in self.schedules.values():
+                schedule._runner.asks_to_stop = self._preemption.heard
+
+    def _end_if_preempted(self) -> None:
+        """End this process if a signal has reached any rank; all of them are here."""
+        preemption, ranks = self._preemption, self._ranks
+        if preemption is None or preemption.ending:
+            return
+        asked = any(schedule._runner.preempted for schedule in self.schedules.values())
+        if ranks.beside(asked, "whether to end"):
+            preemption.end(self, lambda: ranks.anywhere(True, "the end of on_preempt"))
 
     def _require_backward(self) -> None:
         if not self.plan.has(Kind.B, Kind.I):
@@ -430,9 +476,7 @@ class Pipeline:
 def _check(
     microbatches: Any,
     stages_per_rank: Any,
-    loss_fn: Any,
     mesh: Any,
-    prepare: Any,
     seed: Any,
     dynamic_shapes: Any,
 ) -> None:
@@ -440,9 +484,6 @@ def _check(
     for name, count in (("microbatches", microbatches), ("stages_per_rank", stages_per_rank)):
         if count is not None:
             require_whole(name, count, least=1, error=ScheduleError)
-    for name, function in (("loss_fn", loss_fn), ("prepare", prepare)):
-        if function is not None:
-            require_callable(name, function)
     if mesh is not None:
         require_instance("mesh", mesh, DeviceMesh)
     if seed is not None:

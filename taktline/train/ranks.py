@@ -112,10 +112,14 @@ class Ranks:
             number = sum(numbers) / len(numbers)
         return number
 
-    def anywhere(self, flag: bool) -> bool:
+    def anywhere(self, flag: bool, what: str) -> bool:
         """Whether it is so in any process of any copy."""
-        for transport in (self.transport, *self._along(self._others)):
-            flag = any(_shared(transport, float(flag), "a GradScaler's step"))
+        return self.beside(any(_shared(self.transport, float(flag), what)), what)
+
+    def beside(self, flag: bool, what: str) -> bool:
+        """Whether it is so in any pipeline of the mesh; all ranks of this one know of theirs."""
+        for transport in self._along(self._others):
+            flag = any(_shared(transport, float(flag), what))
         return flag
 
     def _along(self, names: Sequence[str]) -> list[Transport]:

@@ -83,6 +83,11 @@ class Table:
             activation=tuple(need.keeps for need in known),
         )
 
+    @property
+    def work(self) -> Costs | None:
+        """The work of the stages, if it was counted."""
+        return self.costs if isinstance(self.costs.forward, tuple) else None
+
     def __str__(self) -> str:
         plan, known = self._plan, self._rows[0].needs is not None
         peaks = peak_memory(plan, self.costs)
