@@ -26,7 +26,10 @@ def main() -> int:
     tally = Tally()
     try:
         if options.case:
-            tally.add(options.case, _replay(options.case))
+            verdict = _replay(options.case)
+            tally.add(options.case, verdict)
+            if verdict.delay is not None:
+                print(f"the last rank knew {verdict.delay:.2f} s after the detection")
         elif options.mtbf:
             print(
                 f"seed {options.seed}; again: {COMMAND} --mtbf {options.mtbf} --seed {options.seed}"

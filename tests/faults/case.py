@@ -31,8 +31,8 @@ class Phase:
     call: str
     """What every rank calls."""
     at: tuple[str, float] | None = None
-    """Which forward (F) or backward (B) of the rank, from its first to its last, as a part of 1;
-    None: before the call."""
+    """Which forward (F) or backward (B) of the rank, from its first to its last, as a part of 1, or
+    when its stage is prepared (P); None: before the call."""
     lag: float = 0.0
     """How long the rank waits before, so that the others wait for it."""
     late: float = 0.0
@@ -42,7 +42,7 @@ class Phase:
 
 
 PHASES = {
-    "construction": Phase("build"),
+    "construction": Phase("build", ("P", 0.0)),
     "opening": Phase("step", lag=0.3),
     "warmup": Phase("step", ("F", 0.0)),
     "steady": Phase("step", ("F", 0.5)),
@@ -90,7 +90,8 @@ FAULTS = {
     "interrupt": Fault("interrupt", ("steady", "cooldown", "ending", "eval")),
     "quit": Fault("quit", ("steady", "eval")),
     "norm": Fault("grad_norm", ("opening",)),
-    "state": Fault("save", ("opening",)),
+    # Shards are gathered first, by the other holders of a stage, which nobody else sees.
+    "state": Fault("save", ("opening",), TIMEOUT),
     "eval": Fault("eval", ("opening",)),
     "host": Fault("kill", ("steady", "between"), 0.0, False, False, "rank 0"),
     "hoststop": Fault("stop", ("steady", "between"), TIMEOUT, store="rank 0"),

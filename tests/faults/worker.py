@@ -42,6 +42,7 @@ class Rank:
         self.case, self.rank, self._pipe = case, rank, pipe
         self.trap = Trap()
         self._pipeline: tl.Pipeline | None = None
+        self._beside: Any = None
 
     def meet(self, store: Store) -> Answer:
         """Join the process group, as torchrun has it."""
@@ -76,14 +77,20 @@ class Rank:
     def _options(self) -> dict[str, Any]:
         """The wrapper, and the timeout, which torch's meshes do not take over from their world."""
         wrapper, sizes = self.case.wrapper, (self.case.depth, self.case.beside)
-        options = {"timeout": TIMEOUT} if "timeout" in signature(tl.Pipeline).parameters else {}
-        if wrapper == "none":
-            return options
-        names = ("pp", "tp" if wrapper == "tp" else "dp")
-        mesh = init_device_mesh("cpu", sizes, mesh_dim_names=names)
-        if wrapper == "tp":
-            return {"mesh": mesh, "prepare": lambda block, _: in_parts(block, mesh["tp"])} | options
-        return {"mesh": mesh, "data_parallel": wrapper} | options
+        options: dict[str, Any] = {"prepare": self._prepare}
+        if "timeout" in signature(tl.Pipeline).parameters:
+            options["timeout"] = TIMEOUT
+        if wrapper != "none":
+            names = ("pp", "tp" if wrapper == "tp" else "dp")
+            options["mesh"] = init_device_mesh("cpu", sizes, mesh_dim_names=names)
+            self._beside = options["mesh"][names[1]]
+        if wrapper in ("ddp", "fsdp"):
+            options["data_parallel"] = wrapper
+        return options
+
+    def _prepare(self, block: nn.Module, stage: int) -> nn.Module:
+        self.trap.hit("P", stage)
+        return in_parts(block, self._beside) if self.case.wrapper == "tp" else block
 
     def _loss(self, output: Tensor, target: Tensor) -> Tensor:
         self.trap.hit("L", self.case.stages - 1)
