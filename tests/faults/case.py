@@ -38,7 +38,7 @@ class Phase:
     late: float = 0.0
     """How much later the others call."""
     aside: bool = False
-    """Whether it comes out of another thread, while the rank waits for one that takes its time."""
+    """Whether it comes out of another thread, while the rank waits for others."""
 
 
 PHASES = {
@@ -50,6 +50,7 @@ PHASES = {
     "reduction": Phase("step", ("B", 1.0), lag=0.3),
     "ending": Phase("step", ("B", 1.0), aside=True),
     "between": Phase("step", late=0.3),
+    "waiting": Phase("step", late=3.5, aside=True),
     "eval": Phase("eval", ("F", 0.5)),
     "state": Phase("save", lag=0.3),
 }
@@ -87,7 +88,7 @@ FAULTS = {
     "error": Fault("error", COMPUTING),
     "loss": Fault("error", ("steady", "eval"), holder="last", wrappers=("none", "ddp")),
     "tie": Fault("sour", ("cooldown",), holder="tied", wrappers=PLAIN),
-    "interrupt": Fault("interrupt", ("steady", "cooldown", "ending", "eval")),
+    "interrupt": Fault("interrupt", ("steady", "cooldown", "waiting", "ending", "eval")),
     "quit": Fault("quit", ("steady", "eval")),
     "norm": Fault("grad_norm", ("opening",)),
     # Shards are gathered first, by the other holders of a stage, which nobody else sees.
@@ -171,7 +172,7 @@ class Case:
             last = 0 if self.schedule == "zbv" else self.depth - 1
             held = (last,) if self.what.holder == "last" else (0, last)
             ranks = [rank for rank in ranks if rank // self.beside in held]
-        elif self.when.aside:
+        elif self.when.aside and self.when.at:
             ranks = range(self.beside, self.ranks)  # those of the first stage end last
         return Random(self.name).choice(ranks)
 
@@ -200,7 +201,7 @@ SAMPLE = (
     "stop-1f1b-6-none-steady",
     "error-interleaved_1f1b-6-none-cooldown",
     "error-1f1b-4-tp-steady",
-    "interrupt-1f1b-2-none-ending",
+    "interrupt-1f1b-2-none-waiting",
     "interrupt-1f1b-6-none-steady",
     "quit-1f1b-2-none-steady",
     "norm-gpipe-6-none-opening",

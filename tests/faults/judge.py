@@ -57,7 +57,7 @@ def judge(case: Case, report: Report, limit: float = LIMIT) -> Verdict:
     if not case.what.act:
         verdict.wrong += _undisturbed(report, case.ranks)
     else:
-        verdict.wrong += _raised(case, report)
+        verdict.wrong += _raised(case, report, limit)
         verdict.delay = _delay(case, report)
         if verdict.delay is not None and verdict.delay > limit:
             verdict.wrong.append(f"the last rank knew {verdict.delay:.1f} s after the detection")
@@ -86,15 +86,14 @@ def _undisturbed(report: Report, ranks: int) -> Iterator[str]:
             yield f"rank {rank} raised, though no rank is gone: {answer}"
 
 
-def _raised(case: Case, report: Report) -> Iterator[str]:
+def _raised(case: Case, report: Report, limit: float) -> Iterator[str]:
     """What is wrong about the errors of the ranks."""
-    wheres = {answer.where for answer in report.answers.values() if answer.where}
+    answers = report.answers | report.awoken
+    wheres = {answer.where for answer in answers.values() if answer.where}
     if len(wheres) > 1:
         yield f"the ranks disagree on where it was: {sorted(map(str, wheres))}"
     for rank in range(case.ranks):
-        answer = (
-            report.awoken if case.what.act == "stop" and rank == case.victim else report.answers
-        ).get(rank)
+        answer = answers.get(rank)
         if rank == case.victim and not case.what.answers:
             continue
         if answer is None:
@@ -102,6 +101,8 @@ def _raised(case: Case, report: Report) -> Iterator[str]:
         elif rank == case.victim and case.fault in OWN:
             if answer.kind != OWN[case.fault]:
                 yield f"rank {rank} raised no {OWN[case.fault]}, but {answer}"
+            if (delay := answer.at - report.struck.at) > limit:
+                yield f"rank {rank} heard of its own {answer.kind} after {delay:.1f} s"
         elif not answer.ours:
             yield f"rank {rank} raised no error of ours: {answer}"
         elif not _names(case, report, answer):

@@ -7,9 +7,11 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from inspect import signature
 from multiprocessing.connection import Connection
 from typing import Any
@@ -29,6 +31,8 @@ from tests.faults.model import LUCK, WIDTH, Block, Sour, Trap, in_parts
 __all__ = ["keep_store", "work"]
 
 SAMPLES = 2
+ASIDE_SECONDS, DRAG_SECONDS = 0.3, 0.8
+"""When a rank is struck that waits for others, and how long one of these takes."""
 STEP_SECONDS = 0.02
 """What a rank computes in a step of a march."""
 
@@ -145,17 +149,18 @@ class Rank:
         call = getattr(self, when.call)
         if self.rank != case.victim or not case.what.act:
             time.sleep(when.late)
-            if when.aside and self.rank < case.beside:
-                self.trap.arm(*self._point(case), lambda _: time.sleep(0.8))
+            if when.aside and when.at and self.rank < case.beside:
+                self.trap.arm(*self._point(case), lambda _: time.sleep(DRAG_SECONDS))
             return call()
+        strike: Callable[[int | None], None] = partial(self._strike, case)
+        if when.aside:
+            timer = threading.Timer(ASIDE_SECONDS, strike, [None])
+            strike = lambda _: timer.start()  # noqa: E731
         if when.at is None:
             time.sleep(when.lag)
-            self._strike(case, None)
-        elif when.aside:
-            strike = threading.Timer(0.3, self._strike, (case, None))
-            self.trap.arm(*self._point(case), lambda _: strike.start())
+            strike(None)
         else:
-            self.trap.arm(*self._point(case), lambda stage: self._strike(case, stage))
+            self.trap.arm(*self._point(case), strike)
         return getattr(self, case.what.act, call)()
 
     def _point(self, case: Case) -> tuple[str, int]:
