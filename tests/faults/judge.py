@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from tests.faults.case import Case
-from tests.faults.messages import Answer
+from tests.faults.messages import Answer, Struck
 from tests.faults.model import LUCK
 from tests.faults.pool import Job, Report, trial
 
@@ -56,9 +56,11 @@ def judge(case: Case, report: Report, limit: float = LIMIT) -> Verdict:
     verdict = Verdict(hangs=bool(report.silent), resumed=bool(report.resumed))
     if not case.what.act:
         verdict.wrong += _undisturbed(report, case.ranks)
+    elif report.struck is None:
+        verdict.wrong.append("the fault never came")
     else:
-        verdict.wrong += _raised(case, report, limit)
-        verdict.delay = _delay(case, report)
+        verdict.wrong += _raised(case, report, report.struck, limit)
+        verdict.delay = _delay(case, report, report.struck)
         if verdict.delay is not None and verdict.delay > limit:
             verdict.wrong.append(f"the last rank knew {verdict.delay:.1f} s after the detection")
     if case.what.act and case.what.goes_on and case.when.call != "build":
@@ -67,13 +69,13 @@ def judge(case: Case, report: Report, limit: float = LIMIT) -> Verdict:
     return verdict
 
 
-def _delay(case: Case, report: Report) -> float | None:
+def _delay(case: Case, report: Report, struck: Struck) -> float | None:
     """How long after the detection the last rank knew."""
     others = [rank for rank in range(case.ranks) if rank != case.victim]
     if any(rank not in report.answers for rank in others):
         return None
     # Those who only now make their call cannot know before.
-    begun = report.struck.at + case.what.detection + case.when.late
+    begun = struck.at + case.what.detection + case.when.late
     return max(0.0, *(report.answers[rank].at - begun for rank in others))
 
 
@@ -86,7 +88,7 @@ def _undisturbed(report: Report, ranks: int) -> Iterator[str]:
             yield f"rank {rank} raised, though no rank is gone: {answer}"
 
 
-def _raised(case: Case, report: Report, limit: float) -> Iterator[str]:
+def _raised(case: Case, report: Report, struck: Struck, limit: float) -> Iterator[str]:
     """What is wrong about the errors of the ranks."""
     answers = report.answers | report.awoken
     wheres = {answer.where for answer in answers.values() if answer.where}
@@ -101,21 +103,21 @@ def _raised(case: Case, report: Report, limit: float) -> Iterator[str]:
         elif rank == case.victim and case.fault in OWN:
             if answer.kind != OWN[case.fault]:
                 yield f"rank {rank} raised no {OWN[case.fault]}, but {answer}"
-            if (delay := answer.at - report.struck.at) > limit:
+            if (delay := answer.at - struck.at) > limit:
                 yield f"rank {rank} heard of its own {answer.kind} after {delay:.1f} s"
         elif not answer.ours:
             yield f"rank {rank} raised no error of ours: {answer}"
-        elif not _names(case, report, answer):
+        elif not _names(case, struck, answer):
             yield f"rank {rank} does not name rank {case.victim}: {answer}"
 
 
-def _names(case: Case, report: Report, answer: Answer) -> bool:
+def _names(case: Case, struck: Struck, answer: Answer) -> bool:
     """Whether an error has the right cause: the rank in the world, or in its replica's pipeline."""
     replica, place = case.victim % case.beside, case.victim // case.beside
     if answer.peer not in (None, case.victim, place):
         return False
     if case.what.act == "error":
-        stage = report.struck.stage
+        stage = struck.stage
         return (
             answer.where is not None
             and answer.where[0] in (case.victim, place)

@@ -212,10 +212,10 @@ def run(name: str, *, limit: float = LIMIT, quiet: bool = True) -> Verdict:
             report.awoken = job.listen(others, PATIENCE)
             report.resumed = job.go_on([*answers.values(), *report.awoken.values()])
             report.left = job.leave()
-    return _judge(fault, report, limit)
+    return _judge(fault, report, struck.at, limit)
 
 
-def _judge(fault: Fault, report: Report, limit: float) -> Verdict:
+def _judge(fault: Fault, report: Report, struck: float, limit: float) -> Verdict:
     verdict = Verdict(hangs=bool(report.silent), resumed=bool(report.resumed))
     verdict.wrong += [f"rank {rank} hangs" for rank in report.silent]
     answers = report.answers | report.awoken
@@ -235,7 +235,7 @@ def _judge(fault: Fault, report: Report, limit: float) -> Verdict:
     verdict.wrong += went_on(SETUP.ranks, report)
     if not report.silent:
         known = max(report.answers[rank].at for rank in fault.asked)
-        verdict.delay = max(0.0, known - report.struck.at - fault.detection)
+        verdict.delay = max(0.0, known - struck - fault.detection)
         if verdict.delay > limit:
             verdict.wrong.append(f"the last rank knew {verdict.delay:.1f} s after the detection")
     verdict.wrong += [f"rank {rank} had to be killed in the end" for rank in report.left]

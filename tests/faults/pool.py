@@ -28,11 +28,10 @@ PATIENCE = 2 * TIMEOUT + 2
 class Report:
     """What was seen of one fault."""
 
-    struck: Struck
+    struck: Struck | None
     answers: dict[int, Answer]
     awoken: dict[int, Answer] = field(default_factory=dict)
     """Of a rank that was stopped, once it runs again."""
-    woken: float = 0.0
     resumed: dict[int, Answer] = field(default_factory=dict)
     """Of the step with which training goes on."""
     healthy: dict[int, Answer] = field(default_factory=dict)
@@ -97,11 +96,11 @@ class Job:
         """Make the pipeline on every rank."""
         self.healthy = self.ask("build")
 
-    def tell(self, *order: Any, ranks: Collection[int] | None = None) -> None:
-        """Give an order without waiting."""
-        for rank in self._pipes if ranks is None else ranks:
+    def tell(self, *order: Any) -> None:
+        """Give an order to every rank without waiting."""
+        for pipe in self._pipes.values():
             with suppress(OSError):  # gone
-                self._pipes[rank].send(order)
+                pipe.send(order)
 
     def ask(self, *order: Any) -> dict[int, Answer]:
         """Give an order that every rank must be able to follow."""
@@ -179,15 +178,15 @@ def trial(job: Job, case: Case) -> Report:
     fault = case.what
     if fault.store in ("killed", "stopped"):
         job.strike_store(fault.store)
-    job.struck = Struck(time.monotonic(), None)
+    job.struck = None if fault.act else Struck(time.monotonic(), None)
     job.tell("face", case)
     stopped = fault.act == "stop"
     asked = [
         rank for rank in range(case.ranks) if rank != case.victim or (fault.answers and not stopped)
     ]
     answers = job.listen(asked, case.when.late + fault.detection + PATIENCE)
-    if stopped:  # it has only said when
-        job.listen([case.victim], 0.0)
+    if case.victim not in asked:
+        job.listen([case.victim], 0.0)  # it has only said when
     report = Report(job.struck, answers, healthy=job.healthy)
     report.silent = [rank for rank in asked if rank not in answers]
     if report.silent:
@@ -195,7 +194,6 @@ def trial(job: Job, case: Case) -> Report:
         time.sleep(0.2)
         return report
     if stopped:
-        report.woken = time.monotonic()
         job.send_signal(signal.SIGCONT, [case.victim])
         report.awoken = job.listen([case.victim], PATIENCE)
     if fault.goes_on:

@@ -77,6 +77,7 @@ def befalls_rank_4(fault: str) -> Case:
         (lambda report: _change(report, text="rank 0 has lost rank 44"), "rank 0 does not name"),
         (lambda report: _change(report, ours=False), "rank 0 raised no error of ours"),
         (lambda report: report.left.append(0), "rank 0 had to be killed"),
+        (lambda report: setattr(report, "struck", None), "the fault never came"),
     ],
 )
 def test_what_is_wrong_about_a_lost_rank(change: Callable[[Report], Any], text: str) -> None:
