@@ -109,6 +109,8 @@ def _raised(case: Case, report: Report, struck: Struck, limit: float) -> Iterato
             yield f"rank {rank} raised no error of ours: {answer}"
         elif not _names(case, struck, answer):
             yield f"rank {rank} does not name rank {case.victim}: {answer}"
+        elif not case.what.goes_on and answer.recoverable not in (None, "restart"):
+            yield f"rank {rank} says {answer.recoverable!r}, with rank {case.victim} gone"
 
 
 def _names(case: Case, struck: Struck, answer: Answer) -> bool:

@@ -76,6 +76,7 @@ def befalls_rank_4(fault: str) -> Case:
         (lambda report: _change(report, peer=3), "rank 0 does not name rank 4"),
         (lambda report: _change(report, text="rank 0 has lost rank 44"), "rank 0 does not name"),
         (lambda report: _change(report, ours=False), "rank 0 raised no error of ours"),
+        (lambda report: _change(report, recoverable="step"), "says 'step', with rank 4 gone"),
         (lambda report: report.left.append(0), "rank 0 had to be killed"),
         (lambda report: setattr(report, "struck", None), "the fault never came"),
     ],
