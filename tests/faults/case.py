@@ -49,7 +49,7 @@ PHASES = {
     "cooldown": Phase("step", ("B", 1.0)),
     "reduction": Phase("step", ("B", 1.0), lag=0.3),
     "ending": Phase("step", ("B", 1.0), aside=True),
-    "between": Phase("step", late=0.3),
+    "between": Phase("step", late=0.5),
     "waiting": Phase("step", late=3.5, aside=True),
     "eval": Phase("eval", ("F", 0.5)),
     "state": Phase("save", lag=0.3),

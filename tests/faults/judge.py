@@ -72,7 +72,7 @@ def judge(case: Case, report: Report, limit: float = LIMIT) -> Verdict:
 def _delay(case: Case, report: Report, struck: Struck) -> float | None:
     """How long after the detection the last rank knew."""
     others = [rank for rank in range(case.ranks) if rank != case.victim]
-    if any(rank not in report.answers for rank in others):
+    if not all(rank in report.answers and report.answers[rank].kind for rank in others):
         return None
     # Those who only now make their call cannot know before.
     begun = struck.at + case.what.detection + case.when.late

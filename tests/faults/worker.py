@@ -33,6 +33,8 @@ __all__ = ["keep_store", "work"]
 SAMPLES = 2
 ASIDE_SECONDS, DRAG_SECONDS = 0.3, 0.8
 """When a rank is struck that waits for others, and how long one of these takes."""
+STALL_SECONDS = 0.8
+"""Little, so that a watchdog has been there before the next step."""
 STEP_SECONDS = 0.02
 """What a rank computes in a step of a march."""
 
@@ -75,6 +77,8 @@ class Rank:
             device="cpu",
             **self._options(),
         )
+        for schedule in self._pipeline.schedules.values():
+            schedule.stall_after = STALL_SECONDS
         self.step()
         return self.step()
 
