@@ -15,7 +15,7 @@ export NO_MKDOCS_2_WARNING := 1
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help demo test unit lint format docs bench torture clean
+.PHONY: help demo test unit lint format docs bench torture faults clean
 
 help: ## List the targets
 	@echo "Usage: make TARGET [PYTHON=python3.x]"
@@ -51,6 +51,9 @@ bench: $(VENV)/.stamp-dev ## Run each benchmark (files that begin with _ are hel
 torture: $(VENV)/.stamp-dev ## Run random plans, values, faults for TORTURE_SECONDS, and FUZZ_INPUTS
 	@$(BIN)/python -m tests.torture --seconds $(TORTURE_SECONDS)
 	@$(BIN)/python -m tests.fuzz --inputs $(FUZZ_INPUTS)
+
+faults: $(VENV)/.stamp-dev ## Kill, stop, interrupt and cut off ranks in every phase of a step
+	@$(BIN)/python -m tests.faults
 
 clean: ## Remove the venv and everything that was built
 	rm -rf $(VENV) site build dist .pytest_cache .ruff_cache .hypothesis .import_linter_cache

@@ -44,7 +44,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 __all__ = [
     "ActionSyntaxError",
@@ -94,6 +94,10 @@ class TaktlineError(ValueError):
     ...     print(error)
     1f1b: ranks must be a whole number from 1 up, not 0
     """
+
+    recoverable: Literal["step", "reconnect", "restart"] = "step"
+    """What it takes to go on: the next step on the same objects (after ``zero_grad()``), new
+    connections (``pipe.reconnect()`` on every rank), or new processes."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Pickled by text and fields: what the constructor took is not kept.

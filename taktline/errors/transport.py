@@ -20,6 +20,8 @@ class TransportError(TaktlineError):
     taktline.errors.TransportError: activations from rank 0 to rank 1: 8 bytes sent, 4 bytes awaited
     """
 
+    recoverable = "restart"
+
 
 class DeadlockError(TransportError):
     """Every rank waits for another; the text says who waits for what.

@@ -78,6 +78,11 @@ class Replicas:
             error = share_error(pipeline, error)
         return error
 
+    @property
+    def works_with_others(self) -> bool:
+        """Whether ranks of other pipelines take part in what this rank's stages do."""
+        return bool(self._syncs or self._together)
+
     def computes_together(self, stage: int) -> bool:
         """Whether other ranks compute a stage together with this one."""
         return any(bool(_work_groups(each)) for each in self._stages if each.stage_index == stage)

@@ -42,7 +42,7 @@ from taktline.runtime.replicas import Replicas
 from taktline.runtime.ties import Ties
 from taktline.runtime.watchdog import STALL_SECONDS, Watch
 from taktline.stage import PipelineStage
-from taktline.transport import Transport, find
+from taktline.transport import Channel, Transport, find
 from taktline.transport.control import share_error, share_texts
 from taktline.transport.distributed import Distributed
 from taktline.transport.turn import Turn
@@ -102,6 +102,7 @@ class Runner:
         self._runnable: Runnable | None = None
         self._identity = Identity(self._stages[0].group)
         self._calls = 0
+        self._channels: list[Channel] = []
         self._failed = False
         """Whether the latest call has raised: then all ranks know."""
         self._data = DataWatch()
@@ -178,6 +179,14 @@ class Runner:
         self._forget()
         if isinstance(self.transport, Distributed):
             self.transport.raised(error, watch.where())
+        if isinstance(error, TaktlineError) and self.replicas.works_with_others:
+            error.recoverable = "restart"  # their collectives may have been left half done
+
+    def restart(self) -> None:
+        """Begin anew, over new connections."""
+        self._forget()
+        self._calls = 0
+        self.transport.open(self._channels)
 
     def _step(
         self, prepare: Prepare, fit: Fit, finish: Finish, watch: Watch, trains: bool
@@ -378,7 +387,8 @@ class Runner:
         if len({rank.reduces for rank in everyone}) > 1:
             self.replicas.pipeline = self.transport
         channels = self._ties.meet([rank.uses for rank in everyone])
-        self.transport.open(sorted(channels.union(channels_of(self.runnable.plan))))
+        self._channels = sorted(channels.union(channels_of(self.runnable.plan)))
+        self.transport.open(self._channels)
         self._ties.begin(self.transport)
         self._identity.adopt(everyone[0].number)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -42,6 +43,7 @@ class Options:
     device: torch.device | None = None
     seed: int | None = None
     state_dict: Mapping[str, torch.Tensor] | None = None
+    timeout: timedelta | None = None
     running: Mapping[str, Any] = field(default_factory=dict)
     """What goes on to the schedules."""
 
@@ -100,6 +102,7 @@ def build(model: Model, example: Any, asked: Options) -> Built:
         asked.data_parallel,
         asked.device or _device_of(model),
         default=schedule.ranks if isinstance(schedule, Plan) else 1,
+        timeout=asked.timeout,
     )
     plan = plan_for(
         schedule,

@@ -6,6 +6,7 @@ import gc
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from datetime import timedelta
 from typing import Any, ClassVar, Literal, NoReturn, Self
 
 import torch
@@ -90,6 +91,8 @@ class Pipeline:
             passes one, from its main thread.
         report_stragglers: every so many steps, write to the log ("taktline") which ranks are slow
             for their work; that step is traced.
+        timeout: after how many seconds a wait for another rank is given up, with an error on all
+            ranks; by default that of the process group.
 
     >>> import taktline as tl
     >>> model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
@@ -133,6 +136,7 @@ class Pipeline:
         target_chunk_spec: Any = None,
         on_preempt: Callable[[Pipeline], object] | None = None,
         report_stragglers: int | None = None,
+        timeout: float | timedelta | None = None,
     ) -> None:
         _check(microbatches, stages_per_rank, mesh, seed, dynamic_shapes)
         functions = {"loss_fn": loss_fn, "prepare": prepare, "on_preempt": on_preempt}
@@ -157,6 +161,7 @@ class Pipeline:
             device=None if device is None else require_device(device),
             seed=seed,
             state_dict=state_dict,
+            timeout=_timedelta(timeout),
             running={
                 "loss_fn": loss_fn,
                 "dynamic_shapes": dynamic_shapes,
@@ -384,6 +389,17 @@ class Pipeline:
         require_flag("strict", strict)
         state.load(self._built.parts, state_dict, strict=strict)
 
+    def reconnect(self) -> None:
+        """Make new connections between the same ranks; every rank calls it.
+
+        For errors whose ``recoverable`` says "reconnect": a rank was interrupted, or stood still
+        for too long, and all processes are still there. Begin with ``zero_grad()`` then.
+        """
+        for transport in self._ranks.transports:
+            transport.reconnect()
+        for schedule in self.schedules.values():
+            schedule._runner.restart()
+
     def close(self) -> None:
         """Free all but the model: connections to other ranks, and groups that it has made.
 
@@ -471,6 +487,13 @@ class Pipeline:
 
     def __str__(self) -> str:
         return repr(self) if self._live is None else f"{self!r}\n{self._live.table}"
+
+
+def _timedelta(timeout: float | timedelta | None) -> timedelta | None:
+    if timeout is None or isinstance(timeout, timedelta):
+        return timeout
+    require_number("timeout", timeout, least=0.001)
+    return timedelta(seconds=float(timeout))
 
 
 def _check(

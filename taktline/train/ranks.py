@@ -5,7 +5,9 @@ from __future__ import annotations
 import atexit
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
 from typing import TypeVar
 
 import torch
@@ -14,12 +16,13 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from taktline.checks import require_whole
-from taktline.errors import MismatchError
+from taktline.errors import MismatchError, TransportError
 from taktline.plan.words import counted
 from taktline.train.groups import Groups, forget_meshes
 from taktline.transport import Transport, find
 from taktline.transport.alone import Alone
 from taktline.transport.control import share_floats
+from taktline.transport.distributed import Distributed, timeout_of
 from taktline.transport.local import LocalRanks
 
 __all__ = ["Ranks", "meet"]
@@ -93,6 +96,12 @@ class Ranks:
         return [run(rank) for rank in self.own]
 
     @property
+    def transports(self) -> list[Distributed]:
+        """How this process talks along each dimension of the mesh."""
+        found = [self.transport, *self._along(self._others)]
+        return [transport for transport in found if isinstance(transport, Distributed)]
+
+    @property
     def transport(self) -> Transport:
         """How this process talks to the others of its pipeline."""
         return Alone() if self.group is None else find(self.group, self.device)
@@ -146,6 +155,7 @@ def meet(
     device: torch.device | None,
     *,
     default: int = 1,
+    timeout: timedelta | None = None,
 ) -> Ranks:
     """Find out where this process runs, and with whom; ``ranks`` are those of the pipeline.
 
@@ -163,13 +173,20 @@ def meet(
     device = device or _device(mesh)
     if device.type != "cpu" and device.index is not None:
         torch.get_device_module(device).set_device(device)
-    if not dist.is_initialized():
-        dist.init_process_group("gloo" if device.type == "cpu" else None)
-        atexit.register(_leave)
     made = None
-    if mesh is None:
-        mesh = _mesh(ranks, data_parallel, device)
-        made = Groups(group for group in mesh.get_all_groups() if group is not dist.group.WORLD)
+    with _connecting():
+        if not dist.is_initialized():
+            backend = "gloo" if device.type == "cpu" else None
+            dist.init_process_group(backend, timeout=timeout)
+            atexit.register(_leave)
+        if mesh is None:
+            mesh = _mesh(ranks, data_parallel, device)
+            own = [group for group in mesh.get_all_groups() if group is not dist.group.WORLD]
+            for group in own:
+                # A group of torch's would otherwise wait for half an hour.
+                patience = timeout or timeout_of(dist.distributed_c10d._get_default_group())
+                dist.distributed_c10d._set_pg_timeout(patience, group)
+            made = Groups(own)
     names = mesh.mesh_dim_names or ()
     if PIPELINE not in names:
         raise MismatchError(
@@ -182,12 +199,39 @@ def meet(
             f"ranks is {ranks}, but the mesh has {group.size()} in {PIPELINE!r}; leave out ranks"
         )
     found = Ranks(group.size(), device=device, group=group, mesh=mesh, made=made)
+    if timeout is not None:
+        for transport in found.transports:
+            transport.timeout = timeout
     if data_parallel is not None and not found.data_dims:
         raise MismatchError(
             f"data_parallel={data_parallel!r}, but no dimension of the mesh {list(names)} is for "
             'data: name one "dp"'
         )
     return found
+
+
+@contextmanager
+def _connecting() -> Iterator[None]:
+    """What gloo says when processes cannot reach each other, with what to do about it."""
+    try:
+        yield
+    except RuntimeError as error:
+        refused = "refused" in str(error).lower() or isinstance(error, dist.DistNetworkError)
+        if not refused:
+            raise
+        advice = (
+            "gloo takes the address that this host's name has, which is often 127.0.0.1: set "
+            "GLOO_SOCKET_IFNAME to the network interface that the hosts share, such as eth0"
+        )
+        if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
+            advice += (
+                ". These processes were restarted: torchrun's shared store still has the "
+                "addresses of the earlier ones, which TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 cures"
+            )
+        text = str(error).splitlines()[0]
+        raise TransportError(
+            f"the processes cannot connect to each other ({text}); {advice}"
+        ) from error
 
 
 def _world() -> int:

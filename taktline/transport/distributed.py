@@ -14,7 +14,14 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store
 
-from taktline.errors import LostRankError, StallError, TransportError, text_of
+from taktline.errors import (
+    LostRankError,
+    StageError,
+    StallError,
+    TaktlineError,
+    TransportError,
+    text_of,
+)
 from taktline.transport import gloo
 from taktline.transport.base import Channel, Handle, Post
 from taktline.transport.frames import FRAME, Frame, agreed, framed
@@ -34,7 +41,7 @@ _FEW = 4
 _NEWS_SECONDS = 1.0
 """How long to wait for the news of why a connection has ended."""
 
-_Failed: TypeAlias = Callable[[RuntimeError, int | None, object], TransportError]
+_Failed: TypeAlias = Callable[[RuntimeError, int | None, object], TaktlineError]
 
 _known: WeakKeyDictionary[dist.ProcessGroup, dict[str, Distributed]] = WeakKeyDictionary()
 """By group and type of device."""
@@ -141,11 +148,17 @@ class Distributed:
 
     def raised(self, error: BaseException, where: str = "") -> None:
         """Tell the others that this rank leaves them behind, unless they have a reason already."""
-        if self.verdict is None:
-            text = f"{type(error).__name__}: {text_of(error, 4000)}".removesuffix(": ")
-            self.give_up(Verdict(Cause.RAISED, self.processes[self.rank], text, where))
+        if self.verdict is not None:
+            return
+        text = f"{type(error).__name__}: {text_of(error, 4000)}".removesuffix(": ")
+        fields = None
+        if type(error) is StageError:
+            names = ("rank", "stage", "microbatch", "action")
+            fields = {name: getattr(error, name) for name in names}
+            fields["reason"] = text_of(error.reason, 4000)
+        self.give_up(Verdict(Cause.RAISED, self.processes[self.rank], text, where, fields))
 
-    def explain(self, error: BaseException) -> TransportError | None:
+    def explain(self, error: BaseException) -> TaktlineError | None:
         """The first cause of an error in another group's wait; None if it has its own."""
         if not isinstance(error, RuntimeError) or isinstance(error, TransportError):
             return None
@@ -164,8 +177,7 @@ class Distributed:
     def reconnect(self) -> None:
         """Make new links, on every rank; what was under way is lost."""
         if self.plane is not None:
-            gone = [p for p in self.processes if self.plane.gone(p)]
-            if gone:
+            if gone := [process for process in self.processes if self.plane.gone(process)]:
                 raise Verdict(Cause.LOST, gone[0]).error(self.processes)
             self.plane.leave(self._member)
             self._member = Member(self.processes, self._leave)
@@ -288,7 +300,7 @@ class Distributed:
             return [row[:size] for row, size in zip(everyone, sizes, strict=True)]
         arrived = [torch.empty(size, dtype=torch.int64, device=_CPU) for size in sizes]
         arrived[self.rank] = mine
-        errors: list[TransportError] = []
+        errors: list[TaktlineError] = []
         handles: list[Handle] = []
         for peer in range(self.size):
             if peer != self.rank:
@@ -336,7 +348,7 @@ class Distributed:
 
         return posted
 
-    def _failed(self, error: RuntimeError, peer: int | None, what: object) -> TransportError:
+    def _failed(self, error: RuntimeError, peer: int | None, what: object) -> TaktlineError:
         """What became of a message: by the first cause, if these ranks have a verdict."""
         text = str(error)
         timed_out = "timed out" in text.lower() or "timeout" in text.lower()
@@ -346,7 +358,7 @@ class Distributed:
             return TransportError(f"rank {self.rank} cannot talk to {who} ({what}): {error}")
         return self.first_cause(peer, what, timed_out=timed_out)
 
-    def first_cause(self, peer: int | None, what: object, *, timed_out: bool) -> TransportError:
+    def first_cause(self, peer: int | None, what: object, *, timed_out: bool) -> TaktlineError:
         """Why a wait for a rank has failed; where nobody knows it yet, all are told."""
         if self.plane is None:
             return LostRankError(f"rank {self.rank} has lost another rank ({what})", peer=peer)
@@ -407,8 +419,8 @@ def timeout_of(group: dist.ProcessGroup) -> timedelta:
 
 
 @contextmanager
-def _collecting(errors: list[TransportError]) -> Iterator[None]:
+def _collecting(errors: list[TaktlineError]) -> Iterator[None]:
     try:
         yield
-    except TransportError as error:
+    except TaktlineError as error:
         errors.append(error)

@@ -51,7 +51,21 @@ class Message:
         return cls(**plain, verdict=None if verdict is None else Verdict.from_plain(verdict))
 
 
-_VERDICT = {"cause": str, "process": int, "text": str, "where": str}
+_STAGE_ERROR = {
+    "rank": int,
+    "stage": int,
+    "microbatch": Either(None, int),
+    "action": str,
+    "reason": str,
+}
+_VERDICT = {
+    "cause": str,
+    "process": int,
+    "text": str,
+    "where": str,
+    "stage_error": Either(None, _STAGE_ERROR),
+    "number": int,
+}
 _MESSAGE = {"kind": str, "state": str, "busy": bool, "verdict": Either(None, _VERDICT)}
 
 

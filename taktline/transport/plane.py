@@ -102,6 +102,8 @@ class Plane:
         self._places: dict[int, set[str]] = {}
         """What other processes have come to."""
         self._come_to: list[str] = []
+        self._known: set[int] = set()
+        """The numbers of verdicts."""
         self._members: WeakSet[Member] = WeakSet()
         self._due: list[tuple[float, Verdict, int]] = []
         self._lock = threading.Lock()
@@ -376,8 +378,11 @@ class Plane:
         All of them: whoever has lost a replica, say, will not come to its pipeline either.
         """
         members = self._all()
+        if verdict.number in self._known:
+            return  # it has been concluded, and these may be new connections
         if not any(self._touches(member, verdict, source) for member in members):
             return
+        self._known.add(verdict.number)
         told: set[int] = set()
         for member in members:
             if member.verdict is None:

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-import json
+import secrets
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Any
 
-from taktline.checks import Either, read
-from taktline.errors import JsonError, LostRankError, StallError, TransportError
+from taktline.errors import (
+    JsonError,
+    LostRankError,
+    StageError,
+    StallError,
+    TaktlineError,
+)
 
 __all__ = ["Cause", "Verdict"]
 
@@ -28,10 +34,7 @@ class Cause(StrEnum):
 class Verdict:
     """What has become of a rank, by its number among all processes.
 
-    >>> verdict = Verdict(Cause.RAISED, 3, "KeyboardInterrupt", "in 2F0")
-    >>> Verdict.from_text(verdict.to_text()) == verdict
-    True
-    >>> print(verdict.error([2, 3]))
+    >>> print(Verdict(Cause.RAISED, 3, "KeyboardInterrupt", "in 2F0").error([2, 3]))
     rank 1 has raised KeyboardInterrupt in 2F0, and left the others behind
     """
 
@@ -41,28 +44,29 @@ class Verdict:
     """What it has raised, or what every rank was doing."""
     where: str = ""
     """What it was doing."""
-
-    def to_text(self) -> str:
-        """For the wire."""
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_text(cls, text: str) -> Verdict:
-        """From the wire; raises a :class:`JsonError` if it is none."""
-        return cls.from_plain(read(text, _SHAPE, what="a verdict"))
+    stage_error: dict[str, Any] | None = None
+    """The fields of the :class:`StageError` that it has raised, if it is one."""
+    number: int = field(default_factory=lambda: secrets.randbits(62))
+    """By which one that is heard of twice is known."""
 
     @classmethod
-    def from_plain(cls, plain: dict[str, object]) -> Verdict:
+    def from_plain(cls, plain: dict[str, Any]) -> Verdict:
         """From a value that has its shape."""
         if plain["cause"] not in list(Cause):
             raise JsonError("a verdict", f"nothing is {str(plain['cause'])[:40]!r}")
-        fields = {**plain, "cause": Cause(str(plain["cause"]))}
-        return cls(**fields)  # pyright: ignore[reportArgumentType]
+        return cls(**{**plain, "cause": Cause(plain["cause"])})
 
-    def error(self, group: Sequence[int]) -> TransportError:
+    def error(self, group: Sequence[int]) -> TaktlineError:
         """The error to raise in a group of processes, whose ranks are called by their place."""
+        error = self._error(group)
+        error.recoverable = "restart" if self.cause == Cause.LOST else "reconnect"
+        return error
+
+    def _error(self, group: Sequence[int]) -> TaktlineError:
+        if self.stage_error is not None:
+            return StageError(**self.stage_error)
         peer = group.index(self.process) if self.process in group else None
-        who = f"rank {peer}" if peer is not None else f"process {self.process} of the job"
+        who = f"rank {peer}" if peer is not None else f"rank {self.process} of the whole job"
         doing = f" {self.where}" if self.where else ""
         if self.cause == Cause.STALLED:
             text = f"{who} has not answered in time{doing}"
@@ -72,6 +76,3 @@ class Verdict:
             return LostRankError(text, peer=peer)
         text = f"{who} is lost{doing}: its process has ended, or cannot be reached"
         return LostRankError(f"{text}. Look at its output; start all ranks anew", peer=peer)
-
-
-_SHAPE = {"cause": str, "process": int, "text": str, "where": Either(str)}
