@@ -20,8 +20,6 @@ class TransportError(TaktlineError):
     taktline.errors.TransportError: activations from rank 0 to rank 1: 8 bytes sent, 4 bytes awaited
     """
 
-    recoverable = "restart"
-
 
 class DeadlockError(TransportError):
     """Every rank waits for another; the text says who waits for what.
@@ -33,14 +31,20 @@ class DeadlockError(TransportError):
       rank 1 has ended
     """
 
+    recoverable = "restart"
+
 
 class LostRankError(TransportError):
-    """Another rank has ended, or cannot be reached any more; ``peer`` is that rank, if known.
+    """Another rank has ended, has raised and left, or cannot be reached any more.
+
+    ``peer`` is that rank among all processes of the job, if it is known.
 
     >>> raise LostRankError("rank 1 has lost rank 0", peer=0)
     Traceback (most recent call last):
     taktline.errors.LostRankError: rank 1 has lost rank 0
     """
+
+    recoverable = "restart"
 
     def __init__(self, text: str, *, peer: int | None = None) -> None:
         self.peer = peer
@@ -48,12 +52,14 @@ class LostRankError(TransportError):
 
 
 class StallError(TransportError):
-    """Another rank did not answer in time; ``peer`` is that rank, if known.
+    """Another rank did not answer in time; ``peer`` is that rank in the job, if it is known.
 
     >>> raise StallError("rank 0 has not answered rank 1 in time", peer=0)
     Traceback (most recent call last):
     taktline.errors.StallError: rank 0 has not answered rank 1 in time
     """
+
+    recoverable = "restart"
 
     def __init__(self, text: str, *, peer: int | None = None) -> None:
         self.peer = peer

@@ -6,17 +6,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
-from taktline.errors import (
-    DeadlockError,
-    LostRankError,
-    StageError,
-    StallError,
-    TaktlineError,
-    TransportError,
-    text_of,
-)
+from taktline.errors import StageError, TaktlineError, text_of
 from taktline.plan import Action
-from taktline.runtime.ports import BrokenChannel, PeerFailed
+from taktline.runtime.ports import PeerFailed
 
 __all__ = ["Failure", "Fate", "Instruction", "Program", "Receiving", "Sending", "Wrap"]
 
@@ -101,9 +93,9 @@ class Program:
                 port.settle_all()
         except PeerFailed:
             failure = Failure()
-        except (DeadlockError, LostRankError, StallError, BrokenChannel):
-            raise  # nobody would answer what this rank still has to say
         except Exception as error:
+            if isinstance(error, TaktlineError) and error.recoverable != "step":
+                raise  # nobody would answer what this rank still has to say
             told = self._told(self._instructions[min(self.position, len(runs) - 1)], error)
             if fate is not None:
                 fate.judge(error, told)
@@ -127,9 +119,9 @@ class Program:
                 continue
             try:
                 call()
-            except TransportError:
-                raise
             except Exception as error:
+                if isinstance(error, TaktlineError) and error.recoverable != "step":
+                    raise
                 if fate is not None:
                     fate.judge(error, None)
 

@@ -36,6 +36,8 @@ class PeerFailed(Exception):
 class BrokenChannel(TransportError):
     """What arrives cannot be understood any more, so nothing can be played on."""
 
+    recoverable = "restart"
+
 
 class In(Protocol):
     """Where values come from."""

@@ -15,7 +15,6 @@ from taktline.errors import (
     MismatchError,
     StageError,
     TaktlineError,
-    TransportError,
     restore,
     text_of,
 )
@@ -153,7 +152,7 @@ class Runner:
             try:
                 return self._step(prepare, fit, finish, watch, trains)
             except TaktlineError as error:
-                if isinstance(error, TransportError) or self._has_verdict():
+                if error.recoverable != "step" or self._has_verdict():
                     self._leave(error, watch)
                 raise
             except BaseException as error:  # Ctrl-C, or what nobody has thought of
@@ -337,7 +336,11 @@ class Runner:
             inputs=digest_of([str(facts.look), _autocast(self.device), *flags]),
             **self._look_at(facts),
         )
-        shared = self.transport.exchange(call, _call(trains))
+        try:
+            shared = self.transport.exchange(call, _call(trains))
+        except MismatchError:
+            self._calls -= 1  # other ranks are in another call, so this one was none
+            raise
         calls = [Call.read(numbers, rank) for rank, numbers in enumerate(shared)]
         if any(call.failed for call in calls):
             self._raise(error)

@@ -222,7 +222,7 @@ class Distributed:
                 f"rank {ranks} has not come to the first call within "
                 f"{self.timeout.total_seconds():g} seconds; see whether it is running, and whether "
                 "its host can be reached (GLOO_SOCKET_IFNAME names the interface to use)",
-                peer=self.processes.index(missing[0]),
+                peer=missing[0],
             )
 
     def _connect(self, backend: str, name: str, rank: int, size: int) -> Any:

@@ -35,7 +35,7 @@ class Verdict:
     """What has become of a rank, by its number among all processes.
 
     >>> print(Verdict(Cause.RAISED, 3, "KeyboardInterrupt", "in 2F0").error([2, 3]))
-    rank 1 has raised KeyboardInterrupt in 2F0, and left the others behind
+    rank 3 of the job has raised KeyboardInterrupt in 2F0, and left the others behind
     """
 
     cause: Cause
@@ -57,7 +57,7 @@ class Verdict:
         return cls(**{**plain, "cause": Cause(plain["cause"])})
 
     def error(self, group: Sequence[int]) -> TaktlineError:
-        """The error to raise in a group of processes, whose ranks are called by their place."""
+        """The error to raise in a group of processes; it names the rank among all of them."""
         error = self._error(group)
         error.recoverable = "restart" if self.cause == Cause.LOST else "reconnect"
         return error
@@ -65,14 +65,14 @@ class Verdict:
     def _error(self, group: Sequence[int]) -> TaktlineError:
         if self.stage_error is not None:
             return StageError(**self.stage_error)
-        peer = group.index(self.process) if self.process in group else None
-        who = f"rank {peer}" if peer is not None else f"rank {self.process} of the whole job"
+        whole = list(group) == list(range(len(group)))
+        who = f"rank {self.process}" if whole else f"rank {self.process} of the job"
         doing = f" {self.where}" if self.where else ""
         if self.cause == Cause.STALLED:
             text = f"{who} has not answered in time{doing}"
-            return StallError(f"{text}\n{self.text}" if self.text else text, peer=peer)
+            return StallError(f"{text}\n{self.text}" if self.text else text, peer=self.process)
         if self.cause == Cause.RAISED:
             text = f"{who} has raised {self.text}{doing}, and left the others behind"
-            return LostRankError(text, peer=peer)
+            return LostRankError(text, peer=self.process)
         text = f"{who} is lost{doing}: its process has ended, or cannot be reached"
-        return LostRankError(f"{text}. Look at its output; start all ranks anew", peer=peer)
+        return LostRankError(f"{text}. Look at its output; start all ranks anew", peer=self.process)

@@ -64,7 +64,7 @@ def judge(case: Case, report: Report, limit: float = LIMIT) -> Verdict:
         if verdict.delay is not None and verdict.delay > limit:
             verdict.wrong.append(f"the last rank knew {verdict.delay:.1f} s after the detection")
     if case.what.act and case.what.goes_on and case.when.call != "build":
-        verdict.wrong += went_on(case.ranks, report)
+        verdict.wrong += went_on(case.ranks, report, wrapped=case.wrapper != "none")
     verdict.wrong += [f"rank {rank} had to be killed in the end" for rank in report.left]
     return verdict
 
@@ -134,8 +134,11 @@ def _names(case: Case, struck: Struck, answer: Answer) -> bool:
     return case.beside > 1 and bool(re.search(told, answer.text, re.DOTALL))
 
 
-def went_on(ranks: int, report: Report) -> Iterator[str]:
-    """What is wrong about the step after a fault that every process has survived."""
+def went_on(ranks: int, report: Report, *, wrapped: bool = False) -> Iterator[str]:
+    """What is wrong about the step after a fault that every process has survived.
+
+    Wrapped stages may need new processes: a collective that was left cannot be repeated.
+    """
     says = {
         rank: answer.recoverable
         for rank, answer in (report.answers | report.awoken).items()
@@ -143,7 +146,7 @@ def went_on(ranks: int, report: Report) -> Iterator[str]:
     }
     if len(set(says.values())) > 1:
         yield f"the ranks disagree on how to go on: {says}"
-    elif not set(says.values()) & {"step", "reconnect"}:
+    elif not set(says.values()) & {"step", "reconnect"} and not wrapped:
         yield f"nobody says how to go on, with every process alive: recoverable = {says}"
     for rank in range(ranks) if report.resumed else ():
         answer, before = report.resumed.get(rank), report.healthy[rank]
