@@ -1,0 +1,204 @@
+"""The control plane: who hears of what, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from torch._C._distributed_c10d import HashStore
+
+from taktline.errors import JsonError, LostRankError, StageError, StallError
+from taktline.transport import gloo
+from taktline.transport.meeting import Meeting, Message, Peer
+from taktline.transport.plane import Member, Plane
+from taktline.transport.verdict import Cause, Verdict
+
+SOON = 20.0
+
+
+@pytest.fixture
+def planes() -> Iterator[list[Plane]]:
+    """Three processes, as far as the plane knows."""
+    store = HashStore()
+    made = [Plane(Meeting(store, process, 3, "test")) for process in range(3)]
+    yield made
+    for plane in made:
+        plane.close()
+
+
+def meet(planes: list[Plane], group: list[int]) -> list[Member]:
+    """Members of a group whose processes know each other."""
+    members = [Member(group, lambda _: None) for _ in group]
+    for process, member in zip(group, members, strict=True):
+        planes[process].join(member)
+        planes[process].meet(member, "here", 0.0)
+    for process, member in zip(group, members, strict=True):
+        assert planes[process].meet(member, "here", SOON) == []
+    return members
+
+
+def test_a_verdict_reaches_every_member(planes: list[Plane]) -> None:
+    members = meet(planes, [0, 1, 2])
+    planes[1].announce(Verdict(Cause.RAISED, 1, "KeyboardInterrupt", "in 1F0"))
+    for member in members:
+        assert member.told.wait(SOON)
+        assert member.verdict is not None
+        assert str(member.verdict.error([0, 1, 2])) == (
+            "rank 1 has raised KeyboardInterrupt in 1F0, and left the others behind"
+        )
+
+
+def test_it_spreads_over_groups_that_share_a_process(planes: list[Plane]) -> None:
+    first, second = meet(planes, [0, 1]), meet(planes, [1, 2])
+    planes[0].announce(Verdict(Cause.LOST, 0))
+    for member in (*first, *second):
+        assert member.told.wait(SOON)
+        assert member.verdict is not None
+        assert member.verdict.process == 0
+
+
+def test_a_process_that_is_gone_without_a_goodbye(planes: list[Plane]) -> None:
+    members = meet(planes, [0, 1, 2])
+    for peer in list(planes[2]._peers.values()):
+        peer.socket.shutdown(socket.SHUT_RDWR)
+    assert members[0].told.wait(SOON)
+    assert members[0].verdict is not None
+    assert (members[0].verdict.cause, members[0].verdict.process) == (Cause.LOST, 2)
+    assert planes[0].gone(2) == "is lost"
+
+
+def test_a_process_that_says_goodbye_is_no_fault(planes: list[Plane]) -> None:
+    members = meet(planes, [0, 1])
+    planes[1].close()
+    deadline = time.monotonic() + SOON
+    while planes[0].gone(1) is None and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert planes[0].gone(1) == "has ended"
+    assert members[0].verdict is None
+
+
+def test_a_verdict_that_was_concluded_does_not_reach_new_members(planes: list[Plane]) -> None:
+    verdict = Verdict(Cause.STALLED, 1)
+    (_, other) = meet(planes, [0, 1])
+    planes[0].announce(verdict)
+    assert other.told.wait(SOON)
+    planes[1].leave(other)
+    (_, again) = meet(planes, [0, 1])
+    planes[1]._conclude(verdict, 0)
+    assert again.verdict is None
+    planes[1]._conclude(Verdict(Cause.STALLED, 1), 0)
+    assert again.verdict is not None
+
+
+def test_who_holds_up_the_others(planes: list[Plane]) -> None:
+    meet(planes, [0, 1, 2])
+    now = time.monotonic()
+    planes[0]._heard = {1: (now, "1F0 for 9 seconds: waits", True), 2: (now, "2F0: computes", True)}
+    assert planes[0].stalled([0, 1, 2], 1, "activations").process == 2
+    planes[0]._heard[1] = (now - 60, "1F0: waits", True)
+    verdict = planes[0].stalled([0, 1, 2], 2, "activations")
+    assert verdict.process == 1
+    assert verdict.where == "(rank 0 waits for activations)"
+    assert "rank 1: not heard of for 60 seconds (stopped, or cut off); then: 1F0" in verdict.text
+
+
+def test_what_each_cause_is_called() -> None:
+    lost = Verdict(Cause.LOST, 3).error([0, 1, 2, 3])
+    assert isinstance(lost, LostRankError)
+    assert (lost.peer, lost.recoverable) == (3, "restart")
+    stalled = Verdict(Cause.STALLED, 3, "  rank 0: waits").error([1, 3])
+    assert isinstance(stalled, StallError)
+    assert str(stalled) == "rank 3 of the job has not answered in time\n  rank 0: waits"
+    assert stalled.recoverable == "reconnect"
+    fields = {"rank": 1, "stage": 1, "microbatch": 2, "action": "1F2", "reason": "ValueError: no"}
+    error = Verdict(Cause.RAISED, 3, "", "", fields).error([1, 3])
+    assert isinstance(error, StageError)
+    assert str(error) == "rank 1, stage 1, micro-batch 2 (1F2): ValueError: no"
+
+
+def test_messages_survive() -> None:
+    for message in (
+        Message("beat", state="größer", busy=True),
+        Message("verdict", verdict=Verdict(Cause.RAISED, 3, "no", "in 1F0")),
+    ):
+        assert Message.from_bytes(message.to_bytes()[4:]) == message
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"[]",
+        b"{}",
+        b'{"kind": 1, "state": "", "busy": true, "verdict": null}',
+        json.dumps(
+            {
+                "kind": "verdict",
+                "state": "",
+                "busy": False,
+                "verdict": {
+                    "cause": "magic",
+                    "process": 0,
+                    "text": "",
+                    "where": "",
+                    "stage_error": None,
+                    "number": 1,
+                },
+            }
+        ).encode(),
+    ],
+)
+def test_what_is_no_message(data: bytes) -> None:
+    with pytest.raises(JsonError):
+        Message.from_bytes(data)
+
+
+def hello(words: Any) -> list[Message] | None:
+    """What a peer makes of a greeting."""
+    here, there = socket.socketpair()
+    with here, there:
+        peer = Peer(here, None, "secret")
+        data = json.dumps(words).encode()
+        there.sendall(len(data).to_bytes(4, "little") + data)
+        found = peer.read()
+        return None if found is None or peer.process is None else found
+
+
+def test_strangers_are_not_let_in() -> None:
+    assert hello([3, "secret"]) == []
+    for words in ([3, "guess"], [3], ["3", "secret"], {}, "secret"):
+        assert hello(words) is None
+
+
+def test_a_length_that_cannot_be() -> None:
+    here, there = socket.socketpair()
+    with here, there:
+        peer = Peer(here, 1, "secret")
+        there.sendall((2**31).to_bytes(4, "little"))
+        assert peer.read() is None
+
+
+def test_only_connected_sockets_of_the_backend_are_shut() -> None:
+    server = socket.create_server(("127.0.0.1", 0))
+    mine = socket.create_connection(server.getsockname())
+    with server, mine:
+        made, found = gloo.made_by(lambda: socket.create_connection(server.getsockname()))
+        with made:
+            assert list(found) == [made.fileno()]
+            gloo.shut(found)
+            assert made.recv(1) == b""
+            mine.settimeout(0.05)
+            with pytest.raises(TimeoutError):
+                mine.recv(1)
+
+
+def test_a_number_that_is_another_file_by_now_is_left_alone() -> None:
+    one, other = socket.socketpair()
+    with one, other:
+        gloo.shut({one.fileno(): 1})
+        other.sendall(b"x")
+        assert one.recv(1) == b"x"
