@@ -209,6 +209,7 @@ def test_of_a_tensor_in_shards_that_of_this_rank(workers: Workers) -> None:
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 def test_on_a_gpu_without_waiting() -> None:
     cpu = {"x": torch.randn(100, 100), "y": torch.arange(7), "z": 3}
     gpu = {"x": cpu["x"].cuda(), "y": cpu["y"].cuda(), "z": 3}

@@ -13,8 +13,10 @@ import torch
 from torch import nn
 
 import taktline as tl
+from taktline.errors import TransportError
 from taktline.plan import write
 from taktline.runtime.schedule import Schedule
+from taktline.train import ranks
 from taktline.train.measure import Needs, measure
 from taktline.train.running import together
 from tests.train.models import CUTS, LM, PARTS, Record, batches, loss_fn, plain, train
@@ -440,3 +442,28 @@ def test_a_compiled_stage_keeps_its_names() -> None:
     expected = nn.functional.mse_loss(model(x), target)
     torch.testing.assert_close(pipe.step(x, target=target), expected.detach())
     assert list(pipe.state_dict()) == list(model.state_dict())
+
+
+@pytest.mark.parametrize("restarts", ["0", "2"])
+def test_processes_that_cannot_connect(monkeypatch: pytest.MonkeyPatch, restarts: str) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", restarts)
+    with pytest.raises(TransportError) as caught, ranks._connecting():
+        raise RuntimeError("Gloo connectFullMesh failed: Connection refused\nmore")
+    text = str(caught.value)
+    assert text.startswith(
+        "the processes cannot connect to each other (Gloo connectFullMesh failed: Connection "
+        "refused); gloo takes the address that this host's name has, which is often 127.0.0.1: "
+        "set GLOO_SOCKET_IFNAME to the network interface that the hosts share, such as eth0"
+    )
+    assert ("TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in text) == (restarts != "0")
+
+
+def test_other_errors_in_connecting_stay_as_they_are() -> None:
+    with pytest.raises(RuntimeError, match="something else"), ranks._connecting():
+        raise RuntimeError("something else")
+
+
+@pytest.mark.parametrize("timeout", [0, -1, "soon", float("nan")])
+def test_a_timeout_that_is_none(timeout: Any) -> None:
+    with pytest.raises(tl.TaktlineError, match="timeout must be"):
+        tl.Pipeline([nn.Linear(2, 2)], microbatches=1, timeout=timeout)
