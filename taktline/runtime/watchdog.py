@@ -7,10 +7,13 @@ reads off the rank's stack when it looks.
 from __future__ import annotations
 
 import logging
+import os
 import signal
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Self
@@ -19,10 +22,10 @@ from taktline.checks import seconds_in_environment
 from taktline.plan import Kind
 from taktline.plan.words import counted
 from taktline.runtime.executor import Program
-from taktline.transport import gloo
+from taktline.transport import Transport, gloo
 from taktline.transport.distributed import Distributed
 
-__all__ = ["STALL_SECONDS", "Watch"]
+__all__ = ["STALL_SECONDS", "Watch", "guarded"]
 
 STALL_SECONDS = seconds_in_environment("TAKTLINE_STALL_SECONDS", 60.0)
 """After how long a step that stands still is told of, unless a schedule says otherwise."""
@@ -30,6 +33,9 @@ STALL_SECONDS = seconds_in_environment("TAKTLINE_STALL_SECONDS", 60.0)
 _log = logging.getLogger("taktline")
 _HOME = str(Path(__file__).parent.parent)
 _WAITS = str(Path(_HOME, "transport", "distributed.py"))
+_COLLECTIVES = ("_functional_collectives.py", "distributed_c10d.py")
+_FRAMES = 4
+"""How far from the innermost frame a collective is looked for."""
 _LATE = 1.0
 """By how much a wait outlasts the timeout before the plane ends it."""
 _TICKS_TO_LEAVE = 2
@@ -49,6 +55,8 @@ class Watch:
         self.doing = ""
         """What this rank does outside of its program."""
         self.program: Program | None = None
+        self.gives_up = True
+        """Whether a wait that outlasts the timeout is ended."""
         self._name = name
         self._transport = transport
         self._plane = None if transport is None else transport.plane
@@ -90,9 +98,12 @@ class Watch:
             _log.warning("%s", self.report())
         if transport.verdict is not None:
             self._hurry()
-        elif stood > transport.timeout.total_seconds() + _LATE and not self._computes():
+        elif self.gives_up and self._is_late(stood, transport) and not self._computes():
             # A wait that is not ours, in which another timeout holds.
             transport.give_up(plane.stalled(transport.processes, None, self._waits_for()))
+
+    def _is_late(self, stood: float, transport: Distributed) -> bool:
+        return stood > transport.timeout.total_seconds() + _LATE
 
     def signalled(self, signals: bytes) -> None:
         """A signal has come, which the main thread cannot hear while it waits in C++."""
@@ -134,7 +145,7 @@ class Watch:
         frame = self._frame()
         if instruction is None or frame is None or instruction.action.kind > Kind.W:
             return False
-        return frame.f_code.co_filename != _WAITS
+        return frame.f_code.co_filename != _WAITS and not _in_collective(frame)
 
     def _frame(self) -> FrameType | None:
         # If it asks itself, it has just given up waiting.
@@ -160,6 +171,36 @@ class Watch:
 
 def _idle() -> tuple[str, bool]:
     return "is not in a step", False
+
+
+def _in_collective(frame: FrameType | None) -> bool:
+    """Whether a rank waits in a collective of torch's, as tensor parallelism does."""
+    for _ in range(_FRAMES):
+        if frame is None:
+            return False
+        name = frame.f_code.co_filename
+        if name.endswith(_COLLECTIVES) or f"{os.sep}fsdp{os.sep}" in name:
+            return True
+        frame = frame.f_back
+    return False
+
+
+@contextmanager
+def guarded(transport: Transport, what: str) -> Iterator[None]:
+    """A wait outside of a step, which ends as one inside of it does, and says why."""
+    if not isinstance(transport, Distributed):
+        yield
+        return
+    watch = Watch(what, transport)
+    # It may well compute for long, so nobody is told of that, and only a verdict ends it.
+    watch.doing, watch.seconds, watch.gives_up = f"is in {what}", None, False
+    with watch:
+        try:
+            yield
+        except Exception as error:
+            if (cause := transport.explain(error)) is not None:
+                raise cause from error
+            raise
 
 
 def _place(frame: FrameType | None) -> str:

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from taktline.errors import MismatchError
 from taktline.plan import Plan
 from taktline.runtime import ScheduleFromPlan
+from taktline.runtime.watchdog import guarded
 from taktline.split import Pipe, materialise
 from taktline.stage import PipelineStage
 from taktline.stage.names import named_parameters
@@ -114,13 +115,14 @@ def build(model: Model, example: Any, asked: Options) -> Built:
     if ranks.in_one_process and isinstance(model, nn.Module) and not isinstance(model, Pipe):
         # As a whole, before it is cut: so it goes on to share all tensors with its stages.
         materialise(model, ranks.device, state_dict=asked.state_dict)
-    parts = take_apart(model, plan, example, asked.cuts, ranks.transport)
-    table = Table.of(plan, parts.modules, example, ranks.transport)
-    parts.keep([stage for rank in ranks.own for stage in plan.placement.stages_of(rank)])
-    for module in parts.modules.values():
-        materialise(module, ranks.device, state_dict=asked.state_dict)
-    for stage, module in parts.modules.items():
-        parts.modules[stage] = _ready(stage, module, ranks, asked)
+    with guarded(ranks.transport, "Pipeline(…)"):
+        parts = take_apart(model, plan, example, asked.cuts, ranks.transport)
+        table = Table.of(plan, parts.modules, example, ranks.transport)
+        parts.keep([stage for rank in ranks.own for stage in plan.placement.stages_of(rank)])
+        for module in parts.modules.values():
+            materialise(module, ranks.device, state_dict=asked.state_dict)
+        for stage, module in parts.modules.items():
+            parts.modules[stage] = _ready(stage, module, ranks, asked)
     seed = None if asked.seed is None else asked.seed + ranks.copy
     built = _scheduled(ranks, plan, parts, table, {**asked.running, "seed": seed})
     ranks.made.keep_for(*built.schedules.values(), *parts.modules.values())

@@ -27,6 +27,7 @@ from taktline.errors import LossError, MismatchError, PartitionError, ScheduleEr
 from taktline.plan import Kind, Plan
 from taktline.runtime import Trace
 from taktline.runtime.schedule import ArgsSpec, KwargsSpec, LossFn, MergeSpec, Schedule
+from taktline.runtime.watchdog import guarded
 from taktline.train import state
 from taktline.train.build import Built, Options, build
 from taktline.train.choice import Choice
@@ -353,7 +354,8 @@ class Pipeline:
             norm_type = require_number("norm_type", norm_type, least=0)
         if not norm_type:
             refuse("norm_type", "more than 0", norm_type)
-        return norm_of(self._built.counted(), self._ranks, norm_type, device=self.device)
+        with guarded(self._ranks.transport, "grad_norm()"):
+            return norm_of(self._built.counted(), self._ranks, norm_type, device=self.device)
 
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
@@ -380,7 +382,8 @@ class Pipeline:
         """
         parts = self._built.parts
         if require_flag("gathered", gathered):
-            return state.gathered(parts, self._ranks)
+            with guarded(self._ranks.transport, "state_dict(gathered=True)"):
+                return state.gathered(parts, self._ranks)
         return state.own(parts, with_rest=0 in self._ranks.own)
 
     def load_state_dict(self, state_dict: Mapping[str, torch.Tensor], *, strict: bool = True):

@@ -217,13 +217,14 @@ class Distributed:
         if lost:
             raise Verdict(Cause.LOST, lost[0], "", "before the first step").error(self.processes)
         if missing:
-            ranks = ", ".join(str(self.processes.index(process)) for process in missing)
-            raise StallError(
-                f"rank {ranks} has not come to the first call within "
-                f"{self.timeout.total_seconds():g} seconds; see whether it is running, and whether "
-                "its host can be reached (GLOO_SOCKET_IFNAME names the interface to use)",
-                peer=missing[0],
+            what = (
+                "it to come to the first call; see whether it is running, and whether its host can "
+                "be reached: GLOO_SOCKET_IFNAME names the interface to use"
             )
+            where = f"(rank {self.plane.process} waits for {what})"
+            report = self.plane.report(self.processes)
+            self.give_up(Verdict(Cause.STALLED, missing[0], report, where))
+            raise self.verdict.error(self.processes) if self.verdict else StallError(what)
 
     def _connect(self, backend: str, name: str, rank: int, size: int) -> Any:
         """A link that only its own ends take part in making.

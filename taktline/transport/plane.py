@@ -170,14 +170,16 @@ class Plane:
         return self._gone.get(process)
 
     def report(self, processes: Sequence[int]) -> str:
-        """What each rank of a group of processes is doing, in a line each."""
-        return "\n".join(
-            f"  rank {rank}: {self._told(process)}" for rank, process in enumerate(processes)
-        )
+        """What each of some processes is doing, in a line each."""
+        return "\n".join(f"  rank {process}: {self._told(process)}" for process in processes)
 
     def stalled(self, processes: Sequence[int], awaited: int | None, what: str) -> Verdict:
-        """Who holds up a group: one that is silent, or computes, or is elsewhere."""
-        others = [process for process in processes if process != self.process]
+        """Who holds up a group: one that is silent, or computes, or is elsewhere.
+
+        It may be in none of this process's groups: whoever waits for it holds up others.
+        """
+        everyone = sorted({*self._peers, *processes, self.process})
+        others = [process for process in everyone if process != self.process]
         heard = {process: self.heard(process) for process in others}
         signs: list[Callable[[Heard | None], bool]] = [
             lambda said: said is not None and said.age > SILENT_SECONDS,
@@ -186,9 +188,8 @@ class Plane:
         ]
         suspects = [process for sign in signs for process in others if sign(heard[process])]
         suspects += [awaited] if awaited is not None else others
-        rank = processes.index(self.process)
-        where = f"(rank {rank} waits for {what})" if what else ""
-        return Verdict(Cause.STALLED, suspects[0], self.report(processes), where)
+        where = f"(rank {self.process} waits for {what})" if what else ""
+        return Verdict(Cause.STALLED, suspects[0], self.report(everyone), where)
 
     def _told(self, process: int) -> str:
         """What a process is doing, as far as it has said."""
