@@ -420,6 +420,17 @@ def _close_all() -> None:
         plane.close()
 
 
+def _forked() -> None:
+    """In a process that was forked, such as a loader's: let go of sockets that are its parent's.
+
+    As long as it held them, nobody would notice that its parent has died.
+    """
+    for plane in list(_planes.values()):
+        for peer in plane._peers.values():
+            peer.close()
+        plane._meeting.close()
+
+
 def _excepthook(kind: type[BaseException], error: BaseException, trace: Any) -> None:
     """Tell the others that an error ends this program, and then do what is done otherwise."""
     for plane in list(_planes.values()):
@@ -431,5 +442,7 @@ def _excepthook(kind: type[BaseException], error: BaseException, trace: Any) -> 
 _before = sys.excepthook
 sys.excepthook = _excepthook
 atexit.register(_close_all)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forked)
 # A process of multiprocessing ends without what atexit has.
 Finalize(None, _close_all, exitpriority=100)

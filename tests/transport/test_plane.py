@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import socket
 import time
 from collections.abc import Iterator
@@ -13,6 +15,7 @@ from torch._C._distributed_c10d import HashStore
 
 from taktline.errors import JsonError, LostRankError, StageError, StallError
 from taktline.transport import gloo
+from taktline.transport import plane as plane_module
 from taktline.transport.meeting import Meeting, Message, Peer
 from taktline.transport.plane import Member, Plane
 from taktline.transport.verdict import Cause, Verdict
@@ -202,3 +205,21 @@ def test_a_number_that_is_another_file_by_now_is_left_alone() -> None:
         gloo.shut({one.fileno(): 1})
         other.sendall(b"x")
         assert one.recv(1) == b"x"
+
+
+def test_a_forked_process_does_not_hide_that_its_parent_has_died(
+    planes: list[Plane], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (member, _) = meet(planes, [0, 1])
+    monkeypatch.setattr(plane_module, "_planes", {"job": planes[1]})
+    child = os.fork()
+    if not child:
+        time.sleep(SOON)
+        os._exit(0)
+    try:
+        for peer in list(planes[1]._peers.values()):
+            peer.socket.close()  # as if the process had ended
+        assert member.told.wait(SOON / 4)
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
