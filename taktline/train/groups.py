@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from taktline.transport.distributed import Distributed
+
 __all__ = ["Groups", "forget_meshes"]
 
 
@@ -36,6 +38,7 @@ _kept: WeakKeyDictionary[object, Groups] = WeakKeyDictionary()
 
 def _destroy(groups: tuple[ProcessGroup, ...]) -> None:
     for group in groups:
+        Distributed.forget(group)
         with suppress(ValueError):  # torch knows it no more: the program has ended all groups
             if "nccl" in dist.get_backend_config(group):
                 # Aborted once its work is done: to destroy it, nccl waits for the other ranks.

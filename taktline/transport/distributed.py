@@ -128,6 +128,18 @@ class Distributed:
             known[device.type] = cls(group, device)
         return known[device.type]
 
+    @classmethod
+    def forget(cls, group: dist.ProcessGroup) -> None:
+        """Let go of the links of a group that ends."""
+        for transport in _known.pop(group, {}).values():
+            transport.close()
+
+    def close(self) -> None:
+        """Let go of the links."""
+        if self.plane is not None:
+            self.plane.leave(self._member)
+        self._gloo, self._links, self._sockets = None, {}, {}
+
     @property
     def group(self) -> dist.ProcessGroup:
         """The group, which somebody else keeps."""
@@ -239,10 +251,12 @@ class Distributed:
             )
         store = PrefixStore(name, self._store)
         try:
-            link, sockets = gloo.made_by(lambda: make(store, rank, size, self.timeout))
+            if backend != "gloo":
+                return make(store, rank, size, self.timeout)
+            link, found = gloo.made_by(lambda: make(store, rank, size, self.timeout), size - 1)
         except RuntimeError as error:
             raise self._failed(error, None, "connecting") from error
-        self._sockets |= sockets
+        self._sockets |= found
         return link
 
     def open(self, channels: Sequence[Channel]) -> None:

@@ -12,6 +12,7 @@ import os
 import re
 import socket
 import stat
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -28,15 +29,27 @@ _DESCRIPTORS = Path("/proc/self/fd")
 _INFOS = Path("/proc/self/fdinfo")
 _EPOLL_WAITS = {"232", "281", "441", "22"}
 """The numbers of epoll_wait, epoll_pwait and epoll_pwait2 on x86 and ARM."""
+_LOOKS, _PAUSE = 20, 0.001
+"""How often, and after how many seconds again, gloo's threads are asked what they mind."""
 _TARGET = re.compile(r"^tfd:\s*(\d+)", re.MULTILINE)
 
 
-def made_by(make: Callable[[], T]) -> tuple[T, Sockets]:
-    """What a function makes, and the connected sockets that came into being with it."""
+def made_by(make: Callable[[], T], count: int) -> tuple[T, Sockets]:
+    """What a function makes, and the connections of gloo that came into being with it.
+
+    ``count`` is how many there are. Other threads may open sockets meanwhile: those that gloo does
+    not mind are not among them.
+    """
     before = _sockets(_numbers(_DESCRIPTORS))
     made = make()
-    after = _sockets(_numbers(_DESCRIPTORS))
-    return made, {fd: inode for fd, inode in after.items() if before.get(fd) != inode}
+    found: Sockets = {}
+    for _ in range(_LOOKS):
+        # A thread that is running at the moment tells nothing.
+        found |= {fd: inode for fd, inode in every_socket().items() if before.get(fd) != inode}
+        if len(found) >= count:
+            break
+        time.sleep(_PAUSE)
+    return made, found
 
 
 def every_socket() -> Sockets:

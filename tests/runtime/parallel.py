@@ -175,6 +175,15 @@ class Telling(tl.PipelineStage):
         super().backward_weight(microbatch)
 
 
+class TellingNames:
+    """The names of Taktline, with stages that tell."""
+
+    PipelineStage = Telling
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(tl, name)
+
+
 class Rank:
     """One rank of a case: its stages, its schedule, and its part of the batches."""
 
@@ -265,7 +274,7 @@ def run_logged(
     rank: int, group: dist.ProcessGroup, case: Case, plan: Texts | None = None
 ) -> tuple[list[str], dict[str, Tensor]]:
     """All that happens in the calls, in order, and the gradients."""
-    mine = Rank(group, case, plan, Telling)
+    mine = Rank(group, case, plan, TellingNames())
     with Log() as Telling.log:
         for number, name in enumerate(case.calls):
             mine.call(name, number)

@@ -275,8 +275,5 @@ def failing(rank: int, group: dist.ProcessGroup) -> str:
 @pytest.mark.processes
 def test_a_failure_of_a_stage_that_several_ranks_compute(workers: Workers) -> None:
     (text,) = set(workers.run(failing, ranks=4))
-    assert text == (
-        "rank 1, stage 1, micro-batch 0 (1F0): ZeroDivisionError: division by zero. Other ranks "
-        "compute this stage together with this one, and wait for it until their group times out; "
-        "start all ranks anew"
-    )
+    assert text == "rank 1, stage 1, micro-batch 0 (1F0): ZeroDivisionError: division by zero"
+    workers.stop()  # whoever computes together has left the others behind

@@ -235,9 +235,9 @@ def test_off_costs_nothing_in_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     wraps: list[object] = []
     plain = Program.run
 
-    def run(self: Program, wrap: Any = None) -> Any:
+    def run(self: Program, wrap: Any = None, fate: Any = None) -> Any:
         wraps.append(wrap)
-        return plain(self, wrap)
+        return plain(self, wrap, fate)
 
     monkeypatch.setattr(Program, "run", run)
     schedule = tl.ScheduleGPipe(

@@ -14,11 +14,13 @@ import pytest
 from torch._C._distributed_c10d import HashStore
 
 from taktline.errors import JsonError, LostRankError, StageError, StallError
-from taktline.transport import gloo
+from taktline.transport import distributed, gloo
 from taktline.transport import plane as plane_module
+from taktline.transport.distributed import Distributed
 from taktline.transport.meeting import Meeting, Message, Peer
 from taktline.transport.plane import Member, Plane
 from taktline.transport.verdict import Cause, Verdict
+from tests.workers import Workers
 
 SOON = 20.0
 
@@ -185,18 +187,29 @@ def test_a_length_that_cannot_be() -> None:
         assert peer.read() is None
 
 
-def test_only_connected_sockets_of_the_backend_are_shut() -> None:
+def shut_ours(rank: int, group: Any) -> bool:
+    """Only gloo's own connections are found, whatever else is opened meanwhile."""
     server = socket.create_server(("127.0.0.1", 0))
-    mine = socket.create_connection(server.getsockname())
-    with server, mine:
-        made, found = gloo.made_by(lambda: socket.create_connection(server.getsockname()))
-        with made:
-            assert list(found) == [made.fileno()]
-            gloo.shut(found)
-            assert made.recv(1) == b""
-            mine.settimeout(0.05)
-            with pytest.raises(TimeoutError):
-                mine.recv(1)
+    transport = Distributed(group)
+    others: list[socket.socket] = []
+    make = distributed._MAKERS["gloo"]
+
+    def busy(*args: Any) -> Any:
+        others.append(socket.create_connection(server.getsockname()))
+        return make(*args)
+
+    with pytest.MonkeyPatch.context() as patch, server:
+        patch.setitem(distributed._MAKERS, "gloo", busy)
+        transport.exchange([rank])
+        found = transport._sockets
+        fine = len(found) == transport.size - 1 and others[0].fileno() not in found
+        others[0].close()
+        return fine
+
+
+@pytest.mark.processes
+def test_only_the_connections_of_a_link_are_its_own(workers: Workers) -> None:
+    assert workers.run(shut_ours, ranks=3) == [True, True, True]
 
 
 def test_a_number_that_is_another_file_by_now_is_left_alone() -> None:
