@@ -15,7 +15,7 @@ from torch import nn
 from torch.multiprocessing.spawn import spawn
 
 import taktline as tl
-from taktline.transport.distributed import calm_gloo
+from taktline.transport.gloo import calm_gloo
 
 SCHEDULES: Mapping[str, int] = {
     "ScheduleGPipe": 1,
