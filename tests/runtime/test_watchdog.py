@@ -9,6 +9,7 @@ import re
 import signal
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any
 from weakref import ref
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import taktline as tl
+from taktline.runtime.executor import Instruction, Program
 from taktline.runtime.watchdog import Watch
 from tests.runtime.scenarios import CPU
 from tests.workers import Workers
@@ -235,3 +237,18 @@ def test_a_watch_that_is_dropped_is_not_kept(ranks: Any) -> None:
     del watch
     gc.collect()
     assert kept() is None
+
+
+@pytest.mark.parametrize(
+    ("action", "state"),
+    [
+        ("1F0", "1F0 for 0.0 seconds: computes"),
+        ("1REDUCE_GRAD", "1REDUCE_GRAD for 0.0 seconds: waits for the replicas"),
+    ],
+)
+def test_a_reduction_waits_and_a_forward_computes(ranks: Any, action: str, state: str) -> None:
+    watch = Watch("Schedule1F1B", ranks)
+    run = Instruction(tl.Action.parse(action), lambda: None, None, "the replicas")
+    with watch, ThreadPoolExecutor(1) as other:
+        watch.program = Program(0, [run], [])
+        assert other.submit(ranks.state).result()[0].startswith(state)
