@@ -11,6 +11,7 @@ the names of the types that this process knows by itself:
 
 from __future__ import annotations
 
+import sys
 from collections import OrderedDict, defaultdict, deque, namedtuple
 from collections.abc import Sequence
 from dataclasses import is_dataclass
@@ -169,7 +170,7 @@ def _check(kind: str, context: Any, children: int) -> None:
         fits = context is None
     elif kind == "deque":
         # A bool is an int.
-        fits = context is None or (type(context) is int and context >= children)
+        fits = context is None or (type(context) is int and children <= context < sys.maxsize)
     else:
         keys = context
         if kind == "defaultdict":

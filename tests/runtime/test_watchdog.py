@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import taktline as tl
+from taktline.plan.action import Action, parse
 from taktline.runtime.executor import Instruction, Program
 from taktline.runtime.watchdog import Watch
 from tests.runtime.scenarios import CPU
@@ -248,7 +249,9 @@ def test_a_watch_that_is_dropped_is_not_kept(ranks: Any) -> None:
 )
 def test_a_reduction_waits_and_a_forward_computes(ranks: Any, action: str, state: str) -> None:
     watch = Watch("Schedule1F1B", ranks)
-    run = Instruction(tl.Action.parse(action), lambda: None, None, "the replicas")
+    parsed = parse(action)
+    assert isinstance(parsed, Action)
+    run = Instruction(parsed, lambda: None, None, "the replicas")
     with watch, ThreadPoolExecutor(1) as other:
         watch.program = Program(0, [run], [])
         assert other.submit(ranks.state).result()[0].startswith(state)

@@ -240,6 +240,7 @@ def test_nothing_that_a_message_names_is_found_or_called(
         ["deque", 1, [None, None]],
         ["deque", True, [None]],
         ["deque", -1, []],
+        ["deque", 2**63, [None]],
         ["defaultdict", ["list", "list", ["list"]], []],
         ["defaultdict", ["list", ["float", "1.0"], ["list"]], []],
         ["dict", ["list", ["float", "much"]], [None]],
