@@ -107,7 +107,7 @@ class Costs:
     def __post_init__(self) -> None:
         for name in _PER_STAGE:
             value = getattr(self, name)
-            if value is not None:
+            if value is not None or name not in _BY_DEFAULT:
                 object.__setattr__(self, name, _checked(name, value))
         require_instance("link", self.link, Link, error=CostError)
         require_flag("comm_blocks", self.comm_blocks, CostError)
@@ -208,3 +208,5 @@ _DURATION = {
     Kind.W: "backward_weight",
 }
 _PER_STAGE = (*_DURATION.values(), "overlap", "message_bytes", "activation", "kept_for_weight")
+_BY_DEFAULT = ("backward", "overlap", "kept_for_weight")
+"""Those that follow from others where they are None."""

@@ -324,6 +324,8 @@ class TestCosts:
             ({"link": {"bandwidth": None}}, "bandwidth must be a number"),
             ({"comm_blocks": "no"}, "comm_blocks must be True or False, not 'no'"),
             ({"unit": 3}, "unit must be a text, not 3"),
+            ({"activation": None, "kept_for_weight": 1.0}, "activation must be a number from 0 up"),
+            ({"forward": None}, "forward must be a number from 0 up"),
         ],
     )
     def test_that_make_no_sense(self, values: dict[str, object], message: str) -> None:
