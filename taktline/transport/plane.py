@@ -219,6 +219,11 @@ class Plane:
         error = sys.exc_info()[1]
         if error is not None and not isinstance(error, SystemExit):
             self._raised(error)
+        if threading.current_thread() is self._thread:  # Python has collected a group there
+            for process in list(self._peers):
+                self._write(process, Message("goodbye"))
+            self._closing = True
+            return
         self._send(Message("goodbye"), list(self._peers)).wait(_SENDING_SECONDS)
         self._closing = True
         self.wake()

@@ -236,3 +236,23 @@ def test_a_forked_process_does_not_hide_that_its_parent_has_died(
     finally:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
+
+
+def test_a_plane_that_is_closed_on_its_own_thread(planes: list[Plane]) -> None:
+    meet(planes, [0, 1])
+    planes[1].watched = (Closing(planes[1]),)
+    planes[1]._thread.join(SOON)
+    assert not planes[1]._thread.is_alive()
+    assert planes[1]._closing
+
+
+class Closing:
+    """What closes a plane as soon as it is looked at."""
+
+    def __init__(self, plane: Plane) -> None:
+        self.plane = plane
+
+    def tick(self) -> None:
+        self.plane.close()
+
+    def signalled(self, signals: bytes) -> None: ...
