@@ -216,9 +216,6 @@ class Plane:
         """Say goodbye, and end the thread."""
         if self._closing or self._meeting.pid != os.getpid():
             return
-        error = sys.exc_info()[1]
-        if error is not None and not isinstance(error, SystemExit):
-            self._raised(error)
         if threading.current_thread() is self._thread:  # Python has collected a group there
             for process in list(self._peers):
                 self._write(process, Message("goodbye"))
@@ -421,7 +418,11 @@ def _pipe() -> tuple[int, int]:
 
 
 def _close_all() -> None:
+    """At the end of the program; a process of multiprocessing may end by an error here."""
+    error = sys.exc_info()[1]
     for plane in list(_planes.values()):
+        if error is not None and not isinstance(error, SystemExit):
+            plane._raised(error)
         plane.close()
 
 
