@@ -45,6 +45,8 @@ class Introduction:
     """Whether a stage is to be gathered before it computes."""
     reduces: bool = False
     """Whether a stage averages its gradients over replicas."""
+    entangled: bool = False
+    """Whether processes outside of the pipeline take part in what its stages do."""
     takes: list[tuple[int, str]] = field(default_factory=list)
     """What each stage takes, where its user has given an example, as text."""
     gives: list[tuple[int, str]] = field(default_factory=list)
@@ -82,6 +84,7 @@ _INTRODUCTION = {
     "dynamic_shapes": bool,
     "shards": bool,
     "reduces": bool,
+    "entangled": bool,
     "takes": [(int, str)],
     "gives": [(int, str)],
     "ties": [_TIE],

@@ -79,8 +79,8 @@ class Replicas:
         return error
 
     @property
-    def works_with_others(self) -> bool:
-        """Whether ranks of other pipelines take part in what this rank's stages do."""
+    def entangled(self) -> bool:
+        """Whether processes of other pipelines take part in what this rank's stages do."""
         return bool(self._syncs or self._together)
 
     def computes_together(self, stage: int) -> bool:

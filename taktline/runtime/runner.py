@@ -19,6 +19,7 @@ from taktline.errors import (
     text_of,
 )
 from taktline.plan import Plan
+from taktline.plan.words import by_rank
 from taktline.runtime.agreement import (
     Call,
     Introduction,
@@ -178,14 +179,23 @@ class Runner:
         self._forget()
         if isinstance(self.transport, Distributed):
             self.transport.raised(error, watch.where())
-        if isinstance(error, TaktlineError) and self.replicas.works_with_others:
-            error.recoverable = "restart"  # their collectives may have been left half done
+            self.transport.entangle(error)
 
-    def restart(self) -> None:
-        """Begin anew, over new connections."""
+    def restart(self, steps: int) -> None:
+        """Begin anew, over new connections, after so many training steps."""
         self._forget()
         self._calls = 0
         self.transport.open(self._channels)
+        shared = self.transport.exchange([steps], "reconnect()")
+        ended = [number for (number,) in shared]
+        if len(set(ended)) > 1:
+            error = MismatchError(
+                f"the latest step has ended on some ranks only (training steps: {by_rank(ended)}), "
+                "so their weights may differ; load a checkpoint on every rank, and set steps of "
+                "the schedules"
+            )
+            error.recoverable = "restart"
+            raise error
 
     def _step(
         self, prepare: Prepare, fit: Fit, finish: Finish, watch: Watch, trains: bool
@@ -373,6 +383,7 @@ class Runner:
             self._dynamic_shapes,
             self.replicas.shards,
             self.replicas.reduces,
+            self.replicas.entangled,
             examples({stage.stage_index: stage.expected_input for stage in self._stages}),
             examples({stage.stage_index: stage.expected_output for stage in self._stages}),
             [use.to_plain() for use in self._ties.uses],
@@ -389,6 +400,8 @@ class Runner:
         )
         if len({rank.reduces for rank in everyone}) > 1:
             self.replicas.pipeline = self.transport
+        if isinstance(self.transport, Distributed):
+            self.transport.entangled = any(rank.entangled for rank in everyone)
         channels = self._ties.meet([rank.uses for rank in everyone])
         self._channels = sorted(channels.union(channels_of(self.runnable.plan)))
         self.transport.open(self._channels)

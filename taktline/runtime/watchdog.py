@@ -7,6 +7,7 @@ reads off the rank's stack when it looks.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import signal
 import sys
@@ -36,10 +37,15 @@ _WAITS = str(Path(_HOME, "transport", "distributed.py"))
 _COLLECTIVES = ("_functional_collectives.py", "distributed_c10d.py")
 _FRAMES = 4
 """How far from the innermost frame a collective is looked for."""
-_LATE = 1.0
+_WRAPPERS = tuple(
+    str(Path("torch", *parts))
+    for parts in (("distributed", "utils.py"), ("nn", "parallel", "distributed.py"))
+)
+"""What is innermost while DDP waits for others."""
+_LATE = 0.5
 """By how much a wait outlasts the timeout before the plane ends it."""
-_TICKS_TO_LEAVE = 2
-"""After so many ticks with a verdict, waits in groups that are not ours are ended, too."""
+_LEAVE_SECONDS = 0.25
+"""So long after a verdict, waits in groups that are not ours are ended, too."""
 
 
 class Watch:
@@ -55,8 +61,6 @@ class Watch:
         self.doing = ""
         """What this rank does outside of its program."""
         self.program: Program | None = None
-        self.gives_up = True
-        """Whether a wait that outlasts the timeout is ended."""
         self._name = name
         self._transport = transport
         self._plane = None if transport is None else transport.plane
@@ -64,12 +68,13 @@ class Watch:
         self._mark: object = None
         self._since = time.monotonic()
         self._told = False
-        self._left = 0
+        self._leaves_at = math.inf
         self._wakeup = -1
 
     def __enter__(self) -> Self:
         self._thread = threading.get_ident()
-        self._mark, self._since, self._told, self._left = None, time.monotonic(), False, 0
+        self._mark, self._since, self._told = None, time.monotonic(), False
+        self._leaves_at = math.inf
         if self._plane is not None:
             self._plane.state = self._state
             self._plane.watched = (*self._plane.watched, self)
@@ -77,7 +82,7 @@ class Watch:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.program = None
+        self.program = self._mark = None
         if self._plane is not None:
             running = self._plane.watched
             self._plane.watched = tuple(each for each in running if each is not self)
@@ -87,7 +92,7 @@ class Watch:
     def tick(self) -> None:
         """See whether the step goes on; on the plane's thread, some times a second."""
         now, transport, plane = time.monotonic(), self._transport, self._plane
-        mark = (self.doing, None if self.program is None else self.program.position)
+        mark = self._progress()
         if mark != self._mark:
             self._mark, self._since, self._told = mark, now, False
         if transport is None or plane is None:
@@ -97,10 +102,14 @@ class Watch:
             self._told = True
             _log.warning("%s", self.report())
         if transport.verdict is not None:
-            self._hurry()
-        elif self.gives_up and self._is_late(stood, transport) and not self._computes():
+            self._hurry(now)
+        elif self._is_late(stood, transport) and not self._computes():
             # A wait that is not ours, in which another timeout holds.
-            transport.give_up(plane.stalled(transport.processes, None, self._waits_for()))
+            transport.give_up(plane.stalled(transport.processes, (), self._waits_for()))
+
+    def _progress(self) -> object:
+        """What is another value as soon as the step goes on."""
+        return (self.doing, None if self.program is None else self.program.position)
 
     def _is_late(self, stood: float, transport: Distributed) -> bool:
         return stood > transport.timeout.total_seconds() + _LATE
@@ -153,10 +162,10 @@ class Watch:
             return None
         return sys._current_frames().get(self._thread)
 
-    def _hurry(self) -> None:
+    def _hurry(self, now: float) -> None:
         """A verdict is there and the step goes on: it waits in a group that is not ours."""
-        self._left += 1
-        if self._left >= _TICKS_TO_LEAVE:
+        self._leaves_at = min(self._leaves_at, now + _LEAVE_SECONDS)
+        if now >= self._leaves_at:
             gloo.shut(gloo.every_socket())
 
     def _listen(self, descriptor: int) -> None:
@@ -175,6 +184,8 @@ def _idle() -> tuple[str, bool]:
 
 def _in_collective(frame: FrameType | None) -> bool:
     """Whether a rank waits in a collective of torch's, as tensor parallelism does."""
+    if frame is not None and frame.f_code.co_filename.endswith(_WRAPPERS):
+        return True
     for _ in range(_FRAMES):
         if frame is None:
             return False
@@ -185,22 +196,35 @@ def _in_collective(frame: FrameType | None) -> bool:
     return False
 
 
+class _Guard(Watch):
+    """A call outside of a step; it may compute for long, but no collective lasts as long."""
+
+    def _progress(self) -> object:
+        frame = self._frame()
+        return frame, None if frame is None else frame.f_lasti
+
+    def _computes(self) -> bool:
+        return not _in_collective(self._frame())
+
+
 @contextmanager
 def guarded(transport: Transport, what: str) -> Iterator[None]:
     """A wait outside of a step, which ends as one inside of it does, and says why."""
     if not isinstance(transport, Distributed):
         yield
         return
-    watch = Watch(what, transport)
-    # It may well compute for long, so nobody is told of that, and only a verdict ends it.
-    watch.doing, watch.seconds, watch.gives_up = f"is in {what}", None, False
+    watch = _Guard(what, transport)
+    watch.doing, watch.seconds = f"is in {what}", None
     with watch:
         try:
             yield
         except Exception as error:
-            if (cause := transport.explain(error)) is not None:
-                raise cause from error
-            raise
+            cause = transport.explain(error) or error
+            if transport.verdict is not None:
+                transport.entangle(cause)
+            if cause is error:
+                raise
+            raise cause from error
 
 
 def _place(frame: FrameType | None) -> str:

@@ -396,12 +396,13 @@ class Pipeline:
         """Make new connections between the same ranks; every rank calls it.
 
         For errors whose ``recoverable`` says "reconnect": a rank was interrupted, or stood still
-        for too long, and all processes are still there. Begin with ``zero_grad()`` then.
+        for too long, and all processes are still there. Begin with ``zero_grad()`` then. Raises a
+        :class:`MismatchError` if the latest step has ended on some of them only.
         """
         for transport in self._ranks.transports:
             transport.reconnect()
         for schedule in self.schedules.values():
-            schedule._runner.restart()
+            schedule._runner.restart(schedule.steps)
 
     def close(self) -> None:
         """Free all but the model: connections to other ranks, and groups that it has made.

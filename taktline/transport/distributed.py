@@ -4,39 +4,34 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any, Protocol, TypeAlias
 from weakref import WeakKeyDictionary, ref
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, Store
+from torch._C._distributed_c10d import PrefixStore
 
 from taktline.errors import (
     LostRankError,
     StageError,
-    StallError,
     TaktlineError,
     TransportError,
     text_of,
 )
 from taktline.transport import gloo
 from taktline.transport.base import Channel, Handle, Post
-from taktline.transport.frames import FRAME, Frame, agreed, framed
+from taktline.transport.frames import agreed, framed
 from taktline.transport.plane import Member, Plane
+from taktline.transport.rendezvous import Rendezvous
+from taktline.transport.sockets import PeerFailure, Sockets
 from taktline.transport.verdict import Cause, Verdict
 
 __all__ = ["Distributed"]
 
 _CPU = torch.device("cpu")
-
-_TAG = 0x7A4B
-"""Keeps the channels' messages apart from others that a program sends over the same group."""
-
-_FEW = 4
-"""Up to so many ranks, each sends its numbers to each other one: half the time of a collective."""
 
 _NEWS_SECONDS = 1.0
 """How long to wait for the news of why a connection has ended."""
@@ -56,18 +51,6 @@ _LOST = re.compile(
 """What gloo and nccl say when the other end is gone; all else has other reasons."""
 
 
-_MAKERS: dict[str, Callable[[Store, int, int, timedelta], Any]] = {
-    "gloo": dist.ProcessGroupGloo,
-    "nccl": lambda store, rank, size, timeout: _nccl(store, rank, size, timeout),
-}
-
-
-def _nccl(store: Store, rank: int, size: int, timeout: timedelta) -> Any:
-    options = dist.ProcessGroupNCCL.Options()
-    options._timeout = timeout
-    return dist.ProcessGroupNCCL(store, rank, size, options)
-
-
 class _Link(Protocol):
     """What a process group and its backends have in common."""
 
@@ -76,14 +59,15 @@ class _Link(Protocol):
 
 
 class Distributed:
-    """The ranks of a process group, over links of their own.
+    """The ranks of a process group, over connections of their own.
 
-    On gloo a channel is a tag. On nccl, where one communicator serves both directions of a pair in
-    one order, it has a communicator of its own; and the small exchanges, which live on the CPU, go
-    over gloo beside it.
+    Numbers go over sockets, tensors over links. On gloo a pair of ranks has one link, on which a
+    channel is a tag: not one of all ranks, since gloo's threads can wait for each other for ever if
+    one of several connections ends. On nccl, where one communicator serves both directions of a
+    pair in one order, each channel has a link of its own.
 
-    The links are not those of the group: when a rank is lost, ours are broken, so that nobody waits
-    for it, and the program's groups stay as they are. They are made when they are first used.
+    They are not those of the group: when a rank is lost, ours are broken, so that nobody waits for
+    it, and the program's groups stay as they are.
     """
 
     def __init__(
@@ -100,6 +84,8 @@ class Distributed:
         """The number of each rank among all processes of the job."""
         self.timeout: timedelta = timeout_of(group)
         """After how long a wait for another rank is given up."""
+        self.entangled = False
+        """Whether other processes take part in what these compute: as replicas, or in parts."""
         self.plane = Plane.current()
         # Weak, so that a group that the program has dropped is not kept by what is known of it.
         self._weak_group = ref(group)
@@ -107,10 +93,11 @@ class Distributed:
         self._group_per_channel = (
             self._backend != "gloo" if group_per_channel is None else group_per_channel
         )
-        self._links: dict[Channel, _Link] = {}
-        self._gloo: Any = None
-        self._sockets: gloo.Sockets = {}
+        self._links: dict[Hashable, _Link] = {}
+        self._gloo_sockets: gloo.Sockets = {}
+        self._sockets: Sockets | None = None
         self._generation = 0
+        """How often links were made; the same on every rank."""
         _made[group] = _made.get(group, 0) + 1
         # Restarted processes may find the addresses of their forerunners in the same store.
         restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
@@ -138,7 +125,7 @@ class Distributed:
         """Let go of the links."""
         if self.plane is not None:
             self.plane.leave(self._member)
-        self._gloo, self._links, self._sockets = None, {}, {}
+        self._sockets, self._links, self._gloo_sockets = None, {}, {}
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -182,9 +169,14 @@ class Distributed:
             return None
         return self.first_cause(None, "a collective", timed_out=timed_out)
 
+    def entangle(self, error: BaseException) -> None:
+        """Let an error say so if what was left half done cannot be repeated."""
+        if self.entangled and isinstance(error, TaktlineError):
+            error.recoverable = "restart"
+
     def interrupt(self) -> None:
         """End what this rank waits for; called from another thread."""
-        gloo.shut(self._sockets)
+        gloo.shut(self._gloo_sockets)
 
     def reconnect(self) -> None:
         """Make new links, on every rank; what was under way is lost."""
@@ -193,82 +185,111 @@ class Distributed:
                 raise Verdict(Cause.LOST, gone[0]).error(self.processes)
             self.plane.leave(self._member)
             self._member = Member(self.processes, self._leave)
-            self.plane.join(self._member)
-        self._gloo, self._links, self._sockets = None, {}, {}
-        self._link()
+            self.plane.join(self._member, again_at=self._place)
+        self._sockets, self._links, self._gloo_sockets = None, {}, {}
+        self.exchange([], "reconnect()")
 
     def _leave(self, verdict: Verdict) -> None:
         """End every wait for these ranks; on the plane's thread."""
-        gloo.shut(self._sockets)
+        if self._sockets is not None:
+            self._sockets.shut()
+        gloo.shut(self._gloo_sockets)
         for link in self._links.values():
             abort = getattr(link, "abort", None)
             if self._backend == "nccl" and abort is not None:
                 abort()
 
-    def _link(self) -> Any:
-        """The link of all ranks, over gloo; made by all of them together."""
+    def _met(self) -> Sockets:
+        """The sockets to the other ranks, which all ranks make together."""
         if self.verdict is not None:
             raise self.verdict.error(self.processes)
-        if self._gloo is None:
-            self._generation += 1
-            name = f"all/{self._generation}"
-            self._meet(name)
-            self._gloo = self._connect("gloo", name, self.rank, self.size)
-            gloo.calm_gloo()
-        return self._gloo
+        if self._sockets is None:
+            assert self.plane is not None  # there are other ranks
+            seconds = self.timeout.total_seconds()
+            try:
+                made = Sockets(self.plane, self._member, self._place, self.rank, seconds)
+                if made.missing:
+                    raise self._incomplete(made.missing)
+                mine = framed([self._generation + 1], "connecting")
+                self._generation = max(frame.numbers[0] for frame in made.exchange(mine))
+            except PeerFailure as error:
+                raise self._lost(error, "connecting") from error
+            self._sockets = made
+        return self._sockets
 
-    def _meet(self, name: str) -> None:
-        """Make sure that every rank comes to make a link: in gloo, nobody could leave the wait."""
-        if self.plane is None:
-            return
-        place = f"{self._place}/{name}"
-        missing = self.plane.meet(self._member, place, self.timeout.total_seconds())
-        if self.verdict is not None:
-            raise self.verdict.error(self.processes)
+    def _incomplete(self, missing: Sequence[int]) -> TaktlineError:
+        """Why ranks did not come to connect."""
+        assert self.plane is not None
         lost = [process for process in self.processes if self.plane.gone(process)]
-        if lost:
-            raise Verdict(Cause.LOST, lost[0], "", "before the first step").error(self.processes)
-        if missing:
+        if self.verdict is None and lost:
+            return Verdict(Cause.LOST, lost[0], "", "before the first step").error(self.processes)
+        if self.verdict is None:
             what = (
                 "it to come to the first call; see whether it is running, and whether its host can "
                 "be reached: GLOO_SOCKET_IFNAME names the interface to use"
             )
-            where = f"(rank {self.plane.process} waits for {what})"
-            report = self.plane.report(self.processes)
-            self.give_up(Verdict(Cause.STALLED, missing[0], report, where))
-            raise self.verdict.error(self.processes) if self.verdict else StallError(what)
+            self.give_up(self.plane.stalled(self.processes, missing, what))
+        assert self.verdict is not None  # this rank is one of those whom it concerns
+        return self.verdict.error(self.processes)
 
-    def _connect(self, backend: str, name: str, rank: int, size: int) -> Any:
-        """A link that only its own ends take part in making.
+    def open(self, channels: Sequence[Channel]) -> None:
+        """Make the links of this rank's channels that are not there yet."""
+        if self.size > 1:
+            self._met()
+        for channel in channels:
+            key = self._key(channel)
+            if self.rank in (channel.sender, channel.receiver) and key not in self._links:
+                self._links[key] = self._connect(channel, key)
+                if self._group_per_channel:
+                    self._greet(channel)
+
+    def _key(self, channel: Channel) -> tuple[object, ...]:
+        """By which the link of a channel is known."""
+        ends = sorted((channel.sender, channel.receiver))
+        return channel if self._group_per_channel else tuple(ends)
+
+    def _connect(self, channel: Channel, key: object) -> _Link:
+        """A link, which only its two ends take part in making.
 
         Not ``new_group``: that is for all ranks of the program at once or, made by its members
         alone, is named after how many groups a member is in, which differs along a pipeline.
         """
-        make = _MAKERS.get(backend)
+        make = {"gloo": self._made_by_gloo, "nccl": self._made_by_nccl}.get(self._backend)
         if make is None:
             raise TransportError(
-                f"there are channels for gloo and nccl, but none for {backend!r} yet"
+                f"there are channels for gloo and nccl, but none for {self._backend!r} yet"
             )
-        store = PrefixStore(name, self._store)
+        if self.verdict is not None:
+            raise self.verdict.error(self.processes)
+        ends = sorted((channel.sender, channel.receiver))
         try:
-            if backend != "gloo":
-                return make(store, rank, size, self.timeout)
-            link, found = gloo.made_by(lambda: make(store, rank, size, self.timeout), size - 1)
+            return make(f"{key}/{self._generation}", ends)
         except RuntimeError as error:
-            raise self._failed(error, None, "connecting") from error
-        self._sockets |= found
+            peer = sum(ends) - self.rank
+            raise self._failed(error, peer, "connecting") from error
+
+    def _made_by_gloo(self, name: str, ends: list[int]) -> Any:
+        assert self.plane is not None
+        processes = [self.processes[end] for end in ends]
+        place, seconds = f"{self._place}/{name}", self.timeout.total_seconds()
+        store = Rendezvous(self.plane, self._member, processes, place, seconds)
+        rank = ends.index(self.rank)
+        make = partial(dist.ProcessGroupGloo, store, rank, len(ends), self.timeout)
+        try:
+            link, found = gloo.made_by(make, 1)
+        except RuntimeError as error:
+            if store.missing:
+                raise self._incomplete(store.missing) from error
+            raise
+        self._gloo_sockets |= found
+        gloo.calm_gloo()
         return link
 
-    def open(self, channels: Sequence[Channel]) -> None:
-        """Connect those channels of this rank that have a link of their own, and none yet."""
-        if not self._group_per_channel:
-            return
-        for channel in channels:
-            ends = (channel.sender, channel.receiver)
-            if self.rank in ends and channel not in self._links:
-                name, end = f"{channel}/{self._generation}", ends.index(self.rank)
-                self._links[channel] = self._connect(self._backend, name, end, 2)
-                self._greet(channel)
+    def _made_by_nccl(self, name: str, ends: list[int]) -> Any:
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = self.timeout
+        store = PrefixStore(name, self._store)
+        return dist.ProcessGroupNCCL(store, ends.index(self.rank), len(ends), options)
 
     def sender(self, channel: Channel, *, eager: bool = False) -> Post:
         """What sends a buffer without waiting."""
@@ -287,49 +308,13 @@ class Distributed:
         """Give every rank the numbers of every rank."""
         if self.size == 1:
             return [list(numbers)]
-        arrived = self._swap(framed(numbers, what), [FRAME] * self.size, what)
-        frames = [Frame.read(words, rank) for rank, words in enumerate(arrived)]
+        sockets = self._met()
+        try:
+            frames = sockets.exchange(framed(numbers, what))
+        except PeerFailure as error:
+            raise self._lost(error, what) from error
         agreed(frames, ragged=ragged)
-        missing = [frame.missing for frame in frames]
-        if not any(missing):
-            return [frame.numbers for frame in frames]
-        rest = torch.tensor(
-            numbers[len(numbers) - missing[self.rank] :], dtype=torch.int64, device=_CPU
-        )
-        return [
-            [*frame.numbers, *more.tolist()]
-            for frame, more in zip(frames, self._swap(rest, missing, what), strict=True)
-        ]
-
-    def _swap(self, mine: torch.Tensor, sizes: Sequence[int], what: str) -> list[torch.Tensor]:
-        """The numbers of every rank, of which each knows how many they are."""
-        control = self._link()
-        if self.size > _FEW:
-            padded = torch.zeros(max(sizes), dtype=torch.int64, device=_CPU)
-            padded[: len(mine)] = mine
-            everyone = torch.empty(self.size, max(sizes), dtype=torch.int64, device=_CPU)
-            try:
-                control._allgather_base(everyone.view(-1), padded).wait()
-            except RuntimeError as error:
-                raise self._failed(error, None, what) from error
-            return [row[:size] for row, size in zip(everyone, sizes, strict=True)]
-        arrived = [torch.empty(size, dtype=torch.int64, device=_CPU) for size in sizes]
-        arrived[self.rank] = mine
-        errors: list[TaktlineError] = []
-        handles: list[Handle] = []
-        for peer in range(self.size):
-            if peer != self.rank:
-                for post, data in ((control.recv, arrived[peer]), (control.send, mine)):
-                    send = self._poster(post, what, peer, peer, _TAG + 2)
-                    with _collecting(errors):
-                        handles += [send(data)] if len(data) else []
-        # All of them, even if one is lost: the others wait for this rank's numbers.
-        for handle in handles:
-            with _collecting(errors):
-                handle.wait()
-        if errors:
-            raise errors[0]
-        return arrived
+        return [frame.numbers for frame in frames]
 
     def _greet(self, channel: Channel) -> None:
         """Send one byte: nccl connects at the first message, and waits for the other end to."""
@@ -338,9 +323,10 @@ class Distributed:
         post(byte).wait()
 
     def _route(self, channel: Channel, peer: int) -> tuple[_Link, int, int]:
-        if self._group_per_channel:
-            return self._links[channel], int(peer == channel.receiver), 0
-        return self._link(), peer, _TAG + channel.gradients
+        link = self._links.get(self._key(channel))
+        if link is None:
+            raise TransportError(f"{channel}: rank {self.rank} has not opened this channel")
+        return link, int(peer == max(channel.sender, channel.receiver)), int(channel.gradients)
 
     def _poster(
         self,
@@ -373,6 +359,9 @@ class Distributed:
             return TransportError(f"rank {self.rank} cannot talk to {who} ({what}): {error}")
         return self.first_cause(peer, what, timed_out=timed_out)
 
+    def _lost(self, failure: PeerFailure, what: str) -> TaktlineError:
+        return self.first_cause(failure.peer, what, timed_out=failure.timed_out)
+
     def first_cause(self, peer: int | None, what: object, *, timed_out: bool) -> TaktlineError:
         """Why a wait for a rank has failed; where nobody knows it yet, all are told."""
         if self.plane is None:
@@ -380,13 +369,14 @@ class Distributed:
         if not timed_out:
             self._member.told.wait(_NEWS_SECONDS)  # gloo may be quicker than the news
         if self.verdict is None:
-            process = None if peer is None else self.processes[peer]
+            awaited = [] if peer is None else [self.processes[peer]]
             if timed_out:
-                found = self.plane.stalled(self.processes, process, str(what))
-            elif process is None:
-                found = Verdict(Cause.RAISED, self.plane.process, "a lost connection", str(what))
+                found = self.plane.stalled(self.processes, awaited, str(what))
+            elif awaited:
+                cause = Cause.CUT if self.plane.lives(awaited[0]) else Cause.LOST
+                found = Verdict(cause, awaited[0], f"rank {self.plane.process}", f"({what})")
             else:
-                found = Verdict(Cause.LOST, process, where=f"({what})")
+                found = Verdict(Cause.RAISED, self.plane.process, "a lost connection", str(what))
             self.give_up(found)
         verdict = self.verdict
         assert verdict is not None  # this rank is one of those whom it concerns
@@ -431,11 +421,3 @@ def timeout_of(group: dist.ProcessGroup) -> timedelta:
         if isinstance(timeout, timedelta):
             return timeout
     return timedelta(minutes=30)
-
-
-@contextmanager
-def _collecting(errors: list[TaktlineError]) -> Iterator[None]:
-    try:
-        yield
-    except TaktlineError as error:
-        errors.append(error)

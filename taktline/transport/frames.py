@@ -1,12 +1,11 @@
 """The messages of an exchange: each says what it is for, so that a mix-up becomes a sentence.
 
-A frame has one size, whatever it carries, so that every rank can receive every other rank's. What
-does not fit follows in a message whose size all ranks know by then::
+A frame is words of 8 bytes::
 
     word 0     version of this format, with a mark
     word 1     how many numbers there are
     word 2 …   what the exchange is for, a text of up to 48 bytes
-    word 8 …   the numbers, up to 120 of them
+    word 8 …   the numbers
 """
 
 from __future__ import annotations
@@ -16,40 +15,30 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
-import torch
-
 from taktline.errors import MismatchError, TransportError
 from taktline.plan.words import by_rank
 
-__all__ = ["FRAME", "Frame", "agreed", "framed"]
+__all__ = ["Frame", "agreed", "framed"]
 
-_MARK = 0x7A4B74616B740001
+_MARK = 0x7A4B74616B740002
 """The last two bytes are the version."""
-_WHAT = struct.Struct("<6q")
-_HEAD = 8
-FRAME = 128
-"""Words in a frame, of 8 bytes each."""
+_HEAD = struct.Struct("<2q48s")
 _MOST = 1 << 24
 """More numbers than an exchange takes: 128 MiB."""
 
 
 class Frame(NamedTuple):
-    """What one rank has said so far; ``total`` is how many numbers there are in all."""
+    """What one rank has said."""
 
-    total: int
     what: str
     numbers: list[int]
-    """Those that fit into the frame."""
-
-    @property
-    def missing(self) -> int:
-        """How many numbers are still to come."""
-        return self.total - len(self.numbers)
 
     @classmethod
-    def read(cls, words: torch.Tensor, rank: int) -> Frame:
-        """A frame that has arrived from a rank."""
-        mark, count, *text = words[:_HEAD].tolist()
+    def size(cls, data: bytes | bytearray, at: int, rank: int) -> int | None:
+        """How many bytes the frame has that begins there; None if too few of them are here."""
+        if len(data) - at < _HEAD.size:
+            return None
+        mark, count, _ = _HEAD.unpack_from(data, at)
         if mark != _MARK:
             raise TransportError(
                 f"rank {rank} has sent what is no message of an exchange, or one of another "
@@ -57,28 +46,31 @@ class Frame(NamedTuple):
             )
         if not 0 <= count <= _MOST:
             raise TransportError(f"rank {rank} announces {count:,} numbers, more than there can be")
-        what = _WHAT.pack(*text).rstrip(b"\0").decode(errors="replace")
-        return cls(count, what, words[_HEAD : _HEAD + count].tolist())
+        return _HEAD.size + 8 * count
+
+    @classmethod
+    def read(cls, data: bytes | bytearray, at: int = 0) -> Frame:
+        """The frame that begins there, and is here whole."""
+        _, count, what = _HEAD.unpack_from(data, at)
+        numbers = struct.unpack_from(f"<{count}q", data, at + _HEAD.size)
+        return cls(what.rstrip(b"\0").decode(errors="replace"), list(numbers))
 
 
-def framed(numbers: Sequence[int], what: str) -> torch.Tensor:
-    """The words of a frame; ``numbers`` beyond it are left to the next message.
+def framed(numbers: Sequence[int], what: str) -> bytes:
+    """The bytes of a frame.
 
-    >>> frame = Frame.read(framed([3, 4], "grad_norm()"), rank=0)
-    >>> frame.what, frame.numbers, frame.missing
-    ('grad_norm()', [3, 4], 0)
+    >>> Frame.read(framed([3, 4], "grad_norm()"))
+    Frame(what='grad_norm()', numbers=[3, 4])
     """
-    if len(numbers) > _MOST:
-        raise TransportError(
-            f"{what} takes {len(numbers):,} numbers; at most {_MOST:,} can be shared"
-        )
-    words = [_MARK, len(numbers), *_label(what), *numbers[: FRAME - _HEAD]]
-    return torch.tensor(words + [0] * (FRAME - len(words)), dtype=torch.int64, device="cpu")
+    count = len(numbers)
+    if count > _MOST:
+        raise TransportError(f"{what} takes {count:,} numbers; at most {_MOST:,} can be shared")
+    return _HEAD.pack(_MARK, count, _label(what)) + struct.pack(f"<{count}q", *numbers)
 
 
 @lru_cache
-def _label(what: str) -> tuple[int, ...]:
-    return _WHAT.unpack(what.encode()[: _WHAT.size].ljust(_WHAT.size, b"\0"))
+def _label(what: str) -> bytes:
+    return what.encode()[:48]
 
 
 def agreed(frames: Sequence[Frame], *, ragged: bool) -> None:
@@ -92,7 +84,7 @@ def agreed(frames: Sequence[Frame], *, ragged: bool) -> None:
             f"the ranks disagree on the call: {by_rank(calls)}; make the same calls in the same "
             "order on every rank"
         )
-    counts = [frame.total for frame in frames]
+    counts = [len(frame.numbers) for frame in frames]
     if not ragged and len(set(counts)) > 1:
         raise TransportError(
             f"{calls[0]} takes equally many numbers of each rank, but got {by_rank(counts)}"

@@ -40,14 +40,16 @@ def made_by(make: Callable[[], T], count: int) -> tuple[T, Sockets]:
     ``count`` is how many there are. Other threads may open sockets meanwhile: those that gloo does
     not mind are not among them.
     """
-    before = _sockets(_numbers(_DESCRIPTORS))
+    before, epolls = _sockets(_numbers(_DESCRIPTORS)), set(_open_epolls())
     made = make()
-    found: Sockets = {}
+    new = [epoll for epoll in _open_epolls() if epoll not in epolls]
+    found = _sockets(fd for epoll in new for fd in _targets(epoll))
     for _ in range(_LOOKS):
-        # A thread that is running at the moment tells nothing.
-        found |= {fd: inode for fd, inode in every_socket().items() if before.get(fd) != inode}
         if len(found) >= count:
             break
+        # The epoll descriptor may have the number of an earlier one: then a thread tells it,
+        # unless it is running at the moment.
+        found |= {fd: inode for fd, inode in every_socket().items() if before.get(fd) != inode}
         time.sleep(_PAUSE)
     return made, found
 
@@ -98,6 +100,14 @@ def _epolls() -> Iterator[int]:
                 number, *arguments = (thread / "syscall").read_text().split()
                 if number in _EPOLL_WAITS:
                     yield int(arguments[0], 16)
+
+
+def _open_epolls() -> Iterator[int]:
+    """The epoll descriptors of this process, whoever waits for them."""
+    for fd in _numbers(_DESCRIPTORS):
+        with suppress(OSError):
+            if os.readlink(_DESCRIPTORS / str(fd)) == "anon_inode:[eventpoll]":
+                yield fd
 
 
 def _targets(epoll: int) -> Iterable[int]:

@@ -107,7 +107,7 @@ class LocalTransport:
         """Give every rank the numbers of every rank; all ranks take part."""
         self._check_turn()
         exchange = self._world.exchange
-        exchange.given[self.rank] = Frame(len(numbers), what, list(numbers))
+        exchange.given[self.rank] = Frame(what, list(numbers))
         if exchange.done:
             # The next one may begin before all ranks have seen the end of this one.
             self._world.exchange = _Exchange(self.size)

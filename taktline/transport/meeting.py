@@ -27,6 +27,7 @@ _UNSENT = 1 << 20
 """With so many bytes unsent a peer does not listen any more."""
 _INTERFACE_ADDRESS = 0x8915  # SIOCGIFADDR
 _CONNECT_SECONDS = 2.0
+_AGAIN_SECONDS = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +37,7 @@ class Message:
     kind: str
     state: str = ""
     busy: bool = False
+    value: str = ""
     verdict: Verdict | None = None
 
     def to_bytes(self) -> bytes:
@@ -66,7 +68,17 @@ _VERDICT = {
     "stage_error": Either(None, _STAGE_ERROR),
     "number": int,
 }
-_MESSAGE = {"kind": str, "state": str, "busy": bool, "verdict": Either(None, _VERDICT)}
+_MESSAGE = {
+    "kind": str,
+    "state": str,
+    "busy": bool,
+    "value": str,
+    "verdict": Either(None, _VERDICT),
+}
+_ADDRESS = (str, int, str)
+"""Host, port, and the token by which strangers are told apart."""
+
+Address = tuple[str, int, str]
 
 
 class Peer:
@@ -77,6 +89,8 @@ class Peer:
         self.process = process
         """None until it has said who it is."""
         self.said_goodbye = False
+        self.address: Address | None = None
+        """Where its process can be called, if it has said so."""
         self.answered = False
         """Whether anything has come from there."""
         self._token = token
@@ -126,7 +140,7 @@ class Peer:
                 body = bytes(self._unread[_LENGTH.size : _LENGTH.size + length])
                 del self._unread[: _LENGTH.size + length]
                 if self.process is None:
-                    self.process = self._hello(body)
+                    self.process, self.address = self._hello(body)
                 else:
                     found.append(Message.from_bytes(body))
         except JsonError:
@@ -138,11 +152,11 @@ class Peer:
         with suppress(OSError):
             self.socket.close()
 
-    def _hello(self, body: bytes) -> int:
-        process, token = read(body, (int, str), what="a greeting")
+    def _hello(self, body: bytes) -> tuple[int, Address]:
+        process, token, address = read(body, (int, str, _ADDRESS), what="a greeting")
         if not secrets.compare_digest(token, self._token):
             raise JsonError("a greeting", "from a stranger")
-        return process
+        return process, address
 
 
 class Meeting:
@@ -153,34 +167,62 @@ class Meeting:
 
     def __init__(self, store: Store, process: int, size: int, name: str) -> None:
         self.process = process
+        self.size = size
         self.pid = os.getpid()
         self._store = PrefixStore(name, _own(store))
         self._token = secrets.token_hex(16)
-        host = _address(store)
+        self.host = host = _address(store)
         self.server = socket.create_server((host, 0), backlog=max(size, 16))
         self.server.setblocking(False)
-        self._missing = set(range(process))
+        self._mine: Address = (host, self.server.getsockname()[1], self._token)
+        self._addresses: dict[int, Address] = {}
+        """Of those who have answered."""
+        self._missing = set(range(size)) - {process}
+        self.present: set[int] = set()
+        """Those who have said where they can be found."""
         self._called: set[int] = set()
-        self._store.set(str(process), json.dumps([host, self.server.getsockname()[1], self._token]))
+        self._store.set(str(process), json.dumps(self._mine))
 
     def connect(self) -> list[Peer]:
         """Call those that can be found by now and have not answered yet."""
         found: list[Peer] = []
         try:
             for process in sorted(self._missing - self._called):
-                if not self._store.check([str(process)]):
+                if process not in self.present and not self._store.check([str(process)]):
                     continue
-                peer = self._call(process, self._store.get(str(process)))
+                self.present.add(process)
+                if process > self.process:
+                    continue  # it will call
+                address = read(self._store.get(str(process)), _ADDRESS, what="an address")
+                peer = self._call(process, address, _CONNECT_SECONDS)
                 if peer is not None:
                     self._called.add(process)
                     found.append(peer)
-        except RuntimeError:  # the store is gone; who is here by now is all there is
+        except (RuntimeError, JsonError):  # the store is gone; who is here is all there is
             self._missing = set()
         return found
 
-    def answered(self, process: int) -> None:
-        """Note that a process has answered."""
+    def answered(self, process: int, peer: Peer) -> None:
+        """Note that a process has answered, and where it can be called again."""
         self._missing.discard(process)
+        if peer.address is not None:
+            self._addresses[process] = peer.address
+
+    def call_again(self, process: int) -> Peer | None:
+        """A new socket to a process with a lower number whose socket has ended."""
+        address = self._addresses.get(process)
+        return None if address is None else self._call(process, address, _AGAIN_SECONDS)
+
+    def lives(self, process: int) -> bool:
+        """Whether a process listens: it does so as long as it lives, even while it is stopped."""
+        address = self._addresses.get(process)
+        if address is None:
+            return False
+        try:
+            socket.create_connection(address[:2], _AGAIN_SECONDS).close()
+        except (OSError, OverflowError):
+            return False
+        return True
 
     def unanswered(self, process: int) -> None:
         """Call it again: what the store had was the address of an earlier one."""
@@ -198,14 +240,15 @@ class Meeting:
         """Be found no more."""
         self.server.close()
 
-    def _call(self, process: int, record: bytes) -> Peer | None:
+    def _call(self, process: int, address: Address, seconds: float) -> Peer | None:
+        host, port, token = address
         try:
-            host, port, token = read(record, (str, int, str), what="an address")
-            connection = socket.create_connection((host, port), _CONNECT_SECONDS)
-        except (JsonError, OSError, OverflowError):
+            connection = socket.create_connection((host, port), seconds)
+        except (OSError, OverflowError):
             return None
         peer = Peer(connection, process, token)
-        hello = json.dumps([self.process, token]).encode()
+        peer.address = address
+        hello = json.dumps([self.process, token, self._mine]).encode()
         return peer if peer.write_bytes(_LENGTH.pack(len(hello)) + hello) else None
 
 

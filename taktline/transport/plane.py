@@ -37,12 +37,17 @@ from taktline.transport.verdict import Cause, Verdict
 
 __all__ = ["Heard", "Member", "Plane", "Watched"]
 
-BEAT_SECONDS = 0.5
+TICK_SECONDS = 0.25
+BEAT_SECONDS = 2 * TICK_SECONDS
 SILENT_SECONDS = 4 * BEAT_SECONDS
 """After how long without a beat a process counts as silent."""
 GRACE_SECONDS = 0.1
 """How long what is under way may still arrive once a process is lost: a program may just end."""
+_CHECKS = (0.0, 0.3, 1.0)
+"""How many seconds after its socket has ended it is looked whether a process lives."""
 _SENDING_SECONDS = 1.0
+_LONGEST = 50_000
+"""So many characters of a report fit into a message."""
 
 _log = logging.getLogger("taktline")
 _planes: WeakKeyDictionary[dist.ProcessGroup, Plane] = WeakKeyDictionary()
@@ -72,6 +77,10 @@ class Member:
         self.verdict: Verdict | None = None
         self.told = threading.Event()
         """Set once there is a verdict."""
+        self.place = ""
+        """Where its processes meet again."""
+        self.absent: set[int] = set()
+        """Those of them who have not come there yet."""
 
 
 class Watched(Protocol):
@@ -99,9 +108,13 @@ class Plane:
         self._peers: dict[int, Peer] = {}
         self._heard: dict[int, tuple[float, str, bool]] = {}
         self._gone: dict[int, str] = {}
-        self._places: dict[int, set[str]] = {}
-        """What other processes have come to."""
-        self._come_to: list[str] = []
+        self._mine: dict[str, str] = {}
+        """What this process says of itself, by the place that it is for."""
+        self._values: dict[int, dict[str, str]] = {}
+        """The same of other processes, until they leave in the middle."""
+        self._checks: list[tuple[float, int]] = []
+        """When to look again whether processes live whose sockets have ended."""
+        self._calling: set[int] = set()
         self._known: set[int] = set()
         """The numbers of verdicts."""
         self._members: WeakSet[Member] = WeakSet()
@@ -132,38 +145,75 @@ class Plane:
             finalize(group, plane.close).atexit = False
         return plane
 
-    def join(self, member: Member) -> None:
-        """Let a member know of verdicts from now on."""
+    def join(self, member: Member, *, again_at: str = "") -> None:
+        """Let a member know of verdicts from now on.
+
+        Args:
+            again_at: the place where processes meet that have left each other before. What one of
+                them says until it comes there is about the time before.
+        """
         with self._lock:
             self._members.add(member)
+            member.place = again_at
+            if again_at:
+                here = {p for p, values in self._values.items() if again_at in values}
+                member.absent = set(member.processes) - here - {self.process}
 
     def leave(self, member: Member) -> None:
         """Let it know of none any more."""
         with self._lock:
             self._members.discard(member)
 
-    def meet(self, member: Member, what: str, seconds: float) -> list[int]:
-        """Wait until all processes of a member have come to the same; returns who is missing.
+    @property
+    def host(self) -> str:
+        """The address under which other hosts reach this one."""
+        return self._meeting.host
 
-        Ends early if there is a verdict, or one of them is gone.
-        """
-        wanted = set(member.processes) - {self.process}
+    def tell(self, processes: Collection[int], place: str, value: str) -> None:
+        """Tell processes something that they will look for at a place."""
         with self._lock:
-            self._come_to.append(what)
-        self._send(Message("come", state=what), wanted)
+            self._mine[place] = value
+        self._send(Message("value", state=place, value=value), processes)
+
+    def gather(
+        self, member: Member, processes: Collection[int], place: str, seconds: float
+    ) -> dict[int, str]:
+        """What each of some processes tells at a place; some are missing if it ends early.
+
+        That is after so many seconds, if the member has a verdict, or if one of them is gone.
+        """
+        wanted = set(processes) - {self.process}
+
+        def found() -> dict[int, str]:
+            told = {p: values[place] for p, values in self._values.items() if place in values}
+            return {process: told[process] for process in wanted if process in told}
 
         def over() -> bool:
-            arrived = {process for process, places in self._places.items() if what in places}
-            return member.verdict is not None or wanted <= arrived or bool(wanted & {*self._gone})
+            return (
+                member.verdict is not None
+                or bool(wanted & {*self._gone})
+                or len(found()) == len(wanted)
+            )
 
         with self._lock:
             self._arrived.wait_for(over, seconds)
-            return sorted(p for p in wanted if what not in self._places.get(p, ()))
+            values = found()
+            mine = self._mine.pop(place, "")
+            if len(values) == len(wanted):  # they are for this time only
+                for process in wanted:
+                    del self._values[process][place]
+                values[self.process] = mine
+            return values
 
     def heard(self, process: int) -> Heard | None:
         """What a process has said last; None if nothing."""
         said = self._heard.get(process)
         return None if said is None else Heard(time.monotonic() - said[0], *said[1:])
+
+    def lives(self, process: int) -> bool:
+        """Whether a process has been heard of just now."""
+        said = self.heard(process)
+        return process in self._peers and said is not None and said.age <= SILENT_SECONDS
 
     def gone(self, process: int) -> str | None:
         """Why a process is not there any more; None if it is."""
@@ -173,23 +223,26 @@ class Plane:
         """What each of some processes is doing, in a line each."""
         return "\n".join(f"  rank {process}: {self._told(process)}" for process in processes)
 
-    def stalled(self, processes: Sequence[int], awaited: int | None, what: str) -> Verdict:
+    def stalled(self, processes: Sequence[int], awaited: Collection[int], what: str) -> Verdict:
         """Who holds up a group: one that is silent, or computes, or is elsewhere.
 
-        It may be in none of this process's groups: whoever waits for it holds up others.
+        It may be in none of this process's groups: whoever waits for it holds up others. Of several
+        it is one that is awaited here.
         """
-        everyone = sorted({*self._peers, *processes, self.process})
+        everyone = sorted({*self._peers, *self._meeting.present, *processes, self.process})
         others = [process for process in everyone if process != self.process]
+        others.sort(key=lambda process: process not in awaited)
         heard = {process: self.heard(process) for process in others}
         signs: list[Callable[[Heard | None], bool]] = [
             lambda said: said is not None and said.age > SILENT_SECONDS,
             lambda said: said is not None and ": computes" in said.state,
-            lambda said: said is None or not said.busy,
+            lambda said: said is not None and not said.busy,
+            lambda said: said is None,
         ]
         suspects = [process for sign in signs for process in others if sign(heard[process])]
-        suspects += [awaited] if awaited is not None else others
+        suspects += others
         where = f"(rank {self.process} waits for {what})" if what else ""
-        return Verdict(Cause.STALLED, suspects[0], self.report(everyone), where)
+        return Verdict(Cause.STALLED, suspects[0], self.report(everyone)[:_LONGEST], where)
 
     def _told(self, process: int) -> str:
         """What a process is doing, as far as it has said."""
@@ -250,32 +303,40 @@ class Plane:
     # What follows runs on the thread.
 
     def _run(self) -> None:
-        beat = 0.0
+        tick = beat = 0.0
         while not self._closing:
             now = time.monotonic()
+            if now >= tick:
+                tick = now + TICK_SECONDS
+                self._tick()
             if now >= beat:
                 beat = now + BEAT_SECONDS
                 self._beat()
-            due = [at for at, *_ in self._due]
-            for key, _ in self._selector.select(max(0.0, min([beat, *due]) - time.monotonic())):
+            due = [at for at, *_ in (*self._due, *self._checks)]
+            for key, _ in self._selector.select(max(0.0, min([tick, *due]) - time.monotonic())):
                 key.data(key.fileobj)
             self._flush()
             self._pass_on()
-        for peer in self._peers.values():
-            peer.close()
+        for key in list(self._selector.get_map().values()):
+            if isinstance(key.fileobj, socket.socket):
+                key.fileobj.close()
         self._selector.close()
-        self._meeting.close()
         os.close(self._wake_end)
         os.close(self.wake_fd)
+
+    def _tick(self) -> None:
+        for each in self.watched:
+            try:
+                each.tick()
+            except Exception as error:  # what is told matters less than that this goes on
+                _log.debug("the control plane could not look: %s", error)
 
     def _beat(self) -> None:
         for peer in self._meeting.connect():
             self._register(peer)
         try:
-            for each in self.watched:
-                each.tick()
             state, busy = self.state()
-        except Exception as error:  # what is told matters less than that this goes on
+        except Exception as error:
             _log.debug("the control plane could not look: %s", error)
             return
         for process in list(self._peers):
@@ -311,13 +372,16 @@ class Plane:
 
     def _add(self, peer: Peer, process: int) -> None:
         """A peer that has said who it is, or has answered."""
-        self._meeting.answered(process)
+        self._meeting.answered(process, peer)
+        self._calling.discard(process)
+        if (before := self._peers.get(process)) is not None:
+            self._drop(before)  # it has noticed first that its socket has ended
         with self._lock:
             self._peers[process] = peer
-            self._arrived.notify_all()
+            mine = list(self._mine.items())
         self._write(process, Message("beat", *self.state()))  # so that it knows, too
-        for what in self._come_to:
-            self._write(process, Message("come", state=what))
+        for place, value in mine:
+            self._write(process, Message("value", state=place, value=value))
         for verdict in {m.verdict: None for m in self._all() if process in m.processes}:
             if verdict is not None:
                 self._write(process, Message("verdict", verdict=verdict))
@@ -325,7 +389,7 @@ class Plane:
     def _read(self, peer: Peer) -> None:
         messages = peer.read()
         process = peer.process
-        if process is not None and peer.answered and process not in self._peers:
+        if process is not None and peer.answered and self._peers.get(process) is not peer:
             self._add(peer, process)
         for message in messages or ():
             self._take(peer, message)
@@ -341,35 +405,66 @@ class Plane:
                 self._heard[process] = (time.monotonic(), message.state, message.busy)
             case "goodbye":
                 peer.said_goodbye = True
-            case "come":
+            case "value":
                 with self._lock:
-                    self._places.setdefault(process, set()).add(message.state)
+                    self._values.setdefault(process, {})[message.state] = message.value
+                    for member in self._members:
+                        if member.place == message.state:
+                            member.absent.discard(process)
                     self._arrived.notify_all()
             case _ if message.verdict is not None:
+                with self._lock:
+                    self._values.pop(process, None)  # it has left
                 self._conclude(message.verdict, process)
             case _:
                 pass
 
-    def _lose(self, peer: Peer) -> None:
+    def _drop(self, peer: Peer) -> None:
         with suppress(KeyError, ValueError):
             self._selector.unregister(peer.socket)
         peer.close()
+
+    def _lose(self, peer: Peer) -> None:
+        """A socket has ended: with its process, or alone."""
+        self._drop(peer)
         process = peer.process
-        if process is None or self._peers.get(process) is not peer:
-            if process is not None:
-                self._meeting.unanswered(process)
+        if process is None:
+            return
+        self._meeting.unanswered(process)
+        self._calling.discard(process)
+        if self._peers.get(process) is not peer:
             return
         with self._lock:
             del self._peers[process]
-            self._gone[process] = "has ended" if peer.said_goodbye else "is lost"
-            self._arrived.notify_all()
+            if peer.said_goodbye:
+                self._gone[process] = "has ended"
+                self._arrived.notify_all()
         if not peer.said_goodbye and not self._closing:
+            now = time.monotonic()
+            self._checks += [(now + seconds, process) for seconds in _CHECKS]
+
+    def _check(self, process: int) -> None:
+        """See whether a process lives whose socket has ended, and connect to it again."""
+        if process in self._peers or process in self._gone or process in self._calling:
+            return
+        if process > self.process:
+            lives = self._meeting.lives(process)  # then it will call
+        elif lives := (peer := self._meeting.call_again(process)) is not None:
+            self._calling.add(process)
+            self._register(peer)
+        if not lives:
+            with self._lock:
+                self._gone[process] = "is lost"
+                self._arrived.notify_all()
             verdict = Verdict(Cause.LOST, process)
             self._due.append((time.monotonic() + GRACE_SECONDS, verdict, process))
 
     def _pass_on(self) -> None:
         """Conclude what is due, and tell the others of it."""
         now = time.monotonic()
+        for check in [each for each in self._checks if each[0] <= now]:
+            self._checks.remove(check)
+            self._check(check[1])
         due = [each for each in self._due if each[0] <= now]
         self._due = [each for each in self._due if each[0] > now]
         for _, verdict, source in due:
@@ -388,7 +483,7 @@ class Plane:
         self._known.add(verdict.number)
         told: set[int] = set()
         for member in members:
-            if member.verdict is None:
+            if member.verdict is None and source not in member.absent:
                 member.verdict = verdict
                 told.update(member.processes)
                 try:
@@ -398,7 +493,7 @@ class Plane:
                 member.told.set()
         with self._lock:
             self._arrived.notify_all()
-        told -= {self.process, source, verdict.process}
+        told -= {self.process, source, verdict.process if verdict.cause == Cause.LOST else source}
         if told and source != self.process:
             self._send(Message("verdict", verdict=verdict), told)
 
@@ -407,7 +502,8 @@ class Plane:
             return list(self._members)
 
     def _touches(self, member: Member, verdict: Verdict, source: int) -> bool:
-        return verdict.process in member.processes or source in member.processes
+        named = verdict.process in member.processes or source in member.processes
+        return named and source not in member.absent
 
 
 def _pipe() -> tuple[int, int]:

@@ -23,7 +23,9 @@ class Cause(StrEnum):
     """What has happened to a rank."""
 
     LOST = "lost"
-    """Its process has ended, or its connections were reset."""
+    """Its process has ended."""
+    CUT = "cut"
+    """Its connections have ended, but its process lives."""
     RAISED = "raised"
     """It has raised an error and left the others behind."""
     STALLED = "stalled"
@@ -41,7 +43,7 @@ class Verdict:
     cause: Cause
     process: int
     text: str = ""
-    """What it has raised, or what every rank was doing."""
+    """What it has raised, what every rank was doing, or who cannot reach it."""
     where: str = ""
     """What it was doing."""
     stage_error: dict[str, Any] | None = None
@@ -73,6 +75,9 @@ class Verdict:
             return StallError(f"{text}\n{self.text}" if self.text else text, peer=self.process)
         if self.cause == Cause.RAISED:
             text = f"{who} has raised {self.text}{doing}, and left the others behind"
+            return LostRankError(text, peer=self.process)
+        if self.cause == Cause.CUT:
+            text = f"the connection of {self.text} to {who} was reset{doing}, though both live"
             return LostRankError(text, peer=self.process)
         text = f"{who} is lost{doing}: its process has ended, or cannot be reached"
         return LostRankError(f"{text}. Look at its output; start all ranks anew", peer=self.process)

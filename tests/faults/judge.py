@@ -17,6 +17,9 @@ __all__ = ["LIMIT", "Verdict", "judge", "run", "went_on"]
 LIMIT = 2.0
 """How much later than the detection the last rank may know, in seconds."""
 
+UNEVEN = "the latest step has ended on some ranks only"
+"""What every rank may say instead of going on: nobody can know whether a last message arrived."""
+
 OWN = {"interrupt": "KeyboardInterrupt", "quit": "SystemExit"}
 """What the rank itself raises."""
 
@@ -148,11 +151,12 @@ def went_on(ranks: int, report: Report, *, wrapped: bool = False) -> Iterator[st
         yield f"the ranks disagree on how to go on: {says}"
     elif not set(says.values()) & {"step", "reconnect"} and not wrapped:
         yield f"nobody says how to go on, with every process alive: recoverable = {says}"
+    ended = all(UNEVEN in answer.text for answer in report.resumed.values())
     for rank in range(ranks) if report.resumed else ():
         answer, before = report.resumed.get(rank), report.healthy[rank]
         if answer is None:
             yield f"rank {rank} hangs in the next step"
-        elif answer.kind:
+        elif answer.kind and not (ended and UNEVEN in answer.text):
             yield f"rank {rank} raised in the next step: {answer}"
         elif not all(map(math.isclose, answer.numbers, before.numbers)):
             yield f"rank {rank}: loss and norm {answer.numbers}, not {before.numbers}"

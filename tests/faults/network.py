@@ -232,8 +232,7 @@ def _judge(fault: Fault, report: Report, struck: float, limit: float) -> Verdict
             verdict.wrong.append(f"rank {rank} raised no error of ours: {answer}")
         elif rank in fault.asked and not _names_other_side(rank, answer):
             verdict.wrong.append(f"rank {rank} names no rank on the other host: {answer}")
-    # Who was reset cannot be told from who has died.
-    verdict.wrong += went_on(SETUP.ranks, report, wrapped=fault is FAULTS["network-reset"])
+    verdict.wrong += went_on(SETUP.ranks, report)
     if not report.silent:
         known = max(report.answers[rank].at for rank in fault.asked)
         verdict.delay = max(0.0, known - struck - fault.detection)

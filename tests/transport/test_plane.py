@@ -7,14 +7,15 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
 from taktline.errors import JsonError, LostRankError, StageError, StallError
-from taktline.transport import distributed, gloo
+from taktline.transport import Channel, gloo
 from taktline.transport import plane as plane_module
 from taktline.transport.distributed import Distributed
 from taktline.transport.meeting import Meeting, Message, Peer
@@ -40,10 +41,25 @@ def meet(planes: list[Plane], group: list[int]) -> list[Member]:
     members = [Member(group, lambda _: None) for _ in group]
     for process, member in zip(group, members, strict=True):
         planes[process].join(member)
-        planes[process].meet(member, "here", 0.0)
+        planes[process].tell(group, "here", f"{process} is here")
     for process, member in zip(group, members, strict=True):
-        assert planes[process].meet(member, "here", SOON) == []
+        found = planes[process].gather(member, group, "here", SOON)
+        assert found == {other: f"{other} is here" for other in group}
     return members
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + SOON
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert condition()
+
+
+def die(plane: Plane) -> None:
+    """Let its sockets end without a goodbye, as if its process had ended."""
+    plane._closing = True
+    plane.wake()
+    plane._thread.join(SOON)
 
 
 def test_a_verdict_reaches_every_member(planes: list[Plane]) -> None:
@@ -68,20 +84,53 @@ def test_it_spreads_over_groups_that_share_a_process(planes: list[Plane]) -> Non
 
 def test_a_process_that_is_gone_without_a_goodbye(planes: list[Plane]) -> None:
     members = meet(planes, [0, 1, 2])
-    for peer in list(planes[2]._peers.values()):
-        peer.socket.shutdown(socket.SHUT_RDWR)
+    die(planes[2])
     assert members[0].told.wait(SOON)
     assert members[0].verdict is not None
     assert (members[0].verdict.cause, members[0].verdict.process) == (Cause.LOST, 2)
     assert planes[0].gone(2) == "is lost"
 
 
+def test_a_socket_that_ends_alone_is_replaced(planes: list[Plane]) -> None:
+    meet(planes, [0, 1, 2])
+    before = dict(planes[1]._peers)
+    for peer in before.values():
+        peer.socket.shutdown(socket.SHUT_RDWR)
+    wait_until(
+        lambda: (
+            planes[1]._peers.keys() == before.keys()
+            and not any(planes[1]._peers[process] is peer for process, peer in before.items())
+        )
+    )
+    members = meet(planes, [0, 1, 2])
+    planes[2].announce(Verdict(Cause.RAISED, 2, "ValueError"))
+    for member in members:
+        assert member.told.wait(SOON)
+        assert member.verdict is not None
+        assert member.verdict.cause == Cause.RAISED
+
+
+def test_what_was_said_before_processes_meet_again_is_past(planes: list[Plane]) -> None:
+    for process, member in enumerate(meet(planes, [0, 1])):
+        planes[process].announce(Verdict(Cause.STALLED, 1 - process))
+        planes[process].leave(member)
+    again = [Member([0, 1], lambda _: None) for _ in range(2)]
+    planes[0].join(again[0], again_at="there")
+    planes[1].announce(Verdict(Cause.STALLED, 0))
+    planes[1].join(again[1], again_at="there")
+    for plane in planes[:2]:
+        plane.tell([0, 1], "there", "back")
+    for plane, member in zip(planes[:2], again, strict=True):
+        assert plane.gather(member, [0, 1], "there", SOON) == {0: "back", 1: "back"}
+        assert member.verdict is None
+    planes[1].announce(Verdict(Cause.STALLED, 0))
+    assert again[0].told.wait(SOON)
+
+
 def test_a_process_that_says_goodbye_is_no_fault(planes: list[Plane]) -> None:
     members = meet(planes, [0, 1])
     planes[1].close()
-    deadline = time.monotonic() + SOON
-    while planes[0].gone(1) is None and time.monotonic() < deadline:
-        time.sleep(0.01)
+    wait_until(lambda: planes[0].gone(1) is not None)
     assert planes[0].gone(1) == "has ended"
     assert members[0].verdict is None
 
@@ -103,9 +152,9 @@ def test_who_holds_up_the_others(planes: list[Plane]) -> None:
     meet(planes, [0, 1, 2])
     now = time.monotonic()
     planes[0]._heard = {1: (now, "1F0 for 9 seconds: waits", True), 2: (now, "2F0: computes", True)}
-    assert planes[0].stalled([0, 1, 2], 1, "activations").process == 2
+    assert planes[0].stalled([0, 1, 2], [1], "activations").process == 2
     planes[0]._heard[1] = (now - 60, "1F0: waits", True)
-    verdict = planes[0].stalled([0, 1, 2], 2, "activations")
+    verdict = planes[0].stalled([0, 1, 2], [2], "activations")
     assert verdict.process == 1
     assert verdict.where == "(rank 0 waits for activations)"
     assert "rank 1: not heard of for 60 seconds (stopped, or cut off); then: 1F0" in verdict.text
@@ -139,12 +188,13 @@ def test_messages_survive() -> None:
         b"",
         b"[]",
         b"{}",
-        b'{"kind": 1, "state": "", "busy": true, "verdict": null}',
+        b'{"kind": 1, "state": "", "busy": true, "value": "", "verdict": null}',
         json.dumps(
             {
                 "kind": "verdict",
                 "state": "",
                 "busy": False,
+                "value": "",
                 "verdict": {
                     "cause": "magic",
                     "process": 0,
@@ -174,8 +224,9 @@ def hello(words: Any) -> list[Message] | None:
 
 
 def test_strangers_are_not_let_in() -> None:
-    assert hello([3, "secret"]) == []
-    for words in ([3, "guess"], [3], ["3", "secret"], {}, "secret"):
+    address = ["127.0.0.1", 1, "theirs"]
+    assert hello([3, "secret", address]) == []
+    for words in ([3, "guess", address], [3, "secret"], ["3", "secret", address], {}, "secret"):
         assert hello(words) is None
 
 
@@ -192,24 +243,24 @@ def shut_ours(rank: int, group: Any) -> bool:
     server = socket.create_server(("127.0.0.1", 0))
     transport = Distributed(group)
     others: list[socket.socket] = []
-    make = distributed._MAKERS["gloo"]
+    make = dist.ProcessGroupGloo
 
     def busy(*args: Any) -> Any:
         others.append(socket.create_connection(server.getsockname()))
         return make(*args)
 
     with pytest.MonkeyPatch.context() as patch, server:
-        patch.setitem(distributed._MAKERS, "gloo", busy)
-        transport.exchange([rank])
-        found = transport._sockets
-        fine = len(found) == transport.size - 1 and others[0].fileno() not in found
+        patch.setattr(dist, "ProcessGroupGloo", busy)
+        transport.open([Channel(0, 1, False)])
+        found = transport._gloo_sockets
+        fine = len(found) == 1 and others[0].fileno() not in found
         others[0].close()
         return fine
 
 
 @pytest.mark.processes
 def test_only_the_connections_of_a_link_are_its_own(workers: Workers) -> None:
-    assert workers.run(shut_ours, ranks=3) == [True, True, True]
+    assert workers.run(shut_ours) == [True, True]
 
 
 def test_a_number_that_is_another_file_by_now_is_left_alone() -> None:
@@ -230,8 +281,7 @@ def test_a_forked_process_does_not_hide_that_its_parent_has_died(
         time.sleep(SOON)
         os._exit(0)
     try:
-        for peer in list(planes[1]._peers.values()):
-            peer.socket.close()  # as if the process had ended
+        die(planes[1])
         assert member.told.wait(SOON / 4)
     finally:
         os.kill(child, signal.SIGKILL)

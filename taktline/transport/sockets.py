@@ -1,0 +1,224 @@
+"""Plain sockets between ranks, for the small numbers that they agree on.
+
+Up to four ranks each send theirs to each other one. More of them pass on what they have, to the
+rank 1, 2, 4, … places further, so that all have everything after as many rounds as the number of
+ranks has binary digits::
+
+    rank 0  ──►  rank 1      round 1: one rank's numbers
+    rank 0  ──►  rank 2      round 2: those of two
+    rank 0  ──►  rank 4      round 3: those of four
+
+Not a collective of gloo: if one of its writes fails while another rank's message comes in, two of
+its threads wait for each other for ever.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import select
+import socket
+import time
+from contextlib import suppress
+from weakref import finalize
+
+from taktline.checks import read
+from taktline.transport.frames import Frame
+from taktline.transport.plane import Member, Plane
+
+__all__ = ["PeerFailure", "Sockets"]
+
+_FEW = 4
+"""Up to so many ranks, each sends its numbers to each other one."""
+_SLICE = 0.1
+"""So many seconds after a verdict nobody waits for a call any more."""
+_PIECE = 1 << 18
+_ERRORS = select.POLLERR | select.POLLHUP | select.POLLNVAL
+
+
+class PeerFailure(Exception):
+    """A rank cannot be talked to: it did not answer in time, or its connection has ended."""
+
+    def __init__(self, peer: int, reason: str, *, timed_out: bool = False) -> None:
+        super().__init__(reason)
+        self.peer = peer
+        self.timed_out = timed_out
+
+
+class Sockets:
+    """The sockets of one rank to those that it exchanges numbers with.
+
+    Args:
+        plane: by which the ranks find each other.
+        member: their processes.
+        place: the same text on each of them, and on nobody else.
+        rank: this one.
+        seconds: the timeout of each wait.
+    """
+
+    def __init__(self, plane: Plane, member: Member, place: str, rank: int, seconds: float) -> None:
+        self._rank, self._size, self._seconds = rank, len(member.processes), seconds
+        self._member = member
+        self._peers = peers_of(rank, self._size)
+        self._sockets: dict[int, socket.socket] = {}
+        finalize(self, _close, self._sockets)
+        self._unread: dict[int, bytearray] = {}
+        self.missing: list[int] = []
+        """The processes that have not come to connect."""
+        token = secrets.token_hex(16)
+        with socket.create_server((plane.host, 0), backlog=max(self._size, 16)) as server:
+            address = (plane.host, server.getsockname()[1], token)
+            plane.tell(member.processes, place, json.dumps(address))
+            found = plane.gather(member, member.processes, place, seconds)
+            self.missing = [process for process in member.processes if process not in found]
+            if not self.missing:
+                self._connect(server, token, [found[process] for process in member.processes])
+
+    def _connect(self, server: socket.socket, token: str, addresses: list[str]) -> None:
+        """Call those with lower numbers, and let the others call."""
+        deadline = time.monotonic() + self._seconds
+        for peer in [peer for peer in self._peers if peer < self._rank]:
+            host, port, theirs = read(addresses[peer], (str, int, str), what="an address")
+            try:
+                connection = socket.create_connection((host, port), self._seconds)
+                connection.sendall(theirs.encode() + self._rank.to_bytes(4, "little"))
+            except OSError as error:
+                raise PeerFailure(peer, str(error)) from error
+            self._add(peer, connection)
+        server.settimeout(_SLICE)
+        awaited = {peer for peer in self._peers if peer > self._rank}
+        while awaited - set(self._sockets):
+            if self._member.verdict is not None or time.monotonic() > deadline:
+                raise PeerFailure(min(awaited - set(self._sockets)), "no call", timed_out=True)
+            with suppress(TimeoutError):
+                self._accept(server.accept()[0], token, awaited)
+
+    def _accept(self, connection: socket.socket, token: str, awaited: set[int]) -> None:
+        connection.settimeout(self._seconds)
+        hello = b""
+        with suppress(OSError):
+            while len(hello) < len(token) + 4 and (data := connection.recv(len(token) + 4)):
+                hello += data
+        peer = int.from_bytes(hello[len(token) :], "little")
+        known = secrets.compare_digest(hello[: len(token)], token.encode())
+        if known and peer in awaited:
+            self._add(peer, connection)
+        else:
+            connection.close()
+
+    def _add(self, peer: int, connection: socket.socket) -> None:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.setblocking(False)
+        self._sockets[peer], self._unread[peer] = connection, bytearray()
+
+    def exchange(self, mine: bytes) -> list[Frame]:
+        """The frames of all ranks; each gives its own."""
+        rank, size = self._rank, self._size
+        frames = {rank: mine}
+        if size <= _FEW:
+            self._send(dict.fromkeys(self._peers, mine))
+            for peer in self._peers:
+                (frames[peer],) = self._receive(peer, 1)
+        else:
+            for step in _steps(size):
+                count = min(step, size - step)
+                have = [frames[(rank - back) % size] for back in range(count)]
+                self._send({(rank + step) % size: b"".join(have)})
+                source = (rank - step) % size
+                for back, frame in enumerate(self._receive(source, count)):
+                    frames[(source - back) % size] = frame
+        return [Frame.read(frames[peer]) for peer in range(size)]
+
+    def _send(self, messages: dict[int, bytes]) -> None:
+        """Send to all, even if one is lost: the others wait for it."""
+        unsent: dict[int, memoryview] = {}
+        failure: PeerFailure | None = None
+        for peer, data in messages.items():
+            try:
+                sent = self._sockets[peer].send(data)
+            except BlockingIOError:
+                sent = 0
+            except OSError as error:
+                failure = failure or PeerFailure(peer, str(error))
+                continue
+            if sent < len(data):
+                unsent[peer] = memoryview(data)[sent:]
+        if failure is not None:
+            raise failure
+        while unsent:  # long ones: those who send so much, too, must be read meanwhile
+            for peer in self._wait(set(self._sockets), set(unsent)):
+                if peer in unsent:
+                    with suppress(BlockingIOError):
+                        unsent[peer] = unsent[peer][self._sockets[peer].send(unsent[peer]) :]
+                        if not unsent[peer]:
+                            del unsent[peer]
+
+    def _receive(self, peer: int, count: int) -> list[bytes]:
+        """The next frames of a rank."""
+        data, found, at = self._unread[peer], [], 0
+        while len(found) < count:
+            size = Frame.size(data, at, peer)
+            if size is None or len(data) - at < size:
+                if not self._read(peer):
+                    self._wait({peer}, set())
+                continue
+            found.append(bytes(data[at : at + size]))
+            at += size
+        del data[:at]
+        return found
+
+    def _read(self, peer: int) -> bool:
+        """Take what has arrived; whether there was anything."""
+        try:
+            data = self._sockets[peer].recv(_PIECE)
+        except BlockingIOError:
+            return False
+        except OSError as error:
+            raise PeerFailure(peer, str(error)) from error
+        if not data:
+            raise PeerFailure(peer, "its connection has ended")
+        self._unread[peer] += data
+        return True
+
+    def _wait(self, readers: set[int], writers: set[int]) -> list[int]:
+        """Wait until something can be read, which is, or written: by those that are returned."""
+        poll = select.poll()
+        peers = {self._sockets[peer].fileno(): peer for peer in readers | writers}
+        for number, peer in peers.items():
+            reads = select.POLLIN if peer in readers else 0
+            poll.register(number, reads | (select.POLLOUT if peer in writers else 0))
+        events = poll.poll(self._seconds * 1000)
+        if not events:
+            raise PeerFailure(min(readers or writers), "timed out", timed_out=True)
+        for number, event in events:
+            if event & (select.POLLIN | _ERRORS):
+                self._read(peers[number])
+        return [peers[number] for number, event in events if event & select.POLLOUT]
+
+    def shut(self) -> None:
+        """End every wait, here and at the other ends; from any thread."""
+        for connection in list(self._sockets.values()):
+            with suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+
+
+def _close(sockets: dict[int, socket.socket]) -> None:
+    for connection in sockets.values():
+        connection.close()
+
+
+def peers_of(rank: int, size: int) -> list[int]:
+    """The ranks that one of so many talks to.
+
+    >>> peers_of(0, 4), peers_of(0, 8)
+    ([1, 2, 3], [1, 2, 4, 6, 7])
+    """
+    if size <= _FEW:
+        return [peer for peer in range(size) if peer != rank]
+    ways = [sign * step for step in _steps(size) for sign in (1, -1)]
+    return sorted({(rank + way) % size for way in ways})
+
+
+def _steps(size: int) -> list[int]:
+    """1, 2, 4, … below the number of ranks."""
+    return [1 << digit for digit in range((size - 1).bit_length())]
