@@ -220,10 +220,10 @@ class Distributed:
     def _incomplete(self, missing: Sequence[int]) -> TaktlineError:
         """Why ranks did not come to connect."""
         assert self.plane is not None
-        lost = [process for process in self.processes if self.plane.gone(process)]
+        lost = [process for process in missing if self.plane.gone(process)]
         if self.verdict is None and lost:
-            return Verdict(Cause.LOST, lost[0], "", "before the first step").error(self.processes)
-        if self.verdict is None:
+            self.give_up(Verdict(Cause.LOST, lost[0], "", "before the first step"))
+        elif self.verdict is None:
             what = (
                 "it to come to the first call; see whether it is running, and whether its host can "
                 "be reached: GLOO_SOCKET_IFNAME names the interface to use"

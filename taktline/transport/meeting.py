@@ -8,6 +8,8 @@ import os
 import secrets
 import socket
 import struct
+import time
+from collections import Counter
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -26,8 +28,12 @@ _MOST = 1 << 18
 _UNSENT = 1 << 20
 """With so many bytes unsent a peer does not listen any more."""
 _INTERFACE_ADDRESS = 0x8915  # SIOCGIFADDR
-_CONNECT_SECONDS = 2.0
-_AGAIN_SECONDS = 0.5
+_CONNECT_SECONDS = 0.5
+_FIRST_PAUSE, _PAUSE = 0.02, 0.5
+_REFUSED_SECONDS = 0.5
+"""A process that has refused for so long has ended."""
+_PROBES = 12
+"""So often it is tried whether a process listens that has not called: it may be stopped."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,6 +174,7 @@ class Meeting:
     def __init__(self, store: Store, process: int, size: int, name: str) -> None:
         self.process = process
         self.size = size
+        self.tries = 0
         self.pid = os.getpid()
         self._store = PrefixStore(name, _own(store))
         self._token = secrets.token_hex(16)
@@ -176,31 +183,61 @@ class Meeting:
         self.server.setblocking(False)
         self._mine: Address = (host, self.server.getsockname()[1], self._token)
         self._addresses: dict[int, Address] = {}
-        """Of those who have answered."""
+        self._refused: dict[int, float] = {}
+        """Since when processes do not listen any more."""
+        self._probed: Counter[int] = Counter()
         self._missing = set(range(size)) - {process}
-        self.present: set[int] = set()
-        """Those who have said where they can be found."""
         self._called: set[int] = set()
         self._store.set(str(process), json.dumps(self._mine))
 
     def connect(self) -> list[Peer]:
         """Call those that can be found by now and have not answered yet."""
+        self.tries += 1
         found: list[Peer] = []
         try:
             for process in sorted(self._missing - self._called):
-                if process not in self.present and not self._store.check([str(process)]):
+                if process not in self._addresses and not self._find(process):
                     continue
-                self.present.add(process)
-                if process > self.process:
-                    continue  # it will call
-                address = read(self._store.get(str(process)), _ADDRESS, what="an address")
-                peer = self._call(process, address, _CONNECT_SECONDS)
-                if peer is not None:
+                if (peer := self._first_call(process)) is not None:
                     self._called.add(process)
                     found.append(peer)
         except (RuntimeError, JsonError):  # the store is gone; who is here is all there is
             self._missing = set()
         return found
+
+    def _first_call(self, process: int) -> Peer | None:
+        try:
+            if process < self.process:
+                return self._greet(process)
+            if self._probed[process] < _PROBES:
+                self._probed[process] += 1
+                self._dial(process).close()  # it will call, if it lives
+        except ConnectionRefusedError:
+            self._refused.setdefault(process, time.monotonic())
+            del self._addresses[process]  # perhaps that of an earlier one
+        except (OSError, OverflowError):
+            pass
+        return None
+
+    def _find(self, process: int) -> bool:
+        """Look for the address of a process."""
+        if not self._store.check([str(process)]):
+            return False
+        record = self._store.get(str(process))
+        self._addresses[process] = read(record, _ADDRESS, what="an address")
+        return True
+
+    @property
+    def pause(self) -> float:
+        """How long to wait before the next call: little at first, when all are about to come."""
+        return min(_FIRST_PAUSE * self.tries, _PAUSE) if self._missing else _PAUSE
+
+    def dead(self) -> list[int]:
+        """Those who said where they can be found, and then could not be; each once."""
+        since = time.monotonic() - _REFUSED_SECONDS
+        dead = [p for p in self._missing if self._refused.get(p, since) < since]
+        self._missing.difference_update(dead)
+        return dead
 
     def answered(self, process: int, peer: Peer) -> None:
         """Note that a process has answered, and where it can be called again."""
@@ -208,19 +245,16 @@ class Meeting:
         if peer.address is not None:
             self._addresses[process] = peer.address
 
-    def call_again(self, process: int) -> Peer | None:
-        """A new socket to a process with a lower number whose socket has ended."""
-        address = self._addresses.get(process)
-        return None if address is None else self._call(process, address, _AGAIN_SECONDS)
+    @property
+    def present(self) -> set[int]:
+        """Those who have said where they can be found."""
+        return set(self._addresses)
 
     def lives(self, process: int) -> bool:
         """Whether a process listens: it does so as long as it lives, even while it is stopped."""
-        address = self._addresses.get(process)
-        if address is None:
-            return False
         try:
-            socket.create_connection(address[:2], _AGAIN_SECONDS).close()
-        except (OSError, OverflowError):
+            self._dial(process).close()
+        except (KeyError, OSError, OverflowError):
             return False
         return True
 
@@ -240,12 +274,24 @@ class Meeting:
         """Be found no more."""
         self.server.close()
 
-    def _call(self, process: int, address: Address, seconds: float) -> Peer | None:
-        host, port, token = address
+    def forget(self) -> None:
+        """Be found no more in the store, where later groups of this process meet, too."""
+        with suppress(RuntimeError):  # it may be gone
+            self._store.delete_key(str(self.process))
+
+    def call(self, process: int) -> Peer | None:
+        """A new socket to a process; None if it cannot be reached."""
         try:
-            connection = socket.create_connection((host, port), seconds)
-        except (OSError, OverflowError):
+            return self._greet(process)
+        except (KeyError, OSError, OverflowError):
             return None
+
+    def _dial(self, process: int) -> socket.socket:
+        return socket.create_connection(self._addresses[process][:2], _CONNECT_SECONDS)
+
+    def _greet(self, process: int) -> Peer | None:
+        connection, address = self._dial(process), self._addresses[process]
+        token = address[2]
         peer = Peer(connection, process, token)
         peer.address = address
         hello = json.dumps([self.process, token, self._mine]).encode()

@@ -124,7 +124,7 @@ class Plane:
         self._outgoing: list[tuple[Message, Collection[int], threading.Event]] = []
         self._selector = selectors.DefaultSelector()
         self._wake_end, self.wake_fd = _pipe()
-        self._closing = False
+        self._closing = self._forgotten = False
         self._selector.register(self._wake_end, selectors.EVENT_READ, self._woken)
         self._selector.register(meeting.server, selectors.EVENT_READ, self._accept)
         self._thread = threading.Thread(target=self._run, name="taktline control", daemon=True)
@@ -142,7 +142,7 @@ class Plane:
             restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
             name = f"taktline/control/{restart}"
             plane = _planes[group] = cls(Meeting(store, group.rank(), group.size(), name))
-            finalize(group, plane.close).atexit = False
+            finalize(group, plane.forget).atexit = False
         return plane
 
     def join(self, member: Member, *, again_at: str = "") -> None:
@@ -171,9 +171,8 @@ class Plane:
 
     def tell(self, processes: Collection[int], place: str, value: str) -> None:
         """Tell processes something that they will look for at a place."""
-        with self._lock:
-            self._mine[place] = value
-        self._send(Message("value", state=place, value=value), processes)
+        # Until it is on its way, so that who connects later is told once, too.
+        self._send(Message("value", state=place, value=value), processes).wait(_SENDING_SECONDS)
 
     def gather(
         self, member: Member, processes: Collection[int], place: str, seconds: float
@@ -265,6 +264,11 @@ class Plane:
         # A process that is about to end has handed its news to the kernel by then.
         self._send(Message("verdict", verdict=verdict), everyone).wait(_SENDING_SECONDS)
 
+    def forget(self) -> None:
+        """Close it in a process that goes on."""
+        self._forgotten = True
+        self.close()
+
     def close(self) -> None:
         """Say goodbye, and end the thread."""
         if self._closing or self._meeting.pid != os.getpid():
@@ -303,7 +307,7 @@ class Plane:
     # What follows runs on the thread.
 
     def _run(self) -> None:
-        tick = beat = 0.0
+        tick = beat = call = 0.0
         while not self._closing:
             now = time.monotonic()
             if now >= tick:
@@ -312,8 +316,11 @@ class Plane:
             if now >= beat:
                 beat = now + BEAT_SECONDS
                 self._beat()
-            due = [at for at, *_ in (*self._due, *self._checks)]
-            for key, _ in self._selector.select(max(0.0, min([tick, *due]) - time.monotonic())):
+            if now >= call:
+                self._call()
+                call = now + self._meeting.pause
+            due = [tick, call, *(at for at, *_ in (*self._due, *self._checks))]
+            for key, _ in self._selector.select(max(0.0, min(due) - time.monotonic())):
                 key.data(key.fileobj)
             self._flush()
             self._pass_on()
@@ -321,6 +328,8 @@ class Plane:
             if isinstance(key.fileobj, socket.socket):
                 key.fileobj.close()
         self._selector.close()
+        if self._forgotten:
+            self._meeting.forget()
         os.close(self._wake_end)
         os.close(self.wake_fd)
 
@@ -331,9 +340,13 @@ class Plane:
             except Exception as error:  # what is told matters less than that this goes on
                 _log.debug("the control plane could not look: %s", error)
 
-    def _beat(self) -> None:
+    def _call(self) -> None:
         for peer in self._meeting.connect():
             self._register(peer)
+        for process in self._meeting.dead():
+            self._count_as_lost(process)
+
+    def _beat(self) -> None:
         try:
             state, busy = self.state()
         except Exception as error:
@@ -346,6 +359,9 @@ class Plane:
         with self._lock:
             outgoing, self._outgoing = self._outgoing, []
         for message, processes, done in outgoing:
+            if message.kind == "value":
+                with self._lock:
+                    self._mine[message.state] = message.value
             for process in processes:
                 self._write(process, message)
             done.set()
@@ -449,15 +465,18 @@ class Plane:
             return
         if process > self.process:
             lives = self._meeting.lives(process)  # then it will call
-        elif lives := (peer := self._meeting.call_again(process)) is not None:
+        elif lives := (peer := self._meeting.call(process)) is not None:
             self._calling.add(process)
             self._register(peer)
         if not lives:
-            with self._lock:
-                self._gone[process] = "is lost"
-                self._arrived.notify_all()
-            verdict = Verdict(Cause.LOST, process)
-            self._due.append((time.monotonic() + GRACE_SECONDS, verdict, process))
+            self._count_as_lost(process)
+
+    def _count_as_lost(self, process: int) -> None:
+        with self._lock:
+            self._gone[process] = "is lost"
+            self._arrived.notify_all()
+        verdict = Verdict(Cause.LOST, process)
+        self._due.append((time.monotonic() + GRACE_SECONDS, verdict, process))
 
     def _pass_on(self) -> None:
         """Conclude what is due, and tell the others of it."""
