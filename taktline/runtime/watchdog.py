@@ -125,7 +125,7 @@ class Watch:
         transport, plane = self._transport, self._plane
         rank, lines = (0, "") if transport is None else (transport.rank, "")
         if plane is not None and transport is not None:
-            lines = f"\n{plane.report(transport.processes)}"
+            lines = f"\n{plane.news.report(transport.processes)}"
         stood = _seconds(time.monotonic() - self._since)
         return f"rank {rank} of {self._name} has stood still for {stood}{lines}"
 

@@ -373,7 +373,7 @@ class Distributed:
             if timed_out:
                 found = self.plane.stalled(self.processes, awaited, str(what))
             elif awaited:
-                cause = Cause.CUT if self.plane.lives(awaited[0]) else Cause.LOST
+                cause = Cause.CUT if self.plane.news.lives(awaited[0]) else Cause.LOST
                 found = Verdict(cause, awaited[0], f"rank {self.plane.process}", f"({what})")
             else:
                 found = Verdict(Cause.RAISED, self.plane.process, "a lost connection", str(what))

@@ -15,52 +15,34 @@ A socket that ends without a goodbye means that its process has died: all others
 
 from __future__ import annotations
 
-import atexit
 import logging
 import os
 import selectors
-import socket
-import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
-from multiprocessing.util import Finalize
-from typing import Any, NamedTuple, Protocol
-from weakref import WeakKeyDictionary, WeakSet, finalize
+from typing import Protocol
+from weakref import WeakSet, finalize
 
 import torch.distributed as dist
 
 from taktline.errors import text_of
-from taktline.transport.meeting import Meeting, Message, Peer
+from taktline.transport.lifetime import planes
+from taktline.transport.meeting import Meeting, Message
+from taktline.transport.news import News
+from taktline.transport.peers import Peers, close_sockets
 from taktline.transport.verdict import Cause, Verdict
 
-__all__ = ["Heard", "Member", "Plane", "Watched"]
+__all__ = ["Member", "Plane", "Watched"]
 
 TICK_SECONDS = 0.25
 BEAT_SECONDS = 2 * TICK_SECONDS
-SILENT_SECONDS = 4 * BEAT_SECONDS
-"""After how long without a beat a process counts as silent."""
 GRACE_SECONDS = 0.1
 """How long what is under way may still arrive once a process is lost: a program may just end."""
-_CHECKS = (0.0, 0.3, 1.0)
-"""How many seconds after its socket has ended it is looked whether a process lives."""
 _SENDING_SECONDS = 1.0
-_LONGEST = 50_000
-"""So many characters of a report fit into a message."""
 
 _log = logging.getLogger("taktline")
-_planes: WeakKeyDictionary[dist.ProcessGroup, Plane] = WeakKeyDictionary()
-
-
-class Heard(NamedTuple):
-    """What another process has said last."""
-
-    age: float
-    """How long ago, in seconds."""
-    state: str
-    busy: bool
-    """Whether it is in a step."""
 
 
 class Member:
@@ -105,16 +87,11 @@ class Plane:
         self.watched: tuple[Watched, ...] = ()
         """The steps that are running."""
         self._meeting = meeting
-        self._peers: dict[int, Peer] = {}
-        self._heard: dict[int, tuple[float, str, bool]] = {}
-        self._gone: dict[int, str] = {}
+        self.news = News(meeting.process, lambda: self.state())
         self._mine: dict[str, str] = {}
         """What this process says of itself, by the place that it is for."""
         self._values: dict[int, dict[str, str]] = {}
         """The same of other processes, until they leave in the middle."""
-        self._checks: list[tuple[float, int]] = []
-        """When to look again whether processes live whose sockets have ended."""
-        self._calling: set[int] = set()
         self._known: set[int] = set()
         """The numbers of verdicts."""
         self._members: WeakSet[Member] = WeakSet()
@@ -126,7 +103,7 @@ class Plane:
         self._wake_end, self.wake_fd = _pipe()
         self._closing = self._forgotten = False
         self._selector.register(self._wake_end, selectors.EVENT_READ, self._woken)
-        self._selector.register(meeting.server, selectors.EVENT_READ, self._accept)
+        self._peers = Peers(meeting, self._selector, self)
         self._thread = threading.Thread(target=self._run, name="taktline control", daemon=True)
         self._thread.start()
 
@@ -136,12 +113,12 @@ class Plane:
         group = dist.distributed_c10d._get_default_group()
         if group.size() == 1:
             return None
-        plane = _planes.get(group)
+        plane = planes.get(group)
         if plane is None or plane._meeting.pid != os.getpid():  # a fork has no thread
             store = dist.distributed_c10d._get_default_store()
             restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
             name = f"taktline/control/{restart}"
-            plane = _planes[group] = cls(Meeting(store, group.rank(), group.size(), name))
+            plane = planes[group] = cls(Meeting(store, group.rank(), group.size(), name))
             finalize(group, plane.forget).atexit = False
         return plane
 
@@ -190,7 +167,7 @@ class Plane:
         def over() -> bool:
             return (
                 member.verdict is not None
-                or bool(wanted & {*self._gone})
+                or bool(wanted & {*self.news.gone})
                 or len(found()) == len(wanted)
             )
 
@@ -204,58 +181,14 @@ class Plane:
                 values[self.process] = mine
             return values
 
-    def heard(self, process: int) -> Heard | None:
-        """What a process has said last; None if nothing."""
-        said = self._heard.get(process)
-        return None if said is None else Heard(time.monotonic() - said[0], *said[1:])
-
-    def lives(self, process: int) -> bool:
-        """Whether a process has been heard of just now."""
-        said = self.heard(process)
-        return process in self._peers and said is not None and said.age <= SILENT_SECONDS
-
     def gone(self, process: int) -> str | None:
         """Why a process is not there any more; None if it is."""
-        return self._gone.get(process)
-
-    def report(self, processes: Sequence[int]) -> str:
-        """What each of some processes is doing, in a line each."""
-        return "\n".join(f"  rank {process}: {self._told(process)}" for process in processes)
+        return self.news.gone.get(process)
 
     def stalled(self, processes: Sequence[int], awaited: Collection[int], what: str) -> Verdict:
-        """Who holds up a group: one that is silent, or computes, or is elsewhere.
-
-        It may be in none of this process's groups: whoever waits for it holds up others. Of several
-        it is one that is awaited here.
-        """
-        everyone = sorted({*self._peers, *self._meeting.present, *processes, self.process})
-        others = [process for process in everyone if process != self.process]
-        others.sort(key=lambda process: process not in awaited)
-        heard = {process: self.heard(process) for process in others}
-        signs: list[Callable[[Heard | None], bool]] = [
-            lambda said: said is not None and said.age > SILENT_SECONDS,
-            lambda said: said is not None and ": computes" in said.state,
-            lambda said: said is not None and not said.busy,
-            lambda said: said is None,
-        ]
-        suspects = [process for sign in signs for process in others if sign(heard[process])]
-        suspects += others
-        where = f"(rank {self.process} waits for {what})" if what else ""
-        return Verdict(Cause.STALLED, suspects[0], self.report(everyone)[:_LONGEST], where)
-
-    def _told(self, process: int) -> str:
-        """What a process is doing, as far as it has said."""
-        if process == self.process:
-            return self.state()[0]
-        if reason := self.gone(process):
-            return f"{reason} (its process)"
-        said = self.heard(process)
-        if said is None:
-            return "has not been heard of"
-        if said.age <= SILENT_SECONDS:
-            return said.state
-        silence = f"not heard of for {said.age:.0f} seconds (stopped, or cut off)"
-        return f"{silence}; then: {said.state}"
+        """Who holds up a group, of all that are known to take part in the job."""
+        everyone = {*self._peers.processes, *self._meeting.present, *processes}
+        return self.news.stalled(everyone, awaited, what)
 
     def announce(self, verdict: Verdict) -> None:
         """Conclude something, and tell all whom it concerns, before this returns."""
@@ -274,21 +207,25 @@ class Plane:
         if self._closing or self._meeting.pid != os.getpid():
             return
         if threading.current_thread() is self._thread:  # Python has collected a group there
-            for process in list(self._peers):
-                self._write(process, Message("goodbye"))
+            for process in self._peers.processes:
+                self._peers.write(process, Message("goodbye"))
             self._closing = True
             return
-        self._send(Message("goodbye"), list(self._peers)).wait(_SENDING_SECONDS)
+        self._send(Message("goodbye"), self._peers.processes).wait(_SENDING_SECONDS)
         self._closing = True
         self.wake()
         self._thread.join(_SENDING_SECONDS)
+
+    def let_go(self) -> None:
+        """Close the sockets of a process from which this one was forked."""
+        self._peers.close()
 
     def wake(self) -> None:
         """Let the thread look at once."""
         with suppress(OSError):
             os.write(self.wake_fd, b"\0")
 
-    def _raised(self, error: BaseException) -> None:
+    def raised(self, error: BaseException) -> None:
         """An error has ended this program."""
         text = f"{type(error).__name__}: {text_of(error, 2000)}"
         if any(member.verdict is None for member in self._all()):
@@ -307,7 +244,7 @@ class Plane:
     # What follows runs on the thread.
 
     def _run(self) -> None:
-        tick = beat = call = 0.0
+        tick = beat = 0.0
         while not self._closing:
             now = time.monotonic()
             if now >= tick:
@@ -316,18 +253,13 @@ class Plane:
             if now >= beat:
                 beat = now + BEAT_SECONDS
                 self._beat()
-            if now >= call:
-                self._call()
-                call = now + self._meeting.pause
-            due = [tick, call, *(at for at, *_ in (*self._due, *self._checks))]
+            self._peers.look()
+            due = [tick, self._peers.due, *(at for at, *_ in self._due)]
             for key, _ in self._selector.select(max(0.0, min(due) - time.monotonic())):
                 key.data(key.fileobj)
             self._flush()
             self._pass_on()
-        for key in list(self._selector.get_map().values()):
-            if isinstance(key.fileobj, socket.socket):
-                key.fileobj.close()
-        self._selector.close()
+        close_sockets(self._selector)
         if self._forgotten:
             self._meeting.forget()
         os.close(self._wake_end)
@@ -340,20 +272,14 @@ class Plane:
             except Exception as error:  # what is told matters less than that this goes on
                 _log.debug("the control plane could not look: %s", error)
 
-    def _call(self) -> None:
-        for peer in self._meeting.connect():
-            self._register(peer)
-        for process in self._meeting.dead():
-            self._count_as_lost(process)
-
     def _beat(self) -> None:
         try:
             state, busy = self.state()
         except Exception as error:
             _log.debug("the control plane could not look: %s", error)
             return
-        for process in list(self._peers):
-            self._write(process, Message("beat", state=state[:2000], busy=busy))
+        for process in self._peers.processes:
+            self._peers.write(process, Message("beat", state=state[:2000], busy=busy))
 
     def _flush(self) -> None:
         with self._lock:
@@ -363,13 +289,8 @@ class Plane:
                 with self._lock:
                     self._mine[message.state] = message.value
             for process in processes:
-                self._write(process, message)
+                self._peers.write(process, message)
             done.set()
-
-    def _write(self, process: int, message: Message) -> None:
-        peer = self._peers.get(process)
-        if peer is not None and not peer.write(message):
-            self._lose(peer)
 
     def _woken(self, end: int) -> None:
         data = os.read(end, 4096)
@@ -378,49 +299,22 @@ class Plane:
             for each in self.watched:
                 each.signalled(data)
 
-    def _accept(self, server: socket.socket) -> None:
-        peer = self._meeting.accept()
-        if peer is not None:
-            self._register(peer)
-
-    def _register(self, peer: Peer) -> None:
-        self._selector.register(peer.socket, selectors.EVENT_READ, lambda _: self._read(peer))
-
-    def _add(self, peer: Peer, process: int) -> None:
-        """A peer that has said who it is, or has answered."""
-        self._meeting.answered(process, peer)
-        self._calling.discard(process)
-        if (before := self._peers.get(process)) is not None:
-            self._drop(before)  # it has noticed first that its socket has ended
+    def greet(self, process: int) -> list[Message]:
+        """What a process is told that has just connected: whatever the others know."""
         with self._lock:
-            self._peers[process] = peer
             mine = list(self._mine.items())
-        self._write(process, Message("beat", *self.state()))  # so that it knows, too
-        for place, value in mine:
-            self._write(process, Message("value", state=place, value=value))
-        for verdict in {m.verdict: None for m in self._all() if process in m.processes}:
-            if verdict is not None:
-                self._write(process, Message("verdict", verdict=verdict))
+        verdicts = {m.verdict: None for m in self._all() if process in m.processes}
+        return [
+            Message("beat", *self.state()),
+            *(Message("value", state=place, value=value) for place, value in mine),
+            *(Message("verdict", verdict=verdict) for verdict in verdicts if verdict is not None),
+        ]
 
-    def _read(self, peer: Peer) -> None:
-        messages = peer.read()
-        process = peer.process
-        if process is not None and peer.answered and self._peers.get(process) is not peer:
-            self._add(peer, process)
-        for message in messages or ():
-            self._take(peer, message)
-        if messages is None:
-            self._lose(peer)
-
-    def _take(self, peer: Peer, message: Message) -> None:
-        process = peer.process
-        if process is None:
-            return
+    def take(self, process: int, message: Message) -> None:
+        """A message has come."""
         match message.kind:
             case "beat":
-                self._heard[process] = (time.monotonic(), message.state, message.busy)
-            case "goodbye":
-                peer.said_goodbye = True
+                self.news.note(process, message.state, message.busy)
             case "value":
                 with self._lock:
                     self._values.setdefault(process, {})[message.state] = message.value
@@ -435,55 +329,18 @@ class Plane:
             case _:
                 pass
 
-    def _drop(self, peer: Peer) -> None:
-        with suppress(KeyError, ValueError):
-            self._selector.unregister(peer.socket)
-        peer.close()
-
-    def _lose(self, peer: Peer) -> None:
-        """A socket has ended: with its process, or alone."""
-        self._drop(peer)
-        process = peer.process
-        if process is None:
-            return
-        self._meeting.unanswered(process)
-        self._calling.discard(process)
-        if self._peers.get(process) is not peer:
-            return
+    def part(self, process: int, *, said_goodbye: bool) -> None:
+        """A process has ended."""
         with self._lock:
-            del self._peers[process]
-            if peer.said_goodbye:
-                self._gone[process] = "has ended"
-                self._arrived.notify_all()
-        if not peer.said_goodbye and not self._closing:
-            now = time.monotonic()
-            self._checks += [(now + seconds, process) for seconds in _CHECKS]
-
-    def _check(self, process: int) -> None:
-        """See whether a process lives whose socket has ended, and connect to it again."""
-        if process in self._peers or process in self._gone or process in self._calling:
-            return
-        if process > self.process:
-            lives = self._meeting.lives(process)  # then it will call
-        elif lives := (peer := self._meeting.call(process)) is not None:
-            self._calling.add(process)
-            self._register(peer)
-        if not lives:
-            self._count_as_lost(process)
-
-    def _count_as_lost(self, process: int) -> None:
-        with self._lock:
-            self._gone[process] = "is lost"
+            self.news.gone[process] = "has ended" if said_goodbye else "is lost"
             self._arrived.notify_all()
-        verdict = Verdict(Cause.LOST, process)
-        self._due.append((time.monotonic() + GRACE_SECONDS, verdict, process))
+        if not said_goodbye:
+            verdict = Verdict(Cause.LOST, process)
+            self._due.append((time.monotonic() + GRACE_SECONDS, verdict, process))
 
     def _pass_on(self) -> None:
         """Conclude what is due, and tell the others of it."""
         now = time.monotonic()
-        for check in [each for each in self._checks if each[0] <= now]:
-            self._checks.remove(check)
-            self._check(check[1])
         due = [each for each in self._due if each[0] <= now]
         self._due = [each for each in self._due if each[0] > now]
         for _, verdict, source in due:
@@ -530,40 +387,3 @@ def _pipe() -> tuple[int, int]:
     os.set_blocking(read, False)
     os.set_blocking(write, False)
     return read, write
-
-
-def _close_all() -> None:
-    """At the end of the program; a process of multiprocessing may end by an error here."""
-    error = sys.exc_info()[1]
-    for plane in list(_planes.values()):
-        if error is not None and not isinstance(error, SystemExit):
-            plane._raised(error)
-        plane.close()
-
-
-def _forked() -> None:
-    """In a process that was forked, such as a loader's: let go of sockets that are its parent's.
-
-    As long as it held them, nobody would notice that its parent has died.
-    """
-    for plane in list(_planes.values()):
-        for peer in plane._peers.values():
-            peer.close()
-        plane._meeting.close()
-
-
-def _excepthook(kind: type[BaseException], error: BaseException, trace: Any) -> None:
-    """Tell the others that an error ends this program, and then do what is done otherwise."""
-    for plane in list(_planes.values()):
-        with suppress(Exception):
-            plane._raised(error)
-    _before(kind, error, trace)
-
-
-_before = sys.excepthook
-sys.excepthook = _excepthook
-atexit.register(_close_all)
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forked)
-# A process of multiprocessing ends without what atexit has.
-Finalize(None, _close_all, exitpriority=100)

@@ -126,6 +126,7 @@ class Ranks:
 
     def __init__(self) -> None:
         self.plane: Any = self
+        self.news = self
         self.watched: tuple[Any, ...] = ()
         self.state: Any = None
         self.wake_fd = os.open(os.devnull, os.O_WRONLY | os.O_NONBLOCK)

@@ -15,8 +15,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
 from taktline.errors import JsonError, LostRankError, StageError, StallError
-from taktline.transport import Channel, gloo
-from taktline.transport import plane as plane_module
+from taktline.transport import Channel, gloo, lifetime
 from taktline.transport.distributed import Distributed
 from taktline.transport.meeting import Meeting, Message, Peer
 from taktline.transport.plane import Member, Plane
@@ -93,13 +92,15 @@ def test_a_process_that_is_gone_without_a_goodbye(planes: list[Plane]) -> None:
 
 def test_a_socket_that_ends_alone_is_replaced(planes: list[Plane]) -> None:
     meet(planes, [0, 1, 2])
-    before = dict(planes[1]._peers)
+    before = dict(planes[1]._peers._peers)
     for peer in before.values():
         peer.socket.shutdown(socket.SHUT_RDWR)
     wait_until(
         lambda: (
-            planes[1]._peers.keys() == before.keys()
-            and not any(planes[1]._peers[process] is peer for process, peer in before.items())
+            planes[1]._peers._peers.keys() == before.keys()
+            and not any(
+                planes[1]._peers._peers[process] is peer for process, peer in before.items()
+            )
         )
     )
     members = meet(planes, [0, 1, 2])
@@ -151,9 +152,12 @@ def test_a_verdict_that_was_concluded_does_not_reach_new_members(planes: list[Pl
 def test_who_holds_up_the_others(planes: list[Plane]) -> None:
     meet(planes, [0, 1, 2])
     now = time.monotonic()
-    planes[0]._heard = {1: (now, "1F0 for 9 seconds: waits", True), 2: (now, "2F0: computes", True)}
+    planes[0].news._heard = {
+        1: (now, "1F0 for 9 seconds: waits", True),
+        2: (now, "2F0: computes", True),
+    }
     assert planes[0].stalled([0, 1, 2], [1], "activations").process == 2
-    planes[0]._heard[1] = (now - 60, "1F0: waits", True)
+    planes[0].news._heard[1] = (now - 60, "1F0: waits", True)
     verdict = planes[0].stalled([0, 1, 2], [2], "activations")
     assert verdict.process == 1
     assert verdict.where == "(rank 0 waits for activations)"
@@ -275,7 +279,7 @@ def test_a_forked_process_does_not_hide_that_its_parent_has_died(
     planes: list[Plane], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (member, _) = meet(planes, [0, 1])
-    monkeypatch.setattr(plane_module, "_planes", {"job": planes[1]})
+    monkeypatch.setattr(lifetime, "planes", {"job": planes[1]})
     child = os.fork()
     if not child:
         time.sleep(SOON)
