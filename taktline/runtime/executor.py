@@ -1,4 +1,4 @@
-"""Runs the flat program of one rank; if something fails, plays the rest for the other ranks."""
+"""Runs the flat program of a process; if something fails, plays the rest for the others."""
 
 from __future__ import annotations
 
@@ -60,12 +60,16 @@ class Fate(Protocol):
 
 
 class Program:
-    """All that one rank does in a step, in order."""
+    """All that one rank does in a step, in order; or all that the ranks of one process do."""
 
     def __init__(
-        self, rank: int, instructions: Sequence[Instruction], sending: Iterable[Sending]
+        self,
+        rank_of: Sequence[int],
+        instructions: Sequence[Instruction],
+        sending: Iterable[Sending] = (),
     ) -> None:
-        self._rank = rank
+        """``rank_of`` tells where each stage lies."""
+        self._rank_of = rank_of
         self._instructions = instructions
         self._run = [instruction.run for instruction in instructions]
         self._sending = list(sending)
@@ -77,6 +81,11 @@ class Program:
         """What is running; None once all of it has run."""
         left = self._instructions[self.position :]
         return left[0] if left else None
+
+    @property
+    def rank(self) -> int | None:
+        """Whose action that is."""
+        return None if self.current is None else self._rank_of[self.current.action.stage]
 
     def run(self, wrap: Wrap | None = None, fate: Fate | None = None) -> Failure | None:
         """Run everything, with something around each instruction; None if it all worked.
@@ -128,7 +137,7 @@ class Program:
     def _told(self, instruction: Instruction, error: Exception) -> StageError:
         action = instruction.action
         told = StageError(
-            rank=self._rank,
+            rank=self._rank_of[action.stage],
             stage=action.stage,
             microbatch=action.microbatch,
             action=str(action),
