@@ -138,7 +138,10 @@ class Batch:
 
     def look(self) -> int:
         """A digest of shapes, types and plain values, on which depends what boundaries see."""
-        leaves, spec = pytree.tree_flatten((self.args, self.kwargs, self.arg_mbs, self.kwarg_mbs))
+        rest = (self.kwargs, self.arg_mbs, self.kwarg_mbs)
+        if not any(rest) and all(type(value) is torch.Tensor for value in self.args):
+            return digest_of(map(_look, self.args))  # the usual case: spare it the pytree
+        leaves, spec = pytree.tree_flatten((self.args, *rest))
         return digest_of([*map(_look, leaves), str(spec)])
 
 

@@ -333,9 +333,10 @@ class Runner:
         error, plan, facts, flags = None, 0, Facts(), []
         try:
             plan = self.runnable.fingerprint
-            check_stages(self._stages, self.runnable.plan)
-            self.replicas.check(self.transport)
-            self._ties.check()
+            if not self._identity.number:
+                check_stages(self._stages, self.runnable.plan)
+                self.replicas.check(self.transport)
+                self._ties.check()
             facts = prepare(self._feed)
             flags = [str(stage.begin()) for stage in self._stages]
         except Exception as raised:

@@ -40,21 +40,20 @@ def run(
     require_one_of("return_outputs", return_outputs, (True, False, "last"), BatchError)
     args, target, options = _on_device(batch, built.ranks.device)
 
-    losses: list[torch.Tensor] = []
-    added: list[torch.Tensor] = []
+    found: list[list[torch.Tensor] | None] = [None if wanted is None else [] for wanted in lists]
     output = verb(
         built.schedule,
         *args,
         target=target,
-        losses=losses,
-        aux_losses=added,
+        losses=found[0],
+        aux_losses=found[1],
         share_losses=True,
         return_outputs=bool(return_outputs),
         **options,
     )
-    for wanted, found in zip(lists, (losses, added), strict=True):
-        if wanted is not None:
-            wanted[:] = found
+    for wanted, filled in zip(lists, found, strict=True):
+        if wanted is not None and filled is not None:
+            wanted[:] = filled
     ranks = built.ranks
     if return_outputs is True:
         output = shared_output(output, ranks, built.plan.placement.rank_of[-1])
