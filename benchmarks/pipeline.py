@@ -1,6 +1,6 @@
 """What `Pipeline` costs in one process: step() over the plain accumulation loop of the same model.
 
-    python benchmarks/pipeline.py                 1, 2 and 4 ranks (about a minute)
+    python benchmarks/pipeline.py                 1, 2 and 4 ranks (about two minutes)
     python benchmarks/pipeline.py --ranks 4 --device cuda
 
 The plain loop runs forward, loss and backward of the whole model for each micro-batch. Both take
@@ -22,22 +22,24 @@ from torch import nn
 
 import taktline as tl
 
-LAYERS, MICROBATCHES, ROWS = 8, 8, 4
+LAYERS, MICROBATCHES = 8, 8
 SCHEDULES = {"1f1b": 1, "interleaved_1f1b": 2, "zbv": 2, "dualpipev": 2}
 """Each schedule, and the stages a rank that it is measured with."""
 
 
 class Size(NamedTuple):
-    """How large the layers are, and how many of them are measured in one go."""
+    """How wide the layers are, the rows of a micro-batch, and how many steps are timed in one go."""
 
     width: int
+    rows: int
     steps: int
 
 
 SIZES = {
-    "cpu": {"tiny": Size(16, 4), "medium": Size(768, 1)},
-    "cuda": {"tiny": Size(64, 4), "medium": Size(8192, 1)},
+    "cpu": {"tiny": Size(16, 4, 4), "medium": Size(768, 32, 1)},
+    "cuda": {"tiny": Size(64, 4, 4), "medium": Size(8192, 1024, 1)},
 }
+CUTS = ("by hand", "by itself")
 
 
 def layers(width: int, device: str) -> nn.Sequential:
@@ -65,7 +67,7 @@ def pipeline(
     stages = [model[first : first + per_stage] for first in range(0, LAYERS, per_stage)]
     pipe = tl.Pipeline(
         stages if cut == "by hand" else model,
-        example=(batch[:ROWS],),
+        example=(batch.tensor_split(MICROBATCHES)[0],),
         schedule=schedule,
         microbatches=MICROBATCHES,
         stages_per_rank=SCHEDULES[schedule],
@@ -97,13 +99,14 @@ def ratio(calls: list[Callable[[], object]], steps: int, rounds: int, device: st
 
 def main(ranks: list[int], sizes: list[str], rounds: int, device: str) -> None:
     """Print a line for each number of ranks and schedule."""
-    print(f"{'ranks':>5}  {'schedule':18}" + "".join(f"{s}, {c:10}" for s in sizes for c in CUTS))
+    heads = [f"{size}, {cut}" for size in sizes for cut in CUTS]
+    print(f"{'ranks':>5}  {'schedule':18}" + "".join(f"{head:20}" for head in heads))
     for count in ranks:
         for schedule in SCHEDULES:
             found = []
             for size in sizes:
-                width, steps = SIZES[device][size]
-                batch = torch.randn(ROWS * MICROBATCHES, width, device=device)
+                width, rows, steps = SIZES[device][size]
+                batch = torch.randn(rows * MICROBATCHES, width, device=device)
                 for cut in CUTS:
                     model = layers(width, device)
                     calls = [
@@ -111,10 +114,8 @@ def main(ranks: list[int], sizes: list[str], rounds: int, device: str) -> None:
                         pipeline(model, batch, cut, schedule, count),
                     ]
                     found.append(ratio(calls, steps, rounds, device))
-            print(f"{count:>5}  {schedule:18}" + "".join(f"{r:<16.2f}" for r in found), flush=True)
+            print(f"{count:>5}  {schedule:18}" + "".join(f"{r:<20.2f}" for r in found), flush=True)
 
-
-CUTS = ("by hand", "by itself")
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -73,19 +73,20 @@ def _code(dtype: torch.dtype) -> int:
     return _DTYPES.index(dtype if dtype in _DTYPES else torch.float64)
 
 
-def _values(losses: Mapping[int, torch.Tensor], count: int) -> list[float]:
+def _values(losses: dict[int, torch.Tensor], count: int) -> list[float]:
     """Losses as numbers with all their digits, 0 where there are none."""
     if not losses:
         return [0.0] * count
-    zero = torch.zeros((), device="cpu")
-    values = [losses.get(m, zero) for m in range(count)]
+    if len(losses) < count:
+        losses = dict.fromkeys(range(count), torch.zeros((), device="cpu")) | losses
+    values = [losses[m] for m in range(count)]
     if len({(value.dtype, value.device) for value in values}) > 1:
         values = [value.to(values[0].device, torch.float64) for value in values]
     # Together, so that a GPU is waited for once.
     return torch.stack(values).double().tolist()
 
 
-def _tensors(values: Mapping[int, float], dtype: torch.dtype | None) -> dict[int, torch.Tensor]:
+def _tensors(values: dict[int, float], dtype: torch.dtype | None) -> dict[int, torch.Tensor]:
     if not values:
         return {}
     together = torch.tensor(list(values.values()), dtype=dtype, device="cpu")

@@ -74,22 +74,24 @@ class RankRandom:
     """
 
     def __init__(self, ranks: int, device: torch.device) -> None:
-        self._generators = [torch.default_generator]
+        generators = [torch.default_generator]
         if device.type == "cuda":
             torch.cuda.init()
             index = torch.cuda.current_device() if device.index is None else device.index
-            self._generators.append(torch.cuda.default_generators[index])
+            generators.append(torch.cuda.default_generators[index])
         self.ranks = ranks
-        # The last one is the caller's.
-        self._states = [self._now()] * (ranks + 1)
+        # Each generator, and where it is for each rank; the last one is the caller's.
+        self._states = [(each, [each.get_state()] * (ranks + 1)) for each in generators]
         self._rank = _CALLER
 
     @contextmanager
     def step(self) -> Iterator[None]:
         """Inside, ranks draw; the caller's generators go on as if nothing had been drawn."""
-        now = self._now()
-        if not all(map(torch.equal, now, self._states[_CALLER])):
-            self._states = [now] * len(self._states)
+        now = [generator.get_state() for generator, _ in self._states]
+        before = [states[_CALLER] for _, states in self._states]
+        if not all(map(torch.equal, now, before)):
+            for (_, states), state in zip(self._states, now, strict=True):
+                states[:] = [state] * len(states)
         try:
             yield
         finally:
@@ -98,9 +100,10 @@ class RankRandom:
     def switch(self, rank: int) -> None:
         """Let a rank draw."""
         # Not only if something was drawn: to find that out takes longer.
-        self._states[self._rank], self._rank = self._now(), rank
-        for generator, state in zip(self._generators, self._states[rank], strict=True):
-            generator.set_state(state)
+        for generator, states in self._states:
+            states[self._rank] = generator.get_state()
+            generator.set_state(states[rank])
+        self._rank = rank
 
     def between(
         self, instructions: Iterable[Instruction], rank_of: Sequence[int]
@@ -118,6 +121,3 @@ class RankRandom:
             run()
 
         return switched
-
-    def _now(self) -> list[torch.Tensor]:
-        return [generator.get_state() for generator in self._generators]
