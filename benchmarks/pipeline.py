@@ -28,7 +28,7 @@ SCHEDULES = {"1f1b": 1, "interleaved_1f1b": 2, "zbv": 2, "dualpipev": 2}
 
 
 class Size(NamedTuple):
-    """How wide the layers are, the rows of a micro-batch, and how many steps are timed in one go."""
+    """How wide layers are, the rows of a micro-batch, and how many steps are timed in one go."""
 
     width: int
     rows: int

@@ -66,7 +66,7 @@ class Program:
         self,
         rank_of: Sequence[int],
         instructions: Sequence[Instruction],
-        sending: Iterable[Sending] = (),
+        sending: Iterable[Sending],
     ) -> None:
         """``rank_of`` tells where each stage lies."""
         self._rank_of = rank_of
@@ -81,11 +81,6 @@ class Program:
         """What is running; None once all of it has run."""
         left = self._instructions[self.position :]
         return left[0] if left else None
-
-    @property
-    def rank(self) -> int | None:
-        """Whose action that is."""
-        return None if self.current is None else self._rank_of[self.current.action.stage]
 
     def run(self, wrap: Wrap | None = None, fate: Fate | None = None) -> Failure | None:
         """Run everything, with something around each instruction; None if it all worked.

@@ -31,7 +31,7 @@ from taktline.runtime.agreement import (
 )
 from taktline.runtime.bind import Binding, Bound, Signatures, bind, channels_of
 from taktline.runtime.digest import digest_of
-from taktline.runtime.executor import Failure
+from taktline.runtime.executor import Failure, Program
 from taktline.runtime.feed import Facts, Feed
 from taktline.runtime.fingerprint import DataWatch
 from taktline.runtime.identity import Identity
@@ -174,10 +174,15 @@ class Runner:
                 raise
             except BaseException as error:  # Ctrl-C, or what nobody has thought of
                 self._leave(error, watch)
-                if len(self.ranks) > 1 and watch.program is not None:
-                    ranks = counted(len(self.ranks), "local rank")
-                    error.add_note(f"on rank {watch.program.rank} of {ranks}")
+                self._note_rank(error, watch.program)
                 raise
+
+    def _note_rank(self, error: BaseException, program: Program | None) -> None:
+        """Say which of several ranks in this process an error comes from."""
+        running = None if program is None else program.current
+        if len(self.ranks) > 1 and running is not None:
+            rank = self.runnable.plan.placement.rank_of[running.action.stage]
+            error.add_note(f"on rank {rank} of {counted(len(self.ranks), 'local rank')}")
 
     def _has_verdict(self) -> bool:
         return isinstance(self.transport, Distributed) and self.transport.verdict is not None
@@ -416,7 +421,7 @@ class Runner:
             channels |= set(channels_of(self.runnable.plan))
         self._channels = sorted(channels)
         self.transport.open(self._channels)
-        self._ties.begin(self.transport)
+        self._ties.begin(self.transport, self.runnable.plan.placement.rank_of)
         self._identity.adopt(everyone[0].number)
 
     def _places(self) -> list[int]:
