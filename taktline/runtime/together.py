@@ -12,10 +12,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import cast
 
 import numpy as np
 import torch
 
+from taktline.errors import DeadlockError
 from taktline.plan import Kind, Plan
 from taktline.plan.deps import needs
 from taktline.plan.rows import Rows
@@ -29,13 +31,22 @@ _CALLER = -1
 
 
 def merged(plan: Plan) -> Rows:
-    """The rows of all ranks in one order, without messages: what is computed is there.
+    """The rows of all ranks in one order, without messages; made once a plan.
 
     >>> from taktline.plan import build, lower
     >>> rows = merged(lower(build("gpipe", ranks=3, microbatches=2)))
     >>> " ".join(map(str, rows.actions()))
     '0F0 1F0 2F0 0F1 1F1 2F1 2B0 1B0 0B0 2B1 1B1 0B1'
     """
+    if "merged" not in plan.known:
+        rows = plan.rows[np.array(_order(plan), np.intp)]
+        rows = rows[~np.isin(rows.kind, _MESSAGES)]
+        plan.known["merged"] = Rows.of(rows.kind, rows.stage, rows.microbatch)
+    return cast(Rows, plan.known["merged"])
+
+
+def _order(plan: Plan) -> list[int]:
+    """All rows, each after what it waits for."""
     waits, rank_of = waits_between_ranks(plan, needs(plan)).tolist(), plan.rank_of_rows().tolist()
     awaited = {source: rank_of[row] for row, source in enumerate(waits) if source >= 0}
     at, ends = plan.offsets[:-1].tolist(), plan.offsets[1:].tolist()
@@ -54,10 +65,14 @@ def merged(plan: Plan) -> Rows:
             if row in awaited:
                 ready += (rank, awaited[row])
                 break
-    # A plan that runs was validated, so no rank waits for ever.
-    rows = plan.rows[np.array(order, np.intp)]
-    rows = rows[~np.isin(rows.kind, _MESSAGES)]
-    return Rows.of(rows.kind, rows.stage, rows.microbatch)
+    if len(order) < len(waits):  # of a plan that was validated, nothing is left
+        stuck = [(rank, row) for rank, row in enumerate(at) if row < ends[rank]]
+        leaf = plan.rows.leaf
+        raise DeadlockError(
+            "no rank can go on"
+            + "".join(f"\n  rank {r}: {leaf(row)} waits for {leaf(waits[row])}" for r, row in stuck)
+        )
+    return order
 
 
 class RankRandom:

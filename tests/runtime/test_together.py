@@ -8,13 +8,14 @@ from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
 import taktline as tl
-from taktline.errors import StageError, TransportError
-from taktline.plan import Kind, Plan, build
+from taktline.errors import DeadlockError, StageError, TransportError
+from taktline.plan import Kind, Plan, build, lower
 from taktline.plan.schedules import names
 from taktline.runtime.plans import Runnable
 from taktline.runtime.together import merged
@@ -67,6 +68,17 @@ def test_one_order_for_all_ranks(name: str, ranks: int) -> None:
     runnable = Runnable(plan)
     for program in (runnable.lowered, runnable.forward_only):
         in_order(program, merged(program))
+
+
+def test_a_plan_that_cannot_go_on() -> None:
+    plan = lower(build("gpipe", ranks=2, microbatches=1))
+    by_rank = [plan.rows_of(rank) for rank in range(2)]
+    backwards = plan.with_rows([by_rank[0][np.arange(len(by_rank[0]))[::-1]], by_rank[1]])
+    with pytest.raises(DeadlockError) as caught:
+        merged(backwards)
+    assert str(caught.value) == (
+        "no rank can go on\n  rank 0: 0B0 waits for 1SEND_B0\n  rank 1: 1F0 waits for 0SEND_F0"
+    )
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
