@@ -341,6 +341,7 @@ class Runner:
             if not self._identity.number:
                 check_stages(self._stages, self.runnable.plan)
                 self.replicas.check(self.transport)
+            if not self._identity.number or self._ties.uses:
                 self._ties.check()
             facts = prepare(self._feed)
             flags = [str(stage.begin()) for stage in self._stages]

@@ -39,7 +39,6 @@ def run(
             require_instance(name, wanted, list, "a list to be filled", BatchError)
     require_one_of("return_outputs", return_outputs, (True, False, "last"), BatchError)
     args, target, options = _on_device(batch, built.ranks.device)
-
     found: list[list[torch.Tensor] | None] = [None if wanted is None else [] for wanted in lists]
     output = verb(
         built.schedule,
