@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Sequence
 from enum import IntEnum
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -166,7 +166,9 @@ class Plan:
 
     def has(self, *kinds: Kind) -> bool:
         """Whether any action is of one of these kinds."""
-        return bool(np.isin(self.rows.kind, kinds).any())
+        if "kinds" not in self.known:
+            self.known["kinds"] = set(np.unique(self.rows.kind).tolist())
+        return not cast(set[int], self.known["kinds"]).isdisjoint(kinds)
 
     def with_rows(self, rows_by_rank: Sequence[Rows], level: Level | None = None) -> Plan:
         """The same plan with other actions."""

@@ -221,6 +221,22 @@ class Call(NamedTuple):
 
 def mismatch(calls: Sequence[Call]) -> str | None:
     """Why these calls cannot be one step; None if they can."""
+    if len(calls) > 1 and (story := _disagreement(calls)):
+        return story
+    batch = max(call.batch for call in calls)
+    for rank, call in enumerate(calls):
+        # Not always equal: a target may have one entry a token.
+        if batch and call.target % batch:
+            return (
+                f"the batch has {counted(batch, 'row')}, but the target on rank {rank} has "
+                f"{call.target}; give arguments and target of one batch, with as many entries for "
+                "each row, or say with target_chunk_spec=… how the target is cut by itself"
+            )
+    return None if len(calls) == 1 else _different_data(calls)
+
+
+def _disagreement(calls: Sequence[Call]) -> str | None:
+    """What the ranks do not say the same of."""
     if story := _differs("value of share_losses", [bool(call.shares) for call in calls]):
         return f"{story}; give every rank the same"
     if story := _differs("use of trace()", [bool(call.traces) for call in calls]):
@@ -232,20 +248,13 @@ def mismatch(calls: Sequence[Call]) -> str | None:
     if len(set(batches.values())) > 1:
         told = ", ".join(f"{size} on rank {rank}" for rank, size in batches.items())
         return f"the batch has different sizes: {told}; give every rank its part of one batch"
-    batch = max(call.batch for call in calls)
-    for rank, call in enumerate(calls):
-        # Not always equal: a target may have one entry a token.
-        if batch and call.target % batch:
-            return (
-                f"the batch has {counted(batch, 'row')}, but the target on rank {rank} has "
-                f"{call.target}; give arguments and target of one batch, with as many entries for "
-                "each row, or say with target_chunk_spec=… how the target is cut by itself"
-            )
-    return _different_data(calls)
+    return None
 
 
 def out_of_step(calls: Sequence[Call]) -> str | None:
     """Why the ranks are not in the same call of the same schedule; None if they are."""
+    if len(calls) == 1:
+        return None
     if len({call.schedule for call in calls}) > 1:
         names = [f"number {call.schedule}" if call.schedule else "a new one" for call in calls]
         return (

@@ -97,7 +97,7 @@ class Batch:
             return None
         size, parts, spec = self.target_size(cutter), cutter.parts(rows), cutter.target_spec
         each = size // rows if rows and size and size % rows == 0 else 1
-        if rows and size and rows % size == 0:
+        if rows > size > 0 and rows % size == 0:
             _require_aligned(rows, size, parts)
         return split_value(self.target, parts, spec=spec, name="target", each=each)
 
@@ -138,7 +138,10 @@ class Batch:
 
     def look(self) -> int:
         """A digest of shapes, types and plain values, on which depends what boundaries see."""
-        leaves, spec = pytree.tree_flatten((self.args, self.kwargs, self.arg_mbs, self.kwarg_mbs))
+        rest = (self.kwargs, self.arg_mbs, self.kwarg_mbs)
+        if not any(rest) and all(type(value) is torch.Tensor for value in self.args):
+            return digest_of(map(_look, self.args))  # the usual case: spare it the pytree
+        leaves, spec = pytree.tree_flatten((self.args, *rest))
         return digest_of([*map(_look, leaves), str(spec)])
 
 

@@ -1,4 +1,4 @@
-"""From a lowered plan, stages and a transport to the program of one rank: all resolved once."""
+"""From a lowered plan, stages and a transport to a program: all resolved once."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from taktline.runtime.executor import Instruction, Program
 from taktline.runtime.feed import Feed
 from taktline.runtime.learning import Inbox, LearningIncoming, LearningOutgoing, Line, Outbox
 from taktline.runtime.ports import Handover, Incoming, Outgoing
+from taktline.runtime.together import RankRandom, merged
 from taktline.runtime.work import Work
 from taktline.stage import PipelineStage
 from taktline.stage.grad_sync import GradSync
@@ -70,6 +71,8 @@ class Binding:
     trains: bool = True
     sends_may_wait: bool = True
     """Whether the plan goes on even where a send waits until its receive is posted."""
+    random: RankRandom | None = None
+    """The random numbers of all ranks, where these run in one thread."""
 
 
 def channels_of(plan: Plan) -> list[Channel]:
@@ -81,19 +84,21 @@ def channels_of(plan: Plan) -> list[Channel]:
 
 
 def bind(binding: Binding, known: Signatures | None) -> Bound:
-    """The program of this rank; without known signatures each message describes itself."""
+    """The program of this process; without known signatures each message describes itself."""
     make = _Learning(binding) if known is None else _Known(binding, known)
     ends = _ends(binding, make)
     works = {index: _work(binding, ends, index, known) for index in binding.stages}
-    rows = binding.plan.rows_of(binding.transport.rank)
-    rank_of = binding.plan.placement.rank_of
+    rank_of, random = binding.plan.placement.rank_of, binding.random
+    # With the random numbers of all ranks, this is to run all of them.
+    rows = binding.plan.rows_of(binding.transport.rank) if random is None else merged(binding.plan)
     instructions = [
-        _instruction(rows.leaf(row), binding.stages, works, ends, rank_of)
+        instruction
         for row in range(len(rows))
+        if (instruction := _instruction(rows.leaf(row), binding.stages, works, ends, rank_of))
     ]
     program = Program(
-        binding.transport.rank,
-        [instruction for instruction in instructions if instruction is not None],
+        rank_of,
+        instructions if random is None else list(random.between(instructions, rank_of)),
         [*ends.activations_out.values(), *ends.gradients_out.values()],
     )
     learned = partial(_learned, ends, binding.plan.microbatches)

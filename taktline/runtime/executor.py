@@ -1,4 +1,4 @@
-"""Runs the flat program of one rank; if something fails, plays the rest for the other ranks."""
+"""Runs the flat program of a process; if something fails, plays the rest for the others."""
 
 from __future__ import annotations
 
@@ -60,12 +60,16 @@ class Fate(Protocol):
 
 
 class Program:
-    """All that one rank does in a step, in order."""
+    """All that one rank does in a step, in order; or all that the ranks of one process do."""
 
     def __init__(
-        self, rank: int, instructions: Sequence[Instruction], sending: Iterable[Sending]
+        self,
+        rank_of: Sequence[int],
+        instructions: Sequence[Instruction],
+        sending: Iterable[Sending],
     ) -> None:
-        self._rank = rank
+        """``rank_of`` tells where each stage lies."""
+        self._rank_of = rank_of
         self._instructions = instructions
         self._run = [instruction.run for instruction in instructions]
         self._sending = list(sending)
@@ -128,7 +132,7 @@ class Program:
     def _told(self, instruction: Instruction, error: Exception) -> StageError:
         action = instruction.action
         told = StageError(
-            rank=self._rank,
+            rank=self._rank_of[action.stage],
             stage=action.stage,
             microbatch=action.microbatch,
             action=str(action),

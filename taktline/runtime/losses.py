@@ -69,8 +69,11 @@ def mean_of(
         return None
     counts = [1.0] * len(losses) if scales is None else scales
     # What does not count is left out: its loss may well be nan.
-    parts = [losses[m].double() * count for m, count in enumerate(counts) if count]
-    return (torch.stack(parts).sum() / sum(counts)).to(losses[0].dtype)
+    counted = {m: count for m, count in enumerate(counts) if count}
+    parts = torch.stack([losses[m] for m in counted]).double()
+    if scales is not None:
+        parts *= torch.tensor(list(counted.values()), dtype=torch.float64, device=parts.device)
+    return (parts.sum() / sum(counts)).to(losses[0].dtype)
 
 
 def by_rows(rows: int, microbatches: int) -> list[float] | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -43,11 +43,9 @@ class Outcome:
             losses = {} if failed else feed.losses
             aux = {} if failed else feed.aux_losses
             numbers += [_code(losses[0].dtype) if losses else _NO_LOSS, int(bool(aux))]
-            scales = torch.tensor(
-                [] if failed else feed.scales or [], dtype=torch.float64, device="cpu"
-            )
-            counts = dict(enumerate(scales))
-            numbers += [*_bits(losses, shares), *_bits(aux, shares), *_bits(counts, shares)]
+            scales = None if failed else feed.scales
+            for values in (_values(losses, shares), _values(aux, shares), scales or [0.0] * shares):
+                numbers += struct.unpack(f"<{shares}q", struct.pack(f"<{shares}d", *values))
         return cls(numbers)
 
     @staticmethod
@@ -67,12 +65,7 @@ class Outcome:
             if has_aux:
                 added = enumerate(values[count : 2 * count])
                 aux = {m: aux.get(m, 0.0) + value for m, value in added}
-        feed.losses = {
-            m: torch.tensor(value, dtype=dtype, device="cpu") for m, value in losses.items()
-        }
-        feed.aux_losses = {
-            m: torch.tensor(value, dtype=dtype, device="cpu") for m, value in aux.items()
-        }
+        feed.losses, feed.aux_losses = _tensors(losses, dtype), _tensors(aux, dtype)
 
 
 def _code(dtype: torch.dtype) -> int:
@@ -80,10 +73,21 @@ def _code(dtype: torch.dtype) -> int:
     return _DTYPES.index(dtype if dtype in _DTYPES else torch.float64)
 
 
-def _bits(losses: Mapping[int, torch.Tensor], count: int) -> tuple[int, ...]:
-    """Numbers with all their digits, where only integers can go."""
-    zero = torch.zeros((), device="cpu")
-    values = [losses.get(m, zero).to(torch.float64) for m in range(count)]
+def _values(losses: dict[int, torch.Tensor], count: int) -> list[float]:
+    """Losses as numbers with all their digits, 0 where there are none."""
+    if not losses:
+        return [0.0] * count
+    if len(losses) < count:
+        losses = dict.fromkeys(range(count), torch.zeros((), device="cpu")) | losses
+    values = [losses[m] for m in range(count)]
+    if len({(value.dtype, value.device) for value in values}) > 1:
+        values = [value.to(values[0].device, torch.float64) for value in values]
     # Together, so that a GPU is waited for once.
-    together = torch.stack([value.to(values[0].device) for value in values])
-    return struct.unpack(f"<{count}q", struct.pack(f"<{count}d", *together.tolist()))
+    return torch.stack(values).double().tolist()
+
+
+def _tensors(values: dict[int, float], dtype: torch.dtype | None) -> dict[int, torch.Tensor]:
+    if not values:
+        return {}
+    together = torch.tensor(list(values.values()), dtype=dtype, device="cpu")
+    return dict(zip(values, together.unbind(), strict=True))

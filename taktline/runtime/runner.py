@@ -1,10 +1,10 @@
-"""One schedule on one rank: agrees with the others, learns what crosses boundaries, runs."""
+"""One schedule in one process: agrees with the others, learns what crosses boundaries, runs."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any, NoReturn
 
 import torch
@@ -19,7 +19,7 @@ from taktline.errors import (
     text_of,
 )
 from taktline.plan import Plan
-from taktline.plan.words import by_rank
+from taktline.plan.words import by_rank, counted
 from taktline.runtime.agreement import (
     Call,
     Introduction,
@@ -31,7 +31,7 @@ from taktline.runtime.agreement import (
 )
 from taktline.runtime.bind import Binding, Bound, Signatures, bind, channels_of
 from taktline.runtime.digest import digest_of
-from taktline.runtime.executor import Failure
+from taktline.runtime.executor import Failure, Program
 from taktline.runtime.feed import Facts, Feed
 from taktline.runtime.fingerprint import DataWatch
 from taktline.runtime.identity import Identity
@@ -40,9 +40,11 @@ from taktline.runtime.plans import Runnable
 from taktline.runtime.recorder import Recorder, watching
 from taktline.runtime.replicas import Replicas
 from taktline.runtime.ties import Ties
+from taktline.runtime.together import RankRandom
 from taktline.runtime.watchdog import STALL_SECONDS, Watch
 from taktline.stage import PipelineStage
 from taktline.transport import Channel, Transport, find
+from taktline.transport.alone import Alone
 from taktline.transport.control import share_error, share_texts
 from taktline.transport.distributed import Distributed
 from taktline.transport.turn import Turn
@@ -61,7 +63,7 @@ _REMEMBERED = 8
 
 
 class Runner:
-    """Runs the steps of one schedule on this rank."""
+    """Runs the steps of one schedule on this rank, or on all ranks if they are in this process."""
 
     def __init__(
         self,
@@ -96,6 +98,8 @@ class Runner:
         """Whether this rank shall end after the step that is running."""
         self.preempted = False
         """Whether any rank was to, at the end of the latest step."""
+        self._random: RankRandom | None = None
+        """Those of all ranks, where they run in this process."""
         self._transport: Transport | None = None
         self._watch: Watch | None = None
         self.stall_after: float | None = STALL_SECONDS
@@ -108,6 +112,18 @@ class Runner:
         self._data = DataWatch()
         # By mode and by what the inputs of all ranks look like; the same on every rank.
         self._known: dict[tuple[int, ...], Signatures | Bound] = {}
+
+    def run_all_ranks(self, count: int) -> None:
+        """Run all ranks of the plan in one thread, where they hand over what they would send."""
+        self._random = RankRandom(count, self.device)
+        self._transport = Alone()
+
+    @property
+    def ranks(self) -> range:
+        """Those that run here."""
+        if self._random is not None:
+            return range(self._random.ranks)
+        return range(self.transport.rank, self.transport.rank + 1)
 
     @property
     def transport(self) -> Transport:
@@ -135,7 +151,7 @@ class Runner:
     def runnable(self) -> Runnable:
         """The plan, for training and for evaluation."""
         if self._runnable is None:
-            self._runnable = Runnable(self._make_plan(self.transport.size))
+            self._runnable = Runnable(self._make_plan(self.transport.size * len(self.ranks)))
         return self._runnable
 
     def run(self, prepare: Prepare, fit: Fit, finish: Finish, *, trains: bool) -> tuple[Any, Feed]:
@@ -158,7 +174,15 @@ class Runner:
                 raise
             except BaseException as error:  # Ctrl-C, or what nobody has thought of
                 self._leave(error, watch)
+                self._note_rank(error, watch.program)
                 raise
+
+    def _note_rank(self, error: BaseException, program: Program | None) -> None:
+        """Say which of several ranks in this process an error comes from."""
+        running = None if program is None else program.current
+        if len(self.ranks) > 1 and running is not None:
+            rank = self.runnable.plan.placement.rank_of[running.action.stage]
+            error.add_note(f"on rank {rank} of {counted(len(self.ranks), 'local rank')}")
 
     def _has_verdict(self) -> bool:
         return isinstance(self.transport, Distributed) and self.transport.verdict is not None
@@ -238,6 +262,7 @@ class Runner:
             torch.set_grad_enabled(trains),
             torch.autograd.set_multithreading_enabled(False),
             self.replicas.step(),
+            nullcontext() if self._random is None else self._random.step(),
             watching(self.recorder, bound, self.transport) as wrap,
         ):
             watch.program = bound.program
@@ -322,9 +347,11 @@ class Runner:
         error, plan, facts, flags = None, 0, Facts(), []
         try:
             plan = self.runnable.fingerprint
-            check_stages(self._stages, self.runnable.plan)
-            self.replicas.check(self.transport)
-            self._ties.check()
+            if not self._identity.number:
+                check_stages(self._stages, self.runnable.plan)
+                self.replicas.check(self.transport)
+            if not self._identity.number or self._ties.uses:
+                self._ties.check()
             facts = prepare(self._feed)
             flags = [str(stage.begin()) for stage in self._stages]
         except Exception as raised:
@@ -377,7 +404,7 @@ class Runner:
             self._microbatches,
             self.runnable.plan.stages,
             [stage.stage_index for stage in self._stages],
-            list(self.runnable.plan.placement.rank_of),
+            self._places(),
             self.runnable.plan.digest(),
             self._loss_fn is not None,
             self._dynamic_shapes,
@@ -403,10 +430,17 @@ class Runner:
         if isinstance(self.transport, Distributed):
             self.transport.entangled = any(rank.entangled for rank in everyone)
         channels = self._ties.meet([rank.uses for rank in everyone])
-        self._channels = sorted(channels.union(channels_of(self.runnable.plan)))
+        if self._random is None:
+            channels |= set(channels_of(self.runnable.plan))
+        self._channels = sorted(channels)
         self.transport.open(self._channels)
-        self._ties.begin(self.transport)
+        self._ties.begin(self.transport, self.runnable.plan.placement.rank_of)
         self._identity.adopt(everyone[0].number)
+
+    def _places(self) -> list[int]:
+        """Which process each stage belongs to."""
+        rank_of = self.runnable.plan.placement.rank_of
+        return [rank // len(self.ranks) for rank in rank_of]
 
     def _bind(self, known: Signatures | None, trains: bool) -> Bound:
         return bind(
@@ -419,6 +453,7 @@ class Runner:
                 self._seed,
                 trains,
                 sends_may_wait=not trains or self.runnable.sends_may_wait,
+                random=self._random,
             ),
             known,
         )

@@ -42,6 +42,7 @@ class Ties:
         """What this rank tells the others."""
         self._holders: list[Holders] = []
         self._transport: Transport = Alone()
+        self._rank_of: Sequence[int] = ()
         self._before: dict[nn.Parameter, torch.Tensor | None] | None = None
         self._depth = 0
 
@@ -70,9 +71,9 @@ class Ties:
         pairs = {(held.owner, other) for held in self._holders for other in held.others}
         return {Channel(*ends, True) for a, b in pairs for ends in ((a, b), (b, a))}
 
-    def begin(self, transport: Transport) -> None:
-        """Give every copy of a weight the values of the first one."""
-        self._transport = transport
+    def begin(self, transport: Transport, rank_of: Sequence[int]) -> None:
+        """Give every copy of a weight the values of the first one; stages lie on these ranks."""
+        self._transport, self._rank_of = transport, rank_of
         with torch.no_grad():
             for held, parameters in self._mine():
                 values = like = local(parameters[0].detach())
@@ -119,7 +120,7 @@ class Ties:
             return failure
         with torch.no_grad():
             for held, parameters in self._mine():
-                adding = _Adding(held, self._rank, failure)
+                adding = _Adding(held, held.stages_of[self._rank][0], self._rank_of, failure)
                 self._add_up(held, parameters, adding)
                 failure = adding.failure
         return failure
@@ -187,10 +188,13 @@ class Ties:
 class _Adding:
     """One weight being added up: what is computed until something fails, and what is said."""
 
-    def __init__(self, held: Holders, rank: int, failure: Failure | None) -> None:
+    def __init__(
+        self, held: Holders, stage: int, rank_of: Sequence[int], failure: Failure | None
+    ) -> None:
         self.failure = failure
         self._held = held
-        self._rank = rank
+        self._stage = stage
+        self._rank_of = rank_of
 
     def attempt(self, compute: Callable[[], T]) -> T | None:
         """What is computed; nothing if that fails, or anything has before."""
@@ -211,12 +215,11 @@ class _Adding:
         return None
 
     def _told(self, raised: Exception) -> StageError:
-        stage = self._held.stages_of[self._rank][0]
         told = StageError(
-            rank=self._rank,
-            stage=stage,
+            rank=self._rank_of[self._stage],
+            stage=self._stage,
             microbatch=None,
-            action=f"gradients of the tied weight {self._held.tie.name_in(stage)}",
+            action=f"gradients of the tied weight {self._held.tie.name_in(self._stage)}",
             reason=f"{type(raised).__name__}: {text_of(raised)}",
         )
         told.__cause__ = raised

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from taktline.errors import ScheduleError
-from taktline.plan import Costs, Plan, Straggler, Timeline, stragglers
+from taktline.plan import Action, Costs, Plan, Straggler, Timeline, stragglers
 from taktline.plan.deps import needs
 from taktline.plan.rows import FloatArray, Rows
 from taktline.runtime.clocks import clock_for
@@ -23,6 +23,7 @@ __all__ = ["Trace", "tracing"]
 
 _MS = 1e6
 """Nanoseconds."""
+_Times: TypeAlias = npt.NDArray[np.int64]
 
 
 class Trace:
@@ -79,6 +80,9 @@ class _Traced(Protocol):
     def transport(self) -> Transport: ...
 
     @property
+    def ranks(self) -> range: ...
+
+    @property
     def device(self) -> torch.device: ...
 
 
@@ -94,17 +98,27 @@ def tracing(runner: _Traced) -> Iterator[Trace]:
     finally:
         runner.recorder = None
     for record in recorder.records:
-        timeline, error = _gather(record, recorder, runner.transport)
+        timeline, error = _gather(record, recorder, runner.transport, runner.ranks)
         trace.timelines.append(timeline)
         # Both of two clocks may be wrong.
         trace.clock_error = max(trace.clock_error, 2 * error / _MS)
 
 
-def _gather(record: Record, recorder: Recorder, transport: Transport) -> tuple[Timeline, int]:
+def _gather(
+    record: Record, recorder: Recorder, transport: Transport, ranks: range
+) -> tuple[Timeline, int]:
     """The timeline of one step, and by how much its clocks may be wrong; all ranks take part."""
     plan = _apart(record.plan)
-    lengths = 3 * np.diff(plan.offsets)
-    mine = _times(record, recorder, plan.rows_of(transport.rank))
+    read = np.array(recorder.clock.read(record.stamps), np.int64).reshape(-1, 3)
+    rank_of = np.array([plan.placement.rank_of[action.stage] for action in record.actions])
+    by_rank = {rank: np.flatnonzero(rank_of == rank) for rank in ranks}
+    mine = np.concatenate(
+        [
+            _times([record.actions[i] for i in at], read[at], plan.rows_of(rank))
+            for rank, at in by_rank.items()
+        ]
+    )
+    lengths = 3 * np.diff(plan.offsets[:: len(ranks)])  # each process runs as many ranks
     room = int(lengths.max())
     padding = [0] * (room - mine.size)
     numbers = [recorder.clock.error, *mine.ravel().tolist(), *padding]
@@ -131,13 +145,12 @@ def _apart(plan: Plan) -> Plan:
     return plan.with_rows(rows, plan.level)
 
 
-def _times(record: Record, recorder: Recorder, rows: Rows) -> npt.NDArray[np.int64]:
+def _times(actions: Sequence[Action], read: _Times, rows: Rows) -> _Times:
     """The three times of each row; one that had nothing to do took no time."""
-    read = np.array(recorder.clock.read(record.stamps), np.int64).reshape(-1, 3)
     times = np.empty((len(rows), 3), np.int64)
     done = 0
     for row in range(len(rows)):
-        if done < len(record.actions) and rows.leaf(row) == record.actions[done]:
+        if done < len(actions) and rows.leaf(row) == actions[done]:
             times[row] = read[done]
             done += 1
         else:

@@ -57,18 +57,17 @@ class Built:
     plan: Plan
     parts: Parts
     table: Table
-    schedules: dict[int, ScheduleFromPlan]
-    """By rank, those of this process."""
+    schedule: ScheduleFromPlan
+    """Runs the ranks of this process."""
     running: Mapping[str, Any]
-    """What the schedules were made with."""
+    """What the schedule was made with."""
 
     def copied(self, memo: dict[int, Any]) -> Built:
         """The same with copies of all modules, where all ranks are in this process."""
         ranks = Ranks(self.ranks.size, device=self.ranks.device)
         parts = copy.deepcopy(self.parts, memo)
         made = _scheduled(ranks, self.plan, parts, self.table, self.running)
-        for rank, schedule in made.schedules.items():
-            schedule.steps = self.schedules[rank].steps
+        made.schedule.steps = self.schedule.steps
         return made
 
     def parameters(self) -> Iterator[tuple[int, str, nn.Parameter]]:
@@ -94,7 +93,7 @@ class Built:
 
 
 def build(model: Model, example: Any, asked: Options) -> Built:
-    """Cut the model, keep and move what belongs here, and make the schedules."""
+    """Cut the model, keep and move what belongs here, and make the schedule."""
     check_choice(asked.data_parallel)
     schedule = opened(asked.schedule)
     ranks = meet(
@@ -125,7 +124,7 @@ def build(model: Model, example: Any, asked: Options) -> Built:
             parts.modules[stage] = _ready(stage, module, ranks, asked)
     seed = None if asked.seed is None else asked.seed + ranks.copy
     built = _scheduled(ranks, plan, parts, table, {**asked.running, "seed": seed})
-    ranks.made.keep_for(*built.schedules.values(), *parts.modules.values())
+    ranks.made.keep_for(built.schedule, *parts.modules.values())
     _require_wrapped(built)
     return built
 
@@ -133,24 +132,18 @@ def build(model: Model, example: Any, asked: Options) -> Built:
 def _scheduled(
     ranks: Ranks, plan: Plan, parts: Parts, table: Table, running: Mapping[str, Any]
 ) -> Built:
-    """With a schedule for each rank of this process."""
-    schedules = {
-        rank: ScheduleFromPlan(
-            [
-                PipelineStage(
-                    parts.modules[stage], stage, plan.stages, ranks.device, group=ranks.group
-                )
-                for stage in plan.placement.stages_of(rank)
-            ],
-            plan,
-            **running,
-        )
+    """With a schedule for the ranks of this process."""
+    stages = [
+        PipelineStage(parts.modules[stage], stage, plan.stages, ranks.device, group=ranks.group)
         for rank in ranks.own
-    }
-    for each in schedules.values():
-        # Keyword arguments are the model's, so every rank is given the same.
-        each._compared = ("args", "kwargs", "target")
-    return Built(ranks, plan, parts, table, schedules, running)
+        for stage in plan.placement.stages_of(rank)
+    ]
+    schedule = ScheduleFromPlan(stages, plan, **running)
+    if len(ranks.own) > 1:
+        schedule._runner.run_all_ranks(ranks.size)
+    # Keyword arguments are the model's, so every rank is given the same.
+    schedule._compared = ("args", "kwargs", "target")
+    return Built(ranks, plan, parts, table, schedule, running)
 
 
 def _ready(stage: int, module: nn.Module, ranks: Ranks, asked: Options) -> nn.Module:
@@ -168,16 +161,15 @@ def _require_wrapped(built: Built) -> None:
     """Raise if copies of a stage would be trained apart from each other."""
     if built.ranks.replicas == 1:
         return
-    for schedule in built.schedules.values():
-        for stage in schedule._stages:
-            trains = any(parameter.requires_grad for parameter in stage.submod.parameters())
-            if trains and stage.grad_sync is None:
-                dims = ", ".join(map(repr, built.ranks.data_dims))
-                raise MismatchError(
-                    f"the mesh has room for {built.ranks.replicas} copies of stage "
-                    f"{stage.stage_index} ({dims}), and nothing averages their gradients; say "
-                    'data_parallel="ddp" or "fsdp", or wrap it in prepare'
-                )
+    for stage in built.schedule._stages:
+        trains = any(parameter.requires_grad for parameter in stage.submod.parameters())
+        if trains and stage.grad_sync is None:
+            dims = ", ".join(map(repr, built.ranks.data_dims))
+            raise MismatchError(
+                f"the mesh has room for {built.ranks.replicas} copies of stage "
+                f"{stage.stage_index} ({dims}), and nothing averages their gradients; say "
+                'data_parallel="ddp" or "fsdp", or wrap it in prepare'
+            )
 
 
 def _device_of(model: Model) -> torch.device | None:

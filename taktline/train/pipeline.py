@@ -37,7 +37,7 @@ from taktline.train.parts import Model
 from taktline.train.preempt import PREEMPTED, Preemption
 from taktline.train.ranks import Ranks
 from taktline.train.report import StragglerReport
-from taktline.train.running import Outputs, evaluating, run, together
+from taktline.train.running import Outputs, evaluating, run
 from taktline.train.scaler import Scaler
 from taktline.train.wrap import Prepare
 from taktline.transport.turn import Turn
@@ -217,16 +217,12 @@ class Pipeline:
     @property
     def stages(self) -> dict[int, nn.Module]:
         """The stages of this process, by their number, as they are run."""
-        return {
-            stage.stage_index: stage.submod
-            for schedule in self.schedules.values()
-            for stage in schedule._stages
-        }
+        return {stage.stage_index: stage.submod for stage in self._built.schedule._stages}
 
     @property
     def schedules(self) -> dict[int, Schedule]:
-        """What runs each rank of this process."""
-        return dict(self._built.schedules)
+        """What runs each rank of this process; if all of them are here, one runs them all."""
+        return dict.fromkeys(self._ranks.own, self._built.schedule)
 
     def step(
         self,
@@ -313,20 +309,20 @@ class Pipeline:
         """
         return SharedLoader(batches, self._ranks)
 
-    def accumulate(self) -> AbstractContextManager[Any]:
+    def accumulate(self) -> AbstractContextManager[None]:
         """Steps inside of ``with pipe.accumulate():`` are reduced together, at its end.
 
         Without it, several steps add up their gradients just as well; what it saves is to average
         them over the copies in each.
         """
-        return together(self._built, Schedule.accumulate)
+        return self._built.schedule.accumulate()
 
     @contextmanager
     def trace(self) -> Iterator[Trace]:
         """Note what runs when inside of the block, on every rank; see :meth:`Schedule.trace`."""
-        with together(self._built, Schedule.trace) as traces:
-            traces[0].work = self._built.table.work
-            yield traces[0]
+        with self._built.schedule.trace() as trace:
+            trace.work = self._built.table.work
+            yield trace
 
     def scaler(self, **options: Any) -> Scaler:
         """A ``torch.amp.GradScaler`` with one verdict for all ranks; takes its options."""
@@ -401,8 +397,7 @@ class Pipeline:
         """
         for transport in self._ranks.transports:
             transport.reconnect()
-        for schedule in self.schedules.values():
-            schedule._runner.restart(schedule.steps)
+        self._built.schedule._runner.restart(self._built.schedule.steps)
 
     def close(self) -> None:
         """Free all but the model: connections to other ranks, and groups that it has made.
@@ -463,16 +458,14 @@ class Pipeline:
     def _listen(self) -> None:
         """Let every step ask whether it is the last."""
         if self._preemption is not None:
-            for schedule in self.schedules.values():
-                schedule._runner.asks_to_stop = self._preemption.heard
+            self._built.schedule._runner.asks_to_stop = self._preemption.heard
 
     def _end_if_preempted(self) -> None:
         """End this process if a signal has reached any rank; all of them are here."""
         preemption, ranks = self._preemption, self._ranks
         if preemption is None or preemption.ending:
             return
-        asked = any(schedule._runner.preempted for schedule in self.schedules.values())
-        if ranks.beside(asked, "whether to end"):
+        if ranks.beside(self._built.schedule._runner.preempted, "whether to end"):
             preemption.end(self, lambda: ranks.anywhere(True, "the end of on_preempt"))
 
     def _require_backward(self) -> None:

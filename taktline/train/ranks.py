@@ -5,10 +5,9 @@ from __future__ import annotations
 import atexit
 import math
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -23,11 +22,9 @@ from taktline.transport import Transport, find
 from taktline.transport.alone import Alone
 from taktline.transport.control import share_floats
 from taktline.transport.distributed import Distributed, timeout_of
-from taktline.transport.local import LocalRanks
+from taktline.transport.local import refuse_inside
 
 __all__ = ["Ranks", "meet"]
-
-T = TypeVar("T")
 
 PIPELINE = "pp"
 _DATA = ("dp", "ddp", "fsdp")
@@ -35,10 +32,10 @@ _DATA = ("dp", "ddp", "fsdp")
 
 
 class Ranks:
-    """How many ranks there are, which of them live in this process, and how to run these.
+    """How many ranks there are, and which of them live in this process.
 
-    >>> Ranks(2, device=torch.device("cpu")).each(lambda rank: rank + 1)
-    [1, 2]
+    >>> print(Ranks(2, device=torch.device("cpu")))
+    2 ranks (in one process)
     """
 
     def __init__(
@@ -56,7 +53,6 @@ class Ranks:
         self.group = group
         self.mesh = mesh
         self.made = made or Groups()
-        self._local = LocalRanks(size) if group is None and size > 1 else None
         self.own = tuple(range(size)) if group is None else (group.rank(),)
         """The ranks in this process."""
         names = () if mesh is None else mesh.mesh_dim_names or ()
@@ -88,12 +84,6 @@ class Ranks:
     def in_one_process(self) -> bool:
         """Whether all ranks live in this process."""
         return len(self.own) == self.size
-
-    def each(self, run: Callable[[int], T]) -> list[T]:
-        """Call a function on each rank of this process."""
-        if self._local is not None:
-            return self._local.run(run)
-        return [run(rank) for rank in self.own]
 
     @property
     def transports(self) -> list[Distributed]:
@@ -169,7 +159,10 @@ def meet(
                 f"data_parallel={data_parallel!r} needs several processes, and this is the only "
                 "one; start more with torchrun, or leave it out"
             )
-        return Ranks(ranks or default, device=device or torch.device("cpu"))
+        found = Ranks(ranks or default, device=device or torch.device("cpu"))
+        if found.size > 1:
+            refuse_inside()
+        return found
     device = device or _device(mesh)
     if device.type != "cpu" and device.index is not None:
         torch.get_device_module(device).set_device(device)

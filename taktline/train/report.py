@@ -8,9 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from taktline.plan import Timeline, stragglers
-from taktline.runtime.schedule import Schedule
 from taktline.train.build import Built
-from taktline.train.running import together
 
 __all__ = ["StragglerReport"]
 
@@ -29,15 +27,14 @@ class StragglerReport:
     @contextmanager
     def step(self, built: Built) -> Iterator[None]:
         """Around a training step; all ranks take part."""
-        schedules = built.schedules.values()
-        number = max(schedule.steps for schedule in schedules)
-        traced = any(schedule._runner.recorder is not None for schedule in schedules)
+        number = built.schedule.steps
+        traced = built.schedule._runner.recorder is not None
         if traced or (number + 1) % self.every:
             yield
             return
-        with together(built, Schedule.trace) as traces:
+        with built.schedule.trace() as trace:
             yield
-        self._timelines.extend(traces[0].timelines)
+        self._timelines.extend(trace.timelines)
         if 0 in built.ranks.own:
             self._tell(built, number)
 

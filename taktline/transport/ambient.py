@@ -38,17 +38,13 @@ class Random:
         torch.set_rng_state(self.on_cpu)
         torch.cuda.set_rng_state_all(self.on_cuda)
 
-    def equals(self, other: Random) -> bool:
-        """Whether the next numbers are the same."""
-        mine, others = (self.on_cpu, *self.on_cuda), (other.on_cpu, *other.on_cuda)
-        return len(mine) == len(others) and all(map(torch.equal, mine, others))
-
 
 class Ambient:
     """What the caller's thread has set, to be set in another one.
 
     Modes of gradients, inference and autocast, the stream, hooks on saved tensors, modes that see
-    functions and operations (``torch.device`` blocks, ``FlopCounterMode``), context variables.
+    functions and operations (``torch.device`` blocks, ``FlopCounterMode``), context variables, the
+    number of threads to compute with, and where random numbers begin.
 
     >>> with torch.no_grad():
     ...     ambient = Ambient()
@@ -57,7 +53,9 @@ class Ambient:
     """
 
     def __init__(self) -> None:
+        self.random = Random.now()
         self._context = copy_context()
+        self._threads = torch.get_num_threads()
         self._inference = torch.is_inference_mode_enabled()
         self._grad = torch.is_grad_enabled()
         self._casts = [
@@ -76,6 +74,9 @@ class Ambient:
         return self._context.copy().run(self._run, fn, *args)
 
     def _run(self, fn: Callable[..., T], *args: Any) -> T:
+        # Asked for before anything runs: in a thread where nobody has, some kernels take them all.
+        if torch.get_num_threads() != self._threads:
+            torch.set_num_threads(self._threads)
         if self._stream is not None:
             torch.cuda.set_stream(self._stream)
         with ExitStack() as stack:
@@ -128,7 +129,8 @@ class _Modes:
         try:
             yield
         finally:
-            for _ in self._functions:
+            # All of them: what was entered inside and not left must not stay for the next run.
+            for _ in overrides._get_current_function_mode_stack():
                 overrides._pop_mode()
-            for mode in reversed(self._operations):
+            for mode in reversed(_python_dispatch._get_current_dispatch_mode_stack()):
                 _python_dispatch._pop_mode(getattr(mode, "_mode_key", None))

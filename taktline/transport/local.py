@@ -1,4 +1,4 @@
-"""All ranks in one process: for debugging, tests, notebooks, and several ranks on one GPU.
+"""Programs that are written per rank, with all ranks in one process: for debugging and tests.
 
 Each rank has a thread of its own, and the threads pass a baton. Exactly one runs at any time, and
 it gives the baton away only where it waits for another rank, or where it ends. So every run is the
@@ -25,12 +25,12 @@ import torch
 from taktline.checks import require_callable, require_flag, require_whole
 from taktline.errors import DeadlockError, TransportError
 from taktline.plan.words import counted
+from taktline.transport import threads
 from taktline.transport.ambient import Ambient, Random
 from taktline.transport.base import Channel, Handle, Post
 from taktline.transport.frames import Frame, agreed
-from taktline.transport.turn import Turn
 
-__all__ = ["LocalRanks", "LocalTransport", "current", "run"]
+__all__ = ["LocalTransport", "current", "refuse_inside", "run"]
 
 MOST_RANKS = 1024
 """Of one process: each has a thread."""
@@ -53,7 +53,7 @@ def run(fn: Callable[[int, *Args], T], ranks: int, *args: *Args, strict: bool = 
     [[[0, 0], [1, 10]], [[0, 0], [1, 10]]]
     """
     require_callable("fn", fn)
-    return LocalRanks(ranks, strict=strict).run(lambda rank: fn(rank, *args))
+    return _World(ranks, strict=strict).run(lambda rank: fn(rank, *args))
 
 
 def current() -> LocalTransport | None:
@@ -65,6 +65,12 @@ def current() -> LocalTransport | None:
     return getattr(_thread, "transport", None)
 
 
+def refuse_inside() -> None:
+    """Raise if this is a local rank: it cannot have local ranks of its own."""
+    if (here := current()) is not None:
+        raise TransportError(f"rank {here.rank} is a local rank and cannot run local ranks itself")
+
+
 class LocalTransport:
     """What a local rank talks through; :func:`current` gives it.
 
@@ -72,17 +78,12 @@ class LocalTransport:
     [[0], [1], [4]]
     """
 
-    def __init__(self, world: LocalRanks, rank: int, size: int) -> None:
-        self.rank, self.size = rank, size
+    def __init__(self, world: _World, rank: int, size: int, random: Random) -> None:
+        self.rank, self.size, self.random = rank, size, random
         self._world = world
         self._opened: set[Channel] = set()
         self._turn = threading.Lock()
         self._turn.acquire()
-        self.random = Random.now()
-        self.await_turn()
-
-    def await_turn(self) -> None:
-        """Be ready to begin."""
         # Before a rank begins, it awaits what is done already; while it runs or has ended, nothing.
         self._awaited: _Exchange | _Message | None = _Exchange(0)
         self._deadlock: str | None = None
@@ -172,84 +173,54 @@ class LocalTransport:
             if not world.errors:
                 error.add_note(f"on rank {self.rank} of {counted(self.size, 'local rank')}")
                 world.errors.append(error)
-        self.random = Random.now()
-        world.pass_on(self.rank)
+        _thread.transport = None
 
     def __str__(self) -> str:
         doing = self._end if self._awaited is None else f"waits {self._awaited}"
         return f"rank {self.rank} {doing}"
 
 
-class LocalRanks:
-    """Local ranks that live on, for things that are run again and again.
-
-    What a rank has opened or remembers of its transport is there in the next run. Random numbers go
-    on where each rank was; once the caller has drawn or seeded, all begin where the caller is.
-
-    >>> ranks = LocalRanks(2)
-    >>> ranks.run(lambda rank: current().exchange([rank]))
-    [[[0], [1]], [[0], [1]]]
-    >>> ranks.run(lambda rank: rank)
-    [0, 1]
-    """
+class _World:
+    """The ranks of one run, and what is under way between them."""
 
     # Only the rank with the baton touches what follows, so it needs no lock.
-    def __init__(self, size: int, *, strict: bool = False) -> None:
+    def __init__(self, size: int, *, strict: bool) -> None:
         size = require_whole("ranks", size, least=1, error=TransportError)
         if size > MOST_RANKS:
             raise TransportError(f"{MOST_RANKS:,} ranks are the most that run in one process")
         require_flag("strict", strict)
+        refuse_inside()
         self.strict = strict
-        self.ranks = [LocalTransport(self, rank, size) for rank in range(size)]
+        self.ambient = Ambient()
         # The caller's thread has the baton before the ranks have it, and after them.
-        self.caller = self.holder = LocalTransport(self, -1, size)
+        self.caller, *self.ranks = (
+            LocalTransport(self, rank, size, self.ambient.random) for rank in range(-1, size)
+        )
+        self.holder = self.caller
+        self.exchange = _Exchange(size)
         self.posted: defaultdict[tuple[Channel, str], deque[_Message]] = defaultdict(deque)
         self.errors: list[BaseException] = []
         self.interrupts: list[BaseException] = []
-        self._running = Turn("this set of local ranks")
-        self._begin()
-
-    def _begin(self) -> None:
-        """Let every rank be ready to begin, with what the caller's thread has set."""
-        if (here := current()) is not None:
-            raise TransportError(
-                f"rank {here.rank} is a local rank and cannot run local ranks itself"
-            )
-        self.ambient = Ambient()
-        self.exchange = _Exchange(len(self.ranks))
-        now = Random.now()
-        if not now.equals(self.caller.random):
-            for rank in (self.caller, *self.ranks):
-                rank.random = now
-        for rank in self.ranks:
-            rank.await_turn()
 
     def run(self, fn: Callable[[int], Any]) -> list[Any]:
-        """Call a function on each rank, and leave no thread behind, whatever happens."""
-        with self._running:
-            return self._run(fn)
-
-    def _run(self, fn: Callable[[int], Any]) -> list[Any]:
-        self._begin()
+        """Call a function on each rank, once; all of them have ended after it."""
         results: list[Any] = [None] * len(self.ranks)
-        threads = [threading.Thread(target=rank._live, args=(fn, results)) for rank in self.ranks]
+        started = 0
         try:
-            for thread in threads:
-                thread.start()
+            for rank in self.ranks:
+                threads.start(partial(rank._live, fn, results), partial(self.pass_on, rank.rank))
+                started += 1
         except BaseException as error:
             self.interrupts.append(error)
-            for rank in self.ranks[sum(thread.is_alive() for thread in threads) :]:
+            for rank in self.ranks[started:]:
                 rank._awaited = None
         self.pass_on(self.caller.rank)
-        # Not join: in CPython 3.11 a thread counts as ended once Ctrl-C has interrupted that.
         while self.holder is not self.caller:
             try:
                 self.caller._turn.acquire()
             except BaseException as error:
                 self.interrupts.append(error)
-        for thread in filter(threading.Thread.is_alive, threads):
-            thread.join()
-        self.caller.random.restore()
+        self.ambient.random.restore()
         # The ranks hold each other for a while; nobody's tensors should stay as long.
         self.posted.clear()
         raised = [*self.interrupts, *self.errors]

@@ -50,5 +50,5 @@ class Turn:
         )
 
 
-# In the context rather than by thread: local ranks run in threads of their own.
+# In the context rather than by thread: the ranks of local.run have threads of their own.
 _inside: ContextVar[tuple[Turn, ...]] = ContextVar("inside", default=())

@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from taktline.errors import MismatchError
 from taktline.meta import as_arguments
 from taktline.stage import PipelineStage
+from taktline.stage.stage import _parameters
 
 CPU = torch.device("cpu")
 Gradients = list[Tensor | None]
@@ -584,3 +585,24 @@ def test_a_cleared_stage_has_forgotten_every_microbatch() -> None:
     stage.keep(1, *example.forward(stage.submod, 1))
     assert_same(stage.backward(1, example.gradients[1]), inputs[1])
     assert_same(weights(stage), parameters)
+
+
+def test_the_parameters_that_a_step_looks_at() -> None:
+    shared, outer = nn.Linear(2, 2, bias=False), nn.Sequential(nn.BatchNorm1d(2))
+    module = nn.Sequential(
+        shared, nn.ModuleList([shared, outer]), nn.ParameterList([torch.ones(1)])
+    )
+    module.register_parameter("none", None)
+    module.tied = shared.weight
+    module.add_module("nothing", None)
+    stage = stage_of(module)
+    for _ in range(2):
+        expected = {id(parameter) for parameter in module.parameters()}
+        found = _parameters(module)
+        assert {id(parameter) for parameter in found} == expected
+        assert len(found) == len(expected)
+        before = stage.begin()
+        shared.weight.requires_grad_(False)
+        assert stage.begin() != before
+        shared.weight = nn.Parameter(torch.zeros(2, 2))  # what is put there later counts, too
+        outer.append(nn.Linear(2, 2))

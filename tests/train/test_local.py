@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +13,8 @@ from torch import nn
 import taktline as tl
 from taktline.errors import TransportError
 from taktline.plan import write
-from taktline.runtime.schedule import Schedule
 from taktline.train import ranks
 from taktline.train.measure import Needs, measure
-from taktline.train.running import together
 from tests.train.models import CUTS, LM, PARTS, Record, batches, loss_fn, plain, train
 
 TOKENS, TARGET = batches(1)[0]
@@ -260,31 +256,6 @@ def test_a_trace() -> None:
     with pipe.trace() as trace:
         pipe.step(TOKENS, target=TARGET)
     assert trace.timeline.plan.ranks == 2
-
-
-def test_blocks_of_ranks_are_left_if_one_cannot_be_entered() -> None:
-    events: list[str] = []
-
-    @contextmanager
-    def block(schedule: Schedule) -> Iterator[None]:
-        stage = schedule._stages[0].stage_index
-        if stage == 1:
-            raise RuntimeError("no room for stage 1")
-        events.append(f"enter {stage}")
-        try:
-            yield
-        except RuntimeError as error:
-            events.append(f"leave {stage}: {error}")
-            raise
-
-    pipe = pipeline(ranks=4, cuts=CUTS[4])
-    with pytest.raises(RuntimeError, match="no room"), together(pipe._built, block):
-        events.append("inside")
-    entered = [event for event in events if event.startswith("enter")]
-    assert entered
-    assert sorted(events) == sorted(
-        [*entered, *(f"{e.replace('enter', 'leave')}: no room for stage 1" for e in entered)]
-    )
 
 
 def test_a_step_that_fails_can_be_followed_by_another() -> None:

@@ -3,28 +3,24 @@
 from __future__ import annotations
 
 import gc
+import os
 import signal
 import sys
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from taktline.errors import DeadlockError, TransportError
+from taktline.transport import threads
 from taktline.transport.base import Channel, Handle, Transport
-from taktline.transport.local import LocalRanks, LocalTransport, current, run
+from taktline.transport.local import LocalTransport, current, run
 
 cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
-
-
-@pytest.fixture(autouse=True)
-def no_thread_is_left() -> Iterator[None]:
-    before = threading.active_count()
-    yield
-    assert threading.active_count() == before
 
 
 def here() -> LocalTransport:
@@ -465,6 +461,7 @@ def test_a_thread_that_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
             raise RuntimeError("can't start new thread")
         start(thread)
 
+    monkeypatch.setattr(threads, "_idle", [])
     before = threading.active_count()
     monkeypatch.setattr(threading.Thread, "start", limited)
     with pytest.raises(RuntimeError, match="can't start new thread"):
@@ -537,39 +534,71 @@ def test_ranks_begin_on_the_stream_of_the_caller() -> None:
         assert run(lambda rank: torch.cuda.current_stream(), 2) == [mine, mine]
 
 
-def test_ranks_that_live_on_keep_their_channels() -> None:
-    ranks, there = LocalRanks(2), Channel(0, 1, False)
-
-    def send_once(rank: int) -> list[int]:
-        buffer = torch.full((4,), rank, dtype=torch.uint8)
-        (here().receiver if rank else here().sender)(there)(buffer).wait()
-        return buffer.tolist()
-
-    ranks.run(lambda rank: here().open([there]))
-    for _ in range(2):
-        assert ranks.run(send_once)[1] == [0] * 4
+def test_threads_last_from_one_run_to_the_next() -> None:
+    first, second = (set(run(lambda rank: threading.get_ident(), 3)) for _ in range(2))
+    assert first == second
+    assert current() is None
 
 
-def test_ranks_that_live_on_survive_an_error() -> None:
-    ranks = LocalRanks(2)
-
-    def fail(rank: int) -> None:
-        if rank:
-            raise KeyError("no")
-        here().exchange([0])
-
-    with pytest.raises(KeyError):
-        ranks.run(fail)
-    assert ranks.run(lambda rank: here().exchange([rank])) == [[[0], [1]]] * 2
+def test_threads_that_nobody_needs_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threads, "_idle", [])
+    monkeypatch.setattr(threads, "_IDLE_SECONDS", 0.01)
+    mine = run(lambda rank: threading.current_thread(), 3)
+    for thread in mine:
+        thread.join(timeout=60)
+        assert not thread.is_alive()
+    assert threads._idle == []
+    assert run(lambda rank: rank, 2) == [0, 1]
 
 
-def test_random_numbers_of_ranks_that_live_on() -> None:
-    ranks = LocalRanks(2)
-    torch.manual_seed(0)
-    drawn = [ranks.run(lambda rank: torch.rand(()).item() if rank else 0.0)[1] for _ in range(2)]
-    assert drawn == [torch.rand(()).item() for _ in range(2)]
-    # The caller has drawn, so all begin where it is.
-    assert ranks.run(lambda rank: torch.rand(()).item()) == [torch.rand(()).item()] * 2
+def test_a_forked_process_has_threads_of_its_own() -> None:
+    run(lambda rank: rank, 2)
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if run(lambda rank: rank, 2) == [0, 1] else 1)
+    for _ in range(6000):
+        ended, status = os.waitpid(child, os.WNOHANG)
+        if ended:
+            break
+        time.sleep(0.01)
+    else:
+        os.kill(child, signal.SIGKILL)
+        ended, status = os.waitpid(child, 0)
+    assert status == 0
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/task"), reason="needs Linux")
+def test_kernels_start_no_more_threads_than_the_caller_allows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In a new thread, oneDNN's gelu started a team of all cores, whatever was set."""
+    x, before = torch.randn(64, 4096), torch.get_num_threads()
+    monkeypatch.setattr(threads, "_idle", [])
+
+    def started(rank: int) -> int:
+        there = len(os.listdir("/proc/self/task"))
+        torch.nn.functional.gelu(x)
+        return len(os.listdir("/proc/self/task")) - there
+
+    try:
+        torch.set_num_threads(1)
+        assert run(started, 1) == [0]
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_what_a_rank_has_entered_and_not_left_is_not_there_in_the_next_run() -> None:
+    class Named(TorchFunctionMode):
+        def __torch_function__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> object:
+            return func(*args, **(kwargs or {}))
+
+    run(lambda rank: Named().__enter__() and None, 2)
+    with Named() as outer:
+        run(lambda rank: Named().__enter__() and None, 2)
+        assert run(lambda rank: _get_current_function_mode_stack(), 2) == [[outer]] * 2
+    assert run(lambda rank: _get_current_function_mode_stack(), 2) == [[], []]
 
 
 def test_local_ranks_see_the_autocast_of_their_caller() -> None:

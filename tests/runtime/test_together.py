@@ -1,0 +1,240 @@
+"""All ranks of a plan in one thread: their order, what is handed over, and what a user sees."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import taktline as tl
+from taktline.errors import DeadlockError, StageError, TransportError
+from taktline.plan import Kind, Plan, build, lower
+from taktline.plan.schedules import names
+from taktline.runtime.plans import Runnable
+from taktline.runtime.together import merged
+from taktline.stage.ties import declare
+
+X, Y = torch.ones(8, 4), torch.zeros(8, 4)
+
+
+def pipeline(*stages: nn.Module, **options: Any) -> tl.Pipeline:
+    """A stage on each rank."""
+    usual = {"microbatches": 4, "loss_fn": nn.functional.mse_loss, "ranks": len(stages)}
+    return tl.Pipeline(list(stages), **(usual | options))
+
+
+class Watched(nn.Linear):
+    """Calls something with its input and output."""
+
+    def __init__(self, seen: Callable[[Tensor, Tensor], None]) -> None:
+        super().__init__(4, 4)
+        self.seen = seen
+
+    def forward(self, input: Tensor) -> Tensor:
+        output = super().forward(input)
+        self.seen(input, output)
+        return output
+
+
+def in_order(plan: Plan, rows: Any) -> None:
+    """Fail unless everything is computed once, after what it needs, each rank in its own order."""
+    messages = (Kind.SEND_F, Kind.RECV_F, Kind.SEND_B, Kind.RECV_B)
+    actions = [rows.leaf(row) for row in range(len(rows))]
+    at = {action: number for number, action in enumerate(actions)}
+    for rank in range(plan.ranks):
+        own = plan.rows_of(rank)
+        expected = [own.leaf(row) for row in range(len(own))]
+        found = [a for a in actions if plan.placement.rank_of[a.stage] == rank]
+        assert found == [a for a in expected if a.kind not in messages]
+    for action, number in at.items():
+        if action.kind == Kind.F and action.stage > 0:
+            assert at[tl.Action(action.stage - 1, Kind.F, action.microbatch)] < number
+        if action.kind in (Kind.B, Kind.I) and action.stage + 1 < plan.stages:
+            later = [tl.Action(action.stage + 1, k, action.microbatch) for k in (Kind.B, Kind.I)]
+            assert any(at.get(each, number) < number for each in later)
+
+
+@pytest.mark.parametrize("name", names())
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_one_order_for_all_ranks(name: str, ranks: int) -> None:
+    plan = build(name, ranks=ranks, microbatches=2 * ranks)
+    runnable = Runnable(plan)
+    for program in (runnable.lowered, runnable.forward_only):
+        in_order(program, merged(program))
+
+
+def test_a_plan_that_cannot_go_on() -> None:
+    plan = lower(build("gpipe", ranks=2, microbatches=1))
+    by_rank = [plan.rows_of(rank) for rank in range(2)]
+    backwards = plan.with_rows([by_rank[0][np.arange(len(by_rank[0]))[::-1]], by_rank[1]])
+    with pytest.raises(DeadlockError) as caught:
+        merged(backwards)
+    assert str(caught.value) == (
+        "no rank can go on\n  rank 0: 0B0 waits for 1SEND_B0\n  rank 1: 1F0 waits for 0SEND_F0"
+    )
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
+def test_every_rank_runs_in_the_callers_thread(schedule: str) -> None:
+    seen: set[tuple[int, int]] = set()
+    stages = [
+        Watched(lambda *_: seen.add((threading.get_ident(), threading.active_count())))
+        for _ in range(4)
+    ]
+    pipe = pipeline(*stages, schedule=schedule, ranks=4 if schedule == "1f1b" else 2)
+    here = {(threading.get_ident(), threading.active_count())}
+    for _ in range(2):
+        pipe.step(X, target=Y)
+        pipe.eval(X)
+    assert seen == here
+
+
+def test_what_a_rank_is_sent_is_the_tensor_itself() -> None:
+    given: list[int] = []
+    taken: list[int] = []
+    stages = [
+        Watched(lambda _, y: given.append(y.data_ptr())),
+        Watched(lambda x, _: taken.append(x.data_ptr())),
+    ]
+    pipe = pipeline(*stages)
+    for _ in range(2):
+        pipe.step(X, target=Y)
+    assert given == taken
+
+
+@pytest.mark.parametrize("microbatches", [4, 32])
+def test_no_rank_runs_ahead_in_an_evaluation(microbatches: int) -> None:
+    alive: list[weakref.ref[torch.UntypedStorage]] = []
+    most = 0
+
+    def seen(_: Tensor, output: Tensor) -> None:
+        nonlocal most
+        alive.append(weakref.ref(output.untyped_storage()))
+        most = max(most, sum(each() is not None for each in alive))
+
+    pipe = pipeline(*[Watched(seen) for _ in range(4)], microbatches=microbatches)
+    pipe.eval(torch.ones(32, 4), target=torch.zeros(32, 4))
+    assert most <= 3
+
+
+class Draws(nn.Linear):
+    """Notes a random number in each forward."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.drawn: list[float] = []
+
+    def forward(self, input: Tensor) -> Tensor:
+        self.drawn.append(torch.rand(()).item())
+        return super().forward(input)
+
+
+def test_each_rank_draws_what_it_would_alone() -> None:
+    stages = [Draws() for _ in range(3)]
+    pipe = pipeline(*stages)
+    torch.manual_seed(3)
+    before = torch.get_rng_state()
+    pipe.step(X, target=Y)
+    pipe.step(X, target=Y)
+    assert torch.equal(torch.get_rng_state(), before)
+    alone = [torch.rand(()).item() for _ in range(8)]
+    assert [stage.drawn for stage in stages] == [alone] * 3
+    # The caller has drawn, so all begin where it is.
+    pipe.step(X, target=Y)
+    assert [stage.drawn[8:] for stage in stages] == [[torch.rand(()).item() for _ in range(4)]] * 3
+
+
+def test_random_numbers_after_an_error() -> None:
+    stages = [Draws(), Watched(lambda x, _: x.fail)]  # pyright: ignore
+    pipe, before = pipeline(*stages), torch.get_rng_state()
+    with pytest.raises(StageError):
+        pipe.step(X, target=Y)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("rank", range(3))
+def test_an_error_names_its_rank(rank: int) -> None:
+    stages = [Watched(lambda *_: None) for _ in range(3)]
+    pipe = pipeline(*stages)
+    expected = pipe.step(X, target=Y)
+
+    def fail(*_: object) -> None:
+        raise ValueError("on purpose")
+
+    stages[rank].seen = fail
+    with pytest.raises(StageError) as caught:
+        pipe.step(X, target=Y)
+    assert str(caught.value).startswith(f"rank {rank}, stage {rank}, micro-batch 0")
+    assert "ValueError: on purpose" in str(caught.value)
+    stages[rank].seen = lambda *_: None
+    assert pipe.step(X, target=Y) == expected
+
+
+def test_ctrl_c_in_a_rank() -> None:
+    stages = [Watched(lambda *_: None) for _ in range(3)]
+    pipe = pipeline(*stages)
+    expected = pipe.step(X, target=Y)
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    stages[1].seen = interrupt
+    with pytest.raises(KeyboardInterrupt) as caught:
+        pipe.step(X, target=Y)
+    assert caught.value.__notes__ == ["on rank 1 of 3 local ranks"]
+    stages[1].seen = lambda *_: None
+    assert pipe.step(X, target=Y) == expected
+
+
+class Scaled(nn.Module):
+    """Its input times a weight."""
+
+    def __init__(self, value: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor(value))
+
+    def forward(self, input: Tensor) -> Tensor:
+        return input * self.weight
+
+
+def test_tied_weights_of_several_ranks() -> None:
+    first, last = Scaled(2.0), Scaled(5.0)
+    uses = {0: "weight", 2: "weight"}
+    stages = [first, nn.Linear(4, 4), last]
+    for index in uses:
+        declare(stages[index], [tl.Tie(uses)])
+    pipe = tl.Pipeline(
+        dict(enumerate(stages)), microbatches=4, loss_fn=nn.functional.mse_loss, ranks=3
+    )
+    pipe.step(X, target=Y)
+    assert last.weight == first.weight == 2.0
+    weight = torch.tensor(2.0, requires_grad=True)
+    nn.functional.mse_loss(stages[1](X * weight) * weight, Y).backward()
+    for copy in (first, last):
+        torch.testing.assert_close(copy.weight.grad, weight.grad)
+
+
+def test_a_trace_has_every_rank() -> None:
+    pipe = pipeline(*[nn.Linear(4, 4) for _ in range(4)], schedule="zbv", ranks=2)
+    with pipe.trace() as trace:
+        pipe.step(X, target=Y)
+        pipe.eval(X)
+    for timeline in trace.timelines:
+        assert timeline.plan.ranks == 2
+        computes = timeline.plan.rows.kind <= Kind.W
+        spans = sorted(zip(timeline.start[computes], timeline.end[computes], strict=True))
+        # One thread: nothing runs beside anything else.
+        assert all(end <= start for (_, end), (start, _) in pairwise(spans))
+    assert trace.clock_error == 0
+
+
+def test_a_local_rank_has_no_local_ranks() -> None:
+    with pytest.raises(TransportError, match=r"^rank 0 is a local rank and cannot run local"):
+        tl.local.run(lambda rank: pipeline(nn.Linear(4, 4), nn.Linear(4, 4)) and None, 1)
