@@ -146,7 +146,7 @@ class Inbox:
             text += _read(self._fetch(text_size - _ROOM))
         try:
             signature = decode(text)
-            if Layout(signature.tensors).nbytes != data_size:
+            if Layout(signature.tensors, self._device).nbytes != data_size:
                 raise SignatureError(f"what has arrived is not as long as {signature} is")
         except SignatureError as error:
             # All of the message is fetched: the next one begins behind it.

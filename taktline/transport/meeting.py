@@ -29,8 +29,8 @@ _UNSENT = 1 << 20
 """With so many bytes unsent a peer does not listen any more."""
 _INTERFACE_ADDRESS = 0x8915  # SIOCGIFADDR
 _CONNECT_SECONDS = 0.5
-_FIRST_PAUSE, _PAUSE = 0.02, 0.5
-_REFUSED_SECONDS = 0.5
+_FIRST_PAUSE, _PAUSE = 0.02, 0.25
+_REFUSED_SECONDS = 0.25
 """A process that has refused for so long has ended."""
 _PROBES = 12
 """So often it is tried whether a process listens that has not called: it may be stopped."""

@@ -6,6 +6,9 @@
     byte 1    one for each tensor: 1 if there is none (a gradient that nothing contributes to)
     byte 16   the first tensor, contiguous; further back if there are more than 15
     …         the next one, again at a multiple of 16
+
+On a GPU nobody reads what comes before the tensors, so it is left out there; and one tensor alone is
+its own buffer.
 """
 
 from __future__ import annotations
@@ -61,24 +64,31 @@ class Layout:
     _places: list[tuple[TensorMeta, tuple[int, ...], int]] = field(init=False)
     _free: list[Parcel] = field(init=False, default_factory=list)
     _readable: bool = field(init=False)
+    _alone: bool = field(init=False)
+    """Whether the buffer is one tensor and nothing else."""
 
     def __post_init__(self) -> None:
-        offset = self._head = _aligned(1 + len(self.tensors))
+        self._readable = self.device.type == "cpu"
+        offset = self._head = _aligned(1 + len(self.tensors)) if self._readable else 0
         self._places = []
         for tensor in self.tensors:
             self._places.append((tensor, _strides(tensor.shape), offset // tensor.dtype.itemsize))
             offset += _aligned(tensor.nbytes)
-        self.nbytes = offset
-        self._readable = self.device.type == "cpu"
+        only = self.tensors[0] if len(self.tensors) == 1 and not self._readable else None
+        self._alone = only is not None and only.nbytes > 0 and only.sharding is None
+        self.nbytes = self.tensors[0].nbytes if self._alone else max(offset, _ALIGNMENT)
 
     def pack(self, tensors: Sequence[torch.Tensor | None]) -> Parcel:
         """The tensors in one buffer; a missing one is marked, and becomes zeros."""
+        if self._alone and (own := _bytes_of(tensors[0])) is not None:
+            return Parcel(own, [], reusable=False)
         parcel = self._free.pop() if self._free else self._parcel()
         for index, (view, tensor) in enumerate(zip(parcel.views, tensors, strict=True)):
             if tensor is None:
                 view.zero_()
-                parcel.buffer[1 + index] = 1
                 parcel.reusable = False
+                if self._readable:
+                    parcel.buffer[1 + index] = 1
             else:
                 view.copy_(local(tensor.detach()))
         return parcel
@@ -94,7 +104,8 @@ class Layout:
         # Zeros, since a GPU computes with them before it learns of the failure: as indices, what
         # happens to lie in the memory could break it for good.
         parcel.buffer.zero_()
-        parcel.buffer[_STATUS] = _FAILED
+        if self._readable:
+            parcel.buffer[_STATUS] = _FAILED
         parcel.reusable = False
         return parcel
 
@@ -139,6 +150,13 @@ class Layout:
         buffer = self.empty()
         buffer[: self._head] = 0
         return Parcel(buffer, self._views(buffer))
+
+
+def _bytes_of(tensor: torch.Tensor | None) -> torch.Tensor | None:
+    """The memory of a tensor, if all of it lies there as it is; None otherwise."""
+    if tensor is None or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
+        return None
+    return tensor.detach().view(-1).view(torch.uint8)
 
 
 def _aligned(count: int) -> int:
