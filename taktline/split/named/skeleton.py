@@ -56,6 +56,8 @@ class Skeleton:
     """The stage of each unit."""
     users: dict[str, frozenset[int]] = field(default_factory=dict)
     """The stages that use each parameter of a container."""
+    retyped: int = 0
+    """How often something has got another type."""
     bones: nn.Module = field(init=False)
     """The model with stand-ins only."""
 
@@ -137,6 +139,7 @@ class Skeleton:
                     if follow(table):
                         twin.forget()
         follow(self.direct)
+        self.retyped += 1
         for name, ghost in self.direct.items():
             path, _, key = name.rpartition(".")
             for model in (self.bones, piece):
