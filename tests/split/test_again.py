@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
@@ -429,6 +430,17 @@ def test_another_mode_is_another_kind() -> None:
             assert torch.equal(pieces(x), plain(x))
         y = x.t().contiguous().t()
         assert torch.equal(pieces(y), plain(y))
+
+
+def test_tensors_without_data_are_another_kind() -> None:
+    torch.manual_seed(0)
+    model, x = Chain(), torch.randn(3, WIDTH)
+    pieces = split(model)
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    for _ in range(2):
+        with mode:
+            assert pieces(mode.from_tensor(x)).shape == (3, WIDTH)
+        assert torch.equal(pieces(x), model(x))
 
 
 def events(function: Callable[[], object]) -> list[str]:

@@ -64,12 +64,16 @@ class Role:
         """The forward of this stage: what the next one needs, or the model's output."""
         values, came = self._received(args, kwargs)
         device = values[0].device if values else device_of(came)
+        modes = torch._C._len_torch_dispatch_stack()
         key = (
             *(look(values), look(came), piece.training, torch.is_grad_enabled()),
-            *(device, *autocast_of(device), self.skeleton.retyped),
+            *(device, *autocast_of(device), self.skeleton.retyped, modes),
         )
         # Taken out meanwhile: a script is for one call at a time.
-        kind = self._known.pop(key, None) or self._learn(came, device)
+        kind = self._known.pop(key, None)
+        if kind is None:
+            kind = self._learn(came, device)
+            kind.is_open = not modes  # in which tensors may have no data, or operations be counted
         made: Sequence[torch.Tensor] = ()
         if kind.changes is not False and any(value.requires_grad for value in values):
             values, made = copies(values)
