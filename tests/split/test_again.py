@@ -432,6 +432,39 @@ def test_another_mode_is_another_kind() -> None:
         assert torch.equal(pieces(y), plain(y))
 
 
+def test_inference_comes_first() -> None:
+    torch.manual_seed(0)
+    model, x = Chain(), torch.randn(3, WIDTH)
+    pieces = split(model)
+    for _ in range(2):
+        with torch.inference_mode():
+            assert torch.equal(pieces(x), model(x))
+    with torch.no_grad():
+        assert torch.equal(pieces(x), model(x))
+
+
+class Leaks(Chain):
+    """Hands on a value of the stage before, under a condition, that has not come with the rest."""
+
+    def forward(self, x: Tensor) -> Any:
+        early = x = self.embed(x)
+        for place, layer in enumerate(self.layers, 1):
+            x = layer(x)
+            if place == self.count:
+                x = early
+        return self.norm(x)
+
+
+def test_a_value_that_has_not_come_is_not_handed_on() -> None:
+    pieces, x = split(Leaks()), torch.randn(3, WIDTH)
+    piece: Any = pieces[2]
+    given = pieces[1](*pieces[0](x))
+    piece(*given)
+    piece.count = 5
+    with pytest.raises(tl.errors.PartitionError, match=r"'embed', which has not come with"):
+        piece(*given)
+
+
 def test_tensors_without_data_are_another_kind() -> None:
     torch.manual_seed(0)
     model, x = Chain(), torch.randn(3, WIDTH)

@@ -70,11 +70,13 @@ class Kind:
             return came
         return self._call or _with_ghosts(came, self._ghosts.__getitem__)
 
-    def packed(self, arguments: Any, came: Call) -> tuple[Any, ...]:
+    def packed(
+        self, arguments: Any, came: Call, require_data: Callable[[Any], Any]
+    ) -> tuple[Any, ...]:
         """What crosses a boundary: values, and the arguments that the model was called with."""
         values = tuple([found_at(arguments, path) for path in self._exits])
         if not values or not all(type(value) is torch.Tensor for value in values):
-            leaves, _ = pytree.tree_flatten_with_path(arguments)
+            leaves, _ = pytree.tree_flatten_with_path(require_data(arguments))
             crossing = [(path, leaf) for path, leaf in leaves if path in self.crossing]
             self._exits = tuple(path for path, _ in crossing)
             values = tuple(leaf for _, leaf in crossing)

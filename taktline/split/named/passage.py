@@ -92,6 +92,10 @@ class Passage(Scene):
                 "call by_names with an example= of what the model is called with"
             )
 
+    def require_handed_on(self, arguments: Any) -> Any:
+        """The arguments with which the next stage begins, with their data."""
+        return self.require_data(arguments, repr(self._skeleton.starts(self._stage + 1)))
+
     def finish(self, output: Any) -> Any:
         """The output of the model, after its last stage."""
         if not self._is_in or self._stage < self._skeleton.stages - 1:
@@ -176,7 +180,7 @@ class FirstPassage(Passage):
         if self._is_in:
             self.require_exit(twin)
             self.check_around()
-            raise Leave(*self.require_data((args, kwargs), repr(twin.name)))
+            raise Leave(args, kwargs)
         output = twin.output(args, kwargs, training=training, stage=0, device=self.device)
         if self._types:
             output = pytree.tree_map_only(Ghost, self._typed, output)

@@ -72,8 +72,12 @@ class Seen(NamedTuple):
 
 
 def versions_of(values: Iterable[Any]) -> dict[int, int]:
-    """Numbers that grow when tensors among some values are changed in place."""
-    return {id(value): value._version for value in values if isinstance(value, torch.Tensor)}
+    """Numbers that grow when tensors among some values are changed in place, if they may be."""
+    return {
+        id(value): 0 if value.is_inference() else value._version
+        for value in values
+        if isinstance(value, torch.Tensor)
+    }
 
 
 def written(

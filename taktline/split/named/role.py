@@ -148,7 +148,7 @@ class Role:
             try:
                 output = forward(*args, **kwargs)
             except Leave as leave:
-                return kind.packed(leave.arguments, came)
+                return kind.packed(leave.arguments, came, passage.require_handed_on)
         return passage.finish(output)
 
     @property
