@@ -85,6 +85,7 @@ class Ghost(torch.Tensor):
     """A tensor without data: operations on it give ghosts, and cost next to nothing."""
 
     meta: torch.Tensor
+    _device: torch.device
     maker: str
     """The submodule, or the parameter, that it comes from."""
     stage: int
@@ -115,6 +116,7 @@ class Ghost(torch.Tensor):
             device=device,
         )
         made.meta = meta
+        made._device = device
         made.maker = maker
         made.stage = stage
         made.parameter = parameter
@@ -123,6 +125,23 @@ class Ghost(torch.Tensor):
 
     def __init__(self, *_: Any, **__: Any) -> None:
         """All is done above."""
+
+    # In Python, as forwards ask often: torch would ask __torch_function__ each time.
+
+    @property
+    def shape(self) -> torch.Size:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Its shape."""
+        return (self.meta if self.value is None else self.value).shape
+
+    @property
+    def dtype(self) -> torch.dtype:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Its type."""
+        return (self.meta if self.value is None else self.value).dtype
+
+    @property
+    def device(self) -> torch.device:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Where its data would be."""
+        return self._device if self.value is None else self.value.device
 
     @classmethod
     def of(cls, tensor: torch.Tensor, maker: str, stage: int, *, parameter: bool = False) -> Ghost:

@@ -36,19 +36,21 @@ __all__ = ["Guards", "guards_of"]
 class Guards:
     """What must stay as it is for a plain forward to call the same."""
 
-    __slots__ = ("_sizes", "_values")
+    __slots__ = ("_parts", "_sizes", "_values")
 
     def __init__(self) -> None:
         self._values: list[tuple[Mapping[str, Any], str, Any]] = []
-        self._sizes: list[tuple[Sized, int]] = []
+        self._parts: list[Sized] = []
+        self._sizes: list[int] = []
 
     def watch(self, values: Mapping[str, Any], name: str) -> None:
         """Keep a value, by its name among others."""
         self._values.append((values, name, values[name]))
 
-    def watch_size(self, *parts: Sized) -> None:
+    def watch_size(self, parts: Sized) -> None:
         """Keep the number of parts, such as hooks."""
-        self._sizes.extend((part, len(part)) for part in parts)
+        self._parts.append(parts)
+        self._sizes.append(len(parts))
 
     def hold(self) -> bool:
         """Whether all is as it was."""
@@ -56,7 +58,7 @@ class Guards:
             found = values.get(name)
             if found is not value and (type(found) is not type(value) or found != value):
                 return False
-        return all(len(parts) == size for parts, size in self._sizes)
+        return list(map(len, self._parts)) == self._sizes
 
 
 _NODES = (

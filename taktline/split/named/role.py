@@ -66,8 +66,14 @@ class Role:
         device = values[0].device if values else device_of(came)
         modes = torch._C._len_torch_dispatch_stack()
         key = (
-            *(look(values), look(came), piece.training, torch.is_grad_enabled()),
-            *(device, *autocast_of(device), self.skeleton.retyped, modes),
+            look(values),
+            look(came),
+            piece.training,
+            torch.is_grad_enabled(),
+            autocast_of(device),
+            device,
+            self.skeleton.retyped,
+            modes,
         )
         # Taken out meanwhile: a script is for one call at a time.
         kind = self._known.pop(key, None)

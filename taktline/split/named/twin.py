@@ -63,7 +63,7 @@ class Twin:
         device: torch.device,
     ) -> Any:
         """Ghosts in the arrangement of what the submodule gives for such arguments."""
-        key = (look(args), look(kwargs), training, *autocast_of(device))
+        key = (look(args), look(kwargs), training, device.type, autocast_of(device))
         parts, tree = self._known.find(key, lambda: self._learn(args, kwargs, training, device))
         if tree.is_leaf() and isinstance(parts[0], torch.Tensor):
             return Ghost(parts[0], self.name, stage, device)  # as most often
@@ -148,7 +148,7 @@ def _reason(error: Exception) -> str:
     return str(error).strip() or type(error).__name__
 
 
-def autocast_of(device: torch.device) -> tuple[object, ...]:
-    """The types that results on a device get."""
+def autocast_of(device: torch.device) -> torch.dtype | None:
+    """The type that autocast gives to results on a device."""
     kind = device.type
-    return kind, torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
