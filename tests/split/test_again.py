@@ -432,6 +432,21 @@ def test_another_mode_is_another_kind() -> None:
         assert torch.equal(pieces(y), plain(y))
 
 
+@pytest.mark.parametrize("late", [False, True])
+def test_hooks_of_what_another_stage_has(late: bool) -> None:
+    pieces, x = split(Chain()), torch.randn(3, WIDTH)
+    called: list[object] = []
+    given = pieces[0](x)
+    for _ in range(2 if late else 0):
+        pieces[1](*given)
+    embed = pieces[1].get_submodule("embed")
+    embed.register_forward_hook(lambda module, args, output: called.append(output))
+    embed.register_forward_pre_hook(lambda module, args: called.append(args))
+    for count in (2, 4):
+        pieces[1](*given)
+        assert len(called) == count
+
+
 def test_inference_comes_first() -> None:
     torch.manual_seed(0)
     model, x = Chain(), torch.randn(3, WIDTH)

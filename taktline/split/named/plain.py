@@ -84,7 +84,10 @@ class _NotPlain(Exception):
 
 
 def guards_of(
-    kind: type[nn.Module], containers: Mapping[str, nn.Module], units: Container[str]
+    kind: type[nn.Module],
+    containers: Mapping[str, nn.Module],
+    units: Container[str],
+    hooked: Sequence[str],
 ) -> Guards | None:
     """The guards of a plain forward; None if it is not plain.
 
@@ -92,10 +95,12 @@ def guards_of(
         kind: the model's class.
         containers: of a piece of the model, by their names; they have the submodules.
         units: the names of those submodules that belong to one stage; others run in all.
+        hooked: those of them that have hooks in other stages than their own.
     """
     guards = Guards()
     reader = _Reader(list(containers.values()), guards)
     try:
+        _watch_hooks(hooked, guards)
         for hooks in _HOOKS:
             _watch_hooks(getattr(nn.modules.module, f"_global{hooks}"), guards)
         for name, container in containers.items():
@@ -138,8 +143,8 @@ def _watch(module: nn.Module, guards: Guards, *, is_container: bool) -> None:
                     guards.watch(vars(part), key)
 
 
-def _watch_hooks(hooks: Mapping[int, Any], guards: Guards) -> None:
-    if hooks:
+def _watch_hooks(hooks: Sized, guards: Guards) -> None:
+    if len(hooks):
         raise _NotPlain
     guards.watch_size(hooks)
 

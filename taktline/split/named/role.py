@@ -139,7 +139,8 @@ class Role:
             kind.is_open = kind.script is not None
             passage.check_around()
             if passage.seen is not None and kind.is_plain:
-                plain = guards_of(self.skeleton.kind, containers, self.skeleton.twins)
+                whole = self.skeleton
+                plain = guards_of(whole.kind, containers, whole.twins, whole.hooked)
                 if plain is not None:
                     returned = [output] if self._is_last else output[0]
                     kind.program = program.written(

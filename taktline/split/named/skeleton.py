@@ -56,6 +56,8 @@ class Skeleton:
     """The stage of each unit."""
     users: dict[str, frozenset[int]] = field(default_factory=dict)
     """The stages that use each parameter of a container."""
+    hooked: list[str] = field(default_factory=list)
+    """The units whose stand-ins have got hooks."""
     retyped: int = 0
     """How often something has got another type."""
     bones: nn.Module = field(init=False)
@@ -71,7 +73,7 @@ class Skeleton:
         def note(name: str, module: nn.Module) -> nn.Module:
             if name not in made.cuts and not _is_unit(module):
                 return copy.deepcopy(module, free)
-            made.twins[name] = Twin(name, copy.deepcopy(module, memo), skips)
+            made.twins[name] = Twin(name, copy.deepcopy(module, memo), skips, made.hooked)
             return stand_in(made.twins[name], module.training)
 
         def keep(name: str, parameter: nn.Parameter) -> Ghost:

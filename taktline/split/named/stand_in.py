@@ -74,6 +74,16 @@ class _StandIn:
             )
         return guide.meet_foreign(twin, vars(self)["training"], args, kwargs)
 
+    def register_forward_hook(self, *args: Any, **kwargs: Any) -> Any:
+        """Register a hook, and say so: calls that are like others do without the stand-in."""
+        self._twin.hooked.append(self._twin.name)
+        return nn.Module.register_forward_hook(self, *args, **kwargs)  # pyright: ignore[reportArgumentType]
+
+    def register_forward_pre_hook(self, *args: Any, **kwargs: Any) -> Any:
+        """Register a hook, and say so."""
+        self._twin.hooked.append(self._twin.name)
+        return nn.Module.register_forward_pre_hook(self, *args, **kwargs)  # pyright: ignore[reportArgumentType]
+
     def __getattr__(self, name: str) -> Any:
         twin: Twin | None = vars(self).get("_twin")
         if twin is None or name in vars(self)["_parameters"]:

@@ -43,11 +43,13 @@ class Twin:
         name: what it is called in the model.
         module: the copy.
         skips: what the twins of a model have put so far.
+        hooked: the names of those that hooks were registered with, in any piece.
     """
 
     name: str
     module: nn.Module
     skips: dict[str, Skip]
+    hooked: list[str]
     _known: Recent[tuple[list[Any], pytree.TreeSpec]] = field(default_factory=Recent)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Twin:
