@@ -99,8 +99,13 @@ def wrapped() -> nn.Module:
     return model
 
 
-def hidden_twin() -> nn.Module:
-    return nn.Sequential(Nonzero(4, 4), nn.Linear(4, 4))
+class Pair(nn.Module):
+    def __init__(self, first: nn.Module, second: nn.Module) -> None:
+        super().__init__()
+        self.first, self.second = first, second
+
+    def forward(self, x: Tensor) -> Any:
+        return self.second(self.first(x))
 
 
 ONE = ["layers.0"]
@@ -142,9 +147,9 @@ ONE = ["layers.0"]
         (Hidden(), ONE, r"Hidden keeps submodules in its attribute 'listed', .* use a ModuleList"),
         (wrapped(), ONE, r"forward of Model was replaced on this very object.* before someth"),
         (
-            hidden_twin(),
-            ["1"],
-            r"(?s)aten.nonzero.*know the shapes of what '0' gives, and it cannot tell them without",
+            Pair(Nonzero(4, 4), nn.Linear(4, 4)),
+            ["second"],
+            r"(?s)aten.nonzero.*know the shapes of what 'first' gives, and it cannot tell them",
         ),
     ],
 )  # fmt: skip
@@ -224,16 +229,28 @@ def test_pieces_on_their_own() -> None:
 
 
 def test_pieces_of_different_models() -> None:
-    one, two = (tl.split.by_names(nn.Sequential(*layers), ["1"]) for layers in (
-        [nn.Linear(4, 4), nn.Linear(4, 4)], [nn.LSTM(4, 4), nn.Identity()],
-    ))  # fmt: skip
-    with pytest.raises(PartitionError, match=r"'1', .* waits for 3 tensors .* but 1 came"):
+    one = tl.split.by_names(Pair(nn.Linear(4, 4), nn.Linear(4, 4)), ["second"])
+    two = tl.split.by_names(Pair(nn.LSTM(4, 4), nn.Identity()), ["second"])
+    with pytest.raises(PartitionError, match=r"'second', .* waits for 3 tensors .* but 1 came"):
         two[1](*one[0](X))
     values, *call = one[0](X)
     with pytest.raises(
         PartitionError, match=r"waits for a tensor of the shape \[2, 4\] .* \[1, 4\]"
     ):
         one[1]((values[0][:1],), *call)
+
+
+def test_a_slice_takes_one_value() -> None:
+    pieces = tl.split.by_names(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), ["1"])
+    with pytest.raises(PartitionError, match=r"stage 1 takes the one value that stage 0 returns"):
+        pieces[1](X, X)
+
+
+@pytest.mark.parametrize("cuts", [["2", "1"], ["1.0", "0"]])
+def test_slices_in_another_order(cuts: list[str]) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4)), nn.Linear(4, 4))
+    with pytest.raises(PartitionError, match=r"list the cuts in the order of their calls"):
+        tl.split.by_names(model, cuts)
 
 
 @pytest.mark.parametrize("name", ["output_hidden_states", "output_attentions", "use_cache"])

@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 
 from taktline.checks import refuse, require_instance, require_iterable
 from taktline.errors import PartitionError
+from taktline.split.named.chain import sliced
 from taktline.split.named.piece import piece
 from taktline.split.named.skeleton import Skeleton
 from taktline.split.named.walk import Course, walk
@@ -26,7 +27,8 @@ _log = logging.getLogger("taktline")
 def by_names(model: nn.Module, cuts: Sequence[str], *, example: Any = None) -> Pieces:
     """Cut a model at submodules that its forward calls; every stage runs that same forward.
 
-    What the forward computes by itself (masks, positions, rotary embeddings) each stage computes,
+    An ``nn.Sequential`` is sliced: a stage has its own modules alone. Of other models, what the
+    forward computes by itself (masks, positions, rotary embeddings) each stage computes,
     too; what the submodules of other stages give is handed on from stage to stage.
 
     Args:
@@ -48,8 +50,12 @@ def by_names(model: nn.Module, cuts: Sequence[str], *, example: Any = None) -> P
     True
     """
     cuts = _checked(model, cuts)
+    call = None if example is None else as_call(model, example)
+    pieces = sliced(model, cuts)
+    if pieces is not None:
+        return Pieces(pieces)
     skeleton = Skeleton.of(model, cuts)
-    course = _course(skeleton, model, example)
+    course = _dummy_course(skeleton, model) if call is None else walk(skeleton, *call)
     if course is None:
         _by_definition(skeleton)
     else:
@@ -92,10 +98,8 @@ def _checked(model: nn.Module, cuts: Sequence[str]) -> tuple[str, ...]:
     return tuple(cuts)
 
 
-def _course(skeleton: Skeleton, model: nn.Module, example: Any) -> Course | None:
-    """What the forward does with an example; None if there is none."""
-    if example is not None:
-        return walk(skeleton, *as_call(model, example))
+def _dummy_course(skeleton: Skeleton, model: nn.Module) -> Course | None:
+    """What the forward does with an example of the model's own; None if there is none."""
     dummies = getattr(model, "dummy_inputs", None)
     if not isinstance(dummies, dict):
         return None

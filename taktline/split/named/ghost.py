@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from threading import local
 from typing import Any, Self
 
@@ -11,7 +12,7 @@ from torch.utils import _pytree as pytree
 
 from taktline.errors import PartitionError
 
-__all__ = ["ANYWHERE", "Ghost", "Scene", "current", "resolved"]
+__all__ = ["ANYWHERE", "Absent", "Ghost", "Scene", "here", "resolved"]
 
 ANYWHERE = 1 << 30
 """The stage of a value that every stage has."""
@@ -34,6 +35,10 @@ class Scene:
 
     mixed = False
     """Whether tensors with data appear in it, too, and matter."""
+    bare = False
+    """Whether no ghost comes to the submodules of this stage, so that they run as they are."""
+    repeats = False
+    """Whether what is not of this stage is known from another call."""
     _outer: Scene | None
 
     def __init__(self, device: torch.device) -> None:
@@ -47,33 +52,40 @@ class Scene:
         """The stage that has the result."""
         return source.stage
 
+    def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call a function of torch that is given ghosts."""
+        args, kwargs = resolved((args, kwargs))
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
+
+    def note_change(self) -> None:
+        """Note that a ghost has got another shape."""
+
     def __enter__(self) -> Self:
-        self._outer = _here.scene
-        _here.scene = self
+        self._outer = here.scene
+        here.scene = self
         return self
 
     def __exit__(self, *_: object) -> None:
-        _here.scene = self._outer
+        here.scene = self._outer
 
 
 class _Here(local):
     """What runs on this thread."""
 
     scene: Scene | None = None
-
-
-_here = _Here()
-
-
-def current() -> Scene | None:
     """The forward that is running, if it knows ghosts."""
-    return _here.scene
+
+
+here = _Here()
+_nowhere = Scene(_META)
 
 
 class Ghost(torch.Tensor):
     """A tensor without data: operations on it give ghosts, and cost next to nothing."""
 
     meta: torch.Tensor
+    _device: torch.device
     maker: str
     """The submodule, or the parameter, that it comes from."""
     stage: int
@@ -104,6 +116,7 @@ class Ghost(torch.Tensor):
             device=device,
         )
         made.meta = meta
+        made._device = device
         made.maker = maker
         made.stage = stage
         made.parameter = parameter
@@ -112,6 +125,23 @@ class Ghost(torch.Tensor):
 
     def __init__(self, *_: Any, **__: Any) -> None:
         """All is done above."""
+
+    # In Python, as forwards ask often: torch would ask __torch_function__ each time.
+
+    @property
+    def shape(self) -> torch.Size:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Its shape."""
+        return (self.meta if self.value is None else self.value).shape
+
+    @property
+    def dtype(self) -> torch.dtype:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Its type."""
+        return (self.meta if self.value is None else self.value).dtype
+
+    @property
+    def device(self) -> torch.device:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Where its data would be."""
+        return self._device if self.value is None else self.value.device
 
     @classmethod
     def of(cls, tensor: torch.Tensor, maker: str, stage: int, *, parameter: bool = False) -> Ghost:
@@ -138,9 +168,7 @@ class Ghost(torch.Tensor):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        resolved_args, resolved_kwargs = resolved((args, kwargs or {}))
-        with torch._C.DisableTorchFunctionSubclass():
-            return func(*resolved_args, **resolved_kwargs)
+        return (here.scene or _nowhere).call(func, args, kwargs or {})
 
     @classmethod
     def __torch_dispatch__(
@@ -149,7 +177,7 @@ class Ghost(torch.Tensor):
         kwargs = kwargs or {}
         leaves, spec = pytree.tree_flatten((args, kwargs))
         ghosts = [leaf for leaf in leaves if isinstance(leaf, Ghost)]
-        scene = current() or Scene(ghosts[0].device)
+        scene = here.scene or Scene(ghosts[0].device)
         source = scene.source(ghosts)
         if func is torch.ops.aten._local_scalar_dense.default:
             raise _no_data(source, "a number")
@@ -172,10 +200,32 @@ class Ghost(torch.Tensor):
             ghost = same.get(id(meta))
             if not isinstance(ghost, Ghost):
                 return Ghost(meta, source.maker, stage, device)
+            if (meta.shape, meta.stride()) != (ghost.shape, ghost.stride()):
+                scene.note_change()
             ghost.maker, ghost.stage, ghost.meta = source.maker, stage, meta
             return ghost
 
         return pytree.tree_map_only(torch.Tensor, ghostly, output)
+
+
+@dataclass(frozen=True, slots=True)
+class Absent:
+    """An argument of the model of which later stages need the shape alone."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    def as_ghost(self, device: torch.device) -> Ghost:
+        """What a forward sees of it."""
+        meta = torch.empty(self.shape, dtype=self.dtype, device="meta")
+        return Ghost(meta, "an argument of the model", 0, device)
+
+
+pytree.register_pytree_node(
+    Absent,
+    lambda absent: ([], [absent.dtype, *absent.shape]),
+    lambda _, context: Absent(tuple(context[1:]), context[0]),
+)
 
 
 def as_meta(tensor: torch.Tensor) -> torch.Tensor:

@@ -19,7 +19,8 @@ class _Piece:
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run this stage."""
         role: Role = vars(self)["_role"]
-        return role.run(super().forward, vars(self)["training"], args, kwargs)  # pyright: ignore[reportAttributeAccessIssue]
+        forward = super().forward  # pyright: ignore[reportAttributeAccessIssue]
+        return role.run(self, forward, args, kwargs)  # pyright: ignore[reportArgumentType]
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
         super()._apply(fn, recurse)  # pyright: ignore[reportAttributeAccessIssue]

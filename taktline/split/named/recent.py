@@ -28,8 +28,11 @@ class Recent(dict[Hashable, Value]):
         value = self.pop(key, None)
         if value is None:
             value = make()
-        # Put last, so that the first one is always the longest unused.
+        self.keep(key, value)
+        return value
+
+    def keep(self, key: Hashable, value: Value) -> None:
+        """Put a value last, so that the first one is always the longest unused."""
         self[key] = value
         if len(self) > _ROOM:
             del self[next(iter(self))]
-        return value

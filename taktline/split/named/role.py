@@ -1,55 +1,44 @@
-"""What a piece that was cut by names does beside its modules: takes part, and hands on."""
+"""What a piece that was cut by names does beside its modules: takes part, and hands on.
+
+The first call of a kind goes through the model's forward with ghosts (:mod:`passage`). It leaves a
+script, with which others of its kind go through it quickly (:mod:`script`), and for a plain forward
+a program, with which they need not (:mod:`program`).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils import _pytree as pytree
 
 from taktline.errors import PartitionError
-from taktline.split.named.ghost import Ghost
-from taktline.split.named.passage import Leave, OtherTypes, Passage
+from taktline.split.named import program
+from taktline.split.named.ghost import Absent, Ghost
+from taktline.split.named.kind import Call, Kind
+from taktline.split.named.lent import copies
+from taktline.split.named.passage import (
+    FirstPassage,
+    Leave,
+    OtherTypes,
+    Passage,
+    Repeat,
+    Unlike,
+)
+from taktline.split.named.plain import guards_of
 from taktline.split.named.recent import Recent
+from taktline.split.named.script import Surroundings
 from taktline.split.named.skeleton import Skeleton
-from taktline.split.named.twin import look
+from taktline.split.named.twin import autocast_of, look
 from taktline.split.named.walk import Course, device_of, walk
 
 __all__ = ["Role"]
 
-Call = tuple[tuple[Any, ...], dict[str, Any]]
-
-
-@dataclass(frozen=True, slots=True)
-class Absent:
-    """An argument of the model of which later stages need the shape alone."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    def as_ghost(self, device: torch.device) -> Ghost:
-        """What a forward sees of it."""
-        meta = torch.empty(self.shape, dtype=self.dtype, device="meta")
-        return Ghost(meta, "an argument of the model", 0, device)
-
-
-pytree.register_pytree_node(
-    Absent,
-    lambda absent: ([], [absent.dtype, *absent.shape]),
-    lambda _, context: Absent(tuple(context[1:]), context[0]),
-)
-
-
-@dataclass(frozen=True, slots=True)
-class Manifest:
-    """What crosses into the next stage for calls that look alike."""
-
-    crossing: frozenset[tuple[Any, ...]]
-    """Places among the arguments of the unit with which it begins."""
-    needed: tuple[bool, ...]
-    """For each leaf of the model's arguments, whether a later stage needs its data."""
+_UNKNOWN = object()
+"""In the place of an output that is not known how to be made."""
 
 
 @dataclass(eq=False, slots=True)
@@ -58,44 +47,120 @@ class Role:
 
     skeleton: Skeleton
     stage: int
-    _known: Recent[Manifest] = field(default_factory=Recent)
+    _known: Recent[Kind] = field(default_factory=Recent)
     _types: Mapping[torch.dtype, torch.dtype] = field(default_factory=dict)
     """Types that other stages are known to give instead of those that their submodules have."""
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Role:
+        return Role(self.skeleton, self.stage)  # what is known is of these very modules
+
     def run(
         self,
+        piece: nn.Module,
         forward: Callable[..., Any],
-        training: bool,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
         """The forward of this stage: what the next one needs, or the model's output."""
-        values, call = self._received(args, kwargs)
-        manifest = self._manifest(call, training)
-        for _ in range(2):  # with the types that are known, and with none
+        values, came = self._received(args, kwargs)
+        device = values[0].device if values else device_of(came)
+        modes = torch._C._len_torch_dispatch_stack()
+        key = (
+            look(values),
+            look(came),
+            piece.training,
+            torch.is_grad_enabled(),
+            autocast_of(device),
+            device,
+            self.skeleton.retyped,
+            modes,
+        )
+        # Taken out meanwhile: a script is for one call at a time.
+        kind = self._known.pop(key, None)
+        if kind is None:
+            kind = self._learn(came, device)
+            kind.is_open = not modes  # in which tensors may have no data, or operations be counted
+        made: Sequence[torch.Tensor] = ()
+        if kind.changes is not False and any(value.requires_grad for value in values):
+            values, made = copies(values)
+        try:
+            output = self._again(kind, forward, values, came, device)
+            if output is _UNKNOWN:
+                output = self._first(kind, piece, forward, values, came, device)
+        finally:
+            self._known.keep(key, kind)
+        if made:
+            kind.changes = any(copy._version for copy in made)
+        return output
+
+    def _again(
+        self,
+        kind: Kind,
+        forward: Callable[..., Any],
+        values: Sequence[Any],
+        came: Call,
+        device: torch.device,
+    ) -> Any:
+        """Do as in a call before; or tell that there is none to be followed."""
+        if kind.program is not None and kind.program.guards.hold():
+            output = kind.program.run(values)
+            return output[0] if self._is_last else kind.handed_on(output, came)
+        if kind.script is not None:
+            passage = Repeat(self.skeleton, self.stage, values, device, kind.script)
             try:
-                return self._pass(forward, values, call, manifest, last=False)
+                return self._pass(passage, forward, kind, came)
+            except Unlike:
+                pass
+        return _UNKNOWN
+
+    def _first(
+        self,
+        kind: Kind,
+        piece: nn.Module,
+        forward: Callable[..., Any],
+        values: Sequence[Any],
+        came: Call,
+        device: torch.device,
+    ) -> Any:
+        """Go through the forward with ghosts, and note what may help others of its kind."""
+        containers = {name: piece.get_submodule(name) for name in sorted(self.skeleton.containers)}
+        around = Surroundings(list(containers.values()), device) if kind.is_open else None
+        versions = program.versions_of(values)
+        for tries in range(3):  # with the types that are known, with none, and whatever they are
+            passage = FirstPassage(
+                self.skeleton, self.stage, values, device, self._types, around, last=tries == 2
+            )
+            try:
+                output = self._pass(passage, forward, kind, came)
             except OtherTypes as other:
                 self._types = other.types
-        return self._pass(forward, values, call, manifest, last=True)
+                continue
+            kind.script, kind.program = passage.script, None
+            kind.is_open = kind.script is not None
+            passage.check_around()
+            if passage.seen is not None and kind.is_plain:
+                whole = self.skeleton
+                plain = guards_of(whole.kind, containers, whole.twins, whole.hooked)
+                if plain is not None:
+                    returned = [output] if self._is_last else output[0]
+                    kind.program = program.written(
+                        passage.seen, values, versions, returned, plain, list(containers.values())
+                    )
+            return output
+        raise AssertionError("the last try takes any types")
 
-    def _pass(
-        self,
-        forward: Callable[..., Any],
-        values: tuple[Any, ...],
-        call: Call,
-        manifest: Manifest,
-        *,
-        last: bool,
-    ) -> Any:
-        device = device_of((values, call))
-        passage = Passage(self.skeleton, self.stage, values, device, self._types, last=last)
+    def _pass(self, passage: Passage, forward: Callable[..., Any], kind: Kind, came: Call) -> Any:
+        args, kwargs = kind.call(came)
         with passage:
             try:
-                output = forward(*call[0], **call[1])
+                output = forward(*args, **kwargs)
             except Leave as leave:
-                return _packed(leave.arguments, call, manifest)
+                return kind.packed(leave.arguments, came, passage.require_handed_on)
         return passage.finish(output)
+
+    @property
+    def _is_last(self) -> bool:
+        return self.stage == self.skeleton.stages - 1
 
     def _received(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -109,34 +174,26 @@ class Role:
                 "of the model: those go to stage 0"
             )
         # Keywords of a rank reach all its stages; the model's have come with the rest.
-        values, *call = args
-        device = device_of(args)
-        return values, pytree.tree_map_only(
-            Absent,
-            lambda absent: absent.as_ghost(device),
-            tuple(call),
-            is_leaf=lambda part: isinstance(part, Absent),
-        )
+        return args[0], (args[1], args[2])
 
-    def _manifest(self, call: Call, training: bool) -> Manifest:
+    def _learn(self, came: Call, device: torch.device) -> Kind:
         """What such a call hands on; found out once."""
-        return self._known.find((look(call), training), lambda: self._learn(call))
-
-    def _learn(self, call: Call) -> Manifest:
+        kind = Kind.of(came, device)
+        call = kind.call(came)
         self._require_not_recorded(call[1])
         course = walk(self.skeleton, *call)
         self._require_at_home(course)
-        if self.stage == self.skeleton.stages - 1:
-            return Manifest(frozenset(), ())
-        leaves, spec = pytree.tree_flatten(call)
-        needed = tuple(
-            isinstance(leaf, torch.Tensor)
-            and not isinstance(leaf, Ghost)
-            # What is whole numbers is small, and may be what other micro-batches depend on.
-            and (not leaf.is_floating_point() or self._is_missed(leaves, place, spec, course))
-            for place, leaf in enumerate(leaves)
-        )
-        return Manifest(course.crossings[self.stage], needed)
+        if not self._is_last:
+            leaves, spec = pytree.tree_flatten(call)
+            kind.needed = tuple(
+                isinstance(leaf, torch.Tensor)
+                and not isinstance(leaf, Ghost)
+                # What is whole numbers is small, and may be what other micro-batches depend on.
+                and (not leaf.is_floating_point() or self._is_missed(leaves, place, spec, course))
+                for place, leaf in enumerate(leaves)
+            )
+            kind.crossing = course.crossings[self.stage]
+        return kind
 
     def _is_missed(
         self, leaves: list[Any], place: int, spec: pytree.TreeSpec, course: Course
@@ -190,14 +247,3 @@ class Role:
                     f"the forward uses the parameter {name!r} in stage {min(away)}, but it lies in "
                     f"stage {min(self.skeleton.users[name])}; {text}"
                 )
-
-
-def _packed(arguments: Call, call: Call, manifest: Manifest) -> tuple[Any, ...]:
-    """What crosses a boundary: values, and the arguments that the model was called with."""
-    leaves, _ = pytree.tree_flatten_with_path(arguments)
-    values = tuple(leaf for path, leaf in leaves if path in manifest.crossing)
-    inputs, spec = pytree.tree_flatten(call)
-    for place, leaf in enumerate(inputs):
-        if isinstance(leaf, torch.Tensor) and not manifest.needed[place]:
-            inputs[place] = Absent(tuple(leaf.shape), leaf.dtype)
-    return values, *pytree.tree_unflatten(inputs, spec)

@@ -28,12 +28,12 @@ from taktline.split.named.ghost import ANYWHERE, Ghost
 from taktline.split.named.stand_in import gate, stand_in
 from taktline.split.named.twin import Twin
 
-__all__ = ["Skeleton"]
+__all__ = ["Skeleton", "containers_of", "copied", "joined"]
 
 # Of buffers, hooks and the like: what is registered with a copy does not concern the model.
 _TABLES = {key for key, value in vars(nn.Module()).items() if isinstance(value, (dict, set))}
 
-Substitute = Callable[[str, nn.Module], nn.Module]
+Substitute = Callable[[str, nn.Module], nn.Module | None]
 
 
 @dataclass(eq=False)
@@ -56,27 +56,31 @@ class Skeleton:
     """The stage of each unit."""
     users: dict[str, frozenset[int]] = field(default_factory=dict)
     """The stages that use each parameter of a container."""
+    hooked: list[str] = field(default_factory=list)
+    """The units whose stand-ins have got hooks."""
+    retyped: int = 0
+    """How often something has got another type."""
     bones: nn.Module = field(init=False)
     """The model with stand-ins only."""
 
     @classmethod
     def of(cls, model: nn.Module, cuts: Sequence[str]) -> Skeleton:
         """The skeleton of a model; which stage has what is to be found out yet."""
-        made = cls(type(model), tuple(cuts), containers=_containers(model, cuts))
+        made = cls(type(model), tuple(cuts), containers=containers_of(model, cuts))
         memo, free = _without_data(model)
         skips: dict[str, Any] = {}
 
         def note(name: str, module: nn.Module) -> nn.Module:
             if name not in made.cuts and not _is_unit(module):
                 return copy.deepcopy(module, free)
-            made.twins[name] = Twin(name, copy.deepcopy(module, memo), skips)
+            made.twins[name] = Twin(name, copy.deepcopy(module, memo), skips, made.hooked)
             return stand_in(made.twins[name], module.training)
 
         def keep(name: str, parameter: nn.Parameter) -> Ghost:
             made.direct[name] = Ghost.of(parameter, name, ANYWHERE, parameter=True)
             return made.direct[name]
 
-        made.bones = made._copied(model, "", note, keep)
+        made.bones = copied(model, "", made.containers, note, keep)
         for name in made.containers:
             container = made.bones.get_submodule(name)
             container._buffers = copy.deepcopy(container._buffers, free)
@@ -112,7 +116,7 @@ class Skeleton:
         def parameter(name: str, parameter: nn.Parameter) -> nn.Parameter | Ghost:
             return parameter if stage in self.users[name] else self.direct[name]
 
-        return self._copied(model, "", child, parameter)
+        return copied(model, "", self.containers, child, parameter)
 
     def retype(self, piece: nn.Module, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Follow what is done to the parameters of a piece, as far as it changes their types."""
@@ -137,6 +141,7 @@ class Skeleton:
                     if follow(table):
                         twin.forget()
         follow(self.direct)
+        self.retyped += 1
         for name, ghost in self.direct.items():
             path, _, key = name.rpartition(".")
             for model in (self.bones, piece):
@@ -144,39 +149,39 @@ class Skeleton:
                 if key in container:
                     container[key] = ghost
 
-    def _copied(
-        self,
-        container: nn.Module,
-        path: str,
-        child: Substitute,
-        parameter: Callable[[str, nn.Parameter], nn.Parameter | Ghost],
-    ) -> nn.Module:
-        """A container with tables of its own, and others in the place of its units."""
-        _require_free(container, path)
-        made = object.__new__(type(container))
-        made.__dict__ = {
-            key: copy.copy(value) if key in _TABLES else value
-            for key, value in vars(container).items()
-        }
-        made._modules, made._parameters = {}, {}
-        for key, module in container._modules.items():
-            name = _joined(path, key)
-            if module is None:
-                made._modules[key] = None
-            elif name in self.containers:
-                made._modules[key] = self._copied(module, name, child, parameter)
-            else:
-                made._modules[key] = child(name, module)
-        for key, value in container._parameters.items():
-            substitute = value if value is None else parameter(_joined(path, key), value)
-            if isinstance(substitute, Ghost):
-                vars(made)[key] = substitute
-            else:
-                made._parameters[key] = substitute
-        return made
+
+def copied(
+    container: nn.Module,
+    path: str,
+    containers: frozenset[str],
+    child: Substitute,
+    parameter: Callable[[str, nn.Parameter], nn.Parameter | Ghost] = lambda _, own: own,
+) -> nn.Module:
+    """A container with tables of its own, and others, or none, in the place of its units."""
+    _require_free(container, path)
+    made = object.__new__(type(container))
+    made.__dict__ = {
+        key: copy.copy(value) if key in _TABLES else value for key, value in vars(container).items()
+    }
+    made._modules, made._parameters = {}, {}
+    for key, module in container._modules.items():
+        name = joined(path, key)
+        if module is None:
+            made._modules[key] = None
+        elif name in containers:
+            made._modules[key] = copied(module, name, containers, child, parameter)
+        elif (substitute := child(name, module)) is not None:
+            made._modules[key] = substitute
+    for key, value in container._parameters.items():
+        substitute = value if value is None else parameter(joined(path, key), value)
+        if isinstance(substitute, Ghost):
+            vars(made)[key] = substitute
+        else:
+            made._parameters[key] = substitute
+    return made
 
 
-def _containers(model: nn.Module, cuts: Sequence[str]) -> frozenset[str]:
+def containers_of(model: nn.Module, cuts: Sequence[str]) -> frozenset[str]:
     """All ancestors of the cuts, and what has no forward of its own, such as lists of modules."""
     found = {""}
     for cut in cuts:
@@ -226,5 +231,5 @@ def _require_free(container: nn.Module, path: str) -> None:
             )
 
 
-def _joined(path: str, key: str) -> str:
+def joined(path: str, key: str) -> str:
     return f"{path}.{key}" if path else key

@@ -8,16 +8,17 @@ the model are left alone.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
 from torch import nn
 
 from taktline.errors import PartitionError
-from taktline.split.named.ghost import current, resolved
+from taktline.split.named.ghost import here, resolved
 from taktline.split.named.twin import Twin
 
-__all__ = ["gate", "made_from", "stand_in"]
+__all__ = ["call_of", "gate", "made_from", "stand_in"]
 
 
 class _Gate:
@@ -27,12 +28,18 @@ class _Gate:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         # Not a hook: a checkpoint that the class puts around itself must see the real arguments.
-        guide: Any = current()
-        if hasattr(guide, "meet_own"):
-            args, kwargs = guide.meet_own(self._begins, type(self).__name__, args, kwargs)
-        else:  # on its own, or a second time under a checkpoint
+        guide: Any = here.scene
+        if guide is not None and guide.bare:
+            return super().__call__(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
+        if guide is None or not hasattr(
+            guide, "meet_own"
+        ):  # on its own, or a second time under a checkpoint
             args, kwargs = resolved((args, kwargs))
-        return super().__call__(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
+            return super().__call__(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
+        args, kwargs = guide.meet_own(self._begins, type(self).__name__, args, kwargs)
+        output = super().__call__(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
+        guide.note_own(self, args, kwargs, output)
+        return output
 
 
 class _Entrance(_Gate):
@@ -44,19 +51,38 @@ class _Entrance(_Gate):
 class _StandIn:
     """Mixed into the class of a submodule of another stage."""
 
+    _twin: Twin
+    training: bool
+    _forward_hooks: dict[int, Any]
+    _forward_pre_hooks: dict[int, Any]
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        guide: Any = here.scene
+        is_watched = self._forward_hooks or self._forward_pre_hooks
+        if guide is not None and guide.repeats and not is_watched:
+            return guide.meet_again(self._twin, self.training, args, kwargs)
         # Whatever the class puts around its call, there is nothing to be checkpointed or the like.
         return nn.Module.__call__(self, *args, **kwargs)  # pyright: ignore[reportArgumentType]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Give ghosts, or end this stage."""
         twin: Twin = vars(self)["_twin"]
-        guide: Any = current()
+        guide: Any = here.scene
         if not hasattr(guide, "meet_foreign"):
             raise PartitionError(
                 f"{twin.name!r} belongs to another stage; it cannot be called on its own here"
             )
         return guide.meet_foreign(twin, vars(self)["training"], args, kwargs)
+
+    def register_forward_hook(self, *args: Any, **kwargs: Any) -> Any:
+        """Register a hook, and say so: calls that are like others do without the stand-in."""
+        self._twin.hooked.append(self._twin.name)
+        return nn.Module.register_forward_hook(self, *args, **kwargs)  # pyright: ignore[reportArgumentType]
+
+    def register_forward_pre_hook(self, *args: Any, **kwargs: Any) -> Any:
+        """Register a hook, and say so."""
+        self._twin.hooked.append(self._twin.name)
+        return nn.Module.register_forward_pre_hook(self, *args, **kwargs)  # pyright: ignore[reportArgumentType]
 
     def __getattr__(self, name: str) -> Any:
         twin: Twin | None = vars(self).get("_twin")
@@ -80,6 +106,14 @@ def gate(module: nn.Module, *, begins: bool) -> nn.Module:
     made = object.__new__(made_from(type(module), _Entrance if begins else _Gate))
     made.__dict__ = module.__dict__
     return made
+
+
+def call_of(module: nn.Module) -> tuple[type, Callable[..., Any]]:
+    """The class of a submodule, and what a call of it does, without the gate."""
+    kind = type(module)
+    if isinstance(module, _Gate) and kind.__call__ is _Gate.__call__:
+        return kind, super(_Gate, module).__call__.__func__  # pyright: ignore[reportAttributeAccessIssue]
+    return kind, kind.__call__
 
 
 def stand_in(twin: Twin, training: bool) -> nn.Module:

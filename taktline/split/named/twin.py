@@ -12,10 +12,10 @@ from torch.utils import _pytree as pytree
 
 from taktline.aside import Aside, Skip
 from taktline.errors import PartitionError
-from taktline.split.named.ghost import Ghost, Scene, as_meta
+from taktline.split.named.ghost import Absent, Ghost, Scene, as_meta
 from taktline.split.named.recent import Recent
 
-__all__ = ["Twin", "look"]
+__all__ = ["Twin", "autocast_of", "is_constant", "look"]
 
 
 class _Given(NamedTuple):
@@ -43,13 +43,13 @@ class Twin:
         name: what it is called in the model.
         module: the copy.
         skips: what the twins of a model have put so far.
-        changes: whether it is known to change its arguments in place.
+        hooked: the names of those that hooks were registered with, in any piece.
     """
 
     name: str
     module: nn.Module
     skips: dict[str, Skip]
-    changes: bool = False
+    hooked: list[str]
     _known: Recent[tuple[list[Any], pytree.TreeSpec]] = field(default_factory=Recent)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Twin:
@@ -65,7 +65,7 @@ class Twin:
         device: torch.device,
     ) -> Any:
         """Ghosts in the arrangement of what the submodule gives for such arguments."""
-        key = (look(args), look(kwargs), training, *_autocast(device))
+        key = (look(args), look(kwargs), training, device.type, autocast_of(device))
         parts, tree = self._known.find(key, lambda: self._learn(args, kwargs, training, device))
         if tree.is_leaf() and isinstance(parts[0], torch.Tensor):
             return Ghost(parts[0], self.name, stage, device)  # as most often
@@ -94,12 +94,11 @@ class Twin:
             Ghost.of(leaf, "an argument", 0)
             if isinstance(leaf, torch.Tensor)
             else leaf
-            if _is_constant(leaf)
+            if is_constant(leaf)
             else copy.deepcopy(leaf)
             for leaf in leaves
         ]
         args, kwargs = pytree.tree_unflatten(inputs, spec)
-        ghosts = {ghost: ghost.meta for ghost in inputs if isinstance(ghost, Ghost)}
         self.module.train(training)
         with Scene(device), _Beside(0, self.skips), torch.no_grad():
             try:
@@ -110,8 +109,7 @@ class Twin:
                     f"{self.name!r} gives, and it cannot tell them without data (see above); cut "
                     "the model with taktline.pipeline, which traces it, or by hand"
                 ) from error
-        self.changes |= any(ghost.meta is not meta for ghost, meta in ghosts.items())
-        places = {id(leaf): place for place, leaf in enumerate(inputs) if not _is_constant(leaf)}
+        places = {id(leaf): place for place, leaf in enumerate(inputs) if not is_constant(leaf)}
         parts, tree = pytree.tree_flatten(output)
         learned: list[Any] = []
         for part in parts:
@@ -127,20 +125,24 @@ def look(value: Any) -> Any:
 
     Without pytree where possible: this runs for every submodule before a stage, each time.
     """
+    kind = type(value)
+    if kind is tuple or kind is list:
+        return (kind, *[look(part) for part in value])
+    if kind is dict:
+        return (kind, *[(key, look(part)) for key, part in value.items()])
+    if kind is Absent:
+        return value
     if isinstance(value, torch.Tensor):
         plain = value.meta if isinstance(value, Ghost) else value  # which answers faster
         return (plain.shape, plain.stride(), plain.dtype)
-    if _is_constant(value):
-        return (type(value), value)
-    if type(value) in (tuple, list):
-        return (type(value), *map(look, value))
-    if type(value) is dict:
-        return (dict, *((key, look(part)) for key, part in value.items()))
+    if is_constant(value):
+        return (kind, value)
     leaves, spec = pytree.tree_flatten(value)
     return type(value) if spec.is_leaf() else (spec, *map(look, leaves))
 
 
-def _is_constant(leaf: object) -> bool:
+def is_constant(leaf: object) -> bool:
+    """Whether a part of an argument is all that there is to know of it."""
     return leaf is None or isinstance(leaf, (bool, int, float, str, torch.dtype, torch.device))
 
 
@@ -148,6 +150,7 @@ def _reason(error: Exception) -> str:
     return str(error).strip() or type(error).__name__
 
 
-def _autocast(device: torch.device) -> tuple[object, ...]:
+def autocast_of(device: torch.device) -> torch.dtype | None:
+    """The type that autocast gives to results on a device."""
     kind = device.type
-    return kind, torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None

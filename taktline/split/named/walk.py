@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -41,7 +43,7 @@ def walk(skeleton: Skeleton, args: tuple[Any, ...], kwargs: dict[str, Any]) -> C
     device = device_of((args, kwargs))
     devices = [device] if device.type == "cuda" else []
     # Random numbers that the forward draws by itself are drawn when it runs.
-    with torch.random.fork_rng(devices=devices), torch.no_grad():
+    with torch.random.fork_rng(devices=devices), _fork_random(), torch.no_grad():
         scene = _Walk(skeleton, device)
         with scene:
             try:
@@ -56,6 +58,16 @@ def walk(skeleton: Skeleton, args: tuple[Any, ...], kwargs: dict[str, Any]) -> C
                 raise
         scene.finish(output)
     return scene.course
+
+
+@contextmanager
+def _fork_random() -> Iterator[None]:
+    """Leave the generator of Python as it is."""
+    state = random.getstate()
+    try:
+        yield
+    finally:
+        random.setstate(state)
 
 
 def device_of(tree: Any) -> torch.device:

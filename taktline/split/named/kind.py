@@ -1,0 +1,122 @@
+"""What the calls of a stage that look alike have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from taktline.split.named.ghost import Absent, Ghost
+from taktline.split.named.program import Program
+from taktline.split.named.script import Script
+from taktline.split.named.twin import is_constant
+
+__all__ = ["Call", "Kind", "found_at"]
+
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+"""The arguments of a call of the model; :class:`Absent` is in the place of data that stays away."""
+
+Path = tuple[Any, ...]
+
+
+@dataclass(slots=True)
+class Kind:
+    """What is known of such calls, and what was remembered of the first one."""
+
+    crossing: frozenset[Path] = frozenset()
+    """Places among the arguments of the unit with which the next stage begins."""
+    needed: tuple[bool, ...] = ()
+    """For each leaf of the model's arguments, whether a later stage needs its data."""
+    changes: bool | None = None
+    """Whether what comes from the stage before is changed in place; None: to be seen."""
+    is_plain: bool = False
+    """Whether the model's arguments are tensors and numbers and the like."""
+    is_open: bool = True
+    """Whether there may be a script."""
+    script: Script | None = None
+    program: Program | None = None
+    _ghosts: dict[Absent, Ghost] = field(default_factory=dict)
+    _exits: tuple[Path, ...] = ()
+    """The places that cross, in their order."""
+    _call: Call | None = None
+    """The arguments of the model, if they are the same each time."""
+    _handed_on: Call | None = None
+    """The same of those for the next stage."""
+    _is_handed_on: bool = False
+    """Whether the next stage gets them as they have come."""
+
+    @classmethod
+    def of(cls, came: Call, device: torch.device) -> Kind:
+        """The kind of a call of which nothing is known."""
+        made = cls()
+
+        def ghost(absent: Absent) -> Ghost:
+            if absent not in made._ghosts:
+                made._ghosts[absent] = absent.as_ghost(device)
+            return made._ghosts[absent]
+
+        call = _with_ghosts(came, ghost)
+        leaves = pytree.tree_leaves(call)
+        made.is_plain = all(isinstance(leaf, torch.Tensor) or is_constant(leaf) for leaf in leaves)
+        made._call = call if all(map(_is_known, leaves)) else None
+        return made
+
+    def call(self, came: Call) -> Call:
+        """The arguments of the model, with ghosts for those whose data has not come."""
+        if not self._ghosts:
+            return came
+        return self._call or _with_ghosts(came, self._ghosts.__getitem__)
+
+    def packed(
+        self, arguments: Any, came: Call, require_data: Callable[[Any], Any]
+    ) -> tuple[Any, ...]:
+        """What crosses a boundary: values, and the arguments that the model was called with."""
+        values = tuple([found_at(arguments, path) for path in self._exits])
+        if not values or not all(type(value) is torch.Tensor for value in values):
+            leaves, _ = pytree.tree_flatten_with_path(require_data(arguments))
+            crossing = [(path, leaf) for path, leaf in leaves if path in self.crossing]
+            self._exits = tuple(path for path, _ in crossing)
+            values = tuple(leaf for _, leaf in crossing)
+        return self.handed_on(values, came)
+
+    def handed_on(self, values: tuple[Any, ...], came: Call) -> tuple[Any, ...]:
+        """Values for the next stage, with as much as it needs of the model's arguments."""
+        if self._is_handed_on:
+            return values, *came
+        if self._handed_on is not None:
+            return values, *self._handed_on
+        leaves, spec = pytree.tree_flatten(self.call(came))
+        stays = [
+            place
+            for place, leaf in enumerate(leaves)
+            if isinstance(leaf, torch.Tensor) and not self.needed[place]
+        ]
+        self._is_handed_on = all(isinstance(leaves[place], Ghost) for place in stays)
+        for place in stays:
+            leaves[place] = Absent(tuple(leaves[place].shape), leaves[place].dtype)
+        handed_on = pytree.tree_unflatten(leaves, spec)
+        if all(map(_is_known, leaves)):
+            self._handed_on = handed_on
+        return values, *handed_on
+
+
+def found_at(tree: Any, path: Path) -> Any:
+    """What is in a place; None if there is no such place."""
+    try:
+        for key in path:
+            tree = key.get(tree)
+    except (LookupError, AttributeError, TypeError):
+        return None
+    return tree
+
+
+def _with_ghosts(came: Call, ghost: Callable[[Absent], Ghost]) -> Call:
+    return pytree.tree_map_only(Absent, ghost, came, is_leaf=lambda part: isinstance(part, Absent))
+
+
+def _is_known(leaf: object) -> bool:
+    """Whether a leaf is the same in all calls that look alike."""
+    return isinstance(leaf, (Ghost, Absent)) or is_constant(leaf)

@@ -1,0 +1,241 @@
+"""The way to where a stage begins, as one call has gone it, so that others like it go it quickly.
+
+::
+
+    forward of the model:   embed   + position   layer 0   layer 1   layer 2   layer 3
+    stage 1 of 3, first:    ghost   ghost        ghost     ▶ real    real      ▶ leave
+    script:                 ghost   ghost        value     ▶ bare    bare      ▶ leave
+
+The forward runs each time, so whatever it decides it decides anew. But what submodules of other
+stages and operations on ghosts give is known, and what comes from the stage before is put where its
+ghost was made: from there on, the forward sees nothing but tensors with data.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from taktline.split.named.ghost import Ghost
+from taktline.split.named.twin import is_constant
+
+__all__ = ["Coming", "Event", "Script", "Step", "Surroundings", "is_like", "written"]
+
+
+class Event(NamedTuple):
+    """A call of a submodule of another stage, or of a function of torch with ghosts."""
+
+    who: object
+    training: bool | None
+    """Of a submodule."""
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    output: Any
+
+
+class Step(NamedTuple):
+    """An event, as it is to be known again."""
+
+    who: Any
+    training: bool | None
+    args: tuple[Any, ...]
+    """Ghosts are these very ones; a tensor with data is a :class:`_Look`."""
+    kwargs: dict[str, Any]
+    output: Any
+    makes: tuple[tuple[Any, ...], pytree.TreeSpec] | None
+    """The parts of the output, if it must be put together anew."""
+    runs: bool
+    """Whether the output has data, so that the function must run."""
+    only: object
+    """The one argument, if it is a ghost and no more need be looked at."""
+
+
+_NOTHING = object()
+
+
+class Script(NamedTuple):
+    """All events up to where a stage begins."""
+
+    steps: tuple[Step, ...]
+    places: tuple[tuple[tuple[Any, ...], int], ...]
+    """Where, among the arguments with which the stage begins, which value is."""
+
+
+class Coming(NamedTuple):
+    """In the place of a ghost: a value that comes from the stage before."""
+
+    value: int
+
+
+class _Look(NamedTuple):
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class _Object(NamedTuple):
+    kind: type
+
+
+class _Unknown(Exception):
+    """Something that cannot be known again."""
+
+
+def written(
+    events: Iterable[Event], places: Sequence[tuple[tuple[Any, ...], Ghost]]
+) -> Script | None:
+    """The script of some events, after which a stage begins with ghosts in these places.
+
+    None if there can be none: values that come must be what an event gives, and not go into
+    operations before the stage begins, which would be done with their data.
+    """
+    # Of a ghost that is there twice, the last value counts.
+    coming = {id(ghost): value for value, (_, ghost) in enumerate(places)}
+    made: set[int] = set()
+    steps: list[Step] = []
+    for event in events:
+        try:
+            step = _step(event, coming)
+        except _Unknown:
+            return None
+        if step is not None:
+            steps.append(step)
+            made.update(id(part) for part in pytree.tree_leaves(event.output))
+    if not coming.keys() <= made:
+        return None
+    return Script(
+        tuple(steps),
+        tuple((path, coming[id(ghost)]) for path, ghost in places),
+    )
+
+
+def _step(event: Event, coming: Mapping[int, int]) -> Step | None:
+    """An event as a step; None if it will not be noticed, as it has ghosts no more."""
+    parts, tree = pytree.tree_flatten(event.output)
+    tensors = [part for part in parts if isinstance(part, torch.Tensor)]
+    is_function = event.training is None
+    runs = any(not isinstance(part, Ghost) for part in tensors)
+    if is_function:
+        given = [
+            part
+            for part in pytree.tree_leaves((event.args, event.kwargs))
+            if isinstance(part, Ghost)
+        ]
+        if any(id(part) in coming for part in given):
+            if tensors or not all(id(part) in coming for part in given):
+                raise _Unknown
+            return None
+    elif runs or not all(isinstance(part, Ghost) or is_constant(part) for part in parts):
+        raise _Unknown
+    made = tuple(Coming(coming[id(part)]) if id(part) in coming else part for part in parts)
+    is_shared = tree.is_leaf() or type(event.output) is tuple
+    remade = not is_shared or any(type(part) is Coming for part in made)
+    output = None if runs or remade else event.output
+    args, kwargs = _known(event.args, coming), _known(event.kwargs, coming)
+    is_simple = len(args) == 1 and isinstance(args[0], Ghost) and not (kwargs or remade or runs)
+    return Step(
+        event.who,
+        event.training,
+        args,
+        kwargs,
+        output,
+        (made, tree) if remade else None,
+        runs,
+        args[0] if is_simple else _NOTHING,
+    )
+
+
+def _known(value: Any, coming: Mapping[int, int]) -> Any:
+    """What an argument must be like."""
+    if isinstance(value, Ghost):
+        return Coming(coming[id(value)]) if id(value) in coming else value
+    if isinstance(value, torch.Tensor):
+        return _Look(value.shape, value.stride(), value.dtype)
+    if type(value) in (tuple, list):
+        return type(value)(_known(part, coming) for part in value)
+    if type(value) is dict:
+        return {key: _known(part, coming) for key, part in value.items()}
+    if is_constant(value) or isinstance(value, (torch.Size, slice, type(...))):
+        return value
+    if not pytree.tree_structure(value).is_leaf():
+        raise _Unknown
+    return _Object(type(value))
+
+
+def is_like(known: Any, found: Any, values: Sequence[Any]) -> bool:
+    """Whether an argument is like that of a step; ``values`` come from the stage before."""
+    if found is known:
+        return True
+    kind = type(known)
+    if kind is Ghost:
+        return False
+    if kind is Coming:
+        return found is values[known.value]
+    if kind is _Look:
+        return (
+            isinstance(found, torch.Tensor)
+            and type(found) is not Ghost
+            and found.shape == known.shape
+            and found.dtype is known.dtype
+            and found.stride() == known.stride
+        )
+    if kind is _Object:
+        return type(found) is known.kind
+    if type(found) is not kind:
+        return False
+    if kind is dict:
+        return known.keys() == found.keys() and _all_like(
+            known.values(), map(found.__getitem__, known), values
+        )
+    if kind is tuple or kind is list:
+        return len(known) == len(found) and _all_like(known, found, values)
+    return known == found
+
+
+def _all_like(known: Iterable[Any], found: Iterable[Any], values: Sequence[Any]) -> bool:
+    """The same of as many arguments."""
+    for one, other in zip(known, found, strict=True):
+        if one is not other and not is_like(one, other, values):
+            return False
+    return True
+
+
+class Surroundings:
+    """What a forward changes beside its tensors; if it does, it must not be begun anew."""
+
+    def __init__(self, containers: Sequence[nn.Module], device: torch.device) -> None:
+        self._containers = containers
+        self._device = device
+        self.renew()
+
+    def renew(self) -> None:
+        """Look again."""
+        self._before = self._attributes(), random.getstate(), *self._generators()
+
+    def changed(self) -> bool:
+        """Whether random numbers were drawn, or an attribute of the model is another."""
+        attributes, drawn, *generators = self._before
+        return (
+            attributes != self._attributes()
+            or drawn != random.getstate()
+            or not all(map(torch.equal, generators, self._generators()))
+        )
+
+    def _attributes(self) -> list[Any]:
+        return [
+            (key, value if is_constant(value) else list(map(id, value)))
+            for container in self._containers
+            for key, value in vars(container).items()
+            if is_constant(value) or type(value) in (tuple, list, dict, set)
+        ]
+
+    def _generators(self) -> list[torch.Tensor]:
+        states = [torch.get_rng_state()]
+        if self._device.type == "cuda":
+            states.append(torch.cuda.get_rng_state(self._device))
+        return states
