@@ -205,6 +205,17 @@ class Runner:
             self.transport.raised(error, watch.where())
             self.transport.entangle(error)
 
+    def connect(self) -> None:
+        """Open the channels before the first step, which would wait for that; every rank calls it.
+
+        If their plans differ, the first step says so.
+        """
+        if isinstance(self.transport, Distributed) and self.transport.size > 1:
+            plans = self.transport.exchange([self.runnable.fingerprint], "Pipeline(…)")
+            if all(plan == plans[0] for plan in plans):
+                self._channels = sorted(channels_of(self.runnable.plan))
+                self.transport.open(self._channels)
+
     def restart(self, steps: int) -> None:
         """Begin anew, over new connections, after so many training steps."""
         self._forget()

@@ -126,6 +126,8 @@ def build(model: Model, example: Any, asked: Options) -> Built:
     built = _scheduled(ranks, plan, parts, table, {**asked.running, "seed": seed})
     ranks.made.keep_for(built.schedule, *parts.modules.values())
     _require_wrapped(built)
+    with guarded(ranks.transport, "Pipeline(…)"):
+        built.schedule._runner.connect()
     return built
 
 
