@@ -97,7 +97,7 @@ class Batch:
             return None
         size, parts, spec = self.target_size(cutter), cutter.parts(rows), cutter.target_spec
         each = size // rows if rows and size and size % rows == 0 else 1
-        if rows and size and rows % size == 0:
+        if rows and size and rows != size and rows % size == 0:
             _require_aligned(rows, size, parts)
         return split_value(self.target, parts, spec=spec, name="target", each=each)
 
@@ -138,6 +138,8 @@ class Batch:
 
     def look(self) -> int:
         """A digest of shapes, types and plain values, on which depends what boundaries see."""
+        if not (self.kwargs or self.arg_mbs or self.kwarg_mbs) and _are_plain(self.args):
+            return digest_of(map(_look, self.args))  # the usual case: spare it the pytree
         leaves, spec = pytree.tree_flatten((self.args, self.kwargs, self.arg_mbs, self.kwarg_mbs))
         return digest_of([*map(_look, leaves), str(spec)])
 
@@ -163,6 +165,10 @@ def _ready(name: str, chunks: Sequence[Any], count: int, *, whole: bool) -> Sequ
             f"give {count}"
         )
     return chunks
+
+
+def _are_plain(values: Sequence[Any]) -> bool:
+    return all(type(value) is torch.Tensor for value in values)
 
 
 def _look(leaf: object) -> str:

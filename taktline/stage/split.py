@@ -14,7 +14,8 @@ biases, embeddings, convolutions, what is compiled or checkpointed) are due in I
 computes them on the way. A weight is left out only if every use of it is such a product.
 
 Finding the products means walking through the graph. What was found is remembered for a shape of
-graph (a Recipe), and used again where shape, leaves and products are the same.
+graph (a Recipe), and used again where shape, leaves and products are the same. That they are must
+be seen in each graph: nothing but its edges tells whether a weight has one more use than before.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from torch.autograd.graph import GradientEdge
 from taktline.errors import SplitError
 from taktline.sharding import local
 from taktline.stage.engine import accumulate, add_to_grad
-from taktline.stage.graph import LEAF, Graph, Node
+from taktline.stage.graph import LEAF, Graph, Node, Shape
 
 __all__ = ["Pending", "Splitter", "explain"]
 
@@ -51,6 +52,8 @@ class _Product:
     name: str
     chain: tuple[str, ...]
     weight: torch.Tensor
+    number: int
+    """Of the weight, among those of the recipe."""
 
     def path(self, node: Node) -> Iterator[Node]:
         """The product's node, and what lies between it and the weight."""
@@ -72,22 +75,25 @@ class _Product:
 class _Recipe:
     """How to split graphs of one shape."""
 
+    shape: Shape
     ends: tuple[tuple[int, torch.Tensor | None], ...]
     """The leaves of the graph by their slots; None stands for an input of the stage."""
     kinds: tuple[tuple[int, type], ...] = ()
     """What the products are, and what lies between them and their weights, by slot."""
     products: tuple[_Product, ...] = ()
+    weights: tuple[torch.Tensor, ...] = ()
+    """What gets its gradient in W."""
     leaves: tuple[torch.Tensor, ...] = ()
     """What gets its gradient in I, besides the stage's inputs."""
     whole: bool = False
     """Nothing can be left out: everything is due in I."""
 
-    def fits(self, graph: Graph, inputs: Sequence[torch.Tensor]) -> bool:
+    def fits(self, nodes: Sequence[Node], inputs: Sequence[torch.Tensor]) -> bool:
         """Whether a graph of the same shape has the same leaves and products."""
-        nodes, given = graph.nodes, set(inputs)
         for slot, leaf in self.ends:
-            here = nodes[slot].variable
-            if here is not leaf and (leaf is not None or here not in given):
+            node = nodes[slot]
+            here = node.variable if type(node) is LEAF else None
+            if here is not leaf and (leaf is not None or not _is_among(here, inputs)):
                 return False
         for slot, kind in self.kinds:
             if type(nodes[slot]) is not kind:
@@ -101,20 +107,26 @@ class _Recipe:
 class Pending:
     """What W has left to do for one micro-batch."""
 
-    __slots__ = ("_factors", "_gradients", "_products", "_versions")
+    __slots__ = ("_factors", "_gradients", "_recipe", "_versions")
 
-    def __init__(self, products: Sequence[_Product], factors: Sequence[torch.Tensor]) -> None:
-        self._products = products
-        self._factors = factors
-        self._versions = [factor._version for factor in factors]
+    def __init__(self, recipe: _Recipe, nodes: Sequence[Node]) -> None:
+        """``nodes`` are those of the products."""
+        self._recipe = recipe
+        self._factors = [
+            getattr(node, _PRODUCTS[product.name][1]).detach()
+            for product, node in zip(recipe.products, nodes, strict=True)
+        ]
+        self._versions = [factor._version for factor in self._factors]
         self._gradients: list[tuple[int, torch.Tensor]] = []
+        for index, node in enumerate(nodes):
+            node.register_prehook(partial(self._note, index))
 
     @property
     def weights(self) -> list[torch.Tensor]:
         """The weights that wait for their gradients."""
-        return list(dict.fromkeys(product.weight for product in self._products))
+        return list(self._recipe.weights)
 
-    def note(self, index: int, gradients: tuple[torch.Tensor | None, ...]) -> None:
+    def _note(self, index: int, gradients: tuple[torch.Tensor | None, ...]) -> None:
         """Put aside the gradient that a product's node is about to work on."""
         if gradients[0] is not None:
             self._gradients.append((index, gradients[0]))
@@ -133,24 +145,27 @@ class Pending:
                 "an input of a linear layer was changed in place between the backward for the "
                 "inputs (I) and that for the weights (W)"
             )
-        totals: dict[torch.Tensor, torch.Tensor] = {}
+        products, weights = self._recipe.products, self._recipe.weights
+        totals: list[torch.Tensor | None] = [None] * len(weights)
         with torch.no_grad():
             for index, gradient in self._gradients:
-                product = self._products[index]
+                product = products[index]
                 value = product.compute(self._factors[index], gradient)
-                known = totals.get(product.weight)
-                totals[product.weight] = value if known is None else known + value
-            for weight, total in totals.items():
-                add_to_grad(weight, total)
+                known = totals[product.number]
+                totals[product.number] = value if known is None else known + value
+            for weight, total in zip(weights, totals, strict=True):
+                if total is not None:
+                    add_to_grad(weight, total)
         # Who keeps an output keeps the graph, and with it what notes gradients here.
-        self._factors, self._gradients, self._versions = (), [], []
+        self._factors, self._gradients, self._versions = [], [], []
 
 
 class Splitter:
     """Splits the backward of one stage, micro-batch by micro-batch."""
 
     def __init__(self) -> None:
-        self._recipes: dict[tuple[int, ...], _Recipe] = {}
+        self._recipes: dict[Shape, _Recipe] = {}
+        self._latest: _Recipe | None = None
 
     def run_input(
         self,
@@ -182,44 +197,49 @@ class Splitter:
         inputs: Sequence[torch.Tensor],
         weights: Sequence[torch.Tensor],
     ) -> Pending | None:
-        graph = Graph(roots, inputs)
-        recipe = self._recipe(graph, inputs, weights)
+        recipe, nodes = self._recipe(roots, inputs, weights)
         if recipe.whole:
             accumulate(roots, gradients)
             return None
-        found = [graph.nodes[product.slot] for product in recipe.products]
-        pending = Pending(
-            recipe.products,
-            [
-                getattr(node, _PRODUCTS[product.name][1]).detach()
-                for product, node in zip(recipe.products, found, strict=True)
-            ],
-        )
-        for index, node in enumerate(found):
-            node.register_prehook(partial(pending.note, index))
+        found = [nodes[product.slot] for product in recipe.products]
+        pending = Pending(recipe, found)
         edges = [GradientEdge(node, 0) for node in found]
         new = [leaf for leaf in recipe.leaves if leaf.grad is None]
-        accumulate(roots, gradients, [*inputs, *recipe.leaves, *edges])
+        accumulate(roots, gradients, (*inputs, *recipe.leaves, *edges))
         if new:
             pending.part_from(new)
-        return pending if recipe.products else None
+        return pending if found else None
 
     def _recipe(
-        self, graph: Graph, inputs: Sequence[torch.Tensor], weights: Sequence[torch.Tensor]
-    ) -> _Recipe:
-        shape = tuple(graph.shape)
-        recipe = self._recipes.get(shape)
-        if recipe is None or not recipe.fits(graph, inputs):
+        self,
+        roots: Sequence[torch.Tensor],
+        inputs: Sequence[torch.Tensor],
+        weights: Sequence[torch.Tensor],
+    ) -> tuple[_Recipe, Sequence[Node]]:
+        """The recipe for a graph, with its nodes; most often it is that of the graph before."""
+        recipe = self._latest
+        if recipe is not None and all(x.is_leaf for x in inputs):
+            nodes = recipe.shape.follow(roots)
+            if nodes is not None and recipe.fits(nodes, inputs):
+                return recipe, nodes
+        graph = Graph(roots, inputs)
+        recipe = self._recipes.get(graph.shape)
+        if recipe is None or not recipe.fits(graph.nodes, inputs):
             recipe, _ = _learn(graph, inputs, weights)
-            self._recipes.pop(shape, None)
-            self._recipes[shape] = recipe
+            self._recipes.pop(graph.shape, None)
+            self._recipes[graph.shape] = recipe
             if len(self._recipes) > _REMEMBERED:
                 del self._recipes[next(iter(self._recipes))]
-        return recipe
+        self._latest = recipe
+        return recipe, graph.nodes
 
 
 def _is_input(root: torch.Tensor, inputs: Sequence[torch.Tensor]) -> bool:
-    return root.grad_fn is None and any(root is given for given in inputs)
+    return root.is_leaf and _is_among(root, inputs)
+
+
+def _is_among(tensor: object, others: Sequence[torch.Tensor]) -> bool:
+    return any(tensor is other for other in others)
 
 
 def _memory(tensor: torch.Tensor) -> int | None:
@@ -242,7 +262,7 @@ def _learn(
     ]
 
     def whole(reason: str) -> tuple[_Recipe, dict[torch.Tensor, str]]:
-        recipe = _Recipe(tuple(ends), whole=True)
+        recipe = _Recipe(graph.shape, tuple(ends), whole=True)
         return recipe, dict.fromkeys(weights, reason)
 
     if None in graph.roots:
@@ -253,6 +273,7 @@ def _learn(
         return whole("the graph reaches leaves outside of the stage")
     reasons: dict[torch.Tensor, str] = {}
     products: list[_Product] = []
+    later: list[torch.Tensor] = []
     slots = {node: slot for slot, node in enumerate(graph.nodes)}
     consumers = graph.consumers()
     for slot, leaf in ends:
@@ -262,13 +283,19 @@ def _learn(
         if isinstance(found, str):
             reasons[leaf] = found
         else:
-            products += [_Product(slots[node], node.name(), chain, leaf) for node, chain in found]
+            products += [
+                _Product(slots[node], node.name(), chain, leaf, len(later)) for node, chain in found
+            ]
+            later.append(leaf)
     kinds = dict.fromkeys(
         (slots[node], type(node))
         for product in products
         for node in product.path(graph.nodes[product.slot])
     )
-    return _Recipe(tuple(ends), tuple(kinds), tuple(products), tuple(reasons)), reasons
+    recipe = _Recipe(
+        graph.shape, tuple(ends), tuple(kinds), tuple(products), tuple(later), tuple(reasons)
+    )
+    return recipe, reasons
 
 
 def _uses(
@@ -331,7 +358,7 @@ def explain(
     """Why each weight gets its gradient in I; those that are missing here get it in W."""
     computed = [root for root in roots if not _is_input(root, inputs)]
     recipe, reasons = _learn(Graph(computed, inputs), inputs, weights)
-    later = {product.weight for product in recipe.products}
+    later = set(recipe.weights)
     return {
         weight: reasons.get(weight, "not used here") for weight in weights if weight not in later
     }

@@ -120,6 +120,12 @@ def once_or_twice(m: Any, x: Tensor) -> Tensor:
     return m.a(x) * (m.a.weight if positive(x) else m.b.weight).sum()
 
 
+def one_layer_or_two(m: Any, x: Tensor) -> Tensor:
+    """Graphs with as many edges at each node on the way, which join in one and not in the other."""
+    y, z = m.a(x), m.b(x)
+    return y.tanh() * (y if positive(x) else z).tanh()
+
+
 def scaled_or_not(m: Any, x: Tensor) -> Tensor:
     return torch.addmm(m.b, x, m.w, alpha=1 if positive(x) else 2)
 
@@ -265,6 +271,7 @@ MODULES: dict[str, Callable[[], nn.Module]] = {
     "branches": lambda: Piece(two_branches, a=linear(), b=linear()),
     "other leaf": lambda: Piece(one_scale_or_other, a=linear(), p=matrix(4), q=matrix(4)),
     "other use": lambda: Piece(once_or_twice, a=linear(), b=linear()),
+    "other joints": lambda: Piece(one_layer_or_two, a=linear(), b=linear()),
     "other alpha": lambda: Piece(scaled_or_not, w=matrix(4, 4), b=matrix(4)),
     "other end": lambda: Piece(input_or_own, a=linear(), p=matrix(4)),
     "other roots": lambda: Piece(roots_change, a=linear()),
