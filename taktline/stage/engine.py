@@ -34,6 +34,7 @@ def add_to_grad(leaf: torch.Tensor, gradient: torch.Tensor) -> None:
     """Add to a leaf's ``.grad``, as the engine does."""
     known = leaf.grad
     if known is not None:
-        known.add_(gradient)
+        # By .data, should somebody have differentiated this gradient itself.
+        (known.data if known.requires_grad else known).add_(gradient)
     else:
         leaf.grad = gradient if leaf.grad_dtype is None else gradient.to(leaf.grad_dtype)

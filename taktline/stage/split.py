@@ -14,13 +14,13 @@ biases, embeddings, convolutions, what is compiled or checkpointed) are due in I
 computes them on the way. A weight is left out only if every use of it is such a product.
 
 Finding the products means walking through the graph. What was found is remembered for a shape of
-graph (a Recipe), and used again where shape, leaves and products are the same. That they are must
-be seen in each graph: nothing but its edges tells whether a weight has one more use than before.
+graph (a Recipe), and used again where shape and leaves are the same. That they are must be seen in
+each graph: nothing but its edges tells whether a weight has one more use than before.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -55,16 +55,15 @@ class _Product:
     number: int
     """Of the weight, among those of the recipe."""
 
-    def path(self, node: Node) -> Iterator[Node]:
-        """The product's node, and what lies between it and the weight."""
-        yield node
-        node = node.next_functions[_PRODUCTS[self.name][0]][0]
-        for _ in self.chain:
-            yield node
-            node = node.next_functions[0][0]
+    @property
+    def factor(self) -> str:
+        """Where the node has saved the other factor."""
+        return _PRODUCTS[self.name][1]
 
     def compute(self, factor: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
         """The gradient of the weight, by the same product as the engine's."""
+        if gradient.requires_grad:  # handed through from who asked for a backward
+            gradient = gradient.detach()
         if self.chain == (_TURN,):  # the usual case
             return gradient.t().mm(factor)
         product = gradient.t().mm(factor) if _TURN in self.chain else factor.t().mm(gradient)
@@ -78,25 +77,21 @@ class _Recipe:
     shape: Shape
     ends: tuple[tuple[int, torch.Tensor | None], ...]
     """The leaves of the graph by their slots; None stands for an input of the stage."""
-    kinds: tuple[tuple[int, type], ...] = ()
-    """What the products are, and what lies between them and their weights, by slot."""
     products: tuple[_Product, ...] = ()
     weights: tuple[torch.Tensor, ...] = ()
     """What gets its gradient in W."""
     leaves: tuple[torch.Tensor, ...] = ()
     """What gets its gradient in I, besides the stage's inputs."""
+    edges: tuple[int, ...] = ()
+    """The slots of products that the engine comes to only if it is told to."""
     whole: bool = False
     """Nothing can be left out: everything is due in I."""
 
     def fits(self, nodes: Sequence[Node], inputs: Sequence[torch.Tensor]) -> bool:
         """Whether a graph of the same shape has the same leaves and products."""
         for slot, leaf in self.ends:
-            node = nodes[slot]
-            here = node.variable if type(node) is LEAF else None
+            here = nodes[slot].variable
             if here is not leaf and (leaf is not None or not _is_among(here, inputs)):
-                return False
-        for slot, kind in self.kinds:
-            if type(nodes[slot]) is not kind:
                 return False
         for product in self.products:
             if _hooked(product.weight) or _hindrance(product.name, nodes[product.slot]):
@@ -112,28 +107,22 @@ class Pending:
     def __init__(self, recipe: _Recipe, nodes: Sequence[Node]) -> None:
         """``nodes`` are those of the products."""
         self._recipe = recipe
-        self._factors = [
-            getattr(node, _PRODUCTS[product.name][1]).detach()
-            for product, node in zip(recipe.products, nodes, strict=True)
-        ]
-        self._versions = [factor._version for factor in self._factors]
-        self._gradients: list[tuple[int, torch.Tensor]] = []
+        self._factors: list[torch.Tensor] = []
+        # What the nodes are about to work on, in the order in which the engine comes to them.
+        self._gradients: dict[int, tuple[torch.Tensor | None]] = {}
         for index, node in enumerate(nodes):
-            node.register_prehook(partial(self._note, index))
+            self._factors.append(getattr(node, recipe.products[index].factor).detach())
+            node.register_prehook(partial(self._gradients.__setitem__, index))
+        self._versions = [factor._version for factor in self._factors]
 
     @property
     def weights(self) -> list[torch.Tensor]:
         """The weights that wait for their gradients."""
         return list(self._recipe.weights)
 
-    def _note(self, index: int, gradients: tuple[torch.Tensor | None, ...]) -> None:
-        """Put aside the gradient that a product's node is about to work on."""
-        if gradients[0] is not None:
-            self._gradients.append((index, gradients[0]))
-
     def part_from(self, leaves: Sequence[torch.Tensor]) -> None:
         """Copy new gradients in the memory of those put aside: later ones are added to them."""
-        aside = {_memory(gradient) for _, gradient in self._gradients}
+        aside = {_memory(g) for (g,) in self._gradients.values() if g is not None}
         for leaf in leaves:
             if leaf.grad is not None and (None in aside or _memory(leaf.grad) in (None, *aside)):
                 leaf.grad = leaf.grad.clone()
@@ -147,17 +136,19 @@ class Pending:
             )
         products, weights = self._recipe.products, self._recipe.weights
         totals: list[torch.Tensor | None] = [None] * len(weights)
-        with torch.no_grad():
-            for index, gradient in self._gradients:
-                product = products[index]
-                value = product.compute(self._factors[index], gradient)
-                known = totals[product.number]
-                totals[product.number] = value if known is None else known + value
-            for weight, total in zip(weights, totals, strict=True):
-                if total is not None:
-                    add_to_grad(weight, total)
+        for index, (gradient,) in self._gradients.items():
+            if gradient is None:
+                continue
+            product = products[index]
+            value = product.compute(self._factors[index], gradient)
+            known = totals[product.number]
+            totals[product.number] = value if known is None else known + value
+        for weight, total in zip(weights, totals, strict=True):
+            if total is not None:
+                add_to_grad(weight, total)
         # Who keeps an output keeps the graph, and with it what notes gradients here.
-        self._factors, self._gradients, self._versions = [], [], []
+        self._factors, self._versions = [], []
+        self._gradients.clear()
 
 
 class Splitter:
@@ -175,11 +166,11 @@ class Splitter:
         weights: Sequence[torch.Tensor],
     ) -> Pending | None:
         """I: gradients for the inputs and all that W does not do; None if W has nothing to do."""
-        passed = [i for i, root in enumerate(roots) if _is_input(root, inputs)]
-        if not passed:
+        rest = [i for i, root in enumerate(roots) if not (root.is_leaf and _is_among(root, inputs))]
+        if len(rest) == len(roots):
             return self._run_input(roots, gradients, inputs, weights)
         # An output that is an input hands its gradient through, and is no part of the graph.
-        rest = [i for i in range(len(roots)) if i not in passed]
+        passed = [i for i in range(len(roots)) if i not in rest]
         pending = None
         if rest:
             pending = self._run_input(
@@ -203,7 +194,7 @@ class Splitter:
             return None
         found = [nodes[product.slot] for product in recipe.products]
         pending = Pending(recipe, found)
-        edges = [GradientEdge(node, 0) for node in found]
+        edges = [GradientEdge(nodes[slot], 0) for slot in recipe.edges]
         new = [leaf for leaf in recipe.leaves if leaf.grad is None]
         accumulate(roots, gradients, (*inputs, *recipe.leaves, *edges))
         if new:
@@ -218,8 +209,8 @@ class Splitter:
     ) -> tuple[_Recipe, Sequence[Node]]:
         """The recipe for a graph, with its nodes; most often it is that of the graph before."""
         recipe = self._latest
-        if recipe is not None and all(x.is_leaf for x in inputs):
-            nodes = recipe.shape.follow(roots)
+        if recipe is not None:
+            nodes = recipe.shape.follow(roots, inputs)
             if nodes is not None and recipe.fits(nodes, inputs):
                 return recipe, nodes
         graph = Graph(roots, inputs)
@@ -234,12 +225,11 @@ class Splitter:
         return recipe, graph.nodes
 
 
-def _is_input(root: torch.Tensor, inputs: Sequence[torch.Tensor]) -> bool:
-    return root.is_leaf and _is_among(root, inputs)
-
-
 def _is_among(tensor: object, others: Sequence[torch.Tensor]) -> bool:
-    return any(tensor is other for other in others)
+    for other in others:  # noqa: SIM110 -- any() would take three times as long
+        if other is tensor:
+            return True
+    return False
 
 
 def _memory(tensor: torch.Tensor) -> int | None:
@@ -287,13 +277,10 @@ def _learn(
                 _Product(slots[node], node.name(), chain, leaf, len(later)) for node, chain in found
             ]
             later.append(leaf)
-    kinds = dict.fromkeys(
-        (slots[node], type(node))
-        for product in products
-        for node in product.path(graph.nodes[product.slot])
-    )
+    reached = graph.leading_to(slot for slot, leaf in ends if leaf is None or leaf in reasons)
+    edges = [product.slot for product in products if graph.nodes[product.slot] not in reached]
     recipe = _Recipe(
-        graph.shape, tuple(ends), tuple(kinds), tuple(products), tuple(later), tuple(reasons)
+        graph.shape, tuple(ends), tuple(products), tuple(later), tuple(reasons), tuple(edges)
     )
     return recipe, reasons
 
@@ -356,7 +343,7 @@ def explain(
     roots: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], weights: Sequence[torch.Tensor]
 ) -> dict[torch.Tensor, str]:
     """Why each weight gets its gradient in I; those that are missing here get it in W."""
-    computed = [root for root in roots if not _is_input(root, inputs)]
+    computed = [root for root in roots if not (root.is_leaf and _is_among(root, inputs))]
     recipe, reasons = _learn(Graph(computed, inputs), inputs, weights)
     later = set(recipe.weights)
     return {

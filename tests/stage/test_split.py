@@ -595,6 +595,23 @@ def test_a_factor_must_stay_as_it_is_until_w() -> None:
         pending.run()
 
 
+def test_gradients_that_are_differentiated_themselves() -> None:
+    """Neither what a backward begins with nor what it is added to ties W to a graph."""
+    torch.manual_seed(0)
+    module, gradient = linear(), torch.ones(5, 4, requires_grad=True)
+    plain = deepcopy(module)
+    for part in (module, plain):
+        part.weight.grad = torch.ones(4, 4, requires_grad=True)
+    plain(example(0)).backward(torch.ones(5, 4))
+    x = example(0)
+    pending = Splitter().run_input([module(x)], [gradient], [x], list(module.parameters()))
+    assert pending is not None
+    pending.run()
+    assert module.weight.grad is not None
+    assert module.weight.grad.grad_fn is None
+    assert same(module.weight.grad, plain.weight.grad)
+
+
 def test_gradients_of_another_type() -> None:
     layer, x = linear(dtype=torch.bfloat16), example(0).bfloat16()
     layer.weight.grad_dtype = torch.float32
