@@ -3,8 +3,8 @@
     python benchmarks/overhead.py                 1 rank, then 2 (about a minute)
     python benchmarks/overhead.py --ranks 2
 
-Bare autograd is what this rank would do without a pipeline: forward and backward of its stages for
-each micro-batch, with the loss after the last one. The rest, divided by the stages and
+Bare autograd is what this rank would do without a pipeline: for each micro-batch the forward of its
+stages, the loss if it has the last one, and the backward. The rest, divided by the stages and
 micro-batches of the rank, is overhead; over two ranks it contains the messages and the bubble. Both
 runtimes take turns, each with the threads of gloo scheduled as it leaves them; medians of the
 rounds.
@@ -31,15 +31,16 @@ def layer() -> nn.Module:
     return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())
 
 
-def bare(modules: list[nn.Module], chunks: Sequence[torch.Tensor], last: nn.Module | None) -> None:
-    """Forward and backward of each stage for each micro-batch, and the loss after the last one."""
+def bare(modules: list[nn.Module], chunks: Sequence[torch.Tensor], last: bool) -> None:
+    """The same work without a pipeline."""
     for chunk in chunks:
+        output = chunk
         for module in modules:
-            output = module(chunk.detach().requires_grad_())
-            if module is last:
-                nn.functional.mse_loss(output, chunk).backward()
-            else:
-                output.backward(torch.ones_like(output))
+            output = module(output)
+        if last:
+            nn.functional.mse_loss(output, chunk).backward()
+        else:
+            output.backward(torch.ones_like(output))
 
 
 def measure(rank: int, ranks: int, rounds: int, microbatches: int) -> None:
@@ -56,9 +57,8 @@ def measure(rank: int, ranks: int, rounds: int, microbatches: int) -> None:
             calls[key] = lambda step=schedule.step, args=args, target=target: step(
                 *args, target=target, return_outputs=False
             )
-            end = modules[-1] if last else None
-            calls["bare"] = lambda modules=modules, end=end: bare(
-                modules, batch.tensor_split(microbatches), end
+            calls["bare"] = lambda modules=modules, last=last: bare(
+                modules, batch.tensor_split(microbatches), last
             )
         gc.disable()  # as timeit does: nobody pays for what others have left lying about
         times: dict[str, list[float]] = {key: [] for key in calls}

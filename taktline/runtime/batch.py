@@ -138,9 +138,10 @@ class Batch:
 
     def look(self) -> int:
         """A digest of shapes, types and plain values, on which depends what boundaries see."""
-        if not (self.kwargs or self.arg_mbs or self.kwarg_mbs) and _are_plain(self.args):
+        rest = (self.kwargs, self.arg_mbs, self.kwarg_mbs)
+        if not any(rest) and all(type(value) is torch.Tensor for value in self.args):
             return digest_of(map(_look, self.args))  # the usual case: spare it the pytree
-        leaves, spec = pytree.tree_flatten((self.args, self.kwargs, self.arg_mbs, self.kwarg_mbs))
+        leaves, spec = pytree.tree_flatten((self.args, *rest))
         return digest_of([*map(_look, leaves), str(spec)])
 
 
@@ -165,10 +166,6 @@ def _ready(name: str, chunks: Sequence[Any], count: int, *, whole: bool) -> Sequ
             f"give {count}"
         )
     return chunks
-
-
-def _are_plain(values: Sequence[Any]) -> bool:
-    return all(type(value) is torch.Tensor for value in values)
 
 
 def _look(leaf: object) -> str:
