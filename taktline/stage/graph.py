@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -92,15 +93,16 @@ class Graph:
 
     def leading_to(self, slots: Iterable[int]) -> set[Node]:
         """These nodes, and all that lead to them."""
-        consumers, found = self.consumers(), set[Node]()
+        found: set[Node] = set()
         waiting = [self.nodes[slot] for slot in slots]
         while waiting:
             node = waiting.pop()
             if node not in found:
                 found.add(node)
-                waiting += [consumer for consumer, _ in consumers[node]]
+                waiting += [consumer for consumer, _ in self.consumers[node]]
         return found
 
+    @cached_property
     def consumers(self) -> dict[Node, list[tuple[Node, int]]]:
         """Who leads to each node, and by which edge."""
         found: dict[Node, list[tuple[Node, int]]] = {node: [] for node in self.nodes}

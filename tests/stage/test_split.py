@@ -30,7 +30,8 @@ from taktline.stage import (
     stage_backward_input,
     stage_backward_weight,
 )
-from taktline.stage.split import Pending, Splitter, _Product
+from taktline.stage.recipe import Product
+from taktline.stage.split import Pending, Splitter
 
 Gradients = list[Tensor | None]
 Forward = Callable[[Any, Tensor], Any]
@@ -760,8 +761,8 @@ def test_a_report_leaves_no_trace() -> None:
 
 
 def test_a_report_tells_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    compute = _Product.compute
-    monkeypatch.setattr(_Product, "compute", lambda self, x, dy: compute(self, x, dy) + 0.5)
+    compute = Product.compute
+    monkeypatch.setattr(Product, "compute", lambda self, x, dy: compute(self, x, dy) + 0.5)
     report = check_split_backward(linear(), example(0))
     assert not report.exact
     assert report.differences == {"weight": pytest.approx(0.5)}
