@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -11,10 +12,23 @@ from taktline.stage.graph import LEAF, Graph, Node, Shape
 
 __all__ = ["Product", "Recipe", "is_among", "learn"]
 
-# The products: the edge that leads to the weight, and where the other factor is saved.
-_PRODUCTS = {
-    "AddmmBackward0": (2, "_saved_mat1", "_raw_saved_mat1"),
-    "MmBackward0": (1, "_saved_self", "_raw_saved_self"),
+
+class _Kind(NamedTuple):
+    """A kind of product."""
+
+    edge: int
+    """Which one leads to the weight."""
+    factor: str
+    """Where the node has saved the other factor."""
+    raw: str
+    """The same without what hooks make of it."""
+    scaled: bool
+    """Whether the product may be multiplied with a number."""
+
+
+_KINDS = {
+    "AddmmBackward0": _Kind(2, "_saved_mat1", "_raw_saved_mat1", True),
+    "MmBackward0": _Kind(1, "_saved_self", "_raw_saved_self", False),
 }
 _TURN, _CAST = "TBackward0", "ToCopyBackward0"
 _REENTRANT = "CheckpointFunctionBackward"
@@ -25,16 +39,11 @@ class Product:
     """One product that W does: where its node is, and what lies between it and the weight."""
 
     slot: int
-    name: str
+    kind: _Kind
     chain: tuple[str, ...]
     weight: torch.Tensor
     number: int
     """Of the weight, among those of the recipe."""
-
-    @property
-    def factor(self) -> str:
-        """Where the node has saved the other factor."""
-        return _PRODUCTS[self.name][1]
 
     def compute(self, factor: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
         """The gradient of the weight, by the same product as the engine's."""
@@ -70,7 +79,7 @@ class Recipe:
             if here is not leaf and (leaf is not None or not is_among(here, inputs)):
                 return False
         for product in self.products:
-            if _hooked(product.weight) or _hindrance(product.name, nodes[product.slot]):
+            if _hooked(product.weight) or _hindrance(product.kind, nodes[product.slot]):
                 return False
         return True
 
@@ -116,7 +125,8 @@ def learn(
             reasons[leaf] = found
         else:
             products += [
-                Product(slots[node], node.name(), chain, leaf, len(later)) for node, chain in found
+                Product(slots[node], _KINDS[node.name()], chain, leaf, len(later))
+                for node, chain in found
             ]
             later.append(leaf)
     reached = graph.leading_to(slot for slot, leaf in ends if leaf is None or leaf in reasons)
@@ -152,9 +162,9 @@ def _uses(
             name = parent.name()
             if name in (_TURN, _CAST) and name not in chain:
                 waiting.append((parent, (name, *chain), last or parent))
-            elif name not in _PRODUCTS or edge != _PRODUCTS[name][0]:
+            elif name not in _KINDS or edge != _KINDS[name].edge:
                 return f"used in {name.removesuffix('0').removesuffix('Backward')}"
-            elif (hindrance := _hindrance(name, parent)) is not None:
+            elif (hindrance := _hindrance(_KINDS[name], parent)) is not None:
                 return hindrance
             else:
                 found.append((parent, chain))
@@ -169,11 +179,11 @@ def _uses(
     return found
 
 
-def _hindrance(name: str, product: Node) -> str | None:
+def _hindrance(kind: _Kind, product: Node) -> str | None:
     """Why a product cannot be left out."""
-    if getattr(product, _PRODUCTS[name][2]).unpack_hook is not None:
+    if getattr(product, kind.raw).unpack_hook is not None:
         return "checkpointed, or its activations are kept elsewhere"
-    return None if getattr(product, "_saved_alpha", 1) == 1 else "in a scaled product"
+    return "in a scaled product" if kind.scaled and product._saved_alpha != 1 else None
 
 
 def _hooked(weight: torch.Tensor) -> bool:

@@ -50,7 +50,7 @@ class Pending:
         # What the nodes are about to work on, in the order in which the engine comes to them.
         self._gradients: dict[int, tuple[torch.Tensor | None]] = {}
         for index, node in enumerate(nodes):
-            self._factors.append(getattr(node, recipe.products[index].factor).detach())
+            self._factors.append(getattr(node, recipe.products[index].kind.factor).detach())
             node.register_prehook(partial(self._gradients.__setitem__, index))
         self._versions = [factor._version for factor in self._factors]
 
