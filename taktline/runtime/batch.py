@@ -97,7 +97,7 @@ class Batch:
             return None
         size, parts, spec = self.target_size(cutter), cutter.parts(rows), cutter.target_spec
         each = size // rows if rows and size and size % rows == 0 else 1
-        if rows and size and rows != size and rows % size == 0:
+        if rows > size > 0 and rows % size == 0:
             _require_aligned(rows, size, parts)
         return split_value(self.target, parts, spec=spec, name="target", each=each)
 
