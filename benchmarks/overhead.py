@@ -3,10 +3,11 @@
     python benchmarks/overhead.py                 1 rank, then 2 (about a minute)
     python benchmarks/overhead.py --ranks 2
 
-Bare autograd is what this rank would do without a pipeline: forward and backward of its stages for
-each micro-batch. The rest, divided by the stages and micro-batches of the rank, is overhead; over
-two ranks it contains the messages and the bubble. Both runtimes take turns, each with the threads
-of gloo scheduled as it leaves them; medians of the rounds.
+Bare autograd is what this rank would do without a pipeline: for each micro-batch the forward of its
+stages, the loss if it has the last one, and the backward. The rest, divided by the stages and
+micro-batches of the rank, is overhead; over two ranks it contains the messages and the bubble. Both
+runtimes take turns, each with the threads of gloo scheduled as it leaves them; medians of the
+rounds.
 """
 
 from __future__ import annotations
@@ -15,14 +16,14 @@ import argparse
 import gc
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
 from _peers import RUNTIMES, SCHEDULES, gloo_as_left_by, make_schedule, run_ranks
 from torch import nn
 
-WIDTH, MICROBATCHES, STEPS = 16, 8, 5
+WIDTH, STEPS = 16, 5
 
 
 def layer() -> nn.Module:
@@ -30,29 +31,35 @@ def layer() -> nn.Module:
     return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())
 
 
-def bare(modules: list[nn.Module], batch: torch.Tensor) -> None:
-    """Forward and backward of each stage for each micro-batch, without a pipeline."""
-    for chunk in batch.tensor_split(MICROBATCHES):
+def bare(modules: list[nn.Module], chunks: Sequence[torch.Tensor], last: bool) -> None:
+    """The same work without a pipeline."""
+    for chunk in chunks:
+        output = chunk
         for module in modules:
-            output = module(chunk.detach().requires_grad_())
+            output = module(output)
+        if last:
+            nn.functional.mse_loss(output, chunk).backward()
+        else:
             output.backward(torch.ones_like(output))
 
 
-def measure(rank: int, ranks: int, rounds: int) -> None:
+def measure(rank: int, ranks: int, rounds: int, microbatches: int) -> None:
     """Print a line for each schedule."""
-    batch = torch.randn(2 * MICROBATCHES, WIDTH)
+    batch = torch.randn(2 * microbatches, WIDTH)
     for name, per_rank in SCHEDULES.items():
         calls: dict[str, Callable[[], object]] = {}
         for key, runtime in RUNTIMES.items():
             schedule, modules, first, last = make_schedule(
-                runtime, name, rank, ranks, MICROBATCHES, layer
+                runtime, name, rank, ranks, microbatches, layer
             )
             args = (batch,) if first else ()
             target = batch if last else None
             calls[key] = lambda step=schedule.step, args=args, target=target: step(
                 *args, target=target, return_outputs=False
             )
-            calls["bare"] = lambda modules=modules: bare(modules, batch)
+            calls["bare"] = lambda modules=modules, last=last: bare(
+                modules, batch.tensor_split(microbatches), last
+            )
         gc.disable()  # as timeit does: nobody pays for what others have left lying about
         times: dict[str, list[float]] = {key: [] for key in calls}
         for number in range(rounds + 1):
@@ -66,7 +73,7 @@ def measure(rank: int, ranks: int, rounds: int) -> None:
                     call()
                 if number:  # in the first round, shapes are learned
                     times[key].append((time.perf_counter() - start) / STEPS)
-        unit = 1e6 / (per_rank * MICROBATCHES)
+        unit = 1e6 / (per_rank * microbatches)
         bare_time = statistics.median(times["bare"])
         cost = {k: (statistics.median(times[k]) - bare_time) * unit for k in RUNTIMES}
         if rank == 0:
@@ -81,8 +88,10 @@ def measure(rank: int, ranks: int, rounds: int) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--microbatches", type=int, default=32)
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
     options = parser.parse_args()
-    print(f"µs per stage and micro-batch; {MICROBATCHES} micro-batches, {options.rounds} rounds")
+    sizes = f"{options.microbatches} micro-batches, {options.rounds} rounds"
+    print(f"µs per stage and micro-batch; {sizes}")
     for ranks in options.ranks:
-        run_ranks(measure, ranks, options.rounds)
+        run_ranks(measure, ranks, options.rounds, options.microbatches)

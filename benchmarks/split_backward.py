@@ -3,9 +3,9 @@
     python benchmarks/split_backward.py                  on the CPU
     python benchmarks/split_backward.py --device cuda
 
-A stage of four transformer blocks, once so small that launching operations takes the time, once so
-large that computing them does. Medians of rounds in which all take turns; the ratio is to a plain
-``backward()``.
+One small linear layer, where the split is all there is to pay for; and a stage of four transformer
+blocks, once so small that launching operations takes the time, once so large that computing them
+does. Medians of rounds in which all take turns; the ratio is to a plain ``backward()``.
 """
 
 from __future__ import annotations
@@ -63,10 +63,15 @@ def ways(model: nn.Module) -> dict[str, Callable[[Tensor, Tensor, Tensor], None]
     return {"plain": plain, "torch": torchs, "taktline": taktline}
 
 
-def measure(device: str, width: int, batch: int, length: int, rounds: int) -> dict[str, float]:
+def blocks(width: int) -> nn.Module:
+    """A stage."""
+    return nn.Sequential(*(Block(width, 4) for _ in range(BLOCKS)))
+
+
+def measure(model: nn.Module, batch_of: Tensor, rounds: int) -> dict[str, float]:
     """Seconds of each way."""
-    model = nn.Sequential(*(Block(width, 4) for _ in range(BLOCKS))).to(device)
-    batch_of = torch.randn(batch, length, width, device=device)
+    device = batch_of.device.type
+    model = model.to(device)
     gradient = torch.randn_like(batch_of)
     sync = torch.cuda.synchronize if device == "cuda" else (lambda: None)
     times: dict[str, list[float]] = {}
@@ -93,14 +98,15 @@ if __name__ == "__main__":
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--rounds", type=int, default=100)
     options = parser.parse_args()
-    large = (2048, 8, 1024) if options.device == "cuda" else (512, 4, 128)
+    large = (8, 1024, 2048) if options.device == "cuda" else (4, 128, 512)
     torch.set_num_threads(1)
-    for label, sizes, rounds in (
-        ("launch-bound", (32, 2, 8), options.rounds),
-        ("compute-bound", large, max(options.rounds // 5, 5)),
+    for label, model, shape, rounds in (
+        ("one layer", nn.Linear(16, 16), (2, 16), 20 * options.rounds),
+        ("launch-bound", blocks(32), (2, 8, 32), options.rounds),
+        ("compute-bound", blocks(large[-1]), large, max(options.rounds // 5, 5)),
     ):
-        found = measure(options.device, *sizes, rounds)
+        found = measure(model, torch.randn(shape, device=options.device), rounds)
         ratios = "   ".join(
             f"{name} {found[name] / found['plain']:.2f}" for name in ("torch", "taktline")
         )
-        print(f"{options.device} {label:14} plain {found['plain'] * 1e3:8.2f} ms   I + W: {ratios}")
+        print(f"{options.device} {label:14} plain {found['plain'] * 1e6:8.0f} µs   I + W: {ratios}")

@@ -65,6 +65,11 @@ class Aside:
     def __exit__(self, *_: object) -> None:
         _here.aside = self._outer
 
+    @property
+    def used(self) -> bool:
+        """Whether there is anything to hand over, or was."""
+        return bool(self.skips or self.losses or self.observed)
+
     def put(self, name: str, value: torch.Tensor) -> None:
         """Hand a value to later stages."""
         if self.replays:

@@ -17,7 +17,7 @@ from taktline.plan import Action, Kind, Plan
 from taktline.runtime.executor import Instruction, Program
 from taktline.runtime.feed import Feed
 from taktline.runtime.learning import Inbox, LearningIncoming, LearningOutgoing, Line, Outbox
-from taktline.runtime.ports import Handover, Incoming, Outgoing
+from taktline.runtime.ports import Handback, Handover, Incoming, Outgoing
 from taktline.runtime.together import RankRandom, merged
 from taktline.runtime.work import Work
 from taktline.stage import PipelineStage
@@ -120,7 +120,7 @@ class _Ends:
     """The ports of this rank's stages, by stage."""
 
     handed_on: dict[int, Handover]
-    handed_back: dict[int, Handover]
+    handed_back: dict[int, Handback]
     activations_in: dict[int, Incoming | LearningIncoming]
     activations_out: dict[int, Outgoing | LearningOutgoing]
     gradients_in: dict[int, Incoming | LearningIncoming]
@@ -136,7 +136,7 @@ def _ends(binding: Binding, make: _Known | _Learning) -> _Ends:
     train = binding.trains
     return _Ends(
         {s: Handover() for s in joined},
-        {s: Handover() for s in joined if train},
+        {s: Handback() for s in joined if train},
         {s: make.incoming(s, Channel(rank_of[s - 1], here, False)) for s in earlier},
         {s: make.outgoing(s, Channel(here, rank_of[s + 1], False)) for s in later},
         {s: make.incoming(s, Channel(rank_of[s + 1], here, True)) for s in later if train},
@@ -241,6 +241,7 @@ def _work(binding: Binding, ends: _Ends, stage: int, known: Signatures | None) -
     return Work(
         binding.stages[stage],
         binding.feed,
+        binding.plan.microbatches,
         activations_in=ends.handed_on.get(stage - 1) or ends.activations_in.get(stage),
         activations_out=ends.handed_on.get(stage) or ends.activations_out.get(stage),
         gradients_in=ends.handed_back.get(stage) or ends.gradients_in.get(stage),

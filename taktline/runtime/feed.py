@@ -49,6 +49,8 @@ class Feed:
     """The same for each loss that stages add, where micro-batches differ in size."""
     grad_scale: float = 1.0
     """What every gradient is multiplied with, for those that would vanish in half precision."""
+    wants_losses: bool = False
+    """Whether anybody asks for the losses."""
     losses: dict[int, torch.Tensor] = field(default_factory=dict)
     aux_losses: dict[int, torch.Tensor] = field(default_factory=dict)
     """The sum of what this rank's stages have added in each micro-batch."""
@@ -70,6 +72,7 @@ class Feed:
         self.scales = None
         self.row_scales = None
         self.grad_scale = 1.0
+        self.wants_losses = False
         self.losses = {}
         self.aux_losses = {}
         self.observed = []

@@ -94,6 +94,8 @@ def warn_if_uneven(rows: int, targets: Sequence[Any]) -> bool:
     (False, False)
     """
     count = len(targets)
+    if rows and rows % count == 0:
+        return False
     if rows:
         sizes = [end - begin for begin, end in pairwise(bounds(rows, count))]
     else:  # cut already

@@ -2,13 +2,14 @@
 
 ::
 
-    stage ──give──▶ Handover ──take──▶ stage                      on one rank
+    stage ──give──▶ Handover ──take──▶ stage          on one rank: activations,
+    stage ◀──take── Handback ◀──give── stage          and their gradients
 
     stage ──give──▶ Outgoing ──send──▶ channel ──▶ Incoming ──take──▶ stage
                                                       ▲ post
 
-Activations and gradients take the same ports. A value that crosses is a flat list of leaves with
-the tree that they came from (None: they are the arguments themselves).
+Over a channel, activations and gradients take the same ports. A value that crosses is a flat list
+of leaves with the tree that they came from (None: they are the arguments themselves).
 """
 
 from __future__ import annotations
@@ -24,7 +25,17 @@ from taktline.meta import Signature, TensorMeta
 from taktline.transport import Handle, Post
 from taktline.transport.wire import Layout, Parcel
 
-__all__ = ["BrokenChannel", "Handover", "In", "Incoming", "Out", "Outgoing", "PeerFailed", "Values"]
+__all__ = [
+    "BrokenChannel",
+    "Handback",
+    "Handover",
+    "In",
+    "Incoming",
+    "Out",
+    "Outgoing",
+    "PeerFailed",
+    "Values",
+]
 
 Values: TypeAlias = tuple[Sequence[Any], TreeSpec | None]
 
@@ -59,23 +70,15 @@ class Out(Protocol):
         ...
 
 
-class Handover:
-    """Between two stages on one rank: nothing is copied."""
+class Handback:
+    """Of gradients between two stages on one rank: they are handed over as they are."""
 
     def __init__(self) -> None:
         self._waiting: dict[int, Values] = {}
 
     def give(self, microbatch: int, leaves: Sequence[Any], spec: TreeSpec | None) -> None:
-        """Keep the values, cut off from the graph that made them."""
-        self._waiting[microbatch] = (
-            [
-                leaf.detach().requires_grad_(leaf.requires_grad)
-                if isinstance(leaf, torch.Tensor)
-                else leaf
-                for leaf in leaves
-            ],
-            spec,
-        )
+        """Keep the values."""
+        self._waiting[microbatch] = leaves, spec
 
     def take(self, microbatch: int) -> Values:
         """The values, which are forgotten here."""
@@ -83,6 +86,21 @@ class Handover:
 
     def settle(self, microbatch: int) -> None:
         """Nothing: what is handed over is there at once."""
+
+
+class Handover(Handback):
+    """Of activations between two stages on one rank: nothing is copied."""
+
+    def give(self, microbatch: int, leaves: Sequence[Any], spec: TreeSpec | None) -> None:
+        """Keep the values, cut off from the graph that made them."""
+        self._waiting[microbatch] = [_cut_off(leaf) for leaf in leaves], spec
+
+
+def _cut_off(leaf: Any) -> Any:
+    if not isinstance(leaf, torch.Tensor):
+        return leaf
+    cut = leaf.detach()
+    return cut.requires_grad_() if leaf.requires_grad else cut
 
 
 class Outgoing:

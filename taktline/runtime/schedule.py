@@ -233,6 +233,7 @@ class Schedule:
                 )
             feed.loss_keywords = loss_kwargs or {}
             feed.number, feed.grad_scale = self.steps, grad_scale
+            feed.wants_losses = wanted.shares or wanted.losses is not None
             if wanted.outputs and self._has_last():
                 feed.outputs = {}
             facts = self._measured(batch, feed, trains)

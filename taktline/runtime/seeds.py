@@ -34,9 +34,12 @@ def seeded(key: tuple[int, int, int, int], device: torch.device) -> Iterator[Non
     """
     seed = seed_of(key)
     if device.type == "cpu":
-        with torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(seed)
+        before = torch.default_generator.get_state()
+        torch.default_generator.manual_seed(seed)
+        try:
             yield
+        finally:
+            torch.default_generator.set_state(before)
     else:
         with torch.random.fork_rng(devices=[device], device_type=device.type), device:
             torch.default_generator.manual_seed(seed)

@@ -116,7 +116,7 @@ class Ties:
         After a failure, now or before, this rank has nothing to add, but takes part in every
         message, so that nobody waits for it.
         """
-        if self._depth or self._before is None:
+        if self._depth or not self._before:
             return failure
         with torch.no_grad():
             for held, parameters in self._mine():

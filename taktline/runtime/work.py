@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch.utils import _pytree as pytree
 
-from taktline.aside import Aside, Skip, handed_on, opened, require_number
+from taktline.aside import Aside, handed_on, opened, require_number
 from taktline.errors import LossError, SignatureError
 from taktline.meta import Signature, as_arguments, flatten
 from taktline.runtime.feed import Feed
@@ -17,9 +17,18 @@ from taktline.runtime.ports import In, Out, Values
 from taktline.runtime.seeds import seeded
 from taktline.sharding import is_sharded, root_gradient
 from taktline.stage import PipelineStage
-from taktline.stage.engine import outside_autocast
 
 __all__ = ["Work"]
+
+_Own: TypeAlias = tuple[Sequence[torch.Tensor], Sequence[torch.Tensor | None]]
+"""A stage's own losses, and the gradients that its backward begins with at them."""
+
+_NO_LOSS: _Own = ((), ())
+
+_Kept: TypeAlias = tuple[Sequence[torch.Tensor | None], Aside | None]
+"""What a backward needs of its forward: the gradients at its own losses, and what it left aside."""
+
+_NOT_KEPT: _Kept = ((), None)
 
 
 class Work:
@@ -30,12 +39,16 @@ class Work:
         activations in ──▶ F ──▶ activations out
         gradients out ◀── B, I ◀── gradients in
                              W
+
+    These run once for each stage and micro-batch of a step, so what a stage does not use (skips,
+    losses of its own, a seed, containers) costs it next to nothing.
     """
 
     def __init__(
         self,
         stage: PipelineStage,
         feed: Feed,
+        microbatches: int,
         *,
         activations_in: In | None,
         activations_out: Out | None,
@@ -50,7 +63,7 @@ class Work:
         """``routes`` tells the last stage that gets each skip; None: they go to the end."""
         self._stage = stage
         self._index = stage.stage_index
-        self._module = stage.submod
+        self._device_type = stage.device.type
         self._feed = feed
         self._activations_in = activations_in
         self._activations_out = activations_out
@@ -63,61 +76,57 @@ class Work:
         self._routes = routes
         self.got: set[str] = set()
         """The skips that the stage has got so far."""
-        self._asides: dict[int, Aside] = {}
-        self._own_gradients: dict[int, list[torch.Tensor | None]] = {}
-        """Of this stage's own losses, with which its backward begins."""
+        self._blank = Aside(self._index, {})
+        """Of the next forward; one that has used it keeps it."""
+        self._kept = [_NOT_KEPT] * microbatches
+        """Of each micro-batch from F to B or I."""
 
     def forward(self, microbatch: int) -> None:
         """F."""
-        leaves: Sequence[Any] = ()
-        skips: dict[str, Skip] = {}
+        aside, inputs = self._blank, ()
         if self._activations_in is None:
             arguments = self._feed.arguments[microbatch]
         else:
-            leaves, spec = self._activations_in.take(microbatch)
-            arguments = leaves
+            inputs, spec = self._activations_in.take(microbatch)
+            arguments = inputs
             if spec is not None:
-                arguments, skips = opened(pytree.tree_unflatten(leaves, spec))
+                arguments, skips = opened(pytree.tree_unflatten(inputs, spec))
+                aside = Aside(self._index, skips) if skips else aside
         if self._checks:
             _check(self._stage.expected_input, arguments, "input", "input_args")
-        with Aside(self._index, skips) as aside:
+        with aside:
             output = self._call(microbatch, arguments)
         if self._checks:
             _check(self._stage.expected_output, as_arguments(output), "output", "output_args")
-        results: Sequence[Any] = ()
+        used = aside.used
+        if used and aside is self._blank:
+            self._blank = Aside(self._index, {})
+        own, results = _NO_LOSS, ()
         if self._activations_out is None:
-            aside.finish()
-            losses = self._finish(microbatch, output)
+            own = self._finish(microbatch, output, aside)
         else:
-            losses = []
-            arguments = handed_on(as_arguments(output), aside.skips, self._routes, self._index)
-            results, spec = flatten(arguments)
+            results, spec = self._handed_on(output, aside)
             self._activations_out.give(microbatch, results, spec)
-        if aside.losses:
-            losses += self._added(microbatch, aside.losses)
+        if used:
+            own = self._note(microbatch, aside, own)
         if self._trains:
-            self._keep(microbatch, _differentiable(leaves), _differentiable(results), losses)
-            if aside.skips or aside.losses or aside.observed:
-                self._asides[microbatch] = aside
-        if aside.observed:
-            self._feed.observed.append(aside.observed)
-        if aside.got:
-            self.got |= aside.got
+            losses, gradients = own
+            self._kept[microbatch] = gradients, aside if used else None
+            self._stage.keep(
+                microbatch, _differentiable(inputs), [*_differentiable(results), *losses]
+            )
 
     def backward(self, microbatch: int) -> None:
         """B."""
-        with outside_autocast(self._stage.device):
-            self._run_backward(microbatch, self._stage.backward)
+        self._uncast(self._backward, microbatch, self._stage.backward)
 
     def backward_input(self, microbatch: int) -> None:
         """I."""
-        with outside_autocast(self._stage.device):
-            self._run_backward(microbatch, self._stage.backward_input)
+        self._uncast(self._backward, microbatch, self._stage.backward_input)
 
     def backward_weight(self, microbatch: int) -> None:
         """W."""
-        with outside_autocast(self._stage.device):
-            self._stage.backward_weight(microbatch)
+        self._uncast(self._stage.backward_weight, microbatch)
 
     @contextmanager
     def noting(self, note: Callable[[], None]) -> Iterator[None]:
@@ -134,61 +143,81 @@ class Work:
     def _call(self, microbatch: int, arguments: Sequence[Any]) -> Any:
         keywords = self._feed.keywords[microbatch]
         if self._seed is None:
-            return self._module(*arguments, **keywords)
+            return self._stage.submod(*arguments, **keywords)
         key = (self._seed, self._feed.number, self._index, microbatch)
         with seeded(key, self._stage.device):
-            return self._module(*arguments, **keywords)
+            return self._stage.submod(*arguments, **keywords)
 
-    def _keep(
-        self,
-        microbatch: int,
-        inputs: Sequence[torch.Tensor],
-        results: Sequence[torch.Tensor],
-        losses: Sequence[tuple[torch.Tensor, float]],
-    ) -> None:
-        if losses:
-            # A micro-batch that does not count is left out: its loss may well be nan.
-            self._own_gradients[microbatch] = [
-                root_gradient(loss, scale * self._feed.grad_scale) if scale else None
-                for loss, scale in losses
-            ]
-            results = [*results, *(loss for loss, _ in losses)]
-        self._stage.keep(microbatch, inputs, results)
+    def _handed_on(self, output: Any, aside: Aside) -> Values:
+        """What goes to the next stage: the output, and the skips that are got after this one."""
+        arguments = as_arguments(output)
+        if aside.skips:
+            arguments = handed_on(arguments, aside.skips, self._routes, self._index)
+        return flatten(arguments)
 
-    def _finish(self, microbatch: int, output: Any) -> list[tuple[torch.Tensor, float]]:
+    def _finish(self, microbatch: int, output: Any, aside: Aside) -> _Own:
         """Keep the output if it is asked for, and compute the loss, with what it counts."""
         feed = self._feed
+        if aside.skips:
+            aside.finish()
         if feed.outputs is not None:
             feed.outputs[microbatch] = pytree.tree_map_only(
                 torch.Tensor, torch.Tensor.detach, output
             )
         if self._loss_fn is None or feed.targets is None:
-            return []
+            return _NO_LOSS
         loss = self._loss_fn(output, feed.targets[microbatch], **feed.loss_keywords)
         require_number(loss, "loss_fn must give")
-        if self._trains and not loss.requires_grad:
+        if feed.wants_losses:
+            feed.losses[microbatch] = _value(loss)
+        if not self._trains:
+            return _NO_LOSS
+        if not loss.requires_grad:
             raise LossError(
                 "the loss depends on nothing that requires a gradient; is every parameter "
                 "frozen, or the output detached? To run forward only, call eval()"
             )
-        feed.losses[microbatch] = _value(loss)
-        return [(loss, feed.scale if feed.scales is None else feed.scales[microbatch])]
+        scale = feed.scale if feed.scales is None else feed.scales[microbatch]
+        return (loss,), (self._root_gradient(loss, scale),)
 
-    def _added(
-        self, microbatch: int, losses: Sequence[torch.Tensor]
-    ) -> list[tuple[torch.Tensor, float]]:
-        """Note the losses that the forward has added; gives those that have gradients."""
+    def _note(self, microbatch: int, aside: Aside, own: _Own) -> _Own:
+        """Note what a forward has left aside; returns the losses with those that it has added."""
         feed = self._feed
+        if aside.observed:
+            feed.observed.append(aside.observed)
+        self.got |= aside.got
+        if not aside.losses:
+            return own
         total = feed.aux_losses.get(microbatch)
-        for loss in losses:
+        for loss in aside.losses:
             total = _value(loss) if total is None else total + _value(loss)
             feed.aux_losses[microbatch] = total
         scale = feed.scale if feed.row_scales is None else feed.row_scales[microbatch]
-        return [(loss, scale) for loss in losses if loss.requires_grad]
+        added = [loss for loss in aside.losses if loss.requires_grad]
+        losses, gradients = own
+        return (*losses, *added), (*gradients, *(self._root_gradient(x, scale) for x in added))
 
-    def _run_backward(self, microbatch: int, run: Callable[..., list[torch.Tensor | None]]) -> None:
-        gradients = self._gradients(microbatch)
-        aside = self._asides.pop(microbatch, None)
+    def _root_gradient(self, loss: torch.Tensor, scale: float) -> torch.Tensor | None:
+        # A micro-batch that does not count is left out: its loss may well be nan.
+        return root_gradient(loss, scale * self._feed.grad_scale) if scale else None
+
+    def _uncast(self, run: Callable[..., None], *arguments: Any) -> None:
+        """Run without autocast: a backward has the types of its forward, as plain ones do."""
+        if not torch.is_autocast_enabled(self._device_type):
+            run(*arguments)
+            return
+        with torch.autocast(self._device_type, enabled=False):
+            run(*arguments)
+
+    def _backward(self, microbatch: int, run: Callable[..., list[torch.Tensor | None]]) -> None:
+        gradients, aside = self._kept[microbatch]
+        self._kept[microbatch] = _NOT_KEPT
+        if self._gradients_in is not None:
+            found = self._gradients_in.take(microbatch)[0]
+            gradients = [*found, *gradients] if gradients else found
+            # They answer what was sent for this micro-batch, so that has arrived.
+            if self._activations_out is not None:
+                self._activations_out.settle(microbatch)
         if aside is None:
             found = run(microbatch, gradients)
         else:
@@ -197,17 +226,6 @@ class Work:
                 found = run(microbatch, gradients)
         if self._gradients_out is not None:
             self._gradients_out.give(microbatch, found, None)
-
-    def _gradients(self, microbatch: int) -> Sequence[torch.Tensor | None]:
-        """What the backward begins with: what came back, and what its own losses count."""
-        own = self._own_gradients.pop(microbatch, ())
-        if self._gradients_in is None:
-            return own
-        gradients = self._gradients_in.take(microbatch)[0]
-        # They answer what was sent for this micro-batch, so that has arrived.
-        if self._activations_out is not None:
-            self._activations_out.settle(microbatch)
-        return [*gradients, *own] if own else gradients
 
 
 class _Noting:
@@ -226,8 +244,10 @@ class _Noting:
 
 def _value(loss: torch.Tensor) -> torch.Tensor:
     """A loss as a number for the user."""
-    loss = loss.detach().reshape(())
-    if loss.is_floating_point() and loss.dtype.itemsize == 1:
+    loss = loss.detach()
+    if loss.dim():
+        loss = loss.reshape(())
+    if loss.dtype.itemsize == 1 and loss.is_floating_point():
         loss = loss.float()  # eight bits are for storage: they cannot be added up
     # A copy: torch's mse_loss gives a scalar in a storage as large as the output.
     return loss.full_tensor() if is_sharded(loss) else loss.clone()

@@ -3,26 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch.autograd import Variable
 
-__all__ = ["accumulate", "add_to_grad", "outside_autocast"]
+__all__ = ["accumulate", "add_to_grad"]
 
 # What torch.autograd.backward() calls in the end. Its own checks and conversions cost as much as
 # the whole backward of a small stage, and what they check is known here.
 _run = Variable._execution_engine.run_backward  # pyright: ignore
-
-_NOTHING = nullcontext()
-
-
-def outside_autocast(device: torch.device) -> AbstractContextManager[Any]:
-    """Inside, nothing is cast: a backward runs in the types of its forward, as plain ones do."""
-    if not torch.is_autocast_enabled(device.type):
-        return _NOTHING
-    return torch.autocast(device.type, enabled=False)
 
 
 def accumulate(
@@ -42,7 +32,9 @@ def accumulate(
 
 def add_to_grad(leaf: torch.Tensor, gradient: torch.Tensor) -> None:
     """Add to a leaf's ``.grad``, as the engine does."""
-    if leaf.grad is None:
-        leaf.grad = gradient if leaf.grad_dtype is None else gradient.to(leaf.grad_dtype)
+    known = leaf.grad
+    if known is not None:
+        # By .data, should somebody have differentiated this gradient itself.
+        (known.data if known.requires_grad else known).add_(gradient)
     else:
-        leaf.grad.add_(gradient)
+        leaf.grad = gradient if leaf.grad_dtype is None else gradient.to(leaf.grad_dtype)

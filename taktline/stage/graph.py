@@ -2,20 +2,62 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.graph import get_gradient_edge
 
-__all__ = ["LEAF", "Graph", "Node"]
+__all__ = ["LEAF", "Graph", "Node", "Shape"]
 
 Node = Any
 """A node of the autograd graph; torch has no public type for them that knows their fields."""
 
 LEAF: Any = type(get_gradient_edge(torch.zeros(0, requires_grad=True)).node)
-# Marks in the shape of a graph, apart from all slots.
-_NOWHERE, _NEXT = -1, -2
+# Instead of a slot, where an edge leads to nothing; instead of a count, where others' nodes begin.
+_NOTHING, _FOREIGN = -1, -1
+
+
+class Shape(NamedTuple):
+    """What the nodes of a graph are, and how they lead to each other."""
+
+    roots: int
+    kinds: tuple[type, ...]
+    edges: tuple[int, ...]
+    """The slot that each edge leads to: those to the roots, then those of each node."""
+    steps: tuple[tuple[int, int], ...]
+    """For each node that is no leaf: the first edge to it, and the number of edges from it."""
+    first: tuple[int, ...]
+    """The first edge to each node."""
+
+    def follow(
+        self, roots: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
+    ) -> list[Node] | None:
+        """The nodes of a graph by their slots, if it has this shape; quicker than finding its own.
+
+        Only where inputs are leaves: nothing here looks for where others' nodes begin.
+        """
+        if len(roots) != self.roots:
+            return None
+        for x in inputs:
+            if not x.is_leaf:
+                return None
+        edges: list[tuple[Node, int]] = [(root.grad_fn, 0) for root in roots]
+        for edge, count in self.steps:
+            node = edges[edge][0]
+            if node is None:
+                return None
+            onward = node.next_functions
+            if len(onward) != count:
+                return None
+            edges += onward
+        nodes: list[Node] = [edges[edge][0] for edge in self.first]
+        if len(set(nodes)) < len(nodes) or tuple(map(type, nodes)) != self.kinds:
+            return None
+        nodes.append(None)  # has the slot _NOTHING
+        same = [nodes[slot] for slot in self.edges] == [node for node, _ in edges]
+        return nodes if same else None
 
 
 class Graph:
@@ -23,30 +65,44 @@ class Graph:
 
     def __init__(self, roots: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> None:
         self.nodes: list[Node] = []
-        self.shape: list[int] = []
-        """The slots of the roots, then those that each node leads to, with marks between."""
         self.roots = {root.grad_fn for root in roots}
         # What lies behind an input that is no leaf belongs to others.
         ends = {x.grad_fn for x in inputs if x.grad_fn is not None}
-        slots: dict[Node | None, int] = {None: _NOWHERE}
-        edges: Any = [(root.grad_fn, 0) for root in roots]
-        nodes, shape = self.nodes, self.shape
-        position = 0
-        while True:
-            for child, _ in edges:
-                slot = slots.get(child)
-                if slot is None:
-                    slot = slots[child] = len(nodes)
-                    nodes.append(child)
-                shape.append(slot)
-            shape.append(_NEXT)
-            if position == len(nodes):
-                break
-            node = nodes[position]
-            leaf = type(node) is LEAF  # leads nowhere
-            edges = () if leaf else ((None, 0),) if node in ends else node.next_functions
-            position += 1
+        slots: dict[Node | None, int] = {None: _NOTHING}
+        edges: list[int] = []
+        steps: list[tuple[int, int]] = []
+        first: list[int] = []
 
+        def lead(onward: Sequence[tuple[Node | None, int]]) -> None:
+            for child, _ in onward:
+                if child not in slots:
+                    slots[child] = len(self.nodes)
+                    self.nodes.append(child)
+                    first.append(len(edges))
+                edges.append(slots[child])
+
+        lead([(root.grad_fn, 0) for root in roots])
+        for slot, node in enumerate(self.nodes):  # which become more
+            if node in ends:
+                steps.append((first[slot], _FOREIGN))
+            elif type(node) is not LEAF:
+                steps.append((first[slot], len(node.next_functions)))
+                lead(node.next_functions)
+        kinds = tuple(map(type, self.nodes))
+        self.shape = Shape(len(roots), kinds, tuple(edges), tuple(steps), tuple(first))
+
+    def leading_to(self, slots: Iterable[int]) -> set[Node]:
+        """These nodes, and all that lead to them."""
+        found: set[Node] = set()
+        waiting = [self.nodes[slot] for slot in slots]
+        while waiting:
+            node = waiting.pop()
+            if node not in found:
+                found.add(node)
+                waiting += [consumer for consumer, _ in self.consumers[node]]
+        return found
+
+    @cached_property
     def consumers(self) -> dict[Node, list[tuple[Node, int]]]:
         """Who leads to each node, and by which edge."""
         found: dict[Node, list[tuple[Node, int]]] = {node: [] for node in self.nodes}

@@ -24,6 +24,7 @@ from taktline.plan.placement import MOST_STAGES
 from taktline.sharding import GetMesh, Sharding, find_mesh, gradient_of, is_sharded
 from taktline.stage.engine import accumulate
 from taktline.stage.grad_sync import GradSync, find
+from taktline.stage.names import parameters_of
 from taktline.stage.split import Splitter
 from taktline.stage.ties import Tie, declared
 
@@ -133,7 +134,7 @@ class PipelineStage:
 
     def begin(self) -> tuple[bool, ...]:
         """Find the parameters that get gradients; tells what else its output may depend on."""
-        parameters = _parameters(self.submod)
+        parameters = parameters_of(self.submod)
         # Of a wrapped stage they are known only once it is gathered.
         self._trainable = (
             [p for p in parameters if p.requires_grad] if self.grad_sync is None else None
@@ -223,23 +224,6 @@ class PipelineStage:
         )
 
 
-def _parameters(module: nn.Module) -> list[nn.Parameter]:
-    """What ``module.parameters()`` has, in a tenth of its time: this runs in each step."""
-    modules = {id(module): module}
-    found: dict[int, nn.Parameter] = {}
-    todo = [module]
-    while todo:
-        module = todo.pop()
-        for parameter in module._parameters.values():
-            if parameter is not None:
-                found[id(parameter)] = parameter
-        for inner in module._modules.values():
-            if inner is not None and id(inner) not in modules:
-                modules[id(inner)] = inner
-                todo.append(inner)
-    return list(found.values())
-
-
 def _mesh_key(sharding: Sharding) -> object:
     return (sharding.names, sharding.sizes, sharding.layout)
 
@@ -252,9 +236,8 @@ def _reached(
     roots: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]
 ) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
     """Roots and their gradients, without those that got none."""
-    pairs = [
-        (root, gradient)
-        for root, gradient in zip(roots, gradients, strict=True)
-        if gradient is not None
-    ]
-    return [root for root, _ in pairs], [gradient for _, gradient in pairs]
+    found = [gradient for gradient in gradients if gradient is not None]
+    if len(found) == len(gradients) == len(roots):
+        return roots, found
+    pairs = zip(roots, gradients, strict=True)
+    return [root for root, gradient in pairs if gradient is not None], found

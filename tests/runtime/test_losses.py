@@ -289,6 +289,28 @@ class Adds(nn.Linear):
         return super().forward(input)
 
 
+class AddsAtTimes(nn.Linear):
+    """Adds what its input says, unless that is 0."""
+
+    def __init__(self) -> None:
+        super().__init__(1, 1)
+
+    def forward(self, input: Tensor) -> Tensor:
+        if input[0]:
+            tl.add_loss(input.detach().sum() + 0 * self.weight.sum())
+        return super().forward(input)
+
+
+def test_a_loss_that_some_microbatches_add_is_theirs_alone() -> None:
+    stage = tl.PipelineStage(AddsAtTimes(), 0, 1, CPU)
+    schedule = tl.ScheduleGPipe(stage, 5, loss_fn=F.mse_loss)
+    for values in ([1.0, 0, 2, 0, 0], [1.0, 0, 2, 0, 0], [0.0, 3, 0, 4, 0]):
+        aux: list[Tensor] = []
+        x = torch.tensor(values)[:, None]
+        schedule.step(x, target=x, aux_losses=aux)
+        assert [float(loss) for loss in aux] == values
+
+
 def test_outside_of_a_pipeline_losses_are_for_whom_asks() -> None:
     model = Experts(0)
     x = torch.randn(3, DIM)

@@ -42,6 +42,18 @@ def alone(module: nn.Module | None = None, microbatches: int = 2, **options: Any
     return tl.ScheduleGPipe(stage, microbatches, **{"loss_fn": mse_loss, **options})
 
 
+def test_a_stage_runs_the_module_that_it_has() -> None:
+    """Programs are remembered, but with one they ran the module of the first step for ever."""
+    schedule, x = alone(linear(0)), torch.ones(4, 4)
+    for _ in range(2):
+        schedule.step(x, target=x)
+    other = schedule._stages[0].submod = linear(1)
+    schedule.step(x, target=x)
+    expected = linear(1)
+    mse_loss(expected(x), x).backward()
+    torch.testing.assert_close(gradient(other), gradient(expected))
+
+
 @pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.parametrize("method", ["__init__", "step", "eval"])
 def test_signatures_are_those_of_torch(name: str, method: str) -> None:

@@ -30,7 +30,8 @@ from taktline.stage import (
     stage_backward_input,
     stage_backward_weight,
 )
-from taktline.stage.split import Pending, Splitter, _Product
+from taktline.stage.recipe import Product
+from taktline.stage.split import Pending, Splitter
 
 Gradients = list[Tensor | None]
 Forward = Callable[[Any, Tensor], Any]
@@ -118,6 +119,12 @@ def one_scale_or_other(m: Any, x: Tensor) -> Tensor:
 def once_or_twice(m: Any, x: Tensor) -> Tensor:
     """Graphs of one shape; in one of them the weight has another use."""
     return m.a(x) * (m.a.weight if positive(x) else m.b.weight).sum()
+
+
+def one_layer_or_two(m: Any, x: Tensor) -> Tensor:
+    """Graphs with as many edges at each node on the way, which join in one and not in the other."""
+    y, z = m.a(x), m.b(x)
+    return y.tanh() * (y if positive(x) else z).tanh()
 
 
 def scaled_or_not(m: Any, x: Tensor) -> Tensor:
@@ -265,6 +272,7 @@ MODULES: dict[str, Callable[[], nn.Module]] = {
     "branches": lambda: Piece(two_branches, a=linear(), b=linear()),
     "other leaf": lambda: Piece(one_scale_or_other, a=linear(), p=matrix(4), q=matrix(4)),
     "other use": lambda: Piece(once_or_twice, a=linear(), b=linear()),
+    "other joints": lambda: Piece(one_layer_or_two, a=linear(), b=linear()),
     "other alpha": lambda: Piece(scaled_or_not, w=matrix(4, 4), b=matrix(4)),
     "other end": lambda: Piece(input_or_own, a=linear(), p=matrix(4)),
     "other roots": lambda: Piece(roots_change, a=linear()),
@@ -588,6 +596,23 @@ def test_a_factor_must_stay_as_it_is_until_w() -> None:
         pending.run()
 
 
+def test_gradients_that_are_differentiated_themselves() -> None:
+    """Neither what a backward begins with nor what it is added to ties W to a graph."""
+    torch.manual_seed(0)
+    module, gradient = linear(), torch.ones(5, 4, requires_grad=True)
+    plain = deepcopy(module)
+    for part in (module, plain):
+        part.weight.grad = torch.ones(4, 4, requires_grad=True)
+    plain(example(0)).backward(torch.ones(5, 4))
+    x = example(0)
+    pending = Splitter().run_input([module(x)], [gradient], [x], list(module.parameters()))
+    assert pending is not None
+    pending.run()
+    assert module.weight.grad is not None
+    assert module.weight.grad.grad_fn is None
+    assert same(module.weight.grad, plain.weight.grad)
+
+
 def test_gradients_of_another_type() -> None:
     layer, x = linear(dtype=torch.bfloat16), example(0).bfloat16()
     layer.weight.grad_dtype = torch.float32
@@ -736,8 +761,8 @@ def test_a_report_leaves_no_trace() -> None:
 
 
 def test_a_report_tells_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    compute = _Product.compute
-    monkeypatch.setattr(_Product, "compute", lambda self, x, dy: compute(self, x, dy) + 0.5)
+    compute = Product.compute
+    monkeypatch.setattr(Product, "compute", lambda self, x, dy: compute(self, x, dy) + 0.5)
     report = check_split_backward(linear(), example(0))
     assert not report.exact
     assert report.differences == {"weight": pytest.approx(0.5)}

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from taktline.errors import MismatchError
 from taktline.meta import as_arguments
 from taktline.stage import PipelineStage
-from taktline.stage.stage import _parameters
+from taktline.stage.names import parameters_of
 
 CPU = torch.device("cpu")
 Gradients = list[Tensor | None]
@@ -598,7 +598,7 @@ def test_the_parameters_that_a_step_looks_at() -> None:
     stage = stage_of(module)
     for _ in range(2):
         expected = {id(parameter) for parameter in module.parameters()}
-        found = _parameters(module)
+        found = parameters_of(module)
         assert {id(parameter) for parameter in found} == expected
         assert len(found) == len(expected)
         before = stage.begin()

@@ -1,0 +1,191 @@
+"""Which products of a graph the split backward leaves to W, learned once for a shape of graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from taktline.stage.graph import LEAF, Graph, Node, Shape
+
+__all__ = ["Product", "Recipe", "is_among", "learn"]
+
+
+class _Kind(NamedTuple):
+    """A kind of product."""
+
+    edge: int
+    """Which one leads to the weight."""
+    factor: str
+    """Where the node has saved the other factor."""
+    raw: str
+    """The same without what hooks make of it."""
+    scaled: bool
+    """Whether the product may be multiplied with a number."""
+
+
+_KINDS = {
+    "AddmmBackward0": _Kind(2, "_saved_mat1", "_raw_saved_mat1", True),
+    "MmBackward0": _Kind(1, "_saved_self", "_raw_saved_self", False),
+}
+_TURN, _CAST = "TBackward0", "ToCopyBackward0"
+_REENTRANT = "CheckpointFunctionBackward"
+
+
+@dataclass(frozen=True, slots=True)
+class Product:
+    """One product that W does: where its node is, and what lies between it and the weight."""
+
+    slot: int
+    kind: _Kind
+    chain: tuple[str, ...]
+    weight: torch.Tensor
+    number: int
+    """Of the weight, among those of the recipe."""
+
+    def compute(self, factor: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+        """The gradient of the weight, by the same product as the engine's."""
+        if gradient.requires_grad:  # handed through from who asked for a backward
+            gradient = gradient.detach()
+        if self.chain == (_TURN,):  # the usual case
+            return gradient.t().mm(factor)
+        product = gradient.t().mm(factor) if _TURN in self.chain else factor.t().mm(gradient)
+        return product.to(self.weight) if _CAST in self.chain else product
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """How to split graphs of one shape."""
+
+    shape: Shape
+    ends: tuple[tuple[int, torch.Tensor | None], ...]
+    """The leaves of the graph by their slots; None stands for an input of the stage."""
+    products: tuple[Product, ...] = ()
+    weights: tuple[torch.Tensor, ...] = ()
+    """What gets its gradient in W."""
+    leaves: tuple[torch.Tensor, ...] = ()
+    """What gets its gradient in I, besides the stage's inputs."""
+    edges: tuple[int, ...] = ()
+    """The slots of products that the engine comes to only if it is told to."""
+    whole: bool = False
+    """Nothing can be left out: everything is due in I."""
+
+    def fits(self, nodes: Sequence[Node], inputs: Sequence[torch.Tensor]) -> bool:
+        """Whether a graph of the same shape has the same leaves and products."""
+        for slot, leaf in self.ends:
+            here = nodes[slot].variable
+            if here is not leaf and (leaf is not None or not is_among(here, inputs)):
+                return False
+        for product in self.products:
+            if _hooked(product.weight) or _hindrance(product.kind, nodes[product.slot]):
+                return False
+        return True
+
+
+def is_among(tensor: object, others: Sequence[torch.Tensor]) -> bool:
+    """Whether it is one of them, and not only equal to one."""
+    for other in others:  # noqa: SIM110 -- any() would take three times as long
+        if other is tensor:
+            return True
+    return False
+
+
+def learn(
+    graph: Graph, inputs: Sequence[torch.Tensor], weights: Sequence[torch.Tensor]
+) -> tuple[Recipe, dict[torch.Tensor, str]]:
+    """The recipe for a graph, and why each weight that is not left out is not."""
+    known, given = set(weights), set(inputs)
+    ends = [
+        (slot, None if node.variable in given else node.variable)
+        for slot, node in enumerate(graph.nodes)
+        if type(node) is LEAF
+    ]
+
+    def whole(reason: str) -> tuple[Recipe, dict[torch.Tensor, str]]:
+        recipe = Recipe(graph.shape, tuple(ends), whole=True)
+        return recipe, dict.fromkeys(weights, reason)
+
+    if None in graph.roots:
+        return whole("an output of the stage is one of its leaves")
+    if any(node.name() == _REENTRANT for node in graph.nodes):
+        return whole("re-entrant checkpointing does its backward at once")
+    if any(leaf is not None and leaf not in known for _, leaf in ends):
+        return whole("the graph reaches leaves outside of the stage")
+    reasons: dict[torch.Tensor, str] = {}
+    products: list[Product] = []
+    later: list[torch.Tensor] = []
+    slots = {node: slot for slot, node in enumerate(graph.nodes)}
+    for slot, leaf in ends:
+        if leaf is None:
+            continue
+        found = _uses(graph.consumers, graph.roots, graph.nodes[slot], leaf)
+        if isinstance(found, str):
+            reasons[leaf] = found
+        else:
+            products += [
+                Product(slots[node], _KINDS[node.name()], chain, leaf, len(later))
+                for node, chain in found
+            ]
+            later.append(leaf)
+    reached = graph.leading_to(slot for slot, leaf in ends if leaf is None or leaf in reasons)
+    edges = [product.slot for product in products if graph.nodes[product.slot] not in reached]
+    recipe = Recipe(
+        graph.shape, tuple(ends), tuple(products), tuple(later), tuple(reasons), tuple(edges)
+    )
+    return recipe, reasons
+
+
+def _uses(
+    consumers: Mapping[Node, list[tuple[Node, int]]],
+    roots: set[Node],
+    leaf: Node,
+    weight: torch.Tensor,
+) -> list[tuple[Node, tuple[str, ...]]] | str:
+    """Every product that a weight is a factor of; or why they cannot be left out."""
+    # By its strides the engine chooses one of two forms of a product; for 1 × 1 they tell nothing.
+    plain = weight.dim() == 2 and weight.stride() == (weight.size(1), 1) and weight.numel() != 1
+    if not plain or weight.is_complex():
+        return "no plain matrix"
+    if _hooked(weight):
+        return "it has hooks"
+    found: list[tuple[Node, tuple[str, ...]]] = []
+    order: list[tuple[int, int]] = []
+    # Each with what lies between it and the weight, and the last before the weight.
+    waiting: list[tuple[Node, tuple[str, ...], Node]] = [(leaf, (), None)]
+    while waiting:
+        here, chain, last = waiting.pop()
+        if here in roots:
+            return "an output of the stage shows it"
+        for parent, edge in consumers[here]:
+            name = parent.name()
+            if name in (_TURN, _CAST) and name not in chain:
+                waiting.append((parent, (name, *chain), last or parent))
+            elif name not in _KINDS or edge != _KINDS[name].edge:
+                return f"used in {name.removesuffix('0').removesuffix('Backward')}"
+            elif (hindrance := _hindrance(_KINDS[name], parent)) is not None:
+                return hindrance
+            else:
+                found.append((parent, chain))
+                order.append((parent._sequence_nr(), (last or parent)._sequence_nr()))
+    if len(found) > 1 and any(_CAST in chain for _, chain in found):
+        return "cast, and used more than once"
+    # The engine sums in the order of what comes last, W in that of the products. For two it is
+    # the same, whatever the order; and for products that all share the last.
+    lasts = [last for _, last in sorted(order)]
+    if len(found) > 2 and len(set(lasts)) > 1 and lasts != sorted(set(lasts)):
+        return "used several times, in an order of its own"
+    return found
+
+
+def _hindrance(kind: _Kind, product: Node) -> str | None:
+    """Why a product cannot be left out."""
+    if getattr(product, kind.raw).unpack_hook is not None:
+        return "checkpointed, or its activations are kept elsewhere"
+    return "in a scaled product" if kind.scaled and product._saved_alpha != 1 else None
+
+
+def _hooked(weight: torch.Tensor) -> bool:
+    hooks: Mapping[int, Callable[..., object]] | None = weight._backward_hooks
+    return bool(hooks) or bool(weight._post_accumulate_grad_hooks)
