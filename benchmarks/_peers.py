@@ -38,15 +38,16 @@ def make_schedule(
     ranks: int,
     microbatches: int,
     layer: Callable[[], nn.Module],
+    device: str = "cpu",
 ) -> tuple[Any, list[nn.Module], bool, bool]:
     """A schedule with this rank's stages; also these, and whether they hold the first and last."""
     per_rank = SCHEDULES[name]
     total = ranks * per_rank
     plan = tl.build(name, ranks=ranks, microbatches=microbatches, stages_per_rank=per_rank)
     mine = plan.placement.stages_of(rank)
-    modules = [layer() for _ in mine]
+    modules = [layer().to(device) for _ in mine]
     stages = [
-        runtime.PipelineStage(module, index, total, torch.device("cpu"))
+        runtime.PipelineStage(module, index, total, torch.device(device))
         for index, module in zip(mine, modules, strict=True)
     ]
     schedule = getattr(runtime, name)(
@@ -55,21 +56,30 @@ def make_schedule(
     return schedule, modules, 0 in mine, total - 1 in mine
 
 
-def run_ranks(fn: Callable[..., None], ranks: int, *args: Any) -> None:
-    """Run ``fn(rank, ranks, *args)`` on gloo ranks, one process each."""
+def run_ranks(fn: Callable[..., None], ranks: int, *args: Any, backend: str = "gloo") -> None:
+    """Run ``fn(rank, ranks, *args)`` on ranks of one process each."""
     with tempfile.TemporaryDirectory() as folder:
         store = os.path.join(folder, "store")
         if ranks == 1:
-            _rank(0, fn, ranks, store, args)
+            _rank(0, fn, ranks, store, args, backend)
         else:
-            spawn(_rank, (fn, ranks, store, args), nprocs=ranks)
+            spawn(_rank, (fn, ranks, store, args, backend), nprocs=ranks)
 
 
 def _rank(
-    rank: int, fn: Callable[..., None], ranks: int, store: str, args: tuple[Any, ...]
+    rank: int,
+    fn: Callable[..., None],
+    ranks: int,
+    store: str,
+    args: tuple[Any, ...],
+    backend: str,
 ) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
+    if backend == "nccl":  # several ranks on one GPU, if each seems to have a host of its own
+        os.environ |= {"NCCL_HOSTID": str(rank), "NCCL_SOCKET_IFNAME": "lo"}
+        os.environ |= {"NCCL_IB_DISABLE": "1"}
+        torch.cuda.set_device(rank % torch.cuda.device_count())
+    dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=ranks)
     try:
         fn(rank, ranks, *args)
     finally:

@@ -7,8 +7,8 @@
     byte 16   the first tensor, contiguous; further back if there are more than 15
     …         the next one, again at a multiple of 16
 
-On a GPU nobody reads what comes before the tensors, so it is left out there; and one tensor alone is
-its own buffer.
+On a GPU nobody reads what comes before the tensors, so it is left out; one tensor alone is its own
+buffer there.
 """
 
 from __future__ import annotations

@@ -254,5 +254,5 @@ def test_a_reduction_waits_and_a_forward_computes(ranks: Any, action: str, state
     assert isinstance(parsed, Action)
     run = Instruction(parsed, lambda: None, None, "the replicas")
     with watch, ThreadPoolExecutor(1) as other:
-        watch.program = Program(0, [run], [])
+        watch.program = Program([0], [run], [])
         assert other.submit(ranks.state).result()[0].startswith(state)
