@@ -33,8 +33,8 @@ __all__ = ["Distributed"]
 
 _CPU = torch.device("cpu")
 
-_NEWS_SECONDS = 1.0
-"""How long to wait for the news of why a connection has ended."""
+_NEWS_SECONDS, _LATE_NEWS_SECONDS = 1.0, 0.25
+"""How long to wait for the news of why a connection has ended, or a wait has been in vain."""
 
 _Failed: TypeAlias = Callable[[RuntimeError, int | None, object], TaktlineError]
 
@@ -366,8 +366,9 @@ class Distributed:
         """Why a wait for a rank has failed; where nobody knows it yet, all are told."""
         if self.plane is None:
             return LostRankError(f"rank {self.rank} has lost another rank ({what})", peer=peer)
-        if not timed_out:
-            self._member.told.wait(_NEWS_SECONDS)  # gloo may be quicker than the news
+        # A connection may end before the news of why arrive; and if this process was stopped itself,
+        # the others have long said so.
+        self._member.told.wait(_LATE_NEWS_SECONDS if timed_out else _NEWS_SECONDS)
         if self.verdict is None:
             awaited = [] if peer is None else [self.processes[peer]]
             if timed_out:

@@ -40,6 +40,7 @@ TICK_SECONDS = 0.25
 BEAT_SECONDS = 2 * TICK_SECONDS
 GRACE_SECONDS = 0.1
 """How long what is under way may still arrive once a process is lost: a program may just end."""
+_LAPSE_SECONDS = 1.0
 _SENDING_SECONDS = 1.0
 
 _log = logging.getLogger("taktline")
@@ -174,11 +175,10 @@ class Plane:
         with self._lock:
             self._arrived.wait_for(over, seconds)
             values = found()
-            mine = self._mine.pop(place, "")
             if len(values) == len(wanted):  # they are for this time only
                 for process in wanted:
                     del self._values[process][place]
-                values[self.process] = mine
+            values[self.process] = self._mine.pop(place, "")
             return values
 
     def gone(self, process: int) -> str | None:
@@ -247,6 +247,9 @@ class Plane:
         tick = beat = 0.0
         while not self._closing:
             now = time.monotonic()
+            if tick and now > tick + _LAPSE_SECONDS:
+                # This process was stopped itself: first hear what the others have said since.
+                tick = now + TICK_SECONDS
             if now >= tick:
                 tick = now + TICK_SECONDS
                 self._tick()
