@@ -33,7 +33,7 @@ STALL_SECONDS = seconds_in_environment("TAKTLINE_STALL_SECONDS", 60.0)
 
 _log = logging.getLogger("taktline")
 _HOME = str(Path(__file__).parent.parent)
-_WAITS = str(Path(_HOME, "transport", "distributed.py"))
+_WAITS = tuple(str(Path(_HOME, "transport", name)) for name in ("distributed.py", "sockets.py"))
 _COLLECTIVES = ("_functional_collectives.py", "distributed_c10d.py")
 _FRAMES = 4
 """How far from the innermost frame a collective is looked for."""
@@ -147,14 +147,16 @@ class Watch:
 
     def _waits_for(self) -> str:
         instruction = None if self.program is None else self.program.current
-        return self.doing if instruction is None else instruction.waits or "other ranks"
+        if instruction is None:
+            return self.doing.removeprefix("waits for ")
+        return instruction.waits or "other ranks"
 
     def _computes(self) -> bool:
         instruction = None if self.program is None else self.program.current
         frame = self._frame()
         if instruction is None or frame is None or instruction.action.kind > Kind.W:
             return False
-        return frame.f_code.co_filename != _WAITS and not _in_collective(frame)
+        return frame.f_code.co_filename not in _WAITS and not _in_collective(frame)
 
     def _frame(self) -> FrameType | None:
         # If it asks itself, it has just given up waiting.

@@ -366,8 +366,8 @@ class Distributed:
         """Why a wait for a rank has failed; where nobody knows it yet, all are told."""
         if self.plane is None:
             return LostRankError(f"rank {self.rank} has lost another rank ({what})", peer=peer)
-        # A connection may end before the news of why arrive; and if this process was stopped itself,
-        # the others have long said so.
+        # A connection may end before the news of why arrive; and if this process was stopped
+        # itself, the others have long said so.
         self._member.told.wait(_LATE_NEWS_SECONDS if timed_out else _NEWS_SECONDS)
         if self.verdict is None:
             awaited = [] if peer is None else [self.processes[peer]]

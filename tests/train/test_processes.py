@@ -96,6 +96,33 @@ def test_everything_else(workers: Workers) -> None:
     assert first["text"] == second["text"]
 
 
+def reconnected(rank: int, group: Any, ended: int) -> list[Any]:
+    """A step before and after new connections; rank 1 may have ended one more."""
+    pipe = pipeline(group)
+    losses = [pipe.step(TOKENS, target=TARGET).item()]
+    pipe.schedules[rank].steps += ended * rank
+    try:
+        pipe.reconnect()
+    except tl.MismatchError as error:
+        return [str(error), error.recoverable]
+    return [*losses, pipe.step(TOKENS, target=TARGET).item()]
+
+
+def test_new_connections(workers: Workers) -> None:
+    for before, after in workers.run(reconnected, 0):
+        assert before == after
+
+
+def test_a_step_that_has_ended_on_some_ranks_only(workers: Workers) -> None:
+    for text, recoverable in workers.run(reconnected, 1):
+        assert text == (
+            "the latest step has ended on some ranks only (training steps: 1 on rank 0; 2 on rank "
+            "1), so their weights may differ; load a checkpoint on every rank, and set steps of "
+            "the schedules"
+        )
+        assert recoverable == "restart"
+
+
 def scaled(rank: int, group: Any, sharded: bool) -> list[Any]:
     """An overflow on one rank only."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp")) if sharded else None
