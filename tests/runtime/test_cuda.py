@@ -84,7 +84,7 @@ def nccl(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dist.ProcessGroup
 
 
 def test_one_rank_over_nccl(nccl: dist.ProcessGroup) -> None:
-    """Several ranks would need several GPUs: nccl refuses to share one."""
+    """One alone; several are in test_nccl.py."""
     case = Case("ScheduleInterleavedZeroBubble", 1, 3, 4, "gpt", CALLS, device="cuda")
     assert_same(run_pipelined(0, nccl, case), run_plain(case))
     transport = Distributed.of(nccl, torch.device("cuda"))

@@ -203,7 +203,7 @@ def test_a_wait_that_outlasts_the_timeout_is_given_up(ranks: Any) -> None:
     with watch:
         watch.doing = "waits for the replicas"
         watch.tick()
-    assert ranks.given_up == ["waits for the replicas"]
+    assert ranks.given_up == ["the replicas"]
 
 
 def test_only_the_interrupt_that_raises_ends_a_wait(ranks: Any) -> None:
