@@ -42,6 +42,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from taktline.train.groups import forget_meshes
+
 __all__ = ["Workers", "WorkersFailed", "WorkersLost"]
 
 # For what the pool does on its own account. Generous: on a busy machine torch loads slowly.
@@ -306,6 +308,8 @@ class _Worker:
         gc.collect()
         if dist.is_initialized():
             dist.destroy_process_group()
+            # Or DTensor would wait in these groups for ever, where a mesh equals one of theirs.
+            forget_meshes()
 
     def _meet(self, store: Path) -> None:
         dist.init_process_group(

@@ -445,8 +445,12 @@ def test_ctrl_c_stops_every_rank() -> None:
             raise
 
     before = torch.get_rng_state()
-    with pytest.raises(KeyboardInterrupt) as caught:
-        run(work, 3)
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may ignore it
+    try:
+        with pytest.raises(KeyboardInterrupt) as caught:
+            run(work, 3)
+    finally:
+        signal.signal(signal.SIGINT, handler)
     assert log[0] == "slept"
     assert sorted(log[1:]) == ["rank 0 stopped", "rank 1 stopped", "rank 2 stopped"]
     assert not hasattr(caught.value, "__notes__")
