@@ -174,12 +174,7 @@ def meet(
             atexit.register(_leave)
         if mesh is None:
             mesh = _mesh(ranks, data_parallel, device)
-            own = [group for group in mesh.get_all_groups() if group is not dist.group.WORLD]
-            for group in own:
-                # A group of torch's would otherwise wait for half an hour.
-                patience = timeout or timeout_of(dist.distributed_c10d._get_default_group())
-                dist.distributed_c10d._set_pg_timeout(patience, group)
-            made = Groups(own)
+            made = _own_groups(mesh, timeout)
     names = mesh.mesh_dim_names or ()
     if PIPELINE not in names:
         raise MismatchError(
@@ -201,6 +196,15 @@ def meet(
             'data: name one "dp"'
         )
     return found
+
+
+def _own_groups(mesh: DeviceMesh, timeout: timedelta | None) -> Groups:
+    """The groups of a mesh that was made here; torch's own would wait for half an hour."""
+    own = [group for group in mesh.get_all_groups() if group is not dist.group.WORLD]
+    patience = timeout or timeout_of(dist.distributed_c10d._get_default_group())
+    for group in own:
+        dist.distributed_c10d._set_pg_timeout(patience, group)
+    return Groups(own)
 
 
 @contextmanager

@@ -173,7 +173,6 @@ class Meeting:
 
     def __init__(self, store: Store, process: int, size: int, name: str) -> None:
         self.process = process
-        self.size = size
         self.tries = 0
         self.pid = os.getpid()
         self._store = PrefixStore(name, _own(store))

@@ -78,6 +78,7 @@ class Verdict:
             return LostRankError(text, peer=self.process)
         if self.cause == Cause.CUT:
             text = f"the connection of {self.text} to {who} was reset{doing}, though both live"
+            text += "; call reconnect() of the pipeline on every rank, and go on"
             return LostRankError(text, peer=self.process)
         text = f"{who} is lost{doing}: its process has ended, or cannot be reached"
         return LostRankError(f"{text}. Look at its output; start all ranks anew", peer=self.process)

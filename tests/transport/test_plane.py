@@ -172,6 +172,13 @@ def test_what_each_cause_is_called() -> None:
     assert isinstance(stalled, StallError)
     assert str(stalled) == "rank 3 of the job has not answered in time\n  rank 0: waits"
     assert stalled.recoverable == "reconnect"
+    cut = Verdict(Cause.CUT, 3, "rank 1", "(step())").error([0, 1, 2, 3])
+    assert isinstance(cut, LostRankError)
+    assert (cut.peer, cut.recoverable) == (3, "reconnect")
+    assert str(cut) == (
+        "the connection of rank 1 to rank 3 was reset (step()), though both live; call reconnect() "
+        "of the pipeline on every rank, and go on"
+    )
     fields = {"rank": 1, "stage": 1, "microbatch": 2, "action": "1F2", "reason": "ValueError: no"}
     error = Verdict(Cause.RAISED, 3, "", "", fields).error([1, 3])
     assert isinstance(error, StageError)
