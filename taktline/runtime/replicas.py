@@ -8,14 +8,14 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 import torch.distributed as dist
 
 from taktline.errors import MismatchError, TaktlineError, restore, text_of
+from taktline.runtime.digest import digest_of
 from taktline.sharding import is_sharded
 from taktline.stage import PipelineStage
 from taktline.stage.grad_sync import GradSync
 from taktline.transport import Transport, find
-from taktline.transport.control import share_error
+from taktline.transport.control import share_error, share_texts
 from taktline.transport.distributed import Distributed
 from taktline.transport.local import LocalTransport
-from taktline.transport.plane import Member
 
 __all__ = ["Replicas"]
 
@@ -26,10 +26,10 @@ class Replicas:
     def __init__(self, stages: Sequence[PipelineStage]) -> None:
         self._stages = list(stages)
         self._syncs: list[GradSync] = []
-        self._others: list[Transport] = []
-        self._together: list[Member] = []
+        self._others: list[tuple[str, Transport]] = []
+        """Who takes part in what this rank computes, and what one of them is called."""
         self.pipeline: Transport | None = None
-        """The pipeline, if only some of its ranks hold wrapped stages."""
+        """The pipeline, if only some of its ranks share their work with others."""
         self._checked = False
         self._depth = 0
 
@@ -50,15 +50,19 @@ class Replicas:
         wrapped = {
             stage: sync for stage in self._stages if (sync := _found(stage, transport)) is not None
         }
-        groups = dict.fromkeys(group for sync in wrapped.values() for group in sync.groups)
+        groups: dict[dist.ProcessGroup, str] = {
+            group: "replica" for sync in wrapped.values() for group in sync.groups
+        }
+        if isinstance(transport, Distributed):
+            for stage in self._stages:
+                groups |= dict.fromkeys(_work_groups(stage), "tensor-parallel rank")
         # Known first: those who wait there for this rank are told, too, if something is wrong.
         self._others = [
-            find(group, stage.device)
+            (noun, find(group, stage.device))
             for stage in self._stages[:1]
-            for group in groups
+            for group, noun in groups.items()
             if group.size() > 1 and len(_shared(stage, group)) == 1
         ]
-        self._together = _known_to_plane(self._stages, transport)
         for stage, sync in wrapped.items():
             _check(stage, sync)
             sync.accumulating = self._depth > 0
@@ -66,22 +70,21 @@ class Replicas:
         self._checked = True
 
     def agree(self, error: TaktlineError | None, what: str) -> TaktlineError | None:
-        """The error of any replica, so that none goes on to wait for one that does not."""
-        for others in self._others:
-            if any(failed for (failed,) in others.exchange([int(error is not None)], what)):
-                error = share_error(others, _told(error, others.rank))
-        # Those with wrapped stages know now; they tell the rest.
-        pipeline = self.pipeline
-        if pipeline is not None and any(
-            failed for (failed,) in pipeline.exchange([int(error is not None)], what)
-        ):
-            error = share_error(pipeline, error)
+        """The error of any of them, so that none goes on to wait for one that does not.
+
+        ``what`` is the call that this rank is in; that they differ is an error, too.
+        """
+        for noun, others in self._others:
+            error = _agreed(_told(error, noun, others.rank), what, noun, others)
+        # Those who share their work know now; they tell the rest.
+        if self.pipeline is not None:
+            error = _agreed(error, what, "rank", self.pipeline)
         return error
 
     @property
     def entangled(self) -> bool:
         """Whether processes of other pipelines take part in what this rank's stages do."""
-        return bool(self._syncs or self._together)
+        return bool(self._others)
 
     def computes_together(self, stage: int) -> bool:
         """Whether other ranks compute a stage together with this one."""
@@ -127,11 +130,27 @@ class Replicas:
             sync.accumulating = self._depth > 0
 
 
-def _told(error: TaktlineError | None, replica: int) -> TaktlineError | None:
+def _agreed(
+    error: TaktlineError | None, what: str, noun: str, others: Transport
+) -> TaktlineError | None:
+    """The first error of some ranks, or the one that they are in different calls."""
+    mine = [int(error is not None), digest_of([what])]
+    rows = others.exchange(mine, "what other pipelines say")
+    if any(failed for failed, _ in rows):
+        return share_error(others, error)
+    if len({call for _, call in rows}) == 1:
+        return None
+    calls = "; ".join(f"{call} in {noun} {n}" for n, call in enumerate(share_texts(others, what)))
+    return MismatchError(
+        f"the ranks disagree on the call: {calls}; make the same calls in the same order on each"
+    )
+
+
+def _told(error: TaktlineError | None, noun: str, number: int) -> TaktlineError | None:
     """An error of this rank, with the replica that it went wrong in."""
-    if error is None or text_of(error).startswith("replica "):
+    if error is None or text_of(error).startswith(("replica ", "tensor-parallel rank ")):
         return error
-    told = restore(type(error), (f"replica {replica}: {text_of(error)}",), vars(error))
+    told = restore(type(error), (f"{noun} {number}: {text_of(error)}",), vars(error))
     told.__cause__ = error.__cause__
     return told
 
@@ -171,17 +190,6 @@ def _work_groups(stage: PipelineStage) -> list[dist.ProcessGroup]:
     meshes = {p.device_mesh for p in stage.submod.parameters() if is_sharded(p)}
     groups = {group: None for mesh in meshes for group in mesh.get_all_groups()}
     return [group for group in groups if group.size() > 1 and group not in averages]
-
-
-def _known_to_plane(stages: Sequence[PipelineStage], transport: Transport) -> list[Member]:
-    """Let this rank hear of those with whom it computes."""
-    if not isinstance(transport, Distributed) or transport.plane is None:
-        return []
-    groups = {group: None for stage in stages for group in _work_groups(stage)}
-    members = [Member(dist.get_process_group_ranks(group), lambda _: None) for group in groups]
-    for member in members:
-        transport.plane.join(member)
-    return members
 
 
 def _shared(stage: PipelineStage, group: dist.ProcessGroup) -> list[int]:

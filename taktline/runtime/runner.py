@@ -340,15 +340,28 @@ class Runner:
 
     def _agree_with_replicas(self, prepare: Prepare, trains: bool) -> tuple[bool, tuple[int, ...]]:
         """Agree with the ranks of this pipeline; what is wrong in one replica is raised in all."""
-        what = f"the replicas' {_call(trains)}"
+        with self._with_replicas(_call(trains)):
+            return self._agree(prepare, trains)
+
+    @contextmanager
+    def _with_replicas(self, what: str) -> Iterator[None]:
+        """What is raised inside, in one replica, is raised at its end in all."""
         try:
-            agreed = self._agree(prepare, trains)
+            yield
         except TaktlineError as raised:
             raise self.replicas.agree(raised, what) or raised from raised.__cause__
         if (elsewhere := self.replicas.agree(None, what)) is not None:
-            self._feed.clear()
+            self._forget()
             raise elsewhere
-        return agreed
+
+    def arrive(self, what: str) -> None:
+        """Raise unless every rank is in the same call, which may wait in collectives.
+
+        If a rank shares its work with no other pipeline, it waits in none but ours, which see it.
+        """
+        if isinstance(self.transport, Distributed) and self.transport.entangled:
+            with self._with_replicas(what):
+                self.transport.exchange([], what)
 
     def _agree(self, prepare: Prepare, trains: bool) -> tuple[bool, tuple[int, ...]]:
         """Make sure that all ranks are about to do the same; tells what their inputs look like.
@@ -436,7 +449,7 @@ class Runner:
         self._runnable = self.runnable.with_wrapped(
             shards=any(rank.shards for rank in everyone), reduces=self._reduces
         )
-        if len({rank.reduces for rank in everyone}) > 1:
+        if len({rank.entangled for rank in everyone}) > 1:
             self.replicas.pipeline = self.transport
         if isinstance(self.transport, Distributed):
             self.transport.entangled = any(rank.entangled for rank in everyone)
@@ -473,15 +486,8 @@ class Runner:
         self, failure: Failure | None, what: str, *, skips: bool = False, shares: bool = False
     ) -> bool:
         """Agree on the outcome with the ranks of this pipeline, and then with its replicas."""
-        theirs = f"the replicas' {what.removeprefix('the ')}"
-        try:
-            found = self._conclude(failure, what, skips, shares)
-        except TaktlineError as raised:
-            raise self.replicas.agree(raised, theirs) or raised from raised.__cause__
-        if (elsewhere := self.replicas.agree(None, theirs)) is not None:
-            self._forget()
-            raise elsewhere
-        return found
+        with self._with_replicas(what):
+            return self._conclude(failure, what, skips, shares)
 
     def _conclude(self, failure: Failure | None, what: str, skips: bool, shares: bool) -> bool:
         """Agree on the outcome, with the losses of all ranks if they share; tells of skips."""

@@ -33,10 +33,10 @@ STALL_SECONDS = seconds_in_environment("TAKTLINE_STALL_SECONDS", 60.0)
 
 _log = logging.getLogger("taktline")
 _HOME = str(Path(__file__).parent.parent)
-_WAITS = tuple(str(Path(_HOME, "transport", name)) for name in ("distributed.py", "sockets.py"))
+_OURS = tuple(str(Path(_HOME, "transport", name)) for name in ("distributed.py", "sockets.py"))
 _COLLECTIVES = ("_functional_collectives.py", "distributed_c10d.py")
 _FRAMES = 4
-"""How far from the innermost frame a collective is looked for."""
+"""How far from the innermost frame a wait is looked for."""
 _WRAPPERS = tuple(
     str(Path("torch", *parts))
     for parts in (("distributed", "utils.py"), ("nn", "parallel", "distributed.py"))
@@ -156,7 +156,7 @@ class Watch:
         frame = self._frame()
         if instruction is None or frame is None or instruction.action.kind > Kind.W:
             return False
-        return frame.f_code.co_filename not in _WAITS and not _in_collective(frame)
+        return not _waits(frame)
 
     def _frame(self) -> FrameType | None:
         # If it asks itself, it has just given up waiting.
@@ -184,15 +184,15 @@ def _idle() -> tuple[str, bool]:
     return "is not in a step", False
 
 
-def _in_collective(frame: FrameType | None) -> bool:
-    """Whether a rank waits in a collective of torch's, as tensor parallelism does."""
+def _waits(frame: FrameType | None) -> bool:
+    """Whether a rank waits for others: for a message, or in a collective of torch's."""
     if frame is not None and frame.f_code.co_filename.endswith(_WRAPPERS):
         return True
     for _ in range(_FRAMES):
         if frame is None:
             return False
         name = frame.f_code.co_filename
-        if name.endswith(_COLLECTIVES) or f"{os.sep}fsdp{os.sep}" in name:
+        if name in _OURS or name.endswith(_COLLECTIVES) or f"{os.sep}fsdp{os.sep}" in name:
             return True
         frame = frame.f_back
     return False
@@ -206,20 +206,20 @@ class _Guard(Watch):
         return frame, None if frame is None else frame.f_lasti
 
     def _computes(self) -> bool:
-        return not _in_collective(self._frame())
+        return not _waits(self._frame())
 
 
 @contextmanager
-def guarded(transport: Transport, what: str) -> Iterator[None]:
+def guarded(transport: Transport, what: str) -> Iterator[str]:
     """A wait outside of a step, which ends as one inside of it does, and says why."""
     if not isinstance(transport, Distributed):
-        yield
+        yield what
         return
     watch = _Guard(what, transport)
     watch.doing, watch.seconds = f"is in {what}", None
     with watch:
         try:
-            yield
+            yield what
         except Exception as error:
             cause = transport.explain(error) or error
             if transport.verdict is not None:

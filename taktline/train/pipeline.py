@@ -350,7 +350,8 @@ class Pipeline:
             norm_type = require_number("norm_type", norm_type, least=0)
         if not norm_type:
             refuse("norm_type", "more than 0", norm_type)
-        with guarded(self._ranks.transport, "grad_norm()"):
+        with guarded(self._ranks.transport, "grad_norm()") as what:
+            self._built.schedule._runner.arrive(what)
             return norm_of(self._built.counted(), self._ranks, norm_type, device=self.device)
 
     def clip_grad_norm_(
@@ -378,7 +379,8 @@ class Pipeline:
         """
         parts = self._built.parts
         if require_flag("gathered", gathered):
-            with guarded(self._ranks.transport, "state_dict(gathered=True)"):
+            with guarded(self._ranks.transport, "state_dict(gathered=True)") as what:
+                self._built.schedule._runner.arrive(what)
                 return state.gathered(parts, self._ranks)
         return state.own(parts, with_rest=0 in self._ranks.own)
 

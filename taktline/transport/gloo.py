@@ -4,6 +4,9 @@ gloo has no abort. But a socket that is shut down ends every wait on it, at both
 sockets of a backend of our own are those that came into being with it. Those of other groups, in
 which DDP or FSDP may wait, are found by gloo's threads: each waits for one epoll descriptor, and
 Linux tells which sockets that one minds. Elsewhere than on Linux a wait lasts until its timeout.
+
+Before torch 2.13 these threads have no name of their own. They are known by how they wait: for at
+most 64 events, and 10 milliseconds, in a thread that is not Python's.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ import os
 import re
 import socket
 import stat
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
@@ -27,8 +31,10 @@ Sockets = dict[int, int]
 _TASKS = Path("/proc/self/task")
 _DESCRIPTORS = Path("/proc/self/fd")
 _INFOS = Path("/proc/self/fdinfo")
-_EPOLL_WAITS = {"232", "281", "441", "22"}
-"""The numbers of epoll_wait, epoll_pwait and epoll_pwait2 on x86 and ARM."""
+_EPOLL_WAITS = {"232", "281", "22"}
+"""The numbers of epoll_wait and epoll_pwait on x86 and ARM."""
+_LOOP = (64, 10)
+"""For how many events and milliseconds gloo waits."""
 _LOOKS, _PAUSE = 20, 0.001
 """How often, and after how many seconds again, gloo's threads are asked what they mind."""
 _TARGET = re.compile(r"^tfd:\s*(\d+)", re.MULTILINE)
@@ -56,7 +62,7 @@ def made_by(make: Callable[[], T], count: int) -> tuple[T, Sockets]:
 
 def every_socket() -> Sockets:
     """The connected sockets of every gloo group of this process."""
-    return _sockets(fd for epoll in _epolls() for fd in _targets(epoll))
+    return _sockets(fd for _, epoll in _loops() for fd in _targets(epoll))
 
 
 def shut(sockets: Sockets) -> None:
@@ -80,26 +86,20 @@ def calm_gloo() -> None:
     milliseconds, for a message of microseconds. A thread of the batch class waits its turn.
     """
     with suppress(AttributeError, OSError):  # neither there nor needed except on Linux
-        for thread in _threads():
-            os.sched_setscheduler(int(thread.name), os.SCHED_BATCH, os.sched_param(0))
+        for thread, _ in _loops():
+            os.sched_setscheduler(thread, os.SCHED_BATCH, os.sched_param(0))
 
 
-def _threads() -> Iterator[Path]:
-    """The threads of gloo's event loops."""
-    for thread in _TASKS.iterdir():
-        with suppress(OSError):
-            if (thread / "comm").read_text().startswith("gloo"):
-                yield thread
-
-
-def _epolls() -> Iterator[int]:
-    """The descriptors that gloo's threads wait for."""
-    with suppress(OSError):
-        for thread in _threads():
-            with suppress(OSError, ValueError):
-                number, *arguments = (thread / "syscall").read_text().split()
-                if number in _EPOLL_WAITS:
-                    yield int(arguments[0], 16)
+def _loops() -> Iterator[tuple[int, int]]:
+    """The threads of gloo's event loops, and the descriptors that they wait for."""
+    pythons = {thread.native_id for thread in threading.enumerate()}
+    for thread in _numbers(_TASKS):
+        with suppress(OSError, ValueError):
+            number, *arguments = (_TASKS / str(thread) / "syscall").read_text().split()
+            if number in _EPOLL_WAITS and thread not in pythons:
+                epoll, _, most, milliseconds, *_ = (int(argument, 16) for argument in arguments)
+                if (most, milliseconds) == _LOOP:
+                    yield thread, epoll
 
 
 def _open_epolls() -> Iterator[int]:

@@ -53,6 +53,7 @@ def _parse() -> argparse.Namespace:
     add("--sample", action="store_true", help="run the few that are tests, too")
     add("--ranks", type=int, nargs="+", help="only those on so many ranks")
     add("--only", metavar="TEXT", default="", help="only those with this in their names")
+    add("--part", metavar="I/N", default="1/1", help="only every Nth, from the Ith on")
     add("--mtbf", type=int, metavar="N", help="run N random faults in a row in one job")
     add("--seed", type=int, default=None, help="what to draw them by; by default something new")
     options = parser.parse_args()
@@ -72,7 +73,8 @@ def _whole(options: argparse.Namespace, tally: Tally) -> None:
     names = [case.name for case in cases if not options.ranks or case.ranks in options.ranks]
     if not options.ranks and not options.sample:
         names += network.NAMES
-    names = [name for name in names if options.only in name]
+    first, every = map(int, options.part.split("/"))
+    names = [name for name in names if options.only in name][first - 1 :: every]
     for number, name in enumerate(names):
         tally.show(f"{number + 1} of {len(names)}: {name}")
         try:

@@ -91,8 +91,7 @@ FAULTS = {
     "interrupt": Fault("interrupt", ("steady", "cooldown", "waiting", "ending", "eval")),
     "quit": Fault("quit", ("steady", "eval")),
     "norm": Fault("grad_norm", ("opening",)),
-    # Shards are gathered first, by the other holders of a stage, which nobody else sees.
-    "state": Fault("save", ("opening",), TIMEOUT),
+    "state": Fault("save", ("opening",)),
     "eval": Fault("eval", ("opening",)),
     "host": Fault("kill", ("steady", "between"), 0.0, False, False, "rank 0"),
     "hoststop": Fault("stop", ("steady", "between"), TIMEOUT, store="rank 0"),
@@ -205,6 +204,7 @@ SAMPLE = (
     "interrupt-1f1b-6-none-steady",
     "quit-1f1b-2-none-steady",
     "norm-gpipe-6-none-opening",
+    "norm-1f1b-4-tp-opening",
     "tie-1f1b-2-none-cooldown",
     "store-1f1b-2-none-between",
     "storekill-1f1b-6-none-steady",

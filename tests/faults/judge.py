@@ -135,7 +135,7 @@ def _names(case: Case, struck: Struck, answer: Answer) -> bool:
         )
     if re.search(rf"\brank {case.victim}\b", answer.text):
         return True
-    told = rf"\breplica {replica}\b.*\brank {place}\b"
+    told = rf"\b(replica|tensor-parallel rank) {replica}\b.*\brank {place}\b"
     return case.beside > 1 and bool(re.search(told, answer.text, re.DOTALL))
 
 
