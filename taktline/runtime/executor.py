@@ -93,8 +93,6 @@ class Program:
             for self.position, run in enumerate(runs):
                 run()
             self.position = len(self._run)
-            for port in self._sending:
-                port.settle_all()
         except PeerFailed:
             failure = Failure()
         except Exception as error:
@@ -112,13 +110,17 @@ class Program:
         """Run nothing, but take part in every message."""
         self._play_on(0, fate)
 
+    def settle(self) -> None:
+        """Let go of what was sent; call it when every rank has ended, and all of it has arrived.
+
+        Not before: gloo may lose track of a message whose connection ends, and wait for it in vain.
+        """
+        for port in self._sending:
+            port.settle_all()
+
     def _play_on(self, position: int, fate: Fate | None) -> None:
         """Take part in every message from here on, without computing, so that nobody hangs."""
-        calls = [
-            *(instruction.forgo for instruction in self._instructions[position:]),
-            *(port.settle_all for port in self._sending),
-        ]
-        for call in calls:
+        for call in [instruction.forgo for instruction in self._instructions[position:]]:
             if call is None:
                 continue
             try:

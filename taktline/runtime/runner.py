@@ -90,8 +90,8 @@ class Runner:
         self._feed = Feed()
         self.replicas = Replicas(self._stages)
         self._ties = Ties(self._stages)
-        self._reduces = False
-        """Whether a stage of any rank averages its gradients."""
+        self._reduces = self._entangled = False
+        """Whether a stage of any rank averages its gradients, or shares its work in any way."""
         self.recorder: Recorder | None = None
         """What notes the steps, while there is a trace."""
         self.asks_to_stop: Callable[[], bool] | None = None
@@ -292,6 +292,7 @@ class Runner:
                 failure = Failure(self._told(raised))
         got = {index: sorted(work.got) for index, work in bound.works.items() if work.got}
         skips = self._conclude_with_replicas(failure, _END, skips=bool(got), shares=shares)
+        bound.program.settle()
         return output, self._routes(got) if skips else {}
 
     def _fitted(self, fit: Fit) -> Failure | None:
@@ -359,7 +360,7 @@ class Runner:
 
         If a rank shares its work with no other pipeline, it waits in none but ours, which see it.
         """
-        if isinstance(self.transport, Distributed) and self.transport.entangled:
+        if self._entangled:
             with self._with_replicas(what):
                 self.transport.exchange([], what)
 
@@ -451,8 +452,9 @@ class Runner:
         )
         if len({rank.entangled for rank in everyone}) > 1:
             self.replicas.pipeline = self.transport
-        if isinstance(self.transport, Distributed):
-            self.transport.entangled = any(rank.entangled for rank in everyone)
+        self._entangled = any(rank.entangled for rank in everyone)
+        if isinstance(self.transport, Distributed) and self.transport.plane is not None:
+            self.transport.plane.entangled |= self._entangled
         channels = self._ties.meet([rank.uses for rank in everyone])
         if self._random is None:
             channels |= set(channels_of(self.runnable.plan))

@@ -84,8 +84,6 @@ class Distributed:
         """The number of each rank among all processes of the job."""
         self.timeout: timedelta = timeout_of(group)
         """After how long a wait for another rank is given up."""
-        self.entangled = False
-        """Whether other processes take part in what these compute: as replicas, or in parts."""
         self.plane = Plane.current()
         # Weak, so that a group that the program has dropped is not kept by what is known of it.
         self._weak_group = ref(group)
@@ -169,10 +167,21 @@ class Distributed:
             return None
         return self.first_cause(None, "a collective", timed_out=timed_out)
 
+    @property
+    def entangled(self) -> bool:
+        """Whether pipelines of this process share their work: with replicas, or in parts."""
+        return self.plane is not None and self.plane.entangled
+
     def entangle(self, error: BaseException) -> None:
         """Let an error say so if what was left half done cannot be repeated."""
         if self.entangled and isinstance(error, TaktlineError):
             error.recoverable = "restart"
+
+    def _error(self, verdict: Verdict) -> TaktlineError:
+        """What a verdict means to these ranks."""
+        error = verdict.error(self.processes)
+        self.entangle(error)
+        return error
 
     def interrupt(self) -> None:
         """End what this rank waits for; called from another thread."""
@@ -202,7 +211,7 @@ class Distributed:
     def _met(self) -> Sockets:
         """The sockets to the other ranks, which all ranks make together."""
         if self.verdict is not None:
-            raise self.verdict.error(self.processes)
+            raise self._error(self.verdict)
         if self._sockets is None:
             assert self.plane is not None  # there are other ranks
             seconds = self.timeout.total_seconds()
@@ -210,11 +219,11 @@ class Distributed:
                 made = Sockets(self.plane, self._member, self._place, self.rank, seconds)
                 if made.missing:
                     raise self._incomplete(made.missing)
+                self._sockets = made  # before its first wait, so that a verdict ends that, too
                 mine = framed([self._generation + 1], "connecting")
                 self._generation = max(frame.numbers[0] for frame in made.exchange(mine))
             except PeerFailure as error:
                 raise self._lost(error, "connecting") from error
-            self._sockets = made
         return self._sockets
 
     def _incomplete(self, missing: Sequence[int]) -> TaktlineError:
@@ -230,7 +239,7 @@ class Distributed:
             )
             self.give_up(self.plane.stalled(self.processes, missing, what))
         assert self.verdict is not None  # this rank is one of those whom it concerns
-        return self.verdict.error(self.processes)
+        return self._error(self.verdict)
 
     def open(self, channels: Sequence[Channel]) -> None:
         """Make the links of this rank's channels that are not there yet."""
@@ -260,7 +269,7 @@ class Distributed:
                 f"there are channels for gloo and nccl, but none for {self._backend!r} yet"
             )
         if self.verdict is not None:
-            raise self.verdict.error(self.processes)
+            raise self._error(self.verdict)
         ends = sorted((channel.sender, channel.receiver))
         try:
             return make(f"{key}/{self._generation}", ends)
@@ -381,7 +390,7 @@ class Distributed:
             self.give_up(found)
         verdict = self.verdict
         assert verdict is not None  # this rank is one of those whom it concerns
-        return verdict.error(self.processes)
+        return self._error(verdict)
 
 
 def _backend(group: dist.ProcessGroup, device: torch.device) -> str:

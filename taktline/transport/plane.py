@@ -87,6 +87,8 @@ class Plane:
         """What this process is doing, and whether that is a step."""
         self.watched: tuple[Watched, ...] = ()
         """The steps that are running."""
+        self.entangled = False
+        """Whether pipelines of this process share their work: with replicas, or in parts."""
         self._meeting = meeting
         self.news = News(meeting.process, lambda: self.state())
         self._mine: dict[str, str] = {}

@@ -45,8 +45,8 @@ class Report:
 class Job:
     """Processes that meet, with those that a fault ends among them.
 
-    Forked from one that has imported torch, and has not used it yet: a new job takes a second, so
-    every fault can have its own.
+    Forked from one that has imported torch, with what DDP and FSDP import when they are used, and
+    has not used it yet: a new job takes a second, so every fault can have its own.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class Job:
         self.healthy: dict[int, Answer] = {}
         self.struck: Struck | None = None
         self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(["torch.distributed", "tests.faults.worker"])
+        self._context.set_forkserver_preload(["torch.distributed.fsdp", "torch._dynamo", "tests.faults.worker"])
         self._places = places or [Place(quiet=quiet)] * case.ranks
         self._processes: dict[int, Any] = {}
         self._pipes: dict[int, Connection] = {}
