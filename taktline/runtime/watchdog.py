@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import Self
+from typing import NoReturn, Self
 
 from taktline.checks import seconds_in_environment
 from taktline.plan import Kind
@@ -25,11 +25,17 @@ from taktline.plan.words import counted
 from taktline.runtime.executor import Program
 from taktline.transport import Transport, gloo
 from taktline.transport.distributed import Distributed
+from taktline.transport.verdict import Verdict
 
-__all__ = ["STALL_SECONDS", "Watch", "guarded"]
+__all__ = ["STALL_SECONDS", "STUCK", "Watch", "guarded"]
 
 STALL_SECONDS = seconds_in_environment("TAKTLINE_STALL_SECONDS", 60.0)
 """After how long a step that stands still is told of, unless a schedule says otherwise."""
+
+STUCK_SECONDS = seconds_in_environment("TAKTLINE_STUCK_SECONDS", 5.0)
+"""So long after its wait was to end, a process ends that does not get out of it."""
+STUCK = 84
+"""The exit code then."""
 
 _log = logging.getLogger("taktline")
 _HOME = str(Path(__file__).parent.parent)
@@ -102,7 +108,7 @@ class Watch:
             self._told = True
             _log.warning("%s", self.report())
         if transport.verdict is not None:
-            self._hurry(now)
+            self._hurry(now, transport.verdict)
         elif self._is_late(stood, transport) and not self._computes():
             # A wait that is not ours, in which another timeout holds.
             transport.give_up(plane.stalled(transport.processes, (), self._waits_for()))
@@ -164,11 +170,26 @@ class Watch:
             return None
         return sys._current_frames().get(self._thread)
 
-    def _hurry(self, now: float) -> None:
+    def _hurry(self, now: float, verdict: Verdict) -> None:
         """A verdict is there and the step goes on: it waits in a group that is not ours."""
         self._leaves_at = min(self._leaves_at, now + _LEAVE_SECONDS)
         if now >= self._leaves_at:
             gloo.shut(gloo.every_socket())
+        if now >= max(self._leaves_at, self._since) + STUCK_SECONDS and _waits(self._frame()):
+            self._end(verdict)
+
+    def _end(self, verdict: Verdict) -> NoReturn:
+        """End the process, which waits for ever."""
+        _log.critical(
+            "%s\nrank %d %s, and cannot leave a collective that waits for others: its process "
+            "ends, with exit code %d",
+            verdict.error(range(verdict.process + 1)),
+            0 if self._plane is None else self._plane.process,
+            self._state()[0],
+            STUCK,
+        )
+        sys.stderr.flush()
+        os._exit(STUCK)
 
     def _listen(self, descriptor: int) -> None:
         """Hear of signals there; only the main thread can say so."""

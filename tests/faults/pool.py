@@ -18,6 +18,7 @@ from tests.faults.worker import keep_store, work
 
 __all__ = ["Job", "Report", "trial"]
 
+PRELOADED = ["torch.distributed.fsdp", "torch._dynamo", "tests.faults.worker"]
 START_SECONDS = 60.0
 LEAVE_SECONDS = 10.0
 PATIENCE = 2 * TIMEOUT + 2
@@ -56,7 +57,9 @@ class Job:
         self.healthy: dict[int, Answer] = {}
         self.struck: Struck | None = None
         self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(["torch.distributed.fsdp", "torch._dynamo", "tests.faults.worker"])
+        self._context.set_forkserver_preload(
+            ["torch.distributed.fsdp", "torch._dynamo", "tests.faults.worker"]
+        )
         self._places = places or [Place(quiet=quiet)] * case.ranks
         self._processes: dict[int, Any] = {}
         self._pipes: dict[int, Connection] = {}

@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 from weakref import ref
 
@@ -21,10 +22,13 @@ from torch.nn import functional as F
 
 import taktline as tl
 from taktline.plan.action import Action, parse
+from taktline.runtime import watchdog
 from taktline.runtime.executor import Instruction, Program
 from taktline.runtime.watchdog import Watch
+from taktline.transport import find, gloo
+from taktline.transport.distributed import Distributed
 from tests.runtime.scenarios import CPU
-from tests.workers import Workers
+from tests.workers import Workers, WorkersLost
 
 
 class Sleeps(nn.Linear):
@@ -113,6 +117,35 @@ def test_a_rank_that_has_not_begun(workers: Workers) -> None:
         # The second if another test has used the same ranks.
         r"  rank 1: (has not been heard of|is not in a step)",
         first[0],
+    )
+
+
+def stuck(rank: int, group: Any, log: str) -> None:
+    """A rank waits in a collective that cannot be ended, as in one of gloo's own deadlocks."""
+    transport = find(group)
+    transport.exchange([])
+    assert isinstance(transport, Distributed)
+    if rank == 1:
+        transport.raised(RuntimeError("out of luck"), "in 1F0")
+        time.sleep(60)
+    gloo.shut = lambda sockets: None
+    watchdog.STUCK_SECONDS = 0.2
+    logging.getLogger("taktline").addHandler(logging.FileHandler(log))
+    with watchdog.guarded(transport, "grad_norm()"):
+        torch.distributed.barrier(group)
+
+
+@pytest.mark.processes
+def test_a_process_ends_that_cannot_leave_a_collective(workers: Workers, tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    with pytest.raises(WorkersLost) as info:
+        workers.run(stuck, str(log), ranks=2, timeout=30)
+    assert info.value.died == {0: watchdog.STUCK}
+    assert re.fullmatch(
+        "rank 1 has raised RuntimeError: out of luck in 1F0, and left the others behind\n"
+        r"rank 0 is in grad_norm\(\), for .* seconds?, and cannot leave a collective that waits for "
+        "others: its process ends, with exit code 84\n",
+        log.read_text(),
     )
 
 
