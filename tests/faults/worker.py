@@ -21,7 +21,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._distributed_c10d import Store
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 
 import taktline as tl
 from tests.faults.case import TIMEOUT, Case
@@ -30,15 +29,14 @@ from tests.faults.model import LUCK, WIDTH, Block, Sour, Trap, in_parts
 
 __all__ = ["keep_store", "work"]
 
-SAMPLES = 2
+SAMPLES = {"1f1b": 2, "interleaved_1f1b": 2, "gpipe": 4096, "zbv": 4096}
+"""In a micro-batch, by schedule: large tensors take another way than small ones."""
 ASIDE_SECONDS, DRAG_SECONDS = 0.3, 0.8
 """When a rank is struck that waits for others, and how long one of these takes."""
 STALL_SECONDS = 0.8
 """Little, so that a watchdog has been there before the next step."""
 STEP_SECONDS = 0.02
 """What a rank computes in a step of a march."""
-
-_preloaded = fully_shard  # imported when it is first used, which takes its time
 
 
 class Rank:
@@ -143,7 +141,7 @@ class Rank:
 
     @property
     def _batch(self) -> Tensor:
-        size = SAMPLES * self.case.microbatches
+        size = SAMPLES[self.case.schedule] * self.case.microbatches
         return torch.linspace(-1, 1, size * WIDTH).view(size, WIDTH)
 
     def face(self, case: Case) -> Answer:
