@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
 
@@ -96,11 +96,12 @@ def bind(binding: Binding, known: Signatures | None) -> Bound:
         for row in range(len(rows))
         if (instruction := _instruction(rows.leaf(row), binding.stages, works, ends, rank_of))
     ]
-    program = Program(
-        rank_of,
-        instructions if random is None else list(random.between(instructions, rank_of)),
-        [*ends.activations_out.values(), *ends.gradients_out.values()],
-    )
+    joined = _joined(instructions, binding.stages, works, rank_of)
+    if random is not None:
+        instructions = list(random.between(instructions, rank_of))
+        joined = list(random.between(joined, rank_of))
+    sending = [*ends.activations_out.values(), *ends.gradients_out.values()]
+    program = Program(rank_of, instructions, sending, joined)
     learned = partial(_learned, ends, binding.plan.microbatches)
     return Bound(program, works, learned, binding.plan)
 
@@ -287,6 +288,33 @@ def _instruction(
         None if arrival is None else partial(arrival.discard, microbatch),
         waits,
     )
+
+
+def _joined(
+    instructions: Sequence[Instruction],
+    stages: Mapping[int, PipelineStage],
+    works: Mapping[int, Work],
+    rank_of: Sequence[int],
+) -> list[Instruction]:
+    """The same with one full backward for each I that its rank has its own W follow at once.
+
+    It adds up the same gradients in the same order, and there is nothing to put aside.
+    """
+    found: list[Instruction | None] = list(instructions)
+    latest: dict[int, int] = {}  # by rank
+    for place, instruction in enumerate(instructions):
+        action = instruction.action
+        before = latest.get(rank_of[action.stage])
+        latest[rank_of[action.stage]] = place
+        if action.kind != Kind.W or before is None or action.microbatch is None:
+            continue
+        first, stage = instructions[before], stages[action.stage]
+        own = (Kind.I, action.stage, action.microbatch)
+        plain = stage.dw_builder is None and stage.grad_sync is None
+        if plain and (first.action.kind, first.action.stage, first.action.microbatch) == own:
+            whole = partial(works[action.stage].backward, action.microbatch)
+            found[before], found[place] = replace(first, run=whole), None
+    return [instruction for instruction in found if instruction is not None]
 
 
 def _waits(action: Action, rank_of: Sequence[int]) -> str:
