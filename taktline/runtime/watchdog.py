@@ -34,7 +34,8 @@ STALL_SECONDS = seconds_in_environment("TAKTLINE_STALL_SECONDS", 60.0)
 _log = logging.getLogger("taktline")
 _HOME = str(Path(__file__).parent.parent)
 _WAITS = tuple(
-    str(Path(_HOME, "transport", name)) for name in ("distributed.py", "lanes.py", "sockets.py")
+    str(Path(_HOME, "transport", name))
+    for name in ("distributed.py", "door.py", "lanes.py", "sockets.py")
 )
 _COLLECTIVES = ("_functional_collectives.py", "distributed_c10d.py")
 _FRAMES = 4

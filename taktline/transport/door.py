@@ -1,22 +1,27 @@
 """How processes of a job connect: one waits at its door, others call, and show what they were told.
 
-Whoever does not know the token of a door is not let in.
+Whoever does not know the token of a door is not let in. And how they wait for each other.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import secrets
+import select
 import socket
+import time
 from collections.abc import Container
 from contextlib import suppress
 
 from taktline.checks import read
 
-__all__ = ["Door", "call"]
+__all__ = ["Door", "call", "events"]
 
 _NUMBER = 4
 """Bytes of the number that a caller says."""
+_PATIENCE = 50e-6
+"""For so many seconds who waits stays awake: to sleep and be woken takes about as long."""
 
 
 class Door:
@@ -74,3 +79,14 @@ def ready(connection: socket.socket) -> socket.socket:
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setblocking(False)
     return connection
+
+
+def events(poll: select.poll, seconds: float) -> list[tuple[int, int]]:
+    """What happens on sockets; nothing once the time is over."""
+    if hasattr(os, "sched_yield"):
+        end = time.perf_counter() + _PATIENCE
+        while time.perf_counter() < end:
+            os.sched_yield()  # whoever is awaited may need this core
+            if found := poll.poll(0):
+                return found
+    return poll.poll(seconds * 1000)

@@ -23,7 +23,7 @@ import torch
 
 from taktline.errors import TaktlineError
 from taktline.transport.base import Handle, Post
-from taktline.transport.door import Door, call
+from taktline.transport.door import Door, call, events
 from taktline.transport.plane import Member, Plane
 
 __all__ = ["Lane", "by_size", "lanes_between"]
@@ -96,7 +96,7 @@ class Lane:
             try:
                 count = self._socket.recv_into(first.left)
             except BlockingIOError:
-                if not self._arrivals.poll(self._seconds * 1000):
+                if not events(self._arrivals, self._seconds):
                     raise self._lost(True) from None
                 continue
             except OSError as error:

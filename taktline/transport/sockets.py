@@ -20,7 +20,7 @@ import time
 from contextlib import suppress
 from weakref import finalize
 
-from taktline.transport.door import Door, call
+from taktline.transport.door import Door, call, events
 from taktline.transport.frames import Frame
 from taktline.transport.plane import Member, Plane
 
@@ -164,13 +164,13 @@ class Sockets:
         for number, peer in peers.items():
             reads = select.POLLIN if peer in readers else 0
             poll.register(number, reads | (select.POLLOUT if peer in writers else 0))
-        events = poll.poll(self._seconds * 1000)
-        if not events:
+        found = events(poll, self._seconds)
+        if not found:
             raise PeerFailure(min(readers or writers), "timed out", timed_out=True)
-        for number, event in events:
+        for number, event in found:
             if event & (select.POLLIN | _ERRORS):
                 self._read(peers[number])
-        return [peers[number] for number, event in events if event & select.POLLOUT]
+        return [peers[number] for number, event in found if event & select.POLLOUT]
 
     def shut(self) -> None:
         """End every wait, here and at the other ends; from any thread."""
