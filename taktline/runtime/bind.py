@@ -96,7 +96,7 @@ def bind(binding: Binding, known: Signatures | None) -> Bound:
         for row in range(len(rows))
         if (instruction := _instruction(rows.leaf(row), binding.stages, works, ends, rank_of))
     ]
-    joined = _joined(instructions, binding.stages, works, rank_of)
+    joined = _joined(instructions, binding.stages, works, alone=random is not None)
     if random is not None:
         instructions = list(random.between(instructions, rank_of))
         joined = list(random.between(joined, rank_of))
@@ -294,27 +294,36 @@ def _joined(
     instructions: Sequence[Instruction],
     stages: Mapping[int, PipelineStage],
     works: Mapping[int, Work],
-    rank_of: Sequence[int],
+    *,
+    alone: bool,
 ) -> list[Instruction]:
-    """The same with one full backward for each I that its rank has its own W follow at once.
+    """The same with one full backward instead of I and W, where nobody gains by waiting for W.
 
-    It adds up the same gradients in the same order, and there is nothing to put aside.
+    That is where W follows its I at once, or if all ranks run here (``alone``). Gradients are added
+    up in the order of before, and there is nothing to put aside.
     """
-    found: list[Instruction | None] = list(instructions)
-    latest: dict[int, int] = {}  # by rank
-    for place, instruction in enumerate(instructions):
-        action = instruction.action
-        before = latest.get(rank_of[action.stage])
-        latest[rank_of[action.stage]] = place
-        if action.kind != Kind.W or before is None or action.microbatch is None:
+    found = dict(enumerate(instructions))
+    places = {instruction.action: place for place, instruction in found.items()}
+    halves: defaultdict[int, tuple[list[int | None], list[int | None]]]
+    halves = defaultdict(lambda: ([], []))
+    for action in places:  # the micro-batches of each stage, in the order of inputs and of weights
+        if action.kind in (Kind.B, Kind.I):
+            halves[action.stage][0].append(action.microbatch)
+        if action.kind in (Kind.B, Kind.W):
+            halves[action.stage][1].append(action.microbatch)
+    for action, place in places.items():
+        stage, microbatch = stages[action.stage], action.microbatch
+        if action.kind != Kind.W or microbatch is None:
             continue
-        first, stage = instructions[before], stages[action.stage]
-        own = (Kind.I, action.stage, action.microbatch)
-        plain = stage.dw_builder is None and stage.grad_sync is None
-        if plain and (first.action.kind, first.action.stage, first.action.microbatch) == own:
-            whole = partial(works[action.stage].backward, action.microbatch)
-            found[before], found[place] = replace(first, run=whole), None
-    return [instruction for instruction in found if instruction is not None]
+        if stage.dw_builder is not None or stage.grad_sync is not None:
+            continue  # what builds its W, or wraps it, has a say in what that does
+        first = places.get(replace(action, kind=Kind.I))
+        inputs, weights = halves[action.stage]
+        if first is not None and (first == place - 1 or (alone and inputs == weights)):
+            whole = partial(works[action.stage].backward, microbatch)
+            found[first] = replace(found[first], run=whole)
+            del found[place]
+    return list(found.values())
 
 
 def _waits(action: Action, rank_of: Sequence[int]) -> str:
