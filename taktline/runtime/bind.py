@@ -312,11 +312,9 @@ def _joined(
         if action.kind in (Kind.B, Kind.W):
             halves[action.stage][1].append(action.microbatch)
     for action, place in places.items():
-        stage, microbatch = stages[action.stage], action.microbatch
-        if action.kind != Kind.W or microbatch is None:
+        microbatch = action.microbatch
+        if action.kind != Kind.W or microbatch is None or not stages[action.stage].may_join:
             continue
-        if stage.dw_builder is not None or stage.grad_sync is not None:
-            continue  # what builds its W, or wraps it, has a say in what that does
         first = places.get(replace(action, kind=Kind.I))
         inputs, weights = halves[action.stage]
         if first is not None and (first == place - 1 or (alone and inputs == weights)):

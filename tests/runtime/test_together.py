@@ -280,6 +280,20 @@ def test_halves_of_which_others_come_between_stay_apart(monkeypatch: pytest.Monk
     assert all(parameter.grad is not None for parameter in stage.submod.parameters())
 
 
+def test_a_stage_with_halves_of_its_own_keeps_them() -> None:
+    called = []
+
+    class Own(tl.PipelineStage):
+        def backward_weight(self, microbatch: int) -> None:
+            called.append(microbatch)
+            super().backward_weight(microbatch)
+
+    plan = Plan.from_actions([["0F0", "0I0", "0W0", "0F1", "0I1", "0W1"]])
+    stage = Own(nn.Linear(4, 4), 0, 1, torch.device("cpu"))
+    tl.ScheduleFromPlan([stage], plan, nn.functional.mse_loss).step(X, target=Y)
+    assert called == [0, 1]
+
+
 def test_a_local_rank_has_no_local_ranks() -> None:
     with pytest.raises(TransportError, match=r"^rank 0 is a local rank and cannot run local"):
         tl.local.run(lambda rank: pipeline(nn.Linear(4, 4), nn.Linear(4, 4)) and None, 1)
