@@ -70,10 +70,12 @@ def mean_of(
     counts = [1.0] * len(losses) if scales is None else scales
     # What does not count is left out: its loss may well be nan.
     counted = {m: count for m, count in enumerate(counts) if count}
-    parts = torch.stack([losses[m] for m in counted]).double()
-    if scales is not None:
-        parts *= torch.tensor(list(counted.values()), dtype=torch.float64, device=parts.device)
-    return (parts.sum() / sum(counts)).to(losses[0].dtype)
+    if scales is None:
+        parts = torch.stack([losses[m] for m in counted]).double()
+    else:  # number by number: to put them all onto a GPU would wait for it
+        parts = torch.stack([losses[m].double() * count for m, count in counted.items()])
+    dtype = losses[0].dtype
+    return (parts.sum() / sum(counts)).to(dtype if dtype.is_floating_point else torch.float64)
 
 
 def by_rows(rows: int, microbatches: int) -> list[float] | None:

@@ -34,22 +34,33 @@ class Outcome:
 
     @classmethod
     def of(
-        cls, feed: Feed, *, failed: bool, skips: bool, shares: int, preempted: bool = False
+        cls,
+        feed: Feed,
+        *,
+        failed: bool,
+        skips: bool,
+        shares: int,
+        relayed: bool = False,
+        preempted: bool = False,
     ) -> Outcome:
-        """This rank's own; ``shares`` is the number of micro-batches whose losses it tells."""
+        """This rank's own; ``shares`` is the number of micro-batches whose losses it tells.
+
+        ``relayed`` says that the main ones go another way, since to read them would take a wait.
+        """
         numbers = [int(failed), int(skips), int(preempted)]
         if shares:
             # A rank that has failed may lack some; then nobody looks at them.
             losses = {} if failed else feed.losses
             aux = {} if failed else feed.aux_losses
             numbers += [_code(losses[0].dtype) if losses else _NO_LOSS, int(bool(aux))]
-            scales = None if failed else feed.scales
-            for values in (_values(losses, shares), _values(aux, shares), scales or [0.0] * shares):
+            main = _values({} if relayed else losses, shares)
+            scales = (None if failed else feed.scales) or [0.0] * shares
+            for values in (main, _values(aux, shares), scales):
                 numbers += struct.unpack(f"<{shares}q", struct.pack(f"<{shares}d", *values))
         return cls(numbers)
 
     @staticmethod
-    def share(outcomes: Sequence[Outcome], feed: Feed) -> None:
+    def share(outcomes: Sequence[Outcome], feed: Feed, relayed: torch.Tensor | None = None) -> None:
         """Put every rank's losses into the feed: the main ones, and the sums of added ones.
 
         With the main ones, how much each of them counts.
@@ -66,6 +77,8 @@ class Outcome:
                 added = enumerate(values[count : 2 * count])
                 aux = {m: aux.get(m, 0.0) + value for m, value in added}
         feed.losses, feed.aux_losses = _tensors(losses, dtype), _tensors(aux, dtype)
+        if relayed is not None and losses:
+            feed.losses = dict(enumerate(relayed.to(dtype).unbind()))
 
 
 def _code(dtype: torch.dtype) -> int:

@@ -38,6 +38,7 @@ from taktline.runtime.identity import Identity
 from taktline.runtime.outcome import Outcome
 from taktline.runtime.plans import Runnable
 from taktline.runtime.recorder import Recorder, watching
+from taktline.runtime.relay import Relay
 from taktline.runtime.replicas import Replicas
 from taktline.runtime.ties import Ties
 from taktline.runtime.together import RankRandom
@@ -90,6 +91,8 @@ class Runner:
         self._feed = Feed()
         self.replicas = Replicas(self._stages)
         self._ties = Ties(self._stages)
+        self._relay: Relay | None = None
+        """How losses reach the other ranks where to read them would take a wait."""
         self._reduces = self._entangled = False
         """Whether a stage of any rank averages its gradients, or shares its work in any way."""
         self.recorder: Recorder | None = None
@@ -460,7 +463,10 @@ class Runner:
             channels |= set(channels_of(self.runnable.plan))
         self._channels = sorted(channels)
         self.transport.open(self._channels)
-        self._ties.begin(self.transport, self.runnable.plan.placement.rank_of)
+        rank_of = self.runnable.plan.placement.rank_of
+        self._ties.begin(self.transport, rank_of)
+        if self.transport.size > 1 and not _on_host(self.device):
+            self._relay = Relay(self.transport, rank_of, self.device)
         self._identity.adopt(everyone[0].number)
 
     def _places(self) -> list[int]:
@@ -493,21 +499,28 @@ class Runner:
 
     def _conclude(self, failure: Failure | None, what: str, skips: bool, shares: bool) -> bool:
         """Agree on the outcome, with the losses of all ranks if they share; tells of skips."""
+        shares &= self.transport.size > 1  # one process has them all, and nobody needs to wait
+        microbatches, relay, relayed = self._feed.microbatches, self._relay, None
+        if shares and relay is not None:
+            relayed = relay.share({} if failure else self._feed.losses, microbatches)
         mine = Outcome.of(
             self._feed,
             failed=failure is not None,
             skips=skips,
-            shares=self._feed.microbatches if shares else 0,
+            shares=microbatches if shares else 0,
+            relayed=relayed is not None,
             preempted=self.asks_to_stop is not None and self.asks_to_stop(),
         )
         shared = self.transport.exchange(mine.numbers, what)
+        if relay is not None:
+            relay.settle()
         outcomes = [Outcome(numbers) for numbers in shared]
         self.preempted = any(outcome.preempted for outcome in outcomes)
         if any(outcome.failed for outcome in outcomes):
             self._forget()
             self._raise(None if failure is None else failure.error)
         if shares:
-            Outcome.share(outcomes, self._feed)
+            Outcome.share(outcomes, self._feed, relayed)
         return any(outcome.skips for outcome in outcomes)
 
     def _routes(self, got: Mapping[int, Sequence[str]]) -> dict[str, int]:
@@ -548,6 +561,11 @@ class Runner:
 
 def _call(trains: bool) -> str:
     return "step()" if trains else "eval()"
+
+
+def _on_host(device: torch.device) -> bool:
+    """Whether what a device computes can be read without waiting."""
+    return device.type == "cpu"
 
 
 def _autocast(device: torch.device) -> str:

@@ -155,7 +155,7 @@ class Schedule:
                 a :class:`ScheduleFromPlan`, and the same in a schedule of torch's name.
             aux_losses: a list to be filled with the sum of what :func:`taktline.add_loss` has
                 added in each micro-batch, on the ranks that did.
-            share_losses: whether every rank gets the losses of all, as numbers on the CPU.
+            share_losses: whether every rank gets the losses of all.
             grad_scale: what every gradient is multiplied with, as a GradScaler asks for.
             arg_mbs: instead of ``args``: the arguments of each micro-batch, cut already.
             kwarg_mbs: instead of ``kwargs``, likewise.

@@ -39,7 +39,10 @@ STUCK = 84
 
 _log = logging.getLogger("taktline")
 _HOME = str(Path(__file__).parent.parent)
-_OURS = tuple(str(Path(_HOME, "transport", name)) for name in ("distributed.py", "sockets.py"))
+_OURS = tuple(
+    str(Path(_HOME, "transport", name))
+    for name in ("distributed.py", "door.py", "lanes.py", "sockets.py")
+)
 _COLLECTIVES = ("_functional_collectives.py", "distributed_c10d.py")
 _FRAMES = 4
 """How far from the innermost frame a wait is looked for."""

@@ -132,6 +132,14 @@ class PipelineStage:
             self._looked_at = self.submod
         return self._sync
 
+    @property
+    def may_join(self) -> bool:
+        """Whether one full backward does all that I and W do: nobody else has a say in them."""
+        kind = type(self)
+        own = (kind.backward_input, kind.backward_weight)
+        overridden = own != (PipelineStage.backward_input, PipelineStage.backward_weight)
+        return self.dw_builder is None and self.grad_sync is None and not overridden
+
     def begin(self) -> tuple[bool, ...]:
         """Find the parameters that get gradients; tells what else its output may depend on."""
         parameters = parameters_of(self.submod)

@@ -46,12 +46,15 @@ def _destroy(groups: tuple[ProcessGroup, ...]) -> None:
                 dist.distributed_c10d._abort_process_group(group)
             else:
                 dist.destroy_process_group(group)
-    forget_meshes()
+    if groups:
+        forget_meshes()
 
 
 def forget_meshes() -> None:
     """Let DTensor forget what it knows of meshes: it would use ended groups for equal meshes."""
     if "torch.distributed.tensor" in sys.modules:
-        from torch.distributed.tensor import debug
+        # Python may collect a pipeline while that is being imported: then it knows nothing yet.
+        with suppress(ImportError):
+            from torch.distributed.tensor import debug
 
-        debug._clear_sharding_prop_cache()
+            debug._clear_sharding_prop_cache()

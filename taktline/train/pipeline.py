@@ -239,7 +239,8 @@ class Pipeline:
         Every row counts the same, also where micro-batches differ in size.
 
         Gradients are added to ``.grad``, as ``backward()`` does. Every rank may pass the whole
-        batch; those that do not need it leave it alone.
+        batch; those that do not need it leave it alone. On a GPU the loss is there before it was
+        computed, as everything is: who reads it waits.
 
         Args:
             args: the model's arguments.

@@ -104,12 +104,20 @@ class Ranks:
         """The largest of a number over the processes of this pipeline."""
         return max(_shared(self.transport, number, what))
 
-    def mean_of_copies(self, number: float) -> float:
-        """The mean of a number over the pipelines that train copies of the model."""
+    def mean_of_copies(self, loss: torch.Tensor) -> torch.Tensor:
+        """The mean of a loss over the pipelines that train copies of the model."""
+        if self.replicas == 1 or self.mesh is None:
+            return loss
+        if loss.device.type != "cpu":  # there it is, without a wait for its value
+            total = loss.double()
+            for name in self.data_dims:
+                dist.all_reduce(total, group=self.mesh[name].get_group())
+            return (total / self.replicas).to(loss.dtype)
+        mean = float(loss)
         for transport in self._along(self.data_dims):
-            numbers = _shared(transport, number, "the loss of replicas")
-            number = sum(numbers) / len(numbers)
-        return number
+            numbers = _shared(transport, mean, "the loss of replicas")
+            mean = sum(numbers) / len(numbers)
+        return torch.tensor(mean, dtype=loss.dtype, device="cpu")
 
     def anywhere(self, flag: bool, what: str) -> bool:
         """Whether it is so in any process of any copy."""

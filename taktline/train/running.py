@@ -57,9 +57,7 @@ def run(
     if return_outputs is True:
         output = shared_output(output, ranks, built.plan.placement.rank_of[-1])
     loss = built.schedule.loss
-    if loss is not None and ranks.replicas > 1:
-        loss = torch.tensor(ranks.mean_of_copies(float(loss)), dtype=loss.dtype, device="cpu")
-    return output, loss
+    return output, None if loss is None else ranks.mean_of_copies(loss)
 
 
 def _on_device(values: T, device: torch.device) -> T:

@@ -24,6 +24,7 @@ from taktline.errors import (
 from taktline.transport import gloo
 from taktline.transport.base import Channel, Handle, Post
 from taktline.transport.frames import agreed, framed
+from taktline.transport.lanes import Lane, by_size, lanes_between
 from taktline.transport.plane import Member, Plane
 from taktline.transport.rendezvous import Rendezvous
 from taktline.transport.sockets import PeerFailure, Sockets
@@ -63,8 +64,8 @@ class Distributed:
 
     Numbers go over sockets, tensors over links. On gloo a pair of ranks has one link, on which a
     channel is a tag: not one of all ranks, since gloo's threads can wait for each other for ever if
-    one of several connections ends. On nccl, where one communicator serves both directions of a
-    pair in one order, each channel has a link of its own.
+    one of several connections ends. Small tensors take lanes beside it. On nccl, where one
+    communicator serves both directions of a pair in one order, each channel has a link of its own.
 
     They are not those of the group: when a rank is lost, ours are broken, so that nobody waits for
     it, and the program's groups stay as they are.
@@ -92,6 +93,8 @@ class Distributed:
             self._backend != "gloo" if group_per_channel is None else group_per_channel
         )
         self._links: dict[Hashable, _Link] = {}
+        self._lanes: dict[Hashable, Sequence[Lane]] = {}
+        """What carries small messages beside a link of gloo."""
         self._gloo_sockets: gloo.Sockets = {}
         self._sockets: Sockets | None = None
         self._generation = 0
@@ -123,7 +126,7 @@ class Distributed:
         """Let go of the links."""
         if self.plane is not None:
             self.plane.leave(self._member)
-        self._sockets, self._links, self._gloo_sockets = None, {}, {}
+        self._sockets, self._links, self._lanes, self._gloo_sockets = None, {}, {}, {}
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -195,13 +198,16 @@ class Distributed:
             self.plane.leave(self._member)
             self._member = Member(self.processes, self._leave)
             self.plane.join(self._member, again_at=self._place)
-        self._sockets, self._links, self._gloo_sockets = None, {}, {}
+        self._sockets, self._links, self._lanes, self._gloo_sockets = None, {}, {}, {}
         self.exchange([], "reconnect()")
 
     def _leave(self, verdict: Verdict) -> None:
         """End every wait for these ranks; on the plane's thread."""
         if self._sockets is not None:
             self._sockets.shut()
+        for lanes in self._lanes.values():
+            for lane in lanes:
+                lane.shut()
         gloo.shut(self._gloo_sockets)
         for link in self._links.values():
             abort = getattr(link, "abort", None)
@@ -292,7 +298,24 @@ class Distributed:
             raise
         self._gloo_sockets |= found
         gloo.calm_gloo()
+        if not self._group_per_channel:
+            self._lanes[tuple(ends)] = self._lanes_between(place, ends)
         return link
+
+    def _lanes_between(self, place: str, ends: list[int]) -> Sequence[Lane]:
+        """The lanes between this rank and another one, made by both."""
+        assert self.plane is not None
+        processes, peer = [self.processes[end] for end in ends], sum(ends) - self.rank
+        seconds = self.timeout.total_seconds()
+        what = f"messages between rank {self.rank} and rank {peer}"
+        return lanes_between(
+            self.plane,
+            self._member,
+            processes,
+            f"{place}/lanes",
+            seconds,
+            lambda timed_out: self.first_cause(peer, what, timed_out=timed_out),
+        )
 
     def _made_by_nccl(self, name: str, ends: list[int]) -> Any:
         options = dist.ProcessGroupNCCL.Options()
@@ -304,12 +327,16 @@ class Distributed:
         """What sends a buffer without waiting."""
         group, peer, tag = self._route(channel, channel.receiver)
         # The group's own method: torch.distributed.isend takes twice the time of a small message.
-        return self._poster(group.send, channel, channel.receiver, peer, tag)
+        large = self._poster(group.send, channel, channel.receiver, peer, tag)
+        lanes = self._lanes.get(self._key(channel))
+        return large if lanes is None else by_size(lanes[tag].send, large)
 
     def receiver(self, channel: Channel) -> Post:
         """What receives into a buffer without waiting."""
         group, peer, tag = self._route(channel, channel.sender)
-        return self._poster(group.recv, channel, channel.sender, peer, tag)
+        large = self._poster(group.recv, channel, channel.sender, peer, tag)
+        lanes = self._lanes.get(self._key(channel))
+        return large if lanes is None else by_size(lanes[tag].receive, large)
 
     def exchange(
         self, numbers: Sequence[int], what: str = "an exchange", *, ragged: bool = False

@@ -14,15 +14,13 @@ its threads wait for each other for ever.
 
 from __future__ import annotations
 
-import json
-import secrets
 import select
 import socket
 import time
 from contextlib import suppress
 from weakref import finalize
 
-from taktline.checks import read
+from taktline.transport.door import Door, call, events
 from taktline.transport.frames import Frame
 from taktline.transport.plane import Member, Plane
 
@@ -65,50 +63,29 @@ class Sockets:
         self._unread: dict[int, bytearray] = {}
         self.missing: list[int] = []
         """The processes that have not come to connect."""
-        token = secrets.token_hex(16)
-        with socket.create_server((plane.host, 0), backlog=max(self._size, 16)) as server:
-            address = (plane.host, server.getsockname()[1], token)
-            plane.tell(member.processes, place, json.dumps(address))
+        with Door(plane.host, seconds, self._size) as door:
+            plane.tell(member.processes, place, door.address)
             found = plane.gather(member, member.processes, place, seconds)
             self.missing = [process for process in member.processes if process not in found]
             if not self.missing:
-                self._connect(server, token, [found[process] for process in member.processes])
+                self._connect(door, [found[process] for process in member.processes])
 
-    def _connect(self, server: socket.socket, token: str, addresses: list[str]) -> None:
+    def _connect(self, door: Door, addresses: list[str]) -> None:
         """Call those with lower numbers, and let the others call."""
         deadline = time.monotonic() + self._seconds
         for peer in [peer for peer in self._peers if peer < self._rank]:
-            host, port, theirs = read(addresses[peer], (str, int, str), what="an address")
             try:
-                connection = socket.create_connection((host, port), self._seconds)
-                connection.sendall(theirs.encode() + self._rank.to_bytes(4, "little"))
+                self._add(peer, call(addresses[peer], self._rank, self._seconds))
             except OSError as error:
                 raise PeerFailure(peer, str(error)) from error
-            self._add(peer, connection)
-        server.settimeout(_SLICE)
         awaited = {peer for peer in self._peers if peer > self._rank}
-        while awaited - set(self._sockets):
+        while missing := awaited - set(self._sockets):
             if self._member.verdict is not None or time.monotonic() > deadline:
-                raise PeerFailure(min(awaited - set(self._sockets)), "no call", timed_out=True)
+                raise PeerFailure(min(missing), "no call", timed_out=True)
             with suppress(TimeoutError):
-                self._accept(server.accept()[0], token, awaited)
-
-    def _accept(self, connection: socket.socket, token: str, awaited: set[int]) -> None:
-        connection.settimeout(self._seconds)
-        hello = b""
-        with suppress(OSError):
-            while len(hello) < len(token) + 4 and (data := connection.recv(len(token) + 4)):
-                hello += data
-        peer = int.from_bytes(hello[len(token) :], "little")
-        known = secrets.compare_digest(hello[: len(token)], token.encode())
-        if known and peer in awaited:
-            self._add(peer, connection)
-        else:
-            connection.close()
+                self._add(*door.accept(awaited, _SLICE))
 
     def _add(self, peer: int, connection: socket.socket) -> None:
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        connection.setblocking(False)
         self._sockets[peer], self._unread[peer] = connection, bytearray()
 
     def exchange(self, mine: bytes) -> list[Frame]:
@@ -187,13 +164,13 @@ class Sockets:
         for number, peer in peers.items():
             reads = select.POLLIN if peer in readers else 0
             poll.register(number, reads | (select.POLLOUT if peer in writers else 0))
-        events = poll.poll(self._seconds * 1000)
-        if not events:
+        found = events(poll, self._seconds)
+        if not found:
             raise PeerFailure(min(readers or writers), "timed out", timed_out=True)
-        for number, event in events:
+        for number, event in found:
             if event & (select.POLLIN | _ERRORS):
                 self._read(peers[number])
-        return [peers[number] for number, event in events if event & select.POLLOUT]
+        return [peers[number] for number, event in found if event & select.POLLOUT]
 
     def shut(self) -> None:
         """End every wait, here and at the other ends; from any thread."""

@@ -8,7 +8,10 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
 
+import taktline as tl
 from taktline.transport import Channel
 from taktline.transport.distributed import Distributed
 from tests.runtime import scenarios, test_losses, test_shapes, test_skip, test_values
@@ -73,6 +76,27 @@ def test_seeded_dropout() -> None:
         "Schedule1F1B", 2, 1, 4, "gpt", (("step", 8),) * 2, dropout=0.5, seed=1, device="cuda"
     )
     assert_same(merge(run_local(case)), run_plain(case))
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
+def test_a_step_waits_for_nothing(schedule: str, ranks: int) -> None:
+    stages = [nn.Linear(8, 8) for _ in range(ranks * (2 if schedule == "zbv" else 1))]
+    pipe = tl.Pipeline(
+        stages, schedule=schedule, microbatches=3, ranks=ranks, loss_fn=F.mse_loss, device="cuda"
+    )
+    optimizer = torch.optim.AdamW(pipe.parameters(), foreach=True, capturable=True)
+    x, losses = torch.randn(8, 8, device="cuda"), []  # of which micro-batches differ in size
+    for number in range(7):  # in the first five, data may be compared
+        torch.cuda.set_sync_debug_mode("error" if number > 4 else "default")
+        try:
+            losses.append(pipe.step(x, target=x))
+            optimizer.step()
+            optimizer.zero_grad()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    assert all(loss.is_cuda for loss in losses)
+    assert losses[-1] < losses[0]
 
 
 @pytest.fixture

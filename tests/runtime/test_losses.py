@@ -221,6 +221,91 @@ def test_every_rank_has_the_same_losses(dtype: torch.dtype) -> None:
     torch.testing.assert_close(first[0], first[1])
 
 
+def handed_on(rank: int, group: Any, schedule: str, fails: bool = False) -> list[Tensor]:
+    """The losses of two steps, of which the ranks read none to tell each other."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("taktline.runtime.runner._on_host", lambda device: False)
+        plan = plan_for(schedule, 3)
+        stages = [
+            tl.PipelineStage(nn.Linear(4, 4), s, plan.stages, CPU, group=group)
+            for s in plan.placement.stages_of(rank)
+        ]
+        runner = tl.ScheduleFromPlan(stages, plan, F.mse_loss)
+        torch.manual_seed(1)
+        if fails:
+            with pytest.raises(tl.StageError, match="micro-batch 2"):
+                _fail_once(runner, rank)
+        found: list[Tensor] = []
+        for scale in (1.0, 2.0):
+            losses: list[Tensor] = []
+            x = scale * torch.randn(9, 4)
+            runner.step(x, target=x, losses=losses, share_losses=True, return_outputs=False)
+            found += [*losses, _loss(runner)]
+        runner.eval(x, share_losses=True)
+        assert runner.loss is None
+        return found
+
+
+def _loss(runner: tl.ScheduleFromPlan) -> Tensor:
+    assert runner.loss is not None
+    return runner.loss
+
+
+def _fail_once(runner: tl.ScheduleFromPlan, rank: int) -> None:
+    calls = [0]
+
+    def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+        calls[0] += 1
+        if calls[0] == 3:
+            raise RuntimeError("no loss")
+        return F.mse_loss(output, target)
+
+    given, works = runner._loss_fn, runner._runner
+    works._loss_fn = loss_fn
+    try:
+        runner.step(torch.randn(9, 4), target=torch.randn(9, 4), share_losses=True)
+    finally:
+        works._loss_fn = given
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("fails", [False, True], ids=["", "after a failure"])
+def test_losses_that_nobody_reads_reach_every_rank(schedule: str, fails: bool) -> None:
+    found = tl.local.run(handed_on, 3, None, schedule, fails)
+    assert len(found[0]) > 4
+    torch.testing.assert_close(found[1:], found[:1] * 2, rtol=0, atol=0)
+    assert len({float(loss) for loss in found[0]}) == len(found[0])
+
+
+@pytest.mark.processes
+def test_losses_that_nobody_reads_reach_every_process(workers: Workers) -> None:
+    found = workers.run(handed_on, "ScheduleZBVZeroBubble", ranks=3)
+    assert found[0] == found[1] == found[2]
+
+
+READS = ("item", "tolist", "cpu", "numpy", "__bool__", "__float__", "__int__", "__index__")
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
+def test_a_step_reads_no_tensor(schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU, each of these would wait until it has computed everything."""
+    stages = [nn.Linear(4, 4) for _ in range(4 if schedule == "zbv" else 2)]
+    pipe = tl.Pipeline(stages, schedule=schedule, microbatches=3, ranks=2, loss_fn=F.mse_loss)
+    pipe.step(torch.randn(8, 4), target=torch.randn(8, 4))
+    read: list[str] = []
+    for name in READS:
+        method = getattr(torch.Tensor, name)
+        monkeypatch.setattr(
+            torch.Tensor,
+            name,
+            lambda *args, name=name, method=method: read.append(name) or method(*args),
+        )
+    loss = pipe.step(torch.randn(8, 4), target=torch.randn(8, 4), losses=[])
+    assert read == []
+    assert float(loss) > 0
+    assert read == ["__float__"]
+
+
 def told_as(dtype: torch.dtype, value: float) -> Any:
     """A loss function whose losses are of a type."""
     return lambda output, target: (0 * (output - target).real.sum() + value).to(dtype)

@@ -235,6 +235,65 @@ def test_a_trace_has_every_rank() -> None:
     assert trace.clock_error == 0
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_halves_of_a_backward_are_one_in_one_process(
+    monkeypatch: pytest.MonkeyPatch, ranks: int
+) -> None:
+    """The gradients are the same; in a trace each half is seen by itself."""
+    torch.manual_seed(0)
+    stages = [nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(2 * ranks)]
+    pipe = tl.Pipeline(
+        stages, schedule="zbv", microbatches=4, ranks=ranks, loss_fn=nn.functional.mse_loss
+    )
+    calls: list[Kind] = []
+    for kind, name in ((Kind.B, "backward"), (Kind.I, "backward_input")):
+        method = getattr(tl.PipelineStage, name)
+        monkeypatch.setattr(
+            tl.PipelineStage,
+            name,
+            lambda *args, kind=kind, method=method: calls.append(kind) or method(*args),
+        )
+    pipe.step(X, target=Y)  # learns the shapes
+    found = []
+    for trace in (False, True):
+        calls.clear()
+        for parameter in pipe.parameters():
+            parameter.grad = None
+        if trace:
+            with pipe.trace() as seen:
+                pipe.step(X, target=Y)
+            spans = [span for rank in range(ranks) for span in seen.timeline.spans(rank)]
+            kinds = [span.action.kind for span in spans]
+            assert kinds.count(Kind.I) == kinds.count(Kind.W) == len(stages) * 4
+        else:
+            pipe.step(X, target=Y)
+        assert calls == [Kind.I if trace else Kind.B] * len(stages) * 4
+        found.append([parameter.grad for parameter in pipe.parameters()])
+    assert all(map(torch.equal, *found))
+
+
+def test_halves_of_which_others_come_between_stay_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = Plan.from_actions([["0F0", "0F1", "0I0", "0I1", "0W0", "0W1"]])
+    stage = tl.PipelineStage(nn.Linear(4, 4), 0, 1, torch.device("cpu"))
+    monkeypatch.setattr(stage, "backward", lambda *_: pytest.fail("I and W do not meet here"))
+    tl.ScheduleFromPlan([stage], plan, nn.functional.mse_loss).step(X, target=Y)
+    assert all(parameter.grad is not None for parameter in stage.submod.parameters())
+
+
+def test_a_stage_with_halves_of_its_own_keeps_them() -> None:
+    called = []
+
+    class Own(tl.PipelineStage):
+        def backward_weight(self, microbatch: int) -> None:
+            called.append(microbatch)
+            super().backward_weight(microbatch)
+
+    plan = Plan.from_actions([["0F0", "0I0", "0W0", "0F1", "0I1", "0W1"]])
+    stage = Own(nn.Linear(4, 4), 0, 1, torch.device("cpu"))
+    tl.ScheduleFromPlan([stage], plan, nn.functional.mse_loss).step(X, target=Y)
+    assert called == [0, 1]
+
+
 def test_a_local_rank_has_no_local_ranks() -> None:
     with pytest.raises(TransportError, match=r"^rank 0 is a local rank and cannot run local"):
         tl.local.run(lambda rank: pipeline(nn.Linear(4, 4), nn.Linear(4, 4)) and None, 1)

@@ -1,0 +1,224 @@
+"""Small messages between two ranks, over plain sockets.
+
+For a message of some kilobytes gloo's way is long: a thread of its own is woken at each end, and
+wakes the caller. Here the caller writes and reads itself. The kernel takes what is sent, as far as
+it has room; a thread sees to the rest, so that no sender waits for a receiver that is busy.
+
+A lane carries one kind of data, both ways: what waits on one holds up no other.
+"""
+
+from __future__ import annotations
+
+import select
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import TypeAlias
+from weakref import finalize
+
+import torch
+
+from taktline.errors import TaktlineError
+from taktline.transport.base import Handle, Post
+from taktline.transport.door import Door, call, events
+from taktline.transport.plane import Member, Plane
+
+__all__ = ["Lane", "by_size", "lanes_between"]
+
+_MOST = 1 << 16
+"""So many bytes a small message has at most; the kernel has room for dozens of them."""
+_KINDS = (0, 1)
+"""Activations and gradients, by their tags."""
+
+Lost: TypeAlias = Callable[[bool], TaktlineError]
+"""What to raise if the other rank cannot be talked to, or (True) does not answer in time."""
+
+
+def by_size(small: Post, large: Post) -> Post:
+    """What posts small buffers one way, and large ones another; both ends know their sizes.
+
+    >>> post = by_size(lambda buffer: "on a lane", lambda buffer: "by gloo")
+    >>> post(torch.empty(16)), post(torch.empty(1 << 16))
+    ('on a lane', 'by gloo')
+    """
+
+    def posted(buffer: torch.Tensor) -> Handle:
+        return small(buffer) if buffer.nbytes <= _MOST else large(buffer)
+
+    return posted
+
+
+class Lane:
+    """One rank's end of a connection to another one; ``seconds`` is the timeout of each wait."""
+
+    def __init__(self, connection: socket.socket, seconds: float, lost: Lost) -> None:
+        self._socket = connection
+        self._seconds = seconds
+        self._lost = lost
+        self._posted: deque[_Arriving] = deque()
+        self._rest: deque[_Leaving] = deque()
+        self._lock = threading.Lock()
+        self._arrivals = select.poll()
+        self._arrivals.register(connection, select.POLLIN)
+        finalize(self, connection.close)
+
+    def send(self, buffer: torch.Tensor) -> Handle:
+        """Send a buffer (bytes on the CPU)."""
+        data = buffer.numpy().data
+        with self._lock:
+            if not self._rest:
+                try:
+                    sent = self._write(data)
+                except OSError as error:
+                    raise self._lost(False) from error
+                if sent == len(data):
+                    return _GONE
+                data = data[sent:]
+            leaving = _Leaving(self, data)
+            self._rest.append(leaving)
+            if len(self._rest) == 1:
+                threading.Thread(target=self._write_rest, name="taktline lane", daemon=True).start()
+        return leaving
+
+    def receive(self, buffer: torch.Tensor) -> Handle:
+        """Receive into a buffer, after those that were posted before."""
+        arriving = _Arriving(self, buffer.numpy().data)
+        self._posted.append(arriving)
+        return arriving
+
+    def read(self, wanted: _Arriving) -> None:
+        """Wait until a message is here."""
+        while wanted.left:
+            first = self._posted[0]
+            try:
+                count = self._socket.recv_into(first.left)
+            except BlockingIOError:
+                if not events(self._arrivals, self._seconds):
+                    raise self._lost(True) from None
+                continue
+            except OSError as error:
+                raise self._lost(False) from error
+            if not count:
+                raise self._lost(False)
+            first.left = first.left[count:]
+            if not first.left:
+                self._posted.popleft()
+
+    def flush(self, leaving: _Leaving) -> None:
+        """Wait until a message is out."""
+        if not leaving.ended.wait(self._seconds):
+            raise self._lost(True)
+        if leaving.left:
+            raise self._lost(False)
+
+    def shut(self) -> None:
+        """End every wait, here and at the other end; from any thread."""
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    def _write(self, data: memoryview) -> int:
+        try:
+            return self._socket.send(data)
+        except BlockingIOError:
+            return 0
+
+    def _write_rest(self) -> None:
+        """Write what the kernel had no room for; on a thread that ends with it."""
+        room = select.poll()
+        room.register(self._socket, select.POLLOUT)
+        while self._rest:
+            room.poll()
+            with self._lock:
+                first = self._rest[0]
+                try:
+                    first.left = first.left[self._write(first.left) :]
+                except OSError:  # who waits for one of them is told by what is left of it
+                    while self._rest:
+                        self._rest.popleft().ended.set()
+                    return
+                if not first.left:
+                    self._rest.popleft().ended.set()
+
+
+class _Gone:
+    """A message that the kernel has taken."""
+
+    def wait(self) -> None:
+        """Return."""
+
+
+_GONE = _Gone()
+
+
+class _Arriving:
+    """A message that is to be received."""
+
+    __slots__ = ("_lane", "left")
+
+    def __init__(self, lane: Lane, left: memoryview) -> None:
+        self._lane = lane
+        self.left = left
+        """What is still missing of it."""
+
+    def wait(self) -> None:
+        """Return once it is here."""
+        if self.left:
+            self._lane.read(self)
+
+
+class _Leaving:
+    """A message, or the end of one, that the kernel had no room for."""
+
+    __slots__ = ("_lane", "ended", "left")
+
+    def __init__(self, lane: Lane, left: memoryview) -> None:
+        self._lane = lane
+        self.left = left
+        self.ended = threading.Event()
+        """Set once it is out, or lost."""
+
+    def wait(self) -> None:
+        """Return once it is out."""
+        self._lane.flush(self)
+
+
+def lanes_between(
+    plane: Plane,
+    member: Member,
+    processes: Sequence[int],
+    place: str,
+    seconds: float,
+    lost: Lost,
+) -> list[Lane]:
+    """The lanes to another rank, one for each kind of data; both ranks make theirs.
+
+    Args:
+        plane: by which the two find each other.
+        member: all ranks that work together.
+        processes: the two.
+        place: the same text on both, and nowhere else.
+        seconds: the timeout of each wait.
+        lost: what to raise if the other one cannot be talked to.
+    """
+    deadline = time.monotonic() + seconds
+    (other,) = (process for process in processes if process != plane.process)
+    found: dict[int, socket.socket] = {}
+    with Door(plane.host, seconds) as door:
+        plane.tell(processes, place, door.address)
+        addresses = plane.gather(member, processes, place, seconds)
+        if other not in addresses:
+            raise lost(time.monotonic() > deadline)
+        try:
+            if other < plane.process:
+                found = {kind: call(addresses[other], kind, seconds) for kind in _KINDS}
+        except OSError as error:
+            raise lost(False) from error
+        while missing := [kind for kind in _KINDS if kind not in found]:
+            if member.verdict is not None or time.monotonic() > deadline:
+                raise lost(True)
+            with suppress(TimeoutError):
+                kind, found[kind] = door.accept(missing)
+    return [Lane(found[kind], seconds, lost) for kind in _KINDS]
