@@ -59,7 +59,7 @@ def by_names(model: nn.Module, cuts: Sequence[str], *, example: Any = None) -> P
     if course is None:
         _by_definition(skeleton)
     else:
-        _by_course(skeleton, course)
+        _by_course(skeleton, model, course)
     return Pieces([piece(skeleton, model, stage) for stage in range(skeleton.stages)])
 
 
@@ -139,20 +139,20 @@ def _without_padding(model: nn.Module, dummy: Any) -> Any:
     return dummy.where(dummy != padding, padding + 1)
 
 
-def _by_course(skeleton: Skeleton, course: Course) -> None:
-    """Let each unit lie in the stage that calls it, as a walk has seen."""
+def _by_course(skeleton: Skeleton, model: nn.Module, course: Course) -> None:
+    """Let each unit lie in the stages that use it, as a walk has seen."""
     stage = 0
     for name in skeleton.twins:
-        called = course.calls.get(name, [])
-        if len(set(called)) > 1:
+        called = set(course.calls.get(name, ()))
+        if len(called) > 1 and any(True for _ in model.get_submodule(name).buffers()):
             raise PartitionError(
-                f"the forward calls {name!r} in the stages {_listed(set(called))}, so its "
-                "parameters would have to be in all of them; cut the model where all its calls "
-                "are in one stage"
+                f"the forward calls {name!r} in the stages {_listed(called)}, so its buffers would "
+                "have to be in all of them; cut the model where all its calls are in one stage"
             )
+        used = called | course.units.get(name, set())
         # What is never called is kept beside what is defined before it, for the state's sake.
-        stage = called[0] if called else stage
-        skeleton.homes[name] = stage
+        stage = min(used, default=stage)
+        skeleton.homes[name] = frozenset(used or {stage})
     for name in skeleton.direct:
         skeleton.users[name] = frozenset(course.uses.get(name, {0}))
 
@@ -169,7 +169,7 @@ def _by_definition(skeleton: Skeleton) -> None:
                     "with if that is not the order of their definition"
                 )
             stage += 1
-        skeleton.homes[name] = stage
+        skeleton.homes[name] = frozenset({stage})
     for name in skeleton.direct:
         skeleton.users[name] = frozenset({0})
 

@@ -48,9 +48,11 @@ class Scene:
         """The ghost that decides whose value an operation's result is."""
         return ghosts[0]
 
-    def stage_of(self, source: Ghost) -> int:
-        """The stage that has the result."""
-        return source.stage
+    def note_made(self, made: Ghost, ghosts: Sequence[Ghost], func: Any) -> None:
+        """Note that an operation on ghosts has made one."""
+
+    def note_written(self, ghost: Ghost, ghosts: Sequence[Ghost], func: Any) -> None:
+        """Note that an operation on ghosts has changed one of them in place."""
 
     def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a function of torch that is given ghosts."""
@@ -89,9 +91,13 @@ class Ghost(torch.Tensor):
     maker: str
     """The submodule, or the parameter, that it comes from."""
     stage: int
-    """The stage that has its data."""
+    """The stage that has made it."""
     parameter: bool
-    """Whether it is a parameter itself."""
+    """Whether it is a parameter of the model itself."""
+    owner = ""
+    """The unit whose parameter or buffer it is."""
+    history: Any = None
+    """Where a walk has seen it come from."""
     value: torch.Tensor | None
     """The data, once it has come from another stage."""
 
@@ -150,15 +156,19 @@ class Ghost(torch.Tensor):
 
     def typed(self, dtype: torch.dtype) -> Ghost:
         """The same with another type."""
-        meta = self.meta.to(dtype)
-        return Ghost(meta, self.maker, self.stage, self.device, parameter=self.parameter)
+        return self._like(self.meta.to(dtype))
+
+    def _like(self, meta: torch.Tensor) -> Ghost:
+        made = Ghost(meta, self.maker, self.stage, self.device, parameter=self.parameter)
+        made.owner = self.owner
+        return made
 
     def __repr__(self) -> str:  # pyright: ignore[reportIncompatibleMethodOverride]
         return f"Ghost({self.maker!r}, {self.dtype}, {list(self.shape)})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Ghost:
         # Its own attributes do not change, except that it gets its data, which a copy has not.
-        return Ghost(self.meta, self.maker, self.stage, self.device, parameter=self.parameter)
+        return self._like(self.meta)
 
     @classmethod
     def __torch_function__(
@@ -192,17 +202,19 @@ class Ghost(torch.Tensor):
         except NotImplementedError as error:
             raise _no_data(source, str(func)) from error
         device = next((leaf for leaf in leaves if isinstance(leaf, torch.device)), scene.device)
-        stage = scene.stage_of(source)
         # An operation in place gives the tensor itself.
         same = {id(meta): leaf for meta, leaf in zip(metas, leaves, strict=True)}
 
         def ghostly(meta: torch.Tensor) -> Ghost:
             ghost = same.get(id(meta))
             if not isinstance(ghost, Ghost):
-                return Ghost(meta, source.maker, stage, device)
+                made = Ghost(meta, source.maker, source.stage, device)
+                scene.note_made(made, ghosts, func)
+                return made
             if (meta.shape, meta.stride()) != (ghost.shape, ghost.stride()):
                 scene.note_change()
-            ghost.maker, ghost.stage, ghost.meta = source.maker, stage, meta
+            scene.note_written(ghost, ghosts, func)
+            ghost.maker, ghost.meta = source.maker, meta
             return ghost
 
         return pytree.tree_map_only(torch.Tensor, ghostly, output)

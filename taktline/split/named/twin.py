@@ -42,12 +42,14 @@ class Twin:
     Args:
         name: what it is called in the model.
         module: the copy.
+        training: whether the submodule was in training mode.
         skips: what the twins of a model have put so far.
         hooked: the names of those that hooks were registered with, in any piece.
     """
 
     name: str
     module: nn.Module
+    training: bool
     skips: dict[str, Skip]
     hooked: list[str]
     _known: Recent[tuple[list[Any], pytree.TreeSpec]] = field(default_factory=Recent)

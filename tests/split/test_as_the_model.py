@@ -1,0 +1,229 @@
+"""Stages do together what the model does: no submodule is left out, nothing is done twice."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import taktline as tl
+from taktline.errors import PartitionError
+from tests.workers import Workers
+
+WIDTH = 8
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.inner(x))
+
+
+class Chain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(6))
+        self.head = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        for block in self.blocks:
+            x = self.run(block, x)
+        return self.head(x)
+
+    def run(self, block: nn.Module, x: Tensor) -> Tensor:
+        return block(x)
+
+
+class Checkpointed(Chain):
+    def run(self, block: nn.Module, x: Tensor) -> Tensor:
+        return checkpoint(block, x, use_reentrant=True)
+
+
+class CheckpointedTogether(Chain):
+    """Cuts go through its checkpoints."""
+
+    reentrant = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(checkpoint(self.layers, self.embed(x), use_reentrant=self.reentrant))
+
+    def layers(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class CheckpointedAnew(CheckpointedTogether):
+    reentrant = False
+
+
+class Iterated(Chain):
+    """Goes through rows that it could call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+        self.tail = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.stem:
+            x = layer(x)
+        x = super().forward(x)
+        for _, layer in self.tail.named_children():
+            x = layer(x)
+        return self.tail[-1](x)
+
+
+class Weights(Chain):
+    """Uses weights without a call of their modules, before and after all others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.position = nn.Embedding(100, WIDTH)
+        self.out = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x + self.position.weight[: x.shape[-1], 0])
+        return F.linear(x, self.embed.weight) + self.out.bias
+
+
+class Typed(Chain):
+    """Asks for the type of its parameters, wherever they are."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = next(self.parameters())
+        return super().forward(x.to(first.device, first.dtype)) * next(self.head.parameters()).ndim
+
+
+class Noted(Chain):
+    """Counts, in several ways."""
+
+    count: Tensor
+    total: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros(()))
+        self.register_buffer("total", torch.zeros(()))
+        self.free = Counter()
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count += 1
+        x = self.free(super().forward(x))
+        self.total = self.total + 1
+        return x * (1 + 0.1 * self.count)
+
+
+class Counter(nn.Module):
+    """Has nothing to train or to save."""
+
+    calls: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return x + self.calls
+
+
+class Again(Chain):
+    """Calls a submodule in several stages."""
+
+    def run(self, block: nn.Module, x: Tensor) -> Tensor:
+        return block(x) + self.embed(x)
+
+
+MODELS: list[type[Chain]] = [
+    *(Checkpointed, CheckpointedTogether, CheckpointedAnew, Iterated),
+    *(Weights, Typed, Noted, Again),
+]
+X, TARGET = torch.randn(2, 8, WIDTH, generator=torch.Generator().manual_seed(0)).unbind()
+
+
+def make(kind: type[Chain]) -> Chain:
+    torch.manual_seed(1)
+    return kind()
+
+
+def pipeline(model: nn.Module, schedule: str, **where: Any) -> tl.Pipeline:
+    return tl.Pipeline(
+        model,
+        example=(X[:2],),
+        schedule=schedule,
+        microbatches=4,
+        loss_fn=F.mse_loss,
+        **(where or {"ranks": 2}),
+    )
+
+
+def train_plainly(model: nn.Module) -> None:
+    for x, target in zip(X.chunk(4), TARGET.chunk(4), strict=True):
+        (F.mse_loss(model(x), target) / 4).backward()
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
+@pytest.mark.parametrize("kind", MODELS)
+def test_steps_do_what_the_model_does(kind: type[Chain], schedule: str) -> None:
+    model = make(kind)
+    twin = copy.deepcopy(model)
+    pipe = pipeline(model, schedule)
+    for _ in range(2):
+        pipe.step(X, target=TARGET)
+        train_plainly(twin)
+    for name, parameter in twin.named_parameters():
+        found = model.get_parameter(name).grad
+        torch.testing.assert_close(found, parameter.grad, msg=lambda text, name=name: name + text)
+    assert dict(model.named_buffers()) == dict(twin.named_buffers())
+    state = pipe.state_dict(gathered=True)
+    for name, value in twin.state_dict().items():
+        assert torch.equal(state[name], value)
+
+
+def train_over_processes(rank: int, group: dist.ProcessGroup, schedule: str) -> dict[str, Tensor]:
+    mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("pp",))
+    pipe = pipeline(make(Noted), schedule, mesh=mesh)
+    pipe.step(X, target=TARGET)
+    return pipe.state_dict(gathered=True)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
+def test_counters_over_processes(workers: Workers, schedule: str) -> None:
+    first, second = workers.run(train_over_processes, schedule)
+    assert second == {}
+    assert (first["count"], first["total"]) == (4, 4)
+
+
+class Hides(Chain):
+    """Finds the layers of a row in a way of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tail = nn.Sequential(nn.Linear(WIDTH, WIDTH))
+
+    def forward(self, x: Tensor) -> Any:
+        for layer in self.tail._modules.values():
+            x = layer(x)  # pyright: ignore[reportOptionalCall]
+        return super().forward(x)
+
+
+def test_what_would_be_left_out_is_refused() -> None:
+    pieces = tl.split.by_names(Hides(), ["blocks.3"], example=(X,))
+    with pytest.raises(
+        PartitionError, match=r"stage 1 calls 'embed' where .* whole model calls 'tail.0', so some"
+    ):
+        pieces(X)
