@@ -17,6 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from taktline.aside import Aside, Skip
 from taktline.meta import as_arguments
+from taktline.split.named.changes import Changes
 from taktline.transport.containers import note_containers
 
 __all__ = ["Needs", "arguments_of", "measure"]
@@ -60,6 +61,11 @@ def measure(modules: Sequence[nn.Module], example: Any) -> list[Needs] | None:
         with mode:
             return torch.empty_like(tensor, device="cpu", requires_grad=tensor.requires_grad)
 
+    # Forwards may count their calls, and this one counts for nothing.
+    changes = Changes(
+        {f"{at}.{path}": part for at, m in enumerate(modules) for path, part in m.named_modules()}
+    )
+    changes.keep()
     try:
         args, kwargs = pytree.tree_map_only(torch.Tensor, fake, arguments_of(example))
         states = [
@@ -75,6 +81,8 @@ def measure(modules: Sequence[nn.Module], example: Any) -> list[Needs] | None:
         # is wrong with the model itself a step reports; here it is left in the log.
         _log.info("no prediction of work and memory: %s: %s", type(error).__name__, error)
         return None
+    finally:
+        changes.undo()
 
 
 def _run(

@@ -118,12 +118,14 @@ class Noted(Chain):
         self.register_buffer("count", torch.zeros(()))
         self.register_buffer("total", torch.zeros(()))
         self.free = Counter()
+        self.number = 0
 
     def forward(self, x: Tensor) -> Tensor:
         self.count += 1
+        self.number += 1
         x = self.free(super().forward(x))
         self.total = self.total + 1
-        return x * (1 + 0.1 * self.count)
+        return x * (1 + 0.1 * self.count + 0.1 * self.number)
 
 
 class Counter(nn.Module):
@@ -134,10 +136,12 @@ class Counter(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("calls", torch.zeros(()), persistent=False)
+        self.number = 0
 
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1
-        return x + self.calls
+        self.number += 1
+        return x + self.calls + self.number
 
 
 class Again(Chain):

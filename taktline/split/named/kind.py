@@ -38,7 +38,7 @@ class Kind:
     order: tuple[str, ...] | None = None
     """The calls of units up to the end of this stage; None if they depend on random numbers."""
     changed: frozenset[str] = frozenset()
-    """The buffers that the forward changes by itself."""
+    """The buffers and attributes that the forward changes by itself."""
     opened: frozenset[int] = frozenset()
     """The checkpoints that a cut goes through."""
     needed: tuple[bool, ...] = ()

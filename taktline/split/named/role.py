@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 
 from taktline.errors import PartitionError
 from taktline.split.named import program
-from taktline.split.named.buffers import Buffers
+from taktline.split.named.changes import Changes
 from taktline.split.named.ghost import Absent, Ghost
 from taktline.split.named.kind import Call, Kind
 from taktline.split.named.lent import copies
@@ -55,10 +55,10 @@ class Role:
     _known: Recent[Kind] = field(default_factory=Recent)
     _types: Mapping[torch.dtype, torch.dtype] = field(default_factory=dict)
     """Types that other stages are known to give instead of those that their submodules have."""
-    _buffers: Buffers | None = None
-    """Those that the forward changes by itself."""
+    _changes: Changes | None = None
+    """What the forward changes by itself."""
     _changed: frozenset[str] = frozenset()
-    """Their names."""
+    """The names of that."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Role:
         return Role(self.skeleton, self.stage)  # what is known is of these very modules
@@ -87,14 +87,15 @@ class Role:
         # Taken out meanwhile: a script is for one call at a time.
         kind = self._known.pop(key, None)
         if kind is None:
-            self.skeleton.follow_modes(piece)
+            if not modes:
+                self.skeleton.follow(piece)
             kind = self._learn(came, device)
             kind.is_open = not modes  # in which tensors may have no data, or operations be counted
         if not modes and not kind.changed <= self._changed:
             self._have_own(piece, kind.changed)
-        buffers = None if modes else self._buffers
-        if buffers is not None:
-            buffers.look()
+        changes = None if modes else self._changes
+        if changes is not None:
+            changes.keep()
         made: Sequence[torch.Tensor] = ()
         if kind.changes is not False and any(value.requires_grad for value in values):
             values, made = copies(values)
@@ -104,8 +105,8 @@ class Role:
                 output = self._first(kind, piece, forward, values, came, device)
         finally:
             self._known.keep(key, kind)
-        if buffers is not None:
-            buffers.settle()
+        if changes is not None:
+            changes.settle()
         if made:
             kind.changes = any(copy._version for copy in made)
         return output
@@ -123,13 +124,12 @@ class Role:
             output = kind.program.run(values)
             return output[0] if self._is_last else kind.handed_on(output, came)
         if kind.script is not None:
-            before = None if self._buffers is None else self._buffers.values()
             place = (self.skeleton, self.stage, values, device, kind)
             try:
                 return self._pass(Repeat(*place, script=kind.script), forward, kind, came)
             except Unlike:
-                if self._buffers is not None and before is not None:
-                    self._buffers.restore(before)
+                if self._changes is not None:
+                    self._changes.undo()
         return _UNKNOWN
 
     def _first(
@@ -149,8 +149,8 @@ class Role:
         # Not of what was put around a unit since: that calls what it likes.
         own = {name: module for name, module in units.items() if is_gate(module)}
         inner = {**self.skeleton.inner, **inner_of(own)}
-        buffers = Buffers(self.skeleton.common_of(piece))
-        before = buffers.values()
+        changes = Changes(self.skeleton.common_of(piece))
+        changes.keep()
         for tries in range(3):  # with the types that are known, with none, and whatever they are
             passage = FirstPassage(
                 *(self.skeleton, self.stage, values, device, kind),
@@ -163,9 +163,9 @@ class Role:
                     output = self._pass(passage, forward, kind, came)
             except OtherTypes as other:
                 self._types = other.types
-                buffers.restore(before)
+                changes.undo()
                 continue
-            self._require_like(kind, passage.order, buffers.changed())
+            self._require_like(kind, passage.order, changes.changed())
             kind.script, kind.program = passage.script, None
             kind.is_open = kind.script is not None
             passage.check_around()
@@ -228,20 +228,19 @@ class Role:
         return kind
 
     def _have_own(self, piece: nn.Module, changed: frozenset[str]) -> None:
-        """Have buffers of this stage alone, where each stage changes them."""
-        common = self.skeleton.common_of(piece)
+        """Have of this stage alone what each stage changes."""
         if not self._is_last:
-            Buffers(common, changed - self._changed).separate()
+            self.skeleton.separate(piece, changed - self._changed)
+            Changes(self.skeleton.common_of(piece), changed - self._changed).separate()
         self._changed |= changed
-        self._buffers = Buffers(common, self._changed)
+        self._changes = Changes(self.skeleton.common_of(piece), self._changed)
 
     def _require_like(self, kind: Kind, order: Sequence[str], changed: set[str]) -> None:
         """Raise if a stage has not done what the forward of the whole model does up to its end."""
         missing = kind.changed - changed if self._is_last else set()
         for name in sorted(missing | (changed - kind.changed)):
             raise PartitionError(
-                f"stage {self.stage} changes the buffer {name!r} otherwise than the whole model; "
-                f"{_BY_HAND}"
+                f"stage {self.stage} changes {name!r} otherwise than the whole model; {_BY_HAND}"
             )
         if kind.order is None or tuple(order) == kind.order:
             return

@@ -14,7 +14,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from inspect import signature
@@ -24,6 +24,7 @@ import torch
 from torch import nn
 
 from taktline.errors import PartitionError
+from taktline.split.named.changes import follow
 from taktline.split.named.ghost import ANYWHERE, Ghost
 from taktline.split.named.stand_in import gate, image, stand_in
 from taktline.split.named.twin import Twin
@@ -124,13 +125,26 @@ class Skeleton:
                     found |= {joined(path, part): module for part, module in inner}
         return found
 
-    def follow_modes(self, piece: nn.Module) -> None:
-        """Be in training or evaluation where a piece is."""
+    def follow(self, piece: nn.Module) -> None:
+        """Be in training or evaluation, and have what a forward may ask for, as a piece does."""
         common = self.common_of(piece)
         for name, module in self.common.items():
-            module.training = common[name].training
+            follow(module, common[name])
         for name, twin in self.twins.items():
             twin.training = piece.get_submodule(name).training
+
+    def separate(self, piece: nn.Module, changed: Collection[str]) -> None:
+        """Let a piece have submodules of its own in the place of those that stages share.
+
+        ``changed`` are the names of what a forward changes.
+        """
+        for name in self.containers:
+            container = piece.get_submodule(name)
+            for key, child in container._modules.items():
+                path = joined(name, key)
+                is_shared = path not in self.twins and path not in self.containers
+                if child and is_shared and any(each.startswith(f"{path}.") for each in changed):
+                    container._modules[key] = _separate(child)
 
     def starts(self, stage: int) -> str:
         """The unit with which a stage begins; empty for the first one, and after the last one."""
@@ -141,8 +155,7 @@ class Skeleton:
 
         def child(name: str, module: nn.Module) -> nn.Module:
             if name not in self.twins:
-                # What a forward changes of it is changed once in each stage.
-                return module if stage == self.stages - 1 else _separate(module)
+                return module
             if stage in self.homes[name]:
                 return gate(module, name, begins=name == self.starts(stage))
             return stand_in(self.twins[name], type(module), module.training)

@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
 from taktline.errors import PartitionError
-from taktline.split.named.buffers import Buffers
+from taktline.split.named.changes import Changes
 from taktline.split.named.checkpoints import Checkpoints
 from taktline.split.named.ghost import ANYWHERE, Ghost
 from taktline.split.named.skeleton import Skeleton
@@ -75,7 +75,7 @@ class Course:
     handed: list[list[Crossing]] = field(default_factory=list)
     """For each cut what is in these places."""
     changed: frozenset[str] = frozenset()
-    """The buffers that the forward changes by itself."""
+    """The buffers and attributes that the forward changes by itself."""
     opened: set[int] = field(default_factory=set)
     """Which checkpoints, in the order of their calls, a cut goes through."""
     is_drawn: bool = False
@@ -89,8 +89,8 @@ def walk(skeleton: Skeleton, args: tuple[Any, ...], kwargs: dict[str, Any]) -> C
     # Random numbers that the forward draws by itself are drawn when it runs.
     with torch.random.fork_rng(devices=devices), _fork_random(), torch.no_grad():
         scene = _Walk(skeleton, device)
-        buffers = Buffers(skeleton.common)
-        before = buffers.values()
+        changes = Changes(skeleton.common)
+        changes.keep()
         drawn = _drawn_by_now()
         with scene, watching(scene, skeleton.inner):
             try:
@@ -104,9 +104,9 @@ def walk(skeleton: Skeleton, args: tuple[Any, ...], kwargs: dict[str, Any]) -> C
                 )
                 raise
             finally:
-                scene.course.changed = frozenset(buffers.changed())
+                scene.course.changed = frozenset(changes.changed())
                 scene.course.is_drawn = drawn != _drawn_by_now()
-                buffers.restore(before)
+                changes.undo()
         scene.finish(output)
     return scene.course
 
