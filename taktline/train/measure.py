@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.autograd.graph import saved_tensors_hooks
 from torch.func import functional_call
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from taktline.aside import Aside, Skip
@@ -72,7 +73,7 @@ def measure(modules: Sequence[nn.Module], example: Any) -> list[Needs] | None:
             {name: fake(tensor) for name, tensor in (*m.named_parameters(), *m.named_buffers())}
             for m in modules
         ]
-        with mode, torch.enable_grad():
+        with mode, _Filled(fake), torch.enable_grad(), _quietly():
             # What a first call does beside its work does not count.
             _run(modules, states, args, kwargs)
             return _run(modules, states, args, kwargs)
@@ -104,6 +105,39 @@ def _run(
         sends = sum(leaf.nbytes for leaf in _tensors(handed))
         found.append(Needs(work.get_total_flops(), sends, kept.bytes))
     return found
+
+
+class _Filled(TorchDispatchMode):
+    """Runs on zeros what cannot run without data."""
+
+    def __init__(self, fake: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self._fake = fake
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        try:
+            return func(*args, **kwargs)
+        except RuntimeError:
+            with unset_fake_temporarily():
+                args, kwargs = pytree.tree_map_only(torch.Tensor, _zeros, (args, kwargs))
+                output = func(*args, **kwargs)
+            return pytree.tree_map_only(torch.Tensor, self._fake, output)
+
+
+def _zeros(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.zeros(tuple(tensor.shape), dtype=tensor.dtype, device=tensor.device)
+
+
+@contextmanager
+def _quietly() -> Iterator[None]:
+    """Without what torch writes of each operation that cannot run without data."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    before, log.disabled = log.disabled, True
+    try:
+        yield
+    finally:
+        log.disabled = before
 
 
 class _Kept:

@@ -88,7 +88,7 @@ class Writes(Model):
 
 class Nonzero(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return super().forward(x)[x.sum(1).nonzero().flatten()]
+        return super().forward(x)[(x.sum(1) > 0).nonzero().flatten()]
 
 
 class Hidden(Model):

@@ -30,6 +30,10 @@ _FILLED = {
 }
 
 
+_DATA = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+"""What makes a result depend on more than shapes."""
+
+
 class Scene:
     """A forward in which ghosts appear; says where what is made of them comes from."""
 
@@ -59,6 +63,10 @@ class Scene:
         args, kwargs = resolved((args, kwargs))
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
+
+    def may_guess(self) -> bool:
+        """Whether a shape or a number that depends on data may be guessed."""
+        return False
 
     def note_change(self) -> None:
         """Note that a ghost has got another shape."""
@@ -190,6 +198,8 @@ class Ghost(torch.Tensor):
         scene = here.scene or Scene(ghosts[0].device)
         source = scene.source(ghosts)
         if func is torch.ops.aten._local_scalar_dense.default:
+            if scene.may_guess():
+                return torch.zeros((), dtype=source.dtype).item()
             raise _no_data(source, "a number")
         if scene.mixed:
             _require_no_writing(func, args, kwargs, source)
@@ -199,8 +209,12 @@ class Ghost(torch.Tensor):
             return func(*meta_args, **{**meta_kwargs, "device": scene.device})
         try:
             output = func(*meta_args, **meta_kwargs)
-        except NotImplementedError as error:
-            raise _no_data(source, str(func)) from error
+        except Exception as error:
+            if not scene.mixed and not isinstance(error, NotImplementedError):
+                raise
+            if not scene.mixed or (_DATA & set(func.tags) and not scene.may_guess()):
+                raise _no_data(source, str(func)) from error
+            output = _on_zeros(func, meta_args, meta_kwargs)
         device = next((leaf for leaf in leaves if isinstance(leaf, torch.device)), scene.device)
         # An operation in place gives the tensor itself.
         same = {id(meta): leaf for meta, leaf in zip(metas, leaves, strict=True)}
@@ -259,6 +273,20 @@ def _without_data(leaf: Any) -> Any:
         # Ghosts may have one meta tensor in common, and some operations change its shape in place.
         return as_meta(leaf).detach()
     return _META if isinstance(leaf, torch.device) else leaf
+
+
+def _on_zeros(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What an operation gives that cannot run without data."""
+    device = torch.device("cpu")
+
+    def zeros(leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor):
+            return torch.zeros(tuple(leaf.shape), dtype=leaf.dtype)
+        return device if isinstance(leaf, torch.device) else leaf
+
+    args, kwargs = pytree.tree_map(zeros, (args, kwargs))
+    with torch._C.DisableTorchFunctionSubclass():
+        return pytree.tree_map_only(torch.Tensor, as_meta, func(*args, **kwargs))
 
 
 def _require_no_writing(

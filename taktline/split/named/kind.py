@@ -36,7 +36,7 @@ class Kind:
     sends: tuple[Value, ...] = ()
     """What goes to it beside these."""
     order: tuple[str, ...] | None = None
-    """The calls of units up to the end of this stage; None if they depend on random numbers."""
+    """The calls of units up to the end of this stage; None if they depend on more than shapes."""
     changed: frozenset[str] = frozenset()
     """The buffers and attributes that the forward changes by itself."""
     opened: frozenset[int] = frozenset()

@@ -20,6 +20,7 @@ from taktline.split.named.checkpoints import Checkpoints
 from taktline.split.named.ghost import Ghost, resolved
 from taktline.split.named.kind import Kind, found_at
 from taktline.split.named.program import Seen, versions_of
+from taktline.split.named.recorded import Recorded, lists, replayed, since
 from taktline.split.named.script import Coming, Event, Script, Step, Surroundings, is_like, written
 from taktline.split.named.skeleton import Skeleton
 from taktline.split.named.twin import Twin
@@ -77,6 +78,7 @@ class Passage(Checkpoints):
         self._calls: dict[str, int] = {}
         self._caught: dict[Value, torch.Tensor] = {}
         self._unsure: set[Value] = set()
+        self._lengths: dict[str, int] = {}
 
     def is_foreign(self, unit: Any) -> bool:
         """Whether a unit of this stage is called for an earlier one, which has it, too."""
@@ -98,12 +100,18 @@ class Passage(Checkpoints):
     ) -> None:
         """Keep what later stages need of what a unit of this stage was given and has returned."""
         call = self.count(unit.unit)
+        if self._lengths:
+            output = Recorded(output, since(self._lengths))
         for value in self._kind.sends:
             if value.unit == unit.unit and value.call == call:
                 leaves = pytree.tree_leaves(output if value.is_output else (args, kwargs))
                 self._caught[value] = leaves[value.leaf]
                 if self.is_kept:
                     self._unsure.add(value)
+
+    def _note_lists(self) -> None:
+        """Note how much was collected before a unit runs."""
+        self._lengths = {key: len(part) for key, part in lists().items()}
 
     def count(self, unit: str) -> int:
         """Which call of a unit this is."""
@@ -222,6 +230,7 @@ class FirstPassage(Passage):
             self.check_around()
         self.order.append(unit.unit)
         self.is_inside = True
+        self._note_lists()
         args, kwargs = self.require_data((args, kwargs), f"a {kind}")
         if self.seen is not None:
             self._versions = versions_of((*args, *kwargs.values()))
@@ -271,7 +280,7 @@ class FirstPassage(Passage):
                 self._coming[id(leaves[leaf])] = number
             output = pytree.tree_unflatten(leaves, spec)
         self._events.append(Event(twin, training, args, kwargs, output))
-        return output
+        return replayed(output)
 
     def _came_with(self, unit: str, call: int, *, is_output: bool) -> list[tuple[int, Value]]:
         """What came of a call of a unit, with its number."""
@@ -357,6 +366,8 @@ class Repeat(Passage):
         self, unit: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Make sure that all values have come where the stage begins."""
+        if self._kind.sends:
+            self._note_lists()
         if self._is_in:
             return args, kwargs
         if not unit.begins or next(self._steps, None) is not None:
@@ -389,8 +400,8 @@ class Repeat(Passage):
         if self._kind.sends:
             self.count(twin.name)
         if len(args) == 1 and args[0] is step.only and not kwargs:
-            return step.output
-        return self._played(step, args, kwargs)
+            return replayed(step.output)
+        return replayed(self._played(step, args, kwargs))
 
     meet_foreign = meet_again
 

@@ -286,6 +286,11 @@ class Role:
                     f"{name} asks for what the layers of all stages give, and each stage has only "
                     "its own; leave it out, or register hooks with the layers of the pieces"
                 )
+        if kwargs.get("output_router_logits") and not getattr(config, "output_router_logits", True):
+            raise PartitionError(
+                "output_router_logits asks for what is inside of the layers; say so before the "
+                "model is cut: model.config.output_router_logits = True"
+            )
 
     def _require_at_home(self, course: Course) -> None:
         """Raise if a unit or parameter is used in another stage than that which has it."""

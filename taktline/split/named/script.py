@@ -22,6 +22,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from taktline.split.named.ghost import Ghost
+from taktline.split.named.recorded import Recorded
 from taktline.split.named.twin import is_constant
 
 __all__ = ["Coming", "Event", "Script", "Step", "Surroundings", "is_like", "written"]
@@ -131,7 +132,8 @@ def _step(event: Event, coming: Mapping[int, int]) -> Step | None:
     elif runs or not all(isinstance(part, torch.Tensor) or is_constant(part) for part in parts):
         raise _Unknown
     made = tuple(Coming(coming[id(part)]) if id(part) in coming else part for part in parts)
-    is_shared = tree.is_leaf() or type(event.output) is tuple
+    whole = event.output.output if type(event.output) is Recorded else event.output
+    is_shared = isinstance(whole, torch.Tensor) or type(whole) is tuple
     remade = not is_shared or any(type(part) is Coming for part in made)
     output = None if runs or remade else event.output
     args, kwargs = _known(event.args, coming), _known(event.kwargs, coming)

@@ -26,6 +26,7 @@ from torch import nn
 from taktline.errors import PartitionError
 from taktline.split.named.changes import follow
 from taktline.split.named.ghost import ANYWHERE, Ghost
+from taktline.split.named.recorded import hook
 from taktline.split.named.stand_in import gate, image, stand_in
 from taktline.split.named.twin import Twin
 from taktline.split.named.watch import inner_of
@@ -68,6 +69,7 @@ class Skeleton:
     @classmethod
     def of(cls, model: nn.Module, cuts: Sequence[str]) -> Skeleton:
         """The skeleton of a model; which stage has what is to be found out yet."""
+        hook(model)
         made = cls(type(model), tuple(cuts), containers=containers_of(model, cuts))
         free = _without_data(model)
         skips: dict[str, Any] = {}

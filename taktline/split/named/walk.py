@@ -21,6 +21,7 @@ from taktline.errors import PartitionError
 from taktline.split.named.changes import Changes
 from taktline.split.named.checkpoints import Checkpoints
 from taktline.split.named.ghost import ANYWHERE, Ghost
+from taktline.split.named.recorded import replayed
 from taktline.split.named.skeleton import Skeleton
 from taktline.split.named.twin import Twin
 from taktline.split.named.watch import watching
@@ -79,7 +80,7 @@ class Course:
     opened: set[int] = field(default_factory=set)
     """Which checkpoints, in the order of their calls, a cut goes through."""
     is_drawn: bool = False
-    """Whether the forward draws random numbers by itself."""
+    """Whether what is called may depend on random numbers, or on data."""
 
 
 def walk(skeleton: Skeleton, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Course:
@@ -105,7 +106,7 @@ def walk(skeleton: Skeleton, args: tuple[Any, ...], kwargs: dict[str, Any]) -> C
                 raise
             finally:
                 scene.course.changed = frozenset(changes.changed())
-                scene.course.is_drawn = drawn != _drawn_by_now()
+                scene.course.is_drawn |= drawn != _drawn_by_now()
                 changes.undo()
         scene.finish(output)
     return scene.course
@@ -215,6 +216,13 @@ class _Walk(Checkpoints):
                 written += history.parents if history.is_view else ()
                 history.parents = (*history.parents, *others)
 
+    def may_guess(self) -> bool:
+        """In the last stage, which has all data and after which nobody asks."""
+        if self._stage < len(self._skeleton.cuts):
+            return False
+        self.course.is_drawn = True  # what is called may depend on it
+        return True
+
     def is_open(self, checkpoint: int) -> bool:
         """Always: there is no data to be kept."""
         return True
@@ -244,7 +252,7 @@ class _Walk(Checkpoints):
             if isinstance(ghost, Ghost) and ghost.history is None:
                 ghost.history = self._history()
                 ghost.history.output = Value(twin.name, call, True, leaf)
-        return output
+        return replayed(output)
 
     def finish(self, output: Any) -> None:
         """Check what has been seen, after the last call."""
