@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from taktline.aside import Aside, Skip
-from taktline.meta import as_arguments
+from taktline.meta import as_arguments, name_of
 from taktline.split.named.changes import Changes
 from taktline.transport.containers import note_containers
 
@@ -35,6 +35,8 @@ class Needs(NamedTuple):
     """Bytes that go to the next stage."""
     keeps: int
     """Bytes that a forward keeps for its backward."""
+    crosses: tuple[tuple[str, tuple[int, ...], int], ...] = ()
+    """Of each tensor that goes to the next stage: type, shape and bytes."""
 
 
 def arguments_of(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -102,8 +104,11 @@ def _run(
         skips, args = aside.skips, as_arguments(output)
         note_containers(pytree.tree_structure(args))
         handed = (args, [skip.value for skip in skips.values()])
-        sends = sum(leaf.nbytes for leaf in _tensors(handed))
-        found.append(Needs(work.get_total_flops(), sends, kept.bytes))
+        crosses = tuple(
+            (name_of(leaf.dtype), tuple(leaf.shape), leaf.nbytes) for leaf in _tensors(handed)
+        )
+        sends = sum(nbytes for *_, nbytes in crosses)
+        found.append(Needs(work.get_total_flops(), sends, kept.bytes, crosses))
     return found
 
 

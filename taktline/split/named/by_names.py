@@ -59,6 +59,7 @@ def by_names(model: nn.Module, cuts: Sequence[str], *, example: Any = None) -> P
     if course is None:
         _by_definition(skeleton)
     else:
+        skeleton.course = course
         _by_course(skeleton, model, course)
     return Pieces([piece(skeleton, model, stage) for stage in range(skeleton.stages)])
 

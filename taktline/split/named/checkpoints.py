@@ -18,8 +18,9 @@ from taktline.split.named.ghost import Ghost, Scene, here, resolved
 __all__ = ["Checkpoints"]
 
 _GENERATOR = "_checkpoint_without_reentrant_generator"
+_names: dict[str, Any] = torch_checkpoint.__dict__
 _kept: Callable[..., Any] = torch_checkpoint.CheckpointFunction.apply
-_kept_anew: Callable[..., Any] = getattr(torch_checkpoint, _GENERATOR)
+_kept_anew: Callable[..., Any] = _names[_GENERATOR]
 
 
 class Checkpoints(Scene):
@@ -34,14 +35,14 @@ class Checkpoints(Scene):
         self._checkpoints = -1
         self.open_checkpoints: list[int] = []
         torch_checkpoint.CheckpointFunction.apply = staticmethod(_checkpoint)
-        setattr(torch_checkpoint, _GENERATOR, _checkpoint_anew)
+        _names[_GENERATOR] = _checkpoint_anew
         return super().__enter__()
 
     def __exit__(self, *details: object) -> None:
         super().__exit__(*details)
         if here.scene is None:
             torch_checkpoint.CheckpointFunction.apply = _kept
-            setattr(torch_checkpoint, _GENERATOR, _kept_anew)
+            _names[_GENERATOR] = _kept_anew
 
     def is_open(self, checkpoint: int) -> bool:
         """Whether what is to be checkpointed runs as it is."""

@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -57,6 +58,8 @@ class Passage(Checkpoints):
 
     mixed = True
     is_inside = False
+    _lengths: Mapping[str, int] = MappingProxyType({})
+    """How much was collected before a unit has run."""
 
     def __init__(
         self,
@@ -66,7 +69,7 @@ class Passage(Checkpoints):
         device: torch.device,
         kind: Kind,
     ) -> None:
-        super().__init__(device)
+        self.device = device
         self.opened = kind.opened
         self._skeleton = skeleton
         self._stage = stage
@@ -75,10 +78,10 @@ class Passage(Checkpoints):
         self._entering = len(values) - len(kind.takes)
         """How many values the stage begins with; the others come beside them."""
         self._is_in = stage == 0
-        self._calls: dict[str, int] = {}
-        self._caught: dict[Value, torch.Tensor] = {}
-        self._unsure: set[Value] = set()
-        self._lengths: dict[str, int] = {}
+        if kind.sends or not self.repeats:
+            self._calls: dict[str, int] = {}
+            self._caught: dict[Value, torch.Tensor] = {}
+            self._unsure: set[Value] = set()
 
     def is_foreign(self, unit: Any) -> bool:
         """Whether a unit of this stage is called for an earlier one, which has it, too."""

@@ -7,7 +7,7 @@ part of what the layer gives, and where that is known, lists get their part of i
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -47,7 +47,7 @@ def lists() -> dict[str, list[Any]]:
     return {} if not found else {key: part for key, part in found.items() if type(part) is list}
 
 
-def since(lengths: dict[str, int]) -> dict[str, list[Any]]:
+def since(lengths: Mapping[str, int]) -> dict[str, list[Any]]:
     """What was collected since lists had these lengths."""
     return {key: part[lengths[key] :] for key, part in lists().items() if key in lengths}
 

@@ -36,14 +36,26 @@ from taktline.split.named.script import Surroundings
 from taktline.split.named.skeleton import Skeleton
 from taktline.split.named.stand_in import is_gate
 from taktline.split.named.twin import autocast_of, look
-from taktline.split.named.walk import Course, device_of, walk
+from taktline.split.named.walk import Course, Crossing, device_of, walk
 from taktline.split.named.watch import inner_of, watching
 
-__all__ = ["Role"]
+__all__ = ["Role", "crossings_of"]
 
 _BY_HAND = "cut the model by hand, or with taktline.pipeline, which traces it"
 _UNKNOWN = object()
 """In the place of an output that is not known how to be made."""
+
+
+def crossings_of(piece: nn.Module) -> list[Crossing]:
+    """What a piece hands to the next stage beside the model's arguments, as an example has shown.
+
+    Nothing for other modules, or if no call was seen yet.
+    """
+    role: Role | None = vars(piece).get("_role")
+    course = None if role is None else role.skeleton.course
+    if role is None or course is None or role._is_last:
+        return []
+    return [*course.handed[role.stage], *course.beside[role.stage].values()]
 
 
 @dataclass(eq=False, slots=True)
@@ -214,6 +226,7 @@ class Role:
         call = kind.call(came)
         self._require_not_recorded(call[1])
         course = walk(self.skeleton, *call)
+        self.skeleton.course = self.skeleton.course or course
         self._require_at_home(course)
         if not self._is_last:
             leaves, spec = pytree.tree_flatten(call)

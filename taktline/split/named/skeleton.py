@@ -63,6 +63,8 @@ class Skeleton:
     """The units whose stand-ins have got hooks."""
     retyped: int = 0
     """How often something has got another type."""
+    course: Any = None
+    """What the first walk through the forward has seen, once the cuts are known."""
     bones: nn.Module = field(init=False)
     """The model without data."""
 
