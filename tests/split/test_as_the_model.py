@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import taktline as tl
 from taktline.errors import PartitionError
+from tests.split.transformers_models import LANGUAGES, texts
 from tests.workers import Workers
 
 WIDTH = 8
@@ -144,6 +145,15 @@ class Counter(nn.Module):
         return x + self.calls + self.number
 
 
+class Compiled(Chain):
+    def __init__(self) -> None:
+        super().__init__()
+        compiled = [torch.compile(block, backend="eager") for block in self.blocks[:3]]
+        for block in self.blocks[3:]:
+            block.compile(backend="eager")
+        self.blocks = nn.ModuleList([*compiled, *self.blocks[3:]])  # pyright: ignore[reportArgumentType]
+
+
 class Again(Chain):
     """Calls a submodule in several stages."""
 
@@ -153,7 +163,7 @@ class Again(Chain):
 
 MODELS: list[type[Chain]] = [
     *(Checkpointed, CheckpointedTogether, CheckpointedAnew, Iterated),
-    *(Weights, Typed, Noted, Again),
+    *(Weights, Typed, Noted, Again, Compiled),
 ]
 X, TARGET = torch.randn(2, 8, WIDTH, generator=torch.Generator().manual_seed(0)).unbind()
 
@@ -179,6 +189,7 @@ def train_plainly(model: nn.Module) -> None:
         (F.mse_loss(model(x), target) / 4).backward()
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch.compile asks for it
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
 @pytest.mark.parametrize("kind", MODELS)
 def test_steps_do_what_the_model_does(kind: type[Chain], schedule: str) -> None:
@@ -194,7 +205,7 @@ def test_steps_do_what_the_model_does(kind: type[Chain], schedule: str) -> None:
     assert dict(model.named_buffers()) == dict(twin.named_buffers())
     state = pipe.state_dict(gathered=True)
     for name, value in twin.state_dict().items():
-        assert torch.equal(state[name], value)
+        assert torch.equal(state[name.replace("_orig_mod.", "")], value)
 
 
 def train_over_processes(rank: int, group: dist.ProcessGroup, schedule: str) -> dict[str, Tensor]:
@@ -223,6 +234,56 @@ class Hides(Chain):
         for layer in self.tail._modules.values():
             x = layer(x)  # pyright: ignore[reportOptionalCall]
         return super().forward(x)
+
+
+def test_a_model_that_is_compiled_as_a_whole(caplog: pytest.LogCaptureFixture) -> None:
+    model = make(Chain)
+    twin = copy.deepcopy(model)
+    pipe = pipeline(torch.compile(model, backend="eager"), "1f1b")  # pyright: ignore[reportArgumentType]
+    assert "compiled as a whole, and its stages run as they are" in caplog.text
+    pipe.step(X, target=TARGET)
+    train_plainly(twin)
+    for name, parameter in pipe.named_parameters():
+        torch.testing.assert_close(parameter.grad, twin.get_parameter(name).grad)
+
+
+def test_stand_ins_are_not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled: list[Any] = []
+    monkeypatch.setattr(nn.Module, "compile", lambda module: compiled.append(module))
+    pieces = tl.split.by_names(make(Chain), ["blocks.3"], example=(X,))
+    for name in map("blocks.{}".format, range(6)):
+        pieces[1].get_submodule(name).compile()
+    assert compiled == [pieces[1].get_submodule(f"blocks.{i}") for i in (3, 4, 5)]
+
+
+class Wrapper(nn.Module):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.model(*args, **kwargs)
+
+
+def test_a_wrapper_that_hands_on_its_arguments() -> None:
+    model: Any = LANGUAGES["llama"].make()
+    words = texts(4)[0]
+    pipe = tl.Pipeline(Wrapper(model), example=(words[:2],), microbatches=2, ranks=2)
+    output = pipe.eval(words)
+    assert output.past_key_values is None
+    torch.testing.assert_close(output.logits, model(words).logits)
+    assert model.config.use_cache
+
+
+def test_the_norm_of_sparse_gradients() -> None:
+    embed, head = nn.Embedding(10, WIDTH, sparse=True), nn.Linear(WIDTH, WIDTH)
+    pipe = tl.Pipeline([embed, head], microbatches=2, loss_fn=F.mse_loss, ranks=2)
+    pipe.step(torch.tensor([1, 1, 2, 3]), target=TARGET[:4])
+    dense = [p.grad.to_dense() for p in pipe.parameters() if p.grad is not None]
+    expected = torch.cat([gradient.flatten() for gradient in dense]).norm()
+    torch.testing.assert_close(pipe.grad_norm(), expected)
+    pipe.clip_grad_norm_(0.1)
+    torch.testing.assert_close(pipe.grad_norm(), torch.tensor(0.1), rtol=1e-4, atol=0)
 
 
 def test_what_would_be_left_out_is_refused() -> None:

@@ -176,14 +176,41 @@ def test_measured() -> None:
 
 
 def test_a_model_without_a_row_of_layers() -> None:
-    class Two(nn.Module):
+    class One(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.a, self.b = nn.Linear(2, 2), nn.Linear(2, 2)
+            self.a = nn.Linear(2, 2)
 
     with pytest.raises(
-        PartitionError, match=r"Two has no row of layers .*by_names, .*taktline.pipeline, .*by hand"
+        PartitionError, match=r"One has no row of layers .*by_names, .*taktline.pipeline, .*by hand"
     ):
-        auto(Two(), 2, (torch.ones(1, 2),))
+        auto(One(), 2, (torch.ones(1, 2),))
     with pytest.raises(PartitionError, match="example must be a tuple of arguments"):
         auto(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), 2, None)
+
+
+def test_submodules_one_after_the_other() -> None:
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = Named()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.model(x)
+
+    model, x = Outer(), torch.randn(3, 4)
+    pieces = auto(model, 3, (x,))
+    assert starts(pieces) == ("", "model.rnn", "model.head")
+    torch.testing.assert_close(pieces(x), model(x))
+    with pytest.raises(PartitionError, match=r"Outer cannot be cut into 4 stages, but into 3 st"):
+        auto(model, 4, (x,))
+
+
+class Named(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.rnn = nn.Linear(4, 4), nn.LSTM(4, 4, 2)
+        self.head = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.rnn(self.embed(x))[0])

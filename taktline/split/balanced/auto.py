@@ -14,7 +14,7 @@ from taktline.plan import Partition, balance
 from taktline.plan.words import counted
 from taktline.split.balanced import effort
 from taktline.split.balanced.layers import find_starts, layered
-from taktline.split.named.by_names import as_call, by_names
+from taktline.split.named.by_names import as_call, by_names, without_compiler
 from taktline.split.pieces import Pieces
 
 __all__ = ["Division", "auto"]
@@ -54,6 +54,7 @@ def auto(
         2  7               1      25,600  6,800
     """
     require_instance("model", model, nn.Module, "an nn.Module", PartitionError)
+    model = without_compiler(model)
     n = require_whole("n", n, least=1, error=PartitionError)
     require_flag("measure", measure, PartitionError)
     call = as_call(model, example)

@@ -18,8 +18,9 @@ from taktline.split.named.piece import piece
 from taktline.split.named.skeleton import Skeleton
 from taktline.split.named.walk import Course, walk
 from taktline.split.pieces import Pieces
+from taktline.stage.names import unwrapped
 
-__all__ = ["as_call", "by_names"]
+__all__ = ["as_call", "by_names", "without_compiler"]
 
 _log = logging.getLogger("taktline")
 
@@ -49,6 +50,7 @@ def by_names(model: nn.Module, cuts: Sequence[str], *, example: Any = None) -> P
     >>> torch.equal(pieces(x), model(x))
     True
     """
+    model = without_compiler(model)
     cuts = _checked(model, cuts)
     call = None if example is None else as_call(model, example)
     pieces = sliced(model, cuts)
@@ -62,6 +64,18 @@ def by_names(model: nn.Module, cuts: Sequence[str], *, example: Any = None) -> P
         skeleton.course = course
         _by_course(skeleton, model, course)
     return Pieces([piece(skeleton, model, stage) for stage in range(skeleton.stages)])
+
+
+def without_compiler(model: nn.Module) -> nn.Module:
+    """The model that ``torch.compile(model)`` compiles: as a whole it does not run here."""
+    inside = model._modules.get("_orig_mod") if isinstance(model, nn.Module) else None
+    if inside is None and getattr(model, "_compiled_call_impl", None) is None:
+        return model
+    _log.warning(
+        "the model was compiled as a whole, and its stages run as they are; compile its blocks "
+        "(torch.compile(block)), or the stages in prepare"
+    )
+    return model if inside is None else inside
 
 
 def _checked(model: nn.Module, cuts: Sequence[str]) -> tuple[str, ...]:
@@ -91,7 +105,7 @@ def _checked(model: nn.Module, cuts: Sequence[str]) -> tuple[str, ...]:
                 f"the cut {cut!r} lies inside of {inside!r}, which begins a stage as a whole; cut "
                 f"at the first submodule of {inside!r} instead"
             )
-        if type(model.get_submodule(cut)).forward is nn.Module.forward:
+        if type(unwrapped(model.get_submodule(cut))).forward is nn.Module.forward:
             raise PartitionError(
                 f"{cut!r} is a {type(model.get_submodule(cut)).__name__}, which is never called "
                 f"itself; cut at what it holds, such as '{cut}.0'"

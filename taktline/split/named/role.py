@@ -8,6 +8,7 @@ a program, with which they need not (:mod:`program`).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Any
@@ -38,6 +39,7 @@ from taktline.split.named.stand_in import is_gate
 from taktline.split.named.twin import autocast_of, look
 from taktline.split.named.walk import Course, Crossing, device_of, walk
 from taktline.split.named.watch import inner_of, watching
+from taktline.stage.names import unwrapped
 
 __all__ = ["Role", "crossings_of"]
 
@@ -160,7 +162,12 @@ class Role:
         units = {name: piece.get_submodule(name) for name in self.skeleton.twins}
         # Not of what was put around a unit since: that calls what it likes.
         own = {name: module for name, module in units.items() if is_gate(module)}
-        inner = {**self.skeleton.inner, **inner_of(own)}
+        # What is compiled is not to be watched: its code would be made for that.
+        is_compiled = any(
+            module._compiled_call_impl or unwrapped(module) is not module
+            for module in units.values()
+        )
+        inner = {} if is_compiled else {**self.skeleton.inner, **inner_of(own)}
         changes = Changes(self.skeleton.common_of(piece))
         changes.keep()
         for tries in range(3):  # with the types that are known, with none, and whatever they are
@@ -171,13 +178,14 @@ class Role:
                 last=tries == 2,
             )
             try:
-                with watching(passage, inner):
+                with watching(passage, inner) if inner else nullcontext():
                     output = self._pass(passage, forward, kind, came)
             except OtherTypes as other:
                 self._types = other.types
                 changes.undo()
                 continue
-            self._require_like(kind, passage.order, changes.changed())
+            is_watched = bool(inner) or not self.skeleton.inner
+            self._require_like(kind, passage.order, changes.changed(), is_watched=is_watched)
             kind.script, kind.program = passage.script, None
             kind.is_open = kind.script is not None
             passage.check_around()
@@ -248,16 +256,21 @@ class Role:
         self._changed |= changed
         self._changes = Changes(self.skeleton.common_of(piece), self._changed)
 
-    def _require_like(self, kind: Kind, order: Sequence[str], changed: set[str]) -> None:
+    def _require_like(
+        self, kind: Kind, order: Sequence[str], changed: set[str], *, is_watched: bool
+    ) -> None:
         """Raise if a stage has not done what the forward of the whole model does up to its end."""
         missing = kind.changed - changed if self._is_last else set()
         for name in sorted(missing | (changed - kind.changed)):
             raise PartitionError(
                 f"stage {self.stage} changes {name!r} otherwise than the whole model; {_BY_HAND}"
             )
-        if kind.order is None or tuple(order) == kind.order:
+        expects = kind.order
+        if expects is not None and not is_watched:
+            expects = tuple(name for name in expects if name in self.skeleton.twins)
+        if expects is None or tuple(order) == expects:
             return
-        pairs = zip_longest(order, kind.order)
+        pairs = zip_longest(order, expects)
         found, expected = next(pair for pair in pairs if pair[0] != pair[1])
         raise PartitionError(
             f"the forward of stage {self.stage} calls {found or 'nothing'!r} where that of the "

@@ -30,6 +30,7 @@ from taktline.split.named.recorded import hook
 from taktline.split.named.stand_in import gate, image, stand_in
 from taktline.split.named.twin import Twin
 from taktline.split.named.watch import inner_of
+from taktline.stage.names import unwrapped
 
 __all__ = ["Skeleton", "containers_of", "copied", "joined"]
 
@@ -79,7 +80,8 @@ class Skeleton:
         def note(name: str, module: nn.Module) -> nn.Module:
             if name not in made.cuts and not _is_unit(module):
                 return copy.deepcopy(module, free)
-            twin = copy.deepcopy(module, _ghosts(name, module))
+            inside = unwrapped(module)  # without data there is nothing to compile
+            twin = copy.deepcopy(inside, _ghosts(name, inside))
             made.twins[name] = Twin(name, twin, module.training, skips, made.hooked)
             return image(made.twins[name])
 
@@ -88,6 +90,7 @@ class Skeleton:
             return made.direct[name]
 
         made.bones = copied(model, "", made.containers, note, keep)
+        made._forget_caches(made.bones)
         for name in made.containers:
             container = made.bones.get_submodule(name)
             container._buffers = copy.deepcopy(container._buffers, free)
@@ -162,12 +165,26 @@ class Skeleton:
                 return module
             if stage in self.homes[name]:
                 return gate(module, name, begins=name == self.starts(stage))
-            return stand_in(self.twins[name], type(module), module.training)
+            return stand_in(self.twins[name], type(unwrapped(module)), module.training)
 
         def parameter(name: str, parameter: nn.Parameter) -> nn.Parameter | Ghost:
             return parameter if stage in self.users[name] else self.direct[name]
 
-        return copied(model, "", self.containers, child, parameter)
+        made = copied(model, "", self.containers, child, parameter)
+        self._forget_caches(made)
+        return made
+
+    def _forget_caches(self, piece: nn.Module) -> None:
+        """Keep a model of transformers inside of another one from caching keys and values.
+
+        That has no argument for it, and no stage could give the cache of all layers.
+        """
+        for name in self.containers - {""} if "use_cache" not in self.arguments else ():
+            container = piece.get_submodule(name)
+            config: Any = copy.copy(vars(container).get("config"))
+            if getattr(config, "use_cache", False):
+                config.use_cache = False
+                vars(container)["config"] = config
 
     def retype(self, piece: nn.Module, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Follow what is done to the parameters of a piece, as far as it changes their types."""
@@ -212,6 +229,7 @@ def copied(
     _require_free(container, path)
     made = object.__new__(type(container))
     made.__dict__ = _own_tables(container)
+    made._compiled_call_impl = None  # which is that of the whole model
     made._modules, made._parameters = {}, {}
     for key, module in container._modules.items():
         name = joined(path, key)
@@ -238,7 +256,7 @@ def containers_of(model: nn.Module, cuts: Sequence[str]) -> frozenset[str]:
         found |= {".".join(parts[:length]) for length in range(1, len(parts))}
     for name, module in model.named_modules(remove_duplicate=False):
         parent, _, _ = name.rpartition(".")
-        if parent in found and type(module).forward is nn.Module.forward:
+        if parent in found and type(unwrapped(module)).forward is nn.Module.forward:
             found.add(name)
     return frozenset(found)
 

@@ -15,6 +15,7 @@ from typing import Any
 
 from torch import nn
 
+from taktline.aside import uncompiled
 from taktline.errors import PartitionError
 from taktline.split.named.ghost import here, resolved
 from taktline.split.named.twin import Twin
@@ -89,6 +90,9 @@ class _StandIn:
             )
         return guide.meet_foreign(twin, vars(self)["training"], args, kwargs)
 
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Compile nothing."""
+
     def register_forward_hook(self, *args: Any, **kwargs: Any) -> Any:
         """Register a hook, and say so: calls that are like others do without the stand-in."""
         self._twin.hooked.append(self._twin.name)
@@ -104,6 +108,10 @@ class _StandIn:
         if twin is None or name in vars(self)["_parameters"]:
             return nn.Module.__getattr__(self, name)  # pyright: ignore[reportArgumentType]
         return getattr(twin.module, name)
+
+    # It computes nothing, so torch.compile need not look into it.
+    uncompiled(__call__)
+    uncompiled(forward)
 
     # A forward that looks into a submodule finds what the model has; others, what this stage has.
 
