@@ -17,6 +17,7 @@ from taktline.plan import Plan
 from taktline.runtime import ScheduleFromPlan
 from taktline.runtime.watchdog import guarded
 from taktline.split import Pipe, materialise
+from taktline.split.named.by_names import without_compiler
 from taktline.stage import PipelineStage
 from taktline.stage.names import named_parameters
 from taktline.stage.ties import declared
@@ -95,6 +96,8 @@ class Built:
 def build(model: Model, example: Any, asked: Options) -> Built:
     """Cut the model, keep and move what belongs here, and make the schedule."""
     check_choice(asked.data_parallel)
+    if isinstance(model, nn.Module) and "_orig_mod" in model._modules:
+        model = without_compiler(model)
     schedule = opened(asked.schedule)
     ranks = meet(
         asked.ranks,

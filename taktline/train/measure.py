@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.autograd.graph import saved_tensors_hooks
 from torch.func import functional_call
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from taktline.aside import Aside, Skip
-from taktline.meta import as_arguments
+from taktline.meta import as_arguments, name_of
+from taktline.split.named.changes import Changes
 from taktline.transport.containers import note_containers
 
 __all__ = ["Needs", "arguments_of", "measure"]
@@ -33,6 +35,8 @@ class Needs(NamedTuple):
     """Bytes that go to the next stage."""
     keeps: int
     """Bytes that a forward keeps for its backward."""
+    crosses: tuple[tuple[str, tuple[int, ...], int], ...] = ()
+    """Of each tensor that goes to the next stage: type, shape and bytes."""
 
 
 def arguments_of(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -60,13 +64,18 @@ def measure(modules: Sequence[nn.Module], example: Any) -> list[Needs] | None:
         with mode:
             return torch.empty_like(tensor, device="cpu", requires_grad=tensor.requires_grad)
 
+    # Forwards may count their calls, and this one counts for nothing.
+    changes = Changes(
+        {f"{at}.{path}": part for at, m in enumerate(modules) for path, part in m.named_modules()}
+    )
+    changes.keep()
     try:
         args, kwargs = pytree.tree_map_only(torch.Tensor, fake, arguments_of(example))
         states = [
             {name: fake(tensor) for name, tensor in (*m.named_parameters(), *m.named_buffers())}
             for m in modules
         ]
-        with mode, torch.enable_grad():
+        with mode, _Filled(fake), torch.enable_grad(), _quietly():
             # What a first call does beside its work does not count.
             _run(modules, states, args, kwargs)
             return _run(modules, states, args, kwargs)
@@ -75,6 +84,8 @@ def measure(modules: Sequence[nn.Module], example: Any) -> list[Needs] | None:
         # is wrong with the model itself a step reports; here it is left in the log.
         _log.info("no prediction of work and memory: %s: %s", type(error).__name__, error)
         return None
+    finally:
+        changes.undo()
 
 
 def _run(
@@ -93,9 +104,45 @@ def _run(
         skips, args = aside.skips, as_arguments(output)
         note_containers(pytree.tree_structure(args))
         handed = (args, [skip.value for skip in skips.values()])
-        sends = sum(leaf.nbytes for leaf in _tensors(handed))
-        found.append(Needs(work.get_total_flops(), sends, kept.bytes))
+        crosses = tuple(
+            (name_of(leaf.dtype), tuple(leaf.shape), leaf.nbytes) for leaf in _tensors(handed)
+        )
+        sends = sum(nbytes for *_, nbytes in crosses)
+        found.append(Needs(work.get_total_flops(), sends, kept.bytes, crosses))
     return found
+
+
+class _Filled(TorchDispatchMode):
+    """Runs on zeros what cannot run without data."""
+
+    def __init__(self, fake: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self._fake = fake
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        try:
+            return func(*args, **kwargs)
+        except RuntimeError:
+            with unset_fake_temporarily():
+                args, kwargs = pytree.tree_map_only(torch.Tensor, _zeros, (args, kwargs))
+                output = func(*args, **kwargs)
+            return pytree.tree_map_only(torch.Tensor, self._fake, output)
+
+
+def _zeros(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.zeros(tuple(tensor.shape), dtype=tensor.dtype, device=tensor.device)
+
+
+@contextmanager
+def _quietly() -> Iterator[None]:
+    """Without what torch writes of each operation that cannot run without data."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    before, log.disabled = log.disabled, True
+    try:
+        yield
+    finally:
+        log.disabled = before
 
 
 class _Kept:

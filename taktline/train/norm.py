@@ -50,7 +50,7 @@ def _alike(parameters: Iterable[nn.Parameter]) -> Sequence[list[nn.Parameter]]:
 def _gradient(parameter: nn.Parameter) -> torch.Tensor:
     gradient = parameter.grad
     assert gradient is not None  # see _alike
-    return gradient
+    return gradient.coalesce().values() if gradient.is_sparse else gradient
 
 
 def _whole(norm: torch.Tensor) -> float:

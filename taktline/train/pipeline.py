@@ -29,6 +29,7 @@ from taktline.runtime import Trace
 from taktline.runtime.schedule import ArgsSpec, KwargsSpec, LossFn, MergeSpec, Schedule
 from taktline.runtime.watchdog import guarded
 from taktline.train import state
+from taktline.train.boundaries import Boundaries
 from taktline.train.build import Built, Options, build
 from taktline.train.choice import Choice
 from taktline.train.loader import SharedLoader
@@ -193,6 +194,11 @@ class Pipeline:
     def plan(self) -> Plan:
         """What each rank does, in order."""
         return self._built.plan
+
+    @property
+    def boundaries(self) -> Boundaries:
+        """What goes from each stage to the next one for the example; print it."""
+        return self._built.table.boundaries
 
     @property
     def device(self) -> torch.device:

@@ -23,15 +23,27 @@ __all__ = ["gathered", "load", "own"]
 
 def own(parts: Parts, *, with_rest: bool) -> dict[str, torch.Tensor]:
     """What this process holds, in the model's order; the tensors themselves."""
-    held: dict[str, torch.Tensor] = {}
-    for stage in sorted(parts.modules, reverse=True):
-        # A tied weight is in several stages; the first of them stands for all.
-        for name, value in state_of(parts.modules[stage]).items():
-            held[parts.name(stage, name)] = value.detach()
+    held = {name: value.detach() for name, (value, _) in _held(parts).items()}
     held |= {name: held[known] for name, known in parts.aliases.items() if known in held}
     if with_rest:
         held |= parts.rest
     return {name: held[name] for name in (*parts.names, *held) if name in held}
+
+
+def _held(parts: Parts) -> dict[str, tuple[torch.Tensor, int]]:
+    """What this process holds, and how much each counts among others of its name.
+
+    A tied weight is in several stages; the first of them stands for all. So may a buffer be; the
+    last stage has come through the whole forward, which may change it.
+    """
+    held: dict[str, tuple[torch.Tensor, int]] = {}
+    for stage, module in parts.modules.items():
+        for name, value in state_of(module).items():
+            counts = -stage if isinstance(value, torch.nn.Parameter) else stage
+            known = held.get(parts.name(stage, name))
+            if known is None or known[1] < counts:
+                held[parts.name(stage, name)] = value, counts
+    return held
 
 
 def gathered(parts: Parts, ranks: Ranks) -> dict[str, torch.Tensor]:
@@ -45,7 +57,11 @@ def gathered(parts: Parts, ranks: Ranks) -> dict[str, torch.Tensor]:
         return {}
     if ranks.group is None:
         return {name: _snapshot(value) for name, value in mine.items()}
-    kinds = [(name, list(value.shape), name_of(value.dtype)) for name, value in mine.items()]
+    counts = {name: count for name, (_, count) in _held(parts).items()}
+    kinds = [
+        (name, list(value.shape), name_of(value.dtype), counts.get(name, -1))
+        for name, value in mine.items()
+    ]
     told = share_texts(ranks.transport, json.dumps(kinds), "state_dict(gathered=True)")
     if not first:
         for value in mine.values():
@@ -53,15 +69,15 @@ def gathered(parts: Parts, ranks: Ranks) -> dict[str, torch.Tensor]:
         return {}
     state = {name: _snapshot(value) for name, value in mine.items()}
     for rank in range(1, ranks.size):
-        kinds = read(told[rank], [(str, [int], str)], what=f"the state of rank {rank}")
-        for name, shape, dtype in kinds:
+        kinds = read(told[rank], [(str, [int], str, int)], what=f"the state of rank {rank}")
+        for name, shape, dtype, count in kinds:
             kind = DTYPES.get(dtype)
             if kind is None or min(shape, default=0) < 0:
                 raise TransportError(f"rank {rank} has no tensor {name} of {dtype}{shape}")
             value = torch.empty(shape, dtype=kind, device=ranks.device)
             dist.recv(value, group=ranks.group, group_src=rank)
-            # A buffer may be on several ranks; the first one counts.
-            state.setdefault(name, value.cpu())
+            if name not in state or counts.get(name, count) < count:
+                state[name], counts[name] = value.cpu(), count
     return {name: state[name] for name in (*parts.names, *state) if name in state}
 
 

@@ -14,6 +14,7 @@ from torch import nn
 from taktline.checks import read
 from taktline.plan import Costs, Plan, peak_memory, simulate
 from taktline.stage.names import named_parameters
+from taktline.train.boundaries import Boundaries
 from taktline.train.measure import Needs, measure
 from taktline.transport import Transport
 from taktline.transport.control import share_texts
@@ -41,8 +42,11 @@ class Row:
 class Table:
     """All stages of a pipeline, and what is to be expected of its plan."""
 
-    def __init__(self, plan: Plan, rows: Sequence[Row]) -> None:
+    def __init__(
+        self, plan: Plan, rows: Sequence[Row], boundaries: Boundaries | None = None
+    ) -> None:
         self._plan = plan
+        self.boundaries = boundaries or Boundaries({})
         self._rows = {row.stage: row for row in rows}
 
     @classmethod
@@ -54,7 +58,8 @@ class Table:
             listed = [modules[stage] for stage in range(plan.stages)]
             needs = None if example is None else measure(listed, example)
             found = needs or [None] * plan.stages
-            return cls(plan, [Row.of(s, listed[s], found[s]) for s in range(plan.stages)])
+            rows = [Row.of(s, listed[s], found[s]) for s in range(plan.stages)]
+            return cls(plan, rows, Boundaries.of(modules, found))
         mine = [asdict(Row.of(stage, module, None)) for stage, module in modules.items()]
         texts = share_texts(transport, json.dumps(mine), "Pipeline(…)")
         shape = [{"stage": int, "layers": str, "parameters": int, "needs": None}]

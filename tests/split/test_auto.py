@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from taktline.errors import PartitionError
 from taktline.split import Pieces, auto, deferred, materialise
@@ -69,14 +70,15 @@ class Residual(nn.Module):
 
 
 class Skips(nn.Module):
-    """A value skips over three layers, so that no stage can begin with the last two of them."""
+    """What is drawn in one stage is used three layers on, so that no stage can begin there."""
 
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(6))
 
     def forward(self, x: Tensor) -> Tensor:
-        x = start = self.layers[0](x)
+        x = self.layers[0](x)
+        start = F.dropout(x, 0.5, self.training)
         for layer in list(self.layers)[1:4]:
             x = layer(x)
         x = x + start
@@ -111,12 +113,19 @@ def test_groups_of_blocks_are_opened() -> None:
 
 def test_stages_begin_where_they_can() -> None:
     model = Skips()
-    pieces = auto(model, 3, (torch.ones(2, 4),))
-    assert starts(pieces) == ("", "layers.1", "layers.4")
     x = torch.randn(2, 4)
-    assert torch.equal(pieces(x), model(x))
-    with pytest.raises(PartitionError, match="4 layers cannot be cut into 5 stages"):
+    pieces = auto(model, 3, (x,))
+    assert starts(pieces) == ("", "layers.4", "layers.5")
+    with pytest.raises(PartitionError) as caught:
         auto(model, 5, (x,))
+    assert str(caught.value) == (
+        "Skips cannot be cut into 5 stages, but into 3 stages or fewer: its forward calls 6 layers "
+        "('layers.0', 'layers.1', 'layers.2', …, 'layers.5'); no stage can begin with 'layers.1', "
+        "'layers.2', 'layers.3'"
+    )
+    pieces = auto(model.eval(), 3, (x,))
+    assert starts(pieces) == ("", "layers.2", "layers.4")
+    assert torch.equal(pieces(x), model(x))
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama", "gemma2", "bert"])
@@ -167,14 +176,41 @@ def test_measured() -> None:
 
 
 def test_a_model_without_a_row_of_layers() -> None:
-    class Two(nn.Module):
+    class One(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.a, self.b = nn.Linear(2, 2), nn.Linear(2, 2)
+            self.a = nn.Linear(2, 2)
 
     with pytest.raises(
-        PartitionError, match=r"Two has no row of layers .*by_names, .*taktline.pipeline, .*by hand"
+        PartitionError, match=r"One has no row of layers .*by_names, .*taktline.pipeline, .*by hand"
     ):
-        auto(Two(), 2, (torch.ones(1, 2),))
+        auto(One(), 2, (torch.ones(1, 2),))
     with pytest.raises(PartitionError, match="example must be a tuple of arguments"):
         auto(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), 2, None)
+
+
+def test_submodules_one_after_the_other() -> None:
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = Named()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.model(x)
+
+    model, x = Outer(), torch.randn(3, 4)
+    pieces = auto(model, 3, (x,))
+    assert starts(pieces) == ("", "model.rnn", "model.head")
+    torch.testing.assert_close(pieces(x), model(x))
+    with pytest.raises(PartitionError, match=r"Outer cannot be cut into 4 stages, but into 3 st"):
+        auto(model, 4, (x,))
+
+
+class Named(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.rnn = nn.Linear(4, 4), nn.LSTM(4, 4, 2)
+        self.head = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.rnn(self.embed(x))[0])

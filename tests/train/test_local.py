@@ -283,7 +283,10 @@ def test_what_a_forward_keeps() -> None:
     stages = [nn.Sequential(nn.Linear(4, 8), nn.Tanh()), nn.Linear(8, 2)]
     needs = measure(stages, (torch.ones(2, 4),))
     # Of the first stage its input and its output; weights are there anyway.
-    assert needs == [Needs(2 * 2 * 4 * 8, 64, 32 + 64), Needs(2 * 2 * 8 * 2, 16, 64)]
+    assert needs == [
+        Needs(2 * 2 * 4 * 8, 64, 32 + 64, (("float32", (2, 8), 64),)),
+        Needs(2 * 2 * 8 * 2, 16, 64, (("float32", (2, 2), 16),)),
+    ]
 
 
 def test_a_model_without_values() -> None:

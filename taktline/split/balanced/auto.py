@@ -11,9 +11,10 @@ from torch import nn
 from taktline.checks import require_flag, require_instance, require_whole
 from taktline.errors import PartitionError
 from taktline.plan import Partition, balance
+from taktline.plan.words import counted
 from taktline.split.balanced import effort
 from taktline.split.balanced.layers import find_starts, layered
-from taktline.split.named.by_names import as_call, by_names
+from taktline.split.named.by_names import as_call, by_names, without_compiler
 from taktline.split.pieces import Pieces
 
 __all__ = ["Division", "auto"]
@@ -53,12 +54,15 @@ def auto(
         2  7               1      25,600  6,800
     """
     require_instance("model", model, nn.Module, "an nn.Module", PartitionError)
+    model = without_compiler(model)
     n = require_whole("n", n, least=1, error=PartitionError)
     require_flag("measure", measure, PartitionError)
     call = as_call(model, example)
     skeleton = layered(model)
     costs: Mapping[str, float] = effort.count(skeleton, call)
     starts = find_starts(skeleton, list(costs), call)
+    if len(starts) < n:
+        raise PartitionError(_too_many(model, n, list(costs), starts))
     if measure:
         _require_values(model)
         times = effort.measure(model, costs, call)
@@ -99,6 +103,23 @@ class Division:
             )
             for row in table
         )
+
+
+def _too_many(model: nn.Module, n: int, layers: Sequence[str], starts: Sequence[str]) -> str:
+    """Why a model cannot be cut into so many stages, and which numbers would do."""
+    most = len(starts)
+    others = [name for name in layers if name not in starts]
+    why = f"; no stage can begin with {_listed(others)}" if others else ""
+    would_do = f"{most} stages or fewer" if most > 1 else "1 stage"
+    return (
+        f"{type(model).__name__} cannot be cut into {n} stages, but into {would_do}: its forward "
+        f"calls {counted(len(layers), 'layer')} ({_listed(layers)}){why}"
+    )
+
+
+def _listed(names: Sequence[str]) -> str:
+    few = [repr(name) for name in names]
+    return ", ".join(few if len(few) < 6 else [*few[:3], "…", few[-1]])
 
 
 def _require_values(model: nn.Module) -> None:

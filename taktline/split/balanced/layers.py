@@ -8,7 +8,7 @@ from typing import Any
 from torch import nn
 
 from taktline.errors import PartitionError
-from taktline.split.named.skeleton import Skeleton
+from taktline.split.named.skeleton import Skeleton, joined
 from taktline.split.named.walk import walk
 
 __all__ = ["find_starts", "layered"]
@@ -27,16 +27,22 @@ def layered(model: nn.Module) -> Skeleton:
                 └── 1         └── 1                      group2.0, group2.1, head
     """
     row = _row(model)
+    if row is None:
+        return _opened(model, [_spine(model)])
     parts = row.split(".") if row else []
     path = [".".join(parts[:depth]) for depth in range(len(parts))]
     opened = [row]
     for parent in path:
         for key, child in model.get_submodule(parent).named_children():
-            name = f"{parent}.{key}" if parent else key
+            name = joined(parent, key)
             if isinstance(child, _ROWS) and len(child) > 1 and name not in (*path, row):
                 opened.append(name)
-    cuts = [_first(model, name) for name in opened]
-    skeleton = Skeleton.of(model, cuts)
+    return _opened(model, opened)
+
+
+def _opened(model: nn.Module, containers: list[str]) -> Skeleton:
+    """A skeleton in which some modules, and what they are in, are containers."""
+    skeleton = Skeleton.of(model, [_first(model, name) for name in containers])
     skeleton.cuts = ()
     return skeleton
 
@@ -56,8 +62,8 @@ def find_starts(skeleton: Skeleton, units: list[str], call: Any) -> list[str]:
     return starts
 
 
-def _row(model: nn.Module) -> str:
-    """The name of the row of layers."""
+def _row(model: nn.Module) -> str | None:
+    """The name of the row of layers, if there is any."""
     rows = {
         name: module
         for name, module in model.named_modules()
@@ -68,12 +74,28 @@ def _row(model: nn.Module) -> str:
     outer = [name for name in repeating if not any(_inside(name, other) for other in repeating)]
     found = outer or list(rows)
     if not found:
-        raise PartitionError(
-            f"{type(model).__name__} has no row of layers (nn.Sequential, nn.ModuleList or "
-            "nn.ModuleDict) to cut; say where with by_names, or with split points in "
-            "taktline.pipeline, or cut it by hand"
-        )
+        return None
     return max(found, key=lambda name: sum(p.numel() for p in rows[name].parameters()))
+
+
+def _spine(model: nn.Module) -> str:
+    """The innermost module that has all others in it: its submodules are what can be cut."""
+    name = ""
+    while True:
+        children = [
+            (key, child)
+            for key, child in model.get_submodule(name).named_children()
+            if any(True for _ in child.parameters())
+        ]
+        if len(children) > 1:
+            return name
+        if not children or not any(True for _ in children[0][1].children()):
+            raise PartitionError(
+                f"{type(model).__name__} has no row of layers (nn.Sequential, nn.ModuleList or "
+                "nn.ModuleDict) and no submodules one after the other to cut; say where with "
+                "by_names, or with split points in taktline.pipeline, or cut it by hand"
+            )
+        name = joined(name, children[0][0])
 
 
 def _repeats(row: nn.Module) -> bool:
@@ -89,4 +111,4 @@ def _inside(name: str, other: str) -> bool:
 
 def _first(model: nn.Module, row: str) -> str:
     key = next(key for key, _ in model.get_submodule(row).named_children())
-    return f"{row}.{key}" if row else key
+    return joined(row, key)

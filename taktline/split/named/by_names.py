@@ -18,8 +18,9 @@ from taktline.split.named.piece import piece
 from taktline.split.named.skeleton import Skeleton
 from taktline.split.named.walk import Course, walk
 from taktline.split.pieces import Pieces
+from taktline.stage.names import unwrapped
 
-__all__ = ["as_call", "by_names"]
+__all__ = ["as_call", "by_names", "without_compiler"]
 
 _log = logging.getLogger("taktline")
 
@@ -49,6 +50,7 @@ def by_names(model: nn.Module, cuts: Sequence[str], *, example: Any = None) -> P
     >>> torch.equal(pieces(x), model(x))
     True
     """
+    model = without_compiler(model)
     cuts = _checked(model, cuts)
     call = None if example is None else as_call(model, example)
     pieces = sliced(model, cuts)
@@ -59,8 +61,21 @@ def by_names(model: nn.Module, cuts: Sequence[str], *, example: Any = None) -> P
     if course is None:
         _by_definition(skeleton)
     else:
-        _by_course(skeleton, course)
+        skeleton.course = course
+        _by_course(skeleton, model, course)
     return Pieces([piece(skeleton, model, stage) for stage in range(skeleton.stages)])
+
+
+def without_compiler(model: nn.Module) -> nn.Module:
+    """The model that ``torch.compile(model)`` compiles: as a whole it does not run here."""
+    inside = model._modules.get("_orig_mod") if isinstance(model, nn.Module) else None
+    if inside is None and getattr(model, "_compiled_call_impl", None) is None:
+        return model
+    _log.warning(
+        "the model was compiled as a whole, and its stages run as they are; compile its blocks "
+        "(torch.compile(block)), or the stages in prepare"
+    )
+    return model if inside is None else inside
 
 
 def _checked(model: nn.Module, cuts: Sequence[str]) -> tuple[str, ...]:
@@ -90,7 +105,7 @@ def _checked(model: nn.Module, cuts: Sequence[str]) -> tuple[str, ...]:
                 f"the cut {cut!r} lies inside of {inside!r}, which begins a stage as a whole; cut "
                 f"at the first submodule of {inside!r} instead"
             )
-        if type(model.get_submodule(cut)).forward is nn.Module.forward:
+        if type(unwrapped(model.get_submodule(cut))).forward is nn.Module.forward:
             raise PartitionError(
                 f"{cut!r} is a {type(model.get_submodule(cut)).__name__}, which is never called "
                 f"itself; cut at what it holds, such as '{cut}.0'"
@@ -139,20 +154,20 @@ def _without_padding(model: nn.Module, dummy: Any) -> Any:
     return dummy.where(dummy != padding, padding + 1)
 
 
-def _by_course(skeleton: Skeleton, course: Course) -> None:
-    """Let each unit lie in the stage that calls it, as a walk has seen."""
+def _by_course(skeleton: Skeleton, model: nn.Module, course: Course) -> None:
+    """Let each unit lie in the stages that use it, as a walk has seen."""
     stage = 0
     for name in skeleton.twins:
-        called = course.calls.get(name, [])
-        if len(set(called)) > 1:
+        called = set(course.calls.get(name, ()))
+        if len(called) > 1 and any(True for _ in model.get_submodule(name).buffers()):
             raise PartitionError(
-                f"the forward calls {name!r} in the stages {_listed(set(called))}, so its "
-                "parameters would have to be in all of them; cut the model where all its calls "
-                "are in one stage"
+                f"the forward calls {name!r} in the stages {_listed(called)}, so its buffers would "
+                "have to be in all of them; cut the model where all its calls are in one stage"
             )
+        used = called | course.units.get(name, set())
         # What is never called is kept beside what is defined before it, for the state's sake.
-        stage = called[0] if called else stage
-        skeleton.homes[name] = stage
+        stage = min(used, default=stage)
+        skeleton.homes[name] = frozenset(used or {stage})
     for name in skeleton.direct:
         skeleton.users[name] = frozenset(course.uses.get(name, {0}))
 
@@ -169,7 +184,7 @@ def _by_definition(skeleton: Skeleton) -> None:
                     "with if that is not the order of their definition"
                 )
             stage += 1
-        skeleton.homes[name] = stage
+        skeleton.homes[name] = frozenset({stage})
     for name in skeleton.direct:
         skeleton.users[name] = frozenset({0})
 

@@ -30,6 +30,10 @@ _FILLED = {
 }
 
 
+_DATA = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+"""What makes a result depend on more than shapes."""
+
+
 class Scene:
     """A forward in which ghosts appear; says where what is made of them comes from."""
 
@@ -48,15 +52,21 @@ class Scene:
         """The ghost that decides whose value an operation's result is."""
         return ghosts[0]
 
-    def stage_of(self, source: Ghost) -> int:
-        """The stage that has the result."""
-        return source.stage
+    def note_made(self, made: Ghost, ghosts: Sequence[Ghost], func: Any) -> None:
+        """Note that an operation on ghosts has made one."""
+
+    def note_written(self, ghost: Ghost, ghosts: Sequence[Ghost], func: Any) -> None:
+        """Note that an operation on ghosts has changed one of them in place."""
 
     def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a function of torch that is given ghosts."""
         args, kwargs = resolved((args, kwargs))
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
+
+    def may_guess(self) -> bool:
+        """Whether a shape or a number that depends on data may be guessed."""
+        return False
 
     def note_change(self) -> None:
         """Note that a ghost has got another shape."""
@@ -89,9 +99,13 @@ class Ghost(torch.Tensor):
     maker: str
     """The submodule, or the parameter, that it comes from."""
     stage: int
-    """The stage that has its data."""
+    """The stage that has made it."""
     parameter: bool
-    """Whether it is a parameter itself."""
+    """Whether it is a parameter of the model itself."""
+    owner = ""
+    """The unit whose parameter or buffer it is."""
+    history: Any = None
+    """Where a walk has seen it come from."""
     value: torch.Tensor | None
     """The data, once it has come from another stage."""
 
@@ -150,15 +164,19 @@ class Ghost(torch.Tensor):
 
     def typed(self, dtype: torch.dtype) -> Ghost:
         """The same with another type."""
-        meta = self.meta.to(dtype)
-        return Ghost(meta, self.maker, self.stage, self.device, parameter=self.parameter)
+        return self._like(self.meta.to(dtype))
+
+    def _like(self, meta: torch.Tensor) -> Ghost:
+        made = Ghost(meta, self.maker, self.stage, self.device, parameter=self.parameter)
+        made.owner = self.owner
+        return made
 
     def __repr__(self) -> str:  # pyright: ignore[reportIncompatibleMethodOverride]
         return f"Ghost({self.maker!r}, {self.dtype}, {list(self.shape)})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Ghost:
         # Its own attributes do not change, except that it gets its data, which a copy has not.
-        return Ghost(self.meta, self.maker, self.stage, self.device, parameter=self.parameter)
+        return self._like(self.meta)
 
     @classmethod
     def __torch_function__(
@@ -180,6 +198,8 @@ class Ghost(torch.Tensor):
         scene = here.scene or Scene(ghosts[0].device)
         source = scene.source(ghosts)
         if func is torch.ops.aten._local_scalar_dense.default:
+            if scene.may_guess():
+                return torch.zeros((), dtype=source.dtype).item()
             raise _no_data(source, "a number")
         if scene.mixed:
             _require_no_writing(func, args, kwargs, source)
@@ -189,20 +209,26 @@ class Ghost(torch.Tensor):
             return func(*meta_args, **{**meta_kwargs, "device": scene.device})
         try:
             output = func(*meta_args, **meta_kwargs)
-        except NotImplementedError as error:
-            raise _no_data(source, str(func)) from error
+        except Exception as error:
+            if not scene.mixed and not isinstance(error, NotImplementedError):
+                raise
+            if not scene.mixed or (_DATA & set(func.tags) and not scene.may_guess()):
+                raise _no_data(source, str(func)) from error
+            output = _on_zeros(func, meta_args, meta_kwargs)
         device = next((leaf for leaf in leaves if isinstance(leaf, torch.device)), scene.device)
-        stage = scene.stage_of(source)
         # An operation in place gives the tensor itself.
         same = {id(meta): leaf for meta, leaf in zip(metas, leaves, strict=True)}
 
         def ghostly(meta: torch.Tensor) -> Ghost:
             ghost = same.get(id(meta))
             if not isinstance(ghost, Ghost):
-                return Ghost(meta, source.maker, stage, device)
+                made = Ghost(meta, source.maker, source.stage, device)
+                scene.note_made(made, ghosts, func)
+                return made
             if (meta.shape, meta.stride()) != (ghost.shape, ghost.stride()):
                 scene.note_change()
-            ghost.maker, ghost.stage, ghost.meta = source.maker, stage, meta
+            scene.note_written(ghost, ghosts, func)
+            ghost.maker, ghost.meta = source.maker, meta
             return ghost
 
         return pytree.tree_map_only(torch.Tensor, ghostly, output)
@@ -247,6 +273,20 @@ def _without_data(leaf: Any) -> Any:
         # Ghosts may have one meta tensor in common, and some operations change its shape in place.
         return as_meta(leaf).detach()
     return _META if isinstance(leaf, torch.device) else leaf
+
+
+def _on_zeros(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What an operation gives that cannot run without data."""
+    device = torch.device("cpu")
+
+    def zeros(leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor):
+            return torch.zeros(tuple(leaf.shape), dtype=leaf.dtype)
+        return device if isinstance(leaf, torch.device) else leaf
+
+    args, kwargs = pytree.tree_map(zeros, (args, kwargs))
+    with torch._C.DisableTorchFunctionSubclass():
+        return pytree.tree_map_only(torch.Tensor, as_meta, func(*args, **kwargs))
 
 
 def _require_no_writing(

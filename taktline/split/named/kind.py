@@ -13,6 +13,7 @@ from taktline.split.named.ghost import Absent, Ghost
 from taktline.split.named.program import Program
 from taktline.split.named.script import Script
 from taktline.split.named.twin import is_constant
+from taktline.split.named.walk import Course, Value
 
 __all__ = ["Call", "Kind", "found_at"]
 
@@ -26,8 +27,20 @@ Path = tuple[Any, ...]
 class Kind:
     """What is known of such calls, and what was remembered of the first one."""
 
+    entering: frozenset[Path] = frozenset()
+    """Places among the arguments of the unit with which this stage begins."""
+    takes: tuple[Value, ...] = ()
+    """What comes beside these."""
     crossing: frozenset[Path] = frozenset()
     """Places among the arguments of the unit with which the next stage begins."""
+    sends: tuple[Value, ...] = ()
+    """What goes to it beside these."""
+    order: tuple[str, ...] | None = None
+    """The calls of units up to the end of this stage; None if they depend on more than shapes."""
+    changed: frozenset[str] = frozenset()
+    """The buffers and attributes that the forward changes by itself."""
+    opened: frozenset[int] = frozenset()
+    """The checkpoints that a cut goes through."""
     needed: tuple[bool, ...] = ()
     """For each leaf of the model's arguments, whether a later stage needs its data."""
     changes: bool | None = None
@@ -64,6 +77,20 @@ class Kind:
         made._call = call if all(map(_is_known, leaves)) else None
         return made
 
+    def follow(self, course: Course, stage: int) -> None:
+        """Take over what a walk has seen of a stage."""
+        if stage:
+            self.entering = course.crossings[stage - 1]
+            self.takes = tuple(course.beside[stage - 1])
+        if stage < len(course.crossings):
+            self.crossing = course.crossings[stage]
+            self.sends = tuple(course.beside[stage])
+        if not course.is_drawn:
+            self.order = tuple(name for name, where in course.order if where <= stage)
+        self.changed = course.changed
+        self.opened = frozenset(course.opened)
+        self.is_plain = self.is_plain and not (self.takes or self.sends or self.changed)
+
     def call(self, came: Call) -> Call:
         """The arguments of the model, with ghosts for those whose data has not come."""
         if not self._ghosts:
@@ -71,7 +98,11 @@ class Kind:
         return self._call or _with_ghosts(came, self._ghosts.__getitem__)
 
     def packed(
-        self, arguments: Any, came: Call, require_data: Callable[[Any], Any]
+        self,
+        arguments: Any,
+        beside: tuple[torch.Tensor, ...],
+        came: Call,
+        require_data: Callable[[Any], Any],
     ) -> tuple[Any, ...]:
         """What crosses a boundary: values, and the arguments that the model was called with."""
         values = tuple([found_at(arguments, path) for path in self._exits])
@@ -80,7 +111,7 @@ class Kind:
             crossing = [(path, leaf) for path, leaf in leaves if path in self.crossing]
             self._exits = tuple(path for path, _ in crossing)
             values = tuple(leaf for _, leaf in crossing)
-        return self.handed_on(values, came)
+        return self.handed_on((*values, *beside), came)
 
     def handed_on(self, values: tuple[Any, ...], came: Call) -> tuple[Any, ...]:
         """Values for the next stage, with as much as it needs of the model's arguments."""

@@ -10,19 +10,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
-from torch import nn
 from torch.utils import _pytree as pytree
 
 from taktline.errors import PartitionError
-from taktline.split.named.ghost import Ghost, Scene, resolved
-from taktline.split.named.kind import found_at
+from taktline.split.named.checkpoints import Checkpoints
+from taktline.split.named.ghost import Ghost, resolved
+from taktline.split.named.kind import Kind, found_at
 from taktline.split.named.program import Seen, versions_of
+from taktline.split.named.recorded import Recorded, lists, replayed, since
 from taktline.split.named.script import Coming, Event, Script, Step, Surroundings, is_like, written
 from taktline.split.named.skeleton import Skeleton
 from taktline.split.named.twin import Twin
+from taktline.split.named.walk import Value
 
 __all__ = ["FirstPassage", "Leave", "OtherTypes", "Passage", "Repeat", "Unlike"]
 
@@ -50,24 +53,93 @@ class OtherTypes(BaseException):
         self.types = types
 
 
-class Passage(Scene):
+class Passage(Checkpoints):
     """The forward of one micro-batch in one stage."""
 
     mixed = True
+    is_inside = False
+    _lengths: Mapping[str, int] = MappingProxyType({})
+    """How much was collected before a unit has run."""
 
     def __init__(
-        self, skeleton: Skeleton, stage: int, values: Sequence[Any], device: torch.device
+        self,
+        skeleton: Skeleton,
+        stage: int,
+        values: Sequence[Any],
+        device: torch.device,
+        kind: Kind,
     ) -> None:
-        super().__init__(device)
+        self.device = device
+        self.opened = kind.opened
         self._skeleton = skeleton
         self._stage = stage
         self._values = values
+        self._kind = kind
+        self._entering = len(values) - len(kind.takes)
+        """How many values the stage begins with; the others come beside them."""
         self._is_in = stage == 0
+        if kind.sends or not self.repeats:
+            self._calls: dict[str, int] = {}
+            self._caught: dict[Value, torch.Tensor] = {}
+            self._unsure: set[Value] = set()
+
+    def is_foreign(self, unit: Any) -> bool:
+        """Whether a unit of this stage is called for an earlier one, which has it, too."""
+        return not (self._is_in or unit.begins) and len(self._skeleton.homes[unit.unit]) > 1
+
+    def meet_early(self, unit: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What a unit gives in an earlier stage."""
+        twin = self._skeleton.twins[unit.unit]
+        return self.meet_foreign(twin, unit.training, args, kwargs)
+
+    def meet_foreign(
+        self, twin: Twin, training: bool, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """What a unit of another stage gives; or the way out."""
+        raise NotImplementedError
 
     def note_own(
-        self, unit: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+        self, unit: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> None:
-        """Note what a unit of this stage has returned."""
+        """Keep what later stages need of what a unit of this stage was given and has returned."""
+        call = self.count(unit.unit)
+        if self._lengths:
+            output = Recorded(output, since(self._lengths))
+        for value in self._kind.sends:
+            if value.unit == unit.unit and value.call == call:
+                leaves = pytree.tree_leaves(output if value.is_output else (args, kwargs))
+                self._caught[value] = leaves[value.leaf]
+                if self.is_kept:
+                    self._unsure.add(value)
+
+    def _note_lists(self) -> None:
+        """Note how much was collected before a unit runs."""
+        self._lengths = {key: len(part) for key, part in lists().items()}
+
+    def count(self, unit: str) -> int:
+        """Which call of a unit this is."""
+        call = self._calls.get(unit, 0)
+        self._calls[unit] = call + 1
+        return call
+
+    def beside(self) -> tuple[torch.Tensor, ...]:
+        """What goes to the next stage beside what it begins with."""
+        came = dict(zip(self._kind.takes, self._values[self._entering :], strict=True))
+        return tuple([self._sent(value, came) for value in self._kind.sends])
+
+    def _sent(self, value: Value, came: Mapping[Value, Any]) -> torch.Tensor:
+        sent = self._caught.get(value, came.get(value))
+        if not isinstance(sent, torch.Tensor):
+            raise PartitionError(
+                f"a later stage needs {value}, which stage {self._stage} has not come to; every "
+                "micro-batch must take the same way through the stages"
+            )
+        if value in self._unsure and torch.is_grad_enabled() and not sent.requires_grad:
+            raise PartitionError(
+                f"a later stage needs {value}, which lies inside of a checkpoint and has no "
+                "gradient there; checkpoint with use_reentrant=False"
+            )
+        return sent
 
     def require_data(self, tree: Any, user: str) -> Any:
         """A tree with the data of all its ghosts."""
@@ -88,7 +160,7 @@ class Passage(Scene):
         if twin.name != self._skeleton.starts(self._stage + 1):
             raise PartitionError(
                 f"the forward calls {twin.name!r}, which lies in stage "
-                f"{self._skeleton.homes[twin.name]}, in the middle of stage {self._stage}; "
+                f"{min(self._skeleton.homes[twin.name])}, in the middle of stage {self._stage}; "
                 "call by_names with an example= of what the model is called with"
             )
 
@@ -122,30 +194,35 @@ class FirstPassage(Passage):
 
     def __init__(
         self,
-        skeleton: Skeleton,
-        stage: int,
-        values: Sequence[Any],
-        device: torch.device,
+        *place: Any,
         types: Mapping[torch.dtype, torch.dtype],
         around: Surroundings | None,
-        *,
         last: bool,
     ) -> None:
-        super().__init__(skeleton, stage, values, device)
+        super().__init__(*place)
+        self.order: list[str] = []
+        """The calls of units, and of what is inside of units."""
         self._types = types
         self._last = last
         self._around = around
         self._events: list[Event] = []
         self._versions: dict[int, int] = {}
+        self._coming: dict[int, int] = {}
+        """The numbers of values that have come by now, by the ids of their ghosts, or their own."""
         if self._is_in and around is not None:
             self.script = Script((), ())
 
+    def note_inner(self, name: str) -> None:
+        """Note a call of what is inside of a unit."""
+        self.order.append(name)
+
     def meet_own(
-        self, begins: bool, kind: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, unit: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments for a unit of this stage, with what came from the stage before."""
+        kind = type(unit).__name__
         if not self._is_in:
-            if not begins:
+            if not unit.begins:
                 raise PartitionError(
                     f"the forward calls a {kind} of stage {self._stage} before "
                     f"{self._skeleton.starts(self._stage)!r}, with which the stage begins; every "
@@ -154,15 +231,20 @@ class FirstPassage(Passage):
             self._enter((args, kwargs))
         else:
             self.check_around()
+        self.order.append(unit.unit)
+        self.is_inside = True
+        self._note_lists()
         args, kwargs = self.require_data((args, kwargs), f"a {kind}")
         if self.seen is not None:
             self._versions = versions_of((*args, *kwargs.values()))
         return args, kwargs
 
     def note_own(
-        self, unit: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+        self, unit: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> None:
         """Note what a unit of this stage has returned."""
+        self.is_inside = False
+        super().note_own(unit, args, kwargs, output)
         if self.seen is not None and self._around is not None:
             after = versions_of((*args, *kwargs.values(), output))
             self.seen.append(Seen(unit, args, kwargs, self._versions, output, after))
@@ -181,11 +263,35 @@ class FirstPassage(Passage):
             self.require_exit(twin)
             self.check_around()
             raise Leave(args, kwargs)
+        self.order.append(twin.name)
+        call = self.count(twin.name)
+        for number, value in self._came_with(twin.name, call, is_output=False):
+            ghost = pytree.tree_leaves((args, kwargs))[value.leaf]
+            if isinstance(ghost, Ghost):
+                ghost.value = self._fitting(ghost, number, str(value))
+                self._coming[id(ghost)] = number
         output = twin.output(args, kwargs, training=training, stage=0, device=self.device)
         if self._types:
             output = pytree.tree_map_only(Ghost, self._typed, output)
+        came = {
+            value.leaf: number for number, value in self._came_with(twin.name, call, is_output=True)
+        }
+        if came:
+            leaves, spec = pytree.tree_flatten(output)
+            for leaf, number in came.items():
+                leaves[leaf] = self._fitting(leaves[leaf], number, f"the output of {twin.name!r}")
+                self._coming[id(leaves[leaf])] = number
+            output = pytree.tree_unflatten(leaves, spec)
         self._events.append(Event(twin, training, args, kwargs, output))
-        return output
+        return replayed(output)
+
+    def _came_with(self, unit: str, call: int, *, is_output: bool) -> list[tuple[int, Value]]:
+        """What came of a call of a unit, with its number."""
+        return [
+            (number, value)
+            for number, value in enumerate(self._kind.takes, self._entering)
+            if value[:3] == (unit, call, is_output)
+        ]
 
     def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a function of torch that is given ghosts."""
@@ -202,34 +308,47 @@ class FirstPassage(Passage):
     def _enter(self, arguments: Any) -> None:
         """Give the ghosts among the arguments of the first unit their data."""
         self._is_in = True
-        leaves, _ = pytree.tree_flatten_with_path(arguments)
-        ghosts = [(path, leaf) for path, leaf in leaves if isinstance(leaf, Ghost)]
         name = self._skeleton.starts(self._stage)
-        if len(ghosts) != len(self._values):
+        leaves, _ = pytree.tree_flatten_with_path(arguments)
+        given = [(path, leaf) for path, leaf in leaves if path in self._kind.entering]
+        if len(given) != self._entering:
             raise PartitionError(
-                f"{name!r}, with which stage {self._stage} begins, waits for {len(ghosts)} tensors "
-                f"from the stage before, but {len(self._values)} came; every rank must cut the "
+                f"{name!r}, with which stage {self._stage} begins, waits for {len(given)} tensors "
+                f"from the stage before, but {self._entering} came; every rank must cut the "
                 "same model"
             )
         types: dict[torch.dtype, torch.dtype] = {}
-        for (_, ghost), value in zip(ghosts, self._values, strict=True):
-            if ghost.shape != value.shape:
-                raise PartitionError(
-                    f"{name!r}, with which stage {self._stage} begins, waits for a tensor of the "
-                    f"shape {list(ghost.shape)} from the stage before, but one of "
-                    f"{list(value.shape)} came; every rank must cut the same model"
-                )
-            if ghost.dtype is not value.dtype:
-                types[ghost.dtype] = value.dtype
+        for number, (_, ghost) in enumerate(given):
+            if isinstance(ghost, Ghost):  # whose data has not come beside
+                name_of = f"{name!r}, with which stage {self._stage} begins,"
+                value = self._fitting(ghost, number, name_of)
+                if ghost.dtype is not value.dtype:
+                    types[ghost.dtype] = value.dtype
+                # Of a ghost that is there twice, the last value counts.
+                self._coming[id(ghost)] = number
         if types and not self._last:
             raise OtherTypes({} if self._types else types)
+        places = [
+            (path, self._coming[id(leaf)]) for path, leaf in given if id(leaf) in self._coming
+        ]
         if not types and self._around is not None and not self._around.changed():
-            self.script = written(self._events, ghosts)
+            self.script = written(self._events, self._coming, places)
             self.seen = None if self.script is None or torch.is_inference_mode_enabled() else []
             self._around.renew()
         self._events.clear()
-        for (_, ghost), value in zip(ghosts, self._values, strict=True):
-            ghost.value = value
+        for _, ghost in given:
+            if isinstance(ghost, Ghost):
+                ghost.value = self._values[self._coming[id(ghost)]]
+
+    def _fitting(self, ghost: Any, number: int, user: str) -> torch.Tensor:
+        """A value that came, if it has the shape of its ghost."""
+        value = self._values[number]
+        if ghost.shape != value.shape:
+            raise PartitionError(
+                f"{user} waits for a tensor of the shape {list(ghost.shape)} from the stage "
+                f"before, but one of {list(value.shape)} came; every rank must cut the same model"
+            )
+        return value
 
     def _typed(self, ghost: Ghost) -> Ghost:
         return ghost.typed(self._types.get(ghost.dtype, ghost.dtype))
@@ -240,51 +359,58 @@ class Repeat(Passage):
 
     repeats = True
 
-    def __init__(
-        self,
-        skeleton: Skeleton,
-        stage: int,
-        values: Sequence[Any],
-        device: torch.device,
-        script: Script,
-    ) -> None:
-        super().__init__(skeleton, stage, values, device)
-        self.bare = self._is_in
+    def __init__(self, *place: Any, script: Script) -> None:
+        super().__init__(*place)
+        self.bare = self._is_in and not self._kind.sends
         self._script = script
         self._steps = iter(script.steps)
 
     def meet_own(
-        self, begins: bool, kind: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, unit: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Make sure that all values have come where the stage begins."""
-        if not begins or next(self._steps, None) is not None:
+        if self._kind.sends:
+            self._note_lists()
+        if self._is_in:
+            return args, kwargs
+        if not unit.begins or next(self._steps, None) is not None:
             raise Unlike
         arguments = (args, kwargs)
         for path, value in self._script.places:
             if found_at(arguments, path) is not self._values[value]:
                 raise Unlike
-        self.bare = self._is_in = True
+        self._is_in = True
+        self.bare = not self._kind.sends
         return arguments
+
+    def note_own(
+        self, unit: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> None:
+        """Keep what later stages need."""
+        if self._kind.sends:
+            super().note_own(unit, args, kwargs, output)
 
     def meet_again(
         self, twin: Twin, training: bool, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """What the script says; or the way out."""
-        if self.bare:
+        if self._is_in:
             self.require_exit(twin)
             raise Leave(args, kwargs)
         step = next(self._steps, None)
         if step is None or step.who is not twin or step.training is not training:
             raise Unlike
+        if self._kind.sends:
+            self.count(twin.name)
         if len(args) == 1 and args[0] is step.only and not kwargs:
-            return step.output
-        return self._played(step, args, kwargs)
+            return replayed(step.output)
+        return replayed(self._played(step, args, kwargs))
 
     meet_foreign = meet_again
 
     def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What the script says; afterwards, whatever there are ghosts for yet."""
-        if self.bare:
+        if self._is_in:
             return super().call(func, args, kwargs)
         step = next(self._steps, None)
         if step is None or step.who != func:

@@ -8,7 +8,9 @@ a program, with which they need not (:mod:`program`).
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -17,6 +19,7 @@ from torch.utils import _pytree as pytree
 
 from taktline.errors import PartitionError
 from taktline.split.named import program
+from taktline.split.named.changes import Changes
 from taktline.split.named.ghost import Absent, Ghost
 from taktline.split.named.kind import Call, Kind
 from taktline.split.named.lent import copies
@@ -32,13 +35,29 @@ from taktline.split.named.plain import guards_of
 from taktline.split.named.recent import Recent
 from taktline.split.named.script import Surroundings
 from taktline.split.named.skeleton import Skeleton
+from taktline.split.named.stand_in import is_gate
 from taktline.split.named.twin import autocast_of, look
-from taktline.split.named.walk import Course, device_of, walk
+from taktline.split.named.walk import Course, Crossing, device_of, walk
+from taktline.split.named.watch import inner_of, watching
+from taktline.stage.names import unwrapped
 
-__all__ = ["Role"]
+__all__ = ["Role", "crossings_of"]
 
+_BY_HAND = "cut the model by hand, or with taktline.pipeline, which traces it"
 _UNKNOWN = object()
 """In the place of an output that is not known how to be made."""
+
+
+def crossings_of(piece: nn.Module) -> list[Crossing]:
+    """What a piece hands to the next stage beside the model's arguments, as an example has shown.
+
+    Nothing for other modules, or if no call was seen yet.
+    """
+    role: Role | None = vars(piece).get("_role")
+    course = None if role is None else role.skeleton.course
+    if role is None or course is None or role._is_last:
+        return []
+    return [*course.handed[role.stage], *course.beside[role.stage].values()]
 
 
 @dataclass(eq=False, slots=True)
@@ -50,6 +69,10 @@ class Role:
     _known: Recent[Kind] = field(default_factory=Recent)
     _types: Mapping[torch.dtype, torch.dtype] = field(default_factory=dict)
     """Types that other stages are known to give instead of those that their submodules have."""
+    _changes: Changes | None = None
+    """What the forward changes by itself."""
+    _changed: frozenset[str] = frozenset()
+    """The names of that."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Role:
         return Role(self.skeleton, self.stage)  # what is known is of these very modules
@@ -78,8 +101,15 @@ class Role:
         # Taken out meanwhile: a script is for one call at a time.
         kind = self._known.pop(key, None)
         if kind is None:
+            if not modes:
+                self.skeleton.follow(piece)
             kind = self._learn(came, device)
             kind.is_open = not modes  # in which tensors may have no data, or operations be counted
+        if not modes and not kind.changed <= self._changed:
+            self._have_own(piece, kind.changed)
+        changes = None if modes else self._changes
+        if changes is not None:
+            changes.keep()
         made: Sequence[torch.Tensor] = ()
         if kind.changes is not False and any(value.requires_grad for value in values):
             values, made = copies(values)
@@ -89,6 +119,8 @@ class Role:
                 output = self._first(kind, piece, forward, values, came, device)
         finally:
             self._known.keep(key, kind)
+        if changes is not None:
+            changes.settle()
         if made:
             kind.changes = any(copy._version for copy in made)
         return output
@@ -106,11 +138,12 @@ class Role:
             output = kind.program.run(values)
             return output[0] if self._is_last else kind.handed_on(output, came)
         if kind.script is not None:
-            passage = Repeat(self.skeleton, self.stage, values, device, kind.script)
+            place = (self.skeleton, self.stage, values, device, kind)
             try:
-                return self._pass(passage, forward, kind, came)
+                return self._pass(Repeat(*place, script=kind.script), forward, kind, came)
             except Unlike:
-                pass
+                if self._changes is not None:
+                    self._changes.undo()
         return _UNKNOWN
 
     def _first(
@@ -126,15 +159,33 @@ class Role:
         containers = {name: piece.get_submodule(name) for name in sorted(self.skeleton.containers)}
         around = Surroundings(list(containers.values()), device) if kind.is_open else None
         versions = program.versions_of(values)
+        units = {name: piece.get_submodule(name) for name in self.skeleton.twins}
+        # Not of what was put around a unit since: that calls what it likes.
+        own = {name: module for name, module in units.items() if is_gate(module)}
+        # What is compiled is not to be watched: its code would be made for that.
+        is_compiled = any(
+            module._compiled_call_impl or unwrapped(module) is not module
+            for module in units.values()
+        )
+        inner = {} if is_compiled else {**self.skeleton.inner, **inner_of(own)}
+        changes = Changes(self.skeleton.common_of(piece))
+        changes.keep()
         for tries in range(3):  # with the types that are known, with none, and whatever they are
             passage = FirstPassage(
-                self.skeleton, self.stage, values, device, self._types, around, last=tries == 2
+                *(self.skeleton, self.stage, values, device, kind),
+                types=self._types,
+                around=around,
+                last=tries == 2,
             )
             try:
-                output = self._pass(passage, forward, kind, came)
+                with watching(passage, inner) if inner else nullcontext():
+                    output = self._pass(passage, forward, kind, came)
             except OtherTypes as other:
                 self._types = other.types
+                changes.undo()
                 continue
+            is_watched = bool(inner) or not self.skeleton.inner
+            self._require_like(kind, passage.order, changes.changed(), is_watched=is_watched)
             kind.script, kind.program = passage.script, None
             kind.is_open = kind.script is not None
             passage.check_around()
@@ -155,7 +206,8 @@ class Role:
             try:
                 output = forward(*args, **kwargs)
             except Leave as leave:
-                return kind.packed(leave.arguments, came, passage.require_handed_on)
+                beside = passage.beside() if kind.sends else ()
+                return kind.packed(leave.arguments, beside, came, passage.require_handed_on)
         return passage.finish(output)
 
     @property
@@ -182,6 +234,7 @@ class Role:
         call = kind.call(came)
         self._require_not_recorded(call[1])
         course = walk(self.skeleton, *call)
+        self.skeleton.course = self.skeleton.course or course
         self._require_at_home(course)
         if not self._is_last:
             leaves, spec = pytree.tree_flatten(call)
@@ -192,8 +245,38 @@ class Role:
                 and (not leaf.is_floating_point() or self._is_missed(leaves, place, spec, course))
                 for place, leaf in enumerate(leaves)
             )
-            kind.crossing = course.crossings[self.stage]
+        kind.follow(course, self.stage)
         return kind
+
+    def _have_own(self, piece: nn.Module, changed: frozenset[str]) -> None:
+        """Have of this stage alone what each stage changes."""
+        if not self._is_last:
+            self.skeleton.separate(piece, changed - self._changed)
+            Changes(self.skeleton.common_of(piece), changed - self._changed).separate()
+        self._changed |= changed
+        self._changes = Changes(self.skeleton.common_of(piece), self._changed)
+
+    def _require_like(
+        self, kind: Kind, order: Sequence[str], changed: set[str], *, is_watched: bool
+    ) -> None:
+        """Raise if a stage has not done what the forward of the whole model does up to its end."""
+        missing = kind.changed - changed if self._is_last else set()
+        for name in sorted(missing | (changed - kind.changed)):
+            raise PartitionError(
+                f"stage {self.stage} changes {name!r} otherwise than the whole model; {_BY_HAND}"
+            )
+        expects = kind.order
+        if expects is not None and not is_watched:
+            expects = tuple(name for name in expects if name in self.skeleton.twins)
+        if expects is None or tuple(order) == expects:
+            return
+        pairs = zip_longest(order, expects)
+        found, expected = next(pair for pair in pairs if pair[0] != pair[1])
+        raise PartitionError(
+            f"the forward of stage {self.stage} calls {found or 'nothing'!r} where that of the "
+            f"whole model calls {expected or 'nothing'!r}, so something would be left out; "
+            f"{_BY_HAND}"
+        )
 
     def _is_missed(
         self, leaves: list[Any], place: int, spec: pytree.TreeSpec, course: Course
@@ -206,7 +289,8 @@ class Role:
             without = walk(self.skeleton, args, kwargs)
         except Exception:
             return True  # somebody looks at its data
-        return without.crossings[self.stage :] != course.crossings[self.stage :]
+        crossing = (without.crossings, [set(values) for values in without.beside])
+        return crossing != (course.crossings, [set(values) for values in course.beside])
 
     def _without_cache(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         """Keywords that keep a model of transformers from caching keys and values.
@@ -228,17 +312,23 @@ class Role:
                     f"{name} asks for what the layers of all stages give, and each stage has only "
                     "its own; leave it out, or register hooks with the layers of the pieces"
                 )
+        if kwargs.get("output_router_logits") and not getattr(config, "output_router_logits", True):
+            raise PartitionError(
+                "output_router_logits asks for what is inside of the layers; say so before the "
+                "model is cut: model.config.output_router_logits = True"
+            )
 
     def _require_at_home(self, course: Course) -> None:
         """Raise if a unit or parameter is used in another stage than that which has it."""
         text = "call by_names with an example= of what the model is called with"
-        for name, stages in course.calls.items():
-            home = self.skeleton.homes[name]
-            if set(stages) != {home}:
-                away = next(stage for stage in stages if stage != home)
+        for name in {**course.calls, **course.units}:
+            stages = course.calls.get(name, ())
+            homes = self.skeleton.homes[name]
+            away = {*stages, *course.units.get(name, ())} - homes
+            if away:
                 raise PartitionError(
-                    f"the forward calls {name!r} in stage {away}, but it lies in stage {home}; "
-                    f"{text}"
+                    f"the forward calls {name!r} in stage {min(away)}, but it lies in stage "
+                    f"{min(homes)}; {text}"
                 )
         for name, used in course.uses.items():
             away = used - self.skeleton.users[name]

@@ -22,6 +22,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from taktline.split.named.ghost import Ghost
+from taktline.split.named.recorded import Recorded
 from taktline.split.named.twin import is_constant
 
 __all__ = ["Coming", "Event", "Script", "Step", "Surroundings", "is_like", "written"]
@@ -87,15 +88,16 @@ class _Unknown(Exception):
 
 
 def written(
-    events: Iterable[Event], places: Sequence[tuple[tuple[Any, ...], Ghost]]
+    events: Iterable[Event],
+    coming: Mapping[int, int],
+    places: Sequence[tuple[tuple[Any, ...], int]],
 ) -> Script | None:
-    """The script of some events, after which a stage begins with ghosts in these places.
+    """The script of some events, after which a stage begins with values in these places.
 
-    None if there can be none: values that come must be what an event gives, and not go into
+    ``coming`` are the values that come, by the ids of their ghosts, or of themselves. None if there
+    can be no script: values that come must be what an event gives, and ghosts of them not go into
     operations before the stage begins, which would be done with their data.
     """
-    # Of a ghost that is there twice, the last value counts.
-    coming = {id(ghost): value for value, (_, ghost) in enumerate(places)}
     made: set[int] = set()
     steps: list[Step] = []
     for event in events:
@@ -108,10 +110,7 @@ def written(
             made.update(id(part) for part in pytree.tree_leaves(event.output))
     if not coming.keys() <= made:
         return None
-    return Script(
-        tuple(steps),
-        tuple((path, coming[id(ghost)]) for path, ghost in places),
-    )
+    return Script(tuple(steps), tuple(places))
 
 
 def _step(event: Event, coming: Mapping[int, int]) -> Step | None:
@@ -119,7 +118,7 @@ def _step(event: Event, coming: Mapping[int, int]) -> Step | None:
     parts, tree = pytree.tree_flatten(event.output)
     tensors = [part for part in parts if isinstance(part, torch.Tensor)]
     is_function = event.training is None
-    runs = any(not isinstance(part, Ghost) for part in tensors)
+    runs = any(not isinstance(part, Ghost) and id(part) not in coming for part in tensors)
     if is_function:
         given = [
             part
@@ -130,10 +129,11 @@ def _step(event: Event, coming: Mapping[int, int]) -> Step | None:
             if tensors or not all(id(part) in coming for part in given):
                 raise _Unknown
             return None
-    elif runs or not all(isinstance(part, Ghost) or is_constant(part) for part in parts):
+    elif runs or not all(isinstance(part, torch.Tensor) or is_constant(part) for part in parts):
         raise _Unknown
     made = tuple(Coming(coming[id(part)]) if id(part) in coming else part for part in parts)
-    is_shared = tree.is_leaf() or type(event.output) is tuple
+    whole = event.output.output if type(event.output) is Recorded else event.output
+    is_shared = isinstance(whole, torch.Tensor) or type(whole) is tuple
     remade = not is_shared or any(type(part) is Coming for part in made)
     output = None if runs or remade else event.output
     args, kwargs = _known(event.args, coming), _known(event.kwargs, coming)

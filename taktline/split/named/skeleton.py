@@ -14,7 +14,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from inspect import signature
@@ -24,9 +24,13 @@ import torch
 from torch import nn
 
 from taktline.errors import PartitionError
+from taktline.split.named.changes import follow
 from taktline.split.named.ghost import ANYWHERE, Ghost
-from taktline.split.named.stand_in import gate, stand_in
+from taktline.split.named.recorded import hook
+from taktline.split.named.stand_in import gate, image, stand_in
 from taktline.split.named.twin import Twin
+from taktline.split.named.watch import inner_of
+from taktline.stage.names import unwrapped
 
 __all__ = ["Skeleton", "containers_of", "copied", "joined"]
 
@@ -52,35 +56,41 @@ class Skeleton:
     """Of the units, in the order in which the model has them."""
     direct: dict[str, Ghost] = field(default_factory=dict)
     """The parameters of containers themselves."""
-    homes: dict[str, int] = field(default_factory=dict)
-    """The stage of each unit."""
+    homes: dict[str, frozenset[int]] = field(default_factory=dict)
+    """The stages that have each unit: those that use it."""
     users: dict[str, frozenset[int]] = field(default_factory=dict)
     """The stages that use each parameter of a container."""
     hooked: list[str] = field(default_factory=list)
     """The units whose stand-ins have got hooks."""
     retyped: int = 0
     """How often something has got another type."""
+    course: Any = None
+    """What the first walk through the forward has seen, once the cuts are known."""
     bones: nn.Module = field(init=False)
-    """The model with stand-ins only."""
+    """The model without data."""
 
     @classmethod
     def of(cls, model: nn.Module, cuts: Sequence[str]) -> Skeleton:
         """The skeleton of a model; which stage has what is to be found out yet."""
+        hook(model)
         made = cls(type(model), tuple(cuts), containers=containers_of(model, cuts))
-        memo, free = _without_data(model)
+        free = _without_data(model)
         skips: dict[str, Any] = {}
 
         def note(name: str, module: nn.Module) -> nn.Module:
             if name not in made.cuts and not _is_unit(module):
                 return copy.deepcopy(module, free)
-            made.twins[name] = Twin(name, copy.deepcopy(module, memo), skips, made.hooked)
-            return stand_in(made.twins[name], module.training)
+            inside = unwrapped(module)  # without data there is nothing to compile
+            twin = copy.deepcopy(inside, _ghosts(name, inside))
+            made.twins[name] = Twin(name, twin, module.training, skips, made.hooked)
+            return image(made.twins[name])
 
         def keep(name: str, parameter: nn.Parameter) -> Ghost:
             made.direct[name] = Ghost.of(parameter, name, ANYWHERE, parameter=True)
             return made.direct[name]
 
         made.bones = copied(model, "", made.containers, note, keep)
+        made._forget_caches(made.bones)
         for name in made.containers:
             container = made.bones.get_submodule(name)
             container._buffers = copy.deepcopy(container._buffers, free)
@@ -99,6 +109,50 @@ class Skeleton:
         """The names of what the model's forward takes."""
         return tuple(signature(self.kind.forward).parameters)[1:]
 
+    @cached_property
+    def inner(self) -> dict[int, str]:
+        """The names of what is inside of the copies of units, by their ids."""
+        return inner_of({name: twin.module for name, twin in self.twins.items()})
+
+    @cached_property
+    def common(self) -> dict[str, nn.Module]:
+        """What every stage runs, without data."""
+        return self.common_of(self.bones)
+
+    def common_of(self, model: nn.Module) -> dict[str, nn.Module]:
+        """The same of a piece: containers, and submodules that are no units."""
+        found: dict[str, nn.Module] = {}
+        for name in sorted(self.containers):
+            container = model.get_submodule(name)
+            found[name] = container
+            for key, child in container._modules.items():
+                path = joined(name, key)
+                if child is not None and path not in self.twins and path not in self.containers:
+                    inner = nn.Module.named_modules(child)
+                    found |= {joined(path, part): module for part, module in inner}
+        return found
+
+    def follow(self, piece: nn.Module) -> None:
+        """Be in training or evaluation, and have what a forward may ask for, as a piece does."""
+        common = self.common_of(piece)
+        for name, module in self.common.items():
+            follow(module, common[name])
+        for name, twin in self.twins.items():
+            twin.training = piece.get_submodule(name).training
+
+    def separate(self, piece: nn.Module, changed: Collection[str]) -> None:
+        """Let a piece have submodules of its own in the place of those that stages share.
+
+        ``changed`` are the names of what a forward changes.
+        """
+        for name in self.containers:
+            container = piece.get_submodule(name)
+            for key, child in container._modules.items():
+                path = joined(name, key)
+                is_shared = path not in self.twins and path not in self.containers
+                if child and is_shared and any(each.startswith(f"{path}.") for each in changed):
+                    container._modules[key] = _separate(child)
+
     def starts(self, stage: int) -> str:
         """The unit with which a stage begins; empty for the first one, and after the last one."""
         return self.cuts[stage - 1] if 0 < stage < self.stages else ""
@@ -109,14 +163,28 @@ class Skeleton:
         def child(name: str, module: nn.Module) -> nn.Module:
             if name not in self.twins:
                 return module
-            if self.homes[name] == stage:
-                return gate(module, begins=name in self.cuts)
-            return stand_in(self.twins[name], module.training)
+            if stage in self.homes[name]:
+                return gate(module, name, begins=name == self.starts(stage))
+            return stand_in(self.twins[name], type(unwrapped(module)), module.training)
 
         def parameter(name: str, parameter: nn.Parameter) -> nn.Parameter | Ghost:
             return parameter if stage in self.users[name] else self.direct[name]
 
-        return copied(model, "", self.containers, child, parameter)
+        made = copied(model, "", self.containers, child, parameter)
+        self._forget_caches(made)
+        return made
+
+    def _forget_caches(self, piece: nn.Module) -> None:
+        """Keep a model of transformers inside of another one from caching keys and values.
+
+        That has no argument for it, and no stage could give the cache of all layers.
+        """
+        for name in self.containers - {""} if "use_cache" not in self.arguments else ():
+            container = piece.get_submodule(name)
+            config: Any = copy.copy(vars(container).get("config"))
+            if getattr(config, "use_cache", False):
+                config.use_cache = False
+                vars(container)["config"] = config
 
     def retype(self, piece: nn.Module, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Follow what is done to the parameters of a piece, as far as it changes their types."""
@@ -160,9 +228,8 @@ def copied(
     """A container with tables of its own, and others, or none, in the place of its units."""
     _require_free(container, path)
     made = object.__new__(type(container))
-    made.__dict__ = {
-        key: copy.copy(value) if key in _TABLES else value for key, value in vars(container).items()
-    }
+    made.__dict__ = _own_tables(container)
+    made._compiled_call_impl = None  # which is that of the whole model
     made._modules, made._parameters = {}, {}
     for key, module in container._modules.items():
         name = joined(path, key)
@@ -189,7 +256,7 @@ def containers_of(model: nn.Module, cuts: Sequence[str]) -> frozenset[str]:
         found |= {".".join(parts[:length]) for length in range(1, len(parts))}
     for name, module in model.named_modules(remove_duplicate=False):
         parent, _, _ = name.rpartition(".")
-        if parent in found and type(module).forward is nn.Module.forward:
+        if parent in found and type(unwrapped(module)).forward is nn.Module.forward:
             found.add(name)
     return frozenset(found)
 
@@ -199,17 +266,22 @@ def _is_unit(module: nn.Module) -> bool:
     return bool(module.state_dict(keep_vars=True))
 
 
-def _without_data(model: nn.Module) -> tuple[dict[int, Any], dict[int, Any]]:
-    """For copies of units: ghosts for all that has data; of others: for what has none yet."""
-    units: dict[int, Any] = {}
-    free: dict[int, Any] = {}
-    for name, parameter in model.named_parameters():
-        units[id(parameter)] = Ghost.of(parameter, name, ANYWHERE)
-    for name, buffer in model.named_buffers():
-        units[id(buffer)] = Ghost.of(buffer, name, ANYWHERE)
-        if buffer.is_meta:
-            free[id(buffer)] = units[id(buffer)]
-    return units, free
+def _ghosts(unit: str, module: nn.Module) -> dict[int, Any]:
+    """For a copy of a unit: ghosts for all that has data."""
+    memo: dict[int, Any] = {}
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        memo[id(tensor)] = ghost = Ghost.of(tensor, joined(unit, name), ANYWHERE)
+        ghost.owner = unit
+    return memo
+
+
+def _without_data(model: nn.Module) -> dict[int, Any]:
+    """For copies of what every stage has: ghosts for what has no data yet."""
+    return {
+        id(buffer): Ghost.of(buffer, name, ANYWHERE)
+        for name, buffer in model.named_buffers()
+        if buffer.is_meta
+    }
 
 
 def _require_free(container: nn.Module, path: str) -> None:
@@ -231,5 +303,22 @@ def _require_free(container: nn.Module, path: str) -> None:
             )
 
 
+def _separate(module: nn.Module) -> nn.Module:
+    """A module with tables of its own, and the same tensors."""
+    made = object.__new__(type(module))
+    made.__dict__ = _own_tables(module)
+    made._modules = {
+        key: None if child is None else _separate(child) for key, child in module._modules.items()
+    }
+    return made
+
+
+def _own_tables(module: nn.Module) -> dict[str, Any]:
+    return {
+        key: copy.copy(value) if key in _TABLES else value for key, value in vars(module).items()
+    }
+
+
 def joined(path: str, key: str) -> str:
-    return f"{path}.{key}" if path else key
+    """The name of something in a module of a name."""
+    return ".".join(filter(None, (path, key)))

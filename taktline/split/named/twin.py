@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.utils import _pytree as pytree
 
 from taktline.aside import Aside, Skip
 from taktline.errors import PartitionError
 from taktline.split.named.ghost import Absent, Ghost, Scene, as_meta
 from taktline.split.named.recent import Recent
+from taktline.split.named.recorded import lists, recorded
 
 __all__ = ["Twin", "autocast_of", "is_constant", "look"]
 
@@ -42,12 +45,14 @@ class Twin:
     Args:
         name: what it is called in the model.
         module: the copy.
+        training: whether the submodule was in training mode.
         skips: what the twins of a model have put so far.
         hooked: the names of those that hooks were registered with, in any piece.
     """
 
     name: str
     module: nn.Module
+    training: bool
     skips: dict[str, Skip]
     hooked: list[str]
     _known: Recent[tuple[list[Any], pytree.TreeSpec]] = field(default_factory=Recent)
@@ -64,8 +69,12 @@ class Twin:
         stage: int,
         device: torch.device,
     ) -> Any:
-        """Ghosts in the arrangement of what the submodule gives for such arguments."""
-        key = (look(args), look(kwargs), training, device.type, autocast_of(device))
+        """Ghosts in the arrangement of what the submodule gives for such arguments.
+
+        With what is collected from inside of it, if the model that is running collects something.
+        """
+        lately = tuple(lists())
+        key = (look(args), look(kwargs), training, device.type, autocast_of(device), lately)
         parts, tree = self._known.find(key, lambda: self._learn(args, kwargs, training, device))
         if tree.is_leaf() and isinstance(parts[0], torch.Tensor):
             return Ghost(parts[0], self.name, stage, device)  # as most often
@@ -89,27 +98,22 @@ class Twin:
         self, args: tuple[Any, ...], kwargs: dict[str, Any], training: bool, device: torch.device
     ) -> tuple[list[Any], pytree.TreeSpec]:
         leaves, spec = pytree.tree_flatten((args, kwargs))
-        # Shapes that depend on data hold for no other; and a cache must not get what a twin gives.
-        inputs = [
-            Ghost.of(leaf, "an argument", 0)
-            if isinstance(leaf, torch.Tensor)
-            else leaf
-            if is_constant(leaf)
-            else copy.deepcopy(leaf)
-            for leaf in leaves
-        ]
-        args, kwargs = pytree.tree_unflatten(inputs, spec)
         self.module.train(training)
-        with Scene(device), _Beside(0, self.skips), torch.no_grad():
+        with unset_fake_temporarily():  # what is learned holds in other modes, too
             try:
-                output = self.module(*args, **kwargs)
+                return self._run(self.module, [_as_ghost(leaf) for leaf in leaves], spec, device)
             except Exception as error:
-                raise PartitionError(
-                    f"{_reason(error)}\n\nOther stages need to know the shapes of what "
-                    f"{self.name!r} gives, and it cannot tell them without data (see above); cut "
-                    "the model with taktline.pipeline, which traces it, or by hand"
-                ) from error
-        places = {id(leaf): place for place, leaf in enumerate(inputs) if not is_constant(leaf)}
+                # Whatever it is that cannot be done without data: try with data that is made up.
+                return self._probe(leaves, spec, device, error)
+
+    def _run(
+        self, module: nn.Module, leaves: Sequence[Any], spec: pytree.TreeSpec, device: torch.device
+    ) -> tuple[list[Any], pytree.TreeSpec]:
+        """What a copy gives: its parts are known by shape, or are one of the arguments."""
+        args, kwargs = pytree.tree_unflatten(leaves, spec)
+        with Scene(device), _Beside(0, self.skips), torch.no_grad():
+            output = recorded(lambda: module(*args, **kwargs))
+        places = {id(leaf): place for place, leaf in enumerate(leaves) if not is_constant(leaf)}
         parts, tree = pytree.tree_flatten(output)
         learned: list[Any] = []
         for part in parts:
@@ -118,6 +122,71 @@ class Twin:
             else:
                 learned.append(as_meta(part) if isinstance(part, torch.Tensor) else part)
         return learned, tree
+
+    def _probe(
+        self,
+        leaves: Sequence[Any],
+        spec: pytree.TreeSpec,
+        device: torch.device,
+        error: Exception,
+    ) -> tuple[list[Any], pytree.TreeSpec]:
+        """The same with data that is made up, of which no shape must depend."""
+        devices = [device] if device.type == "cuda" else []
+        found: list[tuple[list[Any], pytree.TreeSpec]] = []
+        with torch.random.fork_rng(devices=devices):
+            for seed in range(2):
+                torch.manual_seed(seed)
+                tensors = (*self.module.parameters(), *self.module.buffers())
+                memo = {id(ghost): _made_up(ghost, device) for ghost in tensors}
+                inputs = [_with_data(leaf, device, keep=not seed) for leaf in leaves]
+                try:
+                    made = self._run(copy.deepcopy(self.module, memo), inputs, spec, device)
+                except Exception as other:
+                    raise self._no_shapes(error) from other
+                found.append(made)
+        (parts, tree), (others, other_tree) = found
+        if tree != other_tree or list(map(look, parts)) != list(map(look, others)):
+            raise self._no_shapes(error) from error
+        return parts, tree
+
+    def _no_shapes(self, error: Exception) -> PartitionError:
+        return PartitionError(
+            f"{_reason(error)}\n\nOther stages need to know the shapes of what {self.name!r} "
+            "gives, and it cannot tell them without its data (see above); cut the model with "
+            "taktline.pipeline, which traces it, or by hand"
+        )
+
+
+def _as_ghost(leaf: Any) -> Any:
+    """An argument without data: shapes that depend on data hold for no other."""
+    if isinstance(leaf, torch.Tensor):
+        return Ghost.of(leaf, "an argument", 0)
+    return _apart(leaf)
+
+
+def _with_data(leaf: Any, device: torch.device, *, keep: bool) -> Any:
+    """An argument with data: its own, as far as there is any; unless ``keep``, no fractions."""
+    if not isinstance(leaf, torch.Tensor):
+        return _apart(leaf)
+    value = leaf.value if isinstance(leaf, Ghost) else leaf
+    if value is None or type(value) not in (torch.Tensor, nn.Parameter) or value.is_meta:
+        return _made_up(leaf, device)
+    return (
+        value.detach().clone() if keep or not value.is_floating_point() else _made_up(leaf, device)
+    )
+
+
+def _apart(leaf: Any) -> Any:
+    """An argument that is no tensor; a cache must not get what a twin gives."""
+    return leaf if is_constant(leaf) else copy.deepcopy(leaf)
+
+
+def _made_up(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A tensor like another one, with some data."""
+    made = torch.zeros(tuple(tensor.shape), dtype=tensor.dtype, device=device)
+    if made.is_floating_point():
+        made.normal_(0, 0.1)
+    return nn.Parameter(made, False) if isinstance(tensor, nn.Parameter) else made
 
 
 def look(value: Any) -> Any:

@@ -1,4 +1,9 @@
-"""A run through a model's forward without data, to see what is called when and what crosses."""
+"""A run through a model's forward without data, to see what is called when and what crosses.
+
+A stage begins with a unit, and gets what the forward hands to it. What it uses beside that, of what
+earlier stages have made, crosses too: what a unit has returned, or was given, under its name; what
+the forward has made of such values by itself is made of them again where it is used.
+"""
 
 from __future__ import annotations
 
@@ -6,36 +11,76 @@ import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import _disable_current_modes
 
 from taktline.errors import PartitionError
-from taktline.split.named.ghost import ANYWHERE, Ghost, Scene
+from taktline.split.named.changes import Changes
+from taktline.split.named.checkpoints import Checkpoints
+from taktline.split.named.ghost import ANYWHERE, Ghost
+from taktline.split.named.recorded import replayed
 from taktline.split.named.skeleton import Skeleton
 from taktline.split.named.twin import Twin
+from taktline.split.named.watch import watching
 
-__all__ = ["Course", "device_of", "walk"]
+__all__ = ["Course", "Crossing", "Value", "device_of", "walk"]
 
 Path = tuple[Any, ...]
 
-_ELSE = (
-    "cut the model elsewhere, or with taktline.pipeline, which traces it and hands such values on, "
-    "or hand it on with taktline.skip"
-)
+
+class Value(NamedTuple):
+    """A tensor among the arguments or the output of a call of a unit."""
+
+    unit: str
+    call: int
+    """Which call of the unit, from 0 up."""
+    is_output: bool
+    leaf: int
+
+    def __str__(self) -> str:
+        return f"{self.unit} (its {'output' if self.is_output else 'argument'})"
+
+
+class Crossing(NamedTuple):
+    """A tensor that goes from one stage to the next."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """How much it is."""
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
 @dataclass(slots=True)
 class Course:
     """What a walk has seen."""
 
+    order: list[tuple[str, int]] = field(default_factory=list)
+    """The calls of units, and of what is inside of units, with their stages."""
     calls: dict[str, list[int]] = field(default_factory=dict)
     """The stages in which each unit is called, in the order of its calls."""
+    units: dict[str, set[int]] = field(default_factory=dict)
+    """The stages that use parameters of a unit without a call of it."""
     uses: dict[str, set[int]] = field(default_factory=dict)
     """The stages in which each parameter of a container is used."""
     crossings: list[frozenset[Path]] = field(default_factory=list)
     """For each cut the places, among the arguments of its unit, of what comes from before it."""
+    beside: list[dict[Value, Crossing]] = field(default_factory=list)
+    """For each cut what else comes from before it."""
+    handed: list[list[Crossing]] = field(default_factory=list)
+    """For each cut what is in these places."""
+    changed: frozenset[str] = frozenset()
+    """The buffers and attributes that the forward changes by itself."""
+    opened: set[int] = field(default_factory=set)
+    """Which checkpoints, in the order of their calls, a cut goes through."""
+    is_drawn: bool = False
+    """Whether what is called may depend on random numbers, or on data."""
 
 
 def walk(skeleton: Skeleton, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Course:
@@ -45,7 +90,10 @@ def walk(skeleton: Skeleton, args: tuple[Any, ...], kwargs: dict[str, Any]) -> C
     # Random numbers that the forward draws by itself are drawn when it runs.
     with torch.random.fork_rng(devices=devices), _fork_random(), torch.no_grad():
         scene = _Walk(skeleton, device)
-        with scene:
+        changes = Changes(skeleton.common)
+        changes.keep()
+        drawn = _drawn_by_now()
+        with scene, watching(scene, skeleton.inner):
             try:
                 output = skeleton.kind.forward(skeleton.bones, *args, **kwargs)
             except PartitionError:
@@ -56,8 +104,18 @@ def walk(skeleton: Skeleton, args: tuple[Any, ...], kwargs: dict[str, Any]) -> C
                     "data, to see in which order it calls its submodules"
                 )
                 raise
+            finally:
+                scene.course.changed = frozenset(changes.changed())
+                scene.course.is_drawn |= drawn != _drawn_by_now()
+                changes.undo()
         scene.finish(output)
     return scene.course
+
+
+def _drawn_by_now() -> tuple[Any, bytes]:
+    """Changes when random numbers are drawn."""
+    with _disable_current_modes():
+        return random.getstate(), torch.get_rng_state().numpy().tobytes()
 
 
 @contextmanager
@@ -77,42 +135,124 @@ def device_of(tree: Any) -> torch.device:
     return torch.device("cpu") if first is None else first.device
 
 
-class _Walk(Scene):
+class _Place(NamedTuple):
+    """Where a ghost was seen as an argument of a unit."""
+
+    value: Value
+    stage: int
+    time: int
+
+
+@dataclass(slots=True, eq=False)
+class _History:
+    """Where a ghost comes from."""
+
+    stage: int
+    time: int
+    parents: Sequence[Ghost] = ()
+    """What an operation has made it of."""
+    is_drawn: bool = False
+    """Whether the operation draws random numbers."""
+    is_view: bool = False
+    """Whether it has its data in common with what it is made of."""
+    output: Value | None = None
+    """The output of a unit that it is."""
+    places: list[_Place] = field(default_factory=list)
+    """Its first place in each stage."""
+    written: int = 0
+    """When it was changed in place."""
+
+    def named(self, before: int) -> _Place | None:
+        """By which name it is to be had, to make of it what was made at a time."""
+        found = [place for place in self.places if self.written <= place.time < before]
+        if self.output is not None and not self.written:
+            found.insert(0, _Place(self.output, self.stage, self.time))
+        # In the last stage that has it; there, as early as possible.
+        return next((place for place in found if place.stage == found[-1].stage), None)
+
+    def place(self, value: Value, stage: int, time: int) -> None:
+        """Note a place."""
+        if not self.places or self.places[-1].stage < stage or self.places[-1].time < self.written:
+            self.places.append(_Place(value, stage, time))
+
+
+class _Walk(Checkpoints):
     """The forward of a model in which all is foreign, and the stage that it has come to."""
 
     mixed = True
+    is_inside = False
 
     def __init__(self, skeleton: Skeleton, device: torch.device) -> None:
         super().__init__(device)
         self.course = Course()
         self._skeleton = skeleton
         self._stage = 0
+        self._time = 1
+        self._needs: dict[Value, tuple[int, int, Ghost]] = {}
+        """Of values that cross: the stages that has and that last needs it."""
 
     def source(self, ghosts: Sequence[Ghost]) -> Ghost:
-        """The one that the present stage lacks, if there is any; else one that it has."""
-        self._note_uses(ghosts)
-        first = min(ghosts, key=lambda ghost: ghost.stage)
-        if first.stage == ANYWHERE:
-            return next((ghost for ghost in ghosts if ghost.parameter), first)
-        return first
+        """One that is made by a stage, if there is any."""
+        for ghost in ghosts:
+            if ghost.parameter:
+                self.course.uses.setdefault(ghost.maker, set()).add(self._stage)
+        return min(ghosts, key=lambda ghost: ghost.stage)
 
-    def stage_of(self, source: Ghost) -> int:
-        """Anywhere if nothing but buffers that everybody has went into it."""
-        if source.stage == ANYWHERE and not source.parameter:
-            return ANYWHERE
-        return min(source.stage, self._stage)
+    def note_made(self, made: Ghost, ghosts: Sequence[Ghost], func: Any) -> None:
+        """Note what a ghost is made of."""
+        made.history = self._history(tuple(ghosts))
+        made.history.is_drawn = torch.Tag.nondeterministic_seeded in func.tags
+        made.history.is_view = any(part.alias_info is not None for part in func._schema.returns)
+
+    def note_written(self, ghost: Ghost, ghosts: Sequence[Ghost], func: Any) -> None:
+        """Note that a ghost was changed in place, and what it is a view of."""
+        others = tuple(other for other in ghosts if other is not ghost)
+        written = [ghost]
+        while written:
+            history: _History | None = written.pop().history
+            if history is not None:
+                history.written = self._now()
+                history.is_drawn |= torch.Tag.nondeterministic_seeded in func.tags
+                written += history.parents if history.is_view else ()
+                history.parents = (*history.parents, *others)
+
+    def may_guess(self) -> bool:
+        """In the last stage, which has all data and after which nobody asks."""
+        if self._stage < len(self._skeleton.cuts):
+            return False
+        self.course.is_drawn = True  # what is called may depend on it
+        return True
+
+    def is_open(self, checkpoint: int) -> bool:
+        """Always: there is no data to be kept."""
+        return True
+
+    def note_inner(self, name: str) -> None:
+        """Note a call of what is inside of a unit."""
+        self.course.order.append((name, self._stage))
 
     def meet_foreign(
         self, twin: Twin, training: bool, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Note a call, and give its ghosts."""
+        leaves = pytree.tree_leaves((args, kwargs))
+        ghosts = [(place, x) for place, x in enumerate(leaves) if isinstance(x, Ghost)]
         if twin.name in self._skeleton.cuts:
             self._begin(twin.name, args, kwargs)
-        self.course.calls.setdefault(twin.name, []).append(self._stage)
-        ghosts = [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Ghost)]
-        self._note_uses(ghosts)
-        self._require_here(ghosts, repr(twin.name))
-        return twin.output(args, kwargs, training=training, stage=self._stage, device=self.device)
+        calls = self.course.calls.setdefault(twin.name, [])
+        call = len(calls)
+        calls.append(self._stage)
+        self.course.order.append((twin.name, self._stage))
+        for place, ghost in ghosts:
+            self._bring(ghost, repr(twin.name))
+            if ghost.history is not None:
+                ghost.history.place(Value(twin.name, call, False, place), self._stage, self._now())
+        output = twin.output(args, kwargs, training=training, stage=self._stage, device=self.device)
+        for leaf, ghost in enumerate(pytree.tree_leaves(output)):
+            if isinstance(ghost, Ghost) and ghost.history is None:
+                ghost.history = self._history()
+                ghost.history.output = Value(twin.name, call, True, leaf)
+        return replayed(output)
 
     def finish(self, output: Any) -> None:
         """Check what has been seen, after the last call."""
@@ -123,9 +263,21 @@ class _Walk(Scene):
                 f"{', '.join(map(repr, missing))}, so no stage can begin there; name submodules "
                 "that it calls"
             )
-        ghosts = [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Ghost)]
-        self._note_uses(ghosts)
-        self._require_here(ghosts, "the output of the model")
+        for leaf in pytree.tree_leaves(output):
+            if isinstance(leaf, Ghost):
+                self._bring(leaf, "the output of the model")
+        self.course.beside = [{} for _ in self._skeleton.cuts]
+        for value, (home, last, ghost) in sorted(self._needs.items()):
+            crossing = Crossing(str(value), tuple(ghost.shape), ghost.dtype)
+            for stage in range(home, last):
+                self.course.beside[stage][value] = crossing
+
+    def _history(self, parents: Sequence[Ghost] = ()) -> _History:
+        return _History(self._stage, self._now(), parents)
+
+    def _now(self) -> int:
+        self._time += 1
+        return self._time
 
     def _begin(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         stage = self._skeleton.cuts.index(name) + 1
@@ -139,28 +291,68 @@ class _Walk(Scene):
                 f"the forward calls {name!r} before {self._skeleton.cuts[self._stage]!r}; list the "
                 "cuts in the order of their calls"
             )
-        crossing: set[Path] = set()
-        for path, leaf in pytree.tree_flatten_with_path((args, kwargs))[0]:
-            if not isinstance(leaf, Ghost) or leaf.stage == ANYWHERE:
-                continue
-            self._require_here([leaf], repr(name))
-            leaf.stage = stage
-            crossing.add(path)
+        self.course.opened.update(self.open_checkpoints)
+        crossing: dict[Path, Crossing] = {}
+        given: list[tuple[int, Ghost]] = []
+        for place, (path, leaf) in enumerate(pytree.tree_flatten_with_path((args, kwargs))[0]):
+            if isinstance(leaf, Ghost) and leaf.stage != ANYWHERE:
+                self._bring(leaf, repr(name))
+                crossing[path] = Crossing(f"{name} (an argument)", tuple(leaf.shape), leaf.dtype)
+                given.append((place, leaf))
         self._stage = stage
+        for place, leaf in given:
+            if leaf.history is not None:
+                leaf.history.place(Value(name, 0, False, place), stage, self._now())
         self.course.crossings.append(frozenset(crossing))
+        self.course.handed.append(list(crossing.values()))
 
-    def _note_uses(self, ghosts: Sequence[Ghost]) -> None:
-        for ghost in ghosts:
-            if ghost.parameter:
+    def _bring(self, ghost: Ghost, user: str) -> None:
+        """See to it that the present stage has a value."""
+        seen: set[tuple[int, int]] = set()
+        needed = [(ghost, self._now())]
+        while needed:
+            ghost, before = needed.pop()
+            if (id(ghost), before) in seen:
+                continue
+            seen.add((id(ghost), before))
+            history: _History | None = ghost.history
+            if ghost.owner:
+                self.course.units.setdefault(ghost.owner, set()).add(self._stage)
+            elif ghost.parameter:
                 self.course.uses.setdefault(ghost.maker, set()).add(self._stage)
+            elif history is None:
+                if ghost.stage < self._stage:
+                    raise self._missing(ghost, user)
+            elif (place := history.named(before)) is not None:
+                self._cross(place, ghost)
+            elif history.output is not None:
+                if history.stage < self._stage:
+                    raise self._written(ghost, user)
+            elif history.is_drawn and history.stage < self._stage:
+                raise self._drawn(ghost, user)
+            else:
+                needed += [(parent, history.time) for parent in history.parents]
 
-    def _require_here(self, ghosts: Sequence[Ghost], user: str) -> None:
-        """Raise if a value is used that was not handed on to the present stage."""
-        for ghost in ghosts:
-            if ghost.stage < self._stage:
-                start = self._skeleton.starts(self._stage)
-                raise PartitionError(
-                    f"{user} in stage {self._stage} uses a value of {ghost.maker!r} in stage "
-                    f"{ghost.stage}; by name, stage {self._stage} gets only what the forward hands "
-                    f"to {start!r}, with which it begins: {_ELSE}"
-                )
+    def _cross(self, place: _Place, ghost: Ghost) -> None:
+        if place.stage < self._stage:
+            self._needs[place.value] = place.stage, self._stage, ghost
+
+    def _written(self, ghost: Ghost, user: str) -> PartitionError:
+        return PartitionError(
+            f"{user} in stage {self._stage} uses {ghost.history.output} of stage "
+            f"{ghost.history.stage}, which the forward has changed in place since; make a new "
+            "tensor instead"
+        )
+
+    def _missing(self, ghost: Ghost, user: str) -> PartitionError:
+        return PartitionError(
+            f"{user} in stage {self._stage} uses the data of {ghost.maker!r}, which only stage "
+            f"{ghost.stage} has"
+        )
+
+    def _drawn(self, ghost: Ghost, user: str) -> PartitionError:
+        return PartitionError(
+            f"{user} in stage {self._stage} uses a value that the forward has made of "
+            f"{ghost.maker!r} with random numbers in stage {ghost.history.stage}, which no other "
+            "stage can draw again; let a submodule draw them, or cut the model elsewhere"
+        )

@@ -31,7 +31,8 @@ def materialise(
     """Give a piece on the meta device its values, and nothing to the rest of the model.
 
     Args:
-        piece: a module; its parameters, buffers and tensors in attributes are replaced in place.
+        piece: a module; its parameters get their values, and stay the objects that an optimizer may
+            have; its buffers and tensors in attributes are replaced in place.
         device: where they go.
         state_dict: their values, by the names that they have in the piece; a tied weight may be
             there under any of its names. It is asked for these names alone, so it may read them
@@ -115,7 +116,13 @@ class _Want:
             made: Any = nn.Parameter(value, requires_grad=self.tensor.requires_grad)
             made.__class__ = type(self.tensor)
             made.__dict__.update(vars(self.tensor))
-            value = made
+            try:
+                # So it stays the object that an optimizer may have by now.
+                torch.utils.swap_tensors(self.tensor, made)
+            except RuntimeError:  # somebody else refers to it, too
+                value = made
+            else:
+                return
         for place in self.places:
             place.put(value)
         first = self.places[0]

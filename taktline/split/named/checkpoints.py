@@ -1,0 +1,96 @@
+"""Checkpoints in a forward: what they run must see its values, and may go through several stages.
+
+``checkpoint(block, x)`` is a function to autograd if it is re-entrant: its output has a gradient if
+``x`` has one. A ghost has none, and gets its data inside of the block, too late; so a block that is
+given ghosts runs as it is. So does one that a stage begins or ends in: it could not run again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Self
+
+from torch.utils import checkpoint as torch_checkpoint
+
+from taktline.split.named.ghost import Ghost, Scene, here, resolved
+
+__all__ = ["Checkpoints"]
+
+_GENERATOR = "_checkpoint_without_reentrant_generator"
+_names: dict[str, Any] = torch_checkpoint.__dict__
+_kept: Callable[..., Any] = torch_checkpoint.CheckpointFunction.apply
+_kept_anew: Callable[..., Any] = _names[_GENERATOR]
+
+
+class Checkpoints(Scene):
+    """A forward that may have checkpoints, which are numbered in the order of their calls."""
+
+    opened: frozenset[int] = frozenset()
+    """Those that a cut goes through."""
+    is_kept = False
+    """Whether one runs, so that what is computed has no gradient yet."""
+
+    def __enter__(self) -> Self:
+        self._checkpoints = -1
+        self.open_checkpoints: list[int] = []
+        torch_checkpoint.CheckpointFunction.apply = staticmethod(_checkpoint)
+        _names[_GENERATOR] = _checkpoint_anew
+        return super().__enter__()
+
+    def __exit__(self, *details: object) -> None:
+        super().__exit__(*details)
+        if here.scene is None:
+            torch_checkpoint.CheckpointFunction.apply = _kept
+            _names[_GENERATOR] = _kept_anew
+
+    def is_open(self, checkpoint: int) -> bool:
+        """Whether what is to be checkpointed runs as it is."""
+        return checkpoint in self.opened
+
+    def next_checkpoint(self) -> int:
+        """The number of one that begins."""
+        self._checkpoints += 1
+        return self._checkpoints
+
+    @contextmanager
+    def open_checkpoint(self, checkpoint: int) -> Iterator[None]:
+        """Note that one runs as it is."""
+        self.open_checkpoints.append(checkpoint)
+        try:
+            yield
+        finally:
+            self.open_checkpoints.pop()
+
+    def checkpoint(self, function: Callable[..., Any], preserve: bool, args: Any) -> Any:
+        """Run what is to be checkpointed, re-entrantly."""
+        number, args = self.next_checkpoint(), resolved(args)
+        if self.is_open(number) or any(isinstance(arg, Ghost) for arg in args):
+            with self.open_checkpoint(number):
+                return function(*args)
+        self.is_kept = True
+        try:
+            return _kept(function, preserve, *args)
+        finally:
+            self.is_kept = False
+
+
+def _checkpoint(function: Callable[..., Any], preserve: bool, *args: Any) -> Any:
+    """What torch asks autograd for, in any thread."""
+    scene = here.scene
+    if isinstance(scene, Checkpoints):
+        return scene.checkpoint(function, preserve, args)
+    return _kept(function, preserve, *args)
+
+
+def _checkpoint_anew(*args: Any, **kwargs: Any) -> Iterator[None]:
+    """What torch has around a checkpoint that is not re-entrant, in any thread."""
+    scene = here.scene
+    if isinstance(scene, Checkpoints) and scene.is_open(number := scene.next_checkpoint()):
+        return _as_it_is(scene, number)
+    return _kept_anew(*args, **kwargs)
+
+
+def _as_it_is(scene: Checkpoints, number: int) -> Iterator[None]:
+    with scene.open_checkpoint(number):
+        yield
