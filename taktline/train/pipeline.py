@@ -33,6 +33,7 @@ from taktline.train.build import Built, Options, build
 from taktline.train.choice import Choice
 from taktline.train.loader import SharedLoader
 from taktline.train.norm import clip, norm_of
+from taktline.train.own_loss import asked, of_output, with_own_loss
 from taktline.train.parts import Model
 from taktline.train.preempt import PREEMPTED, Preemption
 from taktline.train.ranks import Ranks
@@ -66,7 +67,8 @@ class Pipeline:
             a tuple and a dict.
         schedule: a name, a :class:`Plan`, a CSV or JSON file with one, or a Schedule class.
         microbatches: how many parts a batch is cut into; one with fewer rows has a part for each.
-        loss_fn: what gives the loss of an output and a target.
+        loss_fn: what gives the loss of an output and a target. Without one, the loss is the one
+            that the model returns: a number, ``output.loss``, or the only number in a tuple.
         ranks: how many ranks the pipeline has.
         stages_per_rank: for schedules that leave it open.
         cuts: names of submodules at which new stages begin.
@@ -164,7 +166,7 @@ class Pipeline:
             state_dict=state_dict,
             timeout=_timedelta(timeout),
             running={
-                "loss_fn": loss_fn,
+                "loss_fn": loss_fn or of_output,
                 "dynamic_shapes": dynamic_shapes,
                 "args_chunk_spec": args_chunk_spec,
                 "kwargs_chunk_spec": kwargs_chunk_spec,
@@ -243,7 +245,7 @@ class Pipeline:
 
         Args:
             args: the model's arguments.
-            target: what ``loss_fn`` compares the output with.
+            target: what ``loss_fn`` compares the output with; nothing without ``loss_fn``.
             return_outputs: True gives ``(loss, outputs)`` on every rank; ``"last"`` sends nothing,
                 and gives None instead of outputs on all ranks but that of the last stage.
             scaler: multiplies the loss for the backward; made by :meth:`scaler`.
@@ -253,7 +255,10 @@ class Pipeline:
                 ``target_mbs`` as in :meth:`Schedule.step`; all else are keyword arguments of the
                 model.
         """
-        self._require_backward()
+        if not self.plan.has(Kind.B, Kind.I):
+            raise ScheduleError(f"{self.plan.name} has no backward; call eval(…)")
+        if self._loss_fn is None:
+            target, options = with_own_loss(target, options)
         scale = 1.0 if scaler is None else self._scale(scaler)
         lists = losses, aux_losses
         options |= {"grad_scale": scale}
@@ -277,8 +282,11 @@ class Pipeline:
         """Run a batch forward only, with the modules in evaluation mode.
 
         Gives the mean loss if there is a target, and otherwise the outputs; with
-        ``return_outputs`` and a target, both. Takes what :meth:`step` takes.
+        ``return_outputs`` and a target, both. Takes what :meth:`step` takes. For a model that
+        computes its own loss, ``labels`` or ``return_outputs=False`` ask for it.
         """
+        if self._loss_fn is None and asked(options, return_outputs):
+            target, options = with_own_loss(target, options)
         compared = target is not None or options.get("target_mbs") is not None
         wanted = not compared if return_outputs is None else return_outputs
         batch, lists = (args, target, options), (losses, aux_losses)
@@ -467,12 +475,6 @@ class Pipeline:
             return
         if ranks.beside(self._built.schedule._runner.preempted, "whether to end"):
             preemption.end(self, lambda: ranks.anywhere(True, "the end of on_preempt"))
-
-    def _require_backward(self) -> None:
-        if not self.plan.has(Kind.B, Kind.I):
-            raise ScheduleError(f"{self.plan.name} has no backward; call eval(…)")
-        if self._loss_fn is None:
-            raise LossError("step() trains, so it needs a loss: Pipeline(…, loss_fn=…)")
 
     def __repr__(self) -> str:
         if self._live is None:

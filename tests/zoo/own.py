@@ -312,7 +312,7 @@ class ConvNeXt(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.stem = nn.Conv2d(3, 8, 2, 2)
-        self.stages = nn.Sequential(*(self._stage(a, b) for a, b in ((8, 8), (8, 16), (16, 16), (16, 16))))
+        self.stages = nn.Sequential(*(self._stage(a, b) for a, b in ((8, 8), (8, 16), (16, 16), (16, 16), (16, 16))))
         self.head = nn.Linear(16, 10)
 
     def _stage(self, inside: int, outside: int) -> nn.Module:
@@ -619,11 +619,12 @@ class Autoencoder(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.encoder = nn.Sequential(
-            nn.Conv2d(3, 8, 3, 2, 1), nn.ReLU(), nn.Conv2d(8, 16, 3, 2, 1), nn.ReLU(), nn.Conv2d(16, 16, 3, 1, 1)
+            nn.Conv2d(3, 8, 3, 2, 1), nn.ReLU(), nn.Conv2d(8, 16, 3, 2, 1), nn.ReLU(),
+            nn.Conv2d(16, 16, 3, 1, 1), nn.ReLU(), nn.Conv2d(16, 16, 3, 1, 1), nn.ReLU(),
         )
         self.decoder = nn.Sequential(
-            nn.Conv2d(16, 16, 3, 1, 1), nn.ReLU(), nn.ConvTranspose2d(16, 8, 2, 2), nn.ReLU(),
-            nn.ConvTranspose2d(8, 3, 2, 2)
+            nn.Conv2d(16, 16, 3, 1, 1), nn.ReLU(), nn.Conv2d(16, 16, 3, 1, 1), nn.ReLU(),
+            nn.ConvTranspose2d(16, 8, 2, 2), nn.ReLU(), nn.ConvTranspose2d(8, 3, 2, 2),
         )
 
     def forward(self, x: Tensor) -> Tensor:
@@ -690,7 +691,7 @@ class Swin(nn.Module):
         super().__init__()
         self.stem = nn.Conv2d(3, WIDTH, 4, 4)
         self.layers = nn.ModuleList(
-            nn.Sequential(SwinBlock(0), SwinBlock(1)) for _ in range(4)
+            nn.Sequential(SwinBlock(0), SwinBlock(1)) for _ in range(8)
         )
         self.head = nn.Linear(WIDTH, 10)
 

@@ -85,7 +85,7 @@ def _vision(name: str, feed: Any = image, **sizes: Any) -> Architecture:
     return _model(name, "Vision", feed, **(_IMAGE | sizes))
 
 
-_STAGED = {"depths": [2, 2, 2, 2], "hidden_sizes": [8, 16, 16, 16], "num_attention_heads": 4}
+_STAGED = {"depths": [2, 2, 6, 2], "hidden_sizes": [8, 16, 16, 16], "num_attention_heads": 4}
 _CONVOLVED = {
     "conv_dim": [8, 8],
     "conv_kernel": [4, 4],
@@ -108,11 +108,11 @@ SENSES = [
     _vision("IJepaForImageClassification"),
     _vision("YolosForObjectDetection", num_detection_tokens=4, image_size=[16, 16]),
     _vision("SwinForImageClassification", large, image_size=32, patch_size=2, window_size=2,
-            depths=[2, 2, 4], num_heads=[2, 4, 4], embed_dim=8, usual=False),
+            depths=[2, 2, 6], num_heads=[2, 4, 4], embed_dim=8, usual=False),
     _vision("ConvNextForImageClassification", large, **_STAGED),
     _vision("ResNetForImageClassification", large, embedding_size=8, **_STAGED),
     _vision("SegformerForImageClassification", large, hidden_sizes=[8, 16, 16, 16],
-            num_attention_heads=[1, 2, 4, 4], num_encoder_blocks=4),
+            num_attention_heads=[1, 2, 4, 4], num_encoder_blocks=4, depths=[2, 2, 6, 2]),
     _vision("PoolFormerForImageClassification", large, hidden_sizes=[8, 16, 16, 16]),
     _audio("Wav2Vec2ForCTC", **_CONVOLVED),
     _audio("HubertForCTC", **_CONVOLVED),
