@@ -84,7 +84,8 @@ class Pipeline:
         seed: draws dropout from (seed, step, stage, micro-batch): for one cut into stages and
             micro-batches, the same under every schedule and on any number of ranks.
         dynamic_shapes: for stages whose outputs' shapes depend on values.
-        args_chunk_spec: how positional arguments are cut.
+        args_chunk_spec: how positional arguments are cut; without it and the next, what is not to
+            be cut along dimension 0 is guessed by comparing a batch with the example.
         kwargs_chunk_spec: how keyword arguments are cut.
         output_merge_spec: how outputs are joined.
         target_chunk_spec: how the target is cut, if not along dimension 0. Given one, its rows
@@ -485,7 +486,9 @@ class Pipeline:
         )
 
     def __str__(self) -> str:
-        return repr(self) if self._live is None else f"{self!r}\n{self._live.table}"
+        if self._live is None:
+            return repr(self)
+        return "\n".join(filter(None, (repr(self), str(self._live.table), str(self._live.cutting))))
 
 
 def _timedelta(timeout: float | timedelta | None) -> timedelta | None:

@@ -34,7 +34,12 @@ class WithLoss(LM):
 
 def pipeline(model: nn.Module, **options: Any) -> tl.Pipeline:
     """Without a loss function."""
-    usual = {"microbatches": PARTS, "cuts": CUTS[2], "ranks": 2, "example": (TOKENS[:2], TARGET[:2])}
+    usual = {
+        "microbatches": PARTS,
+        "cuts": CUTS[2],
+        "ranks": 2,
+        "example": (TOKENS[:2], TARGET[:2]),
+    }
     return tl.Pipeline(model, **(usual | options))
 
 
@@ -82,7 +87,9 @@ def of_transformers(mesh: DeviceMesh | None = None) -> list[float]:
     words, mask, _ = texts(8)
     call = {"input_ids": words, "attention_mask": mask, "labels": words}
     example = ((), {name: value[:2] for name, value in call.items()})
-    pipe = tl.Pipeline(language.make(), example=example, schedule="zbv", microbatches=4, ranks=2, mesh=mesh)
+    pipe = tl.Pipeline(
+        language.make(), example=example, schedule="zbv", microbatches=4, ranks=2, mesh=mesh
+    )
     return [pipe.step(**call).item(), pipe.grad_norm().item(), pipe.eval(**call).item()]
 
 

@@ -39,7 +39,9 @@ def main() -> int:
     if not options.only:
         PAGE.write_text(write(verdicts, gloo=not options.local))
     works = [verdict for verdict in verdicts if verdict.way is not None]
-    print(f"{len(works)} of {len(verdicts)}, {sum(v.whole for v in works)} in all numbers of stages")
+    print(
+        f"{len(works)} of {len(verdicts)}, {sum(v.whole for v in works)} in all numbers of stages"
+    )
     return int(any(verdict.story.startswith("wrong") for verdict in verdicts))
 
 

@@ -18,7 +18,9 @@ WORDS, LENGTH = 61, 10
 
 SIZES: dict[str, Any] = {
     **dict.fromkeys(["hidden_size", "n_embd", "d_model", "dim", "emb_dim", "embedding_size"], 16),
-    **dict.fromkeys(["num_hidden_layers", "num_layers", "n_layer", "n_layers", "encoder_layers"], 8),
+    **dict.fromkeys(
+        ["num_hidden_layers", "num_layers", "n_layer", "n_layers", "encoder_layers"], 8
+    ),
     **dict.fromkeys(["decoder_layers", "num_decoder_layers"], 8),
     **dict.fromkeys(["num_attention_heads", "n_head", "num_heads", "n_heads"], 4),
     **dict.fromkeys(["encoder_attention_heads", "decoder_attention_heads", "head_dim", "d_kv"], 4),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -30,7 +31,9 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, other: Tensor | None = None) -> Tensor:
         key, value = self.key_value(x if other is None else other).chunk(2, -1)
-        heads = [part.unflatten(-1, (HEADS, -1)).transpose(1, 2) for part in (self.query(x), key, value)]
+        heads = [
+            part.unflatten(-1, (HEADS, -1)).transpose(1, 2) for part in (self.query(x), key, value)
+        ]
         mixed = F.scaled_dot_product_attention(*heads, is_causal=self.causal)
         return self.out(mixed.transpose(1, 2).flatten(2))
 
@@ -95,7 +98,10 @@ class LlamaBlock(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.norm1, self.norm2 = nn.RMSNorm(WIDTH), nn.RMSNorm(WIDTH)
-        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH, bias=False), nn.Linear(WIDTH, WIDTH, bias=False)
+        self.qkv, self.out = (
+            nn.Linear(WIDTH, 3 * WIDTH, bias=False),
+            nn.Linear(WIDTH, WIDTH, bias=False),
+        )
         self.gate, self.up = nn.Linear(WIDTH, 32, bias=False), nn.Linear(WIDTH, 32, bias=False)
         self.down = nn.Linear(32, WIDTH, bias=False)
 
@@ -124,7 +130,9 @@ class Llama(nn.Module):
         super().__init__()
         self.tok_embeddings = nn.Embedding(WORDS, WIDTH)
         angles = torch.outer(torch.arange(LENGTH), 100.0 ** -torch.arange(0, 1, 0.5))
-        self.register_buffer("freqs", torch.polar(torch.ones_like(angles), angles), persistent=False)
+        self.register_buffer(
+            "freqs", torch.polar(torch.ones_like(angles), angles), persistent=False
+        )
         self.layers = nn.ModuleDict({str(layer): LlamaBlock() for layer in range(DEPTH)})
         self.norm, self.output = nn.RMSNorm(WIDTH), nn.Linear(WIDTH, WORDS, bias=False)
 
@@ -178,8 +186,14 @@ class Residual(nn.Module):
 
     def __init__(self, inside: int, outside: int, stride: int = 1) -> None:
         super().__init__()
-        self.conv1, self.bn1 = nn.Conv2d(inside, outside, 3, stride, 1, bias=False), nn.BatchNorm2d(outside)
-        self.conv2, self.bn2 = nn.Conv2d(outside, outside, 3, 1, 1, bias=False), nn.BatchNorm2d(outside)
+        self.conv1, self.bn1 = (
+            nn.Conv2d(inside, outside, 3, stride, 1, bias=False),
+            nn.BatchNorm2d(outside),
+        )
+        self.conv2, self.bn2 = (
+            nn.Conv2d(outside, outside, 3, 1, 1, bias=False),
+            nn.BatchNorm2d(outside),
+        )
         self.relu = nn.ReLU(inplace=True)
         self.downsample = nn.Conv2d(inside, outside, 1, stride) if stride > 1 else None
 
@@ -226,7 +240,7 @@ def vgg() -> nn.Module:
     """Convolutions in a row."""
     widths = [3, 8, 8, 16, 16, 16, 16, 16, 16]
     layers: list[nn.Module] = []
-    for inside, outside in zip(widths, widths[1:], strict=False):
+    for inside, outside in pairwise(widths):
         layers += [nn.Conv2d(inside, outside, 3, padding=1), nn.ReLU(inplace=True)]
     return Classifier(nn.Sequential(*layers, nn.MaxPool2d(2)), 16)
 
@@ -237,11 +251,20 @@ class Squeezed(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
         self.block = nn.Sequential(
-            nn.Conv2d(width, 2 * width, 1), nn.BatchNorm2d(2 * width), nn.SiLU(),
-            nn.Conv2d(2 * width, 2 * width, 3, 1, 1, groups=2 * width), nn.BatchNorm2d(2 * width), nn.SiLU(),
+            nn.Conv2d(width, 2 * width, 1),
+            nn.BatchNorm2d(2 * width),
+            nn.SiLU(),
+            nn.Conv2d(2 * width, 2 * width, 3, 1, 1, groups=2 * width),
+            nn.BatchNorm2d(2 * width),
+            nn.SiLU(),
         )
-        self.squeeze = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Conv2d(2 * width, 4, 1), nn.SiLU(),
-                                     nn.Conv2d(4, 2 * width, 1), nn.Sigmoid())
+        self.squeeze = nn.Sequential(
+            nn.AdaptiveAvgPool2d(1),
+            nn.Conv2d(2 * width, 4, 1),
+            nn.SiLU(),
+            nn.Conv2d(4, 2 * width, 1),
+            nn.Sigmoid(),
+        )
         self.project = nn.Conv2d(2 * width, width, 1)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -254,7 +277,9 @@ class Dense(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Conv2d(4 * (layer + 1), 4, 3, 1, 1) for layer in range(DEPTH))
+        self.layers = nn.ModuleList(
+            nn.Conv2d(4 * (layer + 1), 4, 3, 1, 1) for layer in range(DEPTH)
+        )
         self.stem, self.head = nn.Conv2d(3, 4, 3, 1, 1), nn.Linear(4 * (DEPTH + 1), 10)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -312,7 +337,9 @@ class ConvNeXt(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.stem = nn.Conv2d(3, 8, 2, 2)
-        self.stages = nn.Sequential(*(self._stage(a, b) for a, b in ((8, 8), (8, 16), (16, 16), (16, 16), (16, 16))))
+        self.stages = nn.Sequential(
+            *(self._stage(a, b) for a, b in ((8, 8), (8, 16), (16, 16), (16, 16), (16, 16)))
+        )
         self.head = nn.Linear(16, 10)
 
     def _stage(self, inside: int, outside: int) -> nn.Module:
@@ -386,13 +413,9 @@ class UNet2D(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.conv_in, self.time = nn.Conv2d(3, 8, 3, 1, 1), nn.Linear(8, WIDTH)
-        self.down_blocks = nn.ModuleList(
-            TimeResidual(a, b) for a, b in ((8, 8), (8, 16), (16, 16))
-        )
+        self.down_blocks = nn.ModuleList(TimeResidual(a, b) for a, b in ((8, 8), (8, 16), (16, 16)))
         self.mid_block = TimeResidual(16, 16)
-        self.up_blocks = nn.ModuleList(
-            TimeResidual(a, b) for a, b in ((32, 16), (32, 8), (16, 8))
-        )
+        self.up_blocks = nn.ModuleList(TimeResidual(a, b) for a, b in ((32, 16), (32, 8), (16, 8)))
         self.conv_norm_out, self.conv_out = nn.GroupNorm(2, 8), nn.Conv2d(8, 3, 3, 1, 1)
 
     def forward(self, sample: Tensor, timestep: Tensor) -> Tensor:
@@ -433,8 +456,12 @@ class UNet(nn.Module):
 
 def _double(inside: int, outside: int) -> nn.Sequential:
     return nn.Sequential(
-        nn.Conv2d(inside, outside, 3, 1, 1), nn.BatchNorm2d(outside), nn.ReLU(inplace=True),
-        nn.Conv2d(outside, outside, 3, 1, 1), nn.BatchNorm2d(outside), nn.ReLU(inplace=True),
+        nn.Conv2d(inside, outside, 3, 1, 1),
+        nn.BatchNorm2d(outside),
+        nn.ReLU(inplace=True),
+        nn.Conv2d(outside, outside, 3, 1, 1),
+        nn.BatchNorm2d(outside),
+        nn.ReLU(inplace=True),
     )
 
 
@@ -448,7 +475,9 @@ class JointBlock(nn.Module):
         self.image_mlp, self.text_mlp = mlp(), mlp()
         self.modulation = nn.Linear(WIDTH, WIDTH)
 
-    def forward(self, hidden: Tensor, context: Tensor, temb: Tensor, angles: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, hidden: Tensor, context: Tensor, temb: Tensor, angles: Tensor
+    ) -> tuple[Tensor, Tensor]:
         scale = self.modulation(temb)[:, None]
         both = torch.cat([self.text(context), self.image(hidden) * (1 + scale)], 1) * angles
         mixed = self.attention(both)
@@ -476,7 +505,10 @@ class Flux(nn.Module):
         img_ids: Tensor,
         txt_ids: Tensor,
     ) -> Tensor:
-        hidden, context = self.x_embedder(hidden_states), self.context_embedder(encoder_hidden_states)
+        hidden, context = (
+            self.x_embedder(hidden_states),
+            self.context_embedder(encoder_hidden_states),
+        )
         temb = self.time(_waves(timestep))
         ids = torch.cat([txt_ids, img_ids])
         angles = torch.cos(ids.float() @ torch.ones(3, WIDTH) * 0.1)
@@ -596,15 +628,22 @@ class Pyramid(nn.Module):
 
 
 class Recommender(nn.Module):
-    """As DLRM: tables for what is counted, an MLP for what is measured, and what they have in common."""
+    """As DLRM: tables and an MLP, and what they have in common."""
 
     def __init__(self) -> None:
         super().__init__()
         self.tables = nn.ModuleList(nn.Embedding(20, WIDTH) for _ in range(3))
         self.bottom = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, WIDTH), nn.ReLU())
         self.top = nn.Sequential(
-            nn.Linear(WIDTH + 16, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 16), nn.ReLU(),
-            nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 1),
+            nn.Linear(WIDTH + 16, 32),
+            nn.ReLU(),
+            nn.Linear(32, 32),
+            nn.ReLU(),
+            nn.Linear(32, 16),
+            nn.ReLU(),
+            nn.Linear(16, 16),
+            nn.ReLU(),
+            nn.Linear(16, 1),
         )
 
     def forward(self, dense: Tensor, sparse: Tensor) -> Tensor:
@@ -619,12 +658,23 @@ class Autoencoder(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.encoder = nn.Sequential(
-            nn.Conv2d(3, 8, 3, 2, 1), nn.ReLU(), nn.Conv2d(8, 16, 3, 2, 1), nn.ReLU(),
-            nn.Conv2d(16, 16, 3, 1, 1), nn.ReLU(), nn.Conv2d(16, 16, 3, 1, 1), nn.ReLU(),
+            nn.Conv2d(3, 8, 3, 2, 1),
+            nn.ReLU(),
+            nn.Conv2d(8, 16, 3, 2, 1),
+            nn.ReLU(),
+            nn.Conv2d(16, 16, 3, 1, 1),
+            nn.ReLU(),
+            nn.Conv2d(16, 16, 3, 1, 1),
+            nn.ReLU(),
         )
         self.decoder = nn.Sequential(
-            nn.Conv2d(16, 16, 3, 1, 1), nn.ReLU(), nn.Conv2d(16, 16, 3, 1, 1), nn.ReLU(),
-            nn.ConvTranspose2d(16, 8, 2, 2), nn.ReLU(), nn.ConvTranspose2d(8, 3, 2, 2),
+            nn.Conv2d(16, 16, 3, 1, 1),
+            nn.ReLU(),
+            nn.Conv2d(16, 16, 3, 1, 1),
+            nn.ReLU(),
+            nn.ConvTranspose2d(16, 8, 2, 2),
+            nn.ReLU(),
+            nn.ConvTranspose2d(8, 3, 2, 2),
         )
 
     def forward(self, x: Tensor) -> Tensor:
@@ -681,7 +731,9 @@ class SwinBlock(nn.Module):
         windows = x.view(rows, height // 2, 2, width // 2, 2, channels).transpose(2, 3)
         mixed = self.block(windows.reshape(-1, 4, channels))
         mixed = mixed.view(rows, height // 2, width // 2, 2, 2, channels).transpose(2, 3)
-        return torch.roll(mixed.reshape(rows, height, width, channels), (self.shift, self.shift), (1, 2))
+        return torch.roll(
+            mixed.reshape(rows, height, width, channels), (self.shift, self.shift), (1, 2)
+        )
 
 
 class Swin(nn.Module):
@@ -690,9 +742,7 @@ class Swin(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.stem = nn.Conv2d(3, WIDTH, 4, 4)
-        self.layers = nn.ModuleList(
-            nn.Sequential(SwinBlock(0), SwinBlock(1)) for _ in range(8)
-        )
+        self.layers = nn.ModuleList(nn.Sequential(SwinBlock(0), SwinBlock(1)) for _ in range(8))
         self.head = nn.Linear(WIDTH, 10)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -763,13 +813,19 @@ def _row(*middle: nn.Module) -> nn.Sequential:
 
 OWN = [
     _own("Sequential", lambda: _row(*(Block(True) for _ in range(DEPTH))), tokens),
-    _own("MLP", lambda: nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for _ in range(9))), features),
+    _own(
+        "MLP",
+        lambda: nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for _ in range(9))),
+        features,
+    ),
     _own("GPT with a tied head", GPT, tokens),
     _own("GPT with checkpoint(block, x)", partial(GPT, True), tokens),
     _own("GPT with checkpoint(…, use_reentrant=False)", partial(GPT, False), tokens),
     _own("GPT whose head is F.linear(x, embed.weight)", FunctionalHead, tokens),
     _own("Llama as in torchtitan", Llama, tokens),
-    _own("mixture of experts with add_loss", lambda: _row(*(Experts() for _ in range(DEPTH))), tokens),
+    _own(
+        "mixture of experts with add_loss", lambda: _row(*(Experts() for _ in range(DEPTH))), tokens
+    ),
     _own("nn.TransformerEncoder", TorchEncoder, tokens),
     _own("nn.Transformer", Seq2Seq, lambda rows: (*tokens(rows), *tokens(rows))),
     _own("LSTMs in a list", LSTMs, tokens),
@@ -779,7 +835,13 @@ OWN = [
     _own("ViT as in timm", ViT, image),
     _own("ResNet as in torchvision", ResNet, partial(image, size=32)),
     _own("VGG as in torchvision", vgg, image),
-    _own("EfficientNet", lambda: Classifier(nn.Sequential(nn.Conv2d(3, 8, 3, 2, 1), *(Squeezed(8) for _ in range(DEPTH))), 8), image),
+    _own(
+        "EfficientNet",
+        lambda: Classifier(
+            nn.Sequential(nn.Conv2d(3, 8, 3, 2, 1), *(Squeezed(8) for _ in range(DEPTH))), 8
+        ),
+        image,
+    ),
     _own("ConvNeXt as in timm", ConvNeXt, image),
     _own("DenseNet", Dense, image),
     _own("MLP-Mixer", MLPMixer, image),
