@@ -31,6 +31,7 @@ from taktline.runtime.watchdog import guarded
 from taktline.train import state
 from taktline.train.build import Built, Options, build
 from taktline.train.choice import Choice
+from taktline.train.generate import Request, generate
 from taktline.train.loader import SharedLoader
 from taktline.train.norm import clip, norm_of
 from taktline.train.own_loss import asked, of_output, with_own_loss
@@ -297,6 +298,42 @@ class Pipeline:
         if not wanted:
             return loss
         return output if loss is None else (loss, output)
+
+    def generate(
+        self,
+        ids: torch.Tensor,
+        *,
+        max_new_tokens: int,
+        attention_mask: torch.Tensor | None = None,
+        eos_token_id: int | Sequence[int] | None = None,
+        pad_token_id: int | None = None,
+        use_cache: bool = True,
+    ) -> torch.Tensor:
+        """Go on with texts, by the likeliest token each time: gives all of them on every rank.
+
+        For causal language models: those of transformers, and others that return logits of shape
+        [rows, length, words]. Micro-batches follow each other through the stages. Each stage
+        keeps the keys and values of its own layers; of models that are not of transformers, or
+        have layers of other kinds, the text so far is computed anew for each token.
+
+        Args:
+            ids: texts, [rows, length].
+            max_new_tokens: how many tokens to add at most.
+            attention_mask: 0 for padding on the left of shorter texts, else 1.
+            eos_token_id: tokens that end a text; by default those of the model.
+            pad_token_id: what an ended text is filled up with; by default the model's.
+            use_cache: False computes the text so far anew for each token.
+
+        >>> model = nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 9))
+        >>> pipe = Pipeline([model[0], model[1]], microbatches=2, ranks=2)
+        >>> pipe.generate(torch.ones(2, 3, dtype=torch.int64), max_new_tokens=5).shape
+        torch.Size([2, 8])
+        """
+        request = Request(
+            ids, max_new_tokens, attention_mask, eos_token_id, pad_token_id, use_cache
+        )
+        with self._turn, evaluating(self.stages.values()):
+            return generate(self._built, request)
 
     def train(self, mode: bool = True) -> Pipeline:
         """Put the modules into training mode, or with False into that of evaluation."""
