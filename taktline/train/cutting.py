@@ -72,6 +72,19 @@ class Cutting:
             kwargs_spec={key: _spec(dims[key]) if key in dims else None for key in kwargs},
         )
 
+    def misfits(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[str]:
+        """In which arguments a batch differs from the example by more than its rows."""
+        if self.example is None:
+            return []
+        batch, example = _tensors(args, kwargs), _tensors(*arguments_of(self.example))
+        return [
+            f"{_named(key)} is {describe(batch[key])} in this batch, and {describe(example[key])} "
+            "in the example"
+            for key in batch.keys() & example.keys()
+            if (batch[key].dtype, batch[key].shape[1:])
+            != (example[key].dtype, example[key].shape[1:])
+        ]
+
     def _note(self, found: _Dims) -> None:
         """Keep what was found, for batches that have as many rows as the example."""
         news = {key: dim for key, dim in found.items() if dim != self._dims.get(key, 0)}

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from taktline.checks import require_instance, require_one_of
-from taktline.errors import BatchError
+from taktline.errors import BatchError, StageError
 from taktline.runtime.schedule import Schedule
 from taktline.train.build import Built
 from taktline.train.outputs import shared_output
@@ -47,16 +47,21 @@ def run(
     keywords = {name: value for name, value in options.items() if name not in _OPTIONS}
     built.schedule._cutter = built.cutting.fitted(args, keywords)
     found: list[list[torch.Tensor] | None] = [None if wanted is None else [] for wanted in lists]
-    output = verb(
-        built.schedule,
-        *args,
-        target=target,
-        losses=found[0],
-        aux_losses=found[1],
-        share_losses=True,
-        return_outputs=bool(return_outputs),
-        **options,
-    )
+    try:
+        output = verb(
+            built.schedule,
+            *args,
+            target=target,
+            losses=found[0],
+            aux_losses=found[1],
+            share_losses=True,
+            return_outputs=bool(return_outputs),
+            **options,
+        )
+    except StageError as error:
+        for story in built.cutting.misfits(args, keywords):
+            error.add_note(story)
+        raise
     for wanted, filled in zip(lists, found, strict=True):
         if wanted is not None and filled is not None:
             wanted[:] = filled

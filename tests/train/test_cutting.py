@@ -89,7 +89,7 @@ def test_positions_of_transformers(length: int) -> None:
         (words[:2, :length],),
         {"attention_mask": mask[:2, :length], "position_ids": positions[:, :length]},
     )
-    both = {"attention_mask": mask, "position_ids": positions}
+    both: dict[str, Any] = {"attention_mask": mask, "position_ids": positions}
     pipe = tl.Pipeline(language.make(), example=example, microbatches=PARTS, ranks=2)
     expected = language.make().eval()(words, **both).logits
     torch.testing.assert_close(pipe.eval(words, **both).logits, expected)
@@ -123,7 +123,7 @@ class Sum(nn.Module):
 def test_what_is_unclear_is_refused(example: Any, batch: Any, unclear: str) -> None:
     example = {name: torch.zeros(shape) for name, shape in example.items()}
     batch = {name: torch.zeros(shape) for name, shape in batch.items()}
-    options = {"microbatches": PARTS, "ranks": 2}
+    options: dict[str, Any] = {"microbatches": PARTS, "ranks": 2}
     pipe = tl.Pipeline([Sum(), nn.Identity()], example=((), example), **options)
     told = rf"unclear how to cut {unclear}, .* in this batch .* kwargs_chunk_spec=\{{'{unclear}'"
     with pytest.raises(tl.TaktlineError, match=told):
@@ -138,7 +138,8 @@ def over_processes(rank: int, group: Any) -> tuple[float, str]:
     args, kwargs = call(ROWS)
     loss = pipe.step(*args, target=torch.arange(float(ROWS)), **kwargs)
     with pytest.raises(tl.TaktlineError) as refused:
-        pipe.step(*args, target=torch.zeros(ROWS), **(kwargs | {"ids": torch.zeros(9)}))
+        kwargs["ids"] = torch.zeros(9)
+        pipe.step(*args, target=torch.zeros(ROWS), **kwargs)
     return loss.item(), str(refused.value)
 
 

@@ -21,13 +21,13 @@ Give = Callable[[Tensor, Tensor], Any]
 
 
 class WithLoss(LM):
-    """Gives its loss beside its output, in some way."""
+    """Returns its loss beside its output, in some way."""
 
     def __init__(self, give: Give | None = None) -> None:
         super().__init__()
         self.give = give or (lambda output, loss: (output, loss))
 
-    def forward(self, tokens: Tensor, labels: Tensor | None = None) -> Any:
+    def forward(self, tokens: Tensor, shift: Any = None, labels: Any = None) -> Any:
         output = super().forward(tokens)
         return output if labels is None else self.give(output, loss_fn(output, labels))
 
@@ -38,7 +38,7 @@ def pipeline(model: nn.Module, **options: Any) -> tl.Pipeline:
         "microbatches": PARTS,
         "cuts": CUTS[2],
         "ranks": 2,
-        "example": (TOKENS[:2], TARGET[:2]),
+        "example": ((TOKENS[:2],), {"labels": TARGET[:2]}),
     }
     return tl.Pipeline(model, **(usual | options))
 
@@ -67,7 +67,7 @@ def test_its_loss_is_trained(give: Give) -> None:
     assert pipe.step(TOKENS, labels=TARGET).item() == pytest.approx(loss)
     torch.testing.assert_close({n: p.grad for n, p in pipe.named_parameters()}, gradients)
     assert pipe.eval(TOKENS, labels=TARGET).item() == pytest.approx(loss)
-    assert pipe.eval(TOKENS, TARGET, return_outputs=False).item() == pytest.approx(loss)
+    assert pipe.eval(TOKENS, None, TARGET, return_outputs=False).item() == pytest.approx(loss)
     assert pipe.eval(TOKENS).shape == (*TOKENS.shape, 13)
 
 
@@ -85,7 +85,7 @@ def test_labels_weigh_the_losses() -> None:
 def of_transformers(mesh: DeviceMesh | None = None) -> list[float]:
     language = LANGUAGES["gpt2"]
     words, mask, _ = texts(8)
-    call = {"input_ids": words, "attention_mask": mask, "labels": words}
+    call: dict[str, Any] = {"input_ids": words, "attention_mask": mask, "labels": words}
     example = ((), {name: value[:2] for name, value in call.items()})
     pipe = tl.Pipeline(
         language.make(), example=example, schedule="zbv", microbatches=4, ranks=2, mesh=mesh
@@ -130,4 +130,4 @@ def test_what_is_refused() -> None:
     with pytest.raises(tl.TaktlineError, match="the model returns no loss in its Tensor"):
         pipe.step(TOKENS)
     with pytest.raises(tl.TaktlineError, match="returns several numbers in its tuple"):
-        pipeline(WithLoss(lambda output, loss: (loss, loss))).step(TOKENS, TARGET)
+        pipeline(WithLoss(lambda output, loss: (loss, loss))).step(TOKENS, None, TARGET)

@@ -26,8 +26,6 @@ class Architecture:
     build: Callable[[], nn.Module]
     feed: Callable[[int], Inputs]
     """The arguments of a batch with so many rows."""
-    options: dict[str, Any] | None = None
-    """For the pipeline, such as chunk specs."""
 
     def make(self) -> nn.Module:
         """The model, in training, without dropout."""

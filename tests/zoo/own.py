@@ -803,8 +803,8 @@ def streams(rows: int) -> dict[str, Tensor]:
     }
 
 
-def _own(name: str, build: Any, feed: Any, **options: Any) -> Architecture:
-    return Architecture(name, "Written by hand", build, feed, options)
+def _own(name: str, build: Any, feed: Any) -> Architecture:
+    return Architecture(name, "Written by hand", build, feed)
 
 
 def _row(*middle: nn.Module) -> nn.Sequential:

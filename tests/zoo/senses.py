@@ -13,8 +13,14 @@ from tests.zoo.language import SIZES, configured, words
 
 __all__ = ["SENSES"]
 
-_IMAGE = {"image_size": 16, "patch_size": 4, "num_channels": 3, "mlp_dim": 32, "embed_dim": 16}
-_SEEING = {
+_IMAGE: dict[str, Any] = {
+    "image_size": 16,
+    "patch_size": 4,
+    "num_channels": 3,
+    "mlp_dim": 32,
+    "embed_dim": 16,
+}
+_SEEING: dict[str, Any] = {
     "hidden_size": 16,
     "num_hidden_layers": 8,
     "num_attention_heads": 4,
@@ -22,7 +28,7 @@ _SEEING = {
     "projection_dim": 16,
     **_IMAGE,
 }
-_READING = {
+_READING: dict[str, Any] = {
     name: SIZES[name]
     for name in (
         "vocab_size",
