@@ -124,7 +124,8 @@ def compare(found: Found, expected: Found, *, whole: bool = True) -> None:
     for what in ("gradients", "buffers"):
         right = getattr(expected, what)
         for name, value in getattr(found, what).items():
-            off, most = _most(value - right[name]), _most(right[name])
+            wide, exact = value.to(torch.complex128), right[name].to(torch.complex128)
+            off, most = _most(wide - exact), _most(exact)
             if not off <= 1e-3 * most + 1e-6:
                 raise AssertionError(f"{what}: {name} is off by {off:.3g} of {most:.3g}")
 
