@@ -15,7 +15,7 @@ export NO_MKDOCS_2_WARNING := 1
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help demo test unit lint format docs bench torture faults clean
+.PHONY: help demo test unit lint format docs bench torture faults zoo clean
 
 help: ## List the targets
 	@echo "Usage: make TARGET [PYTHON=python3.x]"
@@ -54,6 +54,9 @@ torture: $(VENV)/.stamp-dev ## Run random plans, values, faults for TORTURE_SECO
 
 faults: $(VENV)/.stamp-dev ## Kill, stop, interrupt and cut off ranks in every phase of a step
 	@$(BIN)/python -m tests.faults
+
+zoo: $(VENV)/.stamp-dev ## Train every architecture of the zoo on pipelines, and write docs/models.md
+	@$(BIN)/python -m tests.zoo
 
 clean: ## Remove the venv and everything that was built
 	rm -rf $(VENV) site build dist .pytest_cache .ruff_cache .hypothesis .import_linter_cache

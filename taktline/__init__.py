@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from taktline.plan import lower as lower
     from taktline.plan import simulate as simulate
     from taktline.plan import validate as validate
+    from taktline.runtime import Replicate as Replicate
     from taktline.runtime import Schedule1F1B as Schedule1F1B
     from taktline.runtime import ScheduleDualPipeV as ScheduleDualPipeV
     from taktline.runtime import ScheduleFromPlan as ScheduleFromPlan
@@ -79,6 +80,7 @@ _ROOM_OF = {
     "PipelineStage": "stage",
     "Placement": "plan",
     "Plan": "plan",
+    "Replicate": "runtime",
     "Schedule1F1B": "runtime",
     "ScheduleDualPipeV": "runtime",
     "ScheduleFromPlan": "runtime",

@@ -26,6 +26,7 @@ def test_top_level_names() -> None:
         "PipelineStage",
         "Placement",
         "Plan",
+        "Replicate",
         "Schedule1F1B",
         "ScheduleDualPipeV",
         "ScheduleFromPlan",

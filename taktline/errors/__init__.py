@@ -350,7 +350,7 @@ class SplitError(TaktlineError):
 
 
 class UseError(TaktlineError):
-    """A pipeline is used while it runs, or after it was closed, or copied where that cannot be.
+    """A pipeline is used while it runs, after it was closed, or for what it cannot do.
 
     >>> raise UseError("this pipeline was closed; make a new one")
     Traceback (most recent call last):

@@ -14,6 +14,7 @@ from taktline.runtime.classes import (
     get_schedule_class,
 )
 from taktline.runtime.microbatch import (
+    Replicate,
     TensorChunkSpec,
     merge_chunks,
     split_args_kwargs_into_chunks,
@@ -21,6 +22,7 @@ from taktline.runtime.microbatch import (
 from taktline.runtime.trace import Trace
 
 __all__ = [
+    "Replicate",
     "Schedule1F1B",
     "ScheduleDualPipeV",
     "ScheduleFromPlan",

@@ -34,6 +34,8 @@ class Cutter:
     """Given one, the rows of a target need not be those of the batch."""
     fewer: bool = False
     """Whether a batch with fewer rows is cut into fewer."""
+    refusal: BatchError | None = None
+    """Why the batch cannot be cut, if that is known: raised where all ranks hear of it."""
 
     def parts(self, rows: int) -> int:
         """Into how many a batch with so many rows is cut; 0 rows: that is not to be seen.
@@ -117,6 +119,8 @@ class Batch:
 
     def size(self, cutter: Cutter) -> int:
         """Its size along the micro-batches; 0 where that is not to be seen."""
+        if cutter.refusal is not None:
+            raise cutter.refusal
         return batch_size_of(self.args, self.kwargs, cutter.args_spec, cutter.kwargs_spec) or 0
 
     def target_size(self, cutter: Cutter) -> int:

@@ -21,6 +21,7 @@ from taktline.plan.words import counted
 from taktline.runtime.pieces import children, cut, describe, flatten, is_block_mask, join, same
 
 __all__ = [
+    "Replicate",
     "TensorChunkSpec",
     "batch_size_of",
     "merge_chunks",
@@ -65,12 +66,15 @@ class TensorChunkSpec:
         return tree_map(TensorChunkSpec, chunk_dims)
 
 
-class _Replicate:
+class Replicate:
     """Give the value whole to every micro-batch; the class itself will do as well as an instance.
 
-    >>> split_value(torch.zeros(1), 2, spec=_Replicate(), name="scale")
+    >>> split_value(torch.zeros(1), 2, spec=Replicate(), name="scale")
     [tensor([0.]), tensor([0.])]
     """
+
+
+_Replicate = Replicate  # torch's name
 
 
 class _CustomReducer:
@@ -257,7 +261,7 @@ def _first_cut(arguments: list[_Argument]) -> _Leaf | None:
         if leaf.size != cut[0].size:
             hint = (
                 "; where dimension 0 is not the batch, give a chunk spec: TensorChunkSpec(dim), "
-                "or _Replicate() for the whole in each micro-batch"
+                "or Replicate() for the whole in each micro-batch"
             )
             fitting = _fitting(leaf, cut[0].size) or _fitting(cut[0], leaf.size)
             by_default = leaf.by_default or cut[0].by_default
@@ -294,7 +298,7 @@ def _walk(name: str, value: Any, spec: Any) -> Iterator[tuple[str, Any, Any]]:
         specs = children(spec)
         if specs is None:
             raise BatchError(
-                f"{name}: {spec!r} is no chunk spec; give a TensorChunkSpec, _Replicate() or None"
+                f"{name}: {spec!r} is no chunk spec; give a TensorChunkSpec, Replicate() or None"
             )
         if values is None or specs.keys() != values.keys():
             raise BatchError(f"{name} is {describe(value)}, but its chunk spec {describe(spec)}")
@@ -307,13 +311,13 @@ def _walk(name: str, value: Any, spec: Any) -> Iterator[tuple[str, Any, Any]]:
 
 def _is_spec(spec: Any) -> bool:
     """Whether it says itself what to do, not as a container of others."""
-    kinds = TensorChunkSpec | _Replicate | _CustomReducer
-    return spec is None or spec is _Replicate or isinstance(spec, kinds)
+    kinds = TensorChunkSpec | Replicate | _CustomReducer
+    return spec is None or spec is Replicate or isinstance(spec, kinds)
 
 
 def _cut_dim(name: str, leaf: Any, spec: Any) -> int | None:
     """The dimension to cut a leaf along; None if it goes whole to each micro-batch."""
-    if spec is _Replicate or isinstance(spec, _Replicate):
+    if spec is Replicate or isinstance(spec, Replicate):
         return None
     if isinstance(spec, _CustomReducer):
         raise BatchError(f"{name} has a reducer for its chunk spec, but these are for merging")
@@ -324,7 +328,7 @@ def _cut_dim(name: str, leaf: Any, spec: Any) -> int | None:
             raise BatchError(f"{name} is a BlockMask, which is cut along dimension 0, not {spec}")
         return 0 if leaf.shape[0] > 1 else None  # a mask for a batch of 1 holds for all of it
     if spec is not None:
-        raise BatchError(f"{name} is {describe(leaf)}, no tensor: give _Replicate(), not {spec}")
+        raise BatchError(f"{name} is {describe(leaf)}, no tensor: give Replicate(), not {spec}")
     return None
 
 
@@ -332,7 +336,7 @@ def _dimension(name: str, value: torch.Tensor, spec: TensorChunkSpec | None) -> 
     """The dimension that a spec means, counted from the front."""
     dim = spec.split_dim if spec else 0
     if not isinstance(dim, int) or not -value.ndim <= dim < value.ndim:
-        fits = f"one from {-value.ndim} to {value.ndim - 1}" if value.ndim else "_Replicate()"
+        fits = f"one from {-value.ndim} to {value.ndim - 1}" if value.ndim else "Replicate()"
         raise BatchError(f"{name} is {describe(value)}: it has no dimension {dim!r}; give {fits}")
     return dim % value.ndim
 
@@ -345,7 +349,7 @@ def _merge(name: str, values: Sequence[Any], spec: Any) -> Any:
     if isinstance(first, torch.Tensor) and (spec is None or isinstance(spec, TensorChunkSpec)):
         return join(name, values, _dimension(name, first, spec) if first.ndim else 0)
     if isinstance(spec, TensorChunkSpec):
-        raise BatchError(f"{name} is {describe(first)}, no tensor: give _Replicate(), not {spec}")
+        raise BatchError(f"{name} is {describe(first)}, no tensor: give Replicate(), not {spec}")
     for number, value in enumerate(values[1:], 1):
         if not same(first, value):
             raise BatchError(

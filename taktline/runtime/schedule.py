@@ -22,7 +22,7 @@ from taktline.plan import Plan
 from taktline.runtime.batch import Batch, Cutter
 from taktline.runtime.feed import Facts, Feed
 from taktline.runtime.losses import LossWeights, Wanted, by_rows, mean_of, scales, warn_if_uneven
-from taktline.runtime.microbatch import TensorChunkSpec, merge_chunks
+from taktline.runtime.microbatch import merge_chunks
 from taktline.runtime.runner import Runner
 from taktline.runtime.trace import Trace, tracing
 from taktline.stage import PipelineStage
@@ -30,8 +30,8 @@ from taktline.stage import PipelineStage
 __all__ = ["ArgsSpec", "KwargsSpec", "LossFn", "MergeSpec", "Schedule"]
 
 LossFn = Callable[..., torch.Tensor]
-ArgsSpec = tuple[TensorChunkSpec, ...]
-KwargsSpec = dict[str, TensorChunkSpec]
+ArgsSpec = tuple[Any, ...]
+KwargsSpec = dict[str, Any]
 MergeSpec = dict[str, Any] | tuple[Any]
 
 

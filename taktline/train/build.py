@@ -22,6 +22,7 @@ from taktline.stage import PipelineStage
 from taktline.stage.names import named_parameters
 from taktline.stage.ties import declared
 from taktline.train.choice import Choice, opened, plan_for
+from taktline.train.cutting import Cutting
 from taktline.train.parts import Model, Parts, stages_in, take_apart
 from taktline.train.ranks import Ranks, meet
 from taktline.train.table import Table
@@ -60,6 +61,8 @@ class Built:
     table: Table
     schedule: ScheduleFromPlan
     """Runs the ranks of this process."""
+    cutting: Cutting
+    """How it cuts batches."""
     running: Mapping[str, Any]
     """What the schedule was made with."""
 
@@ -67,7 +70,7 @@ class Built:
         """The same with copies of all modules, where all ranks are in this process."""
         ranks = Ranks(self.ranks.size, device=self.ranks.device)
         parts = copy.deepcopy(self.parts, memo)
-        made = _scheduled(ranks, self.plan, parts, self.table, self.running)
+        made = _scheduled(ranks, self.plan, parts, self.table, self.cutting.example, self.running)
         made.schedule.steps = self.schedule.steps
         return made
 
@@ -126,7 +129,7 @@ def build(model: Model, example: Any, asked: Options) -> Built:
         for stage, module in parts.modules.items():
             parts.modules[stage] = _ready(stage, module, ranks, asked)
     seed = None if asked.seed is None else asked.seed + ranks.copy
-    built = _scheduled(ranks, plan, parts, table, {**asked.running, "seed": seed})
+    built = _scheduled(ranks, plan, parts, table, example, {**asked.running, "seed": seed})
     ranks.made.keep_for(built.schedule, *parts.modules.values())
     _require_wrapped(built)
     with guarded(ranks.transport, "Pipeline(…)"):
@@ -135,7 +138,7 @@ def build(model: Model, example: Any, asked: Options) -> Built:
 
 
 def _scheduled(
-    ranks: Ranks, plan: Plan, parts: Parts, table: Table, running: Mapping[str, Any]
+    ranks: Ranks, plan: Plan, parts: Parts, table: Table, example: Any, running: Mapping[str, Any]
 ) -> Built:
     """With a schedule for the ranks of this process."""
     stages = [
@@ -148,7 +151,8 @@ def _scheduled(
         schedule._runner.run_all_ranks(ranks.size)
     # Keyword arguments are the model's, so every rank is given the same.
     schedule._compared = ("args", "kwargs", "target")
-    return Built(ranks, plan, parts, table, schedule, running)
+    cutting = Cutting(example, schedule._cutter)
+    return Built(ranks, plan, parts, table, schedule, cutting, running)
 
 
 def _ready(stage: int, module: nn.Module, ranks: Ranks, asked: Options) -> nn.Module:

@@ -19,6 +19,7 @@ from taktline.plan.words import counted
 from taktline.split import Pipe
 from taktline.stage.names import named_buffers, named_parameters
 from taktline.stage.ties import declared
+from taktline.train.refusal import explained
 from taktline.transport import Transport
 from taktline.transport.control import share_texts
 
@@ -107,15 +108,21 @@ def _pieces(
         )
     if plan.stages == 1 and not cuts:
         return [model]
-    if cuts is not None:
-        return split.by_names(model, cuts, example=example)
-    if example is None:
+    if cuts is None and example is None:
         raise PartitionError(
             f"to cut a {type(model).__name__} into {plan.stages} stages, pass example=(…), the "
             "arguments of one micro-batch, or cuts=[…], the names of the submodules at which new "
             "stages begin"
         )
-    return split.auto(model, plan.stages, example)
+    try:
+        if cuts is not None:
+            return split.by_names(model, cuts, example=example)
+        return split.auto(model, plan.stages, example)
+    except Exception as error:  # the model's code runs there
+        told = explained(error, model, example, None if cuts else plan)
+        if told is error:
+            raise
+        raise told from told.__cause__
 
 
 def _checked(modules: dict[int, nn.Module], plan: Plan) -> dict[int, nn.Module]:

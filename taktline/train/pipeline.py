@@ -32,8 +32,10 @@ from taktline.train import state
 from taktline.train.boundaries import Boundaries
 from taktline.train.build import Built, Options, build
 from taktline.train.choice import Choice
+from taktline.train.generate import Request, generate
 from taktline.train.loader import SharedLoader
 from taktline.train.norm import clip, norm_of
+from taktline.train.own_loss import asked, of_output, with_own_loss
 from taktline.train.parts import Model
 from taktline.train.preempt import PREEMPTED, Preemption
 from taktline.train.ranks import Ranks
@@ -67,7 +69,8 @@ class Pipeline:
             a tuple and a dict.
         schedule: a name, a :class:`Plan`, a CSV or JSON file with one, or a Schedule class.
         microbatches: how many parts a batch is cut into; one with fewer rows has a part for each.
-        loss_fn: what gives the loss of an output and a target.
+        loss_fn: what gives the loss of an output and a target. Without one, the loss is the one
+            that the model returns: a number, ``output.loss``, or the only number in a tuple.
         ranks: how many ranks the pipeline has.
         stages_per_rank: for schedules that leave it open.
         cuts: names of submodules at which new stages begin.
@@ -83,7 +86,8 @@ class Pipeline:
         seed: draws dropout from (seed, step, stage, micro-batch): for one cut into stages and
             micro-batches, the same under every schedule and on any number of ranks.
         dynamic_shapes: for stages whose outputs' shapes depend on values.
-        args_chunk_spec: how positional arguments are cut.
+        args_chunk_spec: how positional arguments are cut; without it and the next, what is not to
+            be cut along dimension 0 is guessed by comparing a batch with the example.
         kwargs_chunk_spec: how keyword arguments are cut.
         output_merge_spec: how outputs are joined.
         target_chunk_spec: how the target is cut, if not along dimension 0. Given one, its rows
@@ -165,7 +169,7 @@ class Pipeline:
             state_dict=state_dict,
             timeout=_timedelta(timeout),
             running={
-                "loss_fn": loss_fn,
+                "loss_fn": loss_fn or of_output,
                 "dynamic_shapes": dynamic_shapes,
                 "args_chunk_spec": args_chunk_spec,
                 "kwargs_chunk_spec": kwargs_chunk_spec,
@@ -250,7 +254,7 @@ class Pipeline:
 
         Args:
             args: the model's arguments.
-            target: what ``loss_fn`` compares the output with.
+            target: what ``loss_fn`` compares the output with; nothing without ``loss_fn``.
             return_outputs: True gives ``(loss, outputs)`` on every rank; ``"last"`` sends nothing,
                 and gives None instead of outputs on all ranks but that of the last stage.
             scaler: multiplies the loss for the backward; made by :meth:`scaler`.
@@ -260,7 +264,10 @@ class Pipeline:
                 ``target_mbs`` as in :meth:`Schedule.step`; all else are keyword arguments of the
                 model.
         """
-        self._require_backward()
+        if not self.plan.has(Kind.B, Kind.I):
+            raise ScheduleError(f"{self.plan.name} has no backward; call eval(…)")
+        if self._loss_fn is None:
+            target, options = with_own_loss(target, options)
         scale = 1.0 if scaler is None else self._scale(scaler)
         lists = losses, aux_losses
         options |= {"grad_scale": scale}
@@ -284,8 +291,11 @@ class Pipeline:
         """Run a batch forward only, with the modules in evaluation mode.
 
         Gives the mean loss if there is a target, and otherwise the outputs; with
-        ``return_outputs`` and a target, both. Takes what :meth:`step` takes.
+        ``return_outputs`` and a target, both. Takes what :meth:`step` takes. For a model that
+        computes its own loss, ``labels`` or ``return_outputs=False`` ask for it.
         """
+        if self._loss_fn is None and asked(options, return_outputs):
+            target, options = with_own_loss(target, options)
         compared = target is not None or options.get("target_mbs") is not None
         wanted = not compared if return_outputs is None else return_outputs
         batch, lists = (args, target, options), (losses, aux_losses)
@@ -295,6 +305,42 @@ class Pipeline:
         if not wanted:
             return loss
         return output if loss is None else (loss, output)
+
+    def generate(
+        self,
+        ids: torch.Tensor,
+        *,
+        max_new_tokens: int,
+        attention_mask: torch.Tensor | None = None,
+        eos_token_id: int | Sequence[int] | None = None,
+        pad_token_id: int | None = None,
+        use_cache: bool = True,
+    ) -> torch.Tensor:
+        """Go on with texts, by the likeliest token each time: gives all of them on every rank.
+
+        For causal language models: those of transformers, and others that return logits of shape
+        [rows, length, words]. Micro-batches follow each other through the stages. Each stage
+        keeps the keys and values of its own layers; of models that are not of transformers, or
+        have layers of other kinds, the text so far is computed anew for each token.
+
+        Args:
+            ids: texts, [rows, length].
+            max_new_tokens: how many tokens to add at most.
+            attention_mask: 0 for padding on the left of shorter texts, else 1.
+            eos_token_id: tokens that end a text; by default those of the model.
+            pad_token_id: what an ended text is filled up with; by default the model's.
+            use_cache: False computes the text so far anew for each token.
+
+        >>> model = nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 9))
+        >>> pipe = Pipeline([model[0], model[1]], microbatches=2, ranks=2)
+        >>> pipe.generate(torch.ones(2, 3, dtype=torch.int64), max_new_tokens=5).shape
+        torch.Size([2, 8])
+        """
+        request = Request(
+            ids, max_new_tokens, attention_mask, eos_token_id, pad_token_id, use_cache
+        )
+        with self._turn, evaluating(self.stages.values()):
+            return generate(self._built, request)
 
     def train(self, mode: bool = True) -> Pipeline:
         """Put the modules into training mode, or with False into that of evaluation."""
@@ -477,12 +523,6 @@ class Pipeline:
         if ranks.beside(self._built.schedule._runner.preempted, "whether to end"):
             preemption.end(self, lambda: ranks.anywhere(True, "the end of on_preempt"))
 
-    def _require_backward(self) -> None:
-        if not self.plan.has(Kind.B, Kind.I):
-            raise ScheduleError(f"{self.plan.name} has no backward; call eval(…)")
-        if self._loss_fn is None:
-            raise LossError("step() trains, so it needs a loss: Pipeline(…, loss_fn=…)")
-
     def __repr__(self) -> str:
         if self._live is None:
             return "Pipeline(closed)"
@@ -492,7 +532,9 @@ class Pipeline:
         )
 
     def __str__(self) -> str:
-        return repr(self) if self._live is None else f"{self!r}\n{self._live.table}"
+        if self._live is None:
+            return repr(self)
+        return "\n".join(filter(None, (repr(self), str(self._live.table), str(self._live.cutting))))
 
 
 def _timedelta(timeout: float | timedelta | None) -> timedelta | None:

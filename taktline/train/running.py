@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, Literal, TypeAlias, TypeVar
@@ -11,13 +12,17 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from taktline.checks import require_instance, require_one_of
-from taktline.errors import BatchError
+from taktline.errors import BatchError, StageError
+from taktline.runtime.schedule import Schedule
 from taktline.train.build import Built
 from taktline.train.outputs import shared_output
 
 __all__ = ["Outputs", "evaluating", "run"]
 
 T = TypeVar("T")
+
+_OPTIONS = frozenset(inspect.signature(Schedule.step).parameters)
+"""Keywords that are none of the model's."""
 
 Outputs: TypeAlias = bool | Literal["last"]
 """Whether outputs are given on every rank, or only where they come into being."""
@@ -39,17 +44,24 @@ def run(
             require_instance(name, wanted, list, "a list to be filled", BatchError)
     require_one_of("return_outputs", return_outputs, (True, False, "last"), BatchError)
     args, target, options = _on_device(batch, built.ranks.device)
+    keywords = {name: value for name, value in options.items() if name not in _OPTIONS}
+    built.schedule._cutter = built.cutting.fitted(args, keywords)
     found: list[list[torch.Tensor] | None] = [None if wanted is None else [] for wanted in lists]
-    output = verb(
-        built.schedule,
-        *args,
-        target=target,
-        losses=found[0],
-        aux_losses=found[1],
-        share_losses=True,
-        return_outputs=bool(return_outputs),
-        **options,
-    )
+    try:
+        output = verb(
+            built.schedule,
+            *args,
+            target=target,
+            losses=found[0],
+            aux_losses=found[1],
+            share_losses=True,
+            return_outputs=bool(return_outputs),
+            **options,
+        )
+    except StageError as error:
+        for story in built.cutting.misfits(args, keywords):
+            error.add_note(story)
+        raise
     for wanted, filled in zip(lists, found, strict=True):
         if wanted is not None and filled is not None:
             wanted[:] = filled

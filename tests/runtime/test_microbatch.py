@@ -366,7 +366,7 @@ def test_whole_tensors_are_merged_if_they_are_the_same() -> None:
 
 HINT = (
     "; where dimension 0 is not the batch, give a chunk spec: TensorChunkSpec(dim), "
-    "or _Replicate() for the whole in each micro-batch"
+    "or Replicate() for the whole in each micro-batch"
 )
 X = torch.zeros(3, 16)
 DIM: Any = TensorChunkSpec
@@ -422,17 +422,17 @@ def test_what_cannot_be_cut(args: Any, kwargs: Any, chunks: Any, text: str) -> N
         (X, DIM(2), "it is float32[3, 16]: it has no dimension 2; give one from -2 to 1"),
         (X, DIM(-3), "it is float32[3, 16]: it has no dimension -3; give one from -2 to 1"),
         (X, DIM("a"), "it is float32[3, 16]: it has no dimension 'a'; give one from -2 to 1"),
-        (X[0, 0], DIM(0), "it is float32[]: it has no dimension 0; give _Replicate()"),
-        (5, DIM(0), "it is 5, no tensor: give _Replicate(), not TensorChunkSpec(0)"),
+        (X[0, 0], DIM(0), "it is float32[]: it has no dimension 0; give Replicate()"),
+        (5, DIM(0), "it is 5, no tensor: give Replicate(), not TensorChunkSpec(0)"),
         (
             {"a": (HINT, object)}, {"a": (None, DIM(0))},
-            "it['a'][1] is a type, no tensor: give _Replicate(), not TensorChunkSpec(0)",
+            "it['a'][1] is a type, no tensor: give Replicate(), not TensorChunkSpec(0)",
         ),
-        (X, 0, "it: 0 is no chunk spec; give a TensorChunkSpec, _Replicate() or None"),
+        (X, 0, "it: 0 is no chunk spec; give a TensorChunkSpec, Replicate() or None"),
         (
             X, theirs.TensorChunkSpec(0),
             "it: torch.distributed.pipelining.microbatch.TensorChunkSpec(0) is no chunk spec; "
-            "give a TensorChunkSpec, _Replicate() or None",
+            "give a TensorChunkSpec, Replicate() or None",
         ),
         (X, _LossReducer(0, max), "it has a reducer for its chunk spec, but these are for merging"),
         ([X, X], [None], "it is a list of [0, 1], but its chunk spec a list of [0]"),
@@ -530,7 +530,7 @@ def test_specs_for_other_arguments(args_spec: Any, kwargs_spec: Any, text: str) 
             "give a _CustomReducer as its chunk spec",
         ),
         ([X], DIM(2), "output is float32[3, 16]: it has no dimension 2; give one from -2 to 1"),
-        ([(1,)], DIM(0), "output[0] is 1, no tensor: give _Replicate(), not TensorChunkSpec(0)"),
+        ([(1,)], DIM(0), "output[0] is 1, no tensor: give Replicate(), not TensorChunkSpec(0)"),
         ([(X, X)], (None,), "output is a tuple of [0, 1], but its chunk spec a tuple of [0]"),
     ],
 )  # fmt: skip

@@ -1,0 +1,197 @@
+"""Texts from a causal language model on a pipeline: the likeliest word, again and again.
+
+Each word is one evaluation, in which the micro-batches follow each other through the stages. Models
+of transformers keep the keys and values of earlier words: each stage those of its own layers, for
+each micro-batch. Of other models, the text so far is computed anew for each word.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.functional import pad
+
+from taktline.checks import refuse, require_flag, require_instance, require_whole
+from taktline.errors import ArgumentError, MismatchError, TaktlineError, UseError
+from taktline.plan import Kind, Plan
+from taktline.plan.words import by_rank
+from taktline.runtime.digest import digest_of
+from taktline.runtime.pieces import describe
+from taktline.train.build import Built
+from taktline.train.kv_cache import Keeper, cache_of, padding_of
+from taktline.train.outputs import shared_output
+from taktline.transport.control import share_error
+
+__all__ = ["Request", "generate"]
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What is to be generated."""
+
+    ids: torch.Tensor
+    max_new_tokens: int
+    attention_mask: torch.Tensor | None
+    eos_token_id: int | Sequence[int] | None
+    pad_token_id: int | None
+    use_cache: bool
+
+    def check(self) -> None:
+        """Raise if it cannot be followed."""
+        require_instance("ids", self.ids, torch.Tensor)
+        if self.ids.ndim != 2 or self.ids.is_floating_point() or not self.ids.numel():
+            refuse("ids", "a tensor [rows, length] of token ids", self.ids)
+        require_whole("max_new_tokens", self.max_new_tokens, least=1)
+        require_flag("use_cache", self.use_cache)
+        mask = self.attention_mask
+        if mask is None:
+            return
+        require_instance("attention_mask", mask, torch.Tensor)
+        if mask.shape != self.ids.shape or not bool((mask[:, -1] != 0).all()):
+            raise ArgumentError(
+                f"attention_mask must be {list(self.ids.shape)} as ids, with 0 for padding on the "
+                f"left of a text, not {list(mask.shape)}; texts go on at their right end"
+            )
+
+    def digest(self) -> int:
+        """The same on all ranks that ask for the same."""
+        tensors = [self.ids, *([] if self.attention_mask is None else [self.attention_mask])]
+        numbers = [str(tensor.tolist()) for tensor in tensors]
+        options = (self.max_new_tokens, self.eos_token_id, self.pad_token_id, self.use_cache)
+        return digest_of([*numbers, str(options)])
+
+
+def generate(built: Built, request: Request) -> torch.Tensor:
+    """The texts with what follows; all ranks call it, and have all of it."""
+    model = _model(built)
+    new_cache = _agreed(built, request, model)
+    rows, length = request.ids.shape
+    ends, padding = _ends(model, request)
+    # What is not computed yet is there: so all calls look alike, and causal models ignore it.
+    room, mask = (0, request.max_new_tokens), request.attention_mask
+    ids = pad(request.ids.to(built.ranks.device), room, value=padding)
+    mask = None if mask is None else pad(mask.to(ids), room, value=1)
+    done = torch.zeros(rows, 1, dtype=torch.bool, device=ids.device)
+    last = _Last()
+    with _generating(built, rows, new_cache, last) as keepers:
+        for end in range(length, length + request.max_new_tokens):
+            if new_cache is None:
+                last.place = end - 1
+                output = built.schedule.eval(ids, **padding_of(mask, model, ids.shape[1]))
+            else:
+                new = end if end == length else 1
+                for keeper in keepers:
+                    keeper.expect(end, new, None if mask is None else mask[:, :end])
+                output = built.schedule.eval(ids[:, end - new : end])
+            word = shared_output(output, built.ranks, built.plan.placement.rank_of[-1]).to(ids)
+            word = word.masked_fill(done, padding)
+            ids[:, end : end + 1] = word
+            done |= torch.isin(word, ends.to(word))
+            if bool(done.all()):
+                return ids[:, : end + 1].to(request.ids.device)
+    return ids.to(request.ids.device)
+
+
+def _agreed(built: Built, request: Request, model: nn.Module | None) -> Callable[[], Any] | None:
+    """What makes a cache, if all ranks have one; raises on all if they do not agree."""
+    error, digest, new_cache = None, 0, None
+    try:
+        request.check()
+        _require_causal(model)
+        digest = request.digest()
+        new_cache = cache_of(model) if request.use_cache else None
+    except TaktlineError as raised:
+        error = raised
+    transport = built.ranks.transport
+    numbers = [int(error is not None), digest, int(new_cache is not None)]
+    shared = transport.exchange(numbers, "generate()")
+    if any(failed for failed, *_ in shared):
+        raise share_error(transport, error) or MismatchError("a rank has refused to generate")
+    digests = [digest for _, digest, _ in shared]
+    if len(set(digests)) > 1:
+        kinds = [digests.index(digest) for digest in digests]
+        raise MismatchError(
+            "generate() was called with other texts or options on some ranks (those that agree "
+            f"have the same number: {by_rank(kinds)}); pass the same on every rank"
+        )
+    return new_cache if all(caches for *_, caches in shared) else None
+
+
+def _model(built: Built) -> nn.Module | None:
+    """A stage that is a piece of a model of transformers."""
+    modules = (module for stage in built.schedule._stages for module in stage.submod.modules())
+    return next((m for m in modules if callable(getattr(m, "can_generate", None))), None)
+
+
+def _require_causal(model: Any) -> None:
+    """Raise if a model of transformers does not go on with a text from left to right."""
+    if model is not None and (model.config.is_encoder_decoder or not model.can_generate()):
+        raise UseError(
+            f"{type(model).__name__} is no causal language model, so it cannot generate texts"
+        )
+
+
+def _ends(model: Any, request: Request) -> tuple[torch.Tensor, int]:
+    """The words that end a text, and what comes after them."""
+    config = getattr(model, "generation_config", None)
+    ends, padding = request.eos_token_id, request.pad_token_id
+    ends = getattr(config, "eos_token_id", None) if ends is None else ends
+    ends = [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
+    padding = getattr(config, "pad_token_id", None) if padding is None else padding
+    if padding is None:
+        padding = ends[0] if ends else 0
+    return torch.tensor(ends), padding
+
+
+@contextmanager
+def _generating(
+    built: Built, rows: int, new_cache: Callable[[], Any] | None, last: _Last
+) -> Iterator[list[Keeper]]:
+    """Inside, stages keep keys and values, and the last one returns the next words alone."""
+    schedule, keepers = built.schedule, []
+    before = schedule._cutter, schedule._output_merge_spec
+    schedule._cutter = replace(before[0], args_spec=None, kwargs_spec=None, refusal=None)
+    schedule._output_merge_spec = None
+    program = schedule._runner.runnable.program(schedule._cutter.parts(rows), trains=False)
+    with ExitStack() as hooks:
+        for stage in schedule._stages:
+            module = stage.submod
+            if new_cache is not None:
+                order = _order(program, stage.stage_index)
+                keepers.append(Keeper(module, {part: new_cache() for part in order}))
+                for hook in keepers[-1].hook(module):
+                    hooks.callback(hook.remove)
+            if stage.is_last:
+                hooks.callback(module.register_forward_hook(last.word).remove)
+        try:
+            yield keepers
+        finally:
+            schedule._cutter, schedule._output_merge_spec = before
+
+
+def _order(program: Plan, stage: int) -> list[int]:
+    """The micro-batches in the order in which a stage computes them."""
+    rows = program.rows_of(program.placement.rank_of[stage])
+    return rows.microbatch[(rows.kind == Kind.F) & (rows.stage == stage)].tolist()
+
+
+@dataclass(slots=True)
+class _Last:
+    """The end of the model, which returns the word after this place."""
+
+    place: int = -1
+
+    def word(self, module: nn.Module, args: Any, output: Any) -> torch.Tensor:
+        """The likeliest words, [rows, 1]."""
+        logits = getattr(output, "logits", output)
+        if not isinstance(logits, torch.Tensor) or logits.ndim != 3:
+            raise UseError(
+                "generate() is for causal language models, which return logits [rows, length, "
+                f"words], or have them in output.logits, not {describe(output)}"
+            )
+        return logits[:, self.place].argmax(-1, keepdim=True)

@@ -1,0 +1,94 @@
+"""Models as people write them, and small stand-ins of the structures of other libraries."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from tests.zoo.architecture import Architecture
+from tests.zoo.blocks import DEPTH, Block, classed, features, image, noisy, streams, tokens
+from tests.zoo.diffusion import DiT, Flux, UNet2D
+from tests.zoo.images import (
+    Autoencoder,
+    Classifier,
+    ConvNeXt,
+    Dense,
+    MLPMixer,
+    ResNet,
+    Squeezed,
+    Swin,
+    UNet,
+    ViT,
+    vgg,
+)
+from tests.zoo.others import Branching, Graph, Pyramid, Recommender, Towers, WaveNet
+from tests.zoo.texts import (
+    GPT,
+    Experts,
+    FunctionalHead,
+    Llama,
+    LSTMs,
+    Seq2Seq,
+    StackedLSTM,
+    TorchEncoder,
+    Universal,
+    row,
+)
+
+__all__ = ["OWN"]
+
+
+def _own(name: str, build: Any, feed: Any) -> Architecture:
+    return Architecture(name, "Written by hand", build, feed)
+
+
+OWN = [
+    _own("Sequential", lambda: row(*(Block(True) for _ in range(DEPTH))), tokens),
+    _own(
+        "MLP",
+        lambda: nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for _ in range(9))),
+        features,
+    ),
+    _own("GPT with a tied head", GPT, tokens),
+    _own("GPT with checkpoint(block, x)", partial(GPT, True), tokens),
+    _own("GPT with checkpoint(…, use_reentrant=False)", partial(GPT, False), tokens),
+    _own("GPT whose head is F.linear(x, embed.weight)", FunctionalHead, tokens),
+    _own("Llama as in torchtitan", Llama, tokens),
+    _own(
+        "mixture of experts with add_loss", lambda: row(*(Experts() for _ in range(DEPTH))), tokens
+    ),
+    _own("nn.TransformerEncoder", TorchEncoder, tokens),
+    _own("nn.Transformer", Seq2Seq, lambda rows: (*tokens(rows), *tokens(rows))),
+    _own("LSTMs in a list", LSTMs, tokens),
+    _own("GRUs in a list", partial(LSTMs, nn.GRU), tokens),
+    _own("nn.LSTM with 8 layers", StackedLSTM, tokens),
+    _own("one layer, used 8 times", Universal, tokens),
+    _own("ViT as in timm", ViT, image),
+    _own("ResNet as in torchvision", ResNet, partial(image, size=32)),
+    _own("VGG as in torchvision", vgg, image),
+    _own(
+        "EfficientNet",
+        lambda: Classifier(
+            nn.Sequential(nn.Conv2d(3, 8, 3, 2, 1), *(Squeezed(8) for _ in range(DEPTH))), 8
+        ),
+        image,
+    ),
+    _own("ConvNeXt as in timm", ConvNeXt, image),
+    _own("DenseNet", Dense, image),
+    _own("MLP-Mixer", MLPMixer, image),
+    _own("Swin", Swin, image),
+    _own("autoencoder", Autoencoder, image),
+    _own("U-Net", UNet, image),
+    _own("UNet2D as in diffusers", UNet2D, noisy),
+    _own("DiT", DiT, classed),
+    _own("FLUX as in diffusers", Flux, streams),
+    _own("WaveNet", WaveNet, lambda rows: (torch.randn(rows, 1, 32),)),
+    _own("graph network", Graph, lambda rows: (torch.randn(rows, 6, 8), torch.rand(rows, 6, 6))),
+    _own("DLRM", Recommender, lambda rows: (torch.randn(rows, 8), torch.randint(20, (rows, 3)))),
+    _own("two towers", Towers, lambda rows: (*tokens(rows), *features(rows))),
+    _own("every block's output used at the end", Pyramid, features),
+    _own("branches on data", Branching, features),
+]

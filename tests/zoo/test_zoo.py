@@ -1,0 +1,57 @@
+"""A few of the zoo's architectures; ``make zoo`` runs all of them."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.workers import Workers
+from tests.zoo import find, zoo
+from tests.zoo.page import PAGE, shortened
+from tests.zoo.trial import PLACES, Place, compare, over_processes, plain, train
+
+SAMPLE = [
+    "GPT2LMHeadModel",
+    "OPTForCausalLM",
+    "BertForMaskedLM",
+    "WhisperForConditionalGeneration",
+    "ViTForImageClassification",
+    "Llama as in torchtitan",
+    "ResNet as in torchvision",
+    "mixture of experts with add_loss",
+]
+
+
+@pytest.mark.zoo
+@pytest.mark.parametrize("name", SAMPLE)
+def test_trains_as_the_plain_model(name: str) -> None:
+    architecture = find(name)
+    expected = plain(architecture)
+    for place in (PLACES[0], PLACES[-1]):
+        compare(train(architecture, place), expected)
+
+
+@pytest.mark.zoo
+@pytest.mark.processes
+@pytest.mark.parametrize("name", ["OPTForCausalLM", "GPT with a tied head"])
+def test_trains_as_the_plain_model_over_processes(name: str, workers: Workers) -> None:
+    assert workers.run(over_processes, name, Place("zbv", 2, 4), "by name") == [None, None]
+
+
+def test_the_page_lists_the_whole_zoo() -> None:
+    names = [architecture.name for architecture in zoo()]
+    assert len(set(names)) == len(names) >= 60
+    listed = [line.split("|")[1].strip() for line in PAGE.read_text().splitlines() if "|" in line]
+    assert [name for name in listed if name not in ("model", "---")] == names
+
+
+@pytest.mark.parametrize(
+    ("text", "short"),
+    [
+        ("PartitionError: 3 layers cannot be cut; say where", "3 layers cannot be cut"),
+        ("StageError: rank 0, stage 2, micro-batch 1 (2F1): ValueError: no", "no"),
+        ("StopIteration: ", ""),
+    ],
+)
+def test_errors_are_shortened(text: str, short: str) -> None:
+    assert shortened(text) == short
+    assert len(shortened(text * 40)) <= 160

@@ -1,0 +1,143 @@
+"""One architecture on a pipeline for a step, against the plain model."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils import _pytree as pytree
+
+import taktline as tl
+from tests.zoo import find
+from tests.zoo.architecture import Architecture, loss_of
+
+__all__ = ["PLACES", "Found", "Place", "Way", "compare", "over_processes", "plain", "train"]
+
+ROWS, PARTS = 8, 4
+
+Way: TypeAlias = Literal["by name", "traced"]
+
+
+class Place(NamedTuple):
+    """A schedule on so many ranks, and what it cuts a model into."""
+
+    schedule: str
+    ranks: int
+    stages: int
+
+
+PLACES = [Place("1f1b", 2, 2), Place("1f1b", 4, 4), Place("zbv", 2, 4), Place("zbv", 4, 8)]
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a step has shown: its loss, gradients and buffers, by their names in the model."""
+
+    loss: float
+    parameters: int
+    gradients: dict[str, Tensor]
+    """By every name that a parameter has, where they are those of the plain model."""
+    buffers: dict[str, Tensor]
+
+
+def plain(architecture: Architecture) -> Found:
+    """The model by itself, micro-batch after micro-batch."""
+    model = architecture.make()
+    call, total = architecture.call(ROWS), 0.0
+    for part in range(PARTS):
+        args, kwargs = pytree.tree_map_only(Tensor, lambda whole, at=part: _cut(whole, at), call)
+        with tl.collect_losses() as added:
+            loss = loss_of(model(*args, **kwargs), _target()[: ROWS // PARTS])
+        (sum(added, start=loss) / PARTS).backward()
+        total += loss.item() / PARTS
+    named = model.named_parameters(remove_duplicate=False)
+    count = len(list(model.parameters()))
+    return Found(total, count, _gradients(named), dict(model.named_buffers()))
+
+
+def _cut(whole: Tensor, part: int) -> Tensor:
+    size = ROWS // PARTS
+    return whole[part * size : (part + 1) * size] if len(whole) == ROWS else whole
+
+
+def _target() -> Tensor:
+    return torch.ones(ROWS)
+
+
+def train(
+    architecture: Architecture, place: Place, way: Way = "by name", mesh: DeviceMesh | None = None
+) -> Found:
+    """A step on a pipeline; over processes, what this one has."""
+    args, kwargs = architecture.call(ROWS)
+    with tl.Pipeline(
+        **_model(architecture, place.stages, way),
+        schedule=place.schedule,
+        microbatches=PARTS,
+        loss_fn=loss_of,
+        ranks=place.ranks,
+        mesh=mesh,
+    ) as pipe:
+        loss = pipe.step(*args, target=_target(), **kwargs)
+        buffers = [m.named_buffers() for m in pipe.stages.values()]
+        return Found(
+            loss.item(),
+            len(list(pipe.parameters())),
+            _gradients(pipe.named_parameters()),
+            {name: buffer for named in buffers for name, buffer in named},
+        )
+
+
+def _model(architecture: Architecture, stages: int, way: Way) -> dict[str, Any]:
+    """The model as the pipeline takes it, and what it is cut by."""
+    model, example = architecture.make(), architecture.call(ROWS // PARTS)
+    if way == "by name":
+        return {"model": model, "example": example}
+    layers = [
+        f"{name}.{key}"
+        for name, row in model.named_modules()
+        if isinstance(row, nn.ModuleList | nn.Sequential) and len(row) > 1
+        for key, _ in row.named_children()
+    ]
+    outer = [name for name in layers if not any(name.startswith(f"{o}.") for o in layers)]
+    cuts = [outer[len(outer) * stage // stages] for stage in range(1, stages)]
+    spec = dict.fromkeys(cuts, tl.SplitPoint.BEGINNING)
+    return {"model": tl.pipeline(model, *example, split_spec=spec)}
+
+
+def _gradients(parameters: Iterable[tuple[str, nn.Parameter]]) -> dict[str, Tensor]:
+    return {n: torch.zeros_like(p) if p.grad is None else p.grad.clone() for n, p in parameters}
+
+
+def compare(found: Found, expected: Found, *, whole: bool = True) -> None:
+    """Raise unless a pipeline has shown the same; ``whole`` is whether it has all parameters."""
+    if abs(found.loss - expected.loss) > 1e-4 * max(1.0, abs(expected.loss)):
+        raise AssertionError(f"the loss is {found.loss}, not {expected.loss}")
+    if whole and found.parameters != expected.parameters:
+        missing = sorted(expected.gradients.keys() - found.gradients.keys())
+        raise AssertionError(f"these have no gradients, or have them under another name: {missing}")
+    for what in ("gradients", "buffers"):
+        right = getattr(expected, what)
+        for name, value in getattr(found, what).items():
+            wide, exact = value.to(torch.complex128), right[name].to(torch.complex128)
+            off, most = _most(wide - exact), _most(exact)
+            if not off <= 1e-3 * most + 1e-6:
+                raise AssertionError(f"{what}: {name} is off by {off:.3g} of {most:.3g}")
+
+
+def _most(values: Tensor) -> float:
+    return values.abs().max().item() if values.numel() else 0.0
+
+
+def over_processes(rank: int, group: dist.ProcessGroup, name: str, place: Place, way: Way) -> None:
+    """The same in each of some processes, for the fixture ``workers``."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # those of transformers and torch.export
+        architecture = find(name)
+        mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("pp",))
+        compare(train(architecture, place, way, mesh), plain(architecture), whole=False)
