@@ -203,8 +203,7 @@ def assert_same(ranks: Sequence[Result], plain: Result, *, exact: bool = True) -
     close(buffers, plain.buffers)
     for rank in ranks:
         assert len(rank.losses) == len(plain.losses)
-        # What is shared lies on the CPU.
-        close(rank.losses, _on_cpu(plain.losses))
+        close(_on_cpu(rank.losses), _on_cpu(plain.losses))
         close(rank.aux_losses, _on_cpu(plain.aux_losses))
     outputs = [output for rank in ranks for output in rank.outputs]
     close(outputs, plain.outputs)
