@@ -135,10 +135,10 @@ class PipelineStage:
     @property
     def may_join(self) -> bool:
         """Whether one full backward does all that I and W do: nobody else has a say in them."""
-        kind = type(self)
-        own = (kind.backward_input, kind.backward_weight)
-        overridden = own != (PipelineStage.backward_input, PipelineStage.backward_weight)
-        return self.dw_builder is None and self.grad_sync is None and not overridden
+        halves = (self.backward_input, self.backward_weight)
+        known = (PipelineStage.backward_input, PipelineStage.backward_weight)
+        replaced = tuple(getattr(half, "__func__", None) for half in halves) != known
+        return self.dw_builder is None and self.grad_sync is None and not replaced
 
     def begin(self) -> tuple[bool, ...]:
         """Find the parameters that get gradients; tells what else its output may depend on."""

@@ -280,7 +280,10 @@ def test_halves_of_which_others_come_between_stay_apart(monkeypatch: pytest.Monk
     assert all(parameter.grad is not None for parameter in stage.submod.parameters())
 
 
-def test_a_stage_with_halves_of_its_own_keeps_them() -> None:
+@pytest.mark.parametrize("of", ["its class", "itself"])
+def test_a_stage_with_halves_of_its_own_keeps_them(
+    of: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     called = []
 
     class Own(tl.PipelineStage):
@@ -289,7 +292,10 @@ def test_a_stage_with_halves_of_its_own_keeps_them() -> None:
             super().backward_weight(microbatch)
 
     plan = Plan.from_actions([["0F0", "0I0", "0W0", "0F1", "0I1", "0W1"]])
-    stage = Own(nn.Linear(4, 4), 0, 1, torch.device("cpu"))
+    make = Own if of == "its class" else tl.PipelineStage
+    stage = make(nn.Linear(4, 4), 0, 1, torch.device("cpu"))
+    if of == "itself":
+        monkeypatch.setattr(stage, "backward_weight", called.append)
     tl.ScheduleFromPlan([stage], plan, nn.functional.mse_loss).step(X, target=Y)
     assert called == [0, 1]
 

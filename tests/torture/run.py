@@ -126,6 +126,9 @@ class _Rank:
 
     def _stage(self, index: int, group: dist.ProcessGroup | None) -> tl.PipelineStage:
         stage = tl.PipelineStage(self.wired[index], index, self.case.plan.stages, CPU, group=group)
+        faults = (fault for call in self.case.calls for fault in call.faults)
+        if all(fault.where != "weight" for fault in faults):
+            return stage  # as it is: a stage with a W of its own is never run as one backward
         weights, trip = stage.backward_weight, self.wired[index].trip
 
         def backward_weight(microbatch: int) -> None:
