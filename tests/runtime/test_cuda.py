@@ -78,6 +78,7 @@ def test_seeded_dropout() -> None:
     assert_same(merge(run_local(case)), run_plain(case))
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
 def test_a_step_waits_for_nothing(schedule: str, ranks: int) -> None:
