@@ -132,6 +132,8 @@ class Lane:
         while self._rest:
             room.poll()
             with self._lock:
+                if not self._rest:
+                    return  # another thread has begun before this one has ended
                 first = self._rest[0]
                 try:
                     first.left = first.left[self._write(first.left) :]
