@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import taktline as tl
 from taktline.errors import PartitionError
 from taktline.split import Pieces, auto, deferred, materialise
 from tests.split.models import ResidualBlock
@@ -214,3 +215,22 @@ class Named(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.rnn(self.embed(x))[0])
+
+
+def test_recurrent_layers_count() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList([nn.LSTM(8, 8), nn.LSTM(8, 8)])
+            self.head = nn.Linear(8, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.layers:
+                x, _ = layer(x)
+            return self.head(x)
+
+    example = (torch.ones(5, 3, 8),)
+    assert starts(auto(Model(), 2, example)) == ("", "layers.1")
+    pipe = tl.Pipeline(Model(), example=example, microbatches=2, ranks=2)
+    layer = 2 * 15 * 2 * 4 * 8 * 8
+    assert pipe._built.table.costs.forward == (layer, layer + 2 * 15 * 8 * 2)
