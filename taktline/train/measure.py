@@ -18,6 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from taktline.aside import Aside, Skip
 from taktline.meta import as_arguments, name_of
+from taktline.split.balanced.recurrent import RECURRENT
 from taktline.split.named.changes import Changes
 from taktline.transport.containers import note_containers
 
@@ -98,7 +99,7 @@ def _run(
     skips: dict[str, Skip] = {}
     for stage, (module, state) in enumerate(zip(modules, states, strict=True)):
         kept = _Kept({_memory(tensor) for tensor in state.values()})
-        work = FlopCounterMode(display=False)
+        work = FlopCounterMode(display=False, custom_mapping=RECURRENT)
         with Aside(stage, skips) as aside, work, kept.noting():
             output = functional_call(module, state, tuple(args), kwargs if stage == 0 else {})
         skips, args = aside.skips, as_arguments(output)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import taktline as tl
 from taktline.errors import PartitionError
 from taktline.split import Pieces, auto, deferred, materialise
 from tests.split.models import ResidualBlock
@@ -214,3 +215,42 @@ class Named(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.rnn(self.embed(x))[0])
+
+
+def test_recurrent_layers_count() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList([nn.LSTM(8, 8), nn.LSTM(8, 8)])
+            self.head = nn.Linear(8, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.layers:
+                x, _ = layer(x)
+            return self.head(x)
+
+    example = (torch.ones(5, 3, 8),)
+    assert starts(auto(Model(), 2, example)) == ("", "layers.1")
+    pipe = tl.Pipeline(Model(), example=example, microbatches=2, ranks=2)
+    layer = 2 * 15 * 2 * 4 * 8 * 8
+    assert pipe._built.table.costs.forward == (layer, layer + 2 * 15 * 8 * 2)
+
+
+def test_an_encoder_and_a_decoder_are_both_cut() -> None:
+    class Towers(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.encoder = nn.ModuleDict({"layers": nn.ModuleList(nn.Linear(4, 4) for _ in "1234")})
+            self.decoder = nn.ModuleList(nn.Linear(4, 4) for _ in "1234")
+
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:
+            for layer in self.encoder["layers"]:  # pyright: ignore
+                x = layer(x)
+            for layer in self.decoder:
+                y = layer(y + x)
+            return y
+
+    model, x = Towers(), torch.randn(2, 4)
+    pieces = auto(model, 4, (x, x))
+    assert starts(pieces) == ("", "encoder.layers.2", "decoder.0", "decoder.2")
+    assert torch.equal(pieces(x, -x), model(x, -x))

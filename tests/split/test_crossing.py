@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
 import taktline as tl
+from tests.split.diffusion_models import DiT, UNet2D
 from tests.split.models import UNet
 
 WIDTH = 4
@@ -170,6 +171,29 @@ def test_they_are_found_by_a_pipeline(kind: type[nn.Module], schedule: str) -> N
         microbatches=4,
         loss_fn=F.mse_loss,
         ranks=2,
+    )
+    for _ in range(2):
+        pipe.step(*args, target=target)
+        F.mse_loss(twin(*args), target).backward()
+    for name, parameter in twin.named_parameters():
+        torch.testing.assert_close(model.get_parameter(name).grad, parameter.grad)
+
+
+@pytest.mark.parametrize(("schedule", "ranks"), [("1f1b", 2), ("zbv", 2), ("1f1b", 4)])
+@pytest.mark.parametrize("kind", [DiT, UNet2D])
+def test_models_of_diffusers(kind: type[nn.Module], schedule: str, ranks: int) -> None:
+    torch.manual_seed(0)
+    model, images, time = kind(), torch.randn(4, 3, 8, 8), torch.rand(4)
+    args = (images, time, torch.arange(4)) if kind is DiT else (images, time)
+    twin = copy.deepcopy(model)
+    target = torch.zeros_like(twin(*args))
+    pipe = tl.Pipeline(
+        model,
+        example=tuple(part[:2] for part in args),
+        schedule=schedule,
+        microbatches=2,
+        loss_fn=F.mse_loss,
+        ranks=ranks,
     )
     for _ in range(2):
         pipe.step(*args, target=target)

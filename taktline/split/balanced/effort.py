@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+from taktline.split.balanced.recurrent import RECURRENT
 from taktline.split.named.skeleton import Skeleton
 from taktline.split.named.walk import walk
 from taktline.split.traced.trace import in_mode
@@ -80,7 +81,8 @@ class _Counter(TorchDispatchMode):
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         if self._unit:
-            known = flop_registry.get(func.overloadpacket)
+            packet = func.overloadpacket
+            known = flop_registry.get(packet) or RECURRENT.get(packet)
             self.counts[self._unit] = self.counts.get(self._unit, 0) + (
                 known(*args, **kwargs, out_val=result) if known else _size(func, result)
             )

@@ -14,29 +14,33 @@ from taktline.split.named.walk import walk
 __all__ = ["find_starts", "layered"]
 
 _ROWS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+_MATTERS = 10
+"""A row matters that has at least such a part of the parameters of the largest one."""
 
 
 def layered(model: nn.Module) -> Skeleton:
     """A skeleton whose units are the layers of a model, with what comes before and after them.
 
-    The row of layers is the one with the most parameters, of those that repeat a kind of layer;
-    rows beside it, such as the groups of blocks of a residual network, are opened too::
+    The rows of layers are those with the most parameters that repeat a kind of layer, such as those
+    of an encoder and a decoder; rows beside them, such as the groups of blocks of a residual
+    network, are opened too::
 
         stem    group1        group2        head
                 ├── 0         ├── 0               units: stem, group1.0, group1.1,
                 └── 1         └── 1                      group2.0, group2.1, head
     """
-    row = _row(model)
-    if row is None:
+    rows = _rows(model)
+    if not rows:
         return _opened(model, [_spine(model)])
-    parts = row.split(".") if row else []
-    path = [".".join(parts[:depth]) for depth in range(len(parts))]
-    opened = [row]
-    for parent in path:
-        for key, child in model.get_submodule(parent).named_children():
-            name = joined(parent, key)
-            if isinstance(child, _ROWS) and len(child) > 1 and name not in (*path, row):
-                opened.append(name)
+    opened = list(rows)
+    for row in rows:
+        parts = row.split(".") if row else []
+        path = [".".join(parts[:depth]) for depth in range(len(parts))]
+        for parent in path:
+            for key, child in model.get_submodule(parent).named_children():
+                name = joined(parent, key)
+                if isinstance(child, _ROWS) and len(child) > 1 and name not in (*path, *opened):
+                    opened.append(name)
     return _opened(model, opened)
 
 
@@ -62,8 +66,8 @@ def find_starts(skeleton: Skeleton, units: list[str], call: Any) -> list[str]:
     return starts
 
 
-def _row(model: nn.Module) -> str | None:
-    """The name of the row of layers, if there is any."""
+def _rows(model: nn.Module) -> list[str]:
+    """The names of the rows of layers: the one with the most parameters, and others that matter."""
     rows = {
         name: module
         for name, module in model.named_modules()
@@ -72,10 +76,11 @@ def _row(model: nn.Module) -> str | None:
     repeating = [name for name, row in rows.items() if _repeats(row)]
     # A row inside of a layer, such as the experts of a block, is none of the model's.
     outer = [name for name in repeating if not any(_inside(name, other) for other in repeating)]
-    found = outer or list(rows)
-    if not found:
-        return None
-    return max(found, key=lambda name: sum(p.numel() for p in rows[name].parameters()))
+    sizes = {name: sum(p.numel() for p in rows[name].parameters()) for name in outer or rows}
+    largest = max(sizes.values(), default=0)
+    if not outer:
+        return [name for name, size in sizes.items() if size == largest][:1]
+    return [name for name, size in sizes.items() if size * _MATTERS >= largest]
 
 
 def _spine(model: nn.Module) -> str:

@@ -107,10 +107,10 @@ class Kind:
         """What crosses a boundary: values, and the arguments that the model was called with."""
         values = tuple([found_at(arguments, path) for path in self._exits])
         if not values or not all(type(value) is torch.Tensor for value in values):
-            leaves, _ = pytree.tree_flatten_with_path(require_data(arguments))
+            leaves, _ = pytree.tree_flatten_with_path(arguments)
             crossing = [(path, leaf) for path, leaf in leaves if path in self.crossing]
             self._exits = tuple(path for path, _ in crossing)
-            values = tuple(leaf for _, leaf in crossing)
+            values = tuple(require_data(leaf) for _, leaf in crossing)
         return self.handed_on((*values, *beside), came)
 
     def handed_on(self, values: tuple[Any, ...], came: Call) -> tuple[Any, ...]:
