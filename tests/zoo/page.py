@@ -26,7 +26,8 @@ gradients and buffers are compared with those of the plain model. {works} train 
 in every number of stages that was tried. No model was changed.
 
 *By name* is `tl.Pipeline(model, example=…)`, which finds by itself where to cut. What it refuses is
-[traced](split.md#traced), and cut at layers. What does not work raises an error; its beginning is shown.
+[traced](split.md#traced), and cut at layers. What does not work raises an error, which is shown in
+short.
 """
 
 
