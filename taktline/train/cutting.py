@@ -56,7 +56,7 @@ class Cutting:
             if key in batch and example.ndim == batch[key].ndim > 0
         }
         try:
-            found = _dims(pairs, self._cutter.microbatches)
+            found = _dims(pairs, self._cutter.microbatches, self._dims)
         except _UnclearError as unclear:
             (key,) = unclear.args
             return replace(self._cutter, refusal=_refusal(key, self._example[key], batch[key]))
@@ -114,9 +114,9 @@ def _tensors(args: Iterable[Any], kwargs: Mapping[str, Any]) -> dict[_Key, torch
     return {key: value for key, value in found if isinstance(value, torch.Tensor)}
 
 
-def _dims(pairs: Mapping[_Key, list[_Pair]], microbatches: int) -> _Dims:
-    """The dimension of each argument that is the batch; empty if nothing tells."""
-    rows = _rows(pairs, microbatches)
+def _dims(pairs: Mapping[_Key, list[_Pair]], microbatches: int, known: _Dims) -> _Dims:
+    """The dimension of each argument that is the batch; empty if nothing tells more than known."""
+    rows = _rows(pairs, microbatches, known)
     if rows is None:
         return {}
     found: _Dims = {}
@@ -132,13 +132,13 @@ def _dims(pairs: Mapping[_Key, list[_Pair]], microbatches: int) -> _Dims:
         first = pairs[key][0][0]
         # As many as rows of a micro-batch: more likely a mistake than a table of that length.
         mistaken = first == rows[0] > 1
-        known = all(mine == theirs or (mine, theirs) in lengths for mine, theirs in pairs[key])
-        if dim is None and (mistaken or not known):
+        told = all(mine == theirs or (mine, theirs) in lengths for mine, theirs in pairs[key])
+        if dim is None and (mistaken or not told):
             raise _UnclearError(key)
     return found
 
 
-def _rows(pairs: Mapping[_Key, list[_Pair]], microbatches: int) -> _Pair | None:
+def _rows(pairs: Mapping[_Key, list[_Pair]], microbatches: int, known: _Dims) -> _Pair | None:
     """How many rows there are in the example and in the batch; None if nothing has grown."""
     firsts = {key: sizes[0] for key, sizes in pairs.items() if sizes[0][0] != sizes[0][1]}
     grown = set(firsts.values())
@@ -151,7 +151,8 @@ def _rows(pairs: Mapping[_Key, list[_Pair]], microbatches: int) -> _Pair | None:
     if grown:
         return grown.pop()
     for key, sizes in pairs.items():
-        if any(mine * microbatches == theirs != mine for mine, theirs in sizes[1:]):
+        times = any(mine * microbatches == theirs != mine for mine, theirs in sizes[1:])
+        if times and key not in known:
             raise _UnclearError(key)  # a batch that is not in front, or longer texts
     return None
 

@@ -35,6 +35,8 @@ def cache_of(model: Any) -> Callable[[], Any] | None:
     """What makes a cache for a model of transformers, if each layer of it needs its own alone."""
     if model is None or not _lenders(model) or getattr(model.config, "num_kv_shared_layers", 0):
         return None
+    if getattr(model, "_is_stateful", False):  # modules keep a state, of one micro-batch
+        return None
     from transformers import DynamicCache
 
     class StageCache(DynamicCache):

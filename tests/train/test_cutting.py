@@ -74,6 +74,13 @@ def test_what_was_found_holds_for_a_batch_like_the_example() -> None:
     torch.testing.assert_close(pipe.eval(*args, **kwargs), model(*args, **kwargs))
 
 
+def test_longer_texts_in_a_batch_like_the_example() -> None:
+    example = torch.zeros(2, 3)
+    pipe = tl.Pipeline([Sum(), nn.Identity()], example=(example,), microbatches=PARTS, ranks=2)
+    pipe.eval(torch.zeros(ROWS, 3))
+    assert pipe.eval(torch.zeros(2, 3 * PARTS)).shape == (2, 3 * PARTS)
+
+
 def test_a_usual_batch_is_not_spoken_of() -> None:
     stages = [nn.Linear(2, 2), nn.Linear(2, 2)]
     pipe = tl.Pipeline(stages, example=(torch.ones(2, 2),), microbatches=PARTS, ranks=2)

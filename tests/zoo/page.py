@@ -22,11 +22,12 @@ _HEAD = """\
 
 Small models of {count} architectures, from their configurations with random weights, each trained a
 step by 1F1B and ZB-V on 2 and 4 ranks, which are 2 to 8 stages, {where}. Losses,
-gradients and buffers are compared with those of the plain model. {works} train so; {whole} of them
-in every number of stages that was tried. None of them was changed, and none told where to be cut.
+gradients and buffers are compared with those of the plain model. {works} train so, {whole} of them
+in every number of stages that was tried. No model was changed.
 
-*By name* is `tl.Pipeline(model, example=…)`; what that refuses is tried
-[traced](split.md#traced). What is refused raises the error of which the beginning is shown.
+*By name* is `tl.Pipeline(model, example=…)`, which finds by itself where to cut. What it refuses is
+[traced](split.md#traced), and cut at layers. What does not work raises an error, which is shown in
+short.
 """
 
 
