@@ -42,7 +42,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from taktline.train.groups import forget_meshes
+from taktline.train.groups import end_unused
 
 __all__ = ["Workers", "WorkersFailed", "WorkersLost"]
 
@@ -309,7 +309,7 @@ class _Worker:
         if dist.is_initialized():
             dist.destroy_process_group()
             # Or DTensor would wait in these groups for ever, where a mesh equals one of theirs.
-            forget_meshes()
+            end_unused()
 
     def _meet(self, store: Path) -> None:
         dist.init_process_group(

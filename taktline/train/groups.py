@@ -1,4 +1,9 @@
-"""Process groups that a pipeline has made itself, and their end."""
+"""Process groups that a pipeline has made itself, and their end.
+
+DTensor remembers meshes, and uses a remembered one for every mesh that equals it: then all ranks
+must remember the same. Python collects a pipeline on one rank sooner than on another, and on any
+thread. So its groups end where all ranks come by: when it is closed, or when the next one is made.
+"""
 
 from __future__ import annotations
 
@@ -13,14 +18,14 @@ from torch.distributed import ProcessGroup
 
 from taktline.transport.distributed import Distributed
 
-__all__ = ["Groups", "forget_meshes"]
+__all__ = ["Groups", "end_unused"]
 
 
 class Groups:
     """Groups that live as long as what uses them does, unless they are closed before."""
 
     def __init__(self, groups: Iterable[ProcessGroup] = ()) -> None:
-        self._end = finalize(self, _destroy, tuple(groups))
+        self._end = finalize(self, _unused.extend, tuple(groups))
         self._end.atexit = False  # then all groups of the process end anyway
 
     def keep_for(self, *users: object) -> None:
@@ -29,15 +34,19 @@ class Groups:
             _kept[user] = self
 
     def close(self) -> None:
-        """End them now."""
+        """End them now, on every rank."""
         self._end()
+        end_unused()
 
 
 _kept: WeakKeyDictionary[object, Groups] = WeakKeyDictionary()
+_unused: list[ProcessGroup] = []
 
 
-def _destroy(groups: tuple[ProcessGroup, ...]) -> None:
-    for group in groups:
+def end_unused() -> None:
+    """End the groups of pipelines that are gone; every rank calls it at the same place."""
+    while _unused:
+        group = _unused.pop()
         Distributed.forget(group)
         with suppress(ValueError):  # torch knows it no more: the program has ended all groups
             if "nccl" in dist.get_backend_config(group):
@@ -46,15 +55,11 @@ def _destroy(groups: tuple[ProcessGroup, ...]) -> None:
                 dist.distributed_c10d._abort_process_group(group)
             else:
                 dist.destroy_process_group(group)
-    if groups:
-        forget_meshes()
+    _forget_meshes()
 
 
-def forget_meshes() -> None:
-    """Let DTensor forget what it knows of meshes: it would use ended groups for equal meshes."""
+def _forget_meshes() -> None:
     if "torch.distributed.tensor" in sys.modules:
-        # Python may collect a pipeline while that is being imported: then it knows nothing yet.
-        with suppress(ImportError):
-            from torch.distributed.tensor import debug
+        from torch.distributed.tensor import debug
 
-            debug._clear_sharding_prop_cache()
+        debug._clear_sharding_prop_cache()

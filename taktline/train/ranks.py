@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from taktline.checks import require_whole
 from taktline.errors import MismatchError, TransportError
 from taktline.plan.words import counted
-from taktline.train.groups import Groups, forget_meshes
+from taktline.train.groups import Groups, end_unused
 from taktline.transport import Transport, find
 from taktline.transport.alone import Alone
 from taktline.transport.control import share_floats
@@ -275,7 +275,7 @@ def _mesh(ranks: int | None, data_parallel: str | None, device: torch.device) ->
             'copies of the pipeline: say data_parallel="ddp" or "fsdp", or leave out ranks'
         )
     shape = (size, world // size) if data_parallel is not None else (size,)
-    forget_meshes()
+    end_unused()
     return init_device_mesh(device.type, shape, mesh_dim_names=(PIPELINE, "dp")[: len(shape)])
 
 
