@@ -10,9 +10,15 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import taktline as tl
-from tests.split.transformers_models import LANGUAGES, WORDS
+from tests.split.transformers_models import LANGUAGES, WORDS, Language
 from tests.workers import Workers
 
+EXPERTS = {**LANGUAGES["llama"].sizes, "num_local_experts": 4, "num_experts_per_tok": 2}
+MODELS = {
+    **LANGUAGES,
+    # Its layers cannot run without data.
+    "mixtral": Language("MixtralForCausalLM", "MixtralConfig", EXPERTS, "model.layers"),
+}
 ROWS, LENGTH, NEW = 5, 6, 8
 NEVER = 1000
 
@@ -31,7 +37,7 @@ def padded() -> tuple[Tensor, Tensor]:
 
 def language(name: str) -> Any:
     """A model with large weights, which does not say the same word again and again."""
-    model: Any = LANGUAGES[name].make().eval()
+    model: Any = MODELS[name].make().eval()
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -52,7 +58,14 @@ def greedy(name: str, ids: Tensor, **options: Any) -> Tensor:
 
 @pytest.mark.parametrize(
     ("name", "schedule"),
-    [("gpt2", "zbv"), ("llama", "1f1b"), ("mistral", "zbv"), ("gemma2", "1f1b"), ("opt", "1f1b")],
+    [
+        ("gpt2", "zbv"),
+        ("llama", "1f1b"),
+        ("mistral", "zbv"),
+        ("gemma2", "1f1b"),
+        ("opt", "1f1b"),
+        ("mixtral", "1f1b"),
+    ],
 )
 def test_the_words_of_the_plain_model(name: str, schedule: str) -> None:
     pipe = pipeline(name, schedule=schedule)
