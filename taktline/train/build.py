@@ -80,20 +80,24 @@ class Built:
             for name, parameter in named_parameters(self.parts.modules[stage]).items():
                 yield stage, self.parts.name(stage, name), parameter
 
-    def counted(self) -> list[nn.Parameter]:
-        """Those that count in a norm: of a tied weight, that of the first stage that uses it."""
+    def counted(self) -> dict[int, nn.Parameter]:
+        """Those that count in a norm, by their places in the model, in its order.
+
+        Of a tied weight, that of the first stage that uses it.
+        """
         copies = {
             (stage, self.parts.name(stage, name))
             for module in self.parts.modules.values()
             for tie in declared(module)
             for stage, name in tie.uses[1:]
         }
+        places = {name: place for place, name in enumerate(self.parts.names)}
         found = {
-            id(parameter): parameter
+            id(parameter): (places[name], parameter)
             for stage, name, parameter in self.parameters()
             if (stage, name) not in copies
         }
-        return list(found.values())
+        return dict(sorted(found.values(), key=lambda each: each[0]))
 
 
 def build(model: Model, example: Any, asked: Options) -> Built:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -15,19 +15,34 @@ __all__ = ["clip", "norm_of"]
 
 
 def norm_of(
-    parameters: Iterable[nn.Parameter], ranks: Ranks, norm_type: float, *, device: torch.device
+    parameters: Mapping[int, nn.Parameter], ranks: Ranks, norm_type: float, *, device: torch.device
 ) -> torch.Tensor:
-    """The norm of the gradients of all processes, of which each gives its own parameters."""
-    parts = [
-        _whole(torch.nn.utils.get_total_norm([_gradient(p) for p in alike], norm_type))
-        for alike in _alike(parameters)
-    ]
-    if math.isinf(norm_type):
-        total = ranks.highest(max(parts, default=0.0), "grad_norm()")
-    else:
-        total = ranks.add_up(sum(part**norm_type for part in parts), "grad_norm()")
-        total **= 1.0 / norm_type
-    return torch.tensor(total, dtype=torch.float32, device=device)
+    """The norm of the gradients of all processes; each has its own parameters, by their places.
+
+    The norms of single gradients are put together in the order of the model, as in the plain one:
+    then not even the last bit depends on how it was cut. Optimizers make much of that.
+    """
+    place_of = {parameter: place for place, parameter in parameters.items()}
+    norms: dict[int, torch.Tensor] = {}
+    for alike in _alike(parameters.values()):
+        places = [place_of[parameter] for parameter in alike]
+        gradients = [_gradient(parameter) for parameter in alike]
+        if is_sharded(gradients[0]):
+            total: Any = torch.nn.utils.get_total_norm(gradients, norm_type)
+            norms[places[0]] = total.full_tensor()
+        else:
+            norms |= zip(places, _single_norms(gradients, norm_type), strict=True)
+    numbers = torch.stack([norm.to(device) for norm in norms.values()]).tolist() if norms else []
+    shared = ranks.gathered(dict(zip(norms, numbers, strict=True)), "grad_norm()")
+    in_order = torch.tensor([shared[place] for place in sorted(shared)], dtype=torch.float32)
+    return torch.linalg.vector_norm(in_order, norm_type).to(device)
+
+
+def _single_norms(gradients: list[torch.Tensor], norm_type: float) -> Sequence[torch.Tensor]:
+    """The norm of each gradient, by the kernels that torch takes for it."""
+    if gradients[0].is_cuda:
+        return torch._foreach_norm(gradients, norm_type)  # pyright: ignore[reportPrivateImportUsage]
+    return [torch.linalg.vector_norm(gradient, norm_type) for gradient in gradients]
 
 
 def clip(parameters: Iterable[nn.Parameter], max_norm: float, norm: torch.Tensor) -> None:
@@ -51,7 +66,3 @@ def _gradient(parameter: nn.Parameter) -> torch.Tensor:
     gradient = parameter.grad
     assert gradient is not None  # see _alike
     return gradient.coalesce().values() if gradient.is_sparse else gradient
-
-
-def _whole(norm: torch.Tensor) -> float:
-    return float(norm.full_tensor() if is_sharded(norm) else norm)

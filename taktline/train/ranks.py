@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 
@@ -96,13 +96,15 @@ class Ranks:
         """How this process talks to the others of its pipeline."""
         return Alone() if self.group is None else find(self.group, self.device)
 
-    def add_up(self, number: float, what: str) -> float:
-        """The sum of a number over the processes of this pipeline, the same on each."""
-        return sum(_shared(self.transport, number, what))
-
-    def highest(self, number: float, what: str) -> float:
-        """The largest of a number over the processes of this pipeline."""
-        return max(_shared(self.transport, number, what))
+    def gathered(self, numbers: Mapping[int, float], what: str) -> dict[int, float]:
+        """The numbers of all processes of this pipeline, the same on each; no key comes twice."""
+        pairs = [number for pair in numbers.items() for number in pair]
+        rows = share_floats(self.transport, pairs, what, ragged=True)
+        return {
+            int(key): number
+            for row in rows
+            for key, number in zip(row[::2], row[1::2], strict=True)
+        }
 
     def mean_of_copies(self, loss: torch.Tensor) -> torch.Tensor:
         """The mean of a loss over the pipelines that train copies of the model."""

@@ -26,18 +26,19 @@ _CLASSES: dict[str, type[TaktlineError]] = {name: getattr(errors, name) for name
 
 
 def share_floats(
-    transport: Transport, numbers: Sequence[float], what: str
+    transport: Transport, numbers: Sequence[float], what: str, *, ragged: bool = False
 ) -> list[tuple[float, ...]]:
     """Give every rank the numbers of every rank, bit for bit; all ranks take part.
+
+    ``ragged`` says that they may bring different amounts.
 
     >>> from taktline.transport.alone import Alone
     >>> share_floats(Alone(), [0.1, float("inf")], "an example")
     [(0.1, inf)]
     """
-    integers, floats = f"<{len(numbers)}q", f"<{len(numbers)}d"
-    bits = struct.unpack(integers, struct.pack(floats, *numbers))
-    rows = transport.exchange(bits, what)
-    return [struct.unpack(floats, struct.pack(integers, *row)) for row in rows]
+    bits = struct.unpack(f"<{len(numbers)}q", struct.pack(f"<{len(numbers)}d", *numbers))
+    rows = transport.exchange(bits, what, ragged=ragged)
+    return [struct.unpack(f"<{len(row)}d", struct.pack(f"<{len(row)}q", *row)) for row in rows]
 
 
 def share_texts(transport: Transport, text: str, what: str = "an exchange of texts") -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -50,6 +52,8 @@ def test_equals_plain_training(workers: Workers, schedule: str, stages: int, cas
     first, second = workers.run(trained, schedule, stages, cast)
     limits = {"rtol": 1e-4, "atol": 1e-5} if cast else {}
     first.require_close(expected, **limits)
+    if not cast:
+        assert first.norms == expected.norms  # to the last bit, though each rank has a part of them
     assert (second.losses, second.norms, second.state) == (first.losses, first.norms, {})
 
 
@@ -223,6 +227,30 @@ def test_copies(workers: Workers, way: str, schedule: str, stages: int) -> None:
     for record in records[1:]:
         assert (record.losses, record.norms) == (records[0].losses, records[0].norms)
         assert record.state == {}
+
+
+def collected_on_some(rank: int, group: Any) -> list[float]:
+    """Norms over two equal meshes, between which a pipeline is collected on every other rank."""
+    stages = [nn.Linear(4, 4), nn.Linear(4, 4)]
+    options: Any = {"ranks": 2, "data_parallel": "ddp", "device": "cpu"}
+    pipe = [tl.Pipeline(stages, microbatches=2, loss_fn=nn.functional.mse_loss, **options)]
+    norms = [_norm_over_mesh()]
+    if rank % 2:
+        pipe.clear()
+        gc.collect()
+    return [*norms, _norm_over_mesh()]
+
+
+def _norm_over_mesh() -> float:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    shards = distribute_tensor(torch.full((4,), 2.0), mesh["dp"], [Shard(0)])
+    norm: Any = torch.nn.utils.get_total_norm([shards])
+    return norm.full_tensor().item()
+
+
+def test_a_pipeline_that_some_ranks_collect_sooner(workers: Workers) -> None:
+    for norms in workers.run(collected_on_some, ranks=4, timeout=60):
+        assert norms == pytest.approx([4.0, 4.0])
 
 
 def split_layers(module: nn.Module, mesh: Any) -> nn.Module:
