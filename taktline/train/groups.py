@@ -7,6 +7,7 @@ thread. So its groups end where all ranks come by: when it is closed, or when th
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Iterable
 from contextlib import suppress
@@ -45,6 +46,7 @@ _unused: list[ProcessGroup] = []
 
 def end_unused() -> None:
     """End the groups of pipelines that are gone; every rank calls it at the same place."""
+    gc.collect()
     while _unused:
         group = _unused.pop()
         Distributed.forget(group)

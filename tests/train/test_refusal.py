@@ -40,11 +40,11 @@ class Failing(Layers):
 
 
 class Odd(Layers):
-    """Works by itself, but not where its first layer is elsewhere."""
+    """Works by itself, but not where some of its layers are elsewhere."""
 
     def checked(self, x: Tensor) -> Tensor:
-        weights = [p for p in self.layers[0].parameters() if not p.is_meta]
-        return x + weights[1].sum()
+        there = [parameter for parameter in self.parameters() if parameter.data_ptr()]
+        return x + 0.0 * len(there[5])
 
 
 def pipeline(model: nn.Module, **options: Any) -> tl.Pipeline:
