@@ -34,7 +34,7 @@ __all__ = ["Distributed"]
 
 _CPU = torch.device("cpu")
 
-_NEWS_SECONDS, _LATE_NEWS_SECONDS = 1.0, 0.25
+_NEWS_SECONDS, _LATE_NEWS_SECONDS = 3.0, 0.25
 """How long to wait for the news of why a connection has ended, or a wait has been in vain."""
 
 _Failed: TypeAlias = Callable[[RuntimeError, int | None, object], TaktlineError]
