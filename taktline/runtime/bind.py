@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
 
@@ -16,6 +16,7 @@ from taktline.meta import Signature, TensorMeta, flatten
 from taktline.plan import Action, Kind, Plan
 from taktline.runtime.executor import Instruction, Program
 from taktline.runtime.feed import Feed
+from taktline.runtime.join import join
 from taktline.runtime.learning import Inbox, LearningIncoming, LearningOutgoing, Line, Outbox
 from taktline.runtime.ports import Handback, Handover, Incoming, Outgoing
 from taktline.runtime.together import RankRandom, merged
@@ -96,7 +97,7 @@ def bind(binding: Binding, known: Signatures | None) -> Bound:
         for row in range(len(rows))
         if (instruction := _instruction(rows.leaf(row), binding.stages, works, ends, rank_of))
     ]
-    joined = _joined(instructions, binding.stages, works, alone=random is not None)
+    joined = join(instructions, binding.stages, works, alone=random is not None)
     if random is not None:
         instructions = list(random.between(instructions, rank_of))
         joined = list(random.between(joined, rank_of))
@@ -288,40 +289,6 @@ def _instruction(
         None if arrival is None else partial(arrival.discard, microbatch),
         waits,
     )
-
-
-def _joined(
-    instructions: Sequence[Instruction],
-    stages: Mapping[int, PipelineStage],
-    works: Mapping[int, Work],
-    *,
-    alone: bool,
-) -> list[Instruction]:
-    """The same with one full backward instead of I and W, where nobody gains by waiting for W.
-
-    That is where W follows its I at once, or if all ranks run here (``alone``). Gradients are added
-    up in the order of before, and there is nothing to put aside.
-    """
-    found = dict(enumerate(instructions))
-    places = {instruction.action: place for place, instruction in found.items()}
-    halves: defaultdict[int, tuple[list[int | None], list[int | None]]]
-    halves = defaultdict(lambda: ([], []))
-    for action in places:  # the micro-batches of each stage, in the order of inputs and of weights
-        if action.kind in (Kind.B, Kind.I):
-            halves[action.stage][0].append(action.microbatch)
-        if action.kind in (Kind.B, Kind.W):
-            halves[action.stage][1].append(action.microbatch)
-    for action, place in places.items():
-        microbatch = action.microbatch
-        if action.kind != Kind.W or microbatch is None or not stages[action.stage].may_join:
-            continue
-        first = places.get(replace(action, kind=Kind.I))
-        inputs, weights = halves[action.stage]
-        if first is not None and (first == place - 1 or (alone and inputs == weights)):
-            whole = partial(works[action.stage].backward, microbatch)
-            found[first] = replace(found[first], run=whole)
-            del found[place]
-    return list(found.values())
 
 
 def _waits(action: Action, rank_of: Sequence[int]) -> str:

@@ -41,7 +41,7 @@ class Boundaries(Mapping[int, tuple[Crossing, ...]]):
         """Those between some stages, and what was found out about them without data."""
         found: dict[int, list[Crossing]] = {}
         for stage, module in modules.items():
-            names = [name for name, _, _ in crossings_of(module)]
+            names = crossings_of(module)
             need = needs[stage] if stage < len(needs) else None
             if stage < len(needs) - 1 and need is not None:
                 rest = "an argument of the model" if names else "output"

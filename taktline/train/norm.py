@@ -34,7 +34,8 @@ def norm_of(
             norms |= zip(places, _single_norms(gradients, norm_type), strict=True)
     numbers = torch.stack([norm.to(device) for norm in norms.values()]).tolist() if norms else []
     shared = ranks.gathered(dict(zip(norms, numbers, strict=True)), "grad_norm()")
-    in_order = torch.tensor([shared[place] for place in sorted(shared)], dtype=torch.float32)
+    ordered = [shared[place] for place in sorted(shared)]
+    in_order = torch.tensor(ordered, dtype=torch.float32, device="cpu")
     return torch.linalg.vector_norm(in_order, norm_type).to(device)
 
 

@@ -145,16 +145,13 @@ class Pipeline:
         timeout: float | timedelta | None = None,
     ) -> None:
         _check(microbatches, stages_per_rank, mesh, seed, dynamic_shapes)
+        _check_extras(report_stragglers, state_dict)
         functions = {"loss_fn": loss_fn, "prepare": prepare, "on_preempt": on_preempt}
         for name, function in functions.items():
             if function is not None:
                 require_callable(name, function)
-        if report_stragglers is not None:
-            require_whole("report_stragglers", report_stragglers, least=1)
         if cuts is not None:
             cuts = require_iterable("cuts", cuts, "a list of names of submodules", PartitionError)
-        if state_dict is not None and not hasattr(state_dict, "__getitem__"):
-            refuse("state_dict", "a mapping from names to tensors", state_dict)
         options = Options(
             schedule=schedule,
             microbatches=microbatches,
@@ -535,6 +532,13 @@ class Pipeline:
         if self._live is None:
             return repr(self)
         return "\n".join(filter(None, (repr(self), str(self._live.table), str(self._live.cutting))))
+
+
+def _check_extras(report_stragglers: Any, state_dict: Any) -> None:
+    if report_stragglers is not None:
+        require_whole("report_stragglers", report_stragglers, least=1)
+    if state_dict is not None and not hasattr(state_dict, "__getitem__"):
+        refuse("state_dict", "a mapping from names to tensors", state_dict)
 
 
 def _timedelta(timeout: float | timedelta | None) -> timedelta | None:

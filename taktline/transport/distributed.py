@@ -34,8 +34,10 @@ __all__ = ["Distributed"]
 
 _CPU = torch.device("cpu")
 
-_NEWS_SECONDS, _LATE_NEWS_SECONDS = 3.0, 0.25
+_NEWS_SECONDS, _LATE_NEWS_SECONDS = 1.0, 0.25
 """How long to wait for the news of why a connection has ended, or a wait has been in vain."""
+_FOREIGN_NEWS_SECONDS = 3.0
+"""The same where it is not ours: without news, nothing is known but what torch says."""
 
 _Failed: TypeAlias = Callable[[RuntimeError, int | None, object], TaktlineError]
 
@@ -165,7 +167,7 @@ class Distributed:
         text = str(error).lower()
         timed_out, lost = "timed out" in text or "timeout" in text, bool(_LOST.search(text))
         if lost and not timed_out:
-            self._member.told.wait(_NEWS_SECONDS)
+            self._member.told.wait(_FOREIGN_NEWS_SECONDS)
         if self.verdict is None and not timed_out:
             return None
         return self.first_cause(None, "a collective", timed_out=timed_out)

@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -19,15 +20,15 @@ from torch.utils import _pytree as pytree
 from taktline.errors import PartitionError
 from taktline.split.named.checkpoints import Checkpoints
 from taktline.split.named.ghost import Ghost, resolved
-from taktline.split.named.kind import Kind, found_at
+from taktline.split.named.kind import Kind
 from taktline.split.named.program import Seen, versions_of
 from taktline.split.named.recorded import Recorded, lists, replayed, since
-from taktline.split.named.script import Coming, Event, Script, Step, Surroundings, is_like, written
+from taktline.split.named.script import Event, Script, Surroundings, written
 from taktline.split.named.skeleton import Skeleton
 from taktline.split.named.twin import Twin
 from taktline.split.named.walk import Value
 
-__all__ = ["FirstPassage", "Leave", "OtherTypes", "Passage", "Repeat", "Unlike"]
+__all__ = ["FirstPassage", "Leave", "OtherTypes", "Passage"]
 
 
 class Leave(BaseException):
@@ -41,10 +42,6 @@ class Leave(BaseException):
         self.arguments = (args, kwargs)
 
 
-class Unlike(BaseException):
-    """Ends a forward that does not go the way of a script, to begin it anew."""
-
-
 class OtherTypes(BaseException):
     """Ends a forward whose ghosts have not the types of what came, to begin it anew."""
 
@@ -53,7 +50,7 @@ class OtherTypes(BaseException):
         self.types = types
 
 
-class Passage(Checkpoints):
+class Passage(Checkpoints, ABC):
     """The forward of one micro-batch in one stage."""
 
     mixed = True
@@ -92,11 +89,11 @@ class Passage(Checkpoints):
         twin = self._skeleton.twins[unit.unit]
         return self.meet_foreign(twin, unit.training, args, kwargs)
 
+    @abstractmethod
     def meet_foreign(
         self, twin: Twin, training: bool, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """What a unit of another stage gives; or the way out."""
-        raise NotImplementedError
 
     def note_own(
         self, unit: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
@@ -352,80 +349,3 @@ class FirstPassage(Passage):
 
     def _typed(self, ghost: Ghost) -> Ghost:
         return ghost.typed(self._types.get(ghost.dtype, ghost.dtype))
-
-
-class Repeat(Passage):
-    """A forward that goes the way of a script."""
-
-    repeats = True
-
-    def __init__(self, *place: Any, script: Script) -> None:
-        super().__init__(*place)
-        self.bare = self._is_in and not self._kind.sends
-        self._script = script
-        self._steps = iter(script.steps)
-
-    def meet_own(
-        self, unit: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Make sure that all values have come where the stage begins."""
-        if self._kind.sends:
-            self._note_lists()
-        if self._is_in:
-            return args, kwargs
-        if not unit.begins or next(self._steps, None) is not None:
-            raise Unlike
-        arguments = (args, kwargs)
-        for path, value in self._script.places:
-            if found_at(arguments, path) is not self._values[value]:
-                raise Unlike
-        self._is_in = True
-        self.bare = not self._kind.sends
-        return arguments
-
-    def note_own(
-        self, unit: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
-    ) -> None:
-        """Keep what later stages need."""
-        if self._kind.sends:
-            super().note_own(unit, args, kwargs, output)
-
-    def meet_again(
-        self, twin: Twin, training: bool, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        """What the script says; or the way out."""
-        if self._is_in:
-            self.require_exit(twin)
-            raise Leave(args, kwargs)
-        step = next(self._steps, None)
-        if step is None or step.who is not twin or step.training is not training:
-            raise Unlike
-        if self._kind.sends:
-            self.count(twin.name)
-        if len(args) == 1 and args[0] is step.only and not kwargs:
-            return replayed(step.output)
-        return replayed(self._played(step, args, kwargs))
-
-    meet_foreign = meet_again
-
-    def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What the script says; afterwards, whatever there are ghosts for yet."""
-        if self._is_in:
-            return super().call(func, args, kwargs)
-        step = next(self._steps, None)
-        if step is None or step.who != func:
-            raise Unlike
-        return self._played(step, args, kwargs)
-
-    def _played(self, step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The output of a step, if these are its arguments."""
-        values = self._values
-        if not is_like(step.args, args, values) or (
-            (kwargs or step.kwargs) and not is_like(step.kwargs, kwargs, values)
-        ):
-            raise Unlike
-        if step.makes is None:
-            return super().call(step.who, args, kwargs) if step.runs else step.output
-        parts, tree = step.makes
-        parts = [values[part.value] if type(part) is Coming else part for part in parts]
-        return parts[0] if tree.is_leaf() else pytree.tree_unflatten(parts, tree)

@@ -23,21 +23,15 @@ from taktline.split.named.changes import Changes
 from taktline.split.named.ghost import Absent, Ghost
 from taktline.split.named.kind import Call, Kind
 from taktline.split.named.lent import copies
-from taktline.split.named.passage import (
-    FirstPassage,
-    Leave,
-    OtherTypes,
-    Passage,
-    Repeat,
-    Unlike,
-)
+from taktline.split.named.passage import FirstPassage, Leave, OtherTypes, Passage
 from taktline.split.named.plain import guards_of
 from taktline.split.named.recent import Recent
+from taktline.split.named.repeat import Repeat, Unlike
 from taktline.split.named.script import Surroundings
 from taktline.split.named.skeleton import Skeleton
 from taktline.split.named.stand_in import is_gate
 from taktline.split.named.twin import autocast_of, look
-from taktline.split.named.walk import Course, Crossing, device_of, walk
+from taktline.split.named.walk import Course, device_of, walk
 from taktline.split.named.watch import inner_of, watching
 from taktline.stage.names import unwrapped
 
@@ -48,7 +42,7 @@ _UNKNOWN = object()
 """In the place of an output that is not known how to be made."""
 
 
-def crossings_of(piece: nn.Module) -> list[Crossing]:
+def crossings_of(piece: nn.Module) -> list[str]:
     """What a piece hands to the next stage beside the model's arguments, as an example has shown.
 
     Nothing for other modules, or if no call was seen yet.
@@ -57,7 +51,8 @@ def crossings_of(piece: nn.Module) -> list[Crossing]:
     course = None if role is None else role.skeleton.course
     if role is None or course is None or role._is_last:
         return []
-    return [*course.handed[role.stage], *course.beside[role.stage].values()]
+    begun = f"{role.skeleton.cuts[role.stage]} (an argument)"
+    return [begun] * len(course.crossings[role.stage]) + list(map(str, course.beside[role.stage]))
 
 
 @dataclass(eq=False, slots=True)
@@ -170,12 +165,14 @@ class Role:
         inner = {} if is_compiled else {**self.skeleton.inner, **inner_of(own)}
         changes = Changes(self.skeleton.common_of(piece))
         changes.keep()
-        for tries in range(3):  # with the types that are known, with none, and whatever they are
+        tries = 0
+        while True:  # with the types that are known, with none, and whatever they are
+            tries += 1
             passage = FirstPassage(
                 *(self.skeleton, self.stage, values, device, kind),
                 types=self._types,
                 around=around,
-                last=tries == 2,
+                last=tries == 3,
             )
             try:
                 with watching(passage, inner) if inner else nullcontext():
@@ -198,7 +195,6 @@ class Role:
                         passage.seen, values, versions, returned, plain, list(containers.values())
                     )
             return output
-        raise AssertionError("the last try takes any types")
 
     def _pass(self, passage: Passage, forward: Callable[..., Any], kind: Kind, came: Call) -> Any:
         args, kwargs = kind.call(came)

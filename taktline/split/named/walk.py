@@ -26,7 +26,7 @@ from taktline.split.named.skeleton import Skeleton
 from taktline.split.named.twin import Twin
 from taktline.split.named.watch import watching
 
-__all__ = ["Course", "Crossing", "Value", "device_of", "walk"]
+__all__ = ["Course", "Value", "device_of", "walk"]
 
 Path = tuple[Any, ...]
 
@@ -44,19 +44,6 @@ class Value(NamedTuple):
         return f"{self.unit} (its {'output' if self.is_output else 'argument'})"
 
 
-class Crossing(NamedTuple):
-    """A tensor that goes from one stage to the next."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    @property
-    def nbytes(self) -> int:
-        """How much it is."""
-        return torch.Size(self.shape).numel() * self.dtype.itemsize
-
-
 @dataclass(slots=True)
 class Course:
     """What a walk has seen."""
@@ -71,10 +58,8 @@ class Course:
     """The stages in which each parameter of a container is used."""
     crossings: list[frozenset[Path]] = field(default_factory=list)
     """For each cut the places, among the arguments of its unit, of what comes from before it."""
-    beside: list[dict[Value, Crossing]] = field(default_factory=list)
+    beside: list[list[Value]] = field(default_factory=list)
     """For each cut what else comes from before it."""
-    handed: list[list[Crossing]] = field(default_factory=list)
-    """For each cut what is in these places."""
     changed: frozenset[str] = frozenset()
     """The buffers and attributes that the forward changes by itself."""
     opened: set[int] = field(default_factory=set)
@@ -188,7 +173,7 @@ class _Walk(Checkpoints):
         self._skeleton = skeleton
         self._stage = 0
         self._time = 1
-        self._needs: dict[Value, tuple[int, int, Ghost]] = {}
+        self._needs: dict[Value, tuple[int, int]] = {}
         """Of values that cross: the stages that has and that last needs it."""
 
     def source(self, ghosts: Sequence[Ghost]) -> Ghost:
@@ -266,11 +251,10 @@ class _Walk(Checkpoints):
         for leaf in pytree.tree_leaves(output):
             if isinstance(leaf, Ghost):
                 self._bring(leaf, "the output of the model")
-        self.course.beside = [{} for _ in self._skeleton.cuts]
-        for value, (home, last, ghost) in sorted(self._needs.items()):
-            crossing = Crossing(str(value), tuple(ghost.shape), ghost.dtype)
+        self.course.beside = [[] for _ in self._skeleton.cuts]
+        for value, (home, last) in sorted(self._needs.items()):
             for stage in range(home, last):
-                self.course.beside[stage][value] = crossing
+                self.course.beside[stage].append(value)
 
     def _history(self, parents: Sequence[Ghost] = ()) -> _History:
         return _History(self._stage, self._now(), parents)
@@ -292,19 +276,18 @@ class _Walk(Checkpoints):
                 "cuts in the order of their calls"
             )
         self.course.opened.update(self.open_checkpoints)
-        crossing: dict[Path, Crossing] = {}
+        crossing: list[Path] = []
         given: list[tuple[int, Ghost]] = []
         for place, (path, leaf) in enumerate(pytree.tree_flatten_with_path((args, kwargs))[0]):
             if isinstance(leaf, Ghost) and leaf.stage != ANYWHERE:
                 self._bring(leaf, repr(name))
-                crossing[path] = Crossing(f"{name} (an argument)", tuple(leaf.shape), leaf.dtype)
+                crossing.append(path)
                 given.append((place, leaf))
         self._stage = stage
         for place, leaf in given:
             if leaf.history is not None:
                 leaf.history.place(Value(name, 0, False, place), stage, self._now())
         self.course.crossings.append(frozenset(crossing))
-        self.course.handed.append(list(crossing.values()))
 
     def _bring(self, ghost: Ghost, user: str) -> None:
         """See to it that the present stage has a value."""
@@ -324,7 +307,7 @@ class _Walk(Checkpoints):
                 if ghost.stage < self._stage:
                     raise self._missing(ghost, user)
             elif (place := history.named(before)) is not None:
-                self._cross(place, ghost)
+                self._cross(place)
             elif history.output is not None:
                 if history.stage < self._stage:
                     raise self._written(ghost, user)
@@ -333,9 +316,9 @@ class _Walk(Checkpoints):
             else:
                 needed += [(parent, history.time) for parent in history.parents]
 
-    def _cross(self, place: _Place, ghost: Ghost) -> None:
+    def _cross(self, place: _Place) -> None:
         if place.stage < self._stage:
-            self._needs[place.value] = place.stage, self._stage, ghost
+            self._needs[place.value] = place.stage, self._stage
 
     def _written(self, ghost: Ghost, user: str) -> PartitionError:
         return PartitionError(

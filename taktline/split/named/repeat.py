@@ -1,0 +1,97 @@
+"""The way of a stage through the forward once more, as its first micro-batch has gone it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch.utils import _pytree as pytree
+
+from taktline.split.named.kind import found_at
+from taktline.split.named.passage import Leave, Passage
+from taktline.split.named.recorded import replayed
+from taktline.split.named.script import Coming, Script, Step, is_like
+from taktline.split.named.twin import Twin
+
+__all__ = ["Repeat", "Unlike"]
+
+
+class Unlike(BaseException):
+    """Ends a forward that does not go the way of a script, to begin it anew."""
+
+
+class Repeat(Passage):
+    """A forward that goes the way of a script."""
+
+    repeats = True
+
+    def __init__(self, *place: Any, script: Script) -> None:
+        super().__init__(*place)
+        self.bare = self._is_in and not self._kind.sends
+        self._script = script
+        self._steps = iter(script.steps)
+
+    def meet_own(
+        self, unit: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Make sure that all values have come where the stage begins."""
+        if self._kind.sends:
+            self._note_lists()
+        if self._is_in:
+            return args, kwargs
+        if not unit.begins or next(self._steps, None) is not None:
+            raise Unlike
+        arguments = (args, kwargs)
+        for path, value in self._script.places:
+            if found_at(arguments, path) is not self._values[value]:
+                raise Unlike
+        self._is_in = True
+        self.bare = not self._kind.sends
+        return arguments
+
+    def note_own(
+        self, unit: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
+    ) -> None:
+        """Keep what later stages need."""
+        if self._kind.sends:
+            super().note_own(unit, args, kwargs, output)
+
+    def meet_again(
+        self, twin: Twin, training: bool, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """What the script says; or the way out."""
+        if self._is_in:
+            self.require_exit(twin)
+            raise Leave(args, kwargs)
+        step = next(self._steps, None)
+        if step is None or step.who is not twin or step.training is not training:
+            raise Unlike
+        if self._kind.sends:
+            self.count(twin.name)
+        if len(args) == 1 and args[0] is step.only and not kwargs:
+            return replayed(step.output)
+        return replayed(self._played(step, args, kwargs))
+
+    meet_foreign = meet_again
+
+    def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What the script says; afterwards, whatever there are ghosts for yet."""
+        if self._is_in:
+            return super().call(func, args, kwargs)
+        step = next(self._steps, None)
+        if step is None or step.who != func:
+            raise Unlike
+        return self._played(step, args, kwargs)
+
+    def _played(self, step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The output of a step, if these are its arguments."""
+        values = self._values
+        if not is_like(step.args, args, values) or (
+            (kwargs or step.kwargs) and not is_like(step.kwargs, kwargs, values)
+        ):
+            raise Unlike
+        if step.makes is None:
+            return super().call(step.who, args, kwargs) if step.runs else step.output
+        parts, tree = step.makes
+        parts = [values[part.value] if type(part) is Coming else part for part in parts]
+        return parts[0] if tree.is_leaf() else pytree.tree_unflatten(parts, tree)
