@@ -7,6 +7,8 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --quiet --quiet --disable-pip-version-check
 TORTURE_SECONDS ?= 120
 FUZZ_INPUTS ?= 100000
+# How many tests run side by side; each has one thread of its own, or they would fight for the cores.
+JOBS ?= 2
 BENCHMARKS := $(filter-out benchmarks/_%,$(sort $(wildcard benchmarks/*.py)))
 
 # mkdocs-material prints a notice about its end of life unless told not to.
@@ -29,7 +31,7 @@ demo: $(VENV)/.stamp-cli ## Install the package with its commands and train a sm
 test: lint unit docs ## Everything that must pass: lint, types, imports, tests, docs
 
 unit: $(VENV)/.stamp-dev ## Run the tests and the doctests
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(JOBS) --dist worksteal
 
 lint: $(VENV)/.stamp-dev ## Check style, format, types and imports
 	$(BIN)/ruff check
