@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
-from taktline.stage.split import Splitter
+from taktline.stage.split_backward import Splitter
 
 BLOCKS = 4
 

@@ -16,8 +16,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from taktline import skip as skip
     from taktline import split as split
-    from taktline.aside import add_loss as add_loss
-    from taktline.aside import collect_losses as collect_losses
     from taktline.batch_norm import DeferredBatchNorm as DeferredBatchNorm
     from taktline.errors import InvalidPlanError as InvalidPlanError
     from taktline.errors import MismatchError as MismatchError
@@ -49,6 +47,8 @@ if TYPE_CHECKING:
     from taktline.runtime import get_schedule_class as get_schedule_class
     from taktline.runtime import merge_chunks as merge_chunks
     from taktline.runtime import split_args_kwargs_into_chunks as split_args_kwargs_into_chunks
+    from taktline.side_values import add_loss as add_loss
+    from taktline.side_values import collect_losses as collect_losses
     from taktline.split import Pipe as Pipe
     from taktline.split import SplitPoint as SplitPoint
     from taktline.split import build_stage as build_stage
@@ -98,12 +98,12 @@ _ROOM_OF = {
     "Timeline": "plan",
     "Trace": "runtime",
     "Violation": "plan",
-    "add_loss": "aside",
+    "add_loss": "side_values",
     "balance": "plan",
     "build": "plan",
     "build_stage": "split",
     "check_split_backward": "stage",
-    "collect_losses": "aside",
+    "collect_losses": "side_values",
     "get_schedule_class": "runtime",
     "local": "transport",
     "lower": "plan",

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from taktline.aside import current, uncompiled
+from taktline.side_values import current, uncompiled
 
 __all__ = ["DeferredBatchNorm", "Statistics", "update_all"]
 

@@ -22,9 +22,9 @@ from __future__ import annotations
 
 import torch
 
-from taktline.aside import current, uncompiled
 from taktline.checks import refuse
 from taktline.errors import SkipError
+from taktline.side_values import current, uncompiled
 
 __all__ = ["get", "put"]
 

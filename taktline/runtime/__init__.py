@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from taktline.runtime.classes import (
+from taktline.runtime.microbatch import (
+    Replicate,
+    TensorChunkSpec,
+    merge_chunks,
+    split_args_kwargs_into_chunks,
+)
+from taktline.runtime.named_schedules import (
     Schedule1F1B,
     ScheduleDualPipeV,
     ScheduleFromPlan,
@@ -12,12 +18,6 @@ from taktline.runtime.classes import (
     ScheduleLoopedBFS,
     ScheduleZBVZeroBubble,
     get_schedule_class,
-)
-from taktline.runtime.microbatch import (
-    Replicate,
-    TensorChunkSpec,
-    merge_chunks,
-    split_args_kwargs_into_chunks,
 )
 from taktline.runtime.trace import Trace
 

@@ -12,13 +12,13 @@ from torch.utils import _pytree as pytree
 from taktline.errors import BatchError
 from taktline.plan.words import counted
 from taktline.runtime.digest import digest_of
+from taktline.runtime.leaves import bounds
 from taktline.runtime.microbatch import (
     batch_size_of,
     size_of,
     split_args_kwargs_into_chunks,
     split_value,
 )
-from taktline.runtime.pieces import bounds
 
 __all__ = ["Batch", "Cutter"]
 

@@ -11,16 +11,16 @@ from itertools import pairwise
 import torch
 from torch.utils import _pytree as pytree
 
-from taktline.aside import handed_on, opened
 from taktline.meta import Signature, TensorMeta, flatten
 from taktline.plan import Action, Kind, Plan
 from taktline.runtime.executor import Instruction, Program
-from taktline.runtime.feed import Feed
 from taktline.runtime.join import join
-from taktline.runtime.learning import Inbox, LearningIncoming, LearningOutgoing, Line, Outbox
 from taktline.runtime.ports import Handback, Handover, Incoming, Outgoing
+from taktline.runtime.self_describing import Inbox, LearningIncoming, LearningOutgoing, Line, Outbox
+from taktline.runtime.stage_actions import Work
+from taktline.runtime.step_data import Feed
 from taktline.runtime.together import RankRandom, merged
-from taktline.runtime.work import Work
+from taktline.side_values import handed_on, opened
 from taktline.stage import PipelineStage
 from taktline.stage.grad_sync import GradSync
 from taktline.transport import Channel, Transport

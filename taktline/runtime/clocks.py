@@ -115,7 +115,7 @@ def align(transport: Transport) -> Offsets:
     If no round contradicts that two clocks are one, as they are on one machine, they are taken as
     one.
 
-    >>> from taktline.transport.alone import Alone
+    >>> from taktline.transport.one_rank import Alone
     >>> align(Alone())
     Offsets(ahead=[0], error=0)
     """

@@ -9,7 +9,7 @@ from functools import partial
 
 from taktline.plan import Kind
 from taktline.runtime.executor import Instruction
-from taktline.runtime.work import Work
+from taktline.runtime.stage_actions import Work
 from taktline.stage import PipelineStage
 
 __all__ = ["join"]

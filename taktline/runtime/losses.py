@@ -15,8 +15,8 @@ from torch.utils import _pytree as pytree
 from taktline.checks import require_flag
 from taktline.errors import BatchError
 from taktline.plan.words import counted
-from taktline.runtime.feed import Feed
-from taktline.runtime.pieces import bounds
+from taktline.runtime.leaves import bounds
+from taktline.runtime.step_data import Feed
 
 __all__ = ["LossWeights", "Wanted", "by_rows", "mean_of", "scales", "warn_if_uneven"]
 

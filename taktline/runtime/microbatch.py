@@ -18,7 +18,7 @@ from torch.utils._pytree import TreeSpec, tree_map, tree_unflatten
 from taktline.checks import require_instance, require_whole
 from taktline.errors import BatchError
 from taktline.plan.words import counted
-from taktline.runtime.pieces import children, cut, describe, flatten, is_block_mask, join, same
+from taktline.runtime.leaves import children, cut, describe, flatten, is_block_mask, join, same
 
 __all__ = [
     "Replicate",

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from taktline.runtime.feed import Feed
+from taktline.runtime.step_data import Feed
 
 __all__ = ["Outcome"]
 

@@ -32,7 +32,6 @@ from taktline.runtime.agreement import (
 from taktline.runtime.bind import Binding, Bound, Signatures, bind, channels_of
 from taktline.runtime.digest import digest_of
 from taktline.runtime.executor import Failure, Program
-from taktline.runtime.feed import Facts, Feed
 from taktline.runtime.fingerprint import DataWatch
 from taktline.runtime.identity import Identity
 from taktline.runtime.outcome import Outcome
@@ -40,14 +39,15 @@ from taktline.runtime.plans import Runnable
 from taktline.runtime.recorder import Recorder, watching
 from taktline.runtime.relay import Relay
 from taktline.runtime.replicas import Replicas
-from taktline.runtime.ties import Ties
+from taktline.runtime.step_data import Facts, Feed
+from taktline.runtime.tie_gradients import Ties
 from taktline.runtime.together import RankRandom
 from taktline.runtime.watchdog import STALL_SECONDS, Watch
 from taktline.stage import PipelineStage
 from taktline.transport import Channel, Transport, find
-from taktline.transport.alone import Alone
 from taktline.transport.control import share_error, share_texts
 from taktline.transport.distributed import Distributed
+from taktline.transport.one_rank import Alone
 from taktline.transport.turn import Turn
 
 __all__ = ["Finish", "Fit", "Prepare", "Runner"]

@@ -20,10 +20,10 @@ from taktline.checks import (
 from taktline.errors import BatchError, MismatchError, ScheduleError
 from taktline.plan import Plan
 from taktline.runtime.batch import Batch, Cutter
-from taktline.runtime.feed import Facts, Feed
 from taktline.runtime.losses import LossWeights, Wanted, by_rows, mean_of, scales, warn_if_uneven
 from taktline.runtime.microbatch import merge_chunks
 from taktline.runtime.runner import Runner
+from taktline.runtime.step_data import Facts, Feed
 from taktline.runtime.trace import Trace, tracing
 from taktline.stage import PipelineStage
 

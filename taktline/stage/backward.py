@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 from taktline.checks import require_instances, require_iterable, require_whole, shown
 from taktline.errors import SplitError
 from taktline.stage.engine import accumulate
-from taktline.stage.split import Pending, Splitter
+from taktline.stage.split_backward import Pending, Splitter
 
 __all__ = ["stage_backward", "stage_backward_input", "stage_backward_weight"]
 

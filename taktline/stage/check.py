@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 from taktline.checks import require_instance
 from taktline.stage.engine import accumulate
-from taktline.stage.split import Splitter, explain
+from taktline.stage.split_backward import Splitter, explain
 
 __all__ = ["SplitReport", "check_split_backward"]
 

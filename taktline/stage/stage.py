@@ -25,7 +25,7 @@ from taktline.sharding import GetMesh, Sharding, find_mesh, gradient_of, is_shar
 from taktline.stage.engine import accumulate
 from taktline.stage.grad_sync import GradSync, find
 from taktline.stage.names import parameters_of
-from taktline.stage.split import Splitter
+from taktline.stage.split_backward import Splitter
 from taktline.stage.ties import Tie, declared
 
 __all__ = ["PipelineStage"]

@@ -21,9 +21,9 @@ from taktline.split.named.by_names import without_compiler
 from taktline.stage import PipelineStage
 from taktline.stage.names import named_parameters
 from taktline.stage.ties import declared
-from taktline.train.choice import Choice, opened, plan_for
+from taktline.train.choose_plan import Choice, opened, plan_for
 from taktline.train.cutting import Cutting
-from taktline.train.parts import Model, Parts, stages_in, take_apart
+from taktline.train.model_stages import Model, Parts, stages_in, take_apart
 from taktline.train.ranks import Ranks, meet
 from taktline.train.table import Table
 from taktline.train.wrap import Prepare, check_choice, wrapped

@@ -21,8 +21,8 @@ import torch
 
 from taktline.errors import BatchError
 from taktline.runtime.batch import Cutter
+from taktline.runtime.leaves import describe
 from taktline.runtime.microbatch import Replicate, TensorChunkSpec
-from taktline.runtime.pieces import describe
 from taktline.train.measure import arguments_of
 
 __all__ = ["Cutting"]

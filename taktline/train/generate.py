@@ -21,7 +21,7 @@ from taktline.errors import ArgumentError, MismatchError, TaktlineError, UseErro
 from taktline.plan import Kind, Plan
 from taktline.plan.words import by_rank
 from taktline.runtime.digest import digest_of
-from taktline.runtime.pieces import describe
+from taktline.runtime.leaves import describe
 from taktline.train.build import Built
 from taktline.train.kv_cache import Keeper, cache_of, padding_of
 from taktline.train.outputs import shared_output

@@ -16,8 +16,8 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from taktline.aside import Aside, Skip
 from taktline.meta import as_arguments, name_of
+from taktline.side_values import Aside, Skip
 from taktline.split.balanced.recurrent import RECURRENT
 from taktline.split.named.changes import Changes
 from taktline.transport.containers import note_containers

@@ -31,17 +31,17 @@ from taktline.runtime.watchdog import guarded
 from taktline.train import state
 from taktline.train.boundaries import Boundaries
 from taktline.train.build import Built, Options, build
-from taktline.train.choice import Choice
+from taktline.train.choose_plan import Choice
 from taktline.train.generate import Request, generate
 from taktline.train.loader import SharedLoader
+from taktline.train.model_stages import Model
 from taktline.train.norm import clip, norm_of
 from taktline.train.own_loss import asked, of_output, with_own_loss
-from taktline.train.parts import Model
 from taktline.train.preempt import PREEMPTED, Preemption
 from taktline.train.ranks import Ranks
 from taktline.train.report import StragglerReport
-from taktline.train.running import Outputs, evaluating, run
 from taktline.train.scaler import Scaler
+from taktline.train.steps import Outputs, evaluating, run
 from taktline.train.wrap import Prepare
 from taktline.transport.turn import Turn
 

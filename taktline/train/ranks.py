@@ -19,10 +19,10 @@ from taktline.errors import MismatchError, TransportError
 from taktline.plan.words import counted
 from taktline.train.groups import Groups, end_unused
 from taktline.transport import Transport, find
-from taktline.transport.alone import Alone
 from taktline.transport.control import share_floats
 from taktline.transport.distributed import Distributed, timeout_of
 from taktline.transport.local import refuse_inside
+from taktline.transport.one_rank import Alone
 
 __all__ = ["Ranks", "meet"]
 

@@ -14,7 +14,7 @@ from taktline.meta import DTYPES, name_of
 from taktline.plan.words import counted
 from taktline.sharding import is_sharded
 from taktline.stage.ties import declared
-from taktline.train.parts import Parts, state_of
+from taktline.train.model_stages import Parts, state_of
 from taktline.train.ranks import Ranks
 from taktline.transport.control import share_texts
 

@@ -6,10 +6,10 @@ import torch
 import torch.distributed as dist
 
 from taktline.transport import local
-from taktline.transport.alone import Alone
 from taktline.transport.base import Channel, Handle, Post, Transport
 from taktline.transport.containers import register_container
 from taktline.transport.distributed import Distributed
+from taktline.transport.one_rank import Alone
 
 __all__ = ["Channel", "Handle", "Post", "Transport", "find", "local", "register_container"]
 

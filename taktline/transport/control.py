@@ -32,7 +32,7 @@ def share_floats(
 
     ``ragged`` says that they may bring different amounts.
 
-    >>> from taktline.transport.alone import Alone
+    >>> from taktline.transport.one_rank import Alone
     >>> share_floats(Alone(), [0.1, float("inf")], "an example")
     [(0.1, inf)]
     """
@@ -44,7 +44,7 @@ def share_floats(
 def share_texts(transport: Transport, text: str, what: str = "an exchange of texts") -> list[str]:
     """Give every rank the text of every rank; all ranks take part, and say what for.
 
-    >>> from taktline.transport.alone import Alone
+    >>> from taktline.transport.one_rank import Alone
     >>> share_texts(Alone(), "größer")
     ['größer']
     """

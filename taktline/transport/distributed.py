@@ -23,9 +23,9 @@ from taktline.errors import (
 )
 from taktline.transport import gloo
 from taktline.transport.base import Channel, Handle, Post
+from taktline.transport.control_plane import Member, Plane
 from taktline.transport.frames import agreed, framed
 from taktline.transport.lanes import Lane, by_size, lanes_between
-from taktline.transport.plane import Member, Plane
 from taktline.transport.rendezvous import Rendezvous
 from taktline.transport.sockets import PeerFailure, Sockets
 from taktline.transport.verdict import Cause, Verdict

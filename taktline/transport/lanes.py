@@ -23,8 +23,8 @@ import torch
 
 from taktline.errors import TaktlineError
 from taktline.transport.base import Handle, Post
-from taktline.transport.door import Door, call, events
-from taktline.transport.plane import Member, Plane
+from taktline.transport.connect import Door, call, events
+from taktline.transport.control_plane import Member, Plane
 
 __all__ = ["Lane", "by_size", "lanes_between"]
 

@@ -26,9 +26,9 @@ from taktline.checks import require_callable, require_flag, require_whole
 from taktline.errors import DeadlockError, TransportError
 from taktline.plan.words import counted
 from taktline.transport import threads
-from taktline.transport.ambient import Ambient, Random
 from taktline.transport.base import Channel, Handle, Post
 from taktline.transport.frames import Frame, agreed
+from taktline.transport.thread_state import Random, ThreadState
 
 __all__ = ["LocalTransport", "current", "refuse_inside", "run"]
 
@@ -167,7 +167,7 @@ class LocalTransport:
         self.random.restore()
         try:
             self._check_turn()
-            results[self.rank] = world.ambient.run(fn, self.rank)
+            results[self.rank] = world.thread_state.run(fn, self.rank)
         except BaseException as error:
             self._end = f"has raised {type(error).__name__}"
             if not world.errors:
@@ -191,10 +191,10 @@ class _World:
         require_flag("strict", strict)
         refuse_inside()
         self.strict = strict
-        self.ambient = Ambient()
+        self.thread_state = ThreadState()
         # The caller's thread has the baton before the ranks have it, and after them.
         self.caller, *self.ranks = (
-            LocalTransport(self, rank, size, self.ambient.random) for rank in range(-1, size)
+            LocalTransport(self, rank, size, self.thread_state.random) for rank in range(-1, size)
         )
         self.holder = self.caller
         self.exchange = _Exchange(size)
@@ -220,7 +220,7 @@ class _World:
                 self.caller._turn.acquire()
             except BaseException as error:
                 self.interrupts.append(error)
-        self.ambient.random.restore()
+        self.thread_state.random.restore()
         # The ranks hold each other for a while; nobody's tensors should stay as long.
         self.posted.clear()
         raised = [*self.interrupts, *self.errors]

@@ -12,7 +12,7 @@ from datetime import timedelta
 
 from torch._C._distributed_c10d import Store
 
-from taktline.transport.plane import Member, Plane
+from taktline.transport.control_plane import Member, Plane
 
 __all__ = ["Rendezvous"]
 

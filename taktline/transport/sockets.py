@@ -20,9 +20,9 @@ import time
 from contextlib import suppress
 from weakref import finalize
 
-from taktline.transport.door import Door, call, events
+from taktline.transport.connect import Door, call, events
+from taktline.transport.control_plane import Member, Plane
 from taktline.transport.frames import Frame
-from taktline.transport.plane import Member, Plane
 
 __all__ = ["PeerFailure", "Sockets"]
 

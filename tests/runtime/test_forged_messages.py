@@ -14,7 +14,7 @@ from torch import nn
 
 import taktline as tl
 from taktline.errors import SignatureError, TransportError
-from taktline.runtime import learning
+from taktline.runtime import self_describing
 from taktline.transport import containers
 from tests.workers import Workers
 
@@ -40,7 +40,7 @@ def forge(rank: int, group: Any, name: str, forged: Any) -> tuple[str, int]:
     error = ""
     with pytest.MonkeyPatch.context() as patch:
         if rank == 0:
-            patch.setattr(learning, name, forged)
+            patch.setattr(self_describing, name, forged)
         try:
             run(schedule)
         except tl.StageError as raised:
@@ -92,7 +92,7 @@ def test_a_forged_description(workers: Workers, text: str, reason: str, tmp_path
     assert not target.exists()
 
 
-def inbox(*messages: bytes) -> learning.Inbox:
+def inbox(*messages: bytes) -> self_describing.Inbox:
     """What receives messages from a rank to which none were sent."""
     left = list(messages)
 
@@ -103,7 +103,7 @@ def inbox(*messages: bytes) -> learning.Inbox:
         buffer.copy_(torch.frombuffer(bytearray(left.pop(0)), dtype=torch.uint8))
         return Done()
 
-    return learning.Inbox(post, [(1, 0)], CPU, learning.Line())
+    return self_describing.Inbox(post, [(1, 0)], CPU, self_describing.Line())
 
 
 @pytest.mark.parametrize(
@@ -111,13 +111,13 @@ def inbox(*messages: bytes) -> learning.Inbox:
     [
         [0, 0, 0, 0, 0],
         [1, 0, 0, 0, 0],
-        [learning._DONE, -1, 0, 0, 0],
-        [learning._DONE, 2**62, 0, 0, 0],
-        [learning._DONE, 4, -1, 0, 0],
-        [learning._DONE, 4, 2**55, 0, 0],
-        [learning._DONE, 4, 64, 1, 0],
-        [learning._DONE, 4, 64, 0, 2**40],
-        [learning._FAILED, 0, 0, 0, -1],
+        [self_describing._DONE, -1, 0, 0, 0],
+        [self_describing._DONE, 2**62, 0, 0, 0],
+        [self_describing._DONE, 4, -1, 0, 0],
+        [self_describing._DONE, 4, 2**55, 0, 0],
+        [self_describing._DONE, 4, 64, 1, 0],
+        [self_describing._DONE, 4, 64, 0, 2**40],
+        [self_describing._FAILED, 0, 0, 0, -1],
     ],
     ids=str,
 )
@@ -132,7 +132,7 @@ def test_a_head_that_is_none(numbers: list[int]) -> None:
 
 
 def test_a_message_is_fetched_whole_before_it_is_read() -> None:
-    head = struct.pack("<5q", learning._DONE, 3, 48, 0, 0) + b"{}}"
+    head = struct.pack("<5q", self_describing._DONE, 3, 48, 0, 0) + b"{}}"
     box = inbox(head.ljust(512, b"\0"), bytes(48))
     assert isinstance(box.take((1, 0)), SignatureError)
     assert box.received == 1

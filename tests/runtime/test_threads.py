@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import taktline as tl
-from taktline.aside import Aside, current
 from taktline.errors import StageError, UseError
+from taktline.side_values import Aside, current
 from tests.workers import Workers
 
 X, Y = torch.ones(4, 3), torch.zeros(4, 3)

@@ -13,9 +13,9 @@ import torch.distributed as dist
 
 from taktline.errors import MismatchError, TransportError
 from taktline.transport import Channel, Handle, Transport, distributed, find, frames, local, sockets
-from taktline.transport.alone import Alone
 from taktline.transport.distributed import Distributed
 from taktline.transport.local import LocalTransport
+from taktline.transport.one_rank import Alone
 from taktline.transport.verdict import Cause, Verdict
 from tests.runtime.cases import (
     Case,

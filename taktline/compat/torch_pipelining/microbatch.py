@@ -15,13 +15,13 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from taktline.errors import BatchError, InvalidBatchError
+from taktline.runtime.leaves import cut, flatten, is_block_mask
 from taktline.runtime.microbatch import (
     TensorChunkSpec,
     _CustomReducer,
     _LossReducer,
     _Replicate,
 )
-from taktline.runtime.pieces import cut, flatten, is_block_mask
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask

@@ -15,8 +15,8 @@ from typing import Any
 
 from torch import nn
 
-from taktline.aside import uncompiled
 from taktline.errors import PartitionError
+from taktline.side_values import uncompiled
 from taktline.split.named.ghost import here, resolved
 from taktline.split.named.twin import Twin
 

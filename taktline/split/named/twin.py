@@ -12,8 +12,8 @@ from torch import nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.utils import _pytree as pytree
 
-from taktline.aside import Aside, Skip
 from taktline.errors import PartitionError
+from taktline.side_values import Aside, Skip
 from taktline.split.named.ghost import Absent, Ghost, Scene, as_meta
 from taktline.split.named.recent import Recent
 from taktline.split.named.recorded import lists, recorded

@@ -13,7 +13,7 @@ import torch
 from torch import fx
 from torch.fx.node import has_side_effect
 
-from taktline.aside import Aside, add_loss
+from taktline.side_values import Aside, add_loss
 
 __all__ = ["recording", "with_losses"]
 

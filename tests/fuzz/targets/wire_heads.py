@@ -7,7 +7,7 @@ from random import Random
 
 import torch
 
-from taktline.runtime import learning
+from taktline.runtime import self_describing
 from taktline.transport import frames
 from taktline.transport.frames import Frame, framed
 
@@ -17,7 +17,9 @@ NUMBERS = [0, 1, -1, 3, 47, 48, 2**31, 2**32, 2**53, 2**62, 2**63 - 1, -(2**63)]
 def draw(random: Random) -> tuple[str, bytes]:
     """What the bytes are meant to be, and the bytes."""
     if random.random() < 0.5:
-        status = random.choice([learning._DONE, learning._DONE, learning._FAILED, 0])
+        status = random.choice(
+            [self_describing._DONE, self_describing._DONE, self_describing._FAILED, 0]
+        )
         head = [status, *(random.choice(NUMBERS) for _ in range(4))]
         return "head", (struct.pack("<5q", *head) + random.randbytes(80)).ljust(512, b"\0")
     data = framed([random.choice(NUMBERS) for _ in range(random.randrange(6))], "step()")
@@ -49,5 +51,5 @@ def try_(input: tuple[str, bytes]) -> None:
             buffer.copy_(torch.frombuffer(bytearray(left.pop()), dtype=torch.uint8))
         return _Done()
 
-    inbox = learning.Inbox(post, [(1, 0)], torch.device("cpu"), learning.Line())
+    inbox = self_describing.Inbox(post, [(1, 0)], torch.device("cpu"), self_describing.Line())
     inbox.take((1, 0))

@@ -27,8 +27,8 @@ from taktline.compat.torch_pipelining._stage.traced import _PipelineStage
 from taktline.errors import BatchError, PipeliningMetadataError, TaktlineError, restore
 from taktline.plan import Plan
 from taktline.runtime import get_schedule_class
-from taktline.runtime.feed import Feed
 from taktline.runtime.schedule import Schedule
+from taktline.runtime.step_data import Feed
 from taktline.stage import PipelineStage as OwnStage
 from taktline.transport import find
 

@@ -9,13 +9,13 @@ from typing import Any, TypeAlias
 import torch
 from torch.utils import _pytree as pytree
 
-from taktline.aside import Aside, handed_on, opened, require_number
 from taktline.errors import LossError, SignatureError
 from taktline.meta import Signature, as_arguments, flatten
-from taktline.runtime.feed import Feed
 from taktline.runtime.ports import In, Out, Values
 from taktline.runtime.seeds import seeded
+from taktline.runtime.step_data import Feed
 from taktline.sharding import is_sharded, root_gradient
+from taktline.side_values import Aside, handed_on, opened, require_number
 from taktline.stage import PipelineStage
 
 __all__ = ["Work"]

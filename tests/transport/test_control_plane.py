@@ -16,9 +16,9 @@ from torch._C._distributed_c10d import HashStore
 
 from taktline.errors import JsonError, LostRankError, StageError, StallError
 from taktline.transport import Channel, gloo, lifetime
+from taktline.transport.control_plane import Member, Plane
 from taktline.transport.distributed import Distributed
 from taktline.transport.meeting import Meeting, Message, Peer
-from taktline.transport.plane import Member, Plane
 from taktline.transport.verdict import Cause, Verdict
 from tests.workers import Workers
 

@@ -31,7 +31,7 @@ from taktline.stage import (
     stage_backward_weight,
 )
 from taktline.stage.recipe import Product
-from taktline.stage.split import Pending, Splitter
+from taktline.stage.split_backward import Pending, Splitter
 
 Gradients = list[Tensor | None]
 Forward = Callable[[Any, Tensor], Any]

@@ -23,7 +23,7 @@ from taktline.sharding import Sharding, is_sharded, local
 from taktline.stage import PipelineStage
 from taktline.stage.names import named_parameters
 from taktline.transport import Channel, Transport
-from taktline.transport.alone import Alone
+from taktline.transport.one_rank import Alone
 
 __all__ = ["Ties"]
 

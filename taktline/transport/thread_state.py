@@ -13,7 +13,7 @@ from torch import overrides
 from torch.autograd.graph import disable_saved_tensors_hooks, saved_tensors_hooks
 from torch.utils import _python_dispatch
 
-__all__ = ["Ambient", "Random"]
+__all__ = ["Random", "ThreadState"]
 
 T = TypeVar("T")
 
@@ -39,7 +39,7 @@ class Random:
         torch.cuda.set_rng_state_all(self.on_cuda)
 
 
-class Ambient:
+class ThreadState:
     """What the caller's thread has set, to be set in another one.
 
     Modes of gradients, inference and autocast, the stream, hooks on saved tensors, modes that see
@@ -47,8 +47,8 @@ class Ambient:
     number of threads to compute with, and where random numbers begin.
 
     >>> with torch.no_grad():
-    ...     ambient = Ambient()
-    >>> ambient.run(torch.is_grad_enabled)
+    ...     state = ThreadState()
+    >>> state.run(torch.is_grad_enabled)
     False
     """
 
