@@ -334,18 +334,18 @@ class SkipError(TaktlineError):
 class LossError(TaktlineError):
     """The loss is not something to begin a backward with.
 
-    >>> raise LossError("loss_fn must give one number as a tensor, not a float")
+    >>> raise LossError("loss_fn must return one number as a tensor, not a float")
     Traceback (most recent call last):
-    taktline.errors.LossError: loss_fn must give one number as a tensor, not a float
+    taktline.errors.LossError: loss_fn must return one number as a tensor, not a float
     """
 
 
 class SplitError(TaktlineError):
     """The two halves of a split backward do not fit together.
 
-    >>> raise SplitError("dw_builder of stage 0 must give a function, not None")
+    >>> raise SplitError("dw_builder of stage 0 must return a function, not None")
     Traceback (most recent call last):
-    taktline.errors.SplitError: dw_builder of stage 0 must give a function, not None
+    taktline.errors.SplitError: dw_builder of stage 0 must return a function, not None
     """
 
 

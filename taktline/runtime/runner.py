@@ -368,9 +368,9 @@ class Runner:
                 self.transport.exchange([], what)
 
     def _agree(self, prepare: Prepare, trains: bool) -> tuple[bool, tuple[int, ...]]:
-        """Make sure that all ranks are about to do the same; tells what their inputs look like.
+        """Make sure that all ranks are about to do the same.
 
-        Tells before that whether every rank shall have the losses.
+        Returns whether every rank shall have the losses, and what the inputs of all look like.
         """
         error, plan, facts, flags = None, 0, Facts(), []
         try:
@@ -498,7 +498,7 @@ class Runner:
             return self._conclude(failure, what, skips, shares)
 
     def _conclude(self, failure: Failure | None, what: str, skips: bool, shares: bool) -> bool:
-        """Agree on the outcome, with the losses of all ranks if they share; tells of skips."""
+        """Agree on the outcome, and on losses that are shared; returns if there are skips."""
         shares &= self.transport.size > 1  # one process has them all, and nobody needs to wait
         microbatches, relay, relayed = self._feed.microbatches, self._relay, None
         if shares and relay is not None:

@@ -140,7 +140,7 @@ class Schedule:
     ) -> Any:
         """Run a batch forward and, if there is a ``loss_fn``, backward.
 
-        Gradients are added to ``.grad``, as ``backward()`` does. Gives the outputs of the last
+        Gradients are added to ``.grad``, as ``backward()`` does. Returns the outputs of the last
         stage on its rank, None on the others.
 
         Args:

@@ -167,7 +167,7 @@ class Work:
         if self._loss_fn is None or feed.targets is None:
             return _NO_LOSS
         loss = self._loss_fn(output, feed.targets[microbatch], **feed.loss_keywords)
-        require_number(loss, "loss_fn must give")
+        require_number(loss, "loss_fn must return")
         if feed.wants_losses:
             feed.losses[microbatch] = _value(loss)
         if not self._trains:

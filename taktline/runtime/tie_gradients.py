@@ -66,7 +66,7 @@ class Ties:
         ]
 
     def meet(self, ranks: Sequence[Sequence[Use]]) -> set[Channel]:
-        """Note who holds what; gives all channels for it, of all ranks."""
+        """Note who holds what; returns all channels for it, of all ranks."""
         self._holders = holders_of(ranks)
         pairs = {(held.owner, other) for held in self._holders for other in held.others}
         return {Channel(*ends, True) for a, b in pairs for ends in ((a, b), (b, a))}
@@ -111,7 +111,7 @@ class Ties:
             self._depth -= 1
 
     def add_up(self, failure: Failure | None) -> Failure | None:
-        """Put the sum of all gradients of a weight into each of its copies; tells what failed.
+        """Put the sum of all gradients of a weight into each of its copies; returns what failed.
 
         After a failure, now or before, this rank has nothing to add, but takes part in every
         message, so that nobody waits for it.

@@ -26,7 +26,7 @@ def stage_backward(
     input_values: Sequence[Any],
     outputs_with_grads_idxs: list[int] | None = None,
 ) -> tuple[torch.Tensor | None, ...]:
-    """Add up all gradients of a stage; gives those of its inputs.
+    """Add up all gradients of a stage; returns those of its inputs.
 
     Args:
         stage_output: the output, or the loss; any nesting of tensors.
@@ -95,7 +95,7 @@ def stage_backward_input(
 def stage_backward_weight(
     weights: Iterator[nn.Parameter], param_groups: list[dict[str, Any]], retain_graph: bool = False
 ) -> tuple[torch.Tensor | None, ...]:
-    """The second half: the gradients of the weights; gives what is in their ``.grad`` then.
+    """The second half: the gradients of the weights; returns what is in their ``.grad`` then.
 
     ``retain_graph`` is accepted for code that passes it: the graph has gone with the first half.
 

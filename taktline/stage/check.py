@@ -1,4 +1,4 @@
-"""Tells a user what of a module's backward is split, and whether its gradients are right."""
+"""Reports what of a module's backward is split, and whether its gradients are right."""
 
 from __future__ import annotations
 

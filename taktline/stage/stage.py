@@ -141,7 +141,7 @@ class PipelineStage:
         return self.dw_builder is None and self.grad_sync is None and not replaced
 
     def begin(self) -> tuple[bool, ...]:
-        """Find the parameters that get gradients; tells what else its output may depend on."""
+        """Find the parameters that get gradients; returns what else its output may depend on."""
         parameters = parameters_of(self.submod)
         # Of a wrapped stage they are known only once it is gathered.
         self._trainable = (
@@ -164,7 +164,7 @@ class PipelineStage:
     def backward(
         self, microbatch: int, gradients: Sequence[torch.Tensor | None]
     ) -> list[torch.Tensor | None]:
-        """B: add up all gradients; gives those of the inputs."""
+        """B: add up all gradients; returns those of the inputs."""
         inputs, roots = self._in_flight.pop(microbatch)
         roots, gradients = _reached(roots, gradients)
         if roots:
@@ -176,7 +176,7 @@ class PipelineStage:
     def backward_input(
         self, microbatch: int, gradients: Sequence[torch.Tensor | None]
     ) -> list[torch.Tensor | None]:
-        """I: gives the gradients of the inputs; those of the weights follow in W."""
+        """I: returns the gradients of the inputs; those of the weights follow in W."""
         inputs, roots = self._in_flight.pop(microbatch)
         roots, gradients = _reached(roots, gradients)
         if self.dw_builder is not None:
@@ -212,7 +212,7 @@ class PipelineStage:
         function = None if self.dw_builder is None else self.dw_builder()
         if not callable(function):
             raise SplitError(
-                f"dw_builder of stage {self.stage_index} must give a function that computes the "
+                f"dw_builder of stage {self.stage_index} must return a function that computes the "
                 f"gradients of the weights, not {function!r}"
             )
         return function

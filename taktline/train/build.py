@@ -164,7 +164,7 @@ def _ready(stage: int, module: nn.Module, ranks: Ranks, asked: Options) -> nn.Mo
         prepared = asked.prepare(module, stage)
         if not isinstance(prepared, nn.Module):
             raise MismatchError(
-                f"prepare must give the module to use for stage {stage}, not {prepared!r}"
+                f"prepare must return the module to use for stage {stage}, not {prepared!r}"
             )
         module = prepared
     return wrapped(module, ranks, asked.data_parallel)

@@ -77,7 +77,7 @@ class Pipeline:
         mesh: a device mesh with a dimension "pp", and one that begins with "dp" for copies.
         data_parallel: ``"ddp"`` or ``"fsdp"``: what each stage is wrapped in.
         prepare: called with each stage of this process and its number, once it is on its device
-            and before it is wrapped; gives the module to use. For ``torch.compile``, activation
+            and before it is wrapped; returns the module to use. For ``torch.compile``, activation
             checkpointing or tensor parallelism.
         device: where to compute.
         state_dict: values for a model that was built on the meta device, of which each process
@@ -241,7 +241,7 @@ class Pipeline:
         aux_losses: list[torch.Tensor] | None = None,
         **options: Any,
     ) -> Any:
-        """Run a batch forward and backward: gives its mean loss, the same on every rank.
+        """Run a batch forward and backward: returns its mean loss, the same on every rank.
 
         Every row counts the same, also where micro-batches differ in size.
 
@@ -287,7 +287,7 @@ class Pipeline:
     ) -> Any:
         """Run a batch forward only, with the modules in evaluation mode.
 
-        Gives the mean loss if there is a target, and otherwise the outputs; with
+        Returns the mean loss if there is a target, and otherwise the outputs; with
         ``return_outputs`` and a target, both. Takes what :meth:`step` takes. For a model that
         computes its own loss, ``labels`` or ``return_outputs=False`` ask for it.
         """
@@ -313,7 +313,7 @@ class Pipeline:
         pad_token_id: int | None = None,
         use_cache: bool = True,
     ) -> torch.Tensor:
-        """Go on with texts, by the likeliest token each time: gives all of them on every rank.
+        """Go on with texts, by the likeliest token each time: returns all of them on every rank.
 
         For causal language models: those of transformers, and others that return logits of shape
         [rows, length, words]. Micro-batches follow each other through the stages. Each stage
@@ -407,7 +407,7 @@ class Pipeline:
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
     ) -> torch.Tensor:
-        """Clip the norm of all gradients, as ``torch.nn.utils.clip_grad_norm_`` does; gives it."""
+        """Clip the norm of all gradients like ``torch.nn.utils.clip_grad_norm_``; returns it."""
         if not (isinstance(max_norm, float) and max_norm == math.inf):
             max_norm = require_number("max_norm", max_norm, least=0)
         require_flag("error_if_nonfinite", error_if_nonfinite)

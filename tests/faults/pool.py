@@ -154,7 +154,7 @@ class Job:
         return self.listen(self._pipes, PATIENCE)
 
     def leave(self) -> list[int]:
-        """Tell every rank to end; gives those that did not."""
+        """Tell every rank to end; returns those that did not."""
         for pipe in self._pipes.values():
             with suppress(OSError):
                 pipe.send(None)

@@ -223,7 +223,7 @@ class Rank:
             self.schedule = make(stages, case.microbatches, loss_fn=loss_fn, **options)
 
     def call(self, name: str, number: int = 0) -> list[Tensor]:
-        """A call with this replica's part of a batch; gives the losses."""
+        """A call with this replica's part of a batch; returns the losses."""
         if name == "update":
             for module in self.modules.values():
                 for parameter in module.parameters():

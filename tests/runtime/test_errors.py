@@ -34,7 +34,7 @@ def _over_local(main: Main, *args: Any, ranks: int = 2) -> list[Any]:
     params=["local", pytest.param("gloo", marks=pytest.mark.processes)],
 )
 def outcomes(request: pytest.FixtureRequest) -> Outcomes:
-    """Runs a main on every rank; gives each rank's result or error."""
+    """Runs a main on every rank; returns each rank's result or error."""
     if request.param == "local":
         return _over_local
     workers: Workers = request.getfixturevalue("workers")
@@ -504,7 +504,7 @@ def _fail(gradient: Tensor) -> Tensor:
 def fails_once(
     rank: int, group: Any, schedule: str, failing: int, at: int, backward: bool, before: int
 ) -> Any:
-    """Steps, then one that fails, then one that works again; gives its error and gradients."""
+    """Steps, then one that fails, then one that works again; returns its error and gradients."""
     per_rank = 1 if schedule in ("Schedule1F1B", "ScheduleGPipe") else 2
     plan = tl.build(schedule, ranks=2, microbatches=4, stages_per_rank=per_rank)
     mine = plan.placement.stages_of(rank)
@@ -568,7 +568,7 @@ def test_a_loss_that_is_no_number(outcomes: Outcomes, reduction: str, told: str)
     assert_all(
         outcomes(no_scalar, reduction),
         tl.StageError,
-        "rank 1, stage 1, micro-batch 0 (1F0): LossError: loss_fn must give one number as a "
+        "rank 1, stage 1, micro-batch 0 (1F0): LossError: loss_fn must return one number as a "
         f"tensor, not {told}",
     )
 

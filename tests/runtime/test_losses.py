@@ -340,8 +340,8 @@ def test_training_on_eight_bits(outcomes: Outcomes, dtype: torch.dtype) -> None:
     ("dtype", "call", "text"),
     [
         (torch.int64, "step", "the loss depends on nothing that requires a gradient"),
-        (torch.complex64, "step", "loss_fn must give a real number, not one of torch.complex64"),
-        (torch.complex64, "eval", "loss_fn must give a real number, not one of torch.complex64"),
+        (torch.complex64, "step", "loss_fn must return a real number, not one of torch.complex64"),
+        (torch.complex64, "eval", "loss_fn must return a real number, not one of torch.complex64"),
     ],
 )
 def test_losses_of_types_that_cannot_be_minimised(

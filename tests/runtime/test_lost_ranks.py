@@ -117,7 +117,7 @@ def _rank(
 
 @pytest.fixture
 def strike(tmp_path: Path) -> Iterator[Any]:
-    """Runs ranks of which one gets a signal; gives the answers of the others."""
+    """Runs ranks of which one gets a signal; returns the answers of the others."""
     # Forked from a process that has imported torch, and has not used it yet.
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch.distributed", __name__])

@@ -229,13 +229,13 @@ def test_get_mesh_is_asked_once_with_what_torch_gives(workers: Workers) -> None:
         ),
         (
             "none",
-            "get_mesh gives None for the mesh tp (2) of a tensor that arrives; it must give a mesh "
-            "of that shape with this rank in it",
+            "get_mesh returns None for the mesh tp (2) of a tensor that arrives; it must "
+            "return a mesh of that shape with this rank in it",
         ),
         (
             "wrong",
-            "get_mesh gives a mesh of [2, 2] for the mesh tp (2) of a tensor that arrives; it must "
-            "give a mesh of that shape with this rank in it",
+            "get_mesh returns a mesh of [2, 2] for the mesh tp (2) of a tensor that arrives; it "
+            "must return a mesh of that shape with this rank in it",
         ),
     ],
 )

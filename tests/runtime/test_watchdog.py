@@ -55,7 +55,7 @@ def logged() -> list[str]:
 
 
 def slow(rank: int, group: Any, call: str) -> list[str]:
-    """Rank 0 takes two seconds for a forward; gives what this rank was told."""
+    """Rank 0 takes two seconds for a forward; returns what this rank was told."""
     records = logged()
     module = Sleeps(4, 4)
     stage = tl.PipelineStage(module, rank, 2, CPU, group=group)

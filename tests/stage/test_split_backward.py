@@ -382,7 +382,7 @@ def same(one: Tensor | None, other: Tensor | None) -> bool:
 def check_exact(
     module: nn.Module, way: Callable[[nn.Module], Half] = with_splitter, *, grad: bool = True
 ) -> set[str]:
-    """Compare the split with a plain backward; gives the names of what W has done."""
+    """Compare the split with a plain backward; returns the names of what W has done."""
     expected = plain(deepcopy(module), grad=grad)
     half = way(module)
     parameters = list(module.parameters())
@@ -872,7 +872,7 @@ def test_a_builder_must_give_a_function() -> None:
     with pytest.raises(SplitError) as caught:
         stage.backward_input(0, [gradient])
     assert str(caught.value) == (
-        "dw_builder of stage 0 must give a function that computes the gradients of the weights, "
+        "dw_builder of stage 0 must return a function that computes the gradients of the weights, "
         "not None"
     )
 

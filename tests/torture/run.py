@@ -81,7 +81,7 @@ class Wired(nn.Module):
         )
 
     def passes(self, where: str) -> int:
-        """Fail, if it is time to; gives the micro-batch."""
+        """Fail, if it is time to; returns the micro-batch."""
         microbatch = self.order[self.calls[where]]
         self.calls[where] += 1
         self.trip(where, microbatch)

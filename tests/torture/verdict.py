@@ -1,4 +1,4 @@
-"""Tells what is wrong with a case, if anything."""
+"""Reports what is wrong with a case, if anything."""
 
 from __future__ import annotations
 

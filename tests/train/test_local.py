@@ -324,7 +324,7 @@ def test_a_state_for_a_model_without_values() -> None:
         ({"data_parallel": "zero"}, 'data_parallel is "ddp", "fsdp" or None, not \'zero\''),
         (
             {"prepare": lambda module, stage: None},
-            "prepare must give the module to use for stage 0",
+            "prepare must return the module to use for stage 0",
         ),
         (
             {"schedule": tl.build("gpipe", ranks=3, microbatches=4)},
