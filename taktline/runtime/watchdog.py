@@ -1,4 +1,4 @@
-"""Looks after steps from a thread of its own: when one stands still, it tells where and why.
+"""Looks after steps from a thread of its own: when one stands still, it reports where and why.
 
 Nothing is noted for it on the way but the position in the program. What a rank is doing there it
 reads off the rank's stack when it looks.
@@ -18,6 +18,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import NoReturn, Self
+
+import torch
 
 from taktline.checks import seconds_in_environment
 from taktline.plan import Kind
@@ -41,7 +43,7 @@ _log = logging.getLogger("taktline")
 _HOME = str(Path(__file__).parent.parent)
 _OURS = tuple(
     str(Path(_HOME, "transport", name))
-    for name in ("distributed.py", "door.py", "lanes.py", "sockets.py")
+    for name in ("distributed.py", "connect.py", "lanes.py", "sockets.py")
 )
 _COLLECTIVES = ("_functional_collectives.py", "distributed_c10d.py")
 _FRAMES = 4
@@ -51,6 +53,10 @@ _WRAPPERS = tuple(
     for parts in (("distributed", "utils.py"), ("nn", "parallel", "distributed.py"))
 )
 """What is innermost while DDP waits for others."""
+_REST_SECONDS = 1.0
+"""After how long without any use of a processor an operation of torch counts as a wait."""
+_UNKNOWN = -1
+_TORCH = str(Path(torch.__file__).parent)
 _LATE = 0.5
 """By how much a wait outlasts the timeout before the plane ends it."""
 _LEAVE_SECONDS = 0.25
@@ -79,11 +85,14 @@ class Watch:
         self._told = False
         self._leaves_at = math.inf
         self._wakeup = -1
+        self._native_thread = 0
+        self._used, self._used_at = _UNKNOWN, math.inf
+        """The processor time of the step's thread, and when it was last seen to grow."""
 
     def __enter__(self) -> Self:
-        self._thread = threading.get_ident()
+        self._thread, self._native_thread = threading.get_ident(), threading.get_native_id()
         self._mark, self._since, self._told = None, time.monotonic(), False
-        self._leaves_at = math.inf
+        self._leaves_at = self._used_at = math.inf
         if self._plane is not None:
             self._plane.state = self._state
             self._plane.watched = (*self._plane.watched, self)
@@ -104,6 +113,8 @@ class Watch:
         mark = self._progress()
         if mark != self._mark:
             self._mark, self._since, self._told = mark, now, False
+        if (used := _processor_time(self._native_thread)) != self._used:
+            self._used, self._used_at = used, now
         if transport is None or plane is None:
             return
         stood = now - self._since
@@ -158,14 +169,29 @@ class Watch:
         instruction = None if self.program is None else self.program.current
         if instruction is None:
             return self.doing.removeprefix("waits for ")
+        if instruction.action.kind <= Kind.W and self._rests():
+            return "an operation of torch to end, such as a collective"
         return instruction.waits or "other ranks"
 
     def _computes(self) -> bool:
         instruction = None if self.program is None else self.program.current
-        frame = self._frame()
-        if instruction is None or frame is None or instruction.action.kind > Kind.W:
+        if instruction is None or instruction.action.kind > Kind.W or self._frame() is None:
             return False
-        return not _waits(frame)
+        return not self._waits()
+
+    def _waits(self) -> bool:
+        """Whether this rank waits for others."""
+        return _shows_wait(self._frame()) or self._rests()
+
+    def _rests(self) -> bool:
+        """Whether an operation of torch uses no processor: so looks a collective in a backward.
+
+        Autograd calls it, so that there is no frame to see.
+        """
+        frame = self._frame()
+        inside = frame is not None and frame.f_code.co_filename.startswith((_HOME, _TORCH))
+        rests = time.monotonic() - self._used_at > _REST_SECONDS
+        return inside and rests and not _shows_wait(frame)
 
     def _frame(self) -> FrameType | None:
         # If it asks itself, it has just given up waiting.
@@ -178,7 +204,7 @@ class Watch:
         self._leaves_at = min(self._leaves_at, now + _LEAVE_SECONDS)
         if now >= self._leaves_at:
             gloo.shut(gloo.every_socket())
-        if now >= max(self._leaves_at, self._since) + STUCK_SECONDS and _waits(self._frame()):
+        if now >= max(self._leaves_at, self._since) + STUCK_SECONDS and self._waits():
             self._end(verdict)
 
     def _end(self, verdict: Verdict) -> NoReturn:
@@ -208,8 +234,17 @@ def _idle() -> tuple[str, bool]:
     return "is not in a step", False
 
 
-def _waits(frame: FrameType | None) -> bool:
-    """Whether a rank waits for others: for a message, or in a collective of torch's."""
+def _processor_time(thread: int) -> int:
+    """What a thread of this process has used so far, in ticks, if the system says so."""
+    try:
+        after_name = Path(f"/proc/self/task/{thread}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return _UNKNOWN
+    return int(after_name[11]) + int(after_name[12])
+
+
+def _shows_wait(frame: FrameType | None) -> bool:
+    """Whether a frame is one of a wait: for a message, or in a collective of torch's."""
     if frame is not None and frame.f_code.co_filename.endswith(_WRAPPERS):
         return True
     for _ in range(_FRAMES):
@@ -230,7 +265,7 @@ class _Guard(Watch):
         return frame, None if frame is None else frame.f_lasti
 
     def _computes(self) -> bool:
-        return not _waits(self._frame())
+        return not self._waits()
 
 
 @contextmanager

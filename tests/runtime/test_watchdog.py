@@ -7,6 +7,7 @@ import logging
 import os
 import re
 import signal
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -21,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import taktline as tl
-from taktline.plan.action import Action, parse
+from taktline.plan.action import Action, Kind, parse
 from taktline.runtime import watchdog
 from taktline.runtime.executor import Instruction, Program
 from taktline.runtime.watchdog import Watch
@@ -289,3 +290,39 @@ def test_a_reduction_waits_and_a_forward_computes(ranks: Any, action: str, state
     with watch, ThreadPoolExecutor(1) as other:
         watch.program = Program([0], [run], [])
         assert other.submit(ranks.state).result()[0].startswith(state)
+
+
+def heavy_backward(until: threading.Event) -> None:
+    weight = torch.eye(1000, requires_grad=True)
+    while not until.is_set():
+        product = weight
+        for _ in range(10):
+            product = product @ weight
+        product.sum().backward()
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_an_operation_that_uses_no_processor_waits(ranks: Any, waits: bool) -> None:
+    """A collective in a backward shows no frame of its own: autograd calls it."""
+    watch, over = Watch("Schedule1F1B", ranks), threading.Event()
+    answer: torch.futures.Future[None] = torch.futures.Future()
+
+    def step() -> None:
+        with watch:
+            watch.program = Program([0], [Instruction(Action(1, Kind.B, 3), print, None)], [])
+            answer.wait() if waits else heavy_backward(over)
+
+    with ThreadPoolExecutor(1) as other:
+        ended = other.submit(step)
+        try:
+            while watch.program is None:
+                time.sleep(0.01)
+            for _ in range(15):
+                watch.tick()
+                time.sleep(0.1)
+            assert (": waits for an operation of torch" in ranks.state()[0]) == waits
+            assert (": computes" in ranks.state()[0]) == (not waits)
+        finally:
+            over.set()
+            answer.set_result(None)
+            ended.result()
