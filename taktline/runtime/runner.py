@@ -175,7 +175,12 @@ class Runner:
                 if error.recoverable != "step" or self._has_verdict():
                     self._leave(error, watch)
                 raise
-            except BaseException as error:  # Ctrl-C, or what nobody has thought of
+            except BaseException as error:  # Ctrl-C, or a wait in a group that is not ours
+                if isinstance(self.transport, Distributed) and (
+                    cause := self.transport.explain(error)
+                ):
+                    self._leave(cause, watch)
+                    raise cause from error
                 self._leave(error, watch)
                 self._note_rank(error, watch.program)
                 raise

@@ -1,4 +1,4 @@
-"""Ctrl-C ends all ranks, wherever they are."""
+"""Ctrl-C ends all ranks, wherever they are, and each says why."""
 
 from __future__ import annotations
 
@@ -6,9 +6,18 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import taktline as tl
+from tests.workers import Workers
 
 pytestmark = pytest.mark.processes
 
@@ -76,3 +85,39 @@ def test_ctrl_c_ends_all_ranks(ranks: str, tmp_path: Path) -> None:
     # A rank that waits for another may hear of its end first.
     assert any("KeyboardInterrupt" in text for text in told)
     assert all("KeyboardInterrupt" in text or "LostRankError" in text for text in told)
+
+
+class Interrupted(nn.Linear):
+    def forward(self, input: Tensor) -> Tensor:
+        raise KeyboardInterrupt
+
+
+@contextmanager
+def lost_connections() -> Iterator[None]:
+    """As gloo has it, when FSDP waits for its reductions at the end of a step."""
+    try:
+        yield
+    finally:
+        raise RuntimeError("[pair.cc:553] Connection closed by peer [127.0.0.1]:64201")
+
+
+def interrupted(rank: int, group: dist.ProcessGroup) -> str:
+    layer = (Interrupted if rank else nn.Linear)(4, 4)
+    stage = tl.PipelineStage(layer, rank, 2, torch.device("cpu"), group=group)
+    schedule = tl.Schedule1F1B(stage, 4, nn.functional.mse_loss)
+    x: Any = torch.ones(8, 4)
+    if rank == 0:
+        schedule._runner.replicas.step = lost_connections
+    try:
+        schedule.step(x, target=x)
+    except BaseException as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def test_what_ends_a_step_from_outside_of_its_program_is_explained(workers: Workers) -> None:
+    waiting, interrupts = workers.run(interrupted, ranks=2)
+    assert interrupts == "KeyboardInterrupt: "
+    assert waiting == (
+        "LostRankError: rank 1 has raised KeyboardInterrupt in 1F0, and left the others behind"
+    )
