@@ -108,7 +108,7 @@ class Replicas:
 
     @contextmanager
     def accumulate(self) -> Iterator[None]:
-        """Inside, nothing is reduced; at its end everything is, once, unless something failed."""
+        """Inside, nothing is reduced; after it, :meth:`catch_up` does so, unless it failed."""
         self._depth += 1
         for sync in self._syncs:
             sync.accumulating = True
@@ -120,9 +120,11 @@ class Replicas:
                 sync.forget()
             raise
         self._leave()
-        if not self._depth:
-            for sync in self._syncs:
-                sync.catch_up()
+
+    def catch_up(self) -> None:
+        """Do the reductions that were put off; all replicas have to be there."""
+        for sync in self._syncs:
+            sync.catch_up()
 
     def _leave(self) -> None:
         self._depth -= 1

@@ -42,7 +42,7 @@ from taktline.runtime.replicas import Replicas
 from taktline.runtime.step_data import Facts, Feed
 from taktline.runtime.tie_gradients import Ties
 from taktline.runtime.together import RankRandom
-from taktline.runtime.watchdog import STALL_SECONDS, Watch
+from taktline.runtime.watchdog import STALL_SECONDS, Watch, guarded
 from taktline.stage import PipelineStage
 from taktline.transport import Channel, Transport, find
 from taktline.transport.control import share_error, share_texts
@@ -326,7 +326,7 @@ class Runner:
             self._end_accumulating()
 
     def _end_accumulating(self, raised: Exception | None = None) -> None:
-        """Add up the gradients of tied weights; every rank hears of what went wrong on one."""
+        """Let gradients meet those of other ranks; all hear of what went wrong on one."""
         if self._ties.accumulating or not (self._ties.there or self._reduces):
             return
         failure, what = None, "the end of accumulate()"
@@ -338,6 +338,8 @@ class Runner:
             )
         # First that all are here: nobody answers from within another step.
         self._conclude_with_replicas(failure, what)
+        with guarded(self.transport, what):
+            self.replicas.catch_up()
         if self._ties.there:
             self._conclude_with_replicas(self._ties.add_up(None), what)
 

@@ -229,6 +229,28 @@ def test_copies(workers: Workers, way: str, schedule: str, stages: int) -> None:
         assert record.state == {}
 
 
+def left_alone(rank: int, group: Any, way: str) -> str:
+    """One rank leaves accumulate() by an error, before the copies meet."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
+    pipe = pipeline(group, mesh=mesh, data_parallel=way, microbatches=2, timeout=20.0)
+    try:
+        with pipe.accumulate():
+            pipe.step(TOKENS, target=TARGET)
+            if rank == 3:
+                raise ValueError("no more data")
+    except (tl.TaktlineError, ValueError) as error:
+        return str(error)
+    return "nothing"
+
+
+@pytest.mark.parametrize("way", ["ddp", "fsdp"])
+def test_a_rank_that_leaves_accumulate_by_an_error(workers: Workers, way: str) -> None:
+    *told, last = workers.run(left_alone, way, ranks=4, timeout=60)
+    assert last == "no more data"
+    error = "has left accumulate() by an error, so nothing was added up: ValueError: no more data"
+    assert set(told) == {f"replica 1: rank 1 {error}"}
+
+
 def collected_on_some(rank: int, group: Any) -> list[float]:
     """Norms over two equal meshes, between which a pipeline is collected on every other rank."""
     stages = [nn.Linear(4, 4), nn.Linear(4, 4)]
