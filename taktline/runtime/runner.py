@@ -207,11 +207,11 @@ class Runner:
             raise told
 
     def _leave(self, error: BaseException, watch: Watch) -> None:
-        """This rank leaves a step that others may be in: they have to know why."""
-        self._forget()
+        """This rank leaves a step that others may be in: they have to know why, and first."""
         if isinstance(self.transport, Distributed):
             self.transport.raised(error, watch.where())
             self.transport.entangle(error)
+        self._forget()
 
     def connect(self) -> None:
         """Open the channels before the first step, which would wait for that; every rank calls it.
