@@ -58,7 +58,8 @@ class Job:
         self.struck: Struck | None = None
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(
-            ["torch.distributed.fsdp", "torch._dynamo", "tests.faults.worker"]
+            # Whatever a rank would import first, many at a time, while others wait for it.
+            ["torch.distributed.fsdp", "torch._dynamo", "taktline.train", "tests.faults.worker"]
         )
         self._places = places or [Place(quiet=quiet)] * case.ranks
         self._processes: dict[int, Any] = {}
