@@ -47,7 +47,7 @@ class Loop(Model):
 class Again(Model):
     def __init__(self) -> None:
         super().__init__()
-        self.embed.register_buffer("count", torch.zeros(()))
+        self.embed = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
 
     def forward(self, x: Tensor) -> Tensor:
         return self.embed(self.layers[0](self.embed(x)))
@@ -130,8 +130,10 @@ ONE = ["layers.0"]
             r"calls 'layers.1' before 'layers.2'; list the cuts in the order of their calls",
         ),
         (Model(), ["layers.1", "spare"], r"Model does not call 'spare', so no stage can begin"),
-        (Loop(), ["layers.1"], r"calls 'layers.1' several times, so it cannot begin a stage"),
-        (Again(), ONE, r"calls 'embed' in the stages 0 and 1, so its buffers would have to be"),
+        (Loop(), ["layers.1@2"], r"Loop does not call 'layers.1@2', so no stage can begin there"),
+        (Loop(), ["layers.1", "layers.0@1", "layers.1"], r"cuts name 'layers.1' twice"),
+        (Loop(), ["layers.1@1", "layers.0"], r"calls 'layers.0' before 'layers.1@1'; list"),
+        (Again(), ONE, r"calls 'embed' in the stages 0 and 1, and it changes its buffers, which"),
         (Changed(), ONE, r"'layers.1' in stage 1 uses embed \(its output\) of .* changed in place"),
         (Drawn(), ONE, r"'layers.1' in stage 1 uses a value .* of 'embed' with random numbers in"),
         (

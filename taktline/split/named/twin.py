@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -55,6 +55,8 @@ class Twin:
     training: bool
     skips: dict[str, Skip]
     hooked: list[str]
+    changes_buffers: bool = False
+    """Whether a call was seen to change a buffer."""
     _known: Recent[tuple[list[Any], pytree.TreeSpec]] = field(default_factory=Recent)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Twin:
@@ -84,7 +86,7 @@ class Twin:
         )
 
     def forget(self) -> None:
-        """Learn anew: parameters have got another type."""
+        """Learn anew, as parameters have got another type."""
         self._known.clear()
 
     def _remade(self, part: Any, leaves: list[Any], stage: int, device: torch.device) -> Any:
@@ -111,8 +113,11 @@ class Twin:
     ) -> tuple[list[Any], pytree.TreeSpec]:
         """What a copy gives: its parts are known by shape, or are one of the arguments."""
         args, kwargs = pytree.tree_unflatten(leaves, spec)
+        kept = list(module.buffers())
+        before = _versions(kept)
         with Scene(device), _Beside(0, self.skips), torch.no_grad():
             output = recorded(lambda: module(*args, **kwargs))
+        self.changes_buffers |= before != _versions(module.buffers())
         places = {id(leaf): place for place, leaf in enumerate(leaves) if not is_constant(leaf)}
         parts, tree = pytree.tree_flatten(output)
         learned: list[Any] = []
@@ -155,6 +160,11 @@ class Twin:
             "gives, and it cannot tell them without its data (see above); cut the model with "
             "taktline.pipeline, which traces it, or by hand"
         )
+
+
+def _versions(tensors: Iterable[torch.Tensor]) -> list[tuple[int, int]]:
+    """Which tensors these are, and how often each was changed."""
+    return [(id(tensor), tensor._version) for tensor in tensors]
 
 
 def _as_ghost(leaf: Any) -> Any:

@@ -8,6 +8,7 @@ the forward has made of such values by itself is made of them again where it is 
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -20,6 +21,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from taktline.errors import PartitionError
 from taktline.split.named.changes import Changes
 from taktline.split.named.checkpoints import Checkpoints
+from taktline.split.named.cuts import Cut
 from taktline.split.named.ghost import ANYWHERE, Ghost
 from taktline.split.named.recorded import replayed
 from taktline.split.named.skeleton import Skeleton
@@ -67,14 +69,29 @@ class Course:
     is_drawn: bool = False
     """Whether what is called may depend on random numbers, or on data."""
 
+    def cuts(self) -> list[Cut]:
+        """The calls of units, in their order."""
+        seen: Counter[str] = Counter()
+        found: list[Cut] = []
+        for name, _ in self.order:
+            if name in self.calls:
+                found.append(Cut(name, seen[name]))
+                seen[name] += 1
+        return found
 
-def walk(skeleton: Skeleton, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Course:
-    """Go through the forward of a model with its arguments, but without its data."""
+
+def walk(
+    skeleton: Skeleton, args: tuple[Any, ...], kwargs: dict[str, Any], *, anew: bool = False
+) -> Course:
+    """Go through the forward of a model with its arguments, but without its data.
+
+    ``anew`` is whether every call of a unit is to run, also one that is like another.
+    """
     device = device_of((args, kwargs))
     devices = [device] if device.type == "cuda" else []
     # Random numbers that the forward draws by itself are drawn when it runs.
     with torch.random.fork_rng(devices=devices), _fork_random(), torch.no_grad():
-        scene = _Walk(skeleton, device)
+        scene = _Walk(skeleton, device, anew=anew)
         changes = Changes(skeleton.common)
         changes.keep()
         drawn = _drawn_by_now()
@@ -167,10 +184,11 @@ class _Walk(Checkpoints):
     mixed = True
     is_inside = False
 
-    def __init__(self, skeleton: Skeleton, device: torch.device) -> None:
+    def __init__(self, skeleton: Skeleton, device: torch.device, *, anew: bool) -> None:
         super().__init__(device)
         self.course = Course()
         self._skeleton = skeleton
+        self._anew = anew
         self._stage = 0
         self._time = 1
         self._needs: dict[Value, tuple[int, int]] = {}
@@ -222,16 +240,18 @@ class _Walk(Checkpoints):
         """Note a call, and give its ghosts."""
         leaves = pytree.tree_leaves((args, kwargs))
         ghosts = [(place, x) for place, x in enumerate(leaves) if isinstance(x, Ghost)]
-        if twin.name in self._skeleton.cuts:
-            self._begin(twin.name, args, kwargs)
         calls = self.course.calls.setdefault(twin.name, [])
         call = len(calls)
+        if (twin.name, call) in self._skeleton.cuts:
+            self._begin(Cut(twin.name, call), args, kwargs)
         calls.append(self._stage)
         self.course.order.append((twin.name, self._stage))
         for place, ghost in ghosts:
             self._bring(ghost, repr(twin.name))
             if ghost.history is not None:
                 ghost.history.place(Value(twin.name, call, False, place), self._stage, self._now())
+        if self._anew:
+            twin.forget()
         output = twin.output(args, kwargs, training=training, stage=self._stage, device=self.device)
         for leaf, ghost in enumerate(pytree.tree_leaves(output)):
             if isinstance(ghost, Ghost) and ghost.history is None:
@@ -245,8 +265,8 @@ class _Walk(Checkpoints):
         if missing:
             raise PartitionError(
                 f"the forward of {self._skeleton.kind.__name__} does not call "
-                f"{', '.join(map(repr, missing))}, so no stage can begin there; name submodules "
-                "that it calls"
+                f"{', '.join(map(repr, missing))}, so no stage can begin there; name "
+                "submodules that it calls"
             )
         for leaf in pytree.tree_leaves(output):
             if isinstance(leaf, Ghost):
@@ -263,16 +283,11 @@ class _Walk(Checkpoints):
         self._time += 1
         return self._time
 
-    def _begin(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        stage = self._skeleton.cuts.index(name) + 1
-        if stage <= self._stage:
-            raise PartitionError(
-                f"the forward calls {name!r} several times, so it cannot begin a stage; cut at "
-                "submodules that are called once"
-            )
+    def _begin(self, cut: Cut, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        stage = self._skeleton.cuts.index(cut) + 1
         if stage > self._stage + 1:
             raise PartitionError(
-                f"the forward calls {name!r} before {self._skeleton.cuts[self._stage]!r}; list the "
+                f"the forward calls {cut!r} before {self._skeleton.cuts[self._stage]!r}; list the "
                 "cuts in the order of their calls"
             )
         self.course.opened.update(self.open_checkpoints)
@@ -280,13 +295,13 @@ class _Walk(Checkpoints):
         given: list[tuple[int, Ghost]] = []
         for place, (path, leaf) in enumerate(pytree.tree_flatten_with_path((args, kwargs))[0]):
             if isinstance(leaf, Ghost) and leaf.stage != ANYWHERE:
-                self._bring(leaf, repr(name))
+                self._bring(leaf, repr(cut))
                 crossing.append(path)
                 given.append((place, leaf))
         self._stage = stage
         for place, leaf in given:
             if leaf.history is not None:
-                leaf.history.place(Value(name, 0, False, place), stage, self._now())
+                leaf.history.place(Value(*cut, False, place), stage, self._now())
         self.course.crossings.append(frozenset(crossing))
 
     def _bring(self, ghost: Ghost, user: str) -> None:
