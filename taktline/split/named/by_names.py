@@ -17,6 +17,7 @@ from taktline.split.named.chain import sliced
 from taktline.split.named.cuts import Cut
 from taktline.split.named.piece import piece
 from taktline.split.named.skeleton import Skeleton
+from taktline.split.named.twin import look
 from taktline.split.named.walk import Course, walk
 from taktline.split.pieces import Pieces
 from taktline.stage.names import unwrapped
@@ -24,6 +25,7 @@ from taktline.stage.names import unwrapped
 __all__ = ["as_call", "by_names", "without_compiler"]
 
 _log = logging.getLogger("taktline")
+_CUTS = "a list of names of submodules"
 
 
 def by_names(model: nn.Module, cuts: Sequence[str], *, example: Any = None) -> Pieces:
@@ -59,7 +61,11 @@ def by_names(model: nn.Module, cuts: Sequence[str], *, example: Any = None) -> P
     if pieces is not None:
         return Pieces(pieces)
     skeleton = Skeleton.of(model, begun)
-    course = _dummy_course(skeleton, model) if call is None else walk(skeleton, *call)
+    if call is None:
+        course = _dummy_course(skeleton, model)
+    else:
+        course = walk(skeleton, *call, thorough=True)
+        skeleton.example = look(call)
     if course is None:
         _by_definition(skeleton)
     else:
@@ -83,10 +89,9 @@ def without_compiler(model: nn.Module) -> nn.Module:
 def _checked(model: nn.Module, cuts: Sequence[str]) -> tuple[Cut, ...]:
     """The cuts, if they are names of submodules that do not get into each other's way."""
     require_instance("model", model, nn.Module, "an nn.Module", PartitionError)
-    takes = "a list of names of submodules"
-    given = require_iterable("cuts", cuts, takes, PartitionError)
+    given = require_iterable("cuts", cuts, _CUTS, PartitionError)
     if not all(isinstance(cut, str) for cut in given):
-        refuse("cuts", takes, cuts, PartitionError)
+        refuse("cuts", _CUTS, cuts, PartitionError)
     names = [name for name, _ in model.named_modules(remove_duplicate=False) if name]
     read = [Cut.read(text, names) for text in given]
     for place, (cut, begun) in enumerate(zip([cut.unit for cut in read], read, strict=True)):

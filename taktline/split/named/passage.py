@@ -12,7 +12,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch.utils import _pytree as pytree
@@ -21,6 +21,7 @@ from taktline.errors import PartitionError
 from taktline.split.named.checkpoints import Checkpoints
 from taktline.split.named.ghost import Ghost, resolved
 from taktline.split.named.kind import Kind
+from taktline.split.named.numbers import Numbers
 from taktline.split.named.program import Seen, versions_of
 from taktline.split.named.recorded import Recorded, lists, replayed, since
 from taktline.split.named.script import Event, Script, Surroundings, written
@@ -72,7 +73,9 @@ class Passage(Checkpoints, ABC):
         self._stage = stage
         self._values = values
         self._kind = kind
-        self._entering = len(values) - len(kind.takes)
+        if kind.asks or kind.asked:
+            self.numbers = Numbers(self, values[-1] if kind.asked else None)
+        self._entering = len(values) - len(kind.takes) - (1 if kind.asked else 0)
         """How many values the stage begins with; the others come beside them."""
         self._is_in = stage == 0
         self._calls: dict[str, int] = {}
@@ -107,6 +110,9 @@ class Passage(Checkpoints, ABC):
     ) -> None:
         """Keep what later stages need of what a unit of this stage was given and has returned."""
         call = self.count(unit.unit)
+        if self.numbers is not None:
+            for leaf in pytree.tree_leaves(output):
+                self.numbers.note(leaf)
         if self._lengths:
             output = Recorded(output, since(self._lengths))
         for value in self._kind.sends:
@@ -128,11 +134,17 @@ class Passage(Checkpoints, ABC):
 
     def beside(self) -> tuple[torch.Tensor, ...]:
         """What goes to the next stage beside what it begins with."""
-        came = dict(zip(self._kind.takes, self._values[self._entering :], strict=True))
-        return tuple([self._sent(value, came) for value in self._kind.sends])
+        came = dict(zip(self._kind.takes, self._values[self._entering :], strict=False))
+        sent = [self._sent(value, came) for value in self._kind.sends]
+        if self._kind.asks:
+            sent.append(self.numbers.sent(self._kind.asks, self.device))
+        return tuple(sent)
 
     def _sent(self, value: Value, came: Mapping[Value, Any]) -> torch.Tensor:
         sent = self._caught.get(value, came.get(value))
+        if sent is None and value in self._kind.looks:
+            look = self._kind.looks[value]
+            return torch.zeros(look.shape, dtype=look.dtype, device=self.device)
         if not isinstance(sent, torch.Tensor):
             raise PartitionError(
                 f"a later stage needs {value}, which stage {self._stage} has not come to; every "
@@ -144,6 +156,16 @@ class Passage(Checkpoints, ABC):
                 "gradient there; checkpoint with use_reentrant=False"
             )
         return sent
+
+    def __enter__(self) -> Self:
+        if self.numbers is not None:
+            self.numbers.__enter__()
+        return super().__enter__()
+
+    def __exit__(self, *details: object) -> None:
+        super().__exit__(*details)
+        if self.numbers is not None:
+            self.numbers.__exit__(*details)
 
     def require_data(self, tree: Any, user: str) -> Any:
         """A tree with the data of all its ghosts."""

@@ -67,6 +67,8 @@ class Skeleton:
     """How often something has got another type."""
     course: Any = None
     """What the first walk through the forward has seen, once the cuts are known."""
+    example: Any = None
+    """What the arguments of that walk look like."""
     bones: nn.Module = field(init=False)
     """The model without data."""
 

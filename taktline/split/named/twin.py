@@ -14,7 +14,8 @@ from torch.utils import _pytree as pytree
 
 from taktline.aside import Aside, Skip
 from taktline.errors import PartitionError
-from taktline.split.named.ghost import Absent, Ghost, Scene, as_meta
+from taktline.split.named.ghost import Absent, Ghost, Scene, as_meta, here
+from taktline.split.named.numbers import NUMBERS, Number
 from taktline.split.named.recent import Recent
 from taktline.split.named.recorded import lists, recorded
 
@@ -25,6 +26,12 @@ class _Given(NamedTuple):
     """A part of an output that is one of the arguments itself."""
 
     place: int
+
+
+class _Asked(NamedTuple):
+    """A part of an output that is a number, which depends on data."""
+
+    kind: type[Number]
 
 
 class _Beside(Aside):
@@ -94,7 +101,14 @@ class Twin:
             return leaves[part.place]
         if isinstance(part, torch.Tensor):
             return Ghost(part, self.name, stage, device)
-        return part
+        numbers = None if here.scene is None else here.scene.numbers
+        if isinstance(part, _Asked):
+            if numbers is None:
+                raise PartitionError(
+                    f"{self.name!r} returns a number that depends on its data, which is not here"
+                )
+            return numbers.take(part.kind, self.name)
+        return part if numbers is None else numbers.note(part)
 
     def _learn(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], training: bool, device: torch.device
@@ -150,6 +164,7 @@ class Twin:
                     raise self._no_shapes(error) from other
                 found.append(made)
         (parts, tree), (others, other_tree) = found
+        parts, others = ([_asked(part) for part in each] for each in (parts, others))
         if tree != other_tree or list(map(look, parts)) != list(map(look, others)):
             raise self._no_shapes(error) from error
         return parts, tree
@@ -160,6 +175,11 @@ class Twin:
             "gives, and it cannot tell them without its data (see above); cut the model with "
             "taktline.pipeline, which traces it, or by hand"
         )
+
+
+def _asked(part: Any) -> Any:
+    """A part of what was made of data: whatever number it is, it may be another one."""
+    return _Asked(type(part)) if type(part) in NUMBERS else part
 
 
 def _versions(tensors: Iterable[torch.Tensor]) -> list[tuple[int, int]]:
