@@ -17,6 +17,7 @@ from taktline.split.balanced import effort
 from taktline.split.balanced.layers import find_reused, find_starts, layered
 from taktline.split.named.by_names import as_call, by_names, without_compiler
 from taktline.split.named.cuts import Cut
+from taktline.split.named.recurrent import open_recurrent, recurrent_in, tensors_of
 from taktline.split.pieces import Pieces
 
 __all__ = ["Division", "auto"]
@@ -60,10 +61,11 @@ def auto(
     n = require_whole("n", n, least=1, error=PartitionError)
     require_flag("measure", measure, PartitionError)
     call = as_call(model, example)
-    skeleton = layered(model)
+    whole = open_recurrent(model, [f"{name}.0" for name in recurrent_in(model)])
+    skeleton = layered(whole)
     found = effort.count(skeleton, call)
-    if reused := find_reused(model, found):
-        skeleton = layered(model, reused)
+    if reused := find_reused(whole, found):
+        skeleton = layered(whole, reused)
         found = effort.count(skeleton, call)
     costs: Mapping[Cut, float] = found.operations
     starts = find_starts(skeleton, list(costs), call)
@@ -71,9 +73,9 @@ def auto(
         raise PartitionError(_too_many(model, n, list(costs), starts))
     if measure:
         _require_values(model)
-        times = effort.measure(model, {cut.unit for cut in costs}, call)
+        times = effort.measure(whole, {cut.unit for cut in costs}, call)
         costs = {cut: times.get(cut, 0.0) for cut in costs}
-    memory = {cut: _size(model.get_submodule(cut.unit)) for cut in costs}
+    memory = {cut: _size(whole, cut.unit) for cut in costs}
     division = balance(_joined(costs, starts), n, memory=_joined(memory, starts), limits=limits)
     cuts = [starts[bound] for bound in division.bounds[1:-1]]
     # What is called several times in a stage is there once.
@@ -141,8 +143,8 @@ def _require_values(model: nn.Module) -> None:
         )
 
 
-def _size(module: nn.Module) -> int:
-    return sum(t.numel() * t.element_size() for t in (*module.parameters(), *module.buffers()))
+def _size(model: nn.Module, name: str) -> int:
+    return sum(t.numel() * t.element_size() for t in tensors_of(model, name))
 
 
 def _joined(values: Mapping[Cut, float], starts: Sequence[Cut]) -> list[float]:

@@ -12,12 +12,13 @@ from torch import nn
 from taktline.errors import PartitionError
 from taktline.split.balanced.effort import Effort
 from taktline.split.named.cuts import Cut
+from taktline.split.named.recurrent import Layer, Layers
 from taktline.split.named.skeleton import Skeleton, joined
 from taktline.split.named.walk import walk
 
 __all__ = ["find_reused", "find_starts", "layered"]
 
-_ROWS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+_ROWS: tuple[type, ...] = (nn.ModuleList, nn.ModuleDict, nn.Sequential, Layers)
 _MATTERS = 10
 """A row matters that has at least such a part of the parameters of the largest one."""
 
@@ -49,7 +50,7 @@ def layered(model: nn.Module, reused: Mapping[str, int] = MappingProxyType({})) 
         for parent in path:
             for key, child in model.get_submodule(parent).named_children():
                 name = joined(parent, key)
-                if isinstance(child, _ROWS) and len(child) > 1 and name not in (*path, *opened):
+                if isinstance(child, _ROWS) and _length(child) > 1 and name not in (*path, *opened):
                     opened.append(name)
     return _opened(model, opened, reused)
 
@@ -80,7 +81,9 @@ def find_reused(model: nn.Module, seen: Effort) -> dict[str, int]:
         name: times
         for name, times in found.items()
         if _count(model.get_submodule(name)) * times * _MATTERS > largest
-        and not any(_inside(row, name) and _length(model, row) > times for row in sizes)
+        and not any(
+            _inside(row, name) and _length(model.get_submodule(row)) > times for row in sizes
+        )
     }
 
 
@@ -107,7 +110,7 @@ def _rows(model: nn.Module) -> list[str]:
     rows = {
         name: module
         for name, module in model.named_modules()
-        if isinstance(module, _ROWS) and len(module) > 1 and any(True for _ in module.parameters())
+        if isinstance(module, _ROWS) and _length(module) > 1 and _count(module)
     }
     repeating = [name for name, row in rows.items() if _repeats(row)]
     # A row inside of a layer, such as the experts of a block, is none of the model's.
@@ -141,7 +144,7 @@ def _spine(model: nn.Module) -> str:
 
 def _repeats(row: nn.Module) -> bool:
     kinds = Counter(
-        type(layer) for layer in row.children() if any(True for _ in layer.parameters())
+        type(layer) for layer in row.children() if _count(layer) or isinstance(layer, Layer)
     )
     return max(kinds.values(), default=0) > 1
 
@@ -156,8 +159,8 @@ def _count(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
 
 
-def _length(model: nn.Module, row: str) -> int:
-    return sum(1 for _ in model.get_submodule(row).children())
+def _length(row: nn.Module) -> int:
+    return len(row._modules)
 
 
 def _inside(name: str, other: str) -> bool:

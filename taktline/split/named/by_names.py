@@ -16,6 +16,7 @@ from taktline.errors import PartitionError
 from taktline.split.named.chain import sliced
 from taktline.split.named.cuts import Cut
 from taktline.split.named.piece import piece
+from taktline.split.named.recurrent import open_recurrent
 from taktline.split.named.skeleton import Skeleton
 from taktline.split.named.twin import look
 from taktline.split.named.walk import Course, walk
@@ -55,6 +56,9 @@ def by_names(model: nn.Module, cuts: Sequence[str], *, example: Any = None) -> P
     True
     """
     model = without_compiler(model)
+    if isinstance(model, nn.Module) and not isinstance(cuts, str):
+        cuts = require_iterable("cuts", cuts, _CUTS, PartitionError)
+        model = open_recurrent(model, cuts)
     begun = _checked(model, cuts)
     call = None if example is None else as_call(model, example)
     pieces = sliced(model, begun)

@@ -215,6 +215,8 @@ class Ghost(torch.Tensor):
         except Exception as error:
             if not scene.mixed and not isinstance(error, NotImplementedError):
                 raise
+            if func.overloadpacket is torch.ops.aten._pack_padded_sequence:
+                raise _no_data(source, "a packed sequence") from error
             if not scene.mixed or (_DATA & set(func.tags) and not scene.may_guess()):
                 raise _no_data(source, str(func)) from error
             output = _on_zeros(func, meta_args, meta_kwargs)

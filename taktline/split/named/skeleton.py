@@ -28,6 +28,7 @@ from taktline.split.named.changes import follow
 from taktline.split.named.cuts import Cut
 from taktline.split.named.ghost import ANYWHERE, Ghost
 from taktline.split.named.recorded import hook
+from taktline.split.named.recurrent import Layer
 from taktline.split.named.stand_in import gate, image, stand_in
 from taktline.split.named.twin import Twin
 from taktline.split.named.watch import inner_of
@@ -276,7 +277,7 @@ def containers_of(model: nn.Module, cuts: Sequence[Cut]) -> frozenset[str]:
 
 def _is_unit(module: nn.Module) -> bool:
     """Whether a submodule has something to train or to save, so that one stage must have it."""
-    return bool(module.state_dict(keep_vars=True))
+    return isinstance(module, Layer) or bool(module.state_dict(keep_vars=True))
 
 
 def _ghosts(unit: str, module: nn.Module) -> dict[int, Any]:
