@@ -91,6 +91,16 @@ class Nonzero(nn.Linear):
         return super().forward(x)[(x.sum(1) > 0).nonzero().flatten()]
 
 
+class Jagged(nn.Linear):
+    def forward(self, input: Tensor) -> Tensor:
+        return torch.nested.nested_tensor_from_jagged(super().forward(input), torch.tensor([0, 2]))
+
+
+class Values(nn.Linear):
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input.values())
+
+
 class Hidden(Model):
     def __init__(self) -> None:
         super().__init__()
@@ -146,11 +156,24 @@ ONE = ["layers.0"]
             ["second"],
             r"(?s)aten.nonzero.*know the shapes of what 'first' gives, and it cannot tell them",
         ),
+        (
+            Pair(Jagged(4, 4), Values(4, 4)),
+            ["second"],
+            r"'first' returns a nested tensor \(jagged\), which cannot go .* values\(\) and",
+        ),
     ],
 )  # fmt: skip
 def test_what_cannot_be_cut(model: nn.Module, cuts: Sequence[str], text: str) -> None:
     with pytest.raises(PartitionError, match=text):
         tl.split.by_names(model, cuts, example=(X,))
+
+
+def test_an_example_of_rows_of_different_lengths() -> None:
+    rows = torch.nested.nested_tensor([torch.ones(2, 4), torch.ones(3, 4)], layout=torch.jagged)
+    with pytest.raises(PartitionError, match=r"the example has a nested tensor \(jagged\), which"):
+        tl.split.by_names(Model(), ONE, example=(rows,))
+    with pytest.raises(PartitionError, match=r"the example has a nested tensor \(jagged\), which"):
+        tl.Pipeline(Model(), example=(rows,), ranks=2, microbatches=2)
 
 
 def test_an_example_that_is_none() -> None:

@@ -96,7 +96,7 @@ def test_the_layers_do_what_the_module_does(make: Any, cuts: list[str]) -> None:
         total(expected).backward()
         total(output).backward()
         # What all layers begin with gets the gradients of several stages, in another order.
-        exact = {} if isinstance(model, Given) else {"rtol": 0.0, "atol": 0.0}
+        exact: dict[str, Any] = {} if isinstance(model, Given) else {"rtol": 0.0, "atol": 0.0}
         torch.testing.assert_close(gradients(model), gradients(plain), **exact)
 
 

@@ -18,7 +18,7 @@ from taktline.split.named.cuts import Cut
 from taktline.split.named.piece import piece
 from taktline.split.named.recurrent import open_recurrent
 from taktline.split.named.skeleton import Skeleton
-from taktline.split.named.twin import look
+from taktline.split.named.twin import look, require_plain
 from taktline.split.named.walk import Course, walk
 from taktline.split.pieces import Pieces
 from taktline.stage.names import unwrapped
@@ -150,6 +150,9 @@ def as_call(model: nn.Module, example: Any) -> tuple[tuple[Any, ...], dict[str, 
         )
     if not (len(example) == 2 and isinstance(example[0], tuple) and isinstance(example[1], dict)):
         example = (example, {})
+    for leaf in pytree.tree_leaves(example):
+        if isinstance(leaf, torch.Tensor):
+            require_plain(leaf, "the example has")
     tensors = (*model.parameters(), *model.buffers())
     device = next((tensor.device for tensor in tensors if not tensor.is_meta), None)
     if device is None:

@@ -19,7 +19,7 @@ from taktline.split.named.numbers import NUMBERS, Number
 from taktline.split.named.recent import Recent
 from taktline.split.named.recorded import lists, recorded
 
-__all__ = ["Twin", "autocast_of", "is_constant", "look"]
+__all__ = ["Twin", "autocast_of", "is_constant", "look", "require_plain"]
 
 
 class _Given(NamedTuple):
@@ -138,8 +138,11 @@ class Twin:
         for part in parts:
             if id(part) in places:
                 learned.append(_Given(places[id(part)]))
+            elif isinstance(part, torch.Tensor):
+                require_plain(part, f"{self.name!r} returns")
+                learned.append(as_meta(part))
             else:
-                learned.append(as_meta(part) if isinstance(part, torch.Tensor) else part)
+                learned.append(part)
         return learned, tree
 
     def _probe(
@@ -160,6 +163,8 @@ class Twin:
                 inputs = [_with_data(leaf, device, keep=not seed) for leaf in leaves]
                 try:
                     made = self._run(copy.deepcopy(self.module, memo), inputs, spec, device)
+                except PartitionError:
+                    raise
                 except Exception as other:
                     raise self._no_shapes(error) from other
                 found.append(made)
@@ -217,6 +222,16 @@ def _made_up(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     if made.is_floating_point():
         made.normal_(0, 0.1)
     return nn.Parameter(made, False) if isinstance(tensor, nn.Parameter) else made
+
+
+def require_plain(tensor: torch.Tensor, whence: str) -> None:
+    """Raise if a tensor cannot go from stage to stage, as its rows have different lengths."""
+    if tensor.is_nested:
+        raise PartitionError(
+            f"{whence} a nested tensor ({str(tensor.layout).removeprefix('torch.')}), which cannot "
+            "go from stage to stage; hand on its values() and offsets(), and put it together where "
+            "it is used"
+        )
 
 
 def look(value: Any) -> Any:
