@@ -95,7 +95,8 @@ class Pieces(Sequence[nn.Module]):
     def __repr__(self) -> str:
         counts = (sum(p.numel() for p in module.parameters()) for module in self._modules)
         listed = ", ".join(f"{count:,}" for count in counts)
-        tied = f"; tied: {', '.join(map(str, self.ties))}" if self.ties else ""
+        ties = [*map(str, self.ties[:3]), *(["…"] if len(self.ties) > 3 else [])]
+        tied = f"; tied: {', '.join(ties)}" if ties else ""
         return f"Pieces({counted(self.num_stages, 'stage')}: {listed} parameters{tied})"
 
     def __str__(self) -> str:

@@ -25,6 +25,7 @@ from taktline.train.choose_plan import Choice, opened, plan_for
 from taktline.train.cutting import Cutting
 from taktline.train.model_stages import Model, Parts, stages_in, take_apart
 from taktline.train.ranks import Ranks, meet
+from taktline.train.stale import note_replaced
 from taktline.train.table import Table
 from taktline.train.wrap import Prepare, check_choice, wrapped
 
@@ -106,6 +107,7 @@ def build(model: Model, example: Any, asked: Options) -> Built:
     if isinstance(model, nn.Module) and "_orig_mod" in model._modules:
         model = without_compiler(model)
     schedule = opened(asked.schedule)
+    given = named_parameters(model) if isinstance(model, nn.Module) else {}
     ranks = meet(
         asked.ranks,
         asked.mesh,
@@ -136,6 +138,7 @@ def build(model: Model, example: Any, asked: Options) -> Built:
     built = _scheduled(ranks, plan, parts, table, example, {**asked.running, "seed": seed})
     ranks.made.keep_for(built.schedule, *parts.modules.values())
     _require_wrapped(built)
+    note_replaced(given, ((name, parameter) for _, name, parameter in built.parameters()))
     with guarded(ranks.transport, "Pipeline(…)"):
         built.schedule._runner.connect()
     return built

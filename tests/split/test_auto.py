@@ -210,7 +210,7 @@ def test_submodules_one_after_the_other() -> None:
 class Named(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.embed, self.rnn = nn.Linear(4, 4), nn.LSTM(4, 4, 2)
+        self.embed, self.rnn = nn.Linear(4, 4), nn.LSTM(4, 4)
         self.head = nn.Linear(4, 4)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -47,7 +47,7 @@ class Loop(Model):
 class Again(Model):
     def __init__(self) -> None:
         super().__init__()
-        self.embed.register_buffer("count", torch.zeros(()))
+        self.embed = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
 
     def forward(self, x: Tensor) -> Tensor:
         return self.embed(self.layers[0](self.embed(x)))
@@ -70,7 +70,7 @@ class Drawn(Model):
 class Asks(Model):
     def forward(self, x: Tensor) -> Tensor:
         x = self.embed(x)
-        return self.layers[0](x if x.sum() > 0 else -x)
+        return self.layers[0](x) if x.sum() > 0 else x
 
 
 class Selects(Model):
@@ -89,6 +89,16 @@ class Writes(Model):
 class Nonzero(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         return super().forward(x)[(x.sum(1) > 0).nonzero().flatten()]
+
+
+class Jagged(nn.Linear):
+    def forward(self, input: Tensor) -> Tensor:
+        return torch.nested.nested_tensor_from_jagged(super().forward(input), torch.tensor([0, 2]))
+
+
+class Values(nn.Linear):
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input.values())
 
 
 class Hidden(Model):
@@ -130,15 +140,13 @@ ONE = ["layers.0"]
             r"calls 'layers.1' before 'layers.2'; list the cuts in the order of their calls",
         ),
         (Model(), ["layers.1", "spare"], r"Model does not call 'spare', so no stage can begin"),
-        (Loop(), ["layers.1"], r"calls 'layers.1' several times, so it cannot begin a stage"),
-        (Again(), ONE, r"calls 'embed' in the stages 0 and 1, so its buffers would have to be"),
+        (Loop(), ["layers.1@2"], r"Loop does not call 'layers.1@2', so no stage can begin there"),
+        (Loop(), ["layers.1", "layers.0@1", "layers.1"], r"cuts name 'layers.1' twice"),
+        (Loop(), ["layers.1@1", "layers.0"], r"calls 'layers.0' before 'layers.1@1'; list"),
+        (Again(), ONE, r"calls 'embed' in the stages 0 and 1, and it changes its buffers, which"),
         (Changed(), ONE, r"'layers.1' in stage 1 uses embed \(its output\) of .* changed in place"),
         (Drawn(), ONE, r"'layers.1' in stage 1 uses a value .* of 'embed' with random numbers in"),
-        (
-            Asks(),
-            ONE,
-            r"asks for a number, which depends on the data that 'embed' gives, but only one stage",
-        ),
+        (Asks(), ONE, r"Asks does not call 'layers.0', so no stage can begin there; name"),
         (Selects(), ONE, r"asks for aten.index.Tensor, which depends on .* 'embed' gives"),
         (Writes(), ONE, r"writes \(aten.copy_.default\) a value of 'embed' into a tensor"),
         (Hidden(), ONE, r"Hidden keeps submodules in its attribute 'listed', .* use a ModuleList"),
@@ -148,11 +156,24 @@ ONE = ["layers.0"]
             ["second"],
             r"(?s)aten.nonzero.*know the shapes of what 'first' gives, and it cannot tell them",
         ),
+        (
+            Pair(Jagged(4, 4), Values(4, 4)),
+            ["second"],
+            r"'first' returns a nested tensor \(jagged\), which cannot go .* values\(\) and",
+        ),
     ],
 )  # fmt: skip
 def test_what_cannot_be_cut(model: nn.Module, cuts: Sequence[str], text: str) -> None:
     with pytest.raises(PartitionError, match=text):
         tl.split.by_names(model, cuts, example=(X,))
+
+
+def test_an_example_of_rows_of_different_lengths() -> None:
+    rows = torch.nested.nested_tensor([torch.ones(2, 4), torch.ones(3, 4)], layout=torch.jagged)
+    with pytest.raises(PartitionError, match=r"the example has a nested tensor \(jagged\), which"):
+        tl.split.by_names(Model(), ONE, example=(rows,))
+    with pytest.raises(PartitionError, match=r"the example has a nested tensor \(jagged\), which"):
+        tl.Pipeline(Model(), example=(rows,), ranks=2, microbatches=2)
 
 
 def test_an_example_that_is_none() -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 from torch import nn
@@ -13,8 +14,10 @@ from taktline.errors import PartitionError
 from taktline.plan import Partition, balance
 from taktline.plan.words import counted
 from taktline.split.balanced import effort
-from taktline.split.balanced.layers import find_starts, layered
+from taktline.split.balanced.layers import find_reused, find_starts, layered
 from taktline.split.named.by_names import as_call, by_names, without_compiler
+from taktline.split.named.cuts import Cut
+from taktline.split.named.recurrent import open_recurrent, recurrent_in, tensors_of
 from taktline.split.pieces import Pieces
 
 __all__ = ["Division", "auto"]
@@ -58,20 +61,30 @@ def auto(
     n = require_whole("n", n, least=1, error=PartitionError)
     require_flag("measure", measure, PartitionError)
     call = as_call(model, example)
-    skeleton = layered(model)
-    costs: Mapping[str, float] = effort.count(skeleton, call)
+    whole = open_recurrent(model, [f"{name}.0" for name in recurrent_in(model)])
+    skeleton = layered(whole)
+    found = effort.count(skeleton, call)
+    if reused := find_reused(whole, found):
+        skeleton = layered(whole, reused)
+        found = effort.count(skeleton, call)
+    costs: Mapping[Cut, float] = found.operations
     starts = find_starts(skeleton, list(costs), call)
     if len(starts) < n:
         raise PartitionError(_too_many(model, n, list(costs), starts))
     if measure:
         _require_values(model)
-        times = effort.measure(model, costs, call)
-        costs = {name: times.get(name, 0.0) for name in costs}
-    memory = {name: _size(model.get_submodule(name)) for name in costs}
-    cut = balance(_joined(costs, starts), n, memory=_joined(memory, starts), limits=limits)
-    cuts = [starts[bound] for bound in cut.bounds[1:-1]]
-    pieces = by_names(model, cuts, example=example)
-    pieces.division = Division(cut, ("", *cuts), "milliseconds" if measure else "operations")
+        times = effort.measure(whole, {cut.unit for cut in costs}, call)
+        costs = {cut: times.get(cut, 0.0) for cut in costs}
+    memory = {cut: _size(whole, cut.unit) for cut in costs}
+    division = balance(_joined(costs, starts), n, memory=_joined(memory, starts), limits=limits)
+    cuts = [starts[bound] for bound in division.bounds[1:-1]]
+    # What is called several times in a stage is there once.
+    parts = _parts(list(costs), cuts)
+    sizes = tuple(sum({cut.unit: memory[cut] for cut in part}.values()) for part in parts)
+    names = tuple(map(str, cuts))
+    pieces = by_names(model, names, example=example)
+    unit = "milliseconds" if measure else "operations"
+    pieces.division = Division(replace(division, stage_memory=sizes), ("", *names), unit)
     return pieces
 
 
@@ -105,10 +118,10 @@ class Division:
         )
 
 
-def _too_many(model: nn.Module, n: int, layers: Sequence[str], starts: Sequence[str]) -> str:
+def _too_many(model: nn.Module, n: int, layers: Sequence[Cut], starts: Sequence[Cut]) -> str:
     """Why a model cannot be cut into so many stages, and which numbers would do."""
     most = len(starts)
-    others = [name for name in layers if name not in starts]
+    others = [cut for cut in layers if cut not in starts]
     why = f"; no stage can begin with {_listed(others)}" if others else ""
     would_do = f"{most} stages or fewer" if most > 1 else "1 stage"
     return (
@@ -117,8 +130,8 @@ def _too_many(model: nn.Module, n: int, layers: Sequence[str], starts: Sequence[
     )
 
 
-def _listed(names: Sequence[str]) -> str:
-    few = [repr(name) for name in names]
+def _listed(cuts: Sequence[Cut]) -> str:
+    few = [repr(cut) for cut in cuts]
     return ", ".join(few if len(few) < 6 else [*few[:3], "…", few[-1]])
 
 
@@ -130,19 +143,19 @@ def _require_values(model: nn.Module) -> None:
         )
 
 
-def _size(module: nn.Module) -> int:
-    return sum(t.numel() * t.element_size() for t in (*module.parameters(), *module.buffers()))
+def _size(model: nn.Module, name: str) -> int:
+    return sum(t.numel() * t.element_size() for t in tensors_of(model, name))
 
 
-def _joined(values: Mapping[str, float], starts: Sequence[str]) -> list[float]:
+def _joined(values: Mapping[Cut, float], starts: Sequence[Cut]) -> list[float]:
     """The values of what can only lie in one stage, added up."""
-    sums: list[float] = []
-    for name, value in values.items():
-        if name in starts:
-            sums.append(value)
-        else:
-            sums[-1] += value
-    return sums
+    return [sum(map(values.__getitem__, part)) for part in _parts(list(values), starts[1:])]
+
+
+def _parts(calls: Sequence[Cut], starts: Sequence[Cut]) -> list[Sequence[Cut]]:
+    """Calls up to each of some of them, and from the last one on."""
+    bounds = [0, *map(calls.index, starts), len(calls)]
+    return [calls[start:end] for start, end in pairwise(bounds)]
 
 
 def _text(number: float) -> str:

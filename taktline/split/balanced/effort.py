@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -13,40 +14,50 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from taktline.split.balanced.recurrent import RECURRENT
+from taktline.split.named.cuts import Cut
 from taktline.split.named.skeleton import Skeleton
 from taktline.split.named.walk import walk
 from taktline.split.traced.trace import in_mode
 
-__all__ = ["count", "measure"]
+__all__ = ["Effort", "count", "measure"]
 
 _RUNS = 3
 
 
-def count(skeleton: Skeleton, call: Any) -> dict[str, int]:
-    """The floating-point operations in the forward of each unit, in the order of their calls.
+class Effort(NamedTuple):
+    """What a walk through the forward of a model has counted."""
+
+    operations: dict[Cut, int]
+    """The floating-point operations in each call of a unit, in the order of the calls."""
+    runs: Counter[str]
+    """How often each module has run, also those inside of units; some units run several times."""
+
+
+def count(skeleton: Skeleton, call: Any) -> Effort:
+    """Count the operations of all units, without data.
 
     What multiplies no matrices counts with one operation for each number that it gives.
     """
-    with _Counter() as counter:
-        remove = _hook(
-            ((name, twin.module) for name, twin in skeleton.twins.items()),
-            counter.begin,
-            counter.end,
-        )
+    runs: Counter[str] = Counter()
+    with _Operations() as counted:
+        units = ((name, twin.module) for name, twin in skeleton.twins.items())
+        remove = _hook(units, counted.begin, counted.end)
+        stop = _hook(nn.Module.named_modules(skeleton.bones), lambda name: runs.update([name]))
         try:
-            course = walk(skeleton, *call)
+            course = walk(skeleton, *call, anew=True)
         finally:
+            stop()
             remove()
-    return {name: counter.counts.get(name, 0) for name in course.calls}
+    return Effort({cut: counted.counts.get(cut, 0) for cut in course.cuts()}, runs)
 
 
-def measure(model: nn.Module, units: Iterable[str], call: Any) -> dict[str, float]:
-    """The time that the forward of each unit takes in evaluation, in milliseconds.
+def measure(model: nn.Module, units: Iterable[str], call: Any) -> dict[Cut, float]:
+    """The time that each call of a unit takes in evaluation, in milliseconds.
 
     The shortest of a few runs, after one to warm up.
     """
     args, kwargs = call
-    best: dict[str, float] = {}
+    best: dict[Cut, float] = {}
     with in_mode(model, False), torch.random.fork_rng(devices=[]), torch.no_grad():
         for run in range(_RUNS + 1):
             clock = _Clock()
@@ -57,33 +68,35 @@ def measure(model: nn.Module, units: Iterable[str], call: Any) -> dict[str, floa
             finally:
                 remove()
             if run:
-                best = {name: min(t, best.get(name, t)) for name, t in clock.times.items()}
+                best = {cut: min(t, best.get(cut, t)) for cut, t in clock.times.items()}
     return best
 
 
-class _Counter(TorchDispatchMode):
+class _Operations(TorchDispatchMode):
     """Counts for the unit that runs."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.counts: dict[str, int] = {}
-        self._unit = ""
+        self.counts: dict[Cut, int] = {}
+        self._calls: Counter[str] = Counter()
+        self._now: Cut | None = None
 
     def begin(self, name: str) -> None:
         """A unit runs."""
-        self._unit = name
+        self._now = Cut(name, self._calls[name])
 
     def end(self, name: str) -> None:
         """It has run."""
-        self._unit = ""
+        self._calls[name] += 1
+        self._now = None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        if self._unit:
+        if self._now:
             packet = func.overloadpacket
             known = flop_registry.get(packet) or RECURRENT.get(packet)
-            self.counts[self._unit] = self.counts.get(self._unit, 0) + (
+            self.counts[self._now] = self.counts.get(self._now, 0) + (
                 known(*args, **kwargs, out_val=result) if known else _size(func, result)
             )
         return result
@@ -93,7 +106,8 @@ class _Clock:
     """Takes the time of each unit."""
 
     def __init__(self) -> None:
-        self.times: dict[str, float] = {}
+        self.times: dict[Cut, float] = {}
+        self._calls: Counter[str] = Counter()
         self._since = 0.0
 
     def begin(self, name: str) -> None:
@@ -102,7 +116,8 @@ class _Clock:
 
     def end(self, name: str) -> None:
         """It has run."""
-        self.times[name] = self.times.get(name, 0.0) + 1e3 * (_now() - self._since)
+        self.times[Cut(name, self._calls[name])] = 1e3 * (_now() - self._since)
+        self._calls[name] += 1
 
 
 def _now() -> float:
@@ -123,13 +138,14 @@ def _size(func: Any, result: Any) -> int:
 def _hook(
     units: Iterable[tuple[str, nn.Module]],
     begin: Callable[[str], None],
-    end: Callable[[str], None],
+    end: Callable[[str], None] | None = None,
 ) -> Callable[[], None]:
-    """Call something around each unit's forward; gives what ends that."""
+    """Call something around each module's forward; returns what ends that."""
     handles: list[Any] = []
     for name, module in units:
         handles.append(module.register_forward_pre_hook(lambda *_, name=name: begin(name)))
-        handles.append(module.register_forward_hook(lambda *_, name=name: end(name)))
+        if end is not None:
+            handles.append(module.register_forward_hook(lambda *_, name=name: end(name)))
 
     def remove() -> None:
         for handle in handles:

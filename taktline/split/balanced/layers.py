@@ -3,22 +3,31 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from torch import nn
 
 from taktline.errors import PartitionError
+from taktline.split.balanced.effort import Effort
+from taktline.split.named.cuts import Cut
+from taktline.split.named.recurrent import Layer, Layers
 from taktline.split.named.skeleton import Skeleton, joined
 from taktline.split.named.walk import walk
 
-__all__ = ["find_starts", "layered"]
+__all__ = ["find_reused", "find_starts", "layered"]
 
-_ROWS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+_ROWS: tuple[type, ...] = (nn.ModuleList, nn.ModuleDict, nn.Sequential, Layers)
 _MATTERS = 10
 """A row matters that has at least such a part of the parameters of the largest one."""
 
 
-def layered(model: nn.Module) -> Skeleton:
+_OFTEN = 64
+"""A module that is called more often than this goes through time, or through a list of data."""
+
+
+def layered(model: nn.Module, reused: Mapping[str, int] = MappingProxyType({})) -> Skeleton:
     """A skeleton whose units are the layers of a model, with what comes before and after them.
 
     The rows of layers are those with the most parameters that repeat a kind of layer, such as those
@@ -28,41 +37,71 @@ def layered(model: nn.Module) -> Skeleton:
         stem    group1        group2        head
                 ├── 0         ├── 0               units: stem, group1.0, group1.1,
                 └── 1         └── 1                      group2.0, group2.1, head
+
+    ``reused`` are modules that are layers, too, as they are called several times; see
+    :func:`find_reused`.
     """
-    rows = _rows(model)
+    rows = [row for row in _rows(model) if not any(_inside(row, name) for name in reused)]
     if not rows:
-        return _opened(model, [_spine(model)])
+        return _opened(model, [] if reused else [_spine(model)], reused)
     opened = list(rows)
     for row in rows:
-        parts = row.split(".") if row else []
-        path = [".".join(parts[:depth]) for depth in range(len(parts))]
+        path = _ancestors(row)
         for parent in path:
             for key, child in model.get_submodule(parent).named_children():
                 name = joined(parent, key)
-                if isinstance(child, _ROWS) and len(child) > 1 and name not in (*path, *opened):
+                if isinstance(child, _ROWS) and _length(child) > 1 and name not in (*path, *opened):
                     opened.append(name)
-    return _opened(model, opened)
+    return _opened(model, opened, reused)
 
 
-def _opened(model: nn.Module, containers: list[str]) -> Skeleton:
+def _opened(model: nn.Module, containers: Iterable[str], reused: Iterable[str]) -> Skeleton:
     """A skeleton in which some modules, and what they are in, are containers."""
-    skeleton = Skeleton.of(model, [_first(model, name) for name in containers])
+    units = [*(_first(model, name) for name in containers), *reused]
+    skeleton = Skeleton.of(model, [Cut(name) for name in units])
     skeleton.cuts = ()
     return skeleton
 
 
-def find_starts(skeleton: Skeleton, units: list[str], call: Any) -> list[str]:
-    """Those of the units, in the order of their calls, with which a stage can begin."""
-    starts = units[:1]
-    for name in units[1:]:
-        skeleton.cuts = (name,)
+def find_reused(model: nn.Module, seen: Effort) -> dict[str, int]:
+    """The modules that are called several times, and matter as a row of layers does; how often.
+
+    Not those with a row in them that is longer.
+    """
+    units = Counter(cut.unit for cut in seen.operations)
+    found: dict[str, int] = {}
+    for name, calls in sorted(seen.runs.items()):
+        around = [part for part in _ancestors(name) if part in seen.runs]
+        times = units[name] or calls // (seen.runs[around[-1]] if around else 1)
+        if 1 < times <= _OFTEN and not any(part in found for part in around):
+            found[name] = times
+    sizes = {row: _count(model.get_submodule(row)) for row in _rows(model)}
+    largest = max(sizes.values(), default=0)
+    return {
+        name: times
+        for name, times in found.items()
+        if _count(model.get_submodule(name)) * times * _MATTERS > largest
+        and not any(
+            _inside(row, name) and _length(model.get_submodule(row)) > times for row in sizes
+        )
+    }
+
+
+def find_starts(skeleton: Skeleton, units: Sequence[Cut], call: Any) -> list[Cut]:
+    """Those of the calls of units, in their order, with which a stage can begin."""
+    starts = list(units[:1])
+    calls = Counter(cut.unit for cut in units)
+    for cut in units[1:]:
+        if cut.call and calls[cut.unit] > _OFTEN:
+            continue
+        skeleton.cuts = (cut,)
         try:
             walk(skeleton, *call)
         except PartitionError:
             continue
         finally:
             skeleton.cuts = ()
-        starts.append(name)
+        starts.append(cut)
     return starts
 
 
@@ -71,12 +110,12 @@ def _rows(model: nn.Module) -> list[str]:
     rows = {
         name: module
         for name, module in model.named_modules()
-        if isinstance(module, _ROWS) and len(module) > 1 and any(True for _ in module.parameters())
+        if isinstance(module, _ROWS) and _length(module) > 1 and _count(module)
     }
     repeating = [name for name, row in rows.items() if _repeats(row)]
     # A row inside of a layer, such as the experts of a block, is none of the model's.
     outer = [name for name in repeating if not any(_inside(name, other) for other in repeating)]
-    sizes = {name: sum(p.numel() for p in rows[name].parameters()) for name in outer or rows}
+    sizes = {name: _count(rows[name]) for name in outer or rows}
     largest = max(sizes.values(), default=0)
     if not outer:
         return [name for name, size in sizes.items() if size == largest][:1]
@@ -105,9 +144,23 @@ def _spine(model: nn.Module) -> str:
 
 def _repeats(row: nn.Module) -> bool:
     kinds = Counter(
-        type(layer) for layer in row.children() if any(True for _ in layer.parameters())
+        type(layer) for layer in row.children() if _count(layer) or isinstance(layer, Layer)
     )
     return max(kinds.values(), default=0) > 1
+
+
+def _ancestors(name: str) -> list[str]:
+    """What a module is in, from the model on."""
+    parts = name.split(".") if name else []
+    return [".".join(parts[:depth]) for depth in range(len(parts))]
+
+
+def _count(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def _length(row: nn.Module) -> int:
+    return len(row._modules)
 
 
 def _inside(name: str, other: str) -> bool:

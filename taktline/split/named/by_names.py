@@ -14,8 +14,11 @@ from torch.utils import _pytree as pytree
 from taktline.checks import refuse, require_instance, require_iterable
 from taktline.errors import PartitionError
 from taktline.split.named.chain import sliced
+from taktline.split.named.cuts import Cut
 from taktline.split.named.piece import piece
+from taktline.split.named.recurrent import open_recurrent
 from taktline.split.named.skeleton import Skeleton
+from taktline.split.named.twin import look, require_plain
 from taktline.split.named.walk import Course, walk
 from taktline.split.pieces import Pieces
 from taktline.stage.names import unwrapped
@@ -23,6 +26,7 @@ from taktline.stage.names import unwrapped
 __all__ = ["as_call", "by_names", "without_compiler"]
 
 _log = logging.getLogger("taktline")
+_CUTS = "a list of names of submodules"
 
 
 def by_names(model: nn.Module, cuts: Sequence[str], *, example: Any = None) -> Pieces:
@@ -36,7 +40,8 @@ def by_names(model: nn.Module, cuts: Sequence[str], *, example: Any = None) -> P
         model: any module; it is left as it is, and the pieces have its own parameters. It may be
             on the meta device.
         cuts: the names of the submodules with which a new stage begins, in the order of their
-            calls.
+            calls. Of one that is called several times, ``"block@3"`` is the call after three
+            others; it then lies in several stages, as a tied weight.
         example: a micro-batch, to see what the forward calls when: a tuple of arguments, or
             ``(args, kwargs)``. Only shapes matter. Models of transformers have one themselves;
             without one, submodules are taken to be called in the order of their definition.
@@ -51,18 +56,25 @@ def by_names(model: nn.Module, cuts: Sequence[str], *, example: Any = None) -> P
     True
     """
     model = without_compiler(model)
-    cuts = _checked(model, cuts)
+    if isinstance(model, nn.Module) and not isinstance(cuts, str):
+        cuts = require_iterable("cuts", cuts, _CUTS, PartitionError)
+        model = open_recurrent(model, cuts)
+    begun = _checked(model, cuts)
     call = None if example is None else as_call(model, example)
-    pieces = sliced(model, cuts)
+    pieces = sliced(model, begun)
     if pieces is not None:
         return Pieces(pieces)
-    skeleton = Skeleton.of(model, cuts)
-    course = _dummy_course(skeleton, model) if call is None else walk(skeleton, *call)
+    skeleton = Skeleton.of(model, begun)
+    if call is None:
+        course = _dummy_course(skeleton, model)
+    else:
+        course = walk(skeleton, *call, thorough=True)
+        skeleton.example = look(call)
     if course is None:
         _by_definition(skeleton)
     else:
         skeleton.course = course
-        _by_course(skeleton, model, course)
+        _by_course(skeleton, course)
     return Pieces([piece(skeleton, model, stage) for stage in range(skeleton.stages)])
 
 
@@ -78,16 +90,15 @@ def without_compiler(model: nn.Module) -> nn.Module:
     return model if inside is None else inside
 
 
-def _checked(model: nn.Module, cuts: Sequence[str]) -> tuple[str, ...]:
+def _checked(model: nn.Module, cuts: Sequence[str]) -> tuple[Cut, ...]:
     """The cuts, if they are names of submodules that do not get into each other's way."""
     require_instance("model", model, nn.Module, "an nn.Module", PartitionError)
-    takes = "a list of names of submodules"
-    given = cuts
-    cuts = require_iterable("cuts", cuts, takes, PartitionError)
-    if not all(isinstance(cut, str) for cut in cuts):
-        refuse("cuts", takes, given, PartitionError)
+    given = require_iterable("cuts", cuts, _CUTS, PartitionError)
+    if not all(isinstance(cut, str) for cut in given):
+        refuse("cuts", _CUTS, cuts, PartitionError)
     names = [name for name, _ in model.named_modules(remove_duplicate=False) if name]
-    for place, cut in enumerate(cuts):
+    read = [Cut.read(text, names) for text in given]
+    for place, (cut, begun) in enumerate(zip([cut.unit for cut in read], read, strict=True)):
         if cut not in names:
             close = get_close_matches(cut, names, 3)
             listed = ", ".join(map(repr, names[:8])) + (", …" if len(names) > 8 else "")
@@ -97,9 +108,9 @@ def _checked(model: nn.Module, cuts: Sequence[str]) -> tuple[str, ...]:
             raise PartitionError(
                 f"cuts name {cut!r}, but {type(model).__name__} has no such submodule; {hint}"
             )
-        if cut in cuts[:place]:
-            raise PartitionError(f"cuts name {cut!r} twice; a stage can begin there once")
-        inside = next((other for other in cuts if cut.startswith(f"{other}.")), None)
+        if begun in read[:place]:
+            raise PartitionError(f"cuts name {begun!r} twice; a stage can begin there once")
+        inside = next((other.unit for other in read if cut.startswith(f"{other.unit}.")), None)
         if inside is not None:
             raise PartitionError(
                 f"the cut {cut!r} lies inside of {inside!r}, which begins a stage as a whole; cut "
@@ -110,7 +121,7 @@ def _checked(model: nn.Module, cuts: Sequence[str]) -> tuple[str, ...]:
                 f"{cut!r} is a {type(model.get_submodule(cut)).__name__}, which is never called "
                 f"itself; cut at what it holds, such as '{cut}.0'"
             )
-    return tuple(cuts)
+    return tuple(read)
 
 
 def _dummy_course(skeleton: Skeleton, model: nn.Module) -> Course | None:
@@ -139,6 +150,9 @@ def as_call(model: nn.Module, example: Any) -> tuple[tuple[Any, ...], dict[str, 
         )
     if not (len(example) == 2 and isinstance(example[0], tuple) and isinstance(example[1], dict)):
         example = (example, {})
+    for leaf in pytree.tree_leaves(example):
+        if isinstance(leaf, torch.Tensor):
+            require_plain(leaf, "the example has")
     tensors = (*model.parameters(), *model.buffers())
     device = next((tensor.device for tensor in tensors if not tensor.is_meta), None)
     if device is None:
@@ -154,15 +168,16 @@ def _without_padding(model: nn.Module, dummy: Any) -> Any:
     return dummy.where(dummy != padding, padding + 1)
 
 
-def _by_course(skeleton: Skeleton, model: nn.Module, course: Course) -> None:
+def _by_course(skeleton: Skeleton, course: Course) -> None:
     """Let each unit lie in the stages that use it, as a walk has seen."""
     stage = 0
-    for name in skeleton.twins:
+    for name, twin in skeleton.twins.items():
         called = set(course.calls.get(name, ()))
-        if len(called) > 1 and any(True for _ in model.get_submodule(name).buffers()):
+        if len(called) > 1 and twin.changes_buffers:
             raise PartitionError(
-                f"the forward calls {name!r} in the stages {_listed(called)}, so its buffers would "
-                "have to be in all of them; cut the model where all its calls are in one stage"
+                f"the forward calls {name!r} in the stages {_listed(called)}, and it changes its "
+                "buffers, which each stage would do by itself; cut the model where all its calls "
+                "are in one stage"
             )
         used = called | course.units.get(name, set())
         # What is never called is kept beside what is defined before it, for the state's sake.
@@ -174,12 +189,18 @@ def _by_course(skeleton: Skeleton, model: nn.Module, course: Course) -> None:
 
 def _by_definition(skeleton: Skeleton) -> None:
     """Let stages follow each other in the order in which the model has its units."""
+    for cut in skeleton.cuts:
+        if cut.call:
+            raise PartitionError(
+                f"the cut {cut!r} is one of several calls of {cut.unit!r}; pass an example= of "
+                "what the model is called with, to see what lies between them"
+            )
     stage = 0
     for name in skeleton.twins:
-        if name in skeleton.cuts:
-            if name != skeleton.starts(stage + 1):
+        if Cut(name) in skeleton.cuts:
+            if Cut(name) != skeleton.start(stage + 1):
                 raise PartitionError(
-                    f"{name!r} is defined before {skeleton.starts(stage + 1)!r}; list the cuts in "
+                    f"{name!r} is defined before {skeleton.start(stage + 1)!r}; list the cuts in "
                     "the order of their calls, and pass an example= of what the model is called "
                     "with if that is not the order of their definition"
                 )

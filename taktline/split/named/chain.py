@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from taktline.errors import PartitionError
+from taktline.split.named.cuts import Cut
 from taktline.split.named.lent import Lent
 from taktline.split.named.skeleton import containers_of, copied, joined
 from taktline.split.named.stand_in import made_from
@@ -28,7 +29,7 @@ _AROUND = (
 """What a container may have beside its modules, and a chain has not."""
 
 
-def sliced(model: nn.Module, cuts: Sequence[str]) -> list[nn.Module] | None:
+def sliced(model: nn.Module, cuts: Sequence[Cut]) -> list[nn.Module] | None:
     """The pieces of a chain, each with its own modules alone; None if it cannot be proved one.
 
     A chain is an ``nn.Sequential`` with the forward of ``nn.Sequential``, as are those in it that
@@ -38,9 +39,9 @@ def sliced(model: nn.Module, cuts: Sequence[str]) -> list[nn.Module] | None:
     if not all(_is_chain(model.get_submodule(name)) for name in containers):
         return None
     homes: dict[str, int] = {}
-    starts: list[str] = []
+    starts: list[Cut] = []
     for name in _links(model, "", containers):
-        starts += [name] if name in cuts else []
+        starts += [Cut(name)] if Cut(name) in cuts else []
         homes[name] = len(starts)
     if starts != list(cuts):
         return None  # not in this order, which the general way says

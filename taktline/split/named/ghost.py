@@ -43,6 +43,8 @@ class Scene:
     """Whether no ghost comes to the submodules of this stage, so that they run as they are."""
     repeats = False
     """Whether what is not of this stage is known from another call."""
+    numbers: Any = None
+    """The :class:`Numbers` that it asks for, if they are known, or to be noted."""
     _outer: Scene | None
 
     def __init__(self, device: torch.device) -> None:
@@ -70,6 +72,9 @@ class Scene:
 
     def note_change(self) -> None:
         """Note that a ghost has got another shape."""
+
+    def note_asked(self, ghost: Ghost) -> None:
+        """Note that the forward asks a ghost for a number."""
 
     def __enter__(self) -> Self:
         self._outer = here.scene
@@ -198,8 +203,6 @@ class Ghost(torch.Tensor):
         scene = here.scene or Scene(ghosts[0].device)
         source = scene.source(ghosts)
         if func is torch.ops.aten._local_scalar_dense.default:
-            if scene.may_guess():
-                return torch.zeros((), dtype=source.dtype).item()
             raise _no_data(source, "a number")
         if scene.mixed:
             _require_no_writing(func, args, kwargs, source)
@@ -212,6 +215,8 @@ class Ghost(torch.Tensor):
         except Exception as error:
             if not scene.mixed and not isinstance(error, NotImplementedError):
                 raise
+            if func.overloadpacket is torch.ops.aten._pack_padded_sequence:
+                raise _no_data(source, "a packed sequence") from error
             if not scene.mixed or (_DATA & set(func.tags) and not scene.may_guess()):
                 raise _no_data(source, str(func)) from error
             output = _on_zeros(func, meta_args, meta_kwargs)

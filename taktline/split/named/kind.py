@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,6 +35,14 @@ class Kind:
     """Places among the arguments of the unit with which the next stage begins."""
     sends: tuple[Value, ...] = ()
     """What goes to it beside these."""
+    asked: int = 0
+    """How many numbers come that the forward has asked for; they are the last of all values."""
+    asks: int = 0
+    """How many go to the next stage."""
+    looks: Mapping[Value, Absent] = field(default_factory=dict)
+    """What values look like that a micro-batch which goes another way has not."""
+    is_guessed: bool = False
+    """Whether what a micro-batch does may depend on its data."""
     order: tuple[str, ...] | None = None
     """The calls of units up to the end of this stage; None if they depend on more than shapes."""
     changed: frozenset[str] = frozenset()
@@ -82,14 +90,20 @@ class Kind:
         if stage:
             self.entering = course.crossings[stage - 1]
             self.takes = tuple(course.beside[stage - 1])
+            self.asked = course.numbers[stage - 1]
         if stage < len(course.crossings):
             self.crossing = course.crossings[stage]
             self.sends = tuple(course.beside[stage])
+            self.asks = course.numbers[stage]
         if not course.is_drawn:
             self.order = tuple(name for name, where in course.order if where <= stage)
         self.changed = course.changed
         self.opened = frozenset(course.opened)
         self.is_plain = self.is_plain and not (self.takes or self.sends or self.changed)
+        self.is_guessed = course.is_guessed
+        if course.is_guessed:
+            self.looks = course.looks
+        self.is_open = not (self.asked or self.asks)
 
     def call(self, came: Call) -> Call:
         """The arguments of the model, with ghosts for those whose data has not come."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch.utils import _pytree as pytree
@@ -21,6 +21,7 @@ from taktline.errors import PartitionError
 from taktline.split.named.checkpoints import Checkpoints
 from taktline.split.named.ghost import Ghost, resolved
 from taktline.split.named.kind import Kind
+from taktline.split.named.numbers import Numbers
 from taktline.split.named.program import Seen, versions_of
 from taktline.split.named.recorded import Recorded, lists, replayed, since
 from taktline.split.named.script import Event, Script, Surroundings, written
@@ -72,20 +73,29 @@ class Passage(Checkpoints, ABC):
         self._stage = stage
         self._values = values
         self._kind = kind
-        self._entering = len(values) - len(kind.takes)
+        if kind.asks or kind.asked:
+            self.numbers = Numbers(self, values[-1] if kind.asked else None)
+        self._entering = len(values) - len(kind.takes) - (1 if kind.asked else 0)
         """How many values the stage begins with; the others come beside them."""
         self._is_in = stage == 0
+        self._calls: dict[str, int] = {}
+        """How often each unit was called, as far as it matters."""
         if kind.sends or not self.repeats:
-            self._calls: dict[str, int] = {}
             self._caught: dict[Value, torch.Tensor] = {}
             self._unsure: set[Value] = set()
 
     def is_foreign(self, unit: Any) -> bool:
-        """Whether a unit of this stage is called for an earlier one, which has it, too."""
-        return not (self._is_in or unit.begins) and len(self._skeleton.homes[unit.unit]) > 1
+        """Whether a unit of this stage is called for another one, which has it, too."""
+        if self._is_in:
+            return unit.ends is not None and unit.ends == self._calls.get(unit.unit, 0)
+        return not self._begins(unit) and len(self._skeleton.homes[unit.unit]) > 1
+
+    def _begins(self, unit: Any) -> bool:
+        """Whether the stage begins with this call of a unit."""
+        return unit.begins is not None and unit.begins == self._calls.get(unit.unit, 0)
 
     def meet_early(self, unit: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What a unit gives in an earlier stage."""
+        """What a unit gives in another stage; or the way out."""
         twin = self._skeleton.twins[unit.unit]
         return self.meet_foreign(twin, unit.training, args, kwargs)
 
@@ -100,6 +110,9 @@ class Passage(Checkpoints, ABC):
     ) -> None:
         """Keep what later stages need of what a unit of this stage was given and has returned."""
         call = self.count(unit.unit)
+        if self.numbers is not None:
+            for leaf in pytree.tree_leaves(output):
+                self.numbers.note(leaf)
         if self._lengths:
             output = Recorded(output, since(self._lengths))
         for value in self._kind.sends:
@@ -121,11 +134,17 @@ class Passage(Checkpoints, ABC):
 
     def beside(self) -> tuple[torch.Tensor, ...]:
         """What goes to the next stage beside what it begins with."""
-        came = dict(zip(self._kind.takes, self._values[self._entering :], strict=True))
-        return tuple([self._sent(value, came) for value in self._kind.sends])
+        came = dict(zip(self._kind.takes, self._values[self._entering :], strict=False))
+        sent = [self._sent(value, came) for value in self._kind.sends]
+        if self._kind.asks:
+            sent.append(self.numbers.sent(self._kind.asks, self.device))
+        return tuple(sent)
 
     def _sent(self, value: Value, came: Mapping[Value, Any]) -> torch.Tensor:
         sent = self._caught.get(value, came.get(value))
+        if sent is None and value in self._kind.looks:
+            look = self._kind.looks[value]
+            return torch.zeros(look.shape, dtype=look.dtype, device=self.device)
         if not isinstance(sent, torch.Tensor):
             raise PartitionError(
                 f"a later stage needs {value}, which stage {self._stage} has not come to; every "
@@ -137,6 +156,16 @@ class Passage(Checkpoints, ABC):
                 "gradient there; checkpoint with use_reentrant=False"
             )
         return sent
+
+    def __enter__(self) -> Self:
+        if self.numbers is not None:
+            self.numbers.__enter__()
+        return super().__enter__()
+
+    def __exit__(self, *details: object) -> None:
+        super().__exit__(*details)
+        if self.numbers is not None:
+            self.numbers.__exit__(*details)
 
     def require_data(self, tree: Any, user: str) -> Any:
         """A tree with the data of all its ghosts."""
@@ -154,7 +183,8 @@ class Passage(Checkpoints, ABC):
 
     def require_exit(self, twin: Twin) -> None:
         """Raise unless the next stage begins with a submodule."""
-        if twin.name != self._skeleton.starts(self._stage + 1):
+        start = self._skeleton.start(self._stage + 1)
+        if start is None or start.unit != twin.name:
             raise PartitionError(
                 f"the forward calls {twin.name!r}, which lies in stage "
                 f"{min(self._skeleton.homes[twin.name])}, in the middle of stage {self._stage}; "
@@ -163,15 +193,15 @@ class Passage(Checkpoints, ABC):
 
     def require_handed_on(self, arguments: Any) -> Any:
         """The arguments with which the next stage begins, with their data."""
-        return self.require_data(arguments, repr(self._skeleton.starts(self._stage + 1)))
+        return self.require_data(arguments, repr(self._skeleton.start(self._stage + 1)))
 
     def finish(self, output: Any) -> Any:
         """The output of the model, after its last stage."""
         if not self._is_in or self._stage < self._skeleton.stages - 1:
-            name = self._skeleton.starts(self._stage + (1 if self._is_in else 0))
+            start = self._skeleton.start(self._stage + (1 if self._is_in else 0))
             raise PartitionError(
                 f"the forward of {self._skeleton.kind.__name__} has ended without a call of "
-                f"{name!r}; every micro-batch must take the same way through the stages"
+                f"{start!r}; every micro-batch must take the same way through the stages"
             )
         return self.require_data(output, "the output of the model")
 
@@ -219,10 +249,10 @@ class FirstPassage(Passage):
         """The arguments for a unit of this stage, with what came from the stage before."""
         kind = type(unit).__name__
         if not self._is_in:
-            if not unit.begins:
+            if not self._begins(unit):
                 raise PartitionError(
                     f"the forward calls a {kind} of stage {self._stage} before "
-                    f"{self._skeleton.starts(self._stage)!r}, with which the stage begins; every "
+                    f"{self._skeleton.start(self._stage)!r}, with which the stage begins; every "
                     "micro-batch must take the same way through the stages"
                 )
             self._enter((args, kwargs))
@@ -305,19 +335,19 @@ class FirstPassage(Passage):
     def _enter(self, arguments: Any) -> None:
         """Give the ghosts among the arguments of the first unit their data."""
         self._is_in = True
-        name = self._skeleton.starts(self._stage)
+        start = self._skeleton.start(self._stage)
         leaves, _ = pytree.tree_flatten_with_path(arguments)
         given = [(path, leaf) for path, leaf in leaves if path in self._kind.entering]
         if len(given) != self._entering:
             raise PartitionError(
-                f"{name!r}, with which stage {self._stage} begins, waits for {len(given)} tensors "
+                f"{start!r}, with which stage {self._stage} begins, waits for {len(given)} tensors "
                 f"from the stage before, but {self._entering} came; every rank must cut the "
                 "same model"
             )
         types: dict[torch.dtype, torch.dtype] = {}
         for number, (_, ghost) in enumerate(given):
             if isinstance(ghost, Ghost):  # whose data has not come beside
-                name_of = f"{name!r}, with which stage {self._stage} begins,"
+                name_of = f"{start!r}, with which stage {self._stage} begins,"
                 value = self._fitting(ghost, number, name_of)
                 if ghost.dtype is not value.dtype:
                     types[ghost.dtype] = value.dtype

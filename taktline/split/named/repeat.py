@@ -27,7 +27,8 @@ class Repeat(Passage):
 
     def __init__(self, *place: Any, script: Script) -> None:
         super().__init__(*place)
-        self.bare = self._is_in and not self._kind.sends
+        self._counts = bool(self._kind.sends) or self._skeleton.is_shared(self._stage)
+        self.bare = self._is_in and not self._counts
         self._script = script
         self._steps = iter(script.steps)
 
@@ -39,21 +40,21 @@ class Repeat(Passage):
             self._note_lists()
         if self._is_in:
             return args, kwargs
-        if not unit.begins or next(self._steps, None) is not None:
+        if not self._begins(unit) or next(self._steps, None) is not None:
             raise Unlike
         arguments = (args, kwargs)
         for path, value in self._script.places:
             if found_at(arguments, path) is not self._values[value]:
                 raise Unlike
         self._is_in = True
-        self.bare = not self._kind.sends
+        self.bare = not self._counts
         return arguments
 
     def note_own(
         self, unit: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> None:
         """Keep what later stages need."""
-        if self._kind.sends:
+        if self._counts:
             super().note_own(unit, args, kwargs, output)
 
     def meet_again(
@@ -66,7 +67,7 @@ class Repeat(Passage):
         step = next(self._steps, None)
         if step is None or step.who is not twin or step.training is not training:
             raise Unlike
-        if self._kind.sends:
+        if self._counts:
             self.count(twin.name)
         if len(args) == 1 and args[0] is step.only and not kwargs:
             return replayed(step.output)

@@ -52,7 +52,15 @@ def crossings_of(piece: nn.Module) -> list[str]:
     if role is None or course is None or role._is_last:
         return []
     begun = f"{role.skeleton.cuts[role.stage]} (an argument)"
-    return [begun] * len(course.crossings[role.stage]) + list(map(str, course.beside[role.stage]))
+    return [
+        *([begun] * len(course.crossings[role.stage])),
+        *map(str, course.beside[role.stage]),
+        *(["numbers that the forward asks for"] if course.numbers[role.stage] else []),
+    ]
+
+
+def _crossing(course: Course) -> Any:
+    return course.crossings, [set(values) for values in course.beside], course.numbers
 
 
 @dataclass(eq=False, slots=True)
@@ -98,8 +106,8 @@ class Role:
         if kind is None:
             if not modes:
                 self.skeleton.follow(piece)
-            kind = self._learn(came, device)
-            kind.is_open = not modes  # in which tensors may have no data, or operations be counted
+            kind = self._learn(came, device, is_measured=modes > 0)
+            kind.is_open &= not modes  # in which tensors may have no data, or operations be counted
         if not modes and not kind.changed <= self._changed:
             self._have_own(piece, kind.changed)
         changes = None if modes else self._changes
@@ -202,7 +210,7 @@ class Role:
             try:
                 output = forward(*args, **kwargs)
             except Leave as leave:
-                beside = passage.beside() if kind.sends else ()
+                beside = passage.beside() if kind.sends or kind.asks else ()
                 return kind.packed(leave.arguments, beside, came, passage.require_handed_on)
         return passage.finish(output)
 
@@ -224,13 +232,20 @@ class Role:
         # Keywords of a rank reach all its stages; the model's have come with the rest.
         return args[0], (args[1], args[2])
 
-    def _learn(self, came: Call, device: torch.device) -> Kind:
-        """What such a call hands on; found out once."""
+    def _learn(self, came: Call, device: torch.device, *, is_measured: bool) -> Kind:
+        """What such a call hands on; found out once.
+
+        ``is_measured`` is whether it runs without data, or to be counted, most likely the example.
+        """
         kind = Kind.of(came, device)
         call = kind.call(came)
         self._require_not_recorded(call[1])
-        course = walk(self.skeleton, *call)
-        self.skeleton.course = self.skeleton.course or course
+        whole = self.skeleton
+        if is_measured and whole.course is not None and whole.example == look(call):
+            course = whole.course
+        else:
+            course = walk(whole, *call, thorough=True)
+            whole.course = whole.course or course
         self._require_at_home(course)
         if not self._is_last:
             leaves, spec = pytree.tree_flatten(call)
@@ -256,7 +271,7 @@ class Role:
         self, kind: Kind, order: Sequence[str], changed: set[str], *, is_watched: bool
     ) -> None:
         """Raise if a stage has not done what the forward of the whole model does up to its end."""
-        missing = kind.changed - changed if self._is_last else set()
+        missing = kind.changed - changed if self._is_last and not kind.is_guessed else set()
         for name in sorted(missing | (changed - kind.changed)):
             raise PartitionError(
                 f"stage {self.stage} changes {name!r} otherwise than the whole model; {_BY_HAND}"
@@ -278,6 +293,8 @@ class Role:
         self, leaves: list[Any], place: int, spec: pytree.TreeSpec, course: Course
     ) -> bool:
         """Whether later stages miss an argument: try and see."""
+        if course.is_guessed:
+            return True  # which would take many tries
         leaf = leaves[place]
         ghost = Absent(tuple(leaf.shape), leaf.dtype).as_ghost(leaf.device)
         args, kwargs = pytree.tree_unflatten([*leaves[:place], ghost, *leaves[place + 1 :]], spec)
@@ -285,8 +302,7 @@ class Role:
             without = walk(self.skeleton, args, kwargs)
         except Exception:
             return True  # somebody looks at its data
-        crossing = (without.crossings, [set(values) for values in without.beside])
-        return crossing != (course.crossings, [set(values) for values in course.beside])
+        return _crossing(without) != _crossing(course)
 
     def _without_cache(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         """Keywords that keep a model of transformers from caching keys and values.

@@ -25,8 +25,10 @@ from torch import nn
 
 from taktline.errors import PartitionError
 from taktline.split.named.changes import follow
+from taktline.split.named.cuts import Cut
 from taktline.split.named.ghost import ANYWHERE, Ghost
 from taktline.split.named.recorded import hook
+from taktline.split.named.recurrent import Layer
 from taktline.split.named.stand_in import gate, image, stand_in
 from taktline.split.named.twin import Twin
 from taktline.split.named.watch import inner_of
@@ -46,11 +48,11 @@ class Skeleton:
 
     Args:
         kind: the model's class.
-        cuts: the names of the units with which stages begin, from the second stage on.
+        cuts: the calls of units with which stages begin, from the second stage on.
     """
 
     kind: type[nn.Module]
-    cuts: tuple[str, ...]
+    cuts: tuple[Cut, ...]
     containers: frozenset[str] = frozenset()
     twins: dict[str, Twin] = field(default_factory=dict)
     """Of the units, in the order in which the model has them."""
@@ -66,19 +68,22 @@ class Skeleton:
     """How often something has got another type."""
     course: Any = None
     """What the first walk through the forward has seen, once the cuts are known."""
+    example: Any = None
+    """What the arguments of that walk look like."""
     bones: nn.Module = field(init=False)
     """The model without data."""
 
     @classmethod
-    def of(cls, model: nn.Module, cuts: Sequence[str]) -> Skeleton:
+    def of(cls, model: nn.Module, cuts: Sequence[Cut]) -> Skeleton:
         """The skeleton of a model; which stage has what is to be found out yet."""
         hook(model)
         made = cls(type(model), tuple(cuts), containers=containers_of(model, cuts))
         free = _without_data(model)
+        units = {cut.unit for cut in cuts}
         skips: dict[str, Any] = {}
 
         def note(name: str, module: nn.Module) -> nn.Module:
-            if name not in made.cuts and not _is_unit(module):
+            if name not in units and not _is_unit(module):
                 return copy.deepcopy(module, free)
             inside = unwrapped(module)  # without data there is nothing to compile
             twin = copy.deepcopy(inside, _ghosts(name, inside))
@@ -153,9 +158,14 @@ class Skeleton:
                 if child and is_shared and any(each.startswith(f"{path}.") for each in changed):
                     container._modules[key] = _separate(child)
 
-    def starts(self, stage: int) -> str:
-        """The unit with which a stage begins; empty for the first one, and after the last one."""
-        return self.cuts[stage - 1] if 0 < stage < self.stages else ""
+    def start(self, stage: int) -> Cut | None:
+        """The call with which a stage begins; None for the first one, and after the last one."""
+        return self.cuts[stage - 1] if 0 < stage < self.stages else None
+
+    def is_shared(self, stage: int) -> bool:
+        """Whether a stage begins or ends with one of several calls of a unit."""
+        ends = (self.start(stage), self.start(stage + 1))
+        return any(cut is not None and len(self.homes[cut.unit]) > 1 for cut in ends)
 
     def piece(self, model: nn.Module, stage: int) -> nn.Module:
         """The model as one stage has it, without what it does around its forward."""
@@ -164,7 +174,11 @@ class Skeleton:
             if name not in self.twins:
                 return module
             if stage in self.homes[name]:
-                return gate(module, name, begins=name == self.starts(stage))
+                begins, ends = (
+                    cut.call if cut and cut.unit == name else None
+                    for cut in (self.start(stage), self.start(stage + 1))
+                )
+                return gate(module, name, begins=begins, ends=ends)
             return stand_in(self.twins[name], type(unwrapped(module)), module.training)
 
         def parameter(name: str, parameter: nn.Parameter) -> nn.Parameter | Ghost:
@@ -248,11 +262,11 @@ def copied(
     return made
 
 
-def containers_of(model: nn.Module, cuts: Sequence[str]) -> frozenset[str]:
+def containers_of(model: nn.Module, cuts: Sequence[Cut]) -> frozenset[str]:
     """All ancestors of the cuts, and what has no forward of its own, such as lists of modules."""
     found = {""}
     for cut in cuts:
-        parts = cut.split(".")
+        parts = cut.unit.split(".")
         found |= {".".join(parts[:length]) for length in range(1, len(parts))}
     for name, module in model.named_modules(remove_duplicate=False):
         parent, _, _ = name.rpartition(".")
@@ -263,7 +277,7 @@ def containers_of(model: nn.Module, cuts: Sequence[str]) -> frozenset[str]:
 
 def _is_unit(module: nn.Module) -> bool:
     """Whether a submodule has something to train or to save, so that one stage must have it."""
-    return bool(module.state_dict(keep_vars=True))
+    return isinstance(module, Layer) or bool(module.state_dict(keep_vars=True))
 
 
 def _ghosts(unit: str, module: nn.Module) -> dict[int, Any]:

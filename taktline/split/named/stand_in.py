@@ -31,8 +31,10 @@ class _Gate:
 
     unit = ""
     """Its name in the model."""
-    begins = False
-    """Whether the stage begins with it."""
+    begins: int | None = None
+    """The call of it with which the stage begins."""
+    ends: int | None = None
+    """The call of it with which the next stage begins."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         # Not a hook: a checkpoint that the class puts around itself must see the real arguments.
@@ -140,20 +142,20 @@ _StandInRow = type("_StandInRow", (_StandIn,), {name: _through_twin(name) for na
 
 
 @cache
-def made_from(kind: type[nn.Module], mixin: type, unit: str = "", *, begins: bool = False) -> type:
+def made_from(kind: type[nn.Module], mixin: type, **attributes: Any) -> type:
     """A class with a mixin before a module's own class, and its name."""
     names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
-    if unit:
-        names |= {"unit": unit, "begins": begins}
-    return type(kind.__name__, (mixin, kind), {"__doc__": kind.__doc__, **names})
+    return type(kind.__name__, (mixin, kind), {"__doc__": kind.__doc__, **names, **attributes})
 
 
-def gate(module: nn.Module, unit: str, *, begins: bool) -> nn.Module:
+def gate(
+    module: nn.Module, unit: str, *, begins: int | None = None, ends: int | None = None
+) -> nn.Module:
     """A submodule, met on its way in: the same in all but its class, parameters included.
 
-    ``begins`` is whether the stage begins with it.
+    ``begins`` and ``ends`` are the calls of it with which the stage, and the next one, begin.
     """
-    made = object.__new__(made_from(type(module), _Gate, unit, begins=begins))
+    made = object.__new__(made_from(type(module), _Gate, unit=unit, begins=begins, ends=ends))
     made.__dict__ = module.__dict__
     return made
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -14,17 +14,24 @@ from torch.utils import _pytree as pytree
 
 from taktline.errors import PartitionError
 from taktline.side_values import Aside, Skip
-from taktline.split.named.ghost import Absent, Ghost, Scene, as_meta
+from taktline.split.named.ghost import Absent, Ghost, Scene, as_meta, here
+from taktline.split.named.numbers import NUMBERS, Number
 from taktline.split.named.recent import Recent
 from taktline.split.named.recorded import lists, recorded
 
-__all__ = ["Twin", "autocast_of", "is_constant", "look"]
+__all__ = ["Twin", "autocast_of", "is_constant", "look", "require_plain"]
 
 
 class _Given(NamedTuple):
     """A part of an output that is one of the arguments itself."""
 
     place: int
+
+
+class _Asked(NamedTuple):
+    """A part of an output that is a number, which depends on data."""
+
+    kind: type[Number]
 
 
 class _Beside(Aside):
@@ -55,6 +62,8 @@ class Twin:
     training: bool
     skips: dict[str, Skip]
     hooked: list[str]
+    changes_buffers: bool = False
+    """Whether a call was seen to change a buffer."""
     _known: Recent[tuple[list[Any], pytree.TreeSpec]] = field(default_factory=Recent)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Twin:
@@ -84,7 +93,7 @@ class Twin:
         )
 
     def forget(self) -> None:
-        """Learn anew: parameters have got another type."""
+        """Learn anew, as parameters have got another type."""
         self._known.clear()
 
     def _remade(self, part: Any, leaves: list[Any], stage: int, device: torch.device) -> Any:
@@ -92,7 +101,14 @@ class Twin:
             return leaves[part.place]
         if isinstance(part, torch.Tensor):
             return Ghost(part, self.name, stage, device)
-        return part
+        numbers = None if here.scene is None else here.scene.numbers
+        if isinstance(part, _Asked):
+            if numbers is None:
+                raise PartitionError(
+                    f"{self.name!r} returns a number that depends on its data, which is not here"
+                )
+            return numbers.take(part.kind, self.name)
+        return part if numbers is None else numbers.note(part)
 
     def _learn(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], training: bool, device: torch.device
@@ -111,16 +127,22 @@ class Twin:
     ) -> tuple[list[Any], pytree.TreeSpec]:
         """What a copy gives: its parts are known by shape, or are one of the arguments."""
         args, kwargs = pytree.tree_unflatten(leaves, spec)
+        kept = list(module.buffers())
+        before = _versions(kept)
         with Scene(device), _Beside(0, self.skips), torch.no_grad():
             output = recorded(lambda: module(*args, **kwargs))
+        self.changes_buffers |= before != _versions(module.buffers())
         places = {id(leaf): place for place, leaf in enumerate(leaves) if not is_constant(leaf)}
         parts, tree = pytree.tree_flatten(output)
         learned: list[Any] = []
         for part in parts:
             if id(part) in places:
                 learned.append(_Given(places[id(part)]))
+            elif isinstance(part, torch.Tensor):
+                require_plain(part, f"{self.name!r} returns")
+                learned.append(as_meta(part))
             else:
-                learned.append(as_meta(part) if isinstance(part, torch.Tensor) else part)
+                learned.append(part)
         return learned, tree
 
     def _probe(
@@ -141,10 +163,13 @@ class Twin:
                 inputs = [_with_data(leaf, device, keep=not seed) for leaf in leaves]
                 try:
                     made = self._run(copy.deepcopy(self.module, memo), inputs, spec, device)
+                except PartitionError:
+                    raise
                 except Exception as other:
                     raise self._no_shapes(error) from other
                 found.append(made)
         (parts, tree), (others, other_tree) = found
+        parts, others = ([_asked(part) for part in each] for each in (parts, others))
         if tree != other_tree or list(map(look, parts)) != list(map(look, others)):
             raise self._no_shapes(error) from error
         return parts, tree
@@ -155,6 +180,16 @@ class Twin:
             "gives, and it cannot tell them without its data (see above); cut the model with "
             "taktline.pipeline, which traces it, or by hand"
         )
+
+
+def _asked(part: Any) -> Any:
+    """A part of what was made of data: whatever number it is, it may be another one."""
+    return _Asked(type(part)) if type(part) in NUMBERS else part
+
+
+def _versions(tensors: Iterable[torch.Tensor]) -> list[tuple[int, int]]:
+    """Which tensors these are, and how often each was changed."""
+    return [(id(tensor), tensor._version) for tensor in tensors]
 
 
 def _as_ghost(leaf: Any) -> Any:
@@ -187,6 +222,16 @@ def _made_up(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     if made.is_floating_point():
         made.normal_(0, 0.1)
     return nn.Parameter(made, False) if isinstance(tensor, nn.Parameter) else made
+
+
+def require_plain(tensor: torch.Tensor, whence: str) -> None:
+    """Raise if a tensor cannot go from stage to stage, as its rows have different lengths."""
+    if tensor.is_nested:
+        raise PartitionError(
+            f"{whence} a nested tensor ({str(tensor.layout).removeprefix('torch.')}), which cannot "
+            "go from stage to stage; hand on its values() and offsets(), and put it together where "
+            "it is used"
+        )
 
 
 def look(value: Any) -> Any:

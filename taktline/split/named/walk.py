@@ -8,6 +8,7 @@ the forward has made of such values by itself is made of them again where it is 
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -20,7 +21,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 from taktline.errors import PartitionError
 from taktline.split.named.changes import Changes
 from taktline.split.named.checkpoints import Checkpoints
-from taktline.split.named.ghost import ANYWHERE, Ghost
+from taktline.split.named.cuts import Cut
+from taktline.split.named.ghost import ANYWHERE, Absent, Ghost
+from taktline.split.named.numbers import Guess, Numbers
 from taktline.split.named.recorded import replayed
 from taktline.split.named.skeleton import Skeleton
 from taktline.split.named.twin import Twin
@@ -64,21 +67,100 @@ class Course:
     """The buffers and attributes that the forward changes by itself."""
     opened: set[int] = field(default_factory=set)
     """Which checkpoints, in the order of their calls, a cut goes through."""
+    numbers: list[int] = field(default_factory=list)
+    """For each cut how many numbers cross that the forward asks for, as it may do at most."""
+    looks: dict[Value, Absent] = field(default_factory=dict)
+    """What the values look like that come beside."""
+    is_guessed: bool = False
+    """Whether a number was guessed, so that another micro-batch may go another way."""
     is_drawn: bool = False
     """Whether what is called may depend on random numbers, or on data."""
 
+    def join(self, other: Course) -> None:
+        """Let this be what either of two walks has seen, which have guessed otherwise."""
+        if len(other.order) > len(self.order):
+            self.order, other.order = other.order, self.order
+        for mine, others in ((self.units, other.units), (self.uses, other.uses)):
+            for name, stages in others.items():
+                mine.setdefault(name, set()).update(stages)
+        for name, stages in other.calls.items():
+            known = self.calls.setdefault(name, [])
+            known += [stage for stage in stages if stage not in known]
+        pairs = zip(self.crossings, other.crossings, strict=True)
+        self.crossings = [one | another for one, another in pairs]
+        pairs = zip(self.beside, other.beside, strict=True)
+        self.beside = [sorted({*one, *another}) for one, another in pairs]
+        self.numbers = list(map(max, self.numbers, other.numbers))
+        self.looks |= other.looks
+        self.changed |= other.changed
+        self.opened |= other.opened
 
-def walk(skeleton: Skeleton, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Course:
-    """Go through the forward of a model with its arguments, but without its data."""
+    def cuts(self) -> list[Cut]:
+        """The calls of units, in their order."""
+        seen: Counter[str] = Counter()
+        found: list[Cut] = []
+        for name, _ in self.order:
+            if name in self.calls:
+                found.append(Cut(name, seen[name]))
+                seen[name] += 1
+        return found
+
+
+def walk(
+    skeleton: Skeleton,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    anew: bool = False,
+    thorough: bool = False,
+) -> Course:
+    """Go through the forward of a model with its arguments, but without its data.
+
+    Several times, if it asks for numbers that are not known, with other guesses; ``thorough`` is
+    whether to try each of them by itself. ``anew`` is whether every call of a unit is to run, also
+    one that is like another.
+    """
+    found: list[Course] = []
+    failed: Exception | None = None
+    guesses = [Guess(0)]
+    for guess in guesses:
+        course = Course()
+        asked = 0
+        try:
+            asked = _walk(course, skeleton, args, kwargs, guess=guess, anew=anew)
+            found.append(course)
+        except PartitionError:
+            raise
+        except Exception as error:  # a wrong guess leads anywhere
+            failed = failed or error
+        if course.is_guessed and guess is guesses[0]:
+            guesses += Guess.others(asked if thorough else 0)
+    if failed is not None and not found:
+        raise failed
+    for other in found[1:]:
+        found[0].join(other)
+    return found[0]
+
+
+def _walk(
+    course: Course,
+    skeleton: Skeleton,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    guess: Guess,
+    anew: bool,
+) -> int:
+    """Go through the forward once; returns how many numbers it has asked for."""
     device = device_of((args, kwargs))
     devices = [device] if device.type == "cuda" else []
     # Random numbers that the forward draws by itself are drawn when it runs.
     with torch.random.fork_rng(devices=devices), _fork_random(), torch.no_grad():
-        scene = _Walk(skeleton, device)
+        scene = _Walk(course, skeleton, device, guess=guess, anew=anew)
         changes = Changes(skeleton.common)
         changes.keep()
         drawn = _drawn_by_now()
-        with scene, watching(scene, skeleton.inner):
+        with scene, scene.numbers, watching(scene, skeleton.inner):
             try:
                 output = skeleton.kind.forward(skeleton.bones, *args, **kwargs)
             except PartitionError:
@@ -90,11 +172,12 @@ def walk(skeleton: Skeleton, args: tuple[Any, ...], kwargs: dict[str, Any]) -> C
                 )
                 raise
             finally:
-                scene.course.changed = frozenset(changes.changed())
-                scene.course.is_drawn |= drawn != _drawn_by_now()
+                course.changed = frozenset(changes.changed())
+                course.is_guessed |= scene.numbers.is_guessed
+                course.is_drawn |= course.is_guessed or drawn != _drawn_by_now()
                 changes.undo()
         scene.finish(output)
-    return scene.course
+    return len(scene.numbers)
 
 
 def _drawn_by_now() -> tuple[Any, bytes]:
@@ -167,10 +250,14 @@ class _Walk(Checkpoints):
     mixed = True
     is_inside = False
 
-    def __init__(self, skeleton: Skeleton, device: torch.device) -> None:
+    def __init__(
+        self, course: Course, skeleton: Skeleton, device: torch.device, *, guess: Guess, anew: bool
+    ) -> None:
         super().__init__(device)
-        self.course = Course()
+        self.course = course
+        self.numbers = Numbers(self, guess=guess)
         self._skeleton = skeleton
+        self._anew = anew
         self._stage = 0
         self._time = 1
         self._needs: dict[Value, tuple[int, int]] = {}
@@ -205,8 +292,12 @@ class _Walk(Checkpoints):
         """In the last stage, which has all data and after which nobody asks."""
         if self._stage < len(self._skeleton.cuts):
             return False
-        self.course.is_drawn = True  # what is called may depend on it
+        self.course.is_guessed = True
         return True
+
+    def note_asked(self, ghost: Ghost) -> None:
+        """See to it that a stage which asks for a number has the data."""
+        self._bring(ghost, "the forward")
 
     def is_open(self, checkpoint: int) -> bool:
         """Always: there is no data to be kept."""
@@ -222,16 +313,18 @@ class _Walk(Checkpoints):
         """Note a call, and give its ghosts."""
         leaves = pytree.tree_leaves((args, kwargs))
         ghosts = [(place, x) for place, x in enumerate(leaves) if isinstance(x, Ghost)]
-        if twin.name in self._skeleton.cuts:
-            self._begin(twin.name, args, kwargs)
         calls = self.course.calls.setdefault(twin.name, [])
         call = len(calls)
+        if (twin.name, call) in self._skeleton.cuts:
+            self._begin(Cut(twin.name, call), args, kwargs)
         calls.append(self._stage)
         self.course.order.append((twin.name, self._stage))
         for place, ghost in ghosts:
             self._bring(ghost, repr(twin.name))
             if ghost.history is not None:
                 ghost.history.place(Value(twin.name, call, False, place), self._stage, self._now())
+        if self._anew:
+            twin.forget()
         output = twin.output(args, kwargs, training=training, stage=self._stage, device=self.device)
         for leaf, ghost in enumerate(pytree.tree_leaves(output)):
             if isinstance(ghost, Ghost) and ghost.history is None:
@@ -245,8 +338,8 @@ class _Walk(Checkpoints):
         if missing:
             raise PartitionError(
                 f"the forward of {self._skeleton.kind.__name__} does not call "
-                f"{', '.join(map(repr, missing))}, so no stage can begin there; name submodules "
-                "that it calls"
+                f"{', '.join(map(repr, missing))}, so no stage can begin there; name "
+                "submodules that it calls"
             )
         for leaf in pytree.tree_leaves(output):
             if isinstance(leaf, Ghost):
@@ -263,16 +356,11 @@ class _Walk(Checkpoints):
         self._time += 1
         return self._time
 
-    def _begin(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        stage = self._skeleton.cuts.index(name) + 1
-        if stage <= self._stage:
-            raise PartitionError(
-                f"the forward calls {name!r} several times, so it cannot begin a stage; cut at "
-                "submodules that are called once"
-            )
+    def _begin(self, cut: Cut, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        stage = self._skeleton.cuts.index(cut) + 1
         if stage > self._stage + 1:
             raise PartitionError(
-                f"the forward calls {name!r} before {self._skeleton.cuts[self._stage]!r}; list the "
+                f"the forward calls {cut!r} before {self._skeleton.cuts[self._stage]!r}; list the "
                 "cuts in the order of their calls"
             )
         self.course.opened.update(self.open_checkpoints)
@@ -280,14 +368,15 @@ class _Walk(Checkpoints):
         given: list[tuple[int, Ghost]] = []
         for place, (path, leaf) in enumerate(pytree.tree_flatten_with_path((args, kwargs))[0]):
             if isinstance(leaf, Ghost) and leaf.stage != ANYWHERE:
-                self._bring(leaf, repr(name))
+                self._bring(leaf, repr(cut))
                 crossing.append(path)
                 given.append((place, leaf))
         self._stage = stage
         for place, leaf in given:
             if leaf.history is not None:
-                leaf.history.place(Value(name, 0, False, place), stage, self._now())
+                leaf.history.place(Value(*cut, False, place), stage, self._now())
         self.course.crossings.append(frozenset(crossing))
+        self.course.numbers.append(len(self.numbers) if self.numbers.is_guessed else 0)
 
     def _bring(self, ghost: Ghost, user: str) -> None:
         """See to it that the present stage has a value."""
@@ -307,7 +396,7 @@ class _Walk(Checkpoints):
                 if ghost.stage < self._stage:
                     raise self._missing(ghost, user)
             elif (place := history.named(before)) is not None:
-                self._cross(place)
+                self._cross(place, ghost)
             elif history.output is not None:
                 if history.stage < self._stage:
                     raise self._written(ghost, user)
@@ -316,9 +405,10 @@ class _Walk(Checkpoints):
             else:
                 needed += [(parent, history.time) for parent in history.parents]
 
-    def _cross(self, place: _Place) -> None:
+    def _cross(self, place: _Place, ghost: Ghost) -> None:
         if place.stage < self._stage:
             self._needs[place.value] = place.stage, self._stage
+            self.course.looks[place.value] = Absent(tuple(ghost.shape), ghost.dtype)
 
     def _written(self, ghost: Ghost, user: str) -> PartitionError:
         return PartitionError(
