@@ -8,17 +8,41 @@ from collections.abc import Mapping, Sequence
 import torch
 import torch.distributed as dist
 
+from taktline.checkpoint.holding import Held, Holding, Together, state_of, weight
 from taktline.checks import read
 from taktline.errors import MismatchError, TransportError
 from taktline.meta import DTYPES, name_of
 from taktline.plan.words import counted
 from taktline.sharding import is_sharded
 from taktline.stage.ties import declared
-from taktline.train.parts import Parts, state_of
+from taktline.train.build import Built
+from taktline.train.parts import Parts
 from taktline.train.ranks import Ranks
 from taktline.transport.control import share_texts
 
-__all__ = ["gathered", "load", "own"]
+__all__ = ["gathered", "holding", "load", "own"]
+
+
+def holding(built: Built) -> Holding:
+    """What this process has of the model, to be saved or loaded."""
+    parts, ranks, schedule = built.parts, built.ranks, built.schedule
+    first = parts.first_names()
+    return Holding(
+        [
+            Held(first.get(name, name), value, weight(value, stage))
+            for stage, module in parts.modules.items()
+            for name, value in ((parts.name(stage, n), v) for n, v in state_of(module).items())
+        ],
+        list(parts.modules.values()),
+        {name: known for name, known in first.items() if name != known},
+        parts.names,
+        parts.rest,
+        Together(ranks.everyone),
+        schedule._runner._random,
+        ranks.device,
+        lambda: schedule.steps,
+        lambda step: setattr(schedule, "steps", step),
+    )
 
 
 def own(parts: Parts, *, with_rest: bool) -> dict[str, torch.Tensor]:
@@ -31,15 +55,11 @@ def own(parts: Parts, *, with_rest: bool) -> dict[str, torch.Tensor]:
 
 
 def _held(parts: Parts) -> dict[str, tuple[torch.Tensor, int]]:
-    """What this process holds, and how much each counts among others of its name.
-
-    A tied weight is in several stages; the first of them stands for all. So may a buffer be; the
-    last stage has come through the whole forward, which may change it.
-    """
+    """What this process holds, and how much each counts among others of its name."""
     held: dict[str, tuple[torch.Tensor, int]] = {}
     for stage, module in parts.modules.items():
         for name, value in state_of(module).items():
-            counts = -stage if isinstance(value, torch.nn.Parameter) else stage
+            counts = weight(value, stage)
             known = held.get(parts.name(stage, name))
             if known is None or known[1] < counts:
                 held[parts.name(stage, name)] = value, counts
