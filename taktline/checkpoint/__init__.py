@@ -1,4 +1,14 @@
-"""Checkpoints: a model and its training, saved in parts and loaded into any layout."""
+"""Checkpoints: a model and its training, saved in parts and loaded into any layout.
+
+:meth:`taktline.Pipeline.save` and :meth:`taktline.Pipeline.load` are what most people use.
+
+>>> import tempfile, torch
+>>> import taktline as tl
+>>> pipe = tl.Pipeline([nn.Linear(2, 2), nn.Linear(2, 1)], microbatches=2, ranks=2)
+>>> saved = pipe.save(tempfile.mkdtemp(), torch.optim.AdamW(pipe.parameters()))
+>>> tl.checkpoint.latest(saved.parent) == saved
+True
+"""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from taktline.checkpoint import loading, saving
+from taktline.checkpoint import loading, pretrained, saving
 from taktline.checkpoint.loading import Loaded
 from taktline.checkpoint.saving import Training
 from taktline.checks import (
@@ -35,6 +35,7 @@ from taktline.runtime import Trace
 from taktline.runtime.schedule import ArgsSpec, KwargsSpec, LossFn, MergeSpec, Schedule
 from taktline.runtime.watchdog import guarded
 from taktline.train import state
+from taktline.train.as_module import AsModule
 from taktline.train.boundaries import Boundaries
 from taktline.train.build import Built, Options, build
 from taktline.train.choice import Choice
@@ -59,7 +60,7 @@ _NO_COPY = (
 )
 
 
-class Pipeline:
+class Pipeline(AsModule):
     """A model, cut into stages, on its ranks; it trains as the model does.
 
     Started by torchrun, each process is a rank. Without a launcher all ranks live in this process,
@@ -389,7 +390,7 @@ class Pipeline:
         for _, parameter in self.named_parameters():
             yield parameter
 
-    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+    def named_parameters(self, *, recurse: bool = True) -> Iterator[tuple[str, nn.Parameter]]:
         """The parameters of this process, with their names in the model.
 
         A weight with several names has the one that the model lists first. Where ranks are
@@ -442,7 +443,13 @@ class Pipeline:
                 return state.gathered(parts, self._ranks)
         return state.own(parts, with_rest=0 in self._ranks.own)
 
-    def load_state_dict(self, state_dict: Mapping[str, torch.Tensor], *, strict: bool = True):
+    def load_state_dict(
+        self,
+        state_dict: Mapping[str, torch.Tensor],
+        *,
+        strict: bool = True,
+        assign: Literal[False] = False,
+    ) -> None:
         """Load a state of the whole model, or what this process needs of it."""
         require_instance("state_dict", state_dict, Mapping, "a mapping from names to tensors")
         require_flag("strict", strict)
@@ -514,6 +521,29 @@ class Pipeline:
         training = Training.of(optimizer, scheduler, scaler, data)
         with self._turn:
             return loading.load(state.holding(self._built), folder, training)
+
+    def save_pretrained(
+        self, folder: str | os.PathLike[str], *, max_shard_bytes: int = 5 * 10**9
+    ) -> None:
+        """Write the model so that ``from_pretrained`` of transformers reads it.
+
+        Every rank calls it, and writes files with its own part; the first one writes the index,
+        and the config if the model has one.
+        """
+        with self._turn:
+            pretrained.save_pretrained(state.holding(self._built), folder, max_shard_bytes)
+
+    @classmethod
+    def from_pretrained(cls, source: Any, **options: Any) -> Self:
+        """A pipeline of a model of transformers, of which each process reads its own part.
+
+        Args:
+            source: a folder with a config and safetensors files; or a config, for a model with new
+                values.
+            options: what :class:`Pipeline` takes beside the model.
+        """
+        model, files = pretrained.build(source)
+        return cls(model, **({} if files is None else {"state_dict": files}), **options)
 
     def reconnect(self) -> None:
         """Make new connections between the same ranks; every rank calls it.
