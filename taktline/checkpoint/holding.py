@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from taktline.checks import read
-from taktline.errors import CheckpointError, TaktlineError, restore, text_of
+from taktline.checks import Either, read
+from taktline.errors import CheckpointError, MismatchError, TaktlineError, restore, text_of
 from taktline.runtime.schedule import Schedule
 from taktline.runtime.together import RankRandom
 from taktline.stage.names import named_buffers, named_parameters
@@ -52,11 +52,19 @@ class Together:
 
     def gather(self, value: Any, what: str) -> list[Any]:
         """The JSON values of all processes, in the order of their places."""
-        values = [value]
+        values, apart = [value], None
         for transport in self.transports:
-            texts = share_texts(transport, json.dumps(values), what)
-            told = [read(t, [object], what=f"rank {r} in {what}") for r, t in enumerate(texts)]
-            values = [each for row in told for each in row]
+            try:
+                texts = share_texts(transport, json.dumps(None if apart else values), what)
+                told = [read(text, Either([object], None), what=what) for text in texts]
+                if None in told:
+                    apart = share_error(transport, apart)
+                else:
+                    values = [each for row in told for each in row]
+            except MismatchError as error:
+                apart = apart or error  # those along the other dimensions have to know
+        if apart is not None:
+            raise apart
         return values
 
     def attempt(self, do: Callable[[], object], what: str) -> TaktlineError | None:
@@ -113,6 +121,8 @@ class Holding:
     random: RankRandom | None = None
     """The random numbers of ranks that share this process."""
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    arrive: Callable[[str], None] = lambda what: None
+    """Raises unless all ranks of all copies are in the same call."""
     get_step: Callable[[], int] = lambda: 0
     set_step: Callable[[int], object] = lambda step: None
 
@@ -167,6 +177,7 @@ class Holding:
             together=together,
             random=runner._random,
             device=runner.device,
+            arrive=runner.arrive,
             get_step=lambda: schedule.steps,
             set_step=lambda step: setattr(schedule, "steps", step),
         )

@@ -103,6 +103,7 @@ def load(holding: Holding, folder: Any, training: Training) -> Loaded:
     folder = require_path("folder", folder)
     together = holding.together
     with guarded(together.transports[0], "load()") as what:
+        holding.arrive(what)
         found: list[str] = []
 
         def find() -> None:

@@ -31,6 +31,7 @@ def save_pretrained(holding: Holding, folder: Any, max_shard_bytes: int) -> None
     path, together = require_path("folder", folder), holding.together
     require_whole("max_shard_bytes", max_shard_bytes, least=1)
     with guarded(together.transports[0], "save_pretrained()") as what:
+        holding.arrive(what)
         holding.settle()
         error = together.attempt(lambda: _check(holding, path), f"save to {path}")
         told = together.gather([error is not None, _sizes(holding)], what)

@@ -143,9 +143,10 @@ def save(
     require_flag("async_save", async_save)
     if keep is not None:
         require_whole("keep", keep, least=1)
-    together, earlier, saving = holding.together, "", None
+    together, earlier, saving = holding.together, None, None
     try:
         with guarded(together.transports[0], _CALL) as what:
+            holding.arrive(what)
             error, saving, mine = _begun(holding, folder, training, keep)
             told = together.gather(mine, what)
             earlier = told[0]["earlier"]
@@ -182,7 +183,8 @@ def _begun(
         wait(folder)
         _collect(saving, holding, training, shards)
         if not place:
-            told["paths"] = [str(path) for path in folders.begin(folder, saving.step)]
+            saving.unfinished, saving.final = folders.begin(folder, saving.step)
+            told["paths"] = [str(saving.unfinished), str(saving.final)]
 
     error = together.attempt(begin, f"save to {folder}")
     told["failed"] = error is not None
@@ -263,7 +265,9 @@ def _share_out(saving: Saving, shards: list[list[Any]]) -> None:
             del saving.tensors[name], saving.part.tensors[name]
 
 
-def _reassured(error: TaktlineError, folder: Path, earlier: str) -> TaktlineError:
-    """An error that says what is left."""
+def _reassured(error: TaktlineError, folder: Path, earlier: str | None) -> TaktlineError:
+    """An error that says what is left, if this process knows."""
+    if earlier is None:
+        return error
     left = f"what was saved before is as it was: {earlier}" if earlier else f"{folder} has no save"
     return restore(type(error), (f"{text_of(error)}; {left}",), vars(error))

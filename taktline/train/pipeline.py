@@ -396,12 +396,15 @@ class Pipeline(AsModule):
         A weight with several names has the one that the model lists first. Where ranks are
         processes, a tied weight is in each that uses it.
         """
-        seen: set[int] = set()
+        seen: set[int | str] = set()
         first = self._built.parts.first_names()
         for _, name, parameter in self._built.parameters():
             if id(parameter) not in seen:
-                seen.add(id(parameter))
-                yield first.get(name, name), parameter
+                known = first.get(name, name)
+                # Two stages here may have a copy each, if both are sharded.
+                known = name if known in seen else known
+                seen |= {id(parameter), known}
+                yield known, parameter
 
     def grad_norm(self, norm_type: float = 2.0) -> torch.Tensor:
         """The norm of all gradients of the model, the same on every rank."""

@@ -46,6 +46,7 @@ def holding(built: Built) -> Holding:
         Together(ranks.everyone),
         schedule._runner._random,
         ranks.device,
+        schedule._runner.arrive,
         lambda: schedule.steps,
         lambda step: setattr(schedule, "steps", step),
     )

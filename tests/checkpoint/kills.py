@@ -7,14 +7,17 @@ and every loss must be that of a training that was left alone, to the last bit.
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import random
+import re
 import signal
 import sys
 import time
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -105,7 +108,9 @@ def _start(home: Path) -> list[int]:
             code = 1
             try:
                 sys.stderr = open(home / f"stderr-{rank}", "a")  # noqa: SIM115
-                _train(rank, home, store)
+                faulthandler.register(signal.SIGUSR1, sys.stderr)
+                if _met(rank, store):
+                    _train(home)
                 code = 0
             except tl.TaktlineError as error:
                 (home / f"told-{rank}").write_text(f"rank {rank}: {type(error).__name__}: {error}")
@@ -119,9 +124,23 @@ def _start(home: Path) -> list[int]:
     return processes
 
 
-def _train(rank: int, home: Path, store: Path) -> None:
+def _met(rank: int, store: Path) -> bool:
+    """Meet the other ranks; if one is killed before, torch waits for it until it gives up."""
+    try:
+        dist.init_process_group(
+            "gloo",
+            init_method=f"file://{store}",
+            rank=rank,
+            world_size=RANKS,
+            timeout=timedelta(seconds=PATIENCE / 3),
+        )
+    except Exception:
+        return False
+    return True
+
+
+def _train(home: Path) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=RANKS)
     training = Training(pipeline(4, "zbv", seed=3))
     assert isinstance(training.pipe, tl.Pipeline)
     runs = home / "runs"
@@ -146,6 +165,8 @@ def _end(processes: Sequence[int], report: Report) -> None:
         time.sleep(0.01)
     for rank, process in waiting.items():
         report.hung.append(f"rank {rank} was still there {PATIENCE:g} s after kill {report.kills}")
+        os.kill(process, signal.SIGUSR1)  # says where it is
+        time.sleep(1.0)
         os.kill(process, signal.SIGKILL)
         os.waitpid(process, 0)
 
@@ -163,7 +184,7 @@ def _inspect(home: Path, expected: dict[int, str], report: Report) -> None:
             report.told.append(told.read_text())
             told.unlink()
         unknown = home / f"stderr-{rank}"
-        if unknown.exists() and "Traceback" in unknown.read_text():
+        if unknown.exists() and re.search("Traceback|most recent call", unknown.read_text()):
             report.different.append(unknown.read_text()[-2000:])
             unknown.unlink()
 

@@ -64,7 +64,7 @@ LAYOUTS: list[tuple[int, Any]] = [
     (2, ("1f1b", 2, None, None)),
     (2, ("zbv", 4, None, None)),
     (3, ("interleaved_1f1b", 6, None, None)),
-    (4, ("zbv", 4, (2, 2), "fsdp")),
+    (4, ("1f1b", 2, (2, 2), "fsdp")),
     (2, ("1f1b", 2, None, None)),
 ]
 
