@@ -14,6 +14,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from taktline import checkpoint as checkpoint
     from taktline import skip as skip
     from taktline import split as split
     from taktline.batch_norm import DeferredBatchNorm as DeferredBatchNorm
@@ -103,6 +104,7 @@ _ROOM_OF = {
     "build": "plan",
     "build_stage": "split",
     "check_split_backward": "stage",
+    "checkpoint": "checkpoint",
     "collect_losses": "side_values",
     "get_schedule_class": "runtime",
     "local": "transport",

@@ -49,6 +49,7 @@ def test_top_level_names() -> None:
         "build",
         "build_stage",
         "check_split_backward",
+        "checkpoint",
         "collect_losses",
         "get_schedule_class",
         "local",

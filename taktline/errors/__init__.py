@@ -35,6 +35,7 @@
     ├── SplitError           the two halves of a backward do not fit together
     │   └── StageBackwardError   a backward failed in code written for torch; a RuntimeError as well
     ├── StateError           the parameters of a stage cannot be given their values
+    ├── CheckpointError      a checkpoint cannot be written, or read, or is of another model
     └── StageError           an action failed on some rank; raised on every rank
 
 All of them are also a :class:`ValueError`, so code that does not know Taktline can catch them.
@@ -52,6 +53,7 @@ __all__ = [
     "BatchError",
     "BatchTypeError",
     "CallOrderError",
+    "CheckpointError",
     "CostError",
     "DataError",
     "DeadlockError",
@@ -369,6 +371,15 @@ class StateError(TaktlineError):
     def __init__(self, text: str, *, names: Sequence[str] = ()) -> None:
         self.names = tuple(names)
         super().__init__(text)
+
+
+class CheckpointError(TaktlineError):
+    """A checkpoint cannot be written or read, or does not fit; every rank raises the same.
+
+    >>> raise CheckpointError("runs is no checkpoint, and has none in it")
+    Traceback (most recent call last):
+    taktline.errors.CheckpointError: runs is no checkpoint, and has none in it
+    """
 
 
 class StageError(TaktlineError):

@@ -112,6 +112,16 @@ class RankRandom:
         finally:
             self.switch(_CALLER)
 
+    def states(self) -> list[list[torch.Tensor]]:
+        """Where each generator is for each rank, and last for the caller."""
+        return [list(states) for _, states in self._states]
+
+    def set_states(self, states: list[list[torch.Tensor]]) -> None:
+        """Let ranks go on where they were, if there were as many."""
+        if [len(each) for each in states] == [len(known) for _, known in self._states]:
+            for (_, known), each in zip(self._states, states, strict=True):
+                known[:] = each
+
     def switch(self, rank: int) -> None:
         """Let a rank draw."""
         # Not only if something was drawn: to find that out takes longer.

@@ -12,18 +12,18 @@ import torch
 from torch import nn
 
 from taktline import split
+from taktline.checkpoint.holding import first_name, same, state_of, tied_names
 from taktline.checks import read
 from taktline.errors import PartitionError
 from taktline.plan import Plan
 from taktline.plan.words import counted
 from taktline.split import Pipe
-from taktline.stage.names import named_buffers, named_parameters
 from taktline.stage.ties import declared
 from taktline.train.refusal import explained
 from taktline.transport import Transport
 from taktline.transport.control import share_texts
 
-__all__ = ["Model", "Parts", "stages_in", "state_of", "take_apart"]
+__all__ = ["Model", "Parts", "stages_in", "take_apart"]
 
 Model: TypeAlias = nn.Module | Sequence[nn.Module] | Mapping[int, nn.Module]
 """A model, a model in pieces, or the pieces of this process by the number of their stage."""
@@ -47,6 +47,27 @@ class Parts:
     def name(self, stage: int, name: str) -> str:
         """What the model calls something in a stage."""
         return f"{stage}.{name}" if self.prefixes else name
+
+    def first_names(self) -> dict[str, str]:
+        """The later names of a weight that has several, and the one that the model lists first."""
+        here = {
+            self.name(stage, name): value
+            for stage, module in self.modules.items()
+            for name, value in state_of(module).items()
+        }
+        ties = {tie for module in self.modules.values() for tie in declared(module)}
+        uses = ([self.name(*use) for use in tie.uses] for tie in ties)
+        aliases = {**same(here), **self.aliases, **tied_names(uses)}
+        alike: dict[str, set[str]] = {}
+        for name in aliases:
+            first = first_name(name, aliases)
+            alike.setdefault(first, {first}).add(name)
+        places = {name: place for place, name in enumerate(self.names)}
+        return {
+            name: min(names, key=lambda each: places.get(each, len(places)))
+            for names in alike.values()
+            for name in names
+        }
 
     def keep(self, stages: Sequence[int]) -> None:
         """Let go of the pieces of other stages."""
@@ -135,11 +156,6 @@ def _checked(modules: dict[int, nn.Module], plan: Plan) -> dict[int, nn.Module]:
                 f"stages 0 to {plan.stages - 1}"
             )
     return modules
-
-
-def state_of(module: nn.Module) -> dict[str, torch.Tensor]:
-    """The parameters and lasting buffers of a module, by their names in the user's model."""
-    return {**named_parameters(module), **named_buffers(module, persistent=True)}
 
 
 def _note_names_of_model(parts: Parts, model: nn.Module) -> None:

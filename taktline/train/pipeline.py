@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import gc
 import math
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, ClassVar, Literal, NoReturn, Self
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
 
+from taktline.checkpoint import loading, pretrained, saving
+from taktline.checkpoint.loading import Loaded
+from taktline.checkpoint.saving import Training
 from taktline.checks import (
     refuse,
     require_callable,
@@ -29,6 +35,7 @@ from taktline.runtime import Trace
 from taktline.runtime.schedule import ArgsSpec, KwargsSpec, LossFn, MergeSpec, Schedule
 from taktline.runtime.watchdog import guarded
 from taktline.train import state
+from taktline.train.as_module import AsModule
 from taktline.train.boundaries import Boundaries
 from taktline.train.build import Built, Options, build
 from taktline.train.choose_plan import Choice
@@ -53,7 +60,7 @@ _NO_COPY = (
 )
 
 
-class Pipeline:
+class Pipeline(AsModule):
     """A model, cut into stages, on its ranks; it trains as the model does.
 
     Started by torchrun, each process is a rank. Without a launcher all ranks live in this process,
@@ -383,16 +390,21 @@ class Pipeline:
         for _, parameter in self.named_parameters():
             yield parameter
 
-    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+    def named_parameters(self, *, recurse: bool = True) -> Iterator[tuple[str, nn.Parameter]]:
         """The parameters of this process, with their names in the model.
 
-        Where ranks are processes, a tied weight is in each that uses it, by the name there.
+        A weight with several names has the one that the model lists first. Where ranks are
+        processes, a tied weight is in each that uses it.
         """
-        seen: set[int] = set()
+        seen: set[int | str] = set()
+        first = self._built.parts.first_names()
         for _, name, parameter in self._built.parameters():
             if id(parameter) not in seen:
-                seen.add(id(parameter))
-                yield name, parameter
+                known = first.get(name, name)
+                # Two stages here may have a copy each, if both are sharded.
+                known = name if known in seen else known
+                seen |= {id(parameter), known}
+                yield known, parameter
 
     def grad_norm(self, norm_type: float = 2.0) -> torch.Tensor:
         """The norm of all gradients of the model, the same on every rank."""
@@ -434,11 +446,107 @@ class Pipeline:
                 return state.gathered(parts, self._ranks)
         return state.own(parts, with_rest=0 in self._ranks.own)
 
-    def load_state_dict(self, state_dict: Mapping[str, torch.Tensor], *, strict: bool = True):
+    def load_state_dict(
+        self,
+        state_dict: Mapping[str, torch.Tensor],
+        *,
+        strict: bool = True,
+        assign: Literal[False] = False,
+    ) -> None:
         """Load a state of the whole model, or what this process needs of it."""
         require_instance("state_dict", state_dict, Mapping, "a mapping from names to tensors")
         require_flag("strict", strict)
         state.load(self._built.parts, state_dict, strict=strict)
+
+    def save(
+        self,
+        folder: str | os.PathLike[str],
+        optimizer: Optimizer | list[Optimizer] | None = None,
+        *,
+        scheduler: Any = None,
+        scaler: Any = None,
+        data: Any = None,
+        extra: Any = None,
+        keep: int | None = None,
+        async_save: bool = False,
+    ) -> Path:
+        """Save the model and its training into a folder of saves; gives the path of the new one.
+
+        Every rank calls it, and writes its own part. The save appears whole or not at all. It has
+        the step counter and the random number generators, too, and :meth:`load` takes it into any
+        other layout.
+
+        Args:
+            folder: where saves are; this one gets a number, and the step in its name.
+            optimizer: what trains the model, or a list of several.
+            scheduler: what sets learning rates, or a list of several.
+            scaler: a GradScaler.
+            data: what knows which batch comes next; saved on every rank that passes it.
+            extra: anything else: numbers, texts, tensors, and lists or dicts of these.
+            keep: how many saves to keep; by default all.
+            async_save: copy everything, and write it in the background. The next save waits for
+                that, and so does the end of the program; what goes wrong, the next save raises.
+
+        >>> import tempfile
+        >>> pipe = Pipeline([nn.Linear(2, 2), nn.Linear(2, 1)], microbatches=2, ranks=2)
+        >>> optimizer = torch.optim.AdamW(pipe.parameters())
+        >>> pipe.save(tempfile.mkdtemp(), optimizer, extra={"epoch": 3}).name
+        '000001-step-0'
+        """
+        training = Training.of(optimizer, scheduler, scaler, data, extra)
+        with self._turn:
+            held = state.holding(self._built)
+            return saving.save(held, folder, training, keep=keep, async_save=async_save)
+
+    def load(
+        self,
+        folder: str | os.PathLike[str],
+        optimizer: Optimizer | list[Optimizer] | None = None,
+        *,
+        scheduler: Any = None,
+        scaler: Any = None,
+        data: Any = None,
+    ) -> Loaded:
+        """Load what :meth:`save` has written, in whatever layout; every rank calls it.
+
+        Each reads what it needs. If anything does not fit, every rank raises the same
+        :class:`CheckpointError`, and nothing is changed. Gives ``path``, ``step`` and ``extra``.
+
+        Args:
+            folder: a save, or a folder of saves, of which the latest one that is whole is taken.
+            optimizer: as in :meth:`save`, and so are the others; what is not passed stays.
+
+        >>> import tempfile
+        >>> pipe = Pipeline([nn.Linear(2, 2), nn.Linear(2, 1)], microbatches=2, ranks=2)
+        >>> pipe.load(pipe.save(tempfile.mkdtemp(), extra={"epoch": 3})).extra
+        {'epoch': 3}
+        """
+        training = Training.of(optimizer, scheduler, scaler, data)
+        with self._turn:
+            return loading.load(state.holding(self._built), folder, training)
+
+    def save_pretrained(
+        self, folder: str | os.PathLike[str], *, max_shard_bytes: int = 5 * 10**9
+    ) -> None:
+        """Write the model so that ``from_pretrained`` of transformers reads it.
+
+        Every rank calls it, and writes files with its own part; the first one writes the index,
+        and the config if the model has one.
+        """
+        with self._turn:
+            pretrained.save_pretrained(state.holding(self._built), folder, max_shard_bytes)
+
+    @classmethod
+    def from_pretrained(cls, source: Any, **options: Any) -> Self:
+        """A pipeline of a model of transformers, of which each process reads its own part.
+
+        Args:
+            source: a folder with a config and safetensors files; or a config, for a model with new
+                values.
+            options: what :class:`Pipeline` takes beside the model.
+        """
+        model, files = pretrained.build(source)
+        return cls(model, **({} if files is None else {"state_dict": files}), **options)
 
     def reconnect(self) -> None:
         """Make new connections between the same ranks; every rank calls it.

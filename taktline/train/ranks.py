@@ -88,8 +88,12 @@ class Ranks:
     @property
     def transports(self) -> list[Distributed]:
         """How this process talks along each dimension of the mesh."""
-        found = [self.transport, *self._along(self._others)]
-        return [transport for transport in found if isinstance(transport, Distributed)]
+        return [transport for transport in self.everyone if isinstance(transport, Distributed)]
+
+    @property
+    def everyone(self) -> list[Transport]:
+        """The same, that of the pipeline first, also where this process is alone."""
+        return [self.transport, *self._along(self._others)]
 
     @property
     def transport(self) -> Transport:

@@ -3,22 +3,53 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping, Sequence
+from math import prod
 
 import torch
 import torch.distributed as dist
 
+from taktline.checkpoint.holding import Held, Holding, Together, state_of, weight
 from taktline.checks import read
 from taktline.errors import MismatchError, TransportError
 from taktline.meta import DTYPES, name_of
 from taktline.plan.words import counted
 from taktline.sharding import is_sharded
 from taktline.stage.ties import declared
-from taktline.train.model_stages import Parts, state_of
+from taktline.train.build import Built
+from taktline.train.model_stages import Parts
 from taktline.train.ranks import Ranks
 from taktline.transport.control import share_texts
 
-__all__ = ["gathered", "load", "own"]
+__all__ = ["gathered", "holding", "load", "own"]
+
+_log = logging.getLogger("taktline")
+_LARGE = 8 << 30
+"""More bytes than one process should hold."""
+
+
+def holding(built: Built) -> Holding:
+    """What this process has of the model, to be saved or loaded."""
+    parts, ranks, schedule = built.parts, built.ranks, built.schedule
+    first = parts.first_names()
+    return Holding(
+        [
+            Held(first.get(name, name), value, weight(value, stage))
+            for stage, module in parts.modules.items()
+            for name, value in ((parts.name(stage, n), v) for n, v in state_of(module).items())
+        ],
+        list(parts.modules.values()),
+        {name: known for name, known in first.items() if name != known},
+        parts.names,
+        parts.rest,
+        Together(ranks.everyone),
+        schedule._runner._random,
+        ranks.device,
+        schedule._runner.arrive,
+        lambda: schedule.steps,
+        lambda step: setattr(schedule, "steps", step),
+    )
 
 
 def own(parts: Parts, *, with_rest: bool) -> dict[str, torch.Tensor]:
@@ -31,15 +62,11 @@ def own(parts: Parts, *, with_rest: bool) -> dict[str, torch.Tensor]:
 
 
 def _held(parts: Parts) -> dict[str, tuple[torch.Tensor, int]]:
-    """What this process holds, and how much each counts among others of its name.
-
-    A tied weight is in several stages; the first of them stands for all. So may a buffer be; the
-    last stage has come through the whole forward, which may change it.
-    """
+    """What this process holds, and how much each counts among others of its name."""
     held: dict[str, tuple[torch.Tensor, int]] = {}
     for stage, module in parts.modules.items():
         for name, value in state_of(module).items():
-            counts = -stage if isinstance(value, torch.nn.Parameter) else stage
+            counts = weight(value, stage)
             known = held.get(parts.name(stage, name))
             if known is None or known[1] < counts:
                 held[parts.name(stage, name)] = value, counts
@@ -56,6 +83,7 @@ def gathered(parts: Parts, ranks: Ranks) -> dict[str, torch.Tensor]:
     if not ranks.is_first:
         return {}
     if ranks.group is None:
+        _say_size(sum(value.nbytes for value in mine.values()))
         return {name: _snapshot(value) for name, value in mine.items()}
     counts = {name: count for name, (_, count) in _held(parts).items()}
     kinds = [
@@ -68,17 +96,35 @@ def gathered(parts: Parts, ranks: Ranks) -> dict[str, torch.Tensor]:
             dist.send(value.to(ranks.device).contiguous(), group=ranks.group, group_dst=0)
         return {}
     state = {name: _snapshot(value) for name, value in mine.items()}
-    for rank in range(1, ranks.size):
-        kinds = read(told[rank], [(str, [int], str, int)], what=f"the state of rank {rank}")
-        for name, shape, dtype, count in kinds:
-            kind = DTYPES.get(dtype)
-            if kind is None or min(shape, default=0) < 0:
-                raise TransportError(f"rank {rank} has no tensor {name} of {dtype}{shape}")
+    coming = [_kinds(told[rank], rank) for rank in range(1, ranks.size)]
+    sent = (prod(shape) * kind.itemsize for kinds in coming for _, shape, kind, _ in kinds)
+    _say_size(sum(value.nbytes for value in mine.values()) + sum(sent))
+    for rank, kinds in enumerate(coming, 1):
+        for name, shape, kind, count in kinds:
             value = torch.empty(shape, dtype=kind, device=ranks.device)
             dist.recv(value, group=ranks.group, group_src=rank)
             if name not in state or counts.get(name, count) < count:
                 state[name], counts[name] = value.cpu(), count
     return {name: state[name] for name in (*parts.names, *state) if name in state}
+
+
+def _kinds(text: str, rank: int) -> list[tuple[str, list[int], torch.dtype, int]]:
+    """The name, shape, type and weight of each tensor that a rank sends."""
+    kinds = read(text, [(str, [int], str, int)], what=f"the state of rank {rank}")
+    for name, shape, dtype, _ in kinds:
+        if dtype not in DTYPES or min(shape, default=0) < 0:
+            raise TransportError(f"rank {rank} has no tensor {name} of {dtype}{shape}")
+    return [(name, shape, DTYPES[dtype], count) for name, shape, dtype, count in kinds]
+
+
+def _say_size(size: int) -> None:
+    level = logging.WARNING if size > _LARGE else logging.INFO
+    _log.log(
+        level,
+        "state_dict(gathered=True) takes %.1f MiB on the first rank; pipe.save(…) writes a model "
+        "of any size",
+        size / 2**20,
+    )
 
 
 def _snapshot(value: torch.Tensor) -> torch.Tensor:

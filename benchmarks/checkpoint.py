@@ -1,0 +1,119 @@
+"""Saving and loading, against ``torch.distributed.checkpoint``, in one run on the same disk.
+
+Two ranks with AdamW. Rounds alternate, and medians are compared. A save is done when it is on the
+disk: both see to that. ``async_save`` shows for how long training stands still.
+
+python benchmarks/checkpoint.py --width 1024 --rounds 5
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.multiprocessing as mp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+import taktline as tl
+from taktline.checkpoint import background
+
+RANKS = 2
+
+
+def make(width: int, layers: int) -> tuple[Any, torch.optim.Optimizer]:
+    model = nn.Sequential(*(nn.Linear(width, width) for _ in range(layers)))
+    pipe: Any = tl.Pipeline(
+        model, cuts=[str(layers // 2)], microbatches=2, loss_fn=nn.functional.mse_loss
+    )
+    optimizer = torch.optim.AdamW(pipe.parameters())
+    x = torch.ones(4, width)
+    pipe.step(x, target=x)
+    optimizer.step()
+    optimizer.zero_grad()
+    return pipe, optimizer
+
+
+def timed(do: Callable[[], object]) -> float:
+    dist.barrier()
+    started = time.perf_counter()
+    do()
+    dist.barrier()
+    return time.perf_counter() - started
+
+
+def measure(rank: int, options: argparse.Namespace, folder: str) -> None:
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    store = f"file://{folder}/store"
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=RANKS)
+    pipe, optimizer = make(options.width, options.layers)
+    ours, theirs, beside = Path(folder, "ours"), Path(folder, "dcp"), Path(folder, "beside")
+    times: dict[str, list[float]] = {}
+
+    def dcp_state() -> dict[str, Any]:
+        return dict(zip(("model", "optim"), get_state_dict(pipe, optimizer), strict=True))
+
+    def dcp_load() -> None:
+        state = dcp_state()
+        dcp.load(state, checkpoint_id=theirs)
+        set_state_dict(
+            pipe,
+            optimizer,
+            model_state_dict=state["model"],
+            optim_state_dict=state["optim"],
+        )
+
+    verbs: dict[str, Callable[[], object]] = {
+        "save": lambda: pipe.save(ours, optimizer, keep=1),
+        "dcp.save": lambda: dcp.save(dcp_state(), checkpoint_id=theirs),
+        "load": lambda: pipe.load(ours, optimizer),
+        "dcp.load": dcp_load,
+        "async_save": lambda: pipe.save(beside, optimizer, keep=1, async_save=True),
+    }
+    for _ in range(options.rounds + 1):
+        for name, do in verbs.items():
+            if name == "dcp.save" and rank == 0:
+                shutil.rmtree(theirs, ignore_errors=True)
+            times.setdefault(name, []).append(timed(do))
+            background.wait(beside)
+    if rank == 0:
+        size = sum(file.stat().st_size for file in ours.rglob("*.safetensors"))
+        show({name: median(found[1:]) for name, found in times.items()}, size)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def show(times: dict[str, float], size: int) -> None:
+    print(f"{size / 1e6:.0f} MB on {RANKS} ranks")
+    for name in ("save", "load"):
+        mine, other = times[name], times[f"dcp.{name}"]
+        print(
+            f"{name}: {size / mine / 1e6:,.0f} MB/s; dcp.{name}: {size / other / 1e6:,.0f} MB/s; "
+            f"{other / mine:.2f} times as fast"
+        )
+    still = times["async_save"] / times["save"]
+    print(f"async_save: training stands still for {still:.1%} of a save's time")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--width", type=int, default=1024)
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--folder", help="on the disk to measure")
+    given = parser.parse_args()
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    with TemporaryDirectory(dir=given.folder) as room:
+        mp.spawn(measure, (given, room), nprocs=RANKS)  # pyright: ignore

@@ -1,0 +1,210 @@
+"""What is wrong with a checkpoint, or with what it is loaded into, is said before any change."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import taktline as tl
+from taktline.checkpoint.manifest import MANIFEST, _checksum
+from taktline.errors import CheckpointError
+from tests.checkpoint.training import DropLM, Training, mesh_of, pipeline
+from tests.train.models import loss_fn
+from tests.workers import Workers
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    training = Training(pipeline(2, ranks=2))
+    training.run(1)
+    return training.save(tmp_path_factory.mktemp("runs"))
+
+
+@pytest.fixture
+def copied(saved: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(saved, tmp_path / saved.name)
+
+
+def edited(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """Change a manifest so that its checksum is right."""
+    content = json.loads((path / MANIFEST).read_text())["content"]
+    change(content)
+    (path / MANIFEST).write_text(json.dumps({"crc32": _checksum(content), "content": content}))
+
+
+def refused(path: Path, text: str, training: Training | None = None) -> None:
+    """Loading raises, and changes nothing."""
+    training = training or Training(pipeline(2, ranks=2))
+    before, optimizer = list(training.state()), training.optimizer.state_dict()
+    with pytest.raises(CheckpointError, match=re.escape(text)):
+        training.load(path)
+    assert all(map(torch.equal, training.state(), before))
+    assert training.optimizer.state_dict() == optimizer
+    assert training.data.next == 0
+    assert isinstance(training.pipe, nn.Module) or training.pipe.schedules[0].steps == 0
+
+
+def flip(file: Path, at: int) -> None:
+    data = bytearray(file.read_bytes())
+    data[at] ^= 1
+    file.write_bytes(data)
+
+
+def test_a_damaged_file(copied: Path) -> None:
+    flip(copied / "rank-00000.safetensors", -1)
+    refused(copied, "rank-00000.safetensors is damaged: the checksum of ")
+
+
+def test_a_damaged_header(copied: Path) -> None:
+    flip(copied / "rank-00000.safetensors", 20)
+    refused(copied, "rank-00000.safetensors")
+
+
+def test_a_damaged_manifest(copied: Path) -> None:
+    text = (copied / MANIFEST).read_text()
+    (copied / MANIFEST).write_text(text.replace('"step": 1', '"step": 2'))
+    refused(copied, "manifest.json is damaged; load an earlier save")
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[1]", '{"crc32": "0", "content": 3}', "\0"])
+def test_no_manifest(copied: Path, text: str) -> None:
+    (copied / MANIFEST).write_text(text)
+    refused(copied, "manifest.json")
+
+
+def test_a_file_that_is_cut_off_or_missing(copied: Path) -> None:
+    file = copied / "rank-00000.safetensors"
+    size = file.stat().st_size
+    file.write_bytes(file.read_bytes()[:-1])
+    refused(copied, f"has {size - 1:,} bytes, not {size:,}; load an earlier save")
+    file.unlink()
+    refused(copied, "rank-00000.safetensors is missing")
+
+
+def test_a_file_outside_of_the_folder(copied: Path) -> None:
+    size = (copied / "rank-00000.safetensors").stat().st_size
+    outside = f"../{copied.name}/rank-00000.safetensors"
+    edited(copied, lambda content: content["files"].update({outside: size}))
+    refused(copied, "rank-00000.safetensors is missing")
+
+
+def test_a_newer_version(copied: Path) -> None:
+    edited(copied, lambda content: content.update(version=2, whatever=[]))
+    refused(copied, "has version 2 of the format, and this Taktline reads up to 1")
+
+
+def test_no_checkpoint(tmp_path: Path) -> None:
+    refused(tmp_path, f"{tmp_path} is no checkpoint, and has none in it that is whole")
+    refused(tmp_path / "nowhere", "nowhere is no checkpoint, and is not there")
+
+
+def test_another_model(saved: Path) -> None:
+    model = DropLM()
+    model.more = nn.Linear(2, 2)
+    refused(saved, "is of another model: it lacks more.weight and 1 other", Training(model))
+    model = DropLM()
+    model.blocks = model.blocks[:3]
+    text = "is of another model: this one does not have blocks.3.norm.0.weight and"
+    refused(saved, text, Training(model))
+
+
+def test_ties_of_another_model(tmp_path: Path) -> None:
+    untied = tl.Pipeline(DropLM(tied=False), microbatches=2, loss_fn=loss_fn)
+    text = "embed.weight and head.weight are one weight in the model, and 2 in"
+    refused(untied.save(tmp_path, torch.optim.AdamW(untied.parameters())), text)
+
+
+def test_another_shape_and_type(saved: Path) -> None:
+    model = DropLM()
+    model.blocks[1].wide = nn.Linear(8, 15)
+    text = "blocks.1.wide.weight is float32[15, 8] in the model, but float32[16, 8] in"
+    refused(saved, text, Training(model))
+    text = "float64[13, 8] in the model, but float32[13, 8] in"
+    refused(saved, text, Training(DropLM().double()))
+
+
+def test_another_optimizer(saved: Path) -> None:
+    pipe = pipeline(2, ranks=2)
+    with pytest.raises(
+        CheckpointError, match=r"state of torch\.AdamW.*this optimizer is torch\.SGD"
+    ):
+        pipe.load(saved, torch.optim.SGD(pipe.parameters()))
+    with pytest.raises(
+        CheckpointError, match="are in one group of this optimizer, and were in two"
+    ):
+        pipe.load(saved, torch.optim.AdamW(pipe.parameters()))
+    two = [torch.optim.AdamW(pipe.parameters()) for _ in range(2)]
+    with pytest.raises(CheckpointError, match="were in two"):
+        pipe.load(saved, two)
+    pipe.load(saved)
+
+
+def test_what_was_not_saved(tmp_path: Path) -> None:
+    pipe = pipeline(2, ranks=2)
+    saved = pipe.save(tmp_path)
+    training = Training(pipe)
+    with pytest.raises(CheckpointError, match="there is none for optimizer 0"):
+        pipe.load(saved, training.optimizer)
+    with pytest.raises(CheckpointError, match=r"was saved without data=…"):
+        pipe.load(saved, data=training.data)
+    with pytest.raises(
+        CheckpointError, match="has the state of 0 schedulers, and here there are 2"
+    ):
+        pipe.load(saved, scheduler=training.schedulers)
+
+
+def test_what_cannot_be_saved(tmp_path: Path) -> None:
+    pipe = pipeline(2, ranks=2)
+    with pytest.raises(
+        CheckpointError, match=r"extra\.f is <built-in.*without pickle.*has no save"
+    ):
+        pipe.save(tmp_path, extra={"f": print})
+    with pytest.raises(CheckpointError, match="that is not in this pipeline; make it with pipe"):
+        pipe.save(tmp_path, torch.optim.SGD(nn.Linear(2, 2).parameters()))
+    with pytest.raises(tl.TaktlineError, match="data must be an object with state_dict"):
+        pipe.save(tmp_path, data=[1])
+    with pytest.raises(tl.TaktlineError, match="keep must be a whole number from 1 up"):
+        pipe.save(tmp_path, keep=0)
+    assert list(tmp_path.iterdir()) == []
+
+
+def one_rank(rank: int, group: Any, folder: str, what: str) -> tuple[str, bool]:
+    """Something is wrong on the last rank only."""
+    training = Training(pipeline(2, mesh=mesh_of(group, None)))
+    before = list(training.state())
+    if rank == 1 and what == "optimizer":
+        training.optimizer = torch.optim.SGD(training.pipe.parameters())
+    with pytest.raises(tl.TaktlineError) as caught:
+        training.load(folder)
+    same = all(map(torch.equal, training.state(), before))
+    assert training.pipe.grad_norm() >= 0  # pyright: ignore
+    return str(caught.value), same
+
+
+@pytest.mark.processes
+def test_what_one_rank_finds_all_ranks_raise(workers: Workers, tmp_path: Path) -> None:
+    workers.run(written, str(tmp_path))
+    told = workers.run(one_rank, str(tmp_path), "optimizer")
+    assert told[0] == told[1]
+    assert told[0][0].startswith("rank 1: ")
+    assert told[0][1]
+    (save,) = tmp_path.iterdir()
+    flip(save / "rank-00001.safetensors", -1)
+    told = workers.run(one_rank, str(tmp_path), "")
+    assert told[0] == told[1]
+    assert "rank-00001.safetensors is damaged" in told[0][0]
+    assert told[0][1]
+
+
+def written(rank: int, group: Any, folder: str) -> None:
+    training = Training(pipeline(2, mesh=mesh_of(group, None)))
+    training.run(1)
+    training.save(folder)

@@ -1,0 +1,98 @@
+"""Calls for all ranks, made by some of them: a sentence on every rank, and the next call works."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import taktline as tl
+from taktline.errors import StallError
+from tests.checkpoint.training import Data, Training, mesh_of, pipeline
+from tests.workers import Workers
+
+pytestmark = pytest.mark.processes
+
+TOKENS, TARGET = Data().batch()
+
+
+def calls(training: Training, runs: str) -> dict[str, Callable[[], object]]:
+    pipe = training.pipe
+    assert isinstance(pipe, tl.Pipeline)
+
+    def traced() -> None:
+        with pipe.trace():
+            pipe.step(TOKENS, target=TARGET)
+
+    return {
+        "state_dict(gathered=True)": lambda: pipe.state_dict(gathered=True),
+        "save()": lambda: training.save(runs),
+        "load()": lambda: training.load(runs),
+        "clip_grad_norm_": lambda: pipe.clip_grad_norm_(1.0),
+        "grad_norm()": pipe.grad_norm,
+        "trace": traced,
+        "eval()": lambda: pipe.eval(TOKENS, target=TARGET),
+        "step()": lambda: pipe.step(TOKENS, target=TARGET),
+    }
+
+
+PAIRS = [
+    ("save()", "step()"),
+    ("load()", "step()"),
+    ("save()", "load()"),
+    ("state_dict(gathered=True)", "save()"),
+    ("clip_grad_norm_", "save()"),
+    ("trace", "step()"),
+    ("trace", "save()"),
+    ("eval()", "load()"),
+]
+
+
+def apart(rank: int, group: Any, runs: str, shape: Any, way: str | None) -> list[str]:
+    """The last rank makes another call than the others, one pair after the other."""
+    pipe = pipeline(2, mesh=mesh_of(group, shape), data_parallel=way)
+    training = Training(pipe)
+    training.run(1)
+    training.save(runs)
+    told: list[str] = []
+    last = rank == (1 if shape is None else 3)
+    for pair in PAIRS:
+        with pytest.raises(tl.TaktlineError) as caught:
+            calls(training, runs)[pair[last]]()
+        told.append(str(caught.value))
+        assert pipe.grad_norm() >= 0, "the next call works"
+    training.run(1)
+    return told
+
+
+@pytest.mark.parametrize(("shape", "way"), [(None, None), ((2, 2), "fsdp")], ids=["plain", "fsdp"])
+def test_different_calls(workers: Workers, tmp_path: Path, shape: Any, way: str | None) -> None:
+    ranks = 2 if shape is None else 4
+    for told in workers.run(apart, str(tmp_path), shape, way, ranks=ranks):
+        for (one, other), text in zip(PAIRS, told, strict=True):
+            if "trace" in (one, other) and "step()" in (one, other):
+                assert "trace" in text
+                continue
+            for name in (one, other):
+                name = {"clip_grad_norm_": "grad_norm()", "trace": "step()"}.get(name, name)
+                assert "disagree on the call" in text
+                assert name in text
+
+
+def alone(rank: int, group: Any, runs: str, what: str) -> None:
+    """The first rank calls, and the other one has nothing more to do."""
+    training = Training(pipeline(2, mesh=mesh_of(group, None), timeout=2))
+    training.run(1)
+    if rank == 0:
+        calls(training, runs)[what]()
+
+
+@pytest.mark.parametrize("what", ["state_dict(gathered=True)", "save()", "grad_norm()", "trace"])
+def test_a_call_of_one_rank_only(workers: Workers, tmp_path: Path, what: str) -> None:
+    error, nothing = workers.outcomes(alone, str(tmp_path), what)
+    assert nothing is None
+    assert isinstance(error, StallError)
+    assert str(error).startswith("rank 1 has not answered in time")
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,145 @@
+"""A save appears whole or not at all, and what goes wrong leaves the one before as it was."""
+
+from __future__ import annotations
+
+import os
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import taktline as tl
+from taktline.checkpoint import background, latest
+from taktline.errors import CheckpointError
+from tests.checkpoint.training import Training, mesh_of, pipeline
+from tests.workers import Workers
+
+
+def names(path: Path) -> list[str]:
+    return sorted(os.listdir(path))
+
+
+@contextmanager
+def full_disk() -> Iterator[None]:
+    """Files cannot grow: what a write says is what it says on a full disk, but for the reason."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+def test_names_and_keep(tmp_path: Path) -> None:
+    training = Training(pipeline(2, ranks=2))
+    assert latest(tmp_path / "runs") is None
+    for _ in range(4):
+        training.run(1)
+        saved = training.save(tmp_path / "runs", keep=2)
+        assert latest(tmp_path / "runs") == saved
+    assert names(tmp_path / "runs") == ["000003-step-3", "000004-step-4"]
+    training.load(tmp_path / "runs" / "000003-step-3")
+    training.save(tmp_path / "runs", keep=2)
+    assert names(tmp_path / "runs") == ["000004-step-4", "000005-step-3"]
+    assert training.load(tmp_path / "runs").step == 3, "the newest, not the furthest"
+
+
+def test_the_latest_one_that_is_whole(tmp_path: Path) -> None:
+    training = Training(pipeline(2, ranks=2))
+    first, second, third = (training.save(tmp_path) for _ in range(3))
+    (third / "manifest.json").unlink()
+    file = second / "rank-00000.safetensors"
+    file.write_bytes(file.read_bytes()[:-1])
+    assert latest(tmp_path) == first
+    with pytest.raises(CheckpointError, match=r"000003-step-0 is no checkpoint"):
+        training.load(third)
+    (tmp_path / ".000009-step-4.saving").mkdir()
+    (tmp_path / "mine").mkdir()
+    saved = training.save(tmp_path, keep=2)
+    assert names(tmp_path) == [first.name, second.name, third.name, saved.name, "mine"]
+
+
+def test_other_programs_read_the_files(tmp_path: Path) -> None:
+    pipe = pipeline(2, ranks=2)
+    tensors = load_file(pipe.save(tmp_path) / "rank-00000.safetensors")
+    model = {n.removeprefix("model/"): v for n, v in tensors.items() if n.startswith("model/")}
+    assert "head.weight" not in model, "a tied weight is there once"
+    expected = {name: value for name, value in pipe.state_dict().items() if name in model}
+    torch.testing.assert_close(model, expected, rtol=0, atol=0)
+    assert len(pipe.state_dict()) == len(model) + 1
+
+
+def test_a_full_disk(tmp_path: Path) -> None:
+    training = Training(pipeline(2, ranks=2))
+    saved = training.save(tmp_path)
+    text = rf"cannot write .*: File too large; what was saved before is as it was: {saved}"
+    with full_disk(), pytest.raises(CheckpointError, match=text):
+        training.save(tmp_path)
+    assert names(tmp_path) == [saved.name]
+    assert training.load(tmp_path).path == saved
+
+
+def test_a_read_only_folder(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(
+        CheckpointError, match=r"runs cannot be read: Not a directory; .* has no save"
+    ):
+        pipeline(2, ranks=2).save(tmp_path / "file" / "runs")
+
+
+def test_in_the_background(tmp_path: Path) -> None:
+    training = Training(pipeline(2, ranks=2))
+    training.run(1)
+    saved = training.save(tmp_path, async_save=True)
+    expected = training.run(2)
+    again = Training(pipeline(2, ranks=2))
+    assert again.load(tmp_path).path == saved, "a load waits for it"
+    assert again.run(2) == expected, "what was saved is of the time of the call"
+    second = training.save(tmp_path, async_save=True, keep=1)
+    third = training.save(tmp_path, async_save=True, keep=1)
+    background.wait(tmp_path)
+    assert (second.exists(), names(tmp_path)) == (False, [third.name])
+
+
+def test_a_full_disk_in_the_background(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    training = Training(pipeline(2, ranks=2))
+    saved = training.save(tmp_path)
+    with full_disk():
+        training.save(tmp_path, async_save=True)
+        background._running[tmp_path].thread.join()
+    assert "a save in the background was not made: cannot write" in caplog.text
+    with pytest.raises(CheckpointError, match=f"File too large.*as it was: {saved}"):
+        training.save(tmp_path)
+    assert names(tmp_path) == [saved.name]
+    training.save(tmp_path)
+
+
+def on_one_rank(rank: int, group: Any, runs: str, asynchronous: bool) -> str:
+    """The last of two ranks fails in the middle of a save."""
+    training = Training(pipeline(2, mesh=mesh_of(group, None), timeout=20))
+    training.save(runs)
+    try:
+        with full_disk() if rank == 1 else nullcontext():
+            training.save(runs, async_save=asynchronous)
+            background._running[Path(runs)].thread.join()
+        training.save(runs)
+    except tl.TaktlineError as error:
+        if isinstance(error, CheckpointError):
+            assert training.pipe.grad_norm() >= 0  # pyright: ignore
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_full_disk_of_one_rank(workers: Workers, tmp_path: Path, asynchronous: bool) -> None:
+    told = workers.run(on_one_rank, str(tmp_path), asynchronous)
+    assert told[0] == told[1]
+    assert told[0].startswith("CheckpointError: rank 1: cannot write ")
+    assert told[0].endswith(f"as it was: {tmp_path / '000001-step-0'}")
+    assert names(tmp_path) == ["000001-step-0"]

@@ -1,0 +1,106 @@
+"""Models of transformers, in and out, each process its own part."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import taktline as tl
+from taktline.errors import CheckpointError, StateError
+from tests.checkpoint.training import mesh_of
+from tests.workers import Workers
+
+IDS = torch.arange(24).reshape(4, 6) % 17
+CUTS = ["model.layers.1"]
+
+
+def llama(tied: bool = False) -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=32,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        tie_word_embeddings=tied,
+    )
+    return LlamaForCausalLM(config).eval()
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("largest", [5_000, 10**9])
+def test_out_and_in(tmp_path: Path, tied: bool, largest: int) -> None:
+    from transformers import AutoModelForCausalLM
+
+    model = llama(tied)
+    pipe = tl.Pipeline(model, cuts=CUTS, microbatches=2, ranks=2)
+    pipe.save_pretrained(tmp_path, max_shard_bytes=largest)
+    assert (tmp_path / "model.safetensors.index.json").exists() == (largest < 10**9)
+    read: Any = AutoModelForCausalLM.from_pretrained(tmp_path)
+    for (name, mine), (other, theirs) in zip(
+        read.state_dict().items(), model.state_dict().items(), strict=True
+    ):
+        assert name == other
+        assert torch.equal(mine, theirs), name
+    again = tl.Pipeline.from_pretrained(tmp_path, cuts=CUTS, microbatches=2, ranks=2)
+    assert torch.equal(again.eval(IDS).logits, model(IDS).logits)
+
+
+def test_what_transformers_writes(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    llama().bfloat16().save_pretrained(tmp_path, max_shard_size="5KB")
+    model: Any = AutoModelForCausalLM.from_pretrained(tmp_path)
+    pipe = tl.Pipeline.from_pretrained(tmp_path, cuts=CUTS, microbatches=2, ranks=2)
+    assert {value.dtype for value in pipe.parameters()} == {torch.bfloat16}
+    torch.testing.assert_close(pipe.eval(IDS).logits, model(IDS).logits)
+
+
+def test_a_config_makes_a_new_model() -> None:
+    config = llama().config
+    torch.manual_seed(0)
+    pipe = tl.Pipeline.from_pretrained(config, cuts=CUTS, microbatches=2, ranks=2)
+    assert pipe.eval(IDS).logits.shape == (4, 6, 32)
+
+
+def test_what_is_not_there(tmp_path: Path) -> None:
+    model = llama()
+    model.config.save_pretrained(tmp_path)
+    with pytest.raises(CheckpointError, match=r"has neither model\.safetensors\.index\.json nor"):
+        tl.Pipeline.from_pretrained(tmp_path, microbatches=2)
+    model.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 3}))
+    with pytest.raises(StateError, match=r"lacks 9 parameters of this piece: model\.layers\.2"):
+        tl.Pipeline.from_pretrained(tmp_path, microbatches=2)
+
+
+def over_processes(rank: int, group: Any, folder: str, shape: Any, way: str | None) -> Any:
+    mesh = mesh_of(group, shape)
+    options: Any = {"cuts": CUTS, "microbatches": 2, "mesh": mesh, "data_parallel": way}
+    pipe = tl.Pipeline.from_pretrained(folder, **options)
+    held = {name for name, _ in pipe.named_parameters()}
+    assert ("model.layers.0.mlp.up_proj.weight" in held) != ("lm_head.weight" in held)
+    pipe.save_pretrained(Path(folder, "again"))
+    return pipe.eval(IDS).logits
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(("shape", "way"), [(None, None), ((2, 2), "fsdp")])
+def test_processes(workers: Workers, tmp_path: Path, shape: Any, way: str | None) -> None:
+    from transformers import AutoModelForCausalLM
+
+    model = llama()
+    model.save_pretrained(tmp_path)
+    ranks = 2 if shape is None else 4
+    for logits in workers.run(over_processes, str(tmp_path), shape, way, ranks=ranks):
+        torch.testing.assert_close(logits, model(IDS).logits)
+    read: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "again")
+    for name, value in read.state_dict().items():
+        assert torch.equal(value, model.state_dict()[name])

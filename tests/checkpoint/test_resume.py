@@ -1,0 +1,124 @@
+"""A training that is saved, and goes on elsewhere as if nothing had been."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import taktline as tl
+from taktline import checkpoint
+from tests.checkpoint.training import Data, DropLM, Training, mesh_of, pipeline
+from tests.workers import Workers
+
+SCHEDULES = [("1f1b", 2, 2), ("zbv", 2, 4), ("interleaved_1f1b", 2, 4), ("1f1b", 1, 1)]
+
+
+@pytest.mark.parametrize("seed", [None, 3], ids=["drawn", "seeded"])
+@pytest.mark.parametrize(("schedule", "ranks", "stages"), SCHEDULES)
+def test_the_same_layout_goes_on_to_the_last_bit(
+    tmp_path: Path, schedule: str, ranks: int, stages: int, seed: int | None
+) -> None:
+    torch.manual_seed(5)
+    first = Training(pipeline(stages, schedule, ranks=ranks, seed=seed))
+    first.run(3)
+    saved = first.save(tmp_path, extra={"epoch": (1, None)})
+    expected = first.run(3)
+    torch.manual_seed(9)
+    again = Training(pipeline(stages, schedule, ranks=ranks, seed=seed))
+    again.run(1)
+    loaded = again.load(tmp_path)
+    assert (loaded.path, loaded.step, loaded.extra) == (saved, 3, {"epoch": (1, None)})
+    assert again.run(3) == expected
+    for mine, other in zip(again.state(), first.state(), strict=True):
+        assert torch.equal(mine, other)
+
+
+def test_a_chain_of_layouts(tmp_path: Path) -> None:
+    expected = Training(pipeline(4, ranks=4, dropout=0.0)).run(10)
+    found: list[float] = []
+    chain: list[Any] = [
+        lambda: pipeline(4, ranks=4, dropout=0.0),
+        lambda: pipeline(2, ranks=2, dropout=0.0),
+        lambda: pipeline(8, "zbv", ranks=4, dropout=0.0),
+        lambda: DropLM(0.0),
+        lambda: pipeline(4, ranks=4, dropout=0.0),
+    ]
+    last: Training | None = None
+    for make in chain:
+        training = Training(make())
+        if last is not None and isinstance(last.pipe, tl.Pipeline):
+            assert training.load(tmp_path).step == len(found)
+        elif last is not None:
+            assert isinstance(last.pipe, nn.Module)
+            plain = tl.Pipeline(last.pipe, microbatches=4, loss_fn=nn.functional.mse_loss)
+            plain.schedules[0].steps = len(found)
+            plain.save(tmp_path, last.optimizer, scheduler=last.schedulers, data=last.data)
+            training.load(tmp_path)
+        found += training.run(2)
+        if isinstance(training.pipe, tl.Pipeline):
+            training.save(tmp_path)
+        last = training
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+
+
+def resumed(rank: int, group: Any, folder: str, schedule: str, stages: int, seed: int | None):
+    torch.manual_seed(rank)
+    training = Training(pipeline(stages, schedule, seed=seed, mesh=mesh_of(group, None)))
+    if checkpoint.latest(folder) is not None:
+        training.load(folder)
+    else:
+        training.run(2)
+        training.save(folder)
+    return training.run(2)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(("schedule", "stages"), [("1f1b", 2), ("zbv", 4)])
+@pytest.mark.parametrize("seed", [None, 3], ids=["drawn", "seeded"])
+def test_processes_go_on_to_the_last_bit(
+    workers: Workers, tmp_path: Path, schedule: str, stages: int, seed: int | None
+) -> None:
+    first = workers.run(resumed, str(tmp_path), schedule, stages, seed)
+    assert workers.run(resumed, str(tmp_path), schedule, stages, seed) == first
+
+
+def moved(rank: int, group: Any, folder: str, schedule: str, stages: int, shape: Any, way: Any):
+    """Some steps in one layout, from the latest save on."""
+    mesh = mesh_of(group, shape)
+    training = Training(pipeline(stages, schedule, dropout=0.0, mesh=mesh, data_parallel=way))
+    if checkpoint.latest(folder) is not None:
+        training.load(folder)
+    losses = training.run(2)
+    assert isinstance(training.pipe, tl.Pipeline)
+    training.pipe.eval(Data().batch()[0])  # leaves the shards of FSDP2 gathered
+    training.save(folder)
+    return losses
+
+
+LAYOUTS: list[Any] = [
+    (2, "1f1b", 2, None, None),
+    (4, "1f1b", 2, (2, 2), "fsdp"),
+    (2, "zbv", 4, None, None),
+    (4, "1f1b", 1, (1, 4), "fsdp"),
+    (4, "zbv", 4, (2, 2), "ddp"),
+    (3, "interleaved_1f1b", 6, None, None),
+    (4, "1f1b", 2, (2, 2), "fsdp"),
+]
+
+
+@pytest.mark.processes
+def test_processes_in_other_layouts(workers: Workers, tmp_path: Path) -> None:
+    expected = Training(pipeline(4, ranks=4, dropout=0.0)).run(2 * len(LAYOUTS) + 2)
+    found: list[float] = []
+    for processes, *layout in LAYOUTS:
+        losses = workers.run(moved, str(tmp_path), *layout, ranks=processes)
+        assert losses == [losses[0]] * processes
+        found += losses[0]
+    plain = Training(DropLM(0.0))
+    assert plain.load(tmp_path).step == len(found)
+    found += plain.run(2)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
