@@ -65,5 +65,5 @@ class Screen:
 
 
 def _figures(loss: float, speed: float, bubble: float | None) -> str:
-    measured = "   –" if bubble is None else f"{bubble:4.0%}"
-    return f"loss {loss:.3f}  {speed:7,.0f} tokens/s  bubble {measured}"
+    measured = "" if bubble is None else f"  bubble {bubble:4.0%}"
+    return f"loss {loss:.3f}  {speed:7,.0f} tokens/s{measured}"
