@@ -44,7 +44,7 @@ def test_what_it_shows(tmp_path: Path, words: tuple[str, ...], schedules: list[s
     text = shown(*words, "--output", str(page))
     assert "The losses are equal, but for rounding." in text
     bubble = "" if "--local" in words else r" +bubble +\d+%"
-    assert re.search(rf"step +3 +loss \d\.\d+ +[\d,]+ tokens/s{bubble}$", text, re.M)
+    assert re.search(rf"step +3 +loss \d\.\d+ +[\d,]+ tokens/s{bubble} +peak \S+ MiB$", text, re.M)
     rows = re.findall(r"^│ (\w+) +│ +\d │ +\d+ │ +\d+ │ +\S+ │ +(\S+)% │ +\d+ │$", text, re.M)
     assert [name for name, _ in rows] == schedules
     assert f"{page}\n" in text

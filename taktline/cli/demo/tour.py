@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from pathlib import Path
 
 import torch
@@ -19,8 +18,6 @@ __all__ = ["Tour"]
 
 _SAMPLES = 4
 """In a micro-batch."""
-_TRACED = 10
-"""Every so many steps the bubble is measured."""
 _COMPARED = 10
 """So many steps are run without a pipeline, too."""
 _ROUNDS = 7
@@ -90,23 +87,13 @@ class Tour:
     def _train(self, pipe: Pipeline) -> list[float]:
         optimizer = torch.optim.AdamW(pipe.parameters(), lr=_RATE)
         losses: list[float] = []
-        bubble: float | None = None
-        began = time.perf_counter()
-        with self._screen.progress(self._steps) as meter:
-            for step in range(self._steps):
-                passages, following = self._text.batch(step, self._size)
-                if self._apart and step % _TRACED == 1:
-                    with pipe.trace() as trace:
-                        loss = pipe.step(passages, target=following)
-                    bubble = trace.timeline.bubble()
-                else:
-                    loss = pipe.step(passages, target=following)
-                pipe.clip_grad_norm_(1.0)
-                optimizer.step()
-                optimizer.zero_grad()
-                losses.append(loss.item())
-                speed = (step + 1) * passages.numel() / (time.perf_counter() - began)
-                meter(step, losses[-1], speed, bubble)
+        batches = [self._text.batch(step, self._size) for step in range(self._steps)]
+        for passages, following in pipe.progress(batches, every=max(1, self._steps // 10)):
+            loss = pipe.step(passages, target=following)
+            pipe.clip_grad_norm_(1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
         return losses
 
     def _compare(self, losses: list[float]) -> None:

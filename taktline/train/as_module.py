@@ -1,0 +1,111 @@
+"""What people who know ``nn.Module`` try on a pipeline: it works, or says what to do instead."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, NoReturn, Self
+
+import torch
+from torch import nn
+
+from taktline.errors import UseError
+from taktline.stage.names import named_modules
+from taktline.train.build import Built
+
+__all__ = ["AsModule", "as_example"]
+
+_BEFORE = "convert the model before you make the pipeline of it"
+_INSTEAD = {
+    "forward": "call step(…) to train, and eval(…) for outputs",
+    "backward": "step(…) runs forward and backward",
+    "cuda": 'say where it computes when you make it: Pipeline(…, device="cuda")',
+    "cpu": 'say where it computes when you make it: Pipeline(…, device="cpu")',
+    **dict.fromkeys(("half", "float", "double", "bfloat16", "type"), _BEFORE),
+    "apply": "go over pipe.modules()",
+    "requires_grad_": "go over pipe.parameters()",
+    "buffers": "pipe.state_dict() has them",
+    "compile": "compile the stages in prepare=, or the model's blocks with block.compile()",
+}
+
+
+def as_example(example: Any) -> Any:
+    """An example as ``Pipeline`` takes it: a mapping holds keyword arguments, a tensor is alone.
+
+    >>> as_example({"input_ids": 1}), as_example((1, 2))
+    (((), {'input_ids': 1}), (1, 2))
+    """
+    if isinstance(example, Mapping):
+        return (), dict(example)
+    return (example,) if isinstance(example, torch.Tensor) else example
+
+
+class AsModule:
+    """The part of a pipeline that is like an ``nn.Module``."""
+
+    @property
+    def _built(self) -> Built:
+        raise NotImplementedError
+
+    def eval(self, *args: Any, **options: Any) -> Any:
+        """See :meth:`taktline.Pipeline.eval`."""
+        raise NotImplementedError
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The outputs of a batch, as :meth:`eval` returns them; to train, call :meth:`step`.
+
+        >>> import taktline as tl
+        >>> pipe = tl.Pipeline([nn.Linear(2, 2), nn.Linear(2, 1)], microbatches=2, ranks=2)
+        >>> with torch.no_grad():
+        ...     pipe(torch.ones(4, 2)).shape
+        torch.Size([4, 1])
+        """
+        modules = self._built.parts.modules.values()
+        if torch.is_grad_enabled() and any(module.training for module in modules):
+            raise UseError(
+                "the outputs of a pipeline have no gradients: call step(x, target=y), which runs "
+                "forward and backward; or eval(x), or this under torch.no_grad(), for outputs"
+            )
+        return self.eval(*args, **kwargs)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients of this process, as ``optimizer.zero_grad()`` does."""
+        for _, _, parameter in self._built.parameters():
+            if set_to_none or parameter.grad is None:
+                parameter.grad = None
+            else:
+                parameter.grad.detach_().zero_()
+
+    def named_modules(self) -> Iterator[tuple[str, nn.Module]]:
+        """The modules of this process, with their names in the model."""
+        parts, seen = self._built.parts, set[int]()
+        for stage in sorted(parts.modules):
+            for name, module in named_modules(parts.modules[stage]).items():
+                if id(module) not in seen:
+                    seen.add(id(module))
+                    yield parts.name(stage, name).removesuffix("."), module
+
+    def modules(self) -> Iterator[nn.Module]:
+        """The modules of this process."""
+        for _, module in self.named_modules():
+            yield module
+
+    def to(self, *where: Any, **options: Any) -> Self:
+        """Itself, if it is there already: a pipeline stays where it was made."""
+        here = self._built.ranks.device
+        for value in (*where, *options.values()):
+            if isinstance(value, torch.dtype | torch.Tensor):
+                raise UseError(f"a pipeline keeps its type: {_BEFORE}")
+            if isinstance(value, str | int | torch.device) and not isinstance(value, bool):
+                device = torch.device(value)
+                if (device.type, device.index or 0) != (here.type, here.index or 0):
+                    raise UseError(
+                        f"a pipeline stays where it was made, on {here}: make it with "
+                        f'Pipeline(…, device="{device}")'
+                    )
+        return self
+
+    def __getattr__(self, name: str) -> NoReturn:
+        advice = f"; {_INSTEAD[name]}" if name in _INSTEAD else ""
+        raise AttributeError(
+            f"a {type(self).__name__} has no {name!r}{advice}", name=name, obj=self
+        )
