@@ -35,11 +35,13 @@ from taktline.train.boundaries import Boundaries
 from taktline.train.build import Built, Options, build
 from taktline.train.choice import Choice
 from taktline.train.generate import Request, generate
+from taktline.train.layout import cuts_of
 from taktline.train.loader import SharedLoader
 from taktline.train.metrics import Metrics
 from taktline.train.norm import clip, norm_of
 from taktline.train.own_loss import asked, of_output, with_own_loss
 from taktline.train.parts import Model
+from taktline.train.plainly import plainly
 from taktline.train.preempt import PREEMPTED, Preemption
 from taktline.train.progress import progress
 from taktline.train.ranks import Ranks
@@ -80,7 +82,8 @@ class Pipeline(AsModule):
             that the model returns: a number, ``output.loss``, or the only number in a tuple.
         ranks: how many ranks the pipeline has.
         stages_per_rank: for schedules that leave it open.
-        cuts: names of submodules at which new stages begin.
+        cuts: names of submodules at which new stages begin; or a layout as Megatron writes it, a
+            text such as ``"Et*3|(tt|)*2,L"``.
         mesh: a device mesh with a dimension "pp", and one that begins with "dp" for copies.
         data_parallel: ``"ddp"`` or ``"fsdp"``: what each stage is wrapped in.
         prepare: called with each stage of this process and its number, once it is on its device
@@ -125,6 +128,7 @@ class Pipeline(AsModule):
     PREEMPTED: ClassVar[int] = PREEMPTED
     """The exit code of every rank after ``on_preempt``."""
 
+    @plainly
     def __init__(
         self,
         model: Model,
@@ -135,7 +139,7 @@ class Pipeline(AsModule):
         loss_fn: LossFn | None = None,
         ranks: int | None = None,
         stages_per_rank: int | None = None,
-        cuts: Sequence[str] | None = None,
+        cuts: Sequence[str] | str | None = None,
         mesh: DeviceMesh | None = None,
         data_parallel: Literal["ddp", "fsdp"] | None = None,
         prepare: Prepare | None = None,
@@ -157,6 +161,8 @@ class Pipeline(AsModule):
         for name, function in functions.items():
             if function is not None:
                 require_callable(name, function)
+        if isinstance(cuts, str):
+            cuts = cuts_of(cuts, require_instance("model", model, nn.Module))
         if cuts is not None:
             cuts = require_iterable("cuts", cuts, "a list of names of submodules", PartitionError)
         options = Options(
@@ -239,6 +245,7 @@ class Pipeline(AsModule):
         """What runs each rank of this process; if all of them are here, one runs them all."""
         return dict.fromkeys(self._ranks.own, self._built.schedule)
 
+    @plainly
     def step(
         self,
         *args: Any,
@@ -285,6 +292,7 @@ class Pipeline(AsModule):
         self._end_if_preempted()
         return (loss, output) if return_outputs else loss
 
+    @plainly
     def eval(
         self,
         *args: Any,
@@ -316,6 +324,7 @@ class Pipeline(AsModule):
             return loss
         return output if loss is None else (loss, output)
 
+    @plainly
     def verify(
         self,
         model: nn.Module,
@@ -351,6 +360,7 @@ class Pipeline(AsModule):
         with self._turn:
             return verify(self._built, model, (args, target, options), tolerance)
 
+    @plainly
     def generate(
         self,
         ids: torch.Tensor,
@@ -475,6 +485,7 @@ class Pipeline(AsModule):
                 seen.add(id(parameter))
                 yield name, parameter
 
+    @plainly
     def grad_norm(self, norm_type: float = 2.0) -> torch.Tensor:
         """The norm of all gradients of the model, the same on every rank."""
         if not (isinstance(norm_type, float) and norm_type == math.inf):
@@ -485,6 +496,7 @@ class Pipeline(AsModule):
             self._built.schedule._runner.arrive(what)
             return norm_of(self._built.counted(), self._ranks, norm_type, device=self.device)
 
+    @plainly
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
     ) -> torch.Tensor:
@@ -501,6 +513,7 @@ class Pipeline(AsModule):
         clip(self.parameters(), max_norm, norm)
         return norm
 
+    @plainly
     def state_dict(self, *, gathered: bool = False) -> dict[str, torch.Tensor]:
         """The model's state under its own names.
 
@@ -515,6 +528,7 @@ class Pipeline(AsModule):
                 return state.gathered(parts, self._ranks)
         return state.own(parts, with_rest=0 in self._ranks.own)
 
+    @plainly
     def load_state_dict(self, state_dict: Mapping[str, torch.Tensor], *, strict: bool = True):
         """Load a state of the whole model, or what this process needs of it."""
         require_instance("state_dict", state_dict, Mapping, "a mapping from names to tensors")
