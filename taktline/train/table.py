@@ -94,8 +94,20 @@ class Table:
         return self.costs if isinstance(self.costs.forward, tuple) else None
 
     def predicted(self) -> Timeline:
-        """When everything runs, as far as the costs are known."""
-        return simulate(self._plan, self.costs)
+        """When everything runs; times and memory are relative to those of a mean stage."""
+        costs = self.costs
+        if not isinstance(costs.forward, tuple) or not isinstance(costs.activation, tuple):
+            return simulate(self._plan, costs)
+        work = _relative(costs.forward)
+        return simulate(
+            self._plan,
+            Costs(
+                forward=work,
+                backward_input=work,
+                backward_weight=work,
+                activation=_relative(costs.activation),
+            ),
+        )
 
     def __str__(self) -> str:
         plan, known = self._plan, self._rows[0].needs is not None
@@ -126,6 +138,11 @@ class Table:
             else "peak: activations in flight"
         )
         return f"{_aligned(lines)}\npredicted bubble: {bubble:.1%} ({basis}); {memory}"
+
+
+def _relative(numbers: Sequence[float]) -> tuple[float, ...]:
+    mean = sum(numbers) / len(numbers) or 1.0
+    return tuple(number / mean for number in numbers)
 
 
 def _layers(names: Sequence[str] | Mapping[str, Any]) -> str:
