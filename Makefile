@@ -3,8 +3,8 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-# Twice quiet: errors only.
-PIP := $(BIN)/python -m pip --quiet --quiet --disable-pip-version-check
+# With pip's own progress: torch takes minutes, and they should not be silent.
+PIP := $(BIN)/python -m pip --disable-pip-version-check
 TORTURE_SECONDS ?= 120
 FUZZ_INPUTS ?= 100000
 # How many tests run side by side; each has one thread of its own, or they would fight for the cores.

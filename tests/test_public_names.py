@@ -72,6 +72,10 @@ def test_top_level_names() -> None:
         assert getattr(taktline, name) is not None
 
 
+def test_dir_shows_public_names_only() -> None:
+    assert dir(taktline) == sorted([*taktline.__all__, "__version__"])
+
+
 def test_an_unknown_name() -> None:
     with pytest.raises(AttributeError, match="module 'taktline' has no attribute 'nonsense'"):
         _ = taktline.nonsense

@@ -30,7 +30,6 @@ app = typer.Typer(
     help="Pipeline-parallel training for PyTorch: plan, check, draw and compare schedules.",
     epilog="Exit codes: 0 fine, 1 the plan breaks its rules, 2 the input cannot be used.",
     no_args_is_help=True,
-    add_completion=False,
     rich_markup_mode="markdown",
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -59,7 +58,7 @@ def _tell_errors(command: Callable[..., None]) -> Callable[..., None]:
     def told(*args: Any, **kwargs: Any) -> None:
         try:
             command(*args, **kwargs)
-        except TaktlineError as error:
+        except (TaktlineError, typer.BadParameter) as error:
             typer.echo(f"error: {error}", err=True)
             raise typer.Exit(1 if isinstance(error, InvalidPlanError) else 2) from None
 

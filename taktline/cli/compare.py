@@ -7,24 +7,32 @@ from typing import Annotated
 import typer
 
 from taktline.cli.options import (
+    MEMORY,
     Backward,
     Comm,
     Forward,
     Json,
+    Microbatches,
     Predict,
+    Ranks,
+    StagesPerRank,
     Weight,
     echo_json,
     is_file,
     load,
     make_costs,
     read_timelines,
+    waiting,
 )
-from taktline.plan import Timeline, build, find, names, simulate
+from taktline.plan import Timeline, find, names, simulate
 from taktline.plan.render.scale import shared_axis
 from taktline.plan.timeline_io import is_timeline
 from taktline.plan.words import counted
 
-__all__ = ["compare", "for_one_model", "print_table"]
+__all__ = ["compare"]
+
+_WIDTH = 72
+"""Columns that the whole table takes; in fewer, it shows the most important."""
 
 
 def compare(
@@ -34,14 +42,9 @@ def compare(
             metavar="FILE|NAME…", help="Schedules, plans or timelines; by default all schedules."
         ),
     ] = None,
-    ranks: Annotated[int, typer.Option("--ranks", "-r", help="How many ranks (devices).")] = 4,
-    stages_per_rank: Annotated[
-        int | None,
-        typer.Option("--stages-per-rank", "-s", help="For schedules that leave it open."),
-    ] = None,
-    microbatches: Annotated[
-        int, typer.Option("--microbatches", "-m", help="How many micro-batches.")
-    ] = 8,
+    ranks: Ranks = None,
+    stages_per_rank: StagesPerRank = None,
+    microbatches: Microbatches = None,
     forward: Forward = None,
     backward: Backward = None,
     weight: Weight = None,
@@ -64,43 +67,28 @@ def compare(
     - `taktline compare measured.json --predict`
     """
     timelines: list[Timeline] = []
-    for target in schedules or [name for name in names() if name != "forward_only"]:
-        if not is_file(target):
-            times = (forward, backward, weight, comm)
-            timelines += for_one_model([target], ranks, microbatches, stages_per_rank, *times)
-        elif is_timeline(target):
-            timelines += read_timelines(target, predict)
-        else:
-            plan, known = load(target, None, None, None)
-            timelines.append(simulate(plan, make_costs(known, forward, backward, weight, comm)))
+    times = (forward, backward, weight, comm)
+    with waiting("simulating") as now:
+        for target in schedules or [name for name in names() if name != "forward_only"]:
+            now(target)
+            if is_file(target) and is_timeline(target):
+                timelines += read_timelines(target, predict)
+                continue
+            numbers = (ranks, stages_per_rank, microbatches)
+            if is_file(target):
+                numbers = (None, None, None)  # it has its own
+            elif find(target).stages_per_rank:
+                numbers = (ranks, None, microbatches)  # meant for those that leave it open
+            plan, known = load(target, *numbers)
+            timelines.append(simulate(plan, make_costs(plan, known, *times)))
     shared_axis(timelines)  # raises if they cannot be compared
     if json:
         echo_json([_as_dict(timeline) for timeline in timelines])
     else:
-        print_table(timelines)
+        _print_table(timelines)
 
 
-def for_one_model(
-    schedules: list[str],
-    ranks: int,
-    microbatches: int,
-    stages_per_rank: int | None = None,
-    forward: float | None = None,
-    backward: float | None = None,
-    weight: float | None = None,
-    comm: float | None = None,
-) -> list[Timeline]:
-    """The schedules simulated with the times of a rank's whole share of the model."""
-    timelines: list[Timeline] = []
-    for name in schedules:
-        asked = stages_per_rank if find(name).stages_per_rank is None else None
-        plan = build(name, ranks=ranks, microbatches=microbatches, stages_per_rank=asked)
-        costs = make_costs(None, forward, backward, weight, comm, share=plan.stages // ranks)
-        timelines.append(simulate(plan, costs))
-    return timelines
-
-
-def print_table(timelines: list[Timeline]) -> None:
+def _print_table(timelines: list[Timeline]) -> None:
     """Print timelines as a table, a row each; the best figure of a column stands out."""
     from rich.console import Console
     from rich.table import Table
@@ -108,27 +96,32 @@ def print_table(timelines: list[Timeline]) -> None:
     plan = timelines[0].plan
     shapes = {(t.plan.ranks, t.plan.microbatches) for t in timelines}
     ranks, microbatches = counted(plan.ranks, "rank"), counted(plan.microbatches, "micro-batch")
-    table = Table(title=f"{ranks}, {microbatches}" if len(shapes) == 1 else None)
-    table.add_column("schedule", no_wrap=True)
+    title = f"{ranks}, {microbatches}" if len(shapes) == 1 else None
+    table = Table(title=title, caption=MEMORY, caption_justify="left")
+    narrow = (console := Console()).width < _WIDTH
+    table.add_column("schedule", no_wrap=not narrow, overflow="fold")
     unit = timelines[0].costs.unit
     makespan = f"makespan/{unit}" if unit else "makespan"
-    for heading in ("stages/rank", "bubble", "by span", makespan, "memory"):
-        table.add_column(heading, justify="right")
-    figures = [
-        (t.bubble(), t.bubble("span"), t.makespan, float(t.peak_memory.max())) for t in timelines
-    ]
-    best = [min(column) for column in zip(*figures, strict=True)]
-    for timeline, row in zip(timelines, figures, strict=True):
-        texts = [f"{row[0]:.1%}", f"{row[1]:.1%}", f"{row[2]:.4g}", f"{row[3]:.4g}"]
-        table.add_row(
-            timeline.name,
-            str(timeline.plan.stages // timeline.plan.ranks),
-            *(
-                f"[bold green]{text}[/]" if value <= low + 1e-9 and len(timelines) > 1 else text
-                for text, value, low in zip(texts, row, best, strict=True)
-            ),
-        )
-    Console().print(table)
+    headings = ["stages/rank", "bubble", "by span", makespan, "memory"]
+    kept = [1, 3, 4] if narrow else range(5)
+    for place in kept:
+        table.add_column(headings[place], justify="right")
+    rows = [_figures(timeline) for timeline in timelines]
+    best = [min(column) for column in zip(*rows, strict=True)]
+    for timeline, row in zip(timelines, rows, strict=True):
+        texts = [f"{row[0]}", f"{row[1]:.1%}", f"{row[2]:.1%}", f"{row[3]:.4g}", f"{row[4]:.4g}"]
+        for place in range(1, 5):
+            if row[place] <= best[place] + 1e-9 and len(timelines) > 1:
+                texts[place] = f"[bold green]{texts[place]}[/]"
+        table.add_row(timeline.name, *(texts[place] for place in kept))
+    console.print(table)
+
+
+def _figures(timeline: Timeline) -> tuple[int, float, float, float, float]:
+    """What the columns show."""
+    each = timeline.plan.stages // timeline.plan.ranks
+    bubbles = timeline.bubble(), timeline.bubble("span")
+    return each, *bubbles, timeline.makespan, float(timeline.peak_memory.max())
 
 
 def _as_dict(timeline: Timeline) -> dict[str, object]:

@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
-import json as json_module
 import os
+from json import dumps
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 import typer
 
+from taktline.cli.options import Json, echo_json
 from taktline.errors import TransportError
+from taktline.plan.io import write_text
 
 # Only for annotations: all that needs torch is imported when the doctor is called.
 if TYPE_CHECKING:
     from taktline.cli.diagnosis.report import Report
 
 __all__ = ["doctor"]
+
+
+class Told(NamedTuple):
+    """Where the findings go: into a file, and as JSON instead of tables."""
+
+    output: Path | None
+    json: bool
 
 
 def doctor(
@@ -33,9 +42,11 @@ def doctor(
     timeout: Annotated[
         float, typer.Option(min=1.0, help="Seconds to wait for a rank before giving up.")
     ] = 60.0,
-    json: Annotated[
-        Path | None, typer.Option("--json", help="Write the findings to this file, too.")
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", help="Write the findings to this .json file, too."),
     ] = None,
+    json: Json = False,
 ) -> None:
     """Check a cluster: versions, devices, links between ranks, and a tiny pipeline.
 
@@ -55,20 +66,21 @@ def doctor(
     if launched():
         if ranks is not None or local:
             raise typer.BadParameter("a launcher has started the ranks; leave out --ranks, --local")
-        well = _as_one_of_many(backend, timeout, json)
+        well = _as_one_of_many(backend, timeout, Told(output, json))
     elif local:
         if backend is not None:
             raise typer.BadParameter("local ranks need no --backend")
-        well = _as_local_ranks(ranks or 2, json)
+        well = _as_local_ranks(ranks or 2, Told(output, json))
     else:
         words = ["doctor", "--backend", backend or "gloo", "--timeout", str(timeout)]
-        words += [] if json is None else ["--json", str(json)]
+        words += [] if output is None else ["--output", str(output)]
+        words += ["--json"] if json else []
         well = launch(ranks or 2, words, patience=timeout + 20.0) == 0
     if not well:
         raise typer.Exit(1)
 
 
-def _as_one_of_many(backend: str | None, timeout: float, json: Path | None) -> bool:
+def _as_one_of_many(backend: str | None, timeout: float, told: Told) -> bool:
     """This process is a rank that a launcher has started."""
     # Before torch is loaded: what goes wrong is told here, without a trace of C++ frames.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
@@ -80,26 +92,29 @@ def _as_one_of_many(backend: str | None, timeout: float, json: Path | None) -> b
         typer.echo(f"error: {error}", err=True)
         return False
     if rank == 0:
-        _tell(report, json)
+        _tell(report, told)
     part()
     return report.well
 
 
-def _as_local_ranks(ranks: int, json: Path | None) -> bool:
+def _as_local_ranks(ranks: int, told: Told) -> bool:
     """All ranks in this process."""
     from taktline.cli.diagnosis.examine import examine_local
 
     report = examine_local(ranks)
-    _tell(report, json)
+    _tell(report, told)
     return report.well
 
 
-def _tell(report: Report, json: Path | None) -> None:
+def _tell(report: Report, told: Told) -> None:
     from rich.console import Console
 
     from taktline.cli.diagnosis.tables import show
 
-    show(report, Console())
-    if json is not None:
-        json.write_text(json_module.dumps(report.to_dict(), indent=2) + "\n")
-        typer.echo(f"{json}: the findings")
+    if told.json:
+        echo_json(report.to_dict())
+    else:
+        show(report, Console())
+    if told.output is not None:
+        write_text(told.output, dumps(report.to_dict(), indent=2) + "\n")
+        typer.echo(f"{told.output}: the findings", err=told.json)

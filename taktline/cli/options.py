@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Annotated, Any, TypeAlias
 
 import typer
@@ -12,6 +14,7 @@ from taktline.errors import ScheduleError
 from taktline.plan import Costs, Plan, Timeline, find, read, read_costs, read_timeline, simulate
 
 __all__ = [
+    "MEMORY",
     "Backward",
     "Comm",
     "Forward",
@@ -27,24 +30,33 @@ __all__ = [
     "load",
     "make_costs",
     "read_timelines",
+    "waiting",
 ]
 
+MEMORY = "memory: the most activations that a rank keeps, in those of a micro-batch"
+
 Ranks: TypeAlias = Annotated[
-    int | None, typer.Option("--ranks", "-r", help="How many ranks (devices).")
+    int | None, typer.Option("--ranks", "-r", help="How many ranks, devices (default 4).")
 ]
 StagesPerRank: TypeAlias = Annotated[
     int | None,
-    typer.Option("--stages-per-rank", "-s", help="How many stages each rank holds."),
+    typer.Option(
+        "--stages-per-rank",
+        "-s",
+        help="How many stages each rank holds, for schedules that leave it open.",
+    ),
 ]
 Microbatches: TypeAlias = Annotated[
-    int | None, typer.Option("--microbatches", "-m", help="How many micro-batches.")
+    int | None, typer.Option("--microbatches", "-m", help="How many micro-batches (default 8).")
 ]
-Forward: TypeAlias = Annotated[float | None, typer.Option(help="Time of a forward (default 1).")]
+Forward: TypeAlias = Annotated[
+    float | None, typer.Option(help="Time of a rank's forward (default 1).")
+]
 Backward: TypeAlias = Annotated[
-    float | None, typer.Option(help="Time of the backward for the inputs (default 1).")
+    float | None, typer.Option(help="Time of a rank's backward for the inputs (default 1).")
 ]
 Weight: TypeAlias = Annotated[
-    float | None, typer.Option(help="Time of the backward for the weights (default 1).")
+    float | None, typer.Option(help="Time of a rank's backward for the weights (default 1).")
 ]
 Comm: TypeAlias = Annotated[
     float | None, typer.Option(help="Time of a message between ranks (default 0).")
@@ -82,23 +94,25 @@ def load(
 def build_by_name(
     name: str, ranks: int | None, stages_per_rank: int | None, microbatches: int | None
 ) -> Plan:
-    """The plan of a schedule, whose numbers must have been given."""
-    schedule = find(name)
-    if ranks is None or microbatches is None:
-        raise typer.BadParameter(f"{schedule.name} is a schedule: give --ranks and --microbatches")
-    return schedule.build(ranks, microbatches, stages_per_rank)
+    """The plan of a schedule, by default on 4 ranks with 8 micro-batches."""
+    ranks = 4 if ranks is None else ranks
+    microbatches = 8 if microbatches is None else microbatches
+    return find(name).build(ranks, microbatches, stages_per_rank)
 
 
 def make_costs(
+    plan: Plan,
     known: Costs | None,
     forward: float | None,
     backward: float | None,
     weight: float | None,
     comm: float | None,
-    *,
-    share: int = 1,
 ) -> Costs:
-    """The known costs with what was asked for in their place; times divided among stages."""
+    """The known costs with what was asked for in their place.
+
+    If none are known, times and memory are those of a rank's whole share of the model, of which
+    each of its stages takes a part: so one plan takes equally long in all commands.
+    """
     values = (known or Costs()).to_dict()
     asked = {"forward": forward, "backward_input": backward, "backward_weight": weight}
     for name, time in asked.items():
@@ -107,7 +121,8 @@ def make_costs(
             if name != "forward":
                 values.pop("backward", None)
             values.pop("overlap", None)
-    if share > 1:
+    share = plan.stages // plan.ranks
+    if share > 1 and known is None:
         for name in (*asked, "activation"):
             values[name] = values.get(name, 1.0) / share
     if comm is not None:
@@ -124,3 +139,12 @@ def read_timelines(target: str, predict: bool) -> list[Timeline]:
 def echo_json(value: Any) -> None:
     """Print a value as JSON."""
     typer.echo(json.dumps(value, indent=2))
+
+
+@contextmanager
+def waiting(what: str) -> Iterator[Callable[[str], None]]:
+    """On a terminal, a line that says what is being done until it is; nothing elsewhere."""
+    from rich.console import Console
+
+    with Console(stderr=True).status(f"{what} …") as status:
+        yield lambda name: status.update(f"{what} {name} …")

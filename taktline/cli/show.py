@@ -26,6 +26,7 @@ from taktline.cli.options import (
 )
 from taktline.plan import Timeline, find, simulate
 from taktline.plan.io import write_text
+from taktline.plan.render.files import save
 from taktline.plan.render.html import to_html
 from taktline.plan.render.svg import to_svg
 from taktline.plan.render.text import chart, grid, legend
@@ -61,7 +62,7 @@ def show(
         typer.Option(
             "--output",
             "-o",
-            help="Draw into this file: .svg, .html (a page to explore) or .json (for Perfetto).",
+            help="Draw into this file: .svg, .png, .html (to explore) or .json (for Perfetto).",
         ),
     ] = None,
     by: Annotated[
@@ -72,17 +73,21 @@ def show(
     ] = None,
     colour: Annotated[
         bool | None,
-        typer.Option("--colour/--no-colour", help="Colours; by default in a terminal only."),
+        typer.Option(
+            "--colour/--no-colour",
+            "--color/--no-color",
+            help="Colours; by default in a terminal only.",
+        ),
     ] = None,
 ) -> None:
     """Draw plans: in the terminal, as SVG, as a page to explore, or as a trace for Perfetto.
 
-    With one plan, times are those of a stage; with several, those of a rank's whole share of the
-    model, so that schedules can be compared (a file's own costs stay). Timelines are drawn as is.
+    Times are those of a rank's whole share of the model, so that schedules can be compared; a
+    file's own costs stay. Timelines are drawn as they are.
 
     Examples:
 
-    - `taktline show 1f1b -r 4 -m 8`
+    - `taktline show 1f1b`
 
     - `taktline show plan.csv --by step`
 
@@ -99,8 +104,7 @@ def show(
             timelines += read_timelines(target, predict)
             continue
         plan, known = load(target, *_numbers_for(target, targets, numbers))
-        share = plan.stages // plan.ranks if len(targets) > 1 and known is None else 1
-        costs = make_costs(known, forward, backward, weight, comm, share=share)
+        costs = make_costs(plan, known, forward, backward, weight, comm)
         timelines.append(simulate(plan, costs))
     _draw(timelines, output, by, width, colour)
 
@@ -141,6 +145,10 @@ def _print(timelines: list[Timeline], by: By, width: int | None, colour: bool | 
 
 def _write(timelines: list[Timeline], output: Path, width: int | None) -> None:
     ending = output.suffix.lower()
+    if ending == ".png":
+        save(timelines, output)
+        typer.echo(f"{output}: {counted(len(timelines), 'timeline')}")
+        return
     if ending == ".svg":
         text = to_svg(timelines, width=width)
     elif ending == ".html":
@@ -149,7 +157,7 @@ def _write(timelines: list[Timeline], output: Path, width: int | None) -> None:
         text = to_trace(timelines)
     else:
         raise typer.BadParameter(
-            f"drawings are .svg, .html or .json (for Perfetto), not {ending or output.name!r}"
+            f"drawings are .svg, .png, .html or .json (for Perfetto), not {ending or output.name!r}"
         )
     write_text(output, text)
     typer.echo(f"{output}: {counted(len(timelines), 'timeline')}")

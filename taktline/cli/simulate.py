@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from taktline.cli.options import (
+    MEMORY,
     Backward,
     Comm,
     Forward,
@@ -37,16 +38,18 @@ def simulate(
     comm: Comm = None,
     json: Json = False,
 ) -> None:
-    """Run a plan in thought, with times for one stage and one micro-batch.
+    """Run a plan in thought, with times for a rank's share of the model and one micro-batch.
 
     Examples:
 
     - `taktline simulate plan.csv --forward 1 --backward 1.1 --weight 0.9 --comm 0.05`
 
     - `taktline simulate zb_h1 -r 8 -m 24`
+
+    Costs in a file are those of its stages, and stay as they are.
     """
     plan, known = load(target, ranks, stages_per_rank, microbatches)
-    timeline = run(plan, make_costs(known, forward, backward, weight, comm))
+    timeline = run(plan, make_costs(plan, known, forward, backward, weight, comm))
     if json:
         echo_json(
             {
@@ -88,5 +91,5 @@ def _show(timeline: Timeline) -> None:
     unit = f" {timeline.costs.unit}" if timeline.costs.unit else ""
     typer.echo(
         f"makespan {timeline.makespan:.6g}{unit}; bubble {timeline.bubble():.2%} of it, "
-        f"{timeline.bubble('span'):.2%} of the longest rank's own span"
+        f"{timeline.bubble('span'):.2%} of the longest rank's own span\n{MEMORY}"
     )

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Iterable, Sequence
 from enum import IntEnum
+from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
@@ -13,6 +15,7 @@ from taktline.checks import (
     require_instance,
     require_instances,
     require_iterable,
+    require_path,
     require_text,
     require_whole,
     shown,
@@ -182,6 +185,41 @@ class Plan:
             digest.update(column.astype("<i8").tobytes())
         digest.update(self.rows.joined.tobytes())
         return digest.hexdigest()
+
+    def save(self, path: str | os.PathLike[str]) -> Path:
+        """Write it to a file, whose ending says how.
+
+        ``.csv`` and ``.json`` hold the plan, as :func:`taktline.plan.write` does; ``.html``,
+        ``.svg`` and ``.png`` draw it as it runs if all stages take equally long.
+
+        >>> from tempfile import TemporaryDirectory
+        >>> from taktline.plan import build, read
+        >>> plan = build("1f1b", ranks=2, microbatches=2)
+        >>> with TemporaryDirectory() as folder:
+        ...     read(plan.save(f"{folder}/plan.csv")) == plan
+        True
+        """
+        from taktline.plan.io import write
+        from taktline.plan.simulate import simulate
+
+        path = require_path("path", path)
+        if path.suffix.lower() not in (".csv", ".json"):
+            return simulate(self).save(path)
+        write(self, path)
+        return path
+
+    def show(self) -> None:
+        """Open a page in a browser that draws it; without one, print a chart."""
+        from taktline.plan.simulate import simulate
+
+        simulate(self).show()
+
+    def _repr_svg_(self) -> str | None:
+        from taktline.plan.render.files import inline
+        from taktline.plan.simulate import simulate
+        from taktline.plan.validate import validate
+
+        return None if validate(self) else inline(simulate(self))
 
     def __getitem__(self, rank: int) -> list[Action | Overlap]:
         if -self.ranks <= require_whole("rank", rank) < 0:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 from typing import Any, Literal, TypeAlias, get_args
 
 import numpy as np
@@ -24,6 +26,7 @@ from taktline.plan.memory import peak_memory
 from taktline.plan.plan import Plan
 from taktline.plan.rows import FloatArray, IntArray
 from taktline.plan.validate import require_valid
+from taktline.plan.words import counted
 
 __all__ = ["Span", "Timeline"]
 
@@ -48,14 +51,14 @@ class Span:
         return f"rank {self.rank}: {self.action} {self.start:g} – {self.end:g}"
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Timeline:
     """When each row of a plan started and ended.
 
     >>> from taktline.plan import build, simulate
     >>> timeline = simulate(build("gpipe", ranks=4, microbatches=8))
-    >>> f"{timeline.makespan:g}, {timeline.bubble():.1%} idle"
-    '33, 27.3% idle'
+    >>> timeline
+    Timeline(gpipe, 4 ranks × 1 stage, 8 micro-batches, makespan 33, bubble 27.3%)
     """
 
     plan: Plan
@@ -197,6 +200,43 @@ class Timeline:
             or self.end[row] > self.start[row]
             or rank[row] != rank[following]
         ]
+
+    def save(self, path: str | os.PathLike[str]) -> Path:
+        """Write it to a file, whose ending says how.
+
+        ``.html`` is a page to explore, ``.svg`` and ``.png`` (with Pillow) are pictures, ``.csv``
+        has a line for each action, and ``.json`` is what ``read_timeline`` reads.
+
+        >>> from tempfile import TemporaryDirectory
+        >>> from taktline.plan import build, simulate
+        >>> with TemporaryDirectory() as folder:
+        ...     simulate(build("1f1b", ranks=4, microbatches=8)).save(f"{folder}/step.svg").name
+        'step.svg'
+        """
+        from taktline.plan.render.files import save
+
+        return save([self], path)
+
+    def show(self) -> None:
+        """Open the page in a browser; without one, print the chart."""
+        from taktline.plan.render.files import show
+
+        show([self])
+
+    def _repr_svg_(self) -> str | None:
+        from taktline.plan.render.files import inline
+
+        return inline(self)
+
+    def __repr__(self) -> str:
+        from taktline.plan.render.shape import shape
+
+        plan = self.plan
+        return (
+            f"Timeline({self.name}, {shape(plan)}, {counted(plan.microbatches, 'micro-batch')}, "
+            f"makespan {f'{self.makespan:.5g} {self.costs.unit}'.strip()}, "
+            f"bubble {self.bubble():.1%})"
+        )
 
     def to_svg(self, *, width: float | None = None) -> str:
         """A drawing for papers and pages; see :func:`taktline.plan.render.svg.to_svg`."""

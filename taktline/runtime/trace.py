@@ -15,6 +15,7 @@ from taktline.errors import ScheduleError
 from taktline.plan import Action, Costs, Plan, Straggler, Timeline, stragglers
 from taktline.plan.deps import needs
 from taktline.plan.rows import FloatArray, Rows
+from taktline.plan.words import counted
 from taktline.runtime.clocks import clock_for
 from taktline.runtime.recorder import Record, Recorder
 from taktline.transport import Transport
@@ -68,7 +69,13 @@ class Trace:
         return getattr(self.timeline, name)
 
     def __repr__(self) -> str:
-        return f"Trace({', '.join(timeline.name for timeline in self.timelines)})"
+        if not self.timelines:
+            return "Trace(nothing)"
+        steps = counted(len(self.timelines), "timeline")
+        return f"Trace({steps}, the last one: {self.timeline})"
+
+    def _repr_svg_(self) -> str | None:
+        return self.timeline._repr_svg_() if self.timelines else None
 
 
 class _Traced(Protocol):

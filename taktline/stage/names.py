@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-__all__ = ["named_buffers", "named_parameters", "parameters_of", "unwrapped"]
+__all__ = ["named_buffers", "named_modules", "named_parameters", "parameters_of", "unwrapped"]
 
 _INSIDE = ("_orig_mod", "_checkpoint_wrapped_module")
 """Where ``torch.compile`` and checkpoint wrappers keep what they wrap."""
@@ -44,6 +44,15 @@ def named_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
         for name, parameter in inner._parameters.items()
         if parameter is not None
     }
+
+
+def named_modules(module: nn.Module) -> dict[str, nn.Module]:
+    """All modules by their names in the user's model, without what wraps them.
+
+    >>> list(named_modules(nn.Sequential(nn.Linear(2, 2), nn.ReLU())))
+    ['', '0', '1']
+    """
+    return {path.removesuffix("."): inner for path, inner in _walk(module, "")}
 
 
 def parameters_of(module: nn.Module) -> list[nn.Parameter]:

@@ -1,60 +1,111 @@
-"""What ``torch.distributed.checkpoint`` asks of a module, so that it takes a pipeline for one."""
+"""What people who know ``nn.Module`` try on a pipeline: it works, or says what to do instead."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import Any, NoReturn, Self
 
 import torch
 from torch import nn
 
-from taktline.checkpoint.holding import state_of
+from taktline.errors import UseError
+from taktline.stage.names import named_modules
 from taktline.train.build import Built
 
-__all__ = ["AsModule"]
+__all__ = ["AsModule", "as_example"]
+
+_BEFORE = "convert the model before you make the pipeline of it"
+_INSTEAD = {
+    "forward": "call step(…) to train, and eval(…) for outputs",
+    "backward": "step(…) runs forward and backward",
+    "cuda": 'say where it computes when you make it: Pipeline(…, device="cuda")',
+    "cpu": 'say where it computes when you make it: Pipeline(…, device="cpu")',
+    **dict.fromkeys(("half", "float", "double", "bfloat16", "type"), _BEFORE),
+    "apply": "go over pipe.modules()",
+    "requires_grad_": "go over pipe.parameters()",
+    "buffers": "pipe.state_dict() has them",
+    "compile": "compile the stages in prepare=, or the model's blocks with block.compile()",
+}
 
 
-class _AnyName:
-    """Has whatever is asked for: torch walks along a name that it has from us."""
+def as_example(example: Any) -> Any:
+    """An example as ``Pipeline`` takes it: a mapping holds keyword arguments, a tensor is alone.
 
-    def __getattr__(self, name: str) -> _AnyName:
-        return self
-
-    def _fqn_modifiers(self) -> dict[str, str]:
-        return {}
+    >>> as_example({"input_ids": 1}), as_example((1, 2))
+    (((), {'input_ids': 1}), (1, 2))
+    """
+    if isinstance(example, Mapping):
+        return (), dict(example)
+    return (example,) if isinstance(example, torch.Tensor) else example
 
 
 class AsModule:
-    """A module without children, whose parameters have the model's names, dots and all."""
+    """The part of a pipeline that is like an ``nn.Module``."""
 
-    _built: Any
-    _names = _AnyName()
-    _non_persistent_buffers_set: frozenset[str] = frozenset()
+    @property
+    def _built(self) -> Built:
+        raise NotImplementedError
 
-    def named_children(self) -> Iterator[tuple[str, nn.Module]]:
-        """None: names are those of the model, wherever its modules are."""
-        return iter(())
+    def eval(self, *args: Any, **options: Any) -> Any:
+        """See :meth:`taktline.Pipeline.eval`."""
+        raise NotImplementedError
 
-    def children(self) -> Iterator[nn.Module]:
-        """None."""
-        return iter(())
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The outputs of a batch, as :meth:`eval` returns them; to train, call :meth:`step`.
 
-    def named_buffers(self, *, recurse: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
-        """The lasting buffers of this process, with their names in the model."""
-        for name, value in _held(self._built).items():
-            if not isinstance(value, nn.Parameter):
-                yield name, value
+        >>> import taktline as tl
+        >>> pipe = tl.Pipeline([nn.Linear(2, 2), nn.Linear(2, 1)], microbatches=2, ranks=2)
+        >>> with torch.no_grad():
+        ...     pipe(torch.ones(4, 2)).shape
+        torch.Size([4, 1])
+        """
+        modules = self._built.parts.modules.values()
+        if torch.is_grad_enabled() and any(module.training for module in modules):
+            raise UseError(
+                "the outputs of a pipeline have no gradients: call step(x, target=y), which runs "
+                "forward and backward; or eval(x), or this under torch.no_grad(), for outputs"
+            )
+        return self.eval(*args, **kwargs)
 
-    def _fqn_modifiers(self) -> dict[str, str]:
-        """Where torch goes on from the first part of a name."""
-        names = (*self._built.parts.names, *_held(self._built))
-        return {name.partition(".")[0]: "_names" for name in names}
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients of this process, as ``optimizer.zero_grad()`` does."""
+        for _, _, parameter in self._built.parameters():
+            if set_to_none or parameter.grad is None:
+                parameter.grad = None
+            else:
+                parameter.grad.detach_().zero_()
 
+    def named_modules(self) -> Iterator[tuple[str, nn.Module]]:
+        """The modules of this process, with their names in the model."""
+        parts, seen = self._built.parts, set[int]()
+        for stage in sorted(parts.modules):
+            for name, module in named_modules(parts.modules[stage]).items():
+                if id(module) not in seen:
+                    seen.add(id(module))
+                    yield parts.name(stage, name).removesuffix("."), module
 
-def _held(built: Built) -> dict[str, torch.Tensor]:
-    first = built.parts.first_names()
-    return {
-        first.get(name, name): value
-        for stage, module in built.parts.modules.items()
-        for name, value in ((built.parts.name(stage, n), v) for n, v in state_of(module).items())
-    }
+    def modules(self) -> Iterator[nn.Module]:
+        """The modules of this process."""
+        for _, module in self.named_modules():
+            yield module
+
+    def to(self, *where: Any, **options: Any) -> Self:
+        """Itself, if it is there already: a pipeline stays where it was made."""
+        here = self._built.ranks.device
+        for value in (*where, *options.values()):
+            if isinstance(value, torch.dtype | torch.Tensor):
+                raise UseError(f"a pipeline keeps its type: {_BEFORE}")
+            if isinstance(value, str | int | torch.device) and not isinstance(value, bool):
+                device = torch.device(value)
+                if (device.type, device.index or 0) != (here.type, here.index or 0):
+                    raise UseError(
+                        f"a pipeline stays where it was made, on {here}: make it with "
+                        f'Pipeline(…, device="{device}")'
+                    )
+        return self
+
+    def __getattr__(self, name: str) -> NoReturn:
+        advice = f"; {_INSTEAD[name]}" if name in _INSTEAD else ""
+        raise AttributeError(
+            f"a {type(self).__name__} has no {name!r}{advice}", name=name, obj=self
+        )

@@ -8,8 +8,9 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
+from html import escape
 from pathlib import Path
-from typing import Any, ClassVar, Literal, NoReturn, Self
+from typing import Any, ClassVar, Literal, NoReturn, Self, TypeVar
 
 import torch
 from torch import nn
@@ -35,24 +36,32 @@ from taktline.runtime import Trace
 from taktline.runtime.schedule import ArgsSpec, KwargsSpec, LossFn, MergeSpec, Schedule
 from taktline.runtime.watchdog import guarded
 from taktline.train import state
-from taktline.train.as_module import AsModule
+from taktline.train.as_module import AsModule, as_example
 from taktline.train.boundaries import Boundaries
 from taktline.train.build import Built, Options, build
 from taktline.train.choose_plan import Choice
+from taktline.train.for_checkpoints import ForCheckpoints
 from taktline.train.generate import Request, generate
+from taktline.train.layout import cuts_of
 from taktline.train.loader import SharedLoader
+from taktline.train.metrics import Metrics
 from taktline.train.model_stages import Model
 from taktline.train.norm import clip, norm_of
 from taktline.train.own_loss import asked, of_output, with_own_loss
+from taktline.train.plainly import plainly
 from taktline.train.preempt import PREEMPTED, Preemption
+from taktline.train.progress import progress
 from taktline.train.ranks import Ranks
 from taktline.train.report import StragglerReport
 from taktline.train.scaler import Scaler
 from taktline.train.steps import Outputs, evaluating, run
+from taktline.train.verify import Verification, verify
 from taktline.train.wrap import Prepare
 from taktline.transport.turn import Turn
 
 __all__ = ["Pipeline"]
+
+T = TypeVar("T")
 
 _NO_COPY = (
     "it cannot be copied or pickled; save pipe.state_dict(gathered=True), make another "
@@ -60,7 +69,7 @@ _NO_COPY = (
 )
 
 
-class Pipeline(AsModule):
+class Pipeline(AsModule, ForCheckpoints):
     """A model, cut into stages, on its ranks; it trains as the model does.
 
     Started by torchrun, each process is a rank. Without a launcher all ranks live in this process,
@@ -72,15 +81,16 @@ class Pipeline(AsModule):
     Args:
         model: the model; or its stages, cut already: a :class:`Pipe`, :class:`Pieces`, a list of
             modules, or a dict with those of this process by the number of their stage.
-        example: arguments of one micro-batch, by which the model is cut and measured: a tuple, or
-            a tuple and a dict.
+        example: arguments of one micro-batch, by which the model is cut and measured: a tuple, a
+            dict of keyword arguments, or a tuple of both.
         schedule: a name, a :class:`Plan`, a CSV or JSON file with one, or a Schedule class.
         microbatches: how many parts a batch is cut into; one with fewer rows has a part for each.
         loss_fn: what gives the loss of an output and a target. Without one, the loss is the one
             that the model returns: a number, ``output.loss``, or the only number in a tuple.
         ranks: how many ranks the pipeline has.
         stages_per_rank: for schedules that leave it open.
-        cuts: names of submodules at which new stages begin.
+        cuts: names of submodules at which new stages begin; or a layout as Megatron writes it, a
+            text such as ``"Et*3|(tt|)*2,L"``.
         mesh: a device mesh with a dimension "pp", and one that begins with "dp" for copies.
         data_parallel: ``"ddp"`` or ``"fsdp"``: what each stage is wrapped in.
         prepare: called with each stage of this process and its number, once it is on its device
@@ -125,6 +135,7 @@ class Pipeline(AsModule):
     PREEMPTED: ClassVar[int] = PREEMPTED
     """The exit code of every rank after ``on_preempt``."""
 
+    @plainly
     def __init__(
         self,
         model: Model,
@@ -135,7 +146,7 @@ class Pipeline(AsModule):
         loss_fn: LossFn | None = None,
         ranks: int | None = None,
         stages_per_rank: int | None = None,
-        cuts: Sequence[str] | None = None,
+        cuts: Sequence[str] | str | None = None,
         mesh: DeviceMesh | None = None,
         data_parallel: Literal["ddp", "fsdp"] | None = None,
         prepare: Prepare | None = None,
@@ -157,6 +168,8 @@ class Pipeline(AsModule):
         for name, function in functions.items():
             if function is not None:
                 require_callable(name, function)
+        if isinstance(cuts, str):
+            cuts = cuts_of(cuts, require_instance("model", model, nn.Module))
         if cuts is not None:
             cuts = require_iterable("cuts", cuts, "a list of names of submodules", PartitionError)
         options = Options(
@@ -183,9 +196,10 @@ class Pipeline(AsModule):
         )
         self._loss_fn = loss_fn
         self._turn = Turn("this pipeline")
+        self._metrics = Metrics()
         self._report = None if report_stragglers is None else StragglerReport(report_stragglers)
         self._preemption = None if on_preempt is None else Preemption(on_preempt, self)
-        self._live: Built | None = build(model, example, options)
+        self._live: Built | None = build(model, as_example(example), options)
         self._listen()
 
     @property
@@ -238,6 +252,7 @@ class Pipeline(AsModule):
         """What runs each rank of this process; if all of them are here, one runs them all."""
         return dict.fromkeys(self._ranks.own, self._built.schedule)
 
+    @plainly
     def step(
         self,
         *args: Any,
@@ -280,9 +295,11 @@ class Pipeline(AsModule):
             output, loss = run(
                 self._built, Schedule.step, (args, target, options), lists, return_outputs
             )
+        self._metrics.note((*args, *options.values()), loss)
         self._end_if_preempted()
         return (loss, output) if return_outputs else loss
 
+    @plainly
     def eval(
         self,
         *args: Any,
@@ -294,10 +311,14 @@ class Pipeline(AsModule):
     ) -> Any:
         """Run a batch forward only, with the modules in evaluation mode.
 
+        Without any arguments it puts them into that mode, as ``nn.Module.eval()`` does.
+
         Returns the mean loss if there is a target, and otherwise the outputs; with
         ``return_outputs`` and a target, both. Takes what :meth:`step` takes. For a model that
         computes its own loss, ``labels`` or ``return_outputs=False`` ask for it.
         """
+        if not args and not options and target is None and return_outputs is None:
+            return self.train(False)
         if self._loss_fn is None and asked(options, return_outputs):
             target, options = with_own_loss(target, options)
         compared = target is not None or options.get("target_mbs") is not None
@@ -310,6 +331,43 @@ class Pipeline(AsModule):
             return loss
         return output if loss is None else (loss, output)
 
+    @plainly
+    def verify(
+        self,
+        model: nn.Module,
+        *args: Any,
+        target: Any = None,
+        tolerance: float | None = None,
+        **options: Any,
+    ) -> Verification:
+        """Compare one step with the plain model: returns the first tensor that differs, if any.
+
+        The plain model gets the pipeline's values and runs the whole batch at once. Compared are
+        the outputs of all modules for each micro-batch, the loss, the gradients that reach these
+        outputs, and those of the parameters. Dropout is off; gradients, buffers and random
+        numbers are as before afterwards. Every rank calls it with the same batch, and has memory
+        for the model and for the activations of the batch.
+
+        Args:
+            model: the plain model, in any state; of a list of stages ``nn.Sequential(*stages)``.
+            args: what :meth:`step` takes, as are ``target`` and ``options``.
+            tolerance: what counts as rounding, relative to a tensor's largest value; by default
+                1e-4 for float32.
+
+        >>> model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+        >>> pipe = Pipeline(model, cuts=["2"], microbatches=2, ranks=2, loss_fn=torch.dist)
+        >>> x, y = torch.linspace(-1, 1, 32).reshape(8, 4), torch.zeros(8, 4)
+        >>> print(pipe.verify(model, x, target=y))  # doctest: +ELLIPSIS
+        stage 1, loss: the loss differs by ...; the mean of loss_fn over micro-batches is not ...
+        """
+        if self._loss_fn is None:
+            target, options = with_own_loss(target, options)
+        if tolerance is not None:
+            require_number("tolerance", tolerance, least=0)
+        with self._turn:
+            return verify(self._built, model, (args, target, options), tolerance)
+
+    @plainly
     def generate(
         self,
         ids: torch.Tensor,
@@ -366,6 +424,39 @@ class Pipeline(AsModule):
         """
         return SharedLoader(batches, self._ranks)
 
+    def progress(self, batches: Iterable[T], *, every: int = 10) -> Iterator[T]:
+        """The same batches, while the first rank shows how training goes.
+
+        On a terminal that is a bar (with rich), elsewhere a line: loss, tokens or rows a second,
+        the bubble, and this process's peak memory. Every rank iterates.
+
+        Args:
+            batches: a list, a ``DataLoader``, or :meth:`loader` of one.
+            every: after so many steps the numbers are read, and where ranks are processes, one
+                step of these is traced to measure the bubble.
+
+        >>> pipe = Pipeline([nn.Linear(2, 2), nn.Linear(2, 1)], microbatches=2, ranks=2)
+        >>> for x in pipe.progress([torch.ones(4, 2)] * 3, every=5):  # doctest: +ELLIPSIS
+        ...     output = pipe.eval(x)
+        step    3  peak ...
+        """
+        require_whole("every", every, least=1)
+        apart = not self._ranks.in_one_process
+        return progress(self, batches, every, measured=apart)
+
+    def metrics(self) -> dict[str, float]:
+        """Numbers for a log: the same names each time, as far as they are known.
+
+        ``step``, ``loss`` (of the latest step), ``step_ms``, ``rows_per_s`` and ``tokens_per_s``
+        (of all replicas, over the last 20 steps), ``bubble`` (of the latest step that
+        :meth:`progress` has measured), ``peak_memory`` (bytes of this process).
+
+        >>> pipe = Pipeline([nn.Linear(2, 2), nn.Linear(2, 1)], microbatches=2, ranks=2)
+        >>> sorted(pipe.metrics())
+        ['peak_memory', 'step']
+        """
+        return self._metrics.read(self._built.schedule.steps, self.replicas, self.device)
+
     def accumulate(self) -> AbstractContextManager[None]:
         """Steps inside of ``with pipe.accumulate():`` are reduced together, at its end.
 
@@ -406,6 +497,7 @@ class Pipeline(AsModule):
                 seen |= {id(parameter), known}
                 yield known, parameter
 
+    @plainly
     def grad_norm(self, norm_type: float = 2.0) -> torch.Tensor:
         """The norm of all gradients of the model, the same on every rank."""
         if not (isinstance(norm_type, float) and norm_type == math.inf):
@@ -416,6 +508,7 @@ class Pipeline(AsModule):
             self._built.schedule._runner.arrive(what)
             return norm_of(self._built.counted(), self._ranks, norm_type, device=self.device)
 
+    @plainly
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
     ) -> torch.Tensor:
@@ -432,6 +525,7 @@ class Pipeline(AsModule):
         clip(self.parameters(), max_norm, norm)
         return norm
 
+    @plainly
     def state_dict(self, *, gathered: bool = False) -> dict[str, torch.Tensor]:
         """The model's state under its own names.
 
@@ -446,6 +540,7 @@ class Pipeline(AsModule):
                 return state.gathered(parts, self._ranks)
         return state.own(parts, with_rest=0 in self._ranks.own)
 
+    @plainly
     def load_state_dict(
         self,
         state_dict: Mapping[str, torch.Tensor],
@@ -596,6 +691,7 @@ class Pipeline(AsModule):
         made = Pipeline.__new__(Pipeline)
         made._loss_fn = self._loss_fn
         made._turn = Turn("this pipeline")
+        made._metrics = Metrics()
         asked = self._preemption
         made._preemption = None if asked is None else Preemption(asked.on_preempt, made)
         made._report = None if self._report is None else StragglerReport(self._report.every)
@@ -635,6 +731,10 @@ class Pipeline(AsModule):
             f"Pipeline({self.plan.name} on {self._ranks}: {self.plan.stages} stages, "
             f"{self.plan.microbatches} micro-batches, {self.device})"
         )
+
+    def _repr_html_(self) -> str:
+        drawing = None if self._live is None else self._live.table.predicted()._repr_svg_()
+        return f"<pre>{escape(str(self))}</pre>{drawing or ''}"
 
     def __str__(self) -> str:
         if self._live is None:

@@ -25,6 +25,7 @@ def explained(error: Exception, model: nn.Module, example: Any, plan: Plan | Non
     name = type(model).__name__
     own = _own_error(model, example) if _is_from_the_model(error) else None
     if own is not None:
+        own.__suppress_context__ = own.__suppress_context__ or own.__context__ is error
         told = PartitionError(
             f"{name} fails by itself on the example, without any pipeline: "
             f"{type(own).__name__}: {text_of(own)}; its traceback is above"

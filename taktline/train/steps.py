@@ -17,11 +17,11 @@ from taktline.runtime.schedule import Schedule
 from taktline.train.build import Built
 from taktline.train.outputs import shared_output
 
-__all__ = ["Outputs", "evaluating", "run"]
+__all__ = ["OPTIONS", "Outputs", "evaluating", "run"]
 
 T = TypeVar("T")
 
-_OPTIONS = frozenset(inspect.signature(Schedule.step).parameters)
+OPTIONS = frozenset(inspect.signature(Schedule.step).parameters)
 """Keywords that are none of the model's."""
 
 Outputs: TypeAlias = bool | Literal["last"]
@@ -44,7 +44,7 @@ def run(
             require_instance(name, wanted, list, "a list to be filled", BatchError)
     require_one_of("return_outputs", return_outputs, (True, False, "last"), BatchError)
     args, target, options = _on_device(batch, built.ranks.device)
-    keywords = {name: value for name, value in options.items() if name not in _OPTIONS}
+    keywords = {name: value for name, value in options.items() if name not in OPTIONS}
     built.schedule._cutter = built.cutting.fitted(args, keywords)
     found: list[list[torch.Tensor] | None] = [None if wanted is None else [] for wanted in lists]
     try:

@@ -12,14 +12,14 @@ from typing import Any
 from torch import nn
 
 from taktline.checks import read
-from taktline.plan import Costs, Plan, peak_memory, simulate
+from taktline.plan import Costs, Plan, Timeline, peak_memory, simulate
 from taktline.stage.names import named_parameters
 from taktline.train.boundaries import Boundaries
 from taktline.train.measure import Needs, measure
 from taktline.transport import Transport
 from taktline.transport.control import share_texts
 
-__all__ = ["Row", "Table"]
+__all__ = ["Row", "Table", "size_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +93,22 @@ class Table:
         """The work of the stages, if it was counted."""
         return self.costs if isinstance(self.costs.forward, tuple) else None
 
+    def predicted(self) -> Timeline:
+        """When everything runs; times and memory are relative to those of a mean stage."""
+        costs = self.costs
+        if not isinstance(costs.forward, tuple) or not isinstance(costs.activation, tuple):
+            return simulate(self._plan, costs)
+        work = _relative(costs.forward)
+        return simulate(
+            self._plan,
+            Costs(
+                forward=work,
+                backward_input=work,
+                backward_weight=work,
+                activation=_relative(costs.activation),
+            ),
+        )
+
     def __str__(self) -> str:
         plan, known = self._plan, self._rows[0].needs is not None
         peaks = peak_memory(plan, self.costs)
@@ -100,7 +116,9 @@ class Table:
         for rank in range(plan.ranks):
             for place, stage in enumerate(plan.placement.stages_of(rank)):
                 row = self._rows[stage]
-                sends = "" if stage == plan.stages - 1 or not row.needs else _size(row.needs.sends)
+                sends = (
+                    "" if stage == plan.stages - 1 or not row.needs else size_of(row.needs.sends)
+                )
                 lines.append(
                     [
                         "" if place else str(rank),
@@ -108,11 +126,11 @@ class Table:
                         row.layers,
                         f"{row.parameters:,}",
                         sends,
-                        _size(row.needs.keeps) if row.needs else "",
-                        "" if place else _size(peaks[rank]) if known else f"{peaks[rank]:g}",
+                        size_of(row.needs.keeps) if row.needs else "",
+                        "" if place else size_of(peaks[rank]) if known else f"{peaks[rank]:g}",
                     ]
                 )
-        bubble = simulate(plan, self.costs).bubble()
+        bubble = self.predicted().bubble()
         basis = "work as counted" if known else "all stages alike"
         memory = (
             "sends, keeps: bytes of a micro-batch; peak: of activations"
@@ -120,6 +138,11 @@ class Table:
             else "peak: activations in flight"
         )
         return f"{_aligned(lines)}\npredicted bubble: {bubble:.1%} ({basis}); {memory}"
+
+
+def _relative(numbers: Sequence[float]) -> tuple[float, ...]:
+    mean = sum(numbers) / len(numbers) or 1.0
+    return tuple(number / mean for number in numbers)
 
 
 def _layers(names: Sequence[str] | Mapping[str, Any]) -> str:
@@ -153,10 +176,10 @@ def _run(place: int, layer: tuple[str, int | None]) -> tuple[str, int | None]:
     return path, None if number is None else number - place
 
 
-def _size(count: float) -> str:
+def size_of(count: float) -> str:
     """Bytes for people.
 
-    >>> _size(1536), _size(12)
+    >>> size_of(1536), size_of(12)
     ('1.5 KiB', '12 B')
     """
     units = ("B", "KiB", "MiB", "GiB", "TiB")

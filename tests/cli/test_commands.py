@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -75,14 +76,12 @@ class TestPlan:
         ("words", "message"),
         [
             (("plan", "2f2b", "-r", "2", "-m", "2"), "no schedule is called '2f2b'"),
-            (("plan", "1f1b"), "give --ranks and --microbatches"),
             (("plan", "zbv", "-r", "2", "-m", "2", "-s", "3"), "zbv runs 2 stages per rank, not 3"),
             (("plan", "1f1b", "-r", "0", "-m", "2"), "ranks must be a whole number from 1 up"),
             (("plan", "1f1b", "-r", "2", "-m", "2", "-o", "x.txt"), "ends in .csv or .json"),
             (("check", "none.csv"), "none.csv: cannot be read: No such file or directory"),
             (("simulate", "none.csv"), "none.csv: cannot be read"),
             (("simulate", "2f2b"), "a file's name ends in .csv or .json"),
-            (("simulate", "1f1b"), "give --ranks and --microbatches"),
             (("simulate", "1f1b", "-r", "2", "-m", "2", "--forward", "-1"), "forward must be"),
             (("compare", "1f1b", "2f2b"), "no schedule is called '2f2b'"),
             (("balance", "1,x", "--stages", "1"), "expected numbers with commas between them"),
@@ -231,12 +230,58 @@ class TestShow:
         assert result.exit_code == 2
         assert "has its own numbers" in " ".join(result.stderr.replace("│", " ").split())
 
-    @pytest.mark.parametrize("file", ["a.png", "a"])
+    @pytest.mark.parametrize("file", ["a.pdf", "a"])
     def test_an_unknown_ending(self, folder: Path, file: str) -> None:
         result = run("show", "1f1b", *self.NUMBERS, "-o", file)
         assert result.exit_code == 2
-        assert "drawings are .svg, .html or .json" in " ".join(result.stderr.split())
+        assert "drawings are .svg, .png, .html or .json" in " ".join(result.stderr.split())
         assert not Path(file).exists()
+
+
+class TestTheSameEverywhere:
+    def test_defaults(self, folder: Path) -> None:
+        for command in ("plan", "show", "simulate", "compare"):
+            numbers = ("--ranks", "4", "--microbatches", "8")
+            assert ok(command, "zbv") == ok(command, "zbv", *numbers)
+
+    @pytest.mark.parametrize("name", ["1f1b", "zbv", "interleaved_1f1b"])
+    def test_one_makespan_for_one_plan(self, folder: Path, name: str) -> None:
+        (row,) = json.loads(ok("compare", name, "--json"))
+        assert json.loads(ok("simulate", name, "--json"))["makespan"] == row["makespan"]
+        assert f"makespan {row['makespan']:g}," in ok("show", name)
+        ok("plan", name, "-o", "plan.csv")
+        (row_of_file,) = json.loads(ok("compare", "plan.csv", "--json"))
+        assert row_of_file["makespan"] == row["makespan"]
+        assert f"makespan {row['makespan']:g}," in ok("show", "plan.csv", name)
+
+    def test_memory_has_a_unit(self, folder: Path) -> None:
+        for command in ("simulate", "compare"):
+            assert "in those of a micro-batch" in " ".join(ok(command, "1f1b").split())
+
+    @pytest.mark.parametrize(
+        "words",
+        [
+            ("show", "1f1b", "-o", "x.pdf"),
+            ("plan", "2f2b"),
+            ("simulate", "1f1b", "--ranks", "x"),
+            ("compare", "--nonsense"),
+            ("check",),
+            ("doctor", "--backend", "x"),
+        ],
+    )
+    def test_one_style_of_error(self, folder: Path, words: tuple[str, ...]) -> None:
+        command = [sys.executable, "-m", "taktline", *words]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert done.returncode == 2
+        assert re.fullmatch(r"error: \S.*\n", done.stderr)
+        assert done.stdout == ""
+
+    def test_both_spellings(self, folder: Path) -> None:
+        assert ok("show", "1f1b", "--color") == ok("show", "1f1b", "--colour")
+        assert ok("show", "1f1b", "--no-color") == ok("show", "1f1b")
+
+    def test_shells_complete_the_commands(self) -> None:
+        assert "--install-completion" in ok("--help")
 
 
 class TestCompare:
@@ -250,6 +295,12 @@ class TestCompare:
         out = ok("compare")
         assert "interleaved_zero_bubble" in out
         assert "…" not in out
+
+    def test_in_a_narrow_terminal(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("COLUMNS", "48")
+        out = ok("compare", "1f1b", "interleaved_zero_bubble")
+        assert "…" not in out
+        assert all(text in out for text in ("27.3%", "33", "bubble", "makespan", "memory"))
 
     def test_all_schedules_for_one_model(self, folder: Path) -> None:
         data = json.loads(ok("compare", "-r", "4", "-m", "8", "--json"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -11,6 +12,10 @@ import time
 from pathlib import Path
 
 import pytest
+
+from taktline.cli.demo.rivals import Rival, conclusion
+from taktline.cli.diagnosis.launch import called
+from taktline.plan import Costs, build, simulate
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
 
@@ -38,11 +43,50 @@ def test_what_it_shows(tmp_path: Path, words: tuple[str, ...], schedules: list[s
     page = tmp_path / "page.html"
     text = shown(*words, "--output", str(page))
     assert "The losses are equal, but for rounding." in text
-    assert re.search(r"step +3 +loss \d\.\d+ +[\d,]+ tokens/s +bubble +\d+%", text)
-    assert re.findall(r"^│ (\w+) +│ +\d │ +\d+ │ +\d+ │", text, re.M) == schedules
-    assert str(page) in text
-    assert text.count("Pipeline(") == 1, "one rank speaks for all"
-    assert "<svg" in page.read_text() or "<script" in page.read_text()
+    bubble = "" if "--local" in words else r" +bubble +\d+%"
+    assert re.search(rf"step +3 +loss \d\.\d+ +[\d,]+ tokens/s{bubble} +peak \S+ MiB$", text, re.M)
+    rows = re.findall(r"^│ (\w+) +│ +\d │ +\d+ │ +\d+ │ +\S+ │ +(\S+)% │ +\d+ │$", text, re.M)
+    assert [name for name, _ in rows] == schedules
+    assert f"{page}\n" in text
+    assert text.count("Pipeline(") == 2, "one rank speaks for all, and shows how to go on"
+    drawn = json.loads(re.search(r'"timelines":(\[.*\])\}', page.read_text())[1])  # pyright: ignore
+    assert [f"{100 * timeline['bubble'][0]:.1f}" for timeline in drawn] == [b for _, b in rows]
+    assert re.search(rf"^So choose ({'|'.join(schedules)}) here: ", text, re.M)
+
+
+def costs(time: float) -> Costs:
+    return Costs(forward=time, backward_input=time, backward_weight=time)
+
+
+@pytest.mark.parametrize("makespans", [(100, 60), (100, 99)])
+def test_the_conclusion_claims_no_more_than_the_rounds_show(makespans: tuple[float, float]) -> None:
+    noise = [0.0, 4.0, -3.0, 5.0, -4.0, 2.0, -5.0]
+    rivals: list[Rival] = []
+    for name, makespan, sign in zip(("1f1b", "gpipe"), makespans, (1, -1), strict=True):
+        plan = build(name, ranks=2, microbatches=4)
+        time = [(makespan + sign * extra) / simulate(plan).makespan for extra in noise]
+        rivals.append(Rival(plan, [simulate(plan, costs(t)) for t in time], apart=True))
+    said = conclusion(rivals, apart=True)
+    if makespans == (100, 60):
+        assert said.endswith("So choose gpipe here: 40% less time than 1f1b.")
+    else:
+        assert "hides how 1f1b, gpipe differ" in said
+        assert said.endswith("So choose 1f1b here: none of them keeps fewer micro-batches.")
+
+
+def test_the_commands_that_it_names_exist(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = tmp_path / ".venv" / "bin" / "taktline"
+    script.parent.mkdir(parents=True)
+    script.write_text("#!/bin/sh\n")
+    script.chmod(0o755)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "executable", str(script.parent / "python"))
+    monkeypatch.setenv("PATH", "/usr/bin")
+    assert called() == ".venv/bin/taktline"
+    monkeypatch.setenv("PATH", str(script.parent))
+    assert called() == "taktline"
+    script.unlink()
+    assert called() == ".venv/bin/python -m taktline"
 
 
 def test_ctrl_c_leaves_nothing_behind(tmp_path: Path) -> None:

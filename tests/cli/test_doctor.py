@@ -59,7 +59,7 @@ def healthy(found: dict[str, Any], ranks: int) -> None:
 )
 def test_a_healthy_machine(tmp_path: Path, command: tuple[str, ...]) -> None:
     file = tmp_path / "found.json"
-    result = run([*command, "--json", str(file)])
+    result = run([*command, "--output", str(file)])
     assert result.returncode == 0, result.stdout + result.stderr
     healthy(json.loads(file.read_text()), 2)
     # One rank speaks for all.
@@ -70,7 +70,7 @@ def test_a_healthy_machine(tmp_path: Path, command: tuple[str, ...]) -> None:
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_local_ranks(tmp_path: Path, ranks: int) -> None:
     file = tmp_path / "found.json"
-    words = ["doctor", "--local", "--ranks", str(ranks), "--json", str(file)]
+    words = ["doctor", "--local", "--ranks", str(ranks), "--output", str(file)]
     result = CliRunner().invoke(app, words, catch_exceptions=False)
     assert result.exit_code == 0, result.output
     found = json.loads(file.read_text())
@@ -85,7 +85,7 @@ def test_local_ranks(tmp_path: Path, ranks: int) -> None:
 def test_a_rank_that_does_not_arrive(tmp_path: Path) -> None:
     file = tmp_path / "found.json"
     result = run(
-        [*COMMAND, "--timeout", "1", "--json", str(file)],
+        [*COMMAND, "--timeout", "1", "--output", str(file)],
         RANK="0",
         WORLD_SIZE="3",
         MASTER_ADDR="127.0.0.1",
@@ -127,7 +127,7 @@ def test_a_rank_that_dies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     script.write_text(DYING)
     monkeypatch.setenv("PYTHONPATH", os.getcwd())
     monkeypatch.setattr("taktline.cli.diagnosis.launch.COMMAND", (str(script),))
-    assert launch(2, ["doctor", "--timeout", "20", "--json", str(file)], patience=60.0) == 1
+    assert launch(2, ["doctor", "--timeout", "20", "--output", str(file)], patience=60.0) == 1
     *_, finding = json.loads(file.read_text())["findings"]
     assert finding["check"] == "connection"
     assert finding["text"].startswith("broke on rank 0 while measuring links: ")

@@ -172,6 +172,13 @@ class Opened:
     def tip(self) -> str:
         return " ".join((self("tooltip()") or "").split())
 
+    def wheel(self, dx: float, dy: float) -> None:
+        """Turn the wheel with Ctrl held down."""
+        self.page.keyboard.down("Control")
+        self.page.mouse.wheel(dx, dy)
+        self.page.keyboard.up("Control")
+        self.frame()
+
     def press(self, *keys: str) -> None:
         for key in keys:
             self.page.keyboard.press(key)
@@ -314,8 +321,7 @@ def boxes_of(timeline: Timeline, microbatch: int) -> int:
 def test_wheel_zooms_around_the_pointer(plain: Opened) -> None:
     x, y = plain.where("1B2")
     plain.page.mouse.move(x, y)
-    plain.page.mouse.wheel(0, -300)
-    plain.frame()
+    plain.wheel(0, -66)
     start, end = plain.view()
     assert end - start == pytest.approx(33 * np.exp(-0.66), rel=1e-6)
     assert plain.where("1B2")[0] == pytest.approx(x, abs=1.5)
@@ -327,10 +333,19 @@ def test_wheel_zooms_around_the_pointer(plain: Opened) -> None:
     moved = plain.view()
     assert moved[0] > start
     assert moved[1] - moved[0] == pytest.approx(end - start)
-    plain.page.mouse.wheel(0, 3000)
-    plain.page.mouse.wheel(0, 3000)
-    plain.frame()
+    plain.wheel(0, 3000)
+    plain.wheel(0, 3000)
     assert plain.view() == (0, 33)
+
+
+@pytest.mark.processes
+def test_the_wheel_alone_scrolls_the_page(show: Callable[..., Opened]) -> None:
+    both = show(PLAIN, PLAIN, PLAIN)
+    before = both.view()
+    both.page.mouse.move(*both.where("0F2", 0))
+    both.page.mouse.wheel(0, 200)
+    both.page.wait_for_function("window.scrollY > 0")
+    assert both.view() == before
 
 
 @pytest.mark.processes
@@ -569,8 +584,7 @@ def test_two_timelines_share_the_axis(show: Callable[..., Opened]) -> None:
 
     same_time()
     both.page.mouse.move(*both.where("0F2", 1))
-    both.page.mouse.wheel(0, -300)
-    both.frame()
+    both.wheel(0, -66)
     same_time()
     assert both.view() != (0, 33)
     assert both("visible()")[0] < len(PLAIN.plan)

@@ -1,22 +1,13 @@
-"""What the demo shows: a bar on a terminal, lines elsewhere; nothing on ranks but the first."""
+"""What the demo shows; nothing on ranks but the first."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import Protocol
+from collections.abc import Sequence
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 
-__all__ = ["Meter", "Screen"]
-
-
-class Meter(Protocol):
-    """Told of each step."""
-
-    def __call__(self, step: int, loss: float, speed: float, bubble: float | None) -> None: ...
+__all__ = ["Screen"]
 
 
 class Screen:
@@ -41,29 +32,3 @@ class Screen:
         for row in rows:
             table.add_row(*row)
         self._console.print(table)
-
-    @contextmanager
-    def progress(self, steps: int) -> Iterator[Meter]:
-        """A bar that a step moves on; without a terminal, ten lines."""
-        if not self._console.is_terminal or self._console.quiet:
-            every = max(1, steps // 10)
-
-            def line(step: int, loss: float, speed: float, bubble: float | None) -> None:
-                if (step + 1) % every == 0:
-                    self.say(f"step {step + 1:4}  {_figures(loss, speed, bubble)}")
-
-            yield line
-            return
-        columns = BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[figures]}")
-        with Progress(*columns, console=self._console) as bar:
-            task = bar.add_task("", total=steps, figures="")
-
-            def move(step: int, loss: float, speed: float, bubble: float | None) -> None:
-                bar.update(task, completed=step + 1, figures=_figures(loss, speed, bubble))
-
-            yield move
-
-
-def _figures(loss: float, speed: float, bubble: float | None) -> str:
-    measured = "   –" if bubble is None else f"{bubble:4.0%}"
-    return f"loss {loss:.3f}  {speed:7,.0f} tokens/s  bubble {measured}"

@@ -3,29 +3,32 @@
 from __future__ import annotations
 
 import os
-import statistics
-import time
 from pathlib import Path
 
 import torch
 
 from taktline.cli.demo.gpt import GPT, Text, loss_fn
+from taktline.cli.demo.rivals import HEADINGS, Rival, conclusion
 from taktline.cli.demo.screen import Screen
-from taktline.plan import Costs, Timeline, find, simulate
+from taktline.cli.diagnosis.launch import called
+from taktline.plan import Timeline, find
 from taktline.train import Pipeline
 
 __all__ = ["Tour"]
 
 _SAMPLES = 4
 """In a micro-batch."""
-_TRACED = 10
-"""Every so many steps the bubble is measured."""
 _COMPARED = 10
 """So many steps are run without a pipeline, too."""
-_MEASURED = 5
-"""So many steps of each schedule are measured."""
+_ROUNDS = 7
+"""In each, a step of every schedule is measured."""
 _RATE = 2e-3
 _ROUNDING = 1e-3
+_YOUR_OWN = """
+    import taktline as tl
+
+    pipe = tl.Pipeline(model, example=(x[:4],), microbatches=8, loss_fn=loss_fn, ranks=2)
+    loss = pipe.step(x, target=y)"""
 
 
 class Tour:
@@ -50,6 +53,8 @@ class Tour:
         self._text = Text()
         self._screen = Screen(silent=silent)
         self._silent = silent
+        self._apart = "WORLD_SIZE" in os.environ
+        """Whether each rank has a process, and so a time, of its own."""
 
     def run(self) -> None:
         """All parts, one after the other."""
@@ -63,7 +68,7 @@ class Tour:
         losses = self._train(pipe)
         self._screen.title("3. The same without a pipeline")
         self._compare(losses)
-        self._screen.title("4. Three schedules, measured")
+        self._screen.title("4. Three schedules, side by side")
         timelines = self._measure()
         self._say_goodbye(timelines)
 
@@ -82,23 +87,13 @@ class Tour:
     def _train(self, pipe: Pipeline) -> list[float]:
         optimizer = torch.optim.AdamW(pipe.parameters(), lr=_RATE)
         losses: list[float] = []
-        bubble: float | None = None
-        began = time.perf_counter()
-        with self._screen.progress(self._steps) as meter:
-            for step in range(self._steps):
-                passages, following = self._text.batch(step, self._size)
-                if step % _TRACED == 1:
-                    with pipe.trace() as trace:
-                        loss = pipe.step(passages, target=following)
-                    bubble = trace.timeline.bubble()
-                else:
-                    loss = pipe.step(passages, target=following)
-                pipe.clip_grad_norm_(1.0)
-                optimizer.step()
-                optimizer.zero_grad()
-                losses.append(loss.item())
-                speed = (step + 1) * passages.numel() / (time.perf_counter() - began)
-                meter(step, losses[-1], speed, bubble)
+        batches = [self._text.batch(step, self._size) for step in range(self._steps)]
+        for passages, following in pipe.progress(batches, every=max(1, self._steps // 10)):
+            loss = pipe.step(passages, target=following)
+            pipe.clip_grad_norm_(1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
         return losses
 
     def _compare(self, losses: list[float]) -> None:
@@ -124,39 +119,22 @@ class Tour:
         self._screen.say(f"The losses are {verdict}.")
 
     def _measure(self) -> list[Timeline]:
-        """Each schedule: what was measured beside what its costs predict."""
-        rows: list[list[str]] = []
-        drawn: list[Timeline] = []
-        for schedule in dict.fromkeys([self._schedule, "gpipe", "1f1b", "zbv"]):
-            if len(rows) == 3:
-                break
-            pipe = self._pipeline(schedule)
-            for step in range(2):  # learns the shapes
-                self._step(pipe, step)
-            with pipe.trace() as trace:
-                for step in range(_MEASURED):
-                    self._step(pipe, step)
-            timelines = sorted(trace.timelines, key=lambda timeline: timeline.makespan)
-            middle = timelines[_MEASURED // 2]
-            predicted = simulate(pipe.plan, Costs.from_timeline(*timelines))
-            drawn.append(middle)
-            bubble = statistics.median(timeline.bubble() for timeline in timelines)
-            rows.append(
-                [
-                    schedule,
-                    str(pipe.plan.stages),
-                    f"{middle.makespan:.0f}",
-                    f"{predicted.makespan:.0f}",
-                    f"{bubble:.1%}",
-                    f"{predicted.bubble():.1%}",
-                ]
-            )
-        headings = ["schedule", "stages", "step/ms", "predicted", "bubble", "predicted"]
-        self._screen.table(headings, rows)
-        self._screen.say("Predicted is what the simulator makes of the costs that were measured.")
-        if "WORLD_SIZE" not in os.environ:
-            self._screen.say("Local ranks take turns, so they wait longer than processes would.")
-        return drawn
+        """Rounds in which the schedules take turns, so that what disturbs one disturbs all."""
+        names = list(dict.fromkeys([self._schedule, "gpipe", "1f1b", "zbv"]))[:3]
+        pipes = [self._pipeline(name) for name in names]
+        measured: list[list[Timeline]] = [[] for _ in pipes]
+        for round_ in range(_ROUNDS + 1):
+            for pipe, timelines in zip(pipes, measured, strict=True):
+                with pipe.trace() as trace:
+                    self._step(pipe, round_)
+                if round_:  # the first one learns the shapes
+                    timelines.append(trace.timeline)
+        rivals = [
+            Rival(pipe.plan, ran, self._apart) for pipe, ran in zip(pipes, measured, strict=True)
+        ]
+        self._screen.table(HEADINGS, [rival.row() for rival in rivals])
+        self._screen.say(conclusion(rivals, self._apart))
+        return [rival.middle for rival in rivals]
 
     def _step(self, pipe: Pipeline, step: int) -> None:
         passages, following = self._text.batch(step, self._size)
@@ -168,8 +146,10 @@ class Tour:
         if not self._silent:
             first, *others = timelines
             self._output.write_text(first.to_html(*others), encoding="utf-8")
+        command = called()
         self._screen.title("What next")
-        self._screen.say(f"The measured steps, to zoom and hover: {self._output.resolve()}")
-        self._screen.say("Another schedule:  taktline demo --ranks 4 --schedule zbv --local")
-        self._screen.say("Your own model:    examples/gpt.py, and docs/pipeline.md")
-        self._screen.say("All commands:      taktline --help")
+        self._screen.say(f"These steps, to zoom and hover:  {self._output.resolve()}")
+        self._screen.say(f"Another schedule:  {command} demo --ranks 4 --schedule zbv --local")
+        self._screen.say(f"All of them:       {command} compare")
+        self._screen.say("Your own model, in Python:")
+        self._screen.say(_YOUR_OWN)

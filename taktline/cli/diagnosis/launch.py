@@ -3,16 +3,32 @@
 from __future__ import annotations
 
 import os
+import shutil
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
 
-__all__ = ["launch", "launched"]
+__all__ = ["called", "launch", "launched"]
 
 COMMAND = ("-m", "taktline")
 _POLL = 0.1
+
+
+def called() -> str:
+    """How a user of this Python calls ``taktline`` from the folder that they are in.
+
+    Whether it is on the path or not: ``.venv/bin/taktline``, for one.
+    """
+    script = shutil.which("taktline", path=os.path.dirname(sys.executable))
+    if script is None:
+        return f"{os.path.relpath(sys.executable)} -m taktline"
+    on_path = shutil.which("taktline")
+    if on_path is not None and os.path.samefile(on_path, script):
+        return "taktline"
+    relative = os.path.relpath(script)
+    return script if relative.startswith(os.pardir) else relative
 
 
 def launched() -> bool:

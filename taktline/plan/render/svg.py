@@ -15,7 +15,7 @@ from taktline.plan.render.scale import nice_ticks, shared_axis
 from taktline.plan.timeline import Timeline
 from taktline.plan.words import counted
 
-__all__ = ["to_svg"]
+__all__ = ["natural_width", "to_svg"]
 
 LANE, GAP = 24.0, 4.0  # a rank's row, and the space between two
 STRIP = 16.0  # a rank's memory curve
@@ -41,7 +41,7 @@ def to_svg(timelines: Sequence[Timeline], *, width: float | None = None) -> str:
     if width is not None:
         width = require_number("width", width, least=0, most=100_000)
     makespan, unit = shared_axis(timelines)
-    total = _natural_width(timelines, makespan) if width is None else width
+    total = natural_width(timelines) if width is None else width
     scale = max(total - LEFT - RIGHT, 1.0) / makespan
     parts: list[str] = []
     y = 8.0
@@ -65,7 +65,9 @@ def to_svg(timelines: Sequence[Timeline], *, width: float | None = None) -> str:
     )
 
 
-def _natural_width(timelines: Sequence[Timeline], makespan: float) -> float:
+def natural_width(timelines: Sequence[Timeline]) -> float:
+    """Pixels with room for a number in the shortest action, as far as that is sensible."""
+    makespan, _ = shared_axis(timelines)
     shortest = min(makespan, *(_shortest(timeline) for timeline in timelines))
     digits = max(len(str(timeline.plan.microbatches - 1)) for timeline in timelines)
     room = (6.0 * digits + 5.0) * makespan / shortest

@@ -1,0 +1,88 @@
+"""Timelines as files of any kind, on the screen, and in a notebook."""
+
+from __future__ import annotations
+
+import csv
+import io
+import os
+import tempfile
+import webbrowser
+from collections.abc import Sequence
+from pathlib import Path
+
+from taktline.checks import require_path
+from taktline.errors import PlanFileError
+from taktline.plan.io import write_text
+from taktline.plan.render.html import to_html
+from taktline.plan.render.png import to_png
+from taktline.plan.render.svg import natural_width, to_svg
+from taktline.plan.render.text import chart
+from taktline.plan.timeline import Timeline
+from taktline.plan.timeline_io import write_timeline
+
+__all__ = ["inline", "save", "show", "to_csv"]
+
+_PAGE = 960.0
+"""Pixels of a notebook's cell."""
+_MOST = 20_000
+"""Actions that a browser draws at once without effort."""
+
+
+def save(timelines: Sequence[Timeline], path: str | os.PathLike[str]) -> Path:
+    """Write timelines to a file, whose ending says how: .html, .svg, .png, .csv or .json.
+
+    The last two hold a single timeline; .json is what ``read_timeline`` reads.
+    """
+    path = require_path("path", path)
+    ending = path.suffix.lower()
+    if ending in (".csv", ".json") and len(timelines) != 1:
+        raise PlanFileError(path, "holds one timeline; draw several as .html, .svg or .png")
+    if ending == ".html":
+        write_text(path, to_html(timelines))
+    elif ending == ".svg":
+        write_text(path, to_svg(timelines))
+    elif ending == ".png":
+        path.write_bytes(to_png(to_svg(timelines, width=min(natural_width(timelines), 4_000))))
+    elif ending == ".csv":
+        write_text(path, to_csv(timelines[0]))
+    elif ending == ".json":
+        write_timeline(timelines[0], path)
+    else:
+        raise PlanFileError(path, f"ends in .html, .svg, .png, .csv or .json, not in {ending!r}")
+    return path
+
+
+def to_csv(timeline: Timeline) -> str:
+    """A line for each action, for spreadsheets and data frames.
+
+    >>> from taktline.plan import build, simulate
+    >>> print(to_csv(simulate(build("1f1b", ranks=1, microbatches=1))).replace("\\r", ""))
+    rank,action,kind,stage,microbatch,start,end
+    0,0F0,F,0,0,0.0,1.0
+    0,0B0,B,0,0,1.0,3.0
+    <BLANKLINE>
+    """
+    text = io.StringIO()
+    writer = csv.writer(text)
+    writer.writerow(["rank", "action", "kind", "stage", "microbatch", "start", "end"])
+    for rank in range(timeline.plan.ranks):
+        for span in timeline.spans(rank):
+            action = span.action
+            which = [action.kind.name, action.stage, action.microbatch]
+            writer.writerow([rank, action, *which, span.start, span.end])
+    return text.getvalue()
+
+
+def show(timelines: Sequence[Timeline]) -> None:
+    """Open the page in a browser; without one, print the chart."""
+    folder = tempfile.mkdtemp(prefix="taktline-")
+    page = save(timelines, Path(folder) / "timeline.html")
+    if not webbrowser.open(page.as_uri()):
+        print(chart(timelines))
+
+
+def inline(timeline: Timeline) -> str | None:
+    """A drawing for a notebook, as wide as its page; None if it would be too much for it."""
+    if len(timeline.plan.rows) > _MOST:
+        return None
+    return to_svg([timeline], width=min(natural_width([timeline]), _PAGE))

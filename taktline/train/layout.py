@@ -1,0 +1,87 @@
+"""Cuts as Megatron writes them: which layers each stage has, in one text."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+from torch import nn
+
+from taktline.errors import PartitionError
+from taktline.plan.words import counted
+
+__all__ = ["cuts_of", "stages_of"]
+
+_MOST = 100_000
+"""Letters of a layout that is written out."""
+
+
+def stages_of(layout: str) -> list[str]:
+    """The letters of each stage: E for the embedding, t for a layer, L for the output.
+
+    ``|`` ends a stage, ``*3`` repeats a letter or a group in parentheses, commas mean nothing.
+
+    >>> stages_of("Et*3|(tt|)*2,L")
+    ['Ettt', 'tt', 'tt', 'L']
+    """
+    text = re.sub(r"[\s,]", "", layout)
+    while found := re.search(r"(?:\(([EtL|]*)\)|([EtL|]))\*(\d{1,6})|\(([EtL|]*)\)", text):
+        group, letter, times, plain = found.groups()
+        again = plain if times is None else (letter or group) * int(times)
+        if len(again) > _MOST:
+            raise PartitionError(f"the layout {layout!r} has more than {_MOST:,} letters")
+        text = text[: found.start()] + again + text[found.end() :]
+    if not re.fullmatch(r"E?[t|]*L?", text) or "" in text.split("|"):
+        raise PartitionError(
+            f"{layout!r} is no layout: it has E (embedding) first, t (layer), L (output) last, | "
+            'between stages, none of them empty, and *n for repeats, as in "Et*3|(tt|)*2L"'
+        )
+    return text.split("|")
+
+
+def cuts_of(layout: str, model: nn.Module) -> list[str]:
+    """The names of the submodules at which the stages of a layout begin.
+
+    >>> model = nn.ModuleDict({"layers": nn.ModuleList(nn.Tanh() for _ in range(4))})
+    >>> model["head"] = nn.Linear(2, 2)
+    >>> cuts_of("Et*2|tt|L", model)
+    ['layers.2', 'head']
+    """
+    stages = stages_of(layout)
+    layers = sum(stage.count("t") for stage in stages)
+    row = _row(model, layers, layout)
+    cuts: list[str] = []
+    done = stages[0].count("t")
+    for stage in stages[1:]:
+        cuts.append(f"{row}.{done}" if stage[0] == "t" else _head(model, row))
+        done += stage.count("t")
+    return cuts
+
+
+def _row(model: nn.Module, layers: int, layout: str) -> str:
+    """The name of the list with so many layers."""
+    rows = {
+        name: len(module)
+        for name, module in model.named_modules()
+        if isinstance(module, nn.ModuleList | nn.Sequential) and name
+    }
+    found = [name for name, length in rows.items() if length == layers]
+    if len(found) != 1:
+        listed = ", ".join(f"{name} ({length})" for name, length in list(rows.items())[:4])
+        raise PartitionError(
+            f"the layout {layout!r} has {counted(layers, 'layer')}, and the model has "
+            f"{'several lists' if found else 'no list'} of so many: {listed or 'none at all'}; "
+            "pass the names of the submodules at which stages begin"
+        )
+    return found[0]
+
+
+def _head(model: nn.Module, row: str) -> str:
+    """The module that makes the output: as transformers says (``_pp_plan``), or the last one."""
+    plan = getattr(model, "_pp_plan", None)
+    names = [name for name, _ in model.named_children() if not f"{row}.".startswith(f"{name}.")]
+    if isinstance(plan, Mapping):
+        names = [name for name in names if name in plan] or names
+    if not names:
+        raise PartitionError("the model has no module behind its layers for the L of the layout")
+    return names[-1]

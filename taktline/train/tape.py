@@ -1,0 +1,86 @@
+"""What the modules of a model give in forwards, and the gradients that reach it in backwards."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+__all__ = ["Call", "Entry", "Tape"]
+
+
+class Call(NamedTuple):
+    """One tensor of what a module gave: of its n-th call in a forward, the k-th of its output."""
+
+    module: str
+    call: int
+    tensor: int
+
+
+@dataclass(slots=True)
+class Entry:
+    """A tensor, and the gradient that has reached it."""
+
+    value: torch.Tensor
+    gradient: torch.Tensor | None = None
+
+
+@dataclass
+class Tape:
+    """What was noted, forward by forward, in the order in which modules have ended."""
+
+    forwards: list[dict[Call, Entry]] = field(default_factory=list)
+
+    @contextmanager
+    def noting(self, root: nn.Module, modules: Mapping[str, nn.Module]) -> Iterator[None]:
+        """Inside, what these modules give in each call of ``root``; not where they run again."""
+        inside, counts = [False], Counter[str]()
+
+        def begin(*_: Any) -> None:
+            inside[0] = True
+            counts.clear()
+            self.forwards.append({})
+
+        def end(*_: Any) -> None:
+            inside[0] = False
+
+        def hook(name: str) -> Callable[..., None]:
+            def note(module: nn.Module, args: Any, output: Any) -> None:
+                if inside[0]:
+                    self._note(name, counts[name], output)
+                    counts[name] += 1
+
+            return note
+
+        handles = [root.register_forward_pre_hook(begin)]
+        handles += [part.register_forward_hook(hook(name)) for name, part in modules.items()]
+        handles.append(root.register_forward_hook(end, always_call=True))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _note(self, name: str, call: int, output: Any) -> None:
+        # Other classes of tensors stand for values that a stage does not have.
+        tensors = [leaf for leaf in pytree.tree_leaves(output) if type(leaf) is torch.Tensor]
+        for place, tensor in enumerate(tensors):
+            # A copy: what comes next may change it in place.
+            entry = Entry(tensor.detach().clone())
+            self.forwards[-1][Call(name, call, place)] = entry
+            if tensor.requires_grad:
+                tensor.register_hook(_keeper(entry))
+
+
+def _keeper(entry: Entry) -> Callable[[torch.Tensor], None]:
+    def keep(gradient: torch.Tensor) -> None:
+        if entry.gradient is None:  # the halves of a backward may both come by
+            entry.gradient = gradient.detach().clone()
+
+    return keep

@@ -1,0 +1,118 @@
+"""Numbers of how training goes, and the bar that shows them."""
+
+from __future__ import annotations
+
+import os
+import pty
+import re
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from taktline import Pipeline
+from taktline.errors import ArgumentError
+from tests.documents import ROOT
+from tests.workers import Workers
+
+TOKENS = torch.arange(32).reshape(8, 4) % 10
+
+
+def make(**where: Any) -> Pipeline:
+    torch.manual_seed(0)
+    stages = [nn.Embedding(10, 6), nn.Linear(6, 10)]
+    return Pipeline(stages, microbatches=4, loss_fn=loss_fn, seed=0, **(where or {"ranks": 2}))
+
+
+def loss_fn(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return nn.functional.cross_entropy(output.flatten(0, 1), target.flatten())
+
+
+def train(every: int = 2, steps: int = 5, **where: Any) -> tuple[list[float], dict[str, float]]:
+    pipe = make(**where)
+    losses = [
+        pipe.step(batch, target=batch).item()
+        for batch in pipe.progress([TOKENS] * steps, every=every)
+    ]
+    return losses, pipe.metrics()
+
+
+def test_a_line_every_few_steps(capsys: pytest.CaptureFixture[str]) -> None:
+    losses, metrics = train()
+    lines = capsys.readouterr().out.splitlines()
+    assert [line[:9] for line in lines] == ["step    2", "step    4", "step    5"]
+    assert all(f"loss {losses[0]:.3f}" in line for line in lines), "nothing was learned"
+    assert all(re.search(r"[\d,]+ tokens/s  peak [\d.]+ [KMG]iB$", line) for line in lines)
+    assert metrics["step"] == 5
+    assert metrics["loss"] == losses[-1]
+    assert metrics["tokens_per_s"] == pytest.approx(4 * metrics["rows_per_s"])
+    assert metrics["rows_per_s"] == pytest.approx(8 / metrics["step_ms"] * 1e3)
+    assert "bubble" not in metrics, "ranks that share a thread have none of their own"
+
+
+def test_inputs_that_are_no_tokens() -> None:
+    pipe = Pipeline([nn.Linear(3, 3), nn.Linear(3, 1)], microbatches=2, ranks=2,
+                    loss_fn=nn.functional.mse_loss)  # fmt: skip
+    for _ in range(2):
+        pipe.step(torch.ones(4, 3), target=torch.ones(4, 1))
+    assert {"rows_per_s"} == {name for name in pipe.metrics() if name.endswith("_per_s")}
+
+
+def test_leaving_the_loop_early(capsys: pytest.CaptureFixture[str]) -> None:
+    pipe = make()
+    for batch in pipe.progress(iter([TOKENS] * 5), every=1):
+        pipe.step(batch, target=batch)
+        break
+    with pipe.trace() as trace:
+        pipe.step(TOKENS, target=TOKENS)
+    assert len(trace.timelines) == 1
+    with pytest.raises(ArgumentError, match="every"):
+        pipe.progress([], every=0)
+
+
+def _measured(rank: int, group: Any) -> dict[str, float]:
+    return train(mesh=DeviceMesh.from_group(group, "cpu", mesh_dim_names=("pp",)))[1]
+
+
+@pytest.mark.processes
+def test_processes_measure_their_bubble(workers: Workers) -> None:
+    found = workers.run(_measured, ranks=2)
+    assert 0 <= found[0]["bubble"] < 1
+    assert found[0]["bubble"] == found[1]["bubble"]
+    assert found[0]["loss"] == found[1]["loss"]
+
+
+@pytest.mark.processes
+def test_a_bar_on_a_terminal() -> None:
+    code = "from tests.train.test_progress import train; train()"
+    ours, theirs = pty.openpty()
+    environment = os.environ | {"TERM": "xterm", "COLUMNS": "120", "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdout=theirs, cwd=ROOT, env=environment
+    ) as process:
+        os.close(theirs)
+        shown = b""
+        try:
+            while part := os.read(ours, 4096):
+                shown += part
+        except OSError:  # the other end is closed
+            pass
+        assert process.wait() == 0
+    os.close(ours)
+    text = shown.decode()
+    assert "━" in text
+    assert "5/5" in text
+    assert re.search(r"loss \d\.\d+ +[\d,]+ tokens/s", text)
+
+
+def test_in_a_notebook() -> None:
+    page = make()._repr_html_()
+    assert page.startswith("<pre>Pipeline(1f1b on 2 ranks")
+    assert "<svg" in page
+    pipe = make()
+    pipe.close()
+    assert pipe._repr_html_() == "<pre>Pipeline(closed)</pre>"

@@ -1,0 +1,446 @@
+"""A step beside the plain model: equal where it should be, and every seeded bug by its place."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from taktline import Pipeline, Replicate, TensorChunkSpec
+from taktline.errors import UseError
+from taktline.runtime.stage_actions import Work
+from taktline.train.verify import Verification
+from tests.workers import Workers
+
+WORDS, WIDTH, PARTS = 11, 6, 4
+Patch = pytest.MonkeyPatch
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.wide = nn.Linear(WIDTH, WIDTH)
+        self.drop = nn.Dropout(0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.drop(torch.tanh(self.wide(self.norm(x))))
+
+
+class LM(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(WORDS, WIDTH)
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.head = nn.Linear(WIDTH, WORDS, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens: Tensor, scale: Tensor | None = None) -> Tensor:
+        x = self.embed(tokens)
+        if scale is not None:
+            x = x * scale
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(output.flatten(0, 1), target.flatten())
+
+
+TOKENS = torch.arange(8 * 5).reshape(8, 5) * 7 % WORDS
+TARGET = TOKENS.roll(-1, 1)
+CUTS = {2: ["blocks.2"], 4: ["blocks.1", "blocks.2", "blocks.3"]}
+
+
+def verified(model: nn.Module | None = None, *args: Any, **options: Any) -> Verification:
+    """Of a pipeline over two ranks; ``plain`` is what it is compared with, if not the model."""
+    model = LM() if model is None else model
+    plain = options.pop("plain", None)
+    target = options.pop("target", TARGET)
+    keywords = {name: options.pop(name) for name in ("scale",) if name in options}
+    options = {"schedule": "1f1b", "cuts": CUTS[2], "loss_fn": loss_fn} | options
+    pipe = Pipeline(model, microbatches=PARTS, ranks=2, **options)
+    return pipe.verify(plain or model, *(args or (TOKENS,)), target=target, **keywords)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "stages"), [("gpipe", 2), ("1f1b", 2), ("zb_h1", 2), ("zbv", 4), ("dualpipev", 4)]
+)
+def test_a_sound_pipeline_is_equal(schedule: str, stages: int) -> None:
+    found = verified(schedule=schedule, cuts=CUTS[stages])
+    assert found, str(found)
+    # Of every micro-batch, the outputs of embedding, head and the four parts of each block.
+    assert found.compared > 2 * PARTS * (2 + 4 * 4)
+    assert str(found) == f"equal to the plain model: {found.compared} tensors"
+
+
+def test_nothing_is_changed() -> None:
+    model = nn.Sequential(LM(), nn.BatchNorm1d(5))
+    pipe = Pipeline(model, microbatches=PARTS, ranks=1, loss_fn=loss_fn)
+    pipe.step(TOKENS, target=TARGET)
+    before = copy.deepcopy(
+        [model.state_dict(), [p.grad for p in model.parameters()], torch.get_rng_state()]
+    )
+    pipe.verify(model, TOKENS, target=TARGET)
+    after = [model.state_dict(), [p.grad for p in model.parameters()], torch.get_rng_state()]
+    torch.testing.assert_close(after, before, rtol=0, atol=0)
+    assert all(module.training for module in model.modules())
+    assert not any(module._forward_hooks for module in model.modules())
+
+
+# Mistakes in models and in how they are cut.
+
+
+def other(change: Callable[[Block, Tensor], Tensor], at: int = 2) -> LM:
+    """The model with a block that does something else in a pipeline than by itself."""
+    model = LM()
+
+    class Changed(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            return change(self, super().forward(x))
+
+    model.blocks[at].__class__ = Changed
+    return model
+
+
+def only_micro_batches(change: Callable[[Tensor], Tensor]) -> LM:
+    """Something that shows with fewer rows than the whole batch has."""
+    return other(lambda _, y: change(y) if len(y) < len(TOKENS) else y)
+
+
+def swapped() -> Verification:
+    plain = nn.Sequential(*[nn.Linear(WIDTH, WIDTH) for _ in range(4)])
+    stages = [
+        nn.Sequential(plain[1], plain[0]),  # the wrong way round
+        nn.Sequential(plain[2], plain[3]),
+    ]
+    return of_stages(stages, nn.Sequential(Reversed(stages[0]), stages[1]))
+
+
+class Reversed(nn.Sequential):
+    def __init__(self, modules: nn.Sequential) -> None:
+        super().__init__(*modules)
+
+    def forward(self, input: Tensor) -> Tensor:
+        return self[0](self[1](input))
+
+
+def of_stages(stages: list[Any], plain: nn.Module) -> Verification:
+    pipe = Pipeline(stages, microbatches=PARTS, ranks=2, loss_fn=nn.functional.mse_loss)
+    torch.manual_seed(1)
+    return pipe.verify(plain, torch.rand(8, WIDTH), target=torch.rand(8, WIDTH))
+
+
+class Skipping(nn.Sequential):
+    def forward(self, input: Tensor) -> Tensor:
+        return self[0](input)
+
+
+def forgotten() -> Verification:
+    layers = [nn.Linear(WIDTH, WIDTH) for _ in range(4)]
+    plain = nn.Sequential(nn.Sequential(*layers[:2]), nn.Sequential(*layers[2:]))
+    return of_stages([Skipping(*layers[:2]), plain[1]], plain)
+
+
+def untied() -> Verification:
+    class Copied(LM):
+        def forward(self, tokens: Tensor, scale: Tensor | None = None) -> Tensor:
+            x = self.embed(tokens)
+            for block in self.blocks:
+                x = block(x)
+            return nn.functional.linear(x, self.head.weight.detach())
+
+    model = LM()
+    model.__class__ = Copied
+    return verified(model, plain=LM())
+
+
+def batch_norm() -> Verification:
+    model = LM()
+    model.blocks[3].norm = nn.BatchNorm1d(5)  # pyright: ignore[reportArgumentType]
+    return verified(model)
+
+
+def remembers() -> Verification:
+    model = other(lambda block, y: y + getattr(block, "last", 0.0), at=1)
+    seen: list[Tensor] = []
+
+    def remember(module: nn.Module, args: Any, output: Tensor) -> None:
+        module.last = output.detach().mean()  # pyright: ignore[reportAttributeAccessIssue]
+        seen.append(output)
+
+    model.blocks[1].register_forward_hook(remember)
+    return verified(model)
+
+
+def hooked() -> Verification:
+    def prepare(module: nn.Module, stage: int) -> nn.Module:
+        if stage == 1:
+            weight = dict(module.named_parameters())["blocks.3.wide.weight"]
+            weight.register_hook(lambda gradient: 2 * gradient)
+        return module
+
+    return verified(prepare=prepare, plain=LM())
+
+
+def rounded() -> Verification:
+    def prepare(module: nn.Module, stage: int) -> nn.Module:
+        def to_half(block: nn.Module, args: Any, output: Tensor) -> Tensor:
+            return output.bfloat16().float()
+
+        if stage == 0:
+            dict(module.named_modules())["blocks.1"].register_forward_hook(to_half, prepend=True)
+        return module
+
+    return verified(prepare=prepare, plain=LM())
+
+
+def cut_wrong() -> Verification:
+    scale = torch.linspace(0.5, 2, 8).reshape(8, 1, 1)
+    rolled = TensorChunkSpec(0)
+    options: dict[str, Any] = {"args_chunk_spec": (rolled,), "kwargs_chunk_spec": {"scale": rolled}}
+
+    class Sorted(LM):
+        def forward(self, tokens: Tensor, scale: Tensor | None = None) -> Tensor:
+            assert scale is not None
+            return super().forward(tokens, scale / scale.max())
+
+    model = Sorted()
+    return verified(model, scale=scale, **options)
+
+
+def whole_mask() -> Verification:
+    """The first rows of something that was to be cut, for every micro-batch."""
+
+    class First(LM):
+        def forward(self, tokens: Tensor, scale: Tensor | None = None) -> Tensor:
+            assert scale is not None
+            return super().forward(tokens, scale[: len(tokens)])
+
+    options = {
+        "args_chunk_spec": (TensorChunkSpec(0),),
+        "kwargs_chunk_spec": {"scale": Replicate()},
+    }
+    return verified(First(), scale=torch.linspace(0.5, 2, 8).reshape(8, 1, 1), **options)
+
+
+def ignored() -> Verification:
+    target = TARGET.clone()
+    target[:3, 1:] = -100  # so the mean is over other numbers of tokens in each micro-batch
+    return verified(target=target)
+
+
+MODELS: dict[str, tuple[Callable[[], Verification], str]] = {
+    "layers in the wrong order": (swapped, "stage 0, micro-batch 0, forward: the output of 0.1"),
+    "a layer was forgotten": (
+        forgotten,
+        "stage 0, micro-batch 0, forward: the output of 0 differs",
+    ),
+    "a weight no longer tied": (untied, "gradient: the gradient of the parameter"),
+    "batch norm": (batch_norm, "stage 1, micro-batch 0, forward: the output of blocks.3.norm"),
+    "remembers a micro-batch": (
+        remembers,
+        "stage 0, micro-batch 1, forward: the output of blocks.1",
+    ),
+    "a hook on a weight": (
+        hooked,
+        "stage 1, gradient: the gradient of the parameter blocks.3.wide.w",
+    ),
+    "rounded in prepare": (rounded, "stage 0, micro-batch 0, forward: the output of blocks.1"),
+    "normed by the batch": (cut_wrong, "stage 0, micro-batch 0, forward: the output of blocks.0"),
+    "a mask that is not cut": (
+        whole_mask,
+        "stage 0, micro-batch 1, forward: the output of blocks.0",
+    ),
+    "a mean over fewer tokens": (ignored, "stage 1, loss: the loss differs"),
+    "a loss that is a sum": (
+        lambda: verified(loss_fn=lambda o, t: loss_fn(o, t) * len(t)),
+        "stage 1, loss: the loss differs",
+    ),
+    "rows that look at each other": (
+        lambda: verified(other(lambda _, y: y - y.mean(0))),
+        "stage 1, micro-batch 0, forward: the output of blocks.2 differs",
+    ),
+    "scaled by the rows": (
+        lambda: verified(other(lambda _, y: y * len(y))),
+        "stage 1, micro-batch 0, forward: the output of blocks.2 differs",
+    ),
+    "random numbers": (
+        lambda: verified(other(lambda _, y: nn.functional.dropout(y, 0.5))),
+        "the output of blocks.2 differs by",
+    ),
+    "detached": (
+        lambda: verified(only_micro_batches(lambda y: y.detach())),
+        "stage 1, micro-batch 0, backward: the gradient of the output of blocks.2 differs",
+    ),
+}
+
+
+# Mistakes that a runtime could make.
+
+
+def instead(patch: Patch, method: str, change: Callable[..., Any]) -> None:
+    """``change(original, work, microbatch)`` in place of an action."""
+    original = getattr(Work, method)
+    patch.setattr(Work, method, lambda work, microbatch: change(original, work, microbatch))
+
+
+def another_microbatch(patch: Patch) -> None:
+    def forward(original: Any, work: Work, microbatch: int) -> None:
+        if work._index == 0 and microbatch == 2:
+            arguments: Any = work._feed.arguments
+            arguments[2] = arguments[1]
+        original(work, microbatch)
+
+    instead(patch, "forward", forward)
+
+
+def wrong_target(patch: Patch) -> None:
+    def forward(original: Any, work: Work, microbatch: int) -> None:
+        if work._index == 1 and microbatch == 3:
+            targets: Any = work._feed.targets
+            targets[3] = targets[0]
+        original(work, microbatch)
+
+    instead(patch, "forward", forward)
+
+
+def lost_gradient(patch: Patch) -> None:
+    def backward(original: Any, work: Work, microbatch: int) -> None:
+        before = [None if p.grad is None else p.grad.clone() for p in weights(work)]
+        original(work, microbatch)
+        if work._index == 1 and microbatch == 1:
+            for parameter, gradient in zip(weights(work), before, strict=True):
+                parameter.grad = gradient
+
+    instead(patch, "backward", backward)
+
+
+def weights(work: Work) -> list[nn.Parameter]:
+    return [p for n, p in work._stage.submod.named_parameters() if n.startswith("blocks.3.wide")]
+
+
+def counted_twice(patch: Patch) -> None:
+    def backward(original: Any, work: Work, microbatch: int) -> None:
+        original(work, microbatch)
+        if work._index == 0 and microbatch == 3:
+            for parameter in work._stage.submod.parameters():
+                if parameter.grad is not None:
+                    parameter.grad.mul_(2)
+
+    instead(patch, "backward", backward)
+
+
+class Rounded:
+    """A port that loses digits of one message."""
+
+    def __init__(self, port: Any) -> None:
+        self._port = port
+
+    def take(self, microbatch: int) -> Any:
+        values, spec = self._port.take(microbatch)
+        if microbatch == 2:
+            for value in values:
+                value.data.copy_(value.data.bfloat16())
+        return values, spec
+
+
+def rounded_message(patch: Patch) -> None:
+    def forward(original: Any, work: Work, microbatch: int) -> None:
+        port = work._activations_in
+        if port is not None:
+            work._activations_in = Rounded(port)  # pyright: ignore[reportAttributeAccessIssue]
+        original(work, microbatch)
+        work._activations_in = port
+
+    instead(patch, "forward", forward)
+
+
+def scaled_loss(patch: Patch) -> None:
+    def backward(original: Any, work: Work, microbatch: int) -> None:
+        if work._index == 1 and microbatch == 0:
+            gradients, aside = work._kept[0]
+            work._kept[0] = [g if g is None else 3 * g for g in gradients], aside
+        original(work, microbatch)
+
+    instead(patch, "backward", backward)
+
+
+RUNTIME: dict[str, tuple[Callable[[Patch], None], str, str]] = {
+    "the arguments of another": (
+        another_microbatch,
+        "1f1b",
+        "stage 0, micro-batch 2, forward: the output of embed differs",
+    ),
+    "the target of another": (wrong_target, "1f1b", "stage 1, loss: the loss differs"),
+    "a lost gradient": (lost_gradient, "1f1b", "stage 1, gradient: the gradient of the parameter"),
+    "counted twice": (counted_twice, "1f1b", "gradient: the gradient of the parameter"),
+    "a rounded message": (
+        rounded_message,
+        "zb_h1",
+        "stage 1, micro-batch 2, forward: the output of blocks.2.norm differs",
+    ),
+    "a loss that counts more": (
+        scaled_loss,
+        "1f1b",
+        "stage 1, micro-batch 0, backward: the gradient of the output of head",
+    ),
+}
+
+
+def test_there_are_enough_bugs() -> None:
+    assert len(MODELS) + len(RUNTIME) >= 20
+
+
+@pytest.mark.parametrize("bug", MODELS)
+def test_a_mistake_in_a_model_is_found(bug: str) -> None:
+    make, expected = MODELS[bug]
+    found = make()
+    assert not found
+    assert expected in str(found)
+    known = bug in ("random numbers", "remembers a micro-batch")
+    assert ("random, or it remembers" in str(found)) == known
+
+
+@pytest.mark.parametrize("bug", RUNTIME)
+def test_a_mistake_of_the_runtime_is_found(monkeypatch: Patch, bug: str) -> None:
+    seed, schedule, expected = RUNTIME[bug]
+    assert verified(schedule=schedule)
+    seed(monkeypatch)
+    found = verified(schedule=schedule)
+    assert not found
+    assert expected in str(found)
+
+
+def over_processes(rank: int, group: Any, broken: bool) -> str:
+    mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("pp",))
+    model = only_micro_batches(lambda y: y + 1e-2) if broken else LM()
+    pipe = Pipeline(model, cuts=CUTS[2], microbatches=PARTS, loss_fn=loss_fn, mesh=mesh)
+    optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
+    pipe.step(TOKENS, target=TARGET)
+    optimizer.step()
+    return str(pipe.verify(model, TOKENS, target=TARGET))
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("broken", [False, True])
+def test_over_processes(workers: Workers, broken: bool) -> None:
+    first, second = workers.run(over_processes, broken, ranks=2)
+    assert first == second
+    if broken:
+        assert "stage 1, micro-batch 0, forward: the output of blocks.2 differs" in first
+    else:
+        assert first.startswith("equal to the plain model: ")
+
+
+def test_another_model_is_refused() -> None:
+    pipe = Pipeline(LM(), cuts=CUTS[2], microbatches=PARTS, ranks=2, loss_fn=loss_fn)
+    with pytest.raises(UseError, match="needs the plain model, with the names of"):
+        pipe.verify(nn.Linear(2, 2), TOKENS, target=TARGET)
