@@ -167,9 +167,11 @@ class Case:
             return 0
         ranks = range(self.ranks)
         if self.what.holder:
-            # Stage 0 is on the first rank of a pipeline; in a V, the last one is there, too.
+            # Stage 0 is on the first rank of a pipeline; in a V, the last one is there, too. A tie
+            # is struck late, when the last of several stages has done all of its backwards.
             last = 0 if self.schedule == "zbv" else self.depth - 1
-            held = (last,) if self.what.holder == "last" else (0, last)
+            tied = (0,) if SCHEDULES[self.schedule] > 1 else (0, last)
+            held = (last,) if self.what.holder == "last" else tied
             ranks = [rank for rank in ranks if rank // self.beside in held]
         elif self.when.aside and self.when.at:
             ranks = range(self.beside, self.ranks)  # those of the first stage end last
@@ -189,8 +191,8 @@ def table() -> Iterator[Case]:
                     if phase == "reduction" and wrapper not in ("ddp", "fsdp"):
                         continue
                     schedule = next(turns)
-                    if fault.holder == "tied" and schedule == "zbv":
-                        schedule = next(turns)  # there one rank has both ends of the tie
+                    if not _fits(fault, schedule):
+                        schedule = next(turns)
                     yield Case(name, schedule, ranks, wrapper, phase)
 
 
@@ -222,9 +224,15 @@ def sample() -> list[Case]:
 def draw(rng: Random, setup: tuple[str, int, str] | None = None) -> Case:
     """Any fault; of those that can befall running processes, if there are some."""
     schedule, ranks, wrapper = setup or _draw_setup(rng)
-    fault = rng.choice([name for name, fault in FAULTS.items() if wrapper in fault.wrappers])
+    fits = [name for name, fault in FAULTS.items() if wrapper in fault.wrappers]
+    fault = rng.choice([name for name in fits if _fits(FAULTS[name], schedule)])
     phases = [phase for phase in FAULTS[fault].phases if phase != "construction"]
     return Case(fault, schedule, ranks, wrapper, rng.choice(phases))
+
+
+def _fits(fault: Fault, schedule: str) -> bool:
+    """Whether a schedule has what goes wrong: in a V one rank has both ends of a tie."""
+    return fault.holder != "tied" or schedule != "zbv"
 
 
 def _draw_setup(rng: Random) -> tuple[str, int, str]:
