@@ -146,6 +146,50 @@ def test_every_rank_hears_of_a_method_that_fails(workers: Workers) -> None:
         assert str(error).startswith("rank 1, stage 1, micro-batch 2 (1B2): Odd: not backward")
 
 
+class Fussy(nn.Module):
+    """Fails at first."""
+
+    def __init__(self, calls: int) -> None:
+        super().__init__()
+        self.linear, self.left = nn.Linear(WIDTH, WIDTH), calls
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.left -= 1
+        if self.left >= 0:
+            raise Odd("not yet")
+        return self.linear(x)
+
+
+def _failing_at_first(rank: int, group: dist.ProcessGroup, bad: int, per_rank: int) -> list[str]:
+    """While stages find out what they give; then the next step works, on the same group."""
+    mine = [rank + 2 * number for number in range(per_rank)]
+    stages = [
+        Derived(Fussy(int(index == bad)), index, 2 * per_rank, CPU, group=group) for index in mine
+    ]
+    schedule = ScheduleInterleaved1F1B(stages, 4, loss_fn=loss_fn)
+    x, target = make_batch()
+    last = {"target": target} if rank == 1 else {}
+    told: list[str] = []
+    for call in ("eval", "step", "step"):
+        try:
+            getattr(schedule, call)(*([x] if rank == 0 else []), **last)
+            told.append(f"{call} worked")
+        except RuntimeError as error:
+            told.append(str(error))
+    return told
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(("bad", "per_rank"), [(0, 1), (1, 1), (1, 2), (2, 2), (3, 2)])
+def test_every_rank_hears_of_a_stage_that_fails_at_first(
+    workers: Workers, bad: int, per_rank: int
+) -> None:
+    for first, *others in workers.run(_failing_at_first, bad, per_rank):
+        assert f"rank {bad % 2}: " in first
+        assert "Odd: not yet" in first
+        assert others == ["step worked"] * 2
+
+
 class Waiting(_PipelineScheduleRuntime):
     """Says when to wait for what was sent, as later versions of torch do."""
 

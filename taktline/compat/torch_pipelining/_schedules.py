@@ -108,6 +108,11 @@ class _PipelineSchedule(torchs._PipelineSchedule, metaclass=Watched):
             stage.grad_sync.unshard()
             self.unsharded_stages.add(stage.stage_index)
 
+    def _forget_shapes(self) -> None:
+        """Let stages find out anew what they give."""
+        for name in [name for name in vars(self) if name.endswith("ward_initialized")]:
+            setattr(self, name, False)
+
     def _has_own_step(self) -> bool:
         """Whether somebody has written what is done with the micro-batches."""
         written = type(self)._step_microbatches is not _Ordered._step_microbatches

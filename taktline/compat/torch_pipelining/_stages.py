@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from functools import wraps
+from functools import partial, wraps
 from inspect import signature
 from typing import Any
 
@@ -59,6 +59,8 @@ class _PipelineStageBase(torchs._PipelineStageBase, metaclass=Watched):
     get_mesh: Any = None
     gradients_due = False
     """Whether gradients of this step wait to be reduced and scaled."""
+    unprepared: Exception | None = None
+    """Why it could not find out what it gives."""
     _native: OwnStage | None = None
     _begun: GradSync | None = None
 
@@ -260,7 +262,64 @@ class PipelineStage(_PipelineStageBase, torchs.PipelineStage, _Older):
         if told is not None and metas and not any(meta.requires_grad for meta in metas):
             # Examples that say nothing of gradients: wherever one is possible, there is one.
             told.inputs, told.outputs = _with_gradients(told.inputs), _with_gradients(told.outputs)
-        return super()._prepare_forward_infra(*args, **kwargs)
+        find = super()._prepare_forward_infra
+        return self._find_out(find, self.stage_index - 1, self.stage_index + 1, args, kwargs)
+
+    @like(torchs.PipelineStage._prepare_backward_infra)
+    def _prepare_backward_infra(self, *args: Any, **kwargs: Any) -> Any:
+        find: Any = super()._prepare_backward_infra
+        if self.unprepared is not None:
+            after = self.stage_index + 1
+            remote = after < self.num_stages and not self._is_same_rank(after)
+            find = partial(self._recv_meta, after) if remote else _fail
+            args, kwargs = (), {}
+        return self._find_out(find, self.stage_index + 1, self.stage_index - 1, args, kwargs)
+
+    def _find_out(self, find: Any, source: int, neighbour: int, args: Any, kwargs: Any) -> Any:
+        """Find out what crosses a boundary; if that fails, the neighbour is told in its place.
+
+        So all of them come to the end, where what went wrong is raised.
+        """
+        self._has_told = False
+        values = (*args, *kwargs.values())
+        near = 0 <= source < self.num_stages and self._is_same_rank(source)
+        try:
+            if near and any(isinstance(value, Unknown) for value in values):
+                _fail()
+            found = find(*map(_known, args), **{k: _known(v) for k, v in kwargs.items()})
+            if self.unprepared is None:
+                return found
+        except Exception as error:
+            self.unprepared = self.unprepared or error
+        modes = getattr(utils, "InferenceMode", None)
+        tells = modes is not None and self._inference_mode == modes.DYNAMIC and not self._has_told
+        if tells and 0 <= neighbour < self.num_stages and not self._is_same_rank(neighbour):
+            self._send_meta(Unknown(), neighbour)
+        return Unknown()
+
+    def _send_meta(self, meta: Any, dst_stage: int) -> None:
+        self._has_told = True
+        super()._send_meta(meta, dst_stage)
+
+    def _recv_meta(self, src_stage: int) -> Any:
+        meta = super()._recv_meta(src_stage)
+        return _fail() if isinstance(meta, Unknown) else meta
+
+
+class Unknown:
+    """Stands for what a stage gives, where that could not be found out."""
+
+
+class Elsewhere(Exception):
+    """Another stage could not find out what it gives."""
+
+
+def _known(value: Any) -> Any:
+    return None if isinstance(value, Unknown) else value
+
+
+def _fail() -> None:
+    raise Elsewhere("another stage has failed")
 
 
 def _with_gradients(metas: Sequence[Any] | None) -> tuple[Any, ...] | None:
@@ -309,19 +368,33 @@ class _PipelineStage(PipelineStage):
 
 @contextmanager
 def undisturbed(stages: Sequence[Any]) -> Iterator[None]:
-    """Inside, modules may run to see what they give: buffers and gradients stay as they are."""
+    """Inside, modules may run to see what they give: buffers and gradients stay as they are.
+
+    What went wrong in one of them is raised at the end.
+    """
     own = [stage for stage in stages if isinstance(getattr(stage, "submod", None), nn.Module)]
     buffers = [(b, b.detach().clone()) for stage in own for b in stage.submod.buffers()]
     gradients = [(p, p.grad) for stage in own for p in stage.submod.parameters()]
+    failed: list[Exception] = []
     with ExitStack() as stack:
         for stage in own:
+            stage.unprepared = None
             sync = stage.native.grad_sync if isinstance(stage, _PipelineStageBase) else None
             if sync is not None and not sync.shards:
                 sync.begin()
                 stack.callback(sync.end)
-        yield
+        try:
+            yield
+        except Exception as error:
+            failed.append(error)
     with torch.no_grad():
         for buffer, value in buffers:
             buffer.copy_(value)
     for parameter, gradient in gradients:
         parameter.grad = gradient
+    # What follows from it may have been raised, too.
+    causes = [stage.unprepared for stage in own if isinstance(stage.unprepared, Exception)]
+    for stage in own:
+        stage.unprepared = None
+    for error in sorted(causes or failed, key=lambda error: isinstance(error, Elsewhere)):
+        raise error

@@ -22,7 +22,7 @@ from taktline.compat.torch_pipelining import microbatch
 from taktline.compat.torch_pipelining import schedules as torchs
 from taktline.compat.torch_pipelining._calls import CallProgram, Calls, reduced
 from taktline.compat.torch_pipelining._replaced import is_replaced
-from taktline.compat.torch_pipelining._stages import _PipelineStageBase
+from taktline.compat.torch_pipelining._stages import Elsewhere, _PipelineStageBase
 from taktline.errors import (
     BatchError,
     StageUseError,
@@ -32,10 +32,11 @@ from taktline.errors import (
 from taktline.errors.as_in_torch import as_in_torch
 from taktline.runtime.bind import Bound, Signatures
 from taktline.runtime.feed import Feed
-from taktline.runtime.losses import LossWeights, warn_if_uneven
+from taktline.runtime.losses import warn_if_uneven
 from taktline.runtime.runner import Runner
 from taktline.runtime.schedule import Schedule
 from taktline.transport import find
+from taktline.transport.control import share_error
 
 __all__ = ["Call", "Native", "run"]
 
@@ -217,23 +218,29 @@ class Native(Schedule):
         step = self.step if theirs._has_backward else self.eval
         names = ("arg_mbs", "kwarg_mbs", "target_mbs")
         try:
+            if self._calls is not None:
+                self._prepare(theirs, self._calls, refusal)
             return step(**dict(zip(names, cut, strict=True)), **options)
         except TaktlineError as error:
             raise as_in_torch(error) from error.__cause__
-        except Unprepared as error:
-            raise error.args[0]  # noqa: B904  (it is what was raised)
         finally:
             self._calls = self._theirs = None
 
-    def _weigh(self, feed: Feed, loss_weights: LossWeights | None) -> None:
-        super()._weigh(feed, loss_weights)
-        if self._calls is not None:
+    def _prepare(self, theirs: Any, calls: Calls, error: TaktlineError | None) -> None:
+        """Let stages find out what they give; what goes wrong on one rank is raised on all."""
+        transport = self._runner.transport
+        for what, act in (("a step by calls", None), ("what stages give", calls.prepare)):
             try:
-                self._calls.prepare()
-            except Exception as error:
-                # Stages tell each other what they give: nobody would answer what this one has
-                # still to say, so it leaves, and tells the others so.
-                raise Unprepared(error) from error
+                if act is not None:
+                    act()
+            except Elsewhere:
+                pass  # who has failed tells why
+            except Exception as raised:
+                error = StageUseError(f"rank {transport.rank}: {_refusal(raised)}")
+                error.__cause__ = raised
+            if any(failed for (failed,) in transport.exchange([int(error is not None)], what)):
+                theirs._forget_shapes()
+                raise share_error(transport, error) or StageUseError("a stage has failed")
 
     def _merged(self, feed: Feed) -> Any:
         theirs = self._theirs
@@ -244,10 +251,6 @@ class Native(Schedule):
             self._calls.finish()
         wanted = feed.outputs is not None if self._calls is None else self._calls.return_outputs
         return theirs._merge_outputs(last[0].output_chunks) if last and wanted else None
-
-
-class Unprepared(BaseException):
-    """What was raised while stages told each other what they give: others wait for the rest."""
 
 
 class _Caller(Runner):
