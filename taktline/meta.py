@@ -168,6 +168,17 @@ class Signature:
                 )
         return "; ".join(words)
 
+    def misfit(self, leaves: Sequence[Any], text: str) -> SignatureError:
+        """The error that says so, of the leaves that differ."""
+        error = SignatureError(text)
+        pairs = list(zip(self.leaves, leaves, strict=False))
+        tensors = [(a, b) for a, b in pairs if isinstance(a, TensorMeta) and hasattr(b, "shape")]
+        if any(tuple(a.shape) != tuple(b.shape) for a, b in tensors):
+            error.differs = "shape"
+        elif any(a.dtype is not b.dtype for a, b in tensors):
+            error.differs = "dtype"
+        return error
+
     def __str__(self) -> str:
         return f"({', '.join(map(str, self.leaves))})"
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from importlib import import_module
 from importlib.machinery import ModuleSpec
-from os.path import dirname, isdir, isfile, join
+from os.path import dirname, isfile, join
 from types import ModuleType
 
 __all__ = ["PEER", "Finder", "is_ours", "put_first"]
@@ -22,11 +22,13 @@ class Finder:
     """Finds the modules of the one package under the names of the other."""
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
-        """Where to find a module, if it is one of them."""
+        """Where to find a module, if it is one of them: in our folder, or in torch's."""
         if name != PEER and not name.startswith(f"{PEER}."):
             return None
-        place = join(dirname(__file__), "torch_pipelining", *name.removeprefix(PEER).split("."))
-        if not isdir(place) and not isfile(f"{place}.py"):
+        ours, torchs = join(dirname(__file__), "torch_pipelining"), sys.modules["torch"].__path__[0]
+        inner = f"{join(*name.removeprefix(PEER).split('.'))}.py"
+        folders = (ours, join(torchs, "distributed", "pipelining"))
+        if name != PEER and not any(isfile(join(folder, inner)) for folder in folders):
             return None
         return ModuleSpec(name, _Loader())  # pyright: ignore[reportArgumentType]
 

@@ -322,6 +322,9 @@ class SignatureError(TaktlineError):
     taktline.errors.SignatureError: output 0 is float32[4, 16], not float32[4, 32]
     """
 
+    differs: str = ""
+    """Where it is a tensor that is not as expected: whether its "shape" or its "dtype" is not."""
+
 
 class SkipError(TaktlineError):
     """A skip connection that is put and not got, or got and not put.

@@ -2,7 +2,18 @@
 
 from __future__ import annotations
 
-from taktline.errors import BatchError, PlanError, SignatureError, SplitError, TaktlineError
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+from taktline.errors import (
+    BatchError,
+    PlanError,
+    SignatureError,
+    SplitError,
+    TaktlineError,
+    restore,
+)
 
 __all__ = [
     "BatchTypeError",
@@ -100,3 +111,38 @@ class InstallError(TaktlineError):
 
 for _name in __all__:
     globals()[_name].__module__ = "taktline.errors"  # where everybody finds them
+
+
+def as_in_torch(error: TaktlineError) -> TaktlineError:
+    """The same error for code that expects what torch raises in a step.
+
+    That is a RuntimeError, and a PipeliningMetadataError if a value is not as it was.
+
+    >>> from taktline.errors import MismatchError
+    >>> error = as_in_torch(MismatchError("the ranks disagree"))
+    >>> isinstance(error, RuntimeError), isinstance(error, MismatchError)
+    (True, True)
+    """
+    args, kind = error.args, RuntimeError
+    misfit = next((e for e in (error, error.__cause__) if isinstance(e, SignatureError)), None)
+    if misfit is not None:
+        kind = PipeliningMetadataError
+        args = (f"{error} ({misfit.differs} mismatch)",) if misfit.differs else args
+    if isinstance(error, kind):
+        return error
+    return restore(_both(type(error), kind), args, vars(error))
+
+
+@cache
+def _both(cls: type[TaktlineError], kind: type[Exception]) -> type[TaktlineError]:
+    def reduce(self: TaktlineError) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return _unpickled, (cls, kind, self.args, vars(self))
+
+    attributes = {"__module__": cls.__module__, "__doc__": cls.__doc__, "__reduce__": reduce}
+    return type(cls.__name__, (cls, kind), attributes)
+
+
+def _unpickled(
+    cls: type[TaktlineError], kind: type[Exception], args: tuple[Any, ...], fields: dict[str, Any]
+) -> TaktlineError:
+    return restore(_both(cls, kind), args, fields)

@@ -20,7 +20,7 @@ from typing import Any, Protocol, TypeAlias
 import torch
 from torch.utils._pytree import TreeSpec
 
-from taktline.errors import SignatureError, TransportError
+from taktline.errors import TransportError
 from taktline.meta import Signature, TensorMeta
 from taktline.transport import Handle, Post
 from taktline.transport.wire import Layout, Parcel
@@ -127,10 +127,11 @@ class Outgoing:
         if self._signatures is not None:
             signature = self._signatures[microbatch]
             if not signature.describes(leaves, spec):
-                raise SignatureError(
+                raise signature.misfit(
+                    leaves,
                     f"{signature.difference(leaves, spec)}, as it was for inputs of the same "
                     "shapes before; if what a stage gives depends on their values, give the "
-                    "schedule dynamic_shapes=True"
+                    "schedule dynamic_shapes=True",
                 )
             leaves = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         self._packed[microbatch] = self._layouts[microbatch].pack(leaves)

@@ -45,6 +45,8 @@ class Schedule:
 
     Otherwise it is as in torch: each counts the same, and has at least a row.
     """
+    _runner_type: Callable[..., Runner] = Runner
+    """What runs the steps."""
 
     def __init__(
         self,
@@ -92,7 +94,7 @@ class Schedule:
 
         None unless every rank got the losses: see ``share_losses``.
         """
-        self._runner = Runner(
+        self._runner = self._runner_type(
             name,
             make_plan,
             self._stages,

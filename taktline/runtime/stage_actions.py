@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 import torch
 from torch.utils import _pytree as pytree
 
-from taktline.errors import LossError, SignatureError
+from taktline.errors import LossError
 from taktline.meta import Signature, as_arguments, flatten
 from taktline.runtime.ports import In, Out, Values
 from taktline.runtime.seeds import seeded
@@ -264,4 +264,5 @@ def _check(expected: Signature | None, arguments: Sequence[Any], name: str, give
         *flatten(arguments), any_batch=True, gradients=False, name=name
     )
     if difference:
-        raise SignatureError(f"{difference}; {given} of this stage says {expected}")
+        text = f"{difference}; {given} of this stage says {expected}"
+        raise expected.misfit(flatten(arguments)[0], text)

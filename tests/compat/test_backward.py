@@ -163,6 +163,23 @@ def test_weights_need_what_the_inputs_gave_once() -> None:
         backward.stage_backward_weight(model.parameters(), groups)
 
 
+def test_outputs_given_by_their_edges() -> None:
+    """An output that was sent can be freed: its edge is enough."""
+    model, x = _model(), torch.randn(2, 4, requires_grad=True)
+    model(x).backward(torch.ones(2, 4))
+    expected, x.grad = [p.grad for p in (x, *model.parameters())], None
+    model.zero_grad()
+    edge, one = torch.autograd.graph.get_gradient_edge(model(x)), torch.ones(2, 4)
+    backward = _backward.ours
+    (found,), groups = backward.stage_backward_input([edge], [one], [x], model.parameters())
+    backward.stage_backward_weight(model.parameters(), groups)
+    for ours, plain in zip((found, *(p.grad for p in model.parameters())), expected, strict=True):
+        torch.testing.assert_close(ours, plain)
+    edge = torch.autograd.graph.get_gradient_edge(model(x))
+    with pytest.raises(SplitError, match="its gradient is needed; pass it in output_grads"):
+        backward.stage_backward_input([edge], None, [x], model.parameters())
+
+
 _GIVEN: dict[str, Any] = {
     "a loss": lambda y, one: (y.sum(), None),
     "an output": lambda y, one: (y, one),

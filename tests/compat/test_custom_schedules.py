@@ -93,7 +93,7 @@ def _from_orders(rank: int, group: dist.ProcessGroup) -> None:
                 program.stages, cls.microbatches, loss_fn=loss_fn, scale_grads=scale_grads
             )
             program.train(schedule)
-            assert schedule._on_ours is False
+            assert schedule._on_ours
             program.step(schedule, "eval")
             program.train(schedule, 1)
 
@@ -204,6 +204,8 @@ class ByHand(PipelineScheduleSingle):
         return_outputs: bool = True,
     ) -> None:
         arg_mbs, kwarg_mbs = self._check_inputs(arg_mbs, kwarg_mbs, target_mbs, losses)
+        assert arg_mbs is not None
+        assert kwarg_mbs is not None
         self._initialize_stage(arg_mbs[0], kwarg_mbs[0])
         sends = []
         for m in range(self._n_microbatches):
@@ -223,12 +225,18 @@ class ByHand(PipelineScheduleSingle):
             _wait_batch_p2p(work)
 
 
+class NamedByHand(ByHand, Schedule1F1B):
+    """The same in the place of a schedule that there is a plan for."""
+
+
 def _by_hand(rank: int, group: dist.ProcessGroup) -> None:
-    for scale_grads in (True, False):
-        program = Program(group, 2, [rank])
-        schedule = ByHand(program.stages[0], 4, loss_fn=loss_fn, scale_grads=scale_grads)
-        program.train(schedule)
-        program.step(schedule, "eval")
+    for cls in (ByHand, NamedByHand):
+        for scale_grads in (True, False):
+            program = Program(group, 2, [rank])
+            schedule = cls(program.stages[0], 4, loss_fn=loss_fn, scale_grads=scale_grads)
+            program.train(schedule)
+            program.step(schedule, "eval")
+            assert not schedule._on_ours
 
 
 def test_a_step_written_by_hand(workers: Workers) -> None:

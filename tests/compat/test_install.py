@@ -74,7 +74,9 @@ def test_a_program_and_its_children(tmp_path: Path) -> None:
 
 @pytest.mark.processes
 @pytest.mark.slow
-def test_a_module_under_torchrun(tmp_path: Path) -> None:
+@pytest.mark.parametrize("outside", [True, False])
+def test_a_program_under_torchrun(tmp_path: Path, outside: bool) -> None:
+    """Taktline may start torchrun, or torchrun Taktline in each process."""
     (tmp_path / "trainer.py").write_text(
         "import os\n"
         "from torch.distributed.pipelining import ScheduleGPipe\n"
@@ -83,7 +85,10 @@ def test_a_module_under_torchrun(tmp_path: Path) -> None:
         "    file.write(where)\n"
     )
     torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    _run("-m", "taktline.compat", "-m", *torchrun, "-m", "trainer", cwd=tmp_path)
+    if outside:
+        _run("-m", "taktline.compat", "-m", *torchrun, "-m", "trainer", cwd=tmp_path)
+    else:
+        _run("-m", *torchrun, "-m", "taktline.compat", "trainer.py", cwd=tmp_path)
     assert [(tmp_path / rank).read_text() for rank in "01"] == ["taktline"] * 2
 
 

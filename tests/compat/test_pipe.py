@@ -16,8 +16,8 @@ from taktline.compat.torch_pipelining import (
     pipe_split,
     pipeline,
 )
-from taktline.compat.torch_pipelining._unflatten import _outline_submodules
 from taktline.compat.torch_pipelining.stage import _PipelineStageBase
+from tests.compat.peer import module
 
 _X = torch.randn(2, 4)
 
@@ -122,14 +122,65 @@ def test_wrappers() -> None:
     loss = _IR.TrivialLossWrapper(model, nn.MSELoss())
     assert loss(_X, model(_X)) == 0
     assert _IR.TrivialLossWrapper.loss_spec
-    with pytest.raises(NotImplementedError, match="LossWrapper needs a forward"):
+    with pytest.raises(NotImplementedError, match="LossWrapper does not have"):
         _IR.LossWrapper(model, nn.MSELoss())(_X)
     assert [config.name for config in _IR.MultiUseParameterConfig] == ["TRANSMIT", "REPLICATE"]
 
 
-def test_a_graph_as_a_module() -> None:
-    model = _Block()
-    traced = torch.export.export(model, (_X,)).module(check_guards=False)
-    again = _outline_submodules(traced.graph)  # pyright: ignore[reportArgumentType]
-    torch.testing.assert_close(again(_X), model(_X))
-    assert sorted(again.state_dict()) == sorted(model.state_dict())
+def test_a_graph_as_modules() -> None:
+    program = torch.export.export(nn.Sequential(nn.Sequential(nn.Linear(4, 4)), nn.ReLU()), (_X,))
+    theirs, ours = (outline(program.graph) for outline in module("._unflatten")._outline_submodules)
+    assert [name for name, _ in ours.named_modules()] == [n for n, _ in theirs.named_modules()]
+    assert ours.code == theirs.code
+
+
+@pytest.mark.parametrize("count", [0, 1, 3])
+def test_arguments_come_first(count: int) -> None:
+    """Attributes before and between them are moved behind, in their order."""
+    graphs = [fx.Graph() for _ in range(2)]
+    for graph in graphs:
+        for number in range(count):
+            graph.get_attr(f"weight{number}")
+            graph.placeholder(f"x{number}")
+        graph.get_attr("last")
+        graph.output(None)
+    for package, graph in zip(module("._IR"), graphs, strict=True):
+        if hasattr(package, "_move_placeholders_to_front"):
+            package._move_placeholders_to_front(graph)
+    names = [str(node.target) for node in graphs[1].nodes]
+    weights = [f"weight{number}" for number in range(count)]
+    assert names == [*(f"x{number}" for number in range(count)), *weights, "last", "output"]
+    if hasattr(module("._IR").peer, "_move_placeholders_to_front"):
+        assert names == [str(node.target) for node in graphs[0].nodes]
+
+
+def test_an_exported_model_is_cut() -> None:
+    model = _Model()
+    program = Pipe._trace_with_export(model, (_X,))
+    assert isinstance(program, torch.export.ExportedProgram)
+    pipe = Pipe._from_traced(model, program)
+    assert pipe.num_stages == 4
+    torch.testing.assert_close(pipe(_X)[0], model(_X))
+    assert {id(p) for p in pipe.parameters()} == {id(p) for p in model.parameters()}
+
+    def policy(traced: fx.GraphModule) -> fx.GraphModule:
+        for node in list(traced.graph.nodes):
+            if node.op == "call_function" and node.target is _IR.aten_pipe_split_alias:
+                traced.graph.erase_node(node)
+        traced.recompile()
+        return traced
+
+    assert Pipe._from_traced(model, program, split_policy=policy).num_stages == 1
+
+
+def test_an_executor_that_begins_anew_at_each_stage() -> None:
+    model = _Model()
+    pipe = pipeline(model, (_X,))
+    found = []
+    for index in range(pipe.num_stages):
+        stage = pipe.get_stage_module(index)
+        stage.register_forward_hook(lambda stage, args, output: found.append((args[0], output)))
+    output = _IR.DetachExecutor(pipe.split_gm).run(_X)
+    torch.testing.assert_close(output, model(_X))
+    assert all(args.is_leaf for args, _ in found)
+    assert [args.requires_grad for args, _ in found] == [False, True, True, True]

@@ -159,11 +159,13 @@ class Derived(_PipelineStageBase):
             return (_RecvInfo("x", None, None, is_root_arg=True),)
         return (_RecvInfo("x", self.stage_index - 1, torch.empty(BATCH // 4, WIDTH)),)
 
-    def _prepare_forward_infra(self, num_microbatches: int, args: Any, kwargs: Any = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def _prepare_forward_infra(
+        self, num_microbatches: int, args: Any, *rest: Any, **more: Any
+    ) -> Any:
         self.args_recv_info = {m: self._infos() for m in range(num_microbatches)}
         self.act_send_info = {0: [] if self.is_last else [self.stage_index + 1]}
 
-    def _prepare_backward_infra(self, num_microbatches: int) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def _prepare_backward_infra(self, num_microbatches: int, **more: Any) -> Any:
         self._setup_backward_recv_info(num_microbatches)
 
     def _create_grad_recv_info(self, act_send_info: Any) -> tuple[_RecvInfo, ...]:
@@ -242,8 +244,9 @@ def _failing(rank: int, group: dist.ProcessGroup, calls: bool) -> None:
     module = Failing() if rank == 0 else nn.Linear(WIDTH, WIDTH)
     stage = PipelineStage(module, rank, 2, CPU, group=group)
     if calls and rank == 0:
-        stage._prepare_forward_infra = lambda *args, **kwargs: None  # type: ignore[method-assign]
-        ScheduleGPipe(stage, 4)._step_microbatches([(make_batch()[0],)] * 4)
+        schedule: Any = ScheduleGPipe(stage, 4)
+        schedule._initialize_stage = lambda *args, **kwargs: None
+        schedule._step_microbatches([(make_batch()[0],)] * 4)
     elif not calls:
         ScheduleGPipe(stage, 4).step(*([make_batch()[0]] if rank == 0 else []))
 
@@ -325,6 +328,7 @@ def test_neighbours_on_one_rank(rows: str) -> None:
 def test_a_mock_for_a_stage() -> None:
     stage = MagicMock(stage_index=0, num_stages=1, group_size=1, group_rank=0)
     stage.is_first = stage.is_last = True
+    stage.device = CPU
     stage.output_chunks = [torch.ones(1), torch.zeros(1)]
     schedule = Schedule1F1B(stage, 2, loss_fn=lambda output, target: output)
     output = schedule.step(torch.ones(2), target=torch.ones(2))

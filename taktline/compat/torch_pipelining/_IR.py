@@ -1,49 +1,63 @@
-"""A traced model, cut into stages."""
+"""A traced model, cut into stages. What is not here is torch's, from its module of this name."""
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from operator import attrgetter
-from typing import Any
+from typing import TYPE_CHECKING, Any
+from unittest.mock import patch
 
 import torch
 from torch import fx, nn
 from torch.distributed import ProcessGroup
+from torch.export import ExportedProgram
 from torch.utils._pytree import tree_leaves
 
 from taktline import split
-from taktline.compat.torch_pipelining._unflatten import _outline_submodules
-from taktline.compat.torch_pipelining._utils import PipeInfo
-from taktline.compat.torch_pipelining._wrappers import *  # noqa: F403
+from taktline.compat.torch_pipelining import of_torch
+from taktline.compat.torch_pipelining.stage import build_stage
 from taktline.split import SplitPoint, pipe_split
+from taktline.split.traced.cut import cut
+from taktline.split.traced.markers import tracing
+from taktline.split.traced.pipe import assembled
+from taktline.split.traced.state import State
 
-__all__ = [
-    "Pipe",
-    "PipeInfo",
-    "SplitPoint",
-    "_outline_submodules",
-    "annotate_split_points",  # noqa: F405
-    "get_submod_name",
-    "pipe_split",
-    "pipeline",
-]
 
-logger = logging.getLogger("torch.distributed.pipelining._IR")
+@contextmanager
+def _own_operator() -> Iterator[None]:
+    """Inside, torch's module may define its operator, which a process can have but once."""
+    library = torch.library.Library("pippy", "FRAGMENT")
 
-PP_SUBMOD_PREFIX = "submod_pp"
+    def define(name: str, schema: str) -> None:
+        with suppress(RuntimeError):  # somebody has torch's own module
+            library.define(name.partition("::")[2] + schema)
 
+    try:
+        with patch.multiple(
+            torch.library,
+            define=define,
+            impl=lambda *_: lambda function: function,
+            register_fake=lambda *_: lambda function: function,
+        ):
+            yield
+    finally:
+        library._destroy()
+
+
+with _own_operator():
+    _torchs = of_torch("_IR")
 # What a split policy puts into a graph.
 aten_pipe_split_alias = torch.ops.taktline.pipe_split.default
+# Torch's functions are to mark with ours, too.
+_torchs.pipe_split, _torchs.SplitPoint = pipe_split, SplitPoint
 
+if TYPE_CHECKING:
 
-def get_submod_name(stage_idx: int) -> str:
-    """The name of a stage's module in a pipe.
+    def __getattr__(name: str) -> Any: ...
 
-    >>> get_submod_name(3)
-    'submod_pp_3'
-    """
-    return f"{PP_SUBMOD_PREFIX}_{stage_idx}"
+else:
+    globals().update({k: v for k, v in vars(_torchs).items() if k not in globals()})
 
 
 class Pipe(split.Pipe):
@@ -64,11 +78,34 @@ class Pipe(split.Pipe):
         """The tensors that the model gives."""
         return tuple(tree_leaves(super().forward(*args, **kwargs)))
 
+    _number_and_count_forward_stages = staticmethod(_torchs.Pipe._number_and_count_forward_stages)
+
     @staticmethod
-    def _number_and_count_forward_stages(gm: fx.GraphModule) -> int:
-        """How many stages there are."""
-        names = {str(node.target) for node in gm.graph.nodes if node.op == "call_module"}
-        return sum(name.startswith(f"{PP_SUBMOD_PREFIX}_") for name in names)
+    def _trace_with_export(
+        mod: nn.Module,
+        example_args: tuple[Any, ...],
+        example_kwargs: dict[str, Any] | None = None,
+    ) -> ExportedProgram:
+        """A model as torch.export sees it, with its calls of :func:`pipe_split`."""
+        with tracing():
+            return torch.export.export(mod, example_args, example_kwargs)
+
+    @staticmethod
+    def _from_traced(
+        mod: nn.Module,
+        exported_program: ExportedProgram,
+        multi_use_param_spec: Any = None,
+        output_loss_value_spec=None,
+        split_policy: Callable[[fx.GraphModule], fx.GraphModule] | None = None,
+    ) -> Pipe:
+        """An exported model, cut where it calls :func:`pipe_split`, or where a policy says."""
+        traced: Any = exported_program.module(check_guards=False)
+        if split_policy is not None:
+            traced = split_policy(traced)
+        state = State(mod)
+        why_not = "it was exported in the other mode"
+        pieces = {mod.training: cut(traced, state)}
+        return _as_in_torch(assembled(pieces, traced, state, mod.training, why_not))
 
     @staticmethod
     def from_tracing(
@@ -84,8 +121,6 @@ class Pipe(split.Pipe):
         self, stage_index: int, device: torch.device, group: ProcessGroup | None = None
     ) -> Any:
         """A stage to run in a schedule, once its piece is moved to a device."""
-        from taktline.compat.torch_pipelining.stage import build_stage
-
         super().build_stage(stage_index, device, group)
         module = self.get_stage_module(stage_index)
         return build_stage(module, stage_index, self.info(), device, group)
@@ -110,5 +145,8 @@ def pipeline(
         split_spec = {}
     for name in split_spec or ():
         attrgetter(name)(module)  # an AttributeError for a name that there is not, as in torch
-    pipe = split.pipeline(module, mb_args, mb_kwargs, split_spec, split_policy)
+    return _as_in_torch(split.pipeline(module, mb_args, mb_kwargs, split_spec, split_policy))
+
+
+def _as_in_torch(pipe: split.Pipe) -> Pipe:
     return Pipe(pipe.split_gm, pipe.num_stages, pipe.has_loss_and_backward, pipe.loss_spec)

@@ -1,7 +1,65 @@
-"""The module tree of torch.distributed.pipelining, over Taktline's own parts."""
+"""The module tree of torch.distributed.pipelining, on Taktline's runtime.
 
-from taktline.compat.torch_pipelining._IR import Pipe, SplitPoint, pipe_split, pipeline
-from taktline.compat.torch_pipelining.schedules import (
+A module that is not here is torch's own, loaded once more under a name of this package: its path
+goes on in torch's folder. What differs in these copies, :mod:`_differences` says and puts in.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import import_module
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from typing import Any
+
+import torch.distributed
+
+from taktline.compat._finder import PEER
+
+__path__.append(str(Path(torch.distributed.__file__).with_name("pipelining")))
+
+
+@contextmanager
+def _named_as_torchs() -> Iterator[None]:
+    """Inside, modules that torch's own import by their full names are those of this package."""
+    before = {name: module for name, module in sys.modules.items() if name.startswith(PEER)}
+    ours = {name: module for name, module in sys.modules.items() if name.startswith(__name__)}
+    try:
+        sys.modules.update({PEER + n.removeprefix(__name__): m for n, m in ours.items()})
+        yield
+    finally:
+        for name in [name for name in sys.modules if name.startswith(PEER)]:
+            del sys.modules[name]
+        sys.modules.update(before)
+
+
+def of_torch(name: str) -> Any:
+    """A copy of a module of torch's for which there is one of the same name here."""
+    spec = spec_from_file_location(f"{__name__}.{name}", f"{__path__[-1]}/{name}.py")
+    assert spec is not None and spec.loader is not None  # noqa: PT018
+    module = module_from_spec(spec)
+    with _named_as_torchs():
+        spec.loader.exec_module(module)
+    return module
+
+
+import_module(f"{__name__}._utils")
+with _named_as_torchs():
+    import_module(f"{__name__}.schedules")
+
+from taktline.compat.torch_pipelining import _differences  # noqa: E402
+
+_differences.apply()
+
+from taktline.compat.torch_pipelining._IR import (  # noqa: E402
+    Pipe,
+    SplitPoint,
+    pipe_split,
+    pipeline,
+)
+from taktline.compat.torch_pipelining._schedules import (  # noqa: E402
     Schedule1F1B,
     ScheduleDualPipeV,
     ScheduleGPipe,
@@ -10,10 +68,11 @@ from taktline.compat.torch_pipelining.schedules import (
     ScheduleLoopedBFS,
     ScheduleZBVZeroBubble,
 )
-from taktline.compat.torch_pipelining.schedules import (
+from taktline.compat.torch_pipelining._schedules import (  # noqa: E402
     _ScheduleForwardOnly as _ScheduleForwardOnly,
 )
-from taktline.compat.torch_pipelining.stage import PipelineStage, build_stage
+from taktline.compat.torch_pipelining._stages import PipelineStage  # noqa: E402
+from taktline.compat.torch_pipelining.stage import build_stage  # noqa: E402
 
 __all__ = [
     "Pipe",

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 from unittest import mock
 
-from taktline.compat.torch_pipelining._action import (
+from taktline.compat.torch_pipelining import of_torch
+from taktline.compat.torch_pipelining.schedules import (
     OVERLAP_F_B,
     B,
     F,
     I,
+    PipelineScheduleSingle,
     W,
     _Action,
-    _ComputationType,
+    _add_send_recv,
+    get_schedule_class,
 )
-from taktline.compat.torch_pipelining._lowering import _add_send_recv
-from taktline.compat.torch_pipelining._runtime import PipelineScheduleSingle
-from taktline.compat.torch_pipelining.schedules import get_schedule_class
 from taktline.compat.torch_pipelining.stage import PipelineStage
 from taktline.errors import InvalidOrderError, ScheduleError
 from taktline.plan import Costs, Plan, Timeline, simulate
@@ -35,30 +35,10 @@ __all__ = [
 Rows = Sequence[Sequence[_Action | None]]
 
 
-class OpKey(NamedTuple):
-    """One action, without what it is made of."""
-
-    stage_index: int
-    computation_type: _ComputationType
-    microbatch_index: int
-
-
-class _ComputationTypeVisual:
-    """How a kind of action is drawn; its width is how long it takes."""
-
-    def __init__(self, color: str, text: str = "", width: int = 1) -> None:
-        self.color = color
-        self.width = width
-        self.text = text
-
-
-action_type_to_color_mapping = {
-    F: _ComputationTypeVisual("blue", "Forward"),
-    I: _ComputationTypeVisual("teal", "Backward Input"),
-    W: _ComputationTypeVisual("green", "Backward Weight"),
-    B: _ComputationTypeVisual("orange", "Full Backward", 2),
-    OVERLAP_F_B: _ComputationTypeVisual("purple", "Overlap F+B", 3),
-}
+_torchs = of_torch("_schedule_visualizer")
+OpKey = _torchs.OpKey
+_ComputationTypeVisual = _torchs._ComputationTypeVisual
+action_type_to_color_mapping = _torchs.action_type_to_color_mapping
 
 
 def get_schedule_ops(
@@ -159,25 +139,10 @@ def visualize_schedule(schedule: Rows, filename: str | None = None) -> None:
     elif filename.endswith(".svg"):
         Path(filename).write_text(timeline.to_svg())
     else:
-        _plot(timeline, schedule, filename)
-
-
-def _plot(timeline: Timeline, schedule: Rows, filename: str) -> None:
-    try:
-        from matplotlib import pyplot  # pyright: ignore[reportMissingImports]
-    except ImportError as error:
-        raise ScheduleError(
-            f"to draw {filename} matplotlib is needed: pip install taktline[plot]; or draw an "
-            ".svg or .html file, which needs nothing"
-        ) from error
-    figure, axes = pyplot.subplots(figsize=(timeline.makespan / 3 + 2, len(schedule) / 2 + 1))
-    for rank, row in enumerate(schedule):
-        times = sorted({(span.start, span.end) for span in timeline.spans(rank)})
-        for action, (start, end) in zip(_computations(row), times, strict=True):
-            drawn = action_type_to_color_mapping[action.computation_type]
-            axes.barh(rank, end - start, left=start, color=drawn.color, edgecolor="black")
-            axes.text((start + end) / 2, rank, str(action), ha="center", va="center", fontsize=6)
-    axes.set_yticks(range(len(schedule)), [f"Rank {rank}" for rank in range(len(schedule))])
-    axes.invert_yaxis()
-    figure.savefig(filename, bbox_inches="tight")
-    pyplot.close(figure)
+        try:
+            _torchs.visualize_schedule([*map(list, schedule)], filename)
+        except ImportError as error:
+            raise ScheduleError(
+                f"to draw {filename} matplotlib is needed: pip install taktline[plot]; or draw an "
+                ".svg or .html file, which needs nothing"
+            ) from error

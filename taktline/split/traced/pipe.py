@@ -190,6 +190,17 @@ def pipeline(
         why_not = _difference(pieces[training], other)
     if not why_not:
         pieces[not training] = other
+    return assembled(pieces, traced, state, training, why_not)
+
+
+def assembled(
+    pieces: dict[bool, list[Piece]],
+    traced: fx.GraphModule,
+    state: State,
+    training: bool,
+    why_not: str,
+) -> Pipe:
+    """A pipe of pieces by mode; ``why_not`` says why there are none for the other one."""
     modules = [
         StageModule({mode: pieces[mode][stage] for mode in pieces}, training, state.order, why_not)
         for stage in range(len(pieces[training]))

@@ -1,154 +1,86 @@
-"""The backward of a stage, whole or in halves, as functions over an autograd graph.
+"""The backward of a stage in halves, as functions over an autograd graph.
 
-Beside what torch has, gradients are those of a plain backward: also where a weight is used several
-times, an operation has several outputs, or an output depends on weights alone.
+::
+
+    output ◀── Addmm ◀── Relu ◀── Addmm ◀── x      the inputs' part: all that leads to x
+                 ▲                  ▲
+                 T ◀ weight         T ◀ weight     each parameter meets it at an intermediate
+
+What comes to the intermediates in the first half is all that the second half needs. Gradients are
+those of a plain backward: also where a weight is used several times, an operation has several
+outputs, or an output depends on weights alone; there torch's own halves differ.
 """
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
 import torch
-from torch.autograd.graph import GradientEdge, Node
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.nn import Parameter
 
-from taktline.compat.torch_pipelining._debug import map_debug_info
-from taktline.compat.torch_pipelining._reverse import (
-    Group,
-    _get_grad_fn_or_grad_acc,
-    construct_reverse_graph,
-    get_param_groups,
-    groups_meeting,
-    reverse_closure,
-)
-from taktline.errors import SplitError, StageBackwardError
+from taktline.compat.torch_pipelining import _backward as _torchs
+from taktline.errors import SplitError
 from taktline.stage.engine import add_to_grad
 
-__all__ = [
-    "_autograd_grad_for_inputs",
-    "_get_grad_fn_or_grad_acc",
-    "_null_coalesce_accumulate",
-    "construct_reverse_graph",
-    "get_param_groups",
-    "reverse_closure",
-    "stage_backward",
-    "stage_backward_input",
-    "stage_backward_weight",
-]
-
-logger = logging.getLogger("torch.distributed.pipelining._backward")
+__all__ = ["get_param_groups", "stage_backward", "stage_backward_input", "stage_backward_weight"]
 
 Gradients = tuple[torch.Tensor | None, ...]
+Reverse = Mapping[Node, Sequence[Node]]
+Group = dict[str, Any]
+
+stage_backward = _torchs.stage_backward
+construct_reverse_graph = _torchs.construct_reverse_graph
+reverse_closure = _torchs.reverse_closure
+_get_grad_fn_or_grad_acc = _torchs._get_grad_fn_or_grad_acc
+_null_coalesce_accumulate = _torchs._null_coalesce_accumulate
 
 
-def stage_backward(
-    stage_output: Any,
-    output_grads: Any,
-    input_values: Iterable[Any],
-    outputs_with_grads_idxs: list[int] | None = None,
-) -> Gradients:
-    """Add up all gradients of a stage; gives those of its inputs, and takes them off these.
+def get_param_groups(
+    inputs: list[Node], params: list[Node], reverse_edges_dict: Reverse
+) -> list[Group]:
+    """Parameters with the intermediates where they meet the inputs' part; no two groups share any.
 
-    >>> x = torch.ones(2, requires_grad=True)
-    >>> stage_backward((x * 3).sum(), None, [x, "label"]), x.grad
-    ((tensor([3., 3.]), None), None)
+    A parameter that meets it nowhere is in no group.
     """
-    if outputs_with_grads_idxs is not None:
-        stage_output = [stage_output[index] for index in outputs_with_grads_idxs]
-        output_grads = [output_grads[index] for index in outputs_with_grads_idxs]
-    try:
-        pairs = list(_pairs(stage_output, output_grads))
-        if pairs:
-            torch.autograd.backward([p[0] for p in pairs], grad_tensors=[p[1] for p in pairs])
-        gradients: list[torch.Tensor | None] = []
-        for value in input_values:
-            gradients.append(_grad_of(value) if isinstance(value, torch.Tensor) else None)
-            if isinstance(value, torch.Tensor):
-                value.grad = None
-    except Exception as error:
-        raise StageBackwardError(
-            "\n        Failed to run stage backward:"
-            f"\n        Stage output: {map_debug_info(stage_output)}"
-            f"\n        Output gradient: {map_debug_info(output_grads)}"
-            f"\n        Input: {map_debug_info(input_values)}\n        "
-        ) from error
-    return tuple(gradients)
+    part, _ = reverse_closure(inputs, set(), reverse_edges_dict)
+    return groups_meeting(part, set(), params, reverse_edges_dict)
 
 
-def _pairs(output: Any, gradient: Any) -> Iterator[tuple[torch.Tensor, Any]]:
-    """Each tensor of an output that wants a gradient, with that gradient."""
-    if isinstance(output, torch.Tensor):
-        if output.requires_grad or output.grad_fn is not None:
-            yield output, gradient
-    elif isinstance(output, tuple | list):
-        if gradient is None:
-            return
-        if len(gradient) != len(output):
-            raise SplitError(f"there are {len(output)} outputs, but {len(gradient)} gradients")
-        for value, its_gradient in zip(output, gradient, strict=True):
-            yield from _pairs(value, its_gradient)
-    elif isinstance(output, dict):
-        if gradient is None:
-            return
-        if set(output) != set(gradient):
-            raise SplitError(f"outputs are {list(output)}, but gradients {list(gradient)}")
-        for key, value in output.items():
-            yield from _pairs(value, gradient[key])
-
-
-def _grad_of(tensor: torch.Tensor) -> torch.Tensor | None:
-    """Its gradient; asking for that of what keeps none would warn."""
-    return tensor.grad if tensor.is_leaf or tensor.retains_grad else None
-
-
-def _null_coalesce_accumulate(lhs: Any, rhs: Any) -> Any:
-    """The sum of two gradients, of which either may be missing.
-
-    >>> _null_coalesce_accumulate(None, 1)
-    1
-    """
-    if lhs is None or rhs is None:
-        return rhs if lhs is None else lhs
-    return torch.add(lhs, rhs)
-
-
-def _autograd_grad_for_inputs(
-    outputs: Sequence[torch.Tensor],
-    inputs: Sequence[Any],
-    grad_outputs: Sequence[torch.Tensor | None] | None = None,
-    retain_graph: bool = False,
-    allow_unused: bool = False,
-) -> Gradients:
-    """The gradients of those inputs that can have one, None for all others.
-
-    >>> x = torch.ones(2, requires_grad=True)
-    >>> _autograd_grad_for_inputs([x.sum()], [x, "label"])
-    (tensor([1., 1.]), None)
-    """
-    wanted = [isinstance(value, torch.Tensor) and value.requires_grad for value in inputs]
-    chosen = [value for value, is_wanted in zip(inputs, wanted, strict=True) if is_wanted]
-    if not chosen:
-        return (None,) * len(wanted)
-    found = iter(
-        torch.autograd.grad(
-            outputs, chosen, grad_outputs, retain_graph=retain_graph, allow_unused=allow_unused
-        )
-    )
-    return tuple(next(found) if is_wanted else None for is_wanted in wanted)
+def groups_meeting(
+    part: set[Node], ends: set[Node], params: Sequence[Node], reverse: Reverse
+) -> list[Group]:
+    """The groups of parameters by where they meet a part of the graph, or come to its ends."""
+    groups: list[Group] = []
+    for param in params:
+        closure, met = reverse_closure([param], part, reverse)
+        met |= closure & ends
+        if not met:
+            continue
+        joined = [group for group in groups if group["intermediates"] & met]
+        group: Group = {"params": {param}, "intermediates": met}
+        for other in joined:
+            group["params"] |= other["params"]
+            group["intermediates"] |= other["intermediates"]
+        # In the place of the first of those that it joins.
+        place = groups.index(joined[0]) if joined else len(groups)
+        groups = [other for other in groups if other not in joined]
+        groups.insert(place, group)
+    return groups
 
 
 def stage_backward_input(
-    stage_outputs_or_loss: Sequence[torch.Tensor],
+    stage_outputs_or_loss: Sequence[torch.Tensor | GradientEdge],
     output_grads: Sequence[torch.Tensor | None] | None,
     input_values: Sequence[Any],
     weights: Iterator[Parameter],
 ) -> tuple[Gradients, list[Group]]:
     """The first half: gradients of the inputs, and what each group of weights needs for its own.
 
-    The outputs are detached: what is left of the graph hangs on the groups.
+    The outputs are detached: what is left of the graph hangs on the groups. An output may be given
+    by its GradientEdge, and be freed itself.
 
     >>> layer, x = torch.nn.Linear(2, 2), torch.ones(3, 2, requires_grad=True)
     >>> _, groups = stage_backward_input([layer(x).sum()], None, [x], layer.parameters())
@@ -158,12 +90,19 @@ def stage_backward_input(
     tensor([3., 3.])
     """
     given = output_grads or [None] * len(stage_outputs_or_loss)
-    roots: list[torch.Tensor] = []
+    roots: list[Any] = []
     gradients: list[torch.Tensor] = []
     for output, gradient in zip(stage_outputs_or_loss, given, strict=True):
-        if isinstance(output, torch.Tensor) and output.requires_grad:
-            roots.append(output)
-            gradients.append(torch.ones_like(output) if gradient is None else gradient)
+        if isinstance(output, GradientEdge):
+            if gradient is None:
+                raise SplitError(
+                    "an output given by its GradientEdge has no shape, so its gradient is needed; "
+                    "pass it in output_grads"
+                )
+        elif not isinstance(output, torch.Tensor) or not output.requires_grad:
+            continue
+        roots.append(output)
+        gradients.append(torch.ones_like(roots[-1]) if gradient is None else gradient)
     if not roots:
         return (None,) * len(input_values), []
     groups = _groups(roots, gradients, input_values, weights)
@@ -173,17 +112,33 @@ def stage_backward_input(
                 if group["grads"][place] is None:
                     handle = node.register_prehook(_keeper(group["grads"], place))
                     hooks.callback(handle.remove)
-        found = _autograd_grad_for_inputs(
-            roots, input_values, gradients, retain_graph=True, allow_unused=True
+        wanted = {i: value for i, value in enumerate(input_values) if _wants_gradient(value)}
+        given = (
+            ()
+            if not wanted
+            else torch.autograd.grad(
+                roots, [*wanted.values()], gradients, retain_graph=True, allow_unused=True
+            )
         )
+        by_place = dict(zip(wanted, given, strict=True))
+        found = tuple(by_place.get(place) for place in range(len(input_values)))
     for value, gradient in zip(input_values, found, strict=True):
         if gradient is not None:
             known = _grad_of(value)
             value.grad = gradient if known is None else known + gradient
     for root in roots:
-        if not root._is_view() and root.grad_fn is not None:
+        if isinstance(root, torch.Tensor) and not root._is_view() and root.grad_fn is not None:
             root.detach_()
     return found, groups
+
+
+def _wants_gradient(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.requires_grad
+
+
+def _grad_of(tensor: torch.Tensor) -> torch.Tensor | None:
+    """Its gradient; asking for that of what keeps none would warn."""
+    return tensor.grad if tensor.is_leaf or tensor.retains_grad else None
 
 
 def _keeper(kept: list[Any], place: int) -> Callable[[Any], None]:
@@ -194,13 +149,13 @@ def _keeper(kept: list[Any], place: int) -> Callable[[Any], None]:
 
 
 def _groups(
-    roots: Sequence[torch.Tensor],
+    roots: Sequence[torch.Tensor | GradientEdge],
     gradients: Sequence[torch.Tensor],
     inputs: Sequence[Any],
     weights: Iterable[Parameter],
 ) -> list[Group]:
     """The groups, each with its intermediates, and with the edges at which W has to stop."""
-    edges = [torch.autograd.graph.get_gradient_edge(root) for root in roots]
+    edges = [root if isinstance(root, GradientEdge) else get_gradient_edge(root) for root in roots]
     reverse = construct_reverse_graph([edge.node for edge in edges])
     tensors = [value for value in inputs if isinstance(value, torch.Tensor)]
     starts = [node for node in map(_get_grad_fn_or_grad_acc, tensors) if node is not None]

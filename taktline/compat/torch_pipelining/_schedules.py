@@ -1,0 +1,444 @@
+"""Schedules: torch's classes, whose steps Taktline's runtime runs."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from functools import cache, cached_property
+from inspect import signature
+from typing import Any, TypeVar
+
+import torch
+
+from taktline.compat.torch_pipelining import schedules as torchs
+from taktline.compat.torch_pipelining._calls import Calls, lowered, play
+from taktline.compat.torch_pipelining._orders import Order, order_of, placement_of
+from taktline.compat.torch_pipelining._replaced import Watched, remember
+from taktline.compat.torch_pipelining._stages import (
+    PipelineStage,
+    _PipelineStage,
+    like,
+    undisturbed,
+)
+from taktline.compat.torch_pipelining._steps import Call, Native, run
+from taktline.errors import BatchError, CallOrderError, ScheduleError, StageUseError
+from taktline.plan import Plan, validate
+from taktline.runtime import get_schedule_class as find_native
+
+__all__ = ["CLASSES"]
+
+T = TypeVar("T", bound=type)
+_TAKES_TARGET = "target" in signature(torchs.PipelineScheduleSingle._initialize_stage).parameters
+
+
+class _PipelineSchedule(torchs._PipelineSchedule, metaclass=Watched):
+    """What is common to all schedules."""
+
+    _plan_name: str | None = None
+    """The plan of Taktline that says the same; None if there is none."""
+    dynamic_shapes: bool = False
+    """Set it where what stages give depends on values, not on shapes alone."""
+    _native: Native | None = None
+    """What runs it."""
+    _way: int | None = None
+    """How all ranks have agreed to run it; None until a first step."""
+    _on_ours: bool | None = None
+    """Whether the latest step ran on Taktline's own stages."""
+
+    _compared_with: tuple[Any, ...] = ()
+    """The first target of a step that somebody has written, and the arguments of its loss."""
+
+    # Torch has them on some schedules only.
+    backward_counter = cached_property(lambda self: Counter())
+    fwd_recv_ops = cached_property(lambda self: {})
+    bwd_recv_ops = cached_property(lambda self: {})
+    unshard_ops = cached_property(lambda self: defaultdict(list))
+    unsharded_stages = cached_property(lambda self: set())
+
+    @property
+    def _local_stages(self) -> list[Any]:
+        """The stages of this rank."""
+        several = vars(self).get("_stages")
+        return [self._stage] if several is None else several
+
+    def step(
+        self,
+        *args: Any,
+        target: Any = None,
+        losses: list[Any] | None = None,
+        return_outputs: bool = True,
+        loss_kwargs: dict[str, Any] | None = None,
+        arg_mbs: list[Any] | None = None,
+        kwarg_mbs: list[Any] | None = None,
+        target_mbs: list[Any] | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Run a batch forward and, if there is a ``loss_fn``, backward.
+
+        Beside what torch takes, ``arg_mbs``, ``kwarg_mbs`` and ``target_mbs`` are lists of ready
+        micro-batches, in the place of ``args``, ``kwargs`` and ``target``.
+        """
+        batch = (args, kwargs, target, arg_mbs, kwarg_mbs, target_mbs)
+        return run(self, Call(*batch, losses, return_outputs, loss_kwargs))
+
+    def eval(self, *args: Any, target: Any = None, losses: list | None = None, **kwargs: Any):
+        """Run a batch forward only, without gradients; with a target, the losses too."""
+        with torch.no_grad():
+            return super().eval(*args, target=target, losses=losses, **kwargs)
+
+    def _maybe_compute_loss(self, stage, output, target_mbs, mb_index, loss_kwargs=None):
+        """Note the loss of a micro-batch, in its place, if this is the last stage."""
+        if not stage.is_last or self._loss_fn is None:
+            return
+        if target_mbs is None:
+            if self._has_backward:
+                raise BatchError(
+                    f"stage {stage.stage_index}, micro-batch {mb_index}: loss_fn needs a target; "
+                    "pass target=… to step() on the rank of the last stage"
+                )
+            return
+        known = self._internal_losses
+        known += [None] * (mb_index + 1 - len(known))
+        known[mb_index] = self._compute_loss(output, target_mbs[mb_index], loss_kwargs)
+
+    def _assert_unsharded(self, stage: Any) -> None:
+        """Gather the parameters of a sharded stage, if nothing has."""
+        sync = getattr(stage, "grad_sync", None)
+        if getattr(sync, "shards", None) is True and stage.stage_index not in self.unsharded_stages:
+            stage.grad_sync.unshard()
+            self.unsharded_stages.add(stage.stage_index)
+
+    def _forget_shapes(self) -> None:
+        """Let stages find out anew what they give."""
+        for name in [name for name in vars(self) if name.endswith("ward_initialized")]:
+            setattr(self, name, False)
+
+    def _has_own_step(self) -> bool:
+        """Whether somebody has written what is done with the micro-batches."""
+        written = type(self)._step_microbatches is not _Ordered._step_microbatches
+        return written or "_step_microbatches" in vars(self)
+
+    def _with_target(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+        """What stages are initialised with; steps written for older torch leave out the target."""
+        left_out = _TAKES_TARGET and len(args) == 2 and not kwargs
+        return (*args, *self._compared_with) if left_out else args
+
+    def _order_to_run(self) -> Order | None:
+        """What each rank does; None if that is not written down."""
+        return None
+
+    def _plan_maker(self) -> Any:
+        """Makes the plan that says the same, for a number of ranks; None if nothing does."""
+        return None
+
+
+class _Ordered:
+    """What each rank does is written down."""
+
+    def _step_microbatches(
+        self: Any,
+        arg_mbs: list | None = None,
+        kwarg_mbs: list | None = None,
+        target_mbs: list | None = None,
+        losses: list | None = None,
+        return_outputs: bool = True,
+        loss_kwargs: dict[str, Any] | None = None,
+    ) -> None:
+        """Run the order of this rank, action by action."""
+        arg_mbs, kwarg_mbs = self._check_inputs(arg_mbs, kwarg_mbs, target_mbs, losses)
+        context = torchs._PipelineContext(self, arg_mbs, kwarg_mbs, target_mbs, losses)
+        play(Calls(self, context, return_outputs, loss_kwargs))
+
+
+class PipelineScheduleSingle(_PipelineSchedule, torchs.PipelineScheduleSingle):
+    """A schedule with one stage a rank; what runs when is left to who derives from it."""
+
+    @like(torchs.PipelineScheduleSingle._initialize_stage)
+    def _initialize_stage(self, *args: Any, **kwargs: Any) -> None:
+        with undisturbed([self._stage]):
+            super()._initialize_stage(*self._with_target(args, kwargs), **kwargs)
+
+    @like(torchs.PipelineScheduleSingle._initialize_stage)
+    def _prepare(self, *args: Any, **kwargs: Any) -> None:
+        self._initialize_stage(*args, **kwargs)
+
+
+class _Single(_Ordered, PipelineScheduleSingle):
+    """A schedule of one stage a rank that there is a plan for."""
+
+    def _get_pipeline_order(self) -> Order | None:
+        order = self._order_to_run()
+        for rank, row in order.items():
+            row.append(torchs._Action(rank, torchs.REDUCE_GRAD))
+        return order
+
+    def _order_to_run(self) -> Order:
+        return order_of(str(self._plan_name), self._num_stages, self._n_microbatches, 1)
+
+    def _plan_maker(self) -> Any:
+        return _maker(str(self._plan_name), self._num_stages, self._n_microbatches)
+
+
+class ScheduleGPipe(_Single):
+    """All forwards, then all backwards."""
+
+    _plan_name = "gpipe"
+
+
+class _ScheduleForwardOnly(_Single):
+    """All forwards, and nothing else."""
+
+    _plan_name = "gpipe"
+
+    def step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run a batch forward."""
+        if any(kwargs.get(name) is not None for name in ("target", "target_mbs", "losses")):
+            raise StageUseError("Forward-only schedule does not support loss computation")
+        return super().step(*args, **kwargs)
+
+
+class Schedule1F1B(_Single):
+    """One forward, one backward: as few micro-batches in flight as there are ranks ahead."""
+
+    _plan_name = "1f1b"
+
+
+class PipelineScheduleMulti(_Ordered, _PipelineSchedule, torchs.PipelineScheduleMulti):
+    """A schedule that runs what ``pipeline_order`` says: for each rank, its computations in order.
+
+    A None in it is a rank that waits, which here means nothing: messages tell when to go on.
+    """
+
+    _planned: tuple[Any, Any, Any] = (None, None, None)
+
+    @like(torchs.PipelineScheduleMulti._initialize_stages)
+    def _initialize_stages(self, *args: Any, **kwargs: Any) -> None:
+        with undisturbed(self._stages):
+            super()._initialize_stages(*self._with_target(args, kwargs), **kwargs)
+
+    @like(torchs.PipelineScheduleMulti._initialize_stages)
+    def _prepare(self, *args: Any, **kwargs: Any) -> None:
+        # Whoever has only set an order has said with it where stages are.
+        self.stage_index_to_group_rank |= placement_of(self._order_to_run())
+        for stage in self._stages:
+            stage.stage_index_to_group_rank = self.stage_index_to_group_rank
+        self._initialize_stages(*args, **kwargs)
+
+    def _get_pipeline_order(self) -> Order | None:
+        """What each rank computes."""
+        return self.pipeline_order
+
+    def _rank_of(self, stage: int) -> int:
+        return self.stage_index_to_group_rank[stage]
+
+    def _order_to_run(self) -> Order:
+        order = self.pipeline_order
+        self.stage_index_to_group_rank |= placement_of(order)
+        return lowered(order, self._rank_of, self._num_stages, self._n_microbatches)
+
+    def _order_as_data(self) -> Mapping[int, Sequence[Any]]:
+        """The order that a plan is made of: computations, or all that a rank does."""
+        return self.pipeline_order
+
+    def _plan_maker(self) -> Any:
+        order = self._order_as_data()
+        rows = [[*order.get(rank, ())] for rank in range(self.pp_group_size)]
+        made_of, known, make = self._planned
+        if made_of is not order or known != rows:
+            make = _maker_of(rows, type(self).__name__)
+            self._planned = order, rows, make
+        return make
+
+
+class _PipelineScheduleRuntime(PipelineScheduleMulti, torchs._PipelineScheduleRuntime):
+    """A schedule that runs what ``pipeline_order_with_comms`` says: computations and messages."""
+
+    _prepared: tuple[Any, Any, Any] = (None, None, None)
+    """The order with messages that was made last, what it was then, and what it was made of."""
+
+    @like(torchs._PipelineScheduleRuntime._prepare_schedule_with_comms)
+    def _prepare_schedule_with_comms(self, actions: Any, format: Any = "compute_only") -> None:
+        super()._prepare_schedule_with_comms(actions, format)
+        if format == "compute_only":
+            made = self.pipeline_order_with_comms
+            self._prepared = made, {rank: [*row] for rank, row in made.items()}, actions
+
+    def _simulate(self) -> Any:
+        """Play the order through: what each rank does at a time, if each action takes as long."""
+        instant = (torchs.UNSHARD, torchs.RESHARD, torchs.REDUCE_GRAD)
+        order = {
+            rank: [a for a in row if a is not None and a.computation_type not in instant]
+            for rank, row in self._order_to_run().items()
+        }
+        return torchs._simulate_comms_compute(order, self._rank_of, self._num_stages)
+
+    def _order_to_run(self) -> Order:
+        order = getattr(self, "pipeline_order_with_comms", None)
+        if order is None:
+            raise CallOrderError(
+                "Must call _prepare_schedule_with_comms() before calling _step_microbatches()"
+            )
+        return order
+
+    def _order_as_data(self) -> Mapping[int, Sequence[Any]]:
+        order = self._order_to_run()
+        made, before, actions = self._prepared
+        return actions if order is made and order == before else order
+
+
+class _Multi(_PipelineScheduleRuntime):
+    """A schedule of several stages a rank that there is a plan for."""
+
+    _in_rounds = False
+    """Whether as many micro-batches as fill the pipeline go through each stage in turn."""
+
+    def _begin(self, given: dict[str, Any]) -> None:
+        super().__init__(**given)
+        self.n_local_stages, self.num_stages = len(self._stages), self._num_stages
+        self.number_of_rounds = max(1, self._n_microbatches // self.pp_group_size)
+        self.microbatches_per_round = self._n_microbatches // self.number_of_rounds
+        self._check_sizes()
+        self.pipeline_order = self._own_order = self._order()
+        self.stage_index_to_group_rank = placement_of(self.pipeline_order)
+        for stage in self._stages:
+            stage.stage_index_to_group_rank = self.stage_index_to_group_rank
+
+    def _check_sizes(self) -> None:
+        """Raise if the schedule cannot be that large."""
+
+    def _order(self) -> Order:
+        """As torch writes it down; a plan's own, without waits, for sizes that torch refuses."""
+        ranks, count = range(self.pp_group_size), self._n_microbatches
+        if self._in_rounds and count != self.microbatches_per_round * self.number_of_rounds:
+            return order_of(str(self._plan_name), len(ranks), count, self.n_local_stages)
+        self.pipeline_order = {rank: self._calculate_single_rank_operations(rank) for rank in ranks}
+        if hasattr(self, "_add_bubbles_to_actions"):
+            return self._add_bubbles_to_actions(self._num_stages)
+        return self.pipeline_order
+
+    @cached_property
+    def pipeline_order_with_comms(self) -> Order:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Made when somebody looks: what runs on Taktline's own stages has no need of it."""
+        self._prepare_schedule_with_comms(self._own_order)
+        return vars(self)["pipeline_order_with_comms"]
+
+    def _plan_maker(self) -> Any:
+        untouched = "pipeline_order_with_comms" not in vars(self)
+        if untouched or self._order_as_data() is self._own_order:
+            return _maker(str(self._plan_name), self._num_stages, self._n_microbatches)
+        return super()._plan_maker()
+
+
+def _as_in_torch(cls: T) -> T:
+    """Give a schedule the arguments, and the order, of the installed torch's of its name."""
+    theirs = getattr(torchs, cls.__name__)
+    takes = signature(theirs.__init__)
+    for name in ("_calculate_single_rank_operations", "_add_bubbles_to_actions"):
+        if name in vars(theirs):
+            setattr(cls, name, vars(theirs)[name])
+
+    @like(theirs.__init__)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        given = dict(takes.bind(self, *args, **kwargs).arguments)
+        del given["self"]
+        self._begin(given)
+
+    cls.__init__ = __init__
+    return cls
+
+
+@_as_in_torch
+class ScheduleLoopedBFS(_Multi):
+    """GPipe over several stages a rank: each stage runs all micro-batches before the next one."""
+
+    _plan_name = "looped_bfs"
+
+
+@_as_in_torch
+class ScheduleInterleaved1F1B(_Multi):
+    """1F1B over several stages a rank: a smaller bubble for more messages."""
+
+    _plan_name = "interleaved_1f1b"
+    _in_rounds = True
+
+
+@_as_in_torch
+class ScheduleInterleavedZeroBubble(_Multi):
+    """Interleaved 1F1B whose weight gradients fill what would be the bubble."""
+
+    _plan_name = "interleaved_zero_bubble"
+    _in_rounds = True
+
+
+class _V(_Multi):
+    """A schedule of two stages a rank."""
+
+    def _check_sizes(self) -> None:
+        if self.n_local_stages != 2:
+            raise ScheduleError(
+                f"ZBV requires exactly 2 stages per rank, but got {self.n_local_stages}."
+            )
+
+
+@_as_in_torch
+class ScheduleZBVZeroBubble(_V):
+    """Two stages a rank in the shape of a V; weight gradients fill the bubble."""
+
+    _plan_name = "zbv"
+
+
+@_as_in_torch
+class ScheduleDualPipeV(_V):
+    """Two stages a rank in the shape of a V; forwards run together with backwards."""
+
+    _plan_name = "dualpipev"
+
+    def _check_sizes(self) -> None:
+        super()._check_sizes()
+        if self._n_microbatches < self._num_stages:
+            raise ScheduleError(
+                "DualPipeV requires at least as many microbatches as stages, but got "
+                f"{self._n_microbatches} microbatches and {self._num_stages} stages."
+            )
+
+
+@cache
+def _maker(name: str, num_stages: int, microbatches: int) -> Any:
+    """Makes the plan of a name; the same one each time, so that it is known again."""
+    return lambda ranks: find_native(name)._plan(num_stages, microbatches, ranks)
+
+
+def _maker_of(rows: Sequence[Sequence[Any]], name: str) -> Any:
+    """Makes a plan of what somebody has written down for each rank."""
+    waits = {getattr(torchs, kind) for kind in ("WAIT_SEND_F", "WAIT_SEND_B", "WAIT_REDUCE_GRAD")}
+    sends = {torchs.SEND_F, torchs.RECV_F, torchs.SEND_B, torchs.RECV_B}
+
+    def without(kinds: set[Any]) -> Plan:
+        kept = [[str(a) for a in row if a and a.computation_type not in kinds] for row in rows]
+        return Plan.from_actions(kept, name=name)
+
+    def make(ranks: int) -> Plan:
+        plan = without(waits)
+        # Messages that could wait for each other for ever are put elsewhere.
+        return without(waits | sends) if validate(plan) else plan
+
+    return make
+
+
+CLASSES = (
+    _PipelineSchedule,
+    PipelineScheduleSingle,
+    PipelineScheduleMulti,
+    _PipelineScheduleRuntime,
+    ScheduleGPipe,
+    _ScheduleForwardOnly,
+    Schedule1F1B,
+    ScheduleLoopedBFS,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+    ScheduleZBVZeroBubble,
+    ScheduleDualPipeV,
+)
+"""Those that take the places of torch's of the same names."""
+
+remember(PipelineStage, _PipelineStage, *CLASSES)

@@ -1,0 +1,287 @@
+"""One step of a schedule: on Taktline's runtime, with its own stages or by calls to these.
+
+What can be seen of a schedule decides. Where its stages and the schedule itself replace no method,
+and no action has a function of its own, what a step does is known, and its order is a plan for
+Taktline's own stages. All else relies on the calls that torch makes to stages, one by one, and gets
+them (:mod:`~taktline.compat.torch_pipelining._calls`): each is an instruction of the same program,
+with the same agreement before it and the same outcome on every rank after it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+from weakref import proxy
+
+import torch
+from torch.utils._pytree import tree_map_only
+
+from taktline.compat.torch_pipelining import microbatch
+from taktline.compat.torch_pipelining import schedules as torchs
+from taktline.compat.torch_pipelining._calls import CallProgram, Calls, reduced
+from taktline.compat.torch_pipelining._replaced import is_replaced
+from taktline.compat.torch_pipelining._stages import Elsewhere, _PipelineStageBase
+from taktline.errors import (
+    BatchError,
+    StageUseError,
+    TaktlineError,
+    text_of,
+)
+from taktline.errors.as_in_torch import as_in_torch
+from taktline.runtime.bind import Bound, Signatures
+from taktline.runtime.losses import warn_if_uneven
+from taktline.runtime.runner import Runner
+from taktline.runtime.schedule import Schedule
+from taktline.runtime.step_data import Feed
+from taktline.transport import find
+from taktline.transport.control import share_error
+
+__all__ = ["Call", "Native", "run"]
+
+Cut = tuple[list[Any], list[Any], list[Any] | None]
+"""Arguments, keyword arguments and targets of each micro-batch."""
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """What a step was called with."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    target: Any
+    arg_mbs: list[Any] | None
+    kwarg_mbs: list[Any] | None
+    target_mbs: list[Any] | None
+    losses: list[Any] | None
+    return_outputs: bool
+    loss_kwargs: dict[str, Any] | None
+
+    def microbatches(self, schedule: Any) -> Cut:
+        """The batch in parts, each argument by itself, whatever the others' sizes."""
+        for name, chunks, whole in (
+            ("arg_mbs", self.arg_mbs, bool(self.args)),
+            ("kwarg_mbs", self.kwarg_mbs, bool(self.kwargs)),
+            ("target_mbs", self.target_mbs, self.target is not None),
+        ):
+            if chunks is not None and whole:
+                raise BatchError(f"{name} and the whole batch were given; give one of them")
+        args, kwargs, target = self.args, self.kwargs, self.target
+        if not schedule._has_backward:
+            # Parts of what requires a gradient would be asked to keep theirs.
+            args, kwargs, target = tree_map_only(
+                torch.Tensor, torch.Tensor.detach, (args, kwargs, target)
+            )
+        count = schedule._n_microbatches
+        arg_mbs, kwarg_mbs = schedule._split_inputs(args, kwargs)
+        target_mbs = self.target_mbs
+        if target_mbs is None and isinstance(target, torch.Tensor):
+            spec = getattr(torchs, "_TARGET_CHUNK_SPEC", microbatch.TensorChunkSpec(0))
+            target_mbs = [*microbatch._split_tensor(target, spec, count)]
+        elif target_mbs is None and target is not None:
+            cut, _ = microbatch.split_args_kwargs_into_chunks((target,), None, count)
+            target_mbs = [part for (part,) in cut]
+        if self.arg_mbs is not None:
+            arg_mbs = self.arg_mbs
+        if self.kwarg_mbs is not None:
+            kwarg_mbs = self.kwarg_mbs
+        for name, chunks in (("args", arg_mbs), ("kwargs", kwarg_mbs), ("target", target_mbs)):
+            if chunks is not None and len(chunks) != count:
+                raise BatchError(
+                    f"{name} make {len(chunks)} micro-batches, but the schedule runs {count}; the "
+                    f"batch has {len(chunks)} along dimension 0: give at least {count}"
+                )
+        return arg_mbs, kwarg_mbs, target_mbs
+
+
+def run(schedule: Any, call: Call) -> Any:
+    """One step; gives the outputs where the last stage is."""
+    trains = schedule._has_backward and getattr(schedule, "_backward_requires_autograd", True)
+    if trains and not torch.is_grad_enabled():
+        raise StageUseError(
+            "step() requires gradients to be enabled for backward computation; it should not be "
+            "used under torch.no_grad() context. Please call eval() instead."
+        )
+    stages = schedule._local_stages
+    for stage in stages:
+        stage.has_backward = schedule._has_backward
+        stage.chunks = schedule._n_microbatches
+        stage.clear_runtime_states()
+    make_plan = schedule._plan_maker()
+    own = all(isinstance(stage, _PipelineStageBase) and stage.is_whole for stage in stages)
+    way = _agreed(schedule) if make_plan is not None and own else _ALONE
+    schedule._on_ours = way == _NATIVELY
+    if make_plan is None or way == _ALONE:
+        return _by_itself(schedule, call)
+    native = schedule._native
+    if native is None or not native.fits(schedule, make_plan):
+        native = schedule._native = Native(schedule, make_plan)
+    return native.run(schedule, call)
+
+
+def _by_itself(schedule: Any, call: Call) -> Any:
+    """A step that somebody has written, or one on stages that are none: nobody else is asked."""
+    args, kwargs, targets = call.microbatches(schedule)
+    if targets and schedule.scale_grads and not getattr(schedule, "_warned", False):
+        schedule._warned = warn_if_uneven(0, targets)
+    # Not passed where there are none: classes that were written for older torch do not take them.
+    loss_kwargs = {} if call.loss_kwargs is None else {"loss_kwargs": call.loss_kwargs}
+    stages = schedule._local_stages
+    schedule._compared_with = (targets[0], call.loss_kwargs) if targets else ()
+    try:
+        with reduced(schedule, stages):
+            schedule._step_microbatches(
+                args, kwargs, targets, call.losses, call.return_outputs, **loss_kwargs
+            )
+    finally:
+        schedule._compared_with = ()
+    for stage in stages:
+        if stage.is_last and call.return_outputs:
+            return schedule._merge_outputs(stage.output_chunks)
+    return None
+
+
+_ALONE, _BY_CALLS, _NATIVELY = range(3)
+"""How a step runs: as torch would, by calls on Taktline's runtime, on Taktline's own stages."""
+
+
+def _agreed(schedule: Any) -> int:
+    """How a step runs, on every rank.
+
+    Ranks ask each other before the first step. Whoever leaves Taktline's own stages later, by
+    giving an action a function, say, does so on every rank.
+    """
+    stages = schedule._local_stages
+    mine = _NATIVELY
+    # To validate, what is wrong is raised where it is, before anything is sent.
+    if schedule._has_own_step() or any(stage._runtime_validate for stage in stages):
+        mine = _ALONE
+    elif (
+        getattr(schedule, "_comp_type_to_function_map", None)
+        or any(is_replaced(value) for value in (schedule, *stages))
+        or any(stage.expects_dtensors for stage in stages)
+    ):
+        mine = _BY_CALLS
+    if schedule._way is None:
+        transport = find(stages[0].group, torch.device(stages[0].device))
+        votes = transport.exchange([mine], "a schedule's first step")
+        schedule._way = min(vote for (vote,) in votes)
+    schedule._way = min(schedule._way, mine)
+    return schedule._way
+
+
+class Native(Schedule):
+    """The schedule of Taktline that does what one of these does."""
+
+    _compared = ()  # in torch, ranks may be given what they do not use
+
+    def __init__(self, theirs: Any, make_plan: Callable[[int], Any]) -> None:
+        self._made_with = (theirs._on_ours, make_plan, *_settings(theirs).values())
+        self._calls: Calls | None = None
+        self._theirs: Any = None
+        if not theirs._on_ours:
+            self._runner_type = partial(_Caller, proxy(self))
+        super().__init__(
+            [stage.native for stage in theirs._local_stages],
+            **_settings(theirs),
+            args_chunk_spec=None,
+            kwargs_chunk_spec=None,
+            output_merge_spec=None,
+            seed=None,
+            name=type(theirs).__name__,
+            make_plan=make_plan,
+        )
+
+    def fits(self, theirs: Any, make_plan: Callable[[int], Any]) -> bool:
+        """Whether nothing has changed since it was made."""
+        return self._made_with == (theirs._on_ours, make_plan, *_settings(theirs).values())
+
+    def run(self, theirs: Any, call: Call) -> Any:
+        """One step."""
+        options: dict[str, Any] = {"loss_kwargs": call.loss_kwargs}
+        refusal = None
+        try:
+            cut = call.microbatches(theirs)
+        except Exception as error:
+            cut, refusal = (None, None, None), _refusal(error)
+        self._cutter = replace(self._cutter, refusal=refusal)
+        for stage in theirs._local_stages:
+            _ = stage.native  # with the module that the stage has now
+        if theirs._on_ours:
+            options |= {"losses": call.losses, "return_outputs": call.return_outputs}
+        else:
+            context = torchs._PipelineContext(theirs, *cut, call.losses)
+            self._calls = Calls(theirs, context, call.return_outputs, call.loss_kwargs)
+            options["return_outputs"] = False
+        self._theirs = theirs
+        step = self.step if theirs._has_backward else self.eval
+        names = ("arg_mbs", "kwarg_mbs", "target_mbs")
+        try:
+            if self._calls is not None:
+                self._prepare(theirs, self._calls, refusal)
+            return step(**dict(zip(names, cut, strict=True)), **options)
+        except TaktlineError as error:
+            raise as_in_torch(error) from error.__cause__
+        finally:
+            self._calls = self._theirs = None
+
+    def _prepare(self, theirs: Any, calls: Calls, error: TaktlineError | None) -> None:
+        """Let stages find out what they give; what goes wrong on one rank is raised on all."""
+        transport = self._runner.transport
+        for what, act in (("a step by calls", None), ("what stages give", calls.prepare)):
+            try:
+                if act is not None:
+                    act()
+            except Elsewhere:
+                pass  # who has failed tells why
+            except Exception as raised:
+                error = StageUseError(f"rank {transport.rank}: {_refusal(raised)}")
+                error.__cause__ = raised
+            if any(failed for (failed,) in transport.exchange([int(error is not None)], what)):
+                theirs._forget_shapes()
+                raise share_error(transport, error) or StageUseError("a stage has failed")
+
+    def _merged(self, feed: Feed) -> Any:
+        theirs = self._theirs
+        last = [stage for stage in theirs._local_stages if stage.is_last]
+        if self._calls is None and feed.outputs is not None:
+            last[0].output_chunks[:] = [feed.outputs[m] for m in sorted(feed.outputs)]
+        elif self._calls is not None:
+            self._calls.finish()
+        wanted = feed.outputs is not None if self._calls is None else self._calls.return_outputs
+        return theirs._merge_outputs(last[0].output_chunks) if last and wanted else None
+
+
+class _Caller(Runner):
+    """Runs the calls of one step, bound anew each time: anything may have been replaced."""
+
+    def __init__(self, schedule: Native, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._schedule = schedule
+
+    def _bind(self, known: Signatures | None, trains: bool) -> Bound:
+        calls = self._schedule._calls
+        assert calls is not None  # a step is running
+        plan = self.runnable.program(self._feed.microbatches, trains=trains)
+        return Bound(CallProgram(calls, plan.placement.rank_of), {}, Signatures, plan)
+
+    def _remember(self, agreed: tuple[int, ...], known: Signatures | Bound) -> None:
+        """Nothing."""
+
+
+def _settings(schedule: Any) -> dict[str, Any]:
+    return {
+        "n_microbatches": schedule._n_microbatches,
+        "loss_fn": schedule._loss_fn,
+        "scale_grads": schedule.scale_grads,
+        "dynamic_shapes": schedule.dynamic_shapes,
+    }
+
+
+def _refusal(error: Exception) -> BatchError:
+    if isinstance(error, BatchError):
+        return error
+    told = BatchError(f"{type(error).__name__}: {text_of(error)}")
+    told.__cause__ = error
+    return told

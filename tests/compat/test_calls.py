@@ -1,0 +1,253 @@
+"""Steps that go call by call run on Taktline's runtime: its agreement, its errors, its memory."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from taktline.compat.torch_pipelining.schedules import (
+    FORWARD,
+    PipelineScheduleMulti,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    _Action,
+    _PipelineScheduleRuntime,
+)
+from taktline.compat.torch_pipelining.stage import PipelineStage
+from taktline.errors import BatchError, StageError
+from tests.compat.programs import CPU, WIDTH, Program, loss_fn, make_batch, wrapped
+from tests.compat.test_custom_schedules import order, run_forward
+from tests.workers import Workers
+
+
+@pytest.fixture
+def fake_group() -> Iterator[None]:
+    dist.init_process_group("fake", rank=0, world_size=1, store=FakeStore())
+    yield
+    dist.destroy_process_group()
+
+
+class Derived(PipelineStage):
+    """A stage that changes what it inherits."""
+
+    def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+        return super().forward_one_chunk(*args, **kwargs)
+
+
+@pytest.mark.parametrize("stage_class", [PipelineStage, Derived])
+@pytest.mark.usefixtures("fake_group")
+def test_a_step_leaves_nothing_to_be_collected(stage_class: Any) -> None:
+    """A cycle would keep a batch and its activations until the collector happens to run."""
+    stage = stage_class(nn.Linear(WIDTH, WIDTH), 0, 1, CPU)
+    schedule = ScheduleGPipe(stage, 2, loss_fn=loss_fn)
+    x, target = make_batch()
+    schedule.step(x, target=target)
+    gc.collect()
+    gc.disable()
+    gc.set_debug(gc.DEBUG_SAVEALL)
+    try:
+        schedule.step(x, target=target)
+        assert schedule._on_ours is (stage_class is PipelineStage)
+        gc.collect()
+        assert [value for value in gc.garbage if isinstance(value, Tensor)] == []
+    finally:
+        gc.set_debug(0)
+        gc.garbage.clear()
+        gc.enable()
+
+
+def _whole_and_cut(rank: int, group: dist.ProcessGroup, calls: bool) -> None:
+    program = Program(group, 2, [rank])
+    if calls:
+        wrapped(program.stages[0])
+    schedule = ScheduleGPipe(program.stages[0], 4, loss_fn=loss_fn)
+    x, target = make_batch()
+    ready = [(part,) for part in x.chunk(4)]
+    schedule.step(*([x] if rank == 0 else []), target=target, arg_mbs=ready if rank == 0 else None)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("calls", [False, True])
+def test_a_batch_whole_and_cut_is_refused(workers: Workers, calls: bool) -> None:
+    for error in workers.outcomes(_whole_and_cut, calls):
+        assert isinstance(error, BatchError)
+        assert isinstance(error, RuntimeError)
+        assert "arg_mbs and the whole batch were given; give one of them" in str(error)
+
+
+@pytest.mark.usefixtures("fake_group")
+def test_a_target_whole_and_cut_is_refused() -> None:
+    stage = PipelineStage(nn.Linear(WIDTH, WIDTH), 0, 1, CPU)
+    schedule = Schedule1F1B(stage, 2, loss_fn=loss_fn)
+    x, target = make_batch()
+    with pytest.raises(BatchError, match="target_mbs and the whole batch were given"):
+        schedule.step(x, target=target, target_mbs=[*target.chunk(2)])
+
+
+class Odd(Exception):
+    pass
+
+
+def _failing_function(rank: int, group: dist.ProcessGroup, bad: str) -> list[str]:
+    """A function for an action fails; then the next step works, on the same group."""
+    program = Program(group, 4, [rank, rank + 2])
+    schedule = ScheduleInterleaved1F1B(program.stages, 4, loss_fn=loss_fn)
+    told: list[str] = []
+
+    def forward(action: _Action, context: Any) -> None:
+        if str(action) == bad and not told:
+            raise Odd("not today")
+        run_forward(action, context)
+
+    schedule.register_custom_function(FORWARD, forward)
+    for number in range(2):
+        try:
+            program.train(schedule, 1)
+            told.append(f"step {number} worked")
+        except StageError as error:
+            told.append(f"{isinstance(error, RuntimeError)} {error}")
+    return told
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("bad", ["0F1", "1F0", "2F3", "3F3"])
+def test_every_rank_hears_of_a_function_that_fails(workers: Workers, bad: str) -> None:
+    stage, microbatch = int(bad[0]), int(bad[2])
+    for first, second in workers.run(_failing_function, bad):
+        where = f"rank {stage % 2}, stage {stage}, micro-batch {microbatch} ({bad})"
+        assert first.startswith(f"True {where}: Odd: not today")
+        assert second == "step 1 worked"
+
+
+class BackwardFails(PipelineStage):
+    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
+        if bwd_chunk_id == 2:
+            raise Odd("not backward")
+        super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
+
+
+def _failing_method(rank: int, group: dist.ProcessGroup) -> None:
+    program = Program(group, 2, [rank], stage_class=BackwardFails if rank else PipelineStage)
+    program.step(Schedule1F1B(program.stages[0], 4, loss_fn=loss_fn))
+
+
+@pytest.mark.processes
+def test_every_rank_hears_of_a_method_that_fails(workers: Workers) -> None:
+    for error in workers.outcomes(_failing_method):
+        assert isinstance(error, StageError)
+        assert str(error).startswith("rank 1, stage 1, micro-batch 2 (1B2): Odd: not backward")
+
+
+class Fussy(nn.Module):
+    """Fails at first."""
+
+    def __init__(self, calls: int) -> None:
+        super().__init__()
+        self.linear, self.left = nn.Linear(WIDTH, WIDTH), calls
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.left -= 1
+        if self.left >= 0:
+            raise Odd("not yet")
+        return self.linear(x)
+
+
+def _failing_at_first(rank: int, group: dist.ProcessGroup, bad: int, per_rank: int) -> list[str]:
+    """While stages find out what they give; then the next step works, on the same group."""
+    mine = [rank + 2 * number for number in range(per_rank)]
+    stages = [
+        Derived(Fussy(int(index == bad)), index, 2 * per_rank, CPU, group=group) for index in mine
+    ]
+    schedule = ScheduleInterleaved1F1B(stages, 4, loss_fn=loss_fn)
+    x, target = make_batch()
+    last = {"target": target} if rank == 1 else {}
+    told: list[str] = []
+    for call in ("eval", "step", "step"):
+        try:
+            getattr(schedule, call)(*([x] if rank == 0 else []), **last)
+            told.append(f"{call} worked")
+        except RuntimeError as error:
+            told.append(str(error))
+    return told
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(("bad", "per_rank"), [(0, 1), (1, 1), (1, 2), (2, 2), (3, 2)])
+def test_every_rank_hears_of_a_stage_that_fails_at_first(
+    workers: Workers, bad: int, per_rank: int
+) -> None:
+    for first, *others in workers.run(_failing_at_first, bad, per_rank):
+        assert f"rank {bad % 2}: " in first
+        assert "Odd: not yet" in first
+        assert others == ["step worked"] * 2
+
+
+class Waiting(_PipelineScheduleRuntime):
+    """Says when to wait for what was sent, as later versions of torch do."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.pipeline_order_with_comms = order(
+            "0F0 0SEND_F0 0F1 0SEND_F1 0WAIT_SEND_F0 0RECV_B0 0B0 0WAIT_SEND_F1 0RECV_B1 0B1 "
+            "0REDUCE_GRAD 0WAIT_REDUCE_GRAD",
+            "1RECV_F0 1F0 1B0 1SEND_B0 1RECV_F1 1F1 1B1 1SEND_B1 1WAIT_SEND_B0 1WAIT_SEND_B1 "
+            "1REDUCE_GRAD 1WAIT_REDUCE_GRAD",
+        )
+
+
+def _waits(rank: int, group: dist.ProcessGroup) -> None:
+    for calls in (False, True):
+        program = Program(group, 2, [rank])
+        if calls:
+            wrapped(program.stages[0])
+        schedule = Waiting(program.stages, 2, loss_fn=loss_fn)
+        program.train(schedule)
+        assert schedule._on_ours is not calls
+
+
+@pytest.mark.processes
+def test_orders_that_say_when_to_wait(workers: Workers) -> None:
+    workers.run(_waits)
+
+
+@pytest.mark.usefixtures("fake_group")
+def test_buffers_do_not_move_while_shapes_are_found_out() -> None:
+    """They, and the gradients of steps before, are those of the steps alone."""
+    module = nn.BatchNorm1d(WIDTH)
+    stage = PipelineStage(module, 0, 1, CPU)
+    wrapped(stage)
+    schedule = ScheduleGPipe(stage, 2, loss_fn=loss_fn)
+    x, target = make_batch()
+    schedule.step(x, target=target)
+    assert module.num_batches_tracked == 2
+    module.weight.grad = torch.ones(WIDTH)
+    schedule.eval(x)
+    assert torch.equal(module.weight.grad, torch.ones(WIDTH))
+
+
+class Unplanned(PipelineScheduleMulti):
+    """An order that cannot run: a backward without its forward."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.pipeline_order = order("0F0 0B0 0B1", "1F0 1B0 1F1 1B1")
+
+
+def _unplanned(rank: int, group: dist.ProcessGroup) -> None:
+    program = Program(group, 2, [rank])
+    program.step(Unplanned(program.stages, 2, loss_fn=loss_fn))
+
+
+@pytest.mark.processes
+def test_an_order_that_cannot_run_is_refused_on_every_rank(workers: Workers) -> None:
+    for error in workers.outcomes(_unplanned):
+        assert isinstance(error, RuntimeError)
+        assert "0F1" in str(error)
