@@ -210,6 +210,10 @@ class TestShow:
         assert text.startswith(beginning)
         assert "zbv" in text
 
+    def test_into_a_picture(self, folder: Path) -> None:
+        assert ok("show", "1f1b", "zbv", "-o", "a.png") == "a.png: 2 timelines\n"
+        assert Path("a.png").read_bytes().startswith(b"\x89PNG")
+
     def test_several_share_one_model(self, folder: Path) -> None:
         lines = ok("show", "1f1b", "zbv", *self.NUMBERS).splitlines()
         assert [line for line in lines if "makespan" in line] == [

@@ -1,0 +1,73 @@
+"""README and tutorial, followed to the letter, in a fresh environment with the wheel in it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import sysconfig
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from tests.documents import ROOT
+
+pytestmark = [pytest.mark.processes, pytest.mark.slow]
+
+
+def run(*command: object, folder: Path) -> str:
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run(
+        list(map(str, command)),
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With a wheel, and an environment that has it; what it needs is that of this one."""
+    folder = tmp_path_factory.mktemp("install")
+    pip = (sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check")
+    made = subprocess.run(
+        [*pip, "wheel", "--no-deps", "--wheel-dir", folder, ROOT],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if made.returncode and os.environ.get("CI", "").lower() != "true":
+        pytest.skip(f"no wheel can be built here: {made.stderr.strip().splitlines()[-1]}")
+    assert made.returncode == 0, made.stderr
+    (wheel,) = folder.glob("*.whl")
+    run(sys.executable, "-m", "venv", "--without-pip", "venv", folder=folder)
+    python = folder / "venv" / "bin" / "python"
+    run(*pip, "--python", python, "install", "--no-deps", wheel, folder=folder)
+    place = "import sysconfig; print(sysconfig.get_path('purelib'))"
+    site = Path(run(python, "-c", place, folder=folder).strip())
+    (site / "others.pth").write_text(f"{sysconfig.get_path('purelib')}\n")
+    (folder / "documents.py").write_text((ROOT / "tests" / "documents.py").read_text())
+    return folder
+
+
+def test_it_is_the_wheel_that_is_used(folder: Path) -> None:
+    python = folder / "venv" / "bin" / "python"
+    where = run(python, "-c", "import taktline; print(taktline.__file__)", folder=folder)
+    assert where.startswith(str(folder))
+    assert run(folder / "venv" / "bin" / "taktline", "--version", folder=folder)
+    (wheel,) = folder.glob("*.whl")
+    names = zipfile.ZipFile(wheel).namelist()
+    assert "taktline/plan/render/viewer.html" in names
+    assert not any(name.startswith(("tests", "docs", "examples")) for name in names)
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/tutorial.md"])
+def test_what_the_page_says(folder: Path, page: str) -> None:
+    python = folder / "venv" / "bin" / "python"
+    shown = run(python, "documents.py", ROOT / page, folder=folder)
+    assert shown == (ROOT / page).read_text()
