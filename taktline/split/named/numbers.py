@@ -60,10 +60,10 @@ class Guess(NamedTuple):
     but: int | None = None
 
     @classmethod
-    def others(cls, asked: int) -> list[Guess]:
-        """Guesses to be tried after that of 0 for all, each of so many numbers by itself."""
-        places = range(min(asked, _BY_ITSELF))
-        return [cls(1), *(cls(usual, place) for place in places for usual in (0, 1))]
+    def others(cls, places: Sequence[int]) -> list[Guess]:
+        """Guesses to be tried after that of 0 for all, for the numbers at places by themselves."""
+        few = places[:_BY_ITSELF]
+        return [cls(1), *(cls(usual, place) for place in few for usual in (0, 1))]
 
     def at(self, place: int) -> int:
         """The number at a place."""
@@ -87,8 +87,8 @@ class Numbers(TorchFunctionMode):
         self._came = _read(came)
         self._guess = guess
         self._noted: list[int] = []
-        self.is_guessed = False
-        """Whether one was not known."""
+        self.guessed: list[int] = []
+        """The places of those that were not known."""
 
     def __len__(self) -> int:
         return len(self._noted)
@@ -131,7 +131,7 @@ class Numbers(TorchFunctionMode):
         if place < len(self._came):
             number = self._came[place]
         elif self._guess is not None and place < 4 * _ENDLESS:
-            self.is_guessed = True
+            self.guessed.append(place)
             number = _written(kind(self._guess.at(place)))
         else:
             raise PartitionError(

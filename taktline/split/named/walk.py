@@ -71,6 +71,8 @@ class Course:
     """For each cut how many numbers cross that the forward asks for, as it may do at most."""
     looks: dict[Value, Absent] = field(default_factory=dict)
     """What the values look like that come beside."""
+    guessed: list[int] = field(default_factory=list)
+    """Which numbers were guessed, of those that cross."""
     is_guessed: bool = False
     """Whether a number was guessed, so that another micro-batch may go another way."""
     is_drawn: bool = False
@@ -125,16 +127,15 @@ def walk(
     guesses = [Guess(0)]
     for guess in guesses:
         course = Course()
-        asked = 0
         try:
-            asked = _walk(course, skeleton, args, kwargs, guess=guess, anew=anew)
+            _walk(course, skeleton, args, kwargs, guess=guess, anew=anew)
             found.append(course)
         except PartitionError:
             raise
         except Exception as error:  # a wrong guess leads anywhere
             failed = failed or error
         if course.is_guessed and guess is guesses[0]:
-            guesses += Guess.others(asked if thorough else 0)
+            guesses += Guess.others(course.guessed if thorough else ())
     if failed is not None and not found:
         raise failed
     for other in found[1:]:
@@ -150,8 +151,8 @@ def _walk(
     *,
     guess: Guess,
     anew: bool,
-) -> int:
-    """Go through the forward once; returns how many numbers it has asked for."""
+) -> None:
+    """Go through the forward once."""
     device = device_of((args, kwargs))
     devices = [device] if device.type == "cuda" else []
     # Random numbers that the forward draws by itself are drawn when it runs.
@@ -173,11 +174,10 @@ def _walk(
                 raise
             finally:
                 course.changed = frozenset(changes.changed())
-                course.is_guessed |= scene.numbers.is_guessed
+                course.is_guessed |= bool(scene.numbers.guessed)
                 course.is_drawn |= course.is_guessed or drawn != _drawn_by_now()
                 changes.undo()
         scene.finish(output)
-    return len(scene.numbers)
 
 
 def _drawn_by_now() -> tuple[Any, bytes]:
@@ -376,7 +376,8 @@ class _Walk(Checkpoints):
             if leaf.history is not None:
                 leaf.history.place(Value(*cut, False, place), stage, self._now())
         self.course.crossings.append(frozenset(crossing))
-        self.course.numbers.append(len(self.numbers) if self.numbers.is_guessed else 0)
+        self.course.guessed = list(self.numbers.guessed)
+        self.course.numbers.append(len(self.numbers) if self.course.guessed else 0)
 
     def _bring(self, ghost: Ghost, user: str) -> None:
         """See to it that the present stage has a value."""
