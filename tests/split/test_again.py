@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
 import taktline as tl
-from taktline.split.named.ghost import Ghost
+from taktline.split.named.placeholder import Placeholder
 from tests.split.models import ResNet, ViT
 
 WIDTH = 4
@@ -540,7 +540,7 @@ def test_the_price_does_not_depend_on_the_layers_before(kind: type[Chain]) -> No
 @pytest.mark.parametrize(
     "make", [Residual, Branches, Global, Masks, Memory, Checkpointed, ViT, ResNet]
 )
-def test_later_calls_make_no_ghosts(
+def test_later_calls_make_no_placeholders(
     make: Callable[[], nn.Module], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch.manual_seed(0)
@@ -550,9 +550,9 @@ def test_later_calls_make_no_ghosts(
     pieces = tl.split.by_names(model, [f"{path}.1", f"{path}.2"], example=(x,))
     wanted = pieces(x)
     made: list[object] = []
-    new: Any = Ghost.__new__
+    new: Any = Placeholder.__new__
     monkeypatch.setattr(
-        Ghost, "__new__", staticmethod(lambda *args, **kw: made.append(0) or new(*args, **kw))
+        Placeholder, "__new__", staticmethod(lambda *args, **kw: made.append(0) or new(*args, **kw))
     )
     found = pieces(x)
     assert not made

@@ -5,7 +5,7 @@ that has not the data gets the number, and takes the same branch::
 
     forward of the model:   x = layer0(x)   if x.mean() > 0:   x = layer1(x)
     stage 0:                real            0.7 > 0: noted     ▶ leave, with [True]
-    stage 1:                ghost           True, as noted     ▶ real
+    stage 1:                placeholder     True, as noted     ▶ real
 
 Before anything has run, numbers are guessed: a walk through the forward takes all for 0, others for
 1, or one of them alone.
@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from taktline.errors import PartitionError
-from taktline.split.named.ghost import Ghost, Scene, here, resolved
+from taktline.split.named.placeholder import Placeholder, Scene, here, resolved
 
 __all__ = ["NUMBERS", "Guess", "Number", "Numbers"]
 
@@ -102,7 +102,7 @@ class Numbers(TorchFunctionMode):
             return func(*args, **kwargs)
         args, kwargs = resolved((args, kwargs))
         tensors = [part for part in pytree.tree_leaves((args, kwargs)) if isinstance(part, _Tensor)]
-        unknown = next((tensor for tensor in tensors if isinstance(tensor, Ghost)), None)
+        unknown = next((tensor for tensor in tensors if isinstance(tensor, Placeholder)), None)
         if unknown is None:
             answer = func(*args, **kwargs)
             return pytree.tree_map(self.note, answer)

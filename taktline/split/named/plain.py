@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from taktline.split.named.ghost import Ghost
+from taktline.split.named.placeholder import Placeholder
 from taktline.split.named.twin import is_constant
 
 __all__ = ["Guards", "guards_of"]
@@ -196,7 +196,7 @@ class _Reader:
                 value = vars(container)[name]
                 if is_constant(value):
                     self._guards.watch(vars(container), name)
-                elif is_condition or not isinstance(value, Ghost):
+                elif is_condition or not isinstance(value, Placeholder):
                     raise _NotPlain
             elif any(name in table for table in tables):
                 if is_condition:

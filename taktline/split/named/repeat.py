@@ -76,7 +76,7 @@ class Repeat(Passage):
     meet_foreign = meet_again
 
     def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What the script says; afterwards, whatever there are ghosts for yet."""
+        """What the script says; afterwards, whatever there are placeholders for yet."""
         if self._is_in:
             return super().call(func, args, kwargs)
         step = next(self._steps, None)

@@ -1,8 +1,8 @@
 """What a piece that was cut by names does beside its modules: takes part, and hands on.
 
-The first call of a kind goes through the model's forward with ghosts (:mod:`passage`). It leaves a
-script, with which others of its kind go through it quickly (:mod:`script`), and for a plain forward
-a program, with which they need not (:mod:`program`).
+The first call of a kind goes through the model's forward with placeholders (:mod:`passage`). It
+leaves a script, with which others of its kind go through it quickly (:mod:`script`), and for a
+plain forward a program, with which they need not (:mod:`program`).
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from torch.utils import _pytree as pytree
 from taktline.errors import PartitionError
 from taktline.split.named import program
 from taktline.split.named.changes import Changes
-from taktline.split.named.ghost import Absent, Ghost
 from taktline.split.named.kind import Call, Kind
 from taktline.split.named.lent import copies
 from taktline.split.named.passage import FirstPassage, Leave, OtherTypes, Passage
+from taktline.split.named.placeholder import Absent, Placeholder
 from taktline.split.named.plain import guards_of
 from taktline.split.named.recent import Recent
 from taktline.split.named.repeat import Repeat, Unlike
@@ -158,7 +158,7 @@ class Role:
         came: Call,
         device: torch.device,
     ) -> Any:
-        """Go through the forward with ghosts, and note what may help others of its kind."""
+        """Go through the forward with placeholders, and note what may help others of its kind."""
         containers = {name: piece.get_submodule(name) for name in sorted(self.skeleton.containers)}
         around = Surroundings(list(containers.values()), device) if kind.is_open else None
         versions = program.versions_of(values)
@@ -251,7 +251,7 @@ class Role:
             leaves, spec = pytree.tree_flatten(call)
             kind.needed = tuple(
                 isinstance(leaf, torch.Tensor)
-                and not isinstance(leaf, Ghost)
+                and not isinstance(leaf, Placeholder)
                 # What is whole numbers is small, and may be what other micro-batches depend on.
                 and (not leaf.is_floating_point() or self._is_missed(leaves, place, spec, course))
                 for place, leaf in enumerate(leaves)
@@ -296,8 +296,10 @@ class Role:
         if course.is_guessed:
             return True  # which would take many tries
         leaf = leaves[place]
-        ghost = Absent(tuple(leaf.shape), leaf.dtype).as_ghost(leaf.device)
-        args, kwargs = pytree.tree_unflatten([*leaves[:place], ghost, *leaves[place + 1 :]], spec)
+        placeholder = Absent(tuple(leaf.shape), leaf.dtype).as_placeholder(leaf.device)
+        args, kwargs = pytree.tree_unflatten(
+            [*leaves[:place], placeholder, *leaves[place + 1 :]], spec
+        )
         try:
             without = walk(self.skeleton, args, kwargs)
         except Exception:

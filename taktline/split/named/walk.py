@@ -22,8 +22,8 @@ from taktline.errors import PartitionError
 from taktline.split.named.changes import Changes
 from taktline.split.named.checkpoints import Checkpoints
 from taktline.split.named.cuts import Cut
-from taktline.split.named.ghost import ANYWHERE, Absent, Ghost
 from taktline.split.named.numbers import Guess, Numbers
+from taktline.split.named.placeholder import ANYWHERE, Absent, Placeholder
 from taktline.split.named.recorded import replayed
 from taktline.split.named.skeleton import Skeleton
 from taktline.split.named.twin import Twin
@@ -204,7 +204,7 @@ def device_of(tree: Any) -> torch.device:
 
 
 class _Place(NamedTuple):
-    """Where a ghost was seen as an argument of a unit."""
+    """Where a placeholder was seen as an argument of a unit."""
 
     value: Value
     stage: int
@@ -213,11 +213,11 @@ class _Place(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class _History:
-    """Where a ghost comes from."""
+    """Where a placeholder comes from."""
 
     stage: int
     time: int
-    parents: Sequence[Ghost] = ()
+    parents: Sequence[Placeholder] = ()
     """What an operation has made it of."""
     is_drawn: bool = False
     """Whether the operation draws random numbers."""
@@ -263,23 +263,25 @@ class _Walk(Checkpoints):
         self._needs: dict[Value, tuple[int, int]] = {}
         """Of values that cross: the stages that has and that last needs it."""
 
-    def source(self, ghosts: Sequence[Ghost]) -> Ghost:
+    def source(self, placeholders: Sequence[Placeholder]) -> Placeholder:
         """One that is made by a stage, if there is any."""
-        for ghost in ghosts:
-            if ghost.parameter:
-                self.course.uses.setdefault(ghost.maker, set()).add(self._stage)
-        return min(ghosts, key=lambda ghost: ghost.stage)
+        for placeholder in placeholders:
+            if placeholder.parameter:
+                self.course.uses.setdefault(placeholder.maker, set()).add(self._stage)
+        return min(placeholders, key=lambda placeholder: placeholder.stage)
 
-    def note_made(self, made: Ghost, ghosts: Sequence[Ghost], func: Any) -> None:
-        """Note what a ghost is made of."""
-        made.history = self._history(tuple(ghosts))
+    def note_made(self, made: Placeholder, placeholders: Sequence[Placeholder], func: Any) -> None:
+        """Note what a placeholder is made of."""
+        made.history = self._history(tuple(placeholders))
         made.history.is_drawn = torch.Tag.nondeterministic_seeded in func.tags
         made.history.is_view = any(part.alias_info is not None for part in func._schema.returns)
 
-    def note_written(self, ghost: Ghost, ghosts: Sequence[Ghost], func: Any) -> None:
-        """Note that a ghost was changed in place, and what it is a view of."""
-        others = tuple(other for other in ghosts if other is not ghost)
-        written = [ghost]
+    def note_written(
+        self, placeholder: Placeholder, placeholders: Sequence[Placeholder], func: Any
+    ) -> None:
+        """Note that a placeholder was changed in place, and what it is a view of."""
+        others = tuple(other for other in placeholders if other is not placeholder)
+        written = [placeholder]
         while written:
             history: _History | None = written.pop().history
             if history is not None:
@@ -295,9 +297,9 @@ class _Walk(Checkpoints):
         self.course.is_guessed = True
         return True
 
-    def note_asked(self, ghost: Ghost) -> None:
+    def note_asked(self, placeholder: Placeholder) -> None:
         """See to it that a stage which asks for a number has the data."""
-        self._bring(ghost, "the forward")
+        self._bring(placeholder, "the forward")
 
     def is_open(self, checkpoint: int) -> bool:
         """Always: there is no data to be kept."""
@@ -310,26 +312,28 @@ class _Walk(Checkpoints):
     def meet_foreign(
         self, twin: Twin, training: bool, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Note a call, and give its ghosts."""
+        """Note a call, and give its placeholders."""
         leaves = pytree.tree_leaves((args, kwargs))
-        ghosts = [(place, x) for place, x in enumerate(leaves) if isinstance(x, Ghost)]
+        placeholders = [(place, x) for place, x in enumerate(leaves) if isinstance(x, Placeholder)]
         calls = self.course.calls.setdefault(twin.name, [])
         call = len(calls)
         if (twin.name, call) in self._skeleton.cuts:
             self._begin(Cut(twin.name, call), args, kwargs)
         calls.append(self._stage)
         self.course.order.append((twin.name, self._stage))
-        for place, ghost in ghosts:
-            self._bring(ghost, repr(twin.name))
-            if ghost.history is not None:
-                ghost.history.place(Value(twin.name, call, False, place), self._stage, self._now())
+        for place, placeholder in placeholders:
+            self._bring(placeholder, repr(twin.name))
+            if placeholder.history is not None:
+                placeholder.history.place(
+                    Value(twin.name, call, False, place), self._stage, self._now()
+                )
         if self._anew:
             twin.forget()
         output = twin.output(args, kwargs, training=training, stage=self._stage, device=self.device)
-        for leaf, ghost in enumerate(pytree.tree_leaves(output)):
-            if isinstance(ghost, Ghost) and ghost.history is None:
-                ghost.history = self._history()
-                ghost.history.output = Value(twin.name, call, True, leaf)
+        for leaf, placeholder in enumerate(pytree.tree_leaves(output)):
+            if isinstance(placeholder, Placeholder) and placeholder.history is None:
+                placeholder.history = self._history()
+                placeholder.history.output = Value(twin.name, call, True, leaf)
         return replayed(output)
 
     def finish(self, output: Any) -> None:
@@ -342,14 +346,14 @@ class _Walk(Checkpoints):
                 "submodules that it calls"
             )
         for leaf in pytree.tree_leaves(output):
-            if isinstance(leaf, Ghost):
+            if isinstance(leaf, Placeholder):
                 self._bring(leaf, "the output of the model")
         self.course.beside = [[] for _ in self._skeleton.cuts]
         for value, (home, last) in sorted(self._needs.items()):
             for stage in range(home, last):
                 self.course.beside[stage].append(value)
 
-    def _history(self, parents: Sequence[Ghost] = ()) -> _History:
+    def _history(self, parents: Sequence[Placeholder] = ()) -> _History:
         return _History(self._stage, self._now(), parents)
 
     def _now(self) -> int:
@@ -365,9 +369,9 @@ class _Walk(Checkpoints):
             )
         self.course.opened.update(self.open_checkpoints)
         crossing: list[Path] = []
-        given: list[tuple[int, Ghost]] = []
+        given: list[tuple[int, Placeholder]] = []
         for place, (path, leaf) in enumerate(pytree.tree_flatten_with_path((args, kwargs))[0]):
-            if isinstance(leaf, Ghost) and leaf.stage != ANYWHERE:
+            if isinstance(leaf, Placeholder) and leaf.stage != ANYWHERE:
                 self._bring(leaf, repr(cut))
                 crossing.append(path)
                 given.append((place, leaf))
@@ -379,54 +383,54 @@ class _Walk(Checkpoints):
         self.course.guessed = list(self.numbers.guessed)
         self.course.numbers.append(len(self.numbers) if self.course.guessed else 0)
 
-    def _bring(self, ghost: Ghost, user: str) -> None:
+    def _bring(self, placeholder: Placeholder, user: str) -> None:
         """See to it that the present stage has a value."""
         seen: set[tuple[int, int]] = set()
-        needed = [(ghost, self._now())]
+        needed = [(placeholder, self._now())]
         while needed:
-            ghost, before = needed.pop()
-            if (id(ghost), before) in seen:
+            placeholder, before = needed.pop()
+            if (id(placeholder), before) in seen:
                 continue
-            seen.add((id(ghost), before))
-            history: _History | None = ghost.history
-            if ghost.owner:
-                self.course.units.setdefault(ghost.owner, set()).add(self._stage)
-            elif ghost.parameter:
-                self.course.uses.setdefault(ghost.maker, set()).add(self._stage)
+            seen.add((id(placeholder), before))
+            history: _History | None = placeholder.history
+            if placeholder.owner:
+                self.course.units.setdefault(placeholder.owner, set()).add(self._stage)
+            elif placeholder.parameter:
+                self.course.uses.setdefault(placeholder.maker, set()).add(self._stage)
             elif history is None:
-                if ghost.stage < self._stage:
-                    raise self._missing(ghost, user)
+                if placeholder.stage < self._stage:
+                    raise self._missing(placeholder, user)
             elif (place := history.named(before)) is not None:
-                self._cross(place, ghost)
+                self._cross(place, placeholder)
             elif history.output is not None:
                 if history.stage < self._stage:
-                    raise self._written(ghost, user)
+                    raise self._written(placeholder, user)
             elif history.is_drawn and history.stage < self._stage:
-                raise self._drawn(ghost, user)
+                raise self._drawn(placeholder, user)
             else:
                 needed += [(parent, history.time) for parent in history.parents]
 
-    def _cross(self, place: _Place, ghost: Ghost) -> None:
+    def _cross(self, place: _Place, placeholder: Placeholder) -> None:
         if place.stage < self._stage:
             self._needs[place.value] = place.stage, self._stage
-            self.course.looks[place.value] = Absent(tuple(ghost.shape), ghost.dtype)
+            self.course.looks[place.value] = Absent(tuple(placeholder.shape), placeholder.dtype)
 
-    def _written(self, ghost: Ghost, user: str) -> PartitionError:
+    def _written(self, made: Placeholder, user: str) -> PartitionError:
         return PartitionError(
-            f"{user} in stage {self._stage} uses {ghost.history.output} of stage "
-            f"{ghost.history.stage}, which the forward has changed in place since; make a new "
+            f"{user} in stage {self._stage} uses {made.history.output} of stage "
+            f"{made.history.stage}, which the forward has changed in place since; make a new "
             "tensor instead"
         )
 
-    def _missing(self, ghost: Ghost, user: str) -> PartitionError:
+    def _missing(self, made: Placeholder, user: str) -> PartitionError:
         return PartitionError(
-            f"{user} in stage {self._stage} uses the data of {ghost.maker!r}, which only stage "
-            f"{ghost.stage} has"
+            f"{user} in stage {self._stage} uses the data of {made.maker!r}, which only stage "
+            f"{made.stage} has"
         )
 
-    def _drawn(self, ghost: Ghost, user: str) -> PartitionError:
+    def _drawn(self, made: Placeholder, user: str) -> PartitionError:
         return PartitionError(
             f"{user} in stage {self._stage} uses a value that the forward has made of "
-            f"{ghost.maker!r} with random numbers in stage {ghost.history.stage}, which no other "
+            f"{made.maker!r} with random numbers in stage {made.history.stage}, which no other "
             "stage can draw again; let a submodule draw them, or cut the model elsewhere"
         )
