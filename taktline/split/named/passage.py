@@ -22,12 +22,12 @@ from torch.utils import _pytree as pytree
 from taktline.errors import PartitionError
 from taktline.split.named.checkpoints import Checkpoints
 from taktline.split.named.kind import Kind
+from taktline.split.named.layout import Layout
 from taktline.split.named.numbers import Numbers
 from taktline.split.named.placeholder import Placeholder, resolved
 from taktline.split.named.program import Seen, versions_of
 from taktline.split.named.recorded import Recorded, lists, replayed, since
 from taktline.split.named.script import Event, Script, Surroundings, written
-from taktline.split.named.skeleton import Skeleton
 from taktline.split.named.twin import Twin
 from taktline.split.named.walk import Value
 
@@ -63,7 +63,7 @@ class Passage(Checkpoints, ABC):
 
     def __init__(
         self,
-        skeleton: Skeleton,
+        layout: Layout,
         stage: int,
         values: Sequence[Any],
         device: torch.device,
@@ -71,7 +71,7 @@ class Passage(Checkpoints, ABC):
     ) -> None:
         self.device = device
         self.opened = kind.opened
-        self._skeleton = skeleton
+        self._layout = layout
         self._stage = stage
         self._values = values
         self._kind = kind
@@ -90,7 +90,7 @@ class Passage(Checkpoints, ABC):
         """Whether a unit of this stage is called for another one, which has it, too."""
         if self._is_in:
             return unit.ends is not None and unit.ends == self._calls.get(unit.unit, 0)
-        return not self._begins(unit) and len(self._skeleton.homes[unit.unit]) > 1
+        return not self._begins(unit) and len(self._layout.homes[unit.unit]) > 1
 
     def _begins(self, unit: Any) -> bool:
         """Whether the stage begins with this call of a unit."""
@@ -98,7 +98,7 @@ class Passage(Checkpoints, ABC):
 
     def meet_early(self, unit: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What a unit gives in another stage; or the way out."""
-        twin = self._skeleton.twins[unit.unit]
+        twin = self._layout.twins[unit.unit]
         return self.meet_foreign(twin, unit.training, args, kwargs)
 
     @abstractmethod
@@ -185,24 +185,24 @@ class Passage(Checkpoints, ABC):
 
     def require_exit(self, twin: Twin) -> None:
         """Raise unless the next stage begins with a submodule."""
-        start = self._skeleton.start(self._stage + 1)
+        start = self._layout.start(self._stage + 1)
         if start is None or start.unit != twin.name:
             raise PartitionError(
                 f"the forward calls {twin.name!r}, which lies in stage "
-                f"{min(self._skeleton.homes[twin.name])}, in the middle of stage {self._stage}; "
+                f"{min(self._layout.homes[twin.name])}, in the middle of stage {self._stage}; "
                 "call by_names with an example= of what the model is called with"
             )
 
     def require_handed_on(self, arguments: Any) -> Any:
         """The arguments with which the next stage begins, with their data."""
-        return self.require_data(arguments, repr(self._skeleton.start(self._stage + 1)))
+        return self.require_data(arguments, repr(self._layout.start(self._stage + 1)))
 
     def finish(self, output: Any) -> Any:
         """The output of the model, after its last stage."""
-        if not self._is_in or self._stage < self._skeleton.stages - 1:
-            start = self._skeleton.start(self._stage + (1 if self._is_in else 0))
+        if not self._is_in or self._stage < self._layout.stages - 1:
+            start = self._layout.start(self._stage + (1 if self._is_in else 0))
             raise PartitionError(
-                f"the forward of {self._skeleton.kind.__name__} has ended without a call of "
+                f"the forward of {self._layout.kind.__name__} has ended without a call of "
                 f"{start!r}; every micro-batch must take the same way through the stages"
             )
         return self.require_data(output, "the output of the model")
@@ -254,7 +254,7 @@ class FirstPassage(Passage):
             if not self._begins(unit):
                 raise PartitionError(
                     f"the forward calls a {kind} of stage {self._stage} before "
-                    f"{self._skeleton.start(self._stage)!r}, with which the stage begins; every "
+                    f"{self._layout.start(self._stage)!r}, with which the stage begins; every "
                     "micro-batch must take the same way through the stages"
                 )
             self._enter((args, kwargs))
@@ -337,7 +337,7 @@ class FirstPassage(Passage):
     def _enter(self, arguments: Any) -> None:
         """Give the placeholders among the arguments of the first unit their data."""
         self._is_in = True
-        start = self._skeleton.start(self._stage)
+        start = self._layout.start(self._stage)
         leaves, _ = pytree.tree_flatten_with_path(arguments)
         given = [(path, leaf) for path, leaf in leaves if path in self._kind.entering]
         if len(given) != self._entering:

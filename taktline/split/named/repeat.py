@@ -27,7 +27,7 @@ class Repeat(Passage):
 
     def __init__(self, *place: Any, script: Script) -> None:
         super().__init__(*place)
-        self._counts = bool(self._kind.sends) or self._skeleton.is_shared(self._stage)
+        self._counts = bool(self._kind.sends) or self._layout.is_shared(self._stage)
         self.bare = self._is_in and not self._counts
         self._script = script
         self._steps = iter(script.steps)

@@ -22,10 +22,10 @@ from taktline.errors import PartitionError
 from taktline.split.named.changes import Changes
 from taktline.split.named.checkpoints import Checkpoints
 from taktline.split.named.cuts import Cut
+from taktline.split.named.layout import Layout
 from taktline.split.named.numbers import Guess, Numbers
 from taktline.split.named.placeholder import ANYWHERE, Absent, Placeholder
 from taktline.split.named.recorded import replayed
-from taktline.split.named.skeleton import Skeleton
 from taktline.split.named.twin import Twin
 from taktline.split.named.watch import watching
 
@@ -109,7 +109,7 @@ class Course:
 
 
 def walk(
-    skeleton: Skeleton,
+    layout: Layout,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     *,
@@ -128,7 +128,7 @@ def walk(
     for guess in guesses:
         course = Course()
         try:
-            _walk(course, skeleton, args, kwargs, guess=guess, anew=anew)
+            _walk(course, layout, args, kwargs, guess=guess, anew=anew)
             found.append(course)
         except PartitionError:
             raise
@@ -145,7 +145,7 @@ def walk(
 
 def _walk(
     course: Course,
-    skeleton: Skeleton,
+    layout: Layout,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     *,
@@ -157,18 +157,18 @@ def _walk(
     devices = [device] if device.type == "cuda" else []
     # Random numbers that the forward draws by itself are drawn when it runs.
     with torch.random.fork_rng(devices=devices), _fork_random(), torch.no_grad():
-        scene = _Walk(course, skeleton, device, guess=guess, anew=anew)
-        changes = Changes(skeleton.common)
+        scene = _Walk(course, layout, device, guess=guess, anew=anew)
+        changes = Changes(layout.common)
         changes.keep()
         drawn = _drawn_by_now()
-        with scene, scene.numbers, watching(scene, skeleton.inner):
+        with scene, scene.numbers, watching(scene, layout.inner):
             try:
-                output = skeleton.kind.forward(skeleton.bones, *args, **kwargs)
+                output = layout.kind.forward(layout.bones, *args, **kwargs)
             except PartitionError:
                 raise
             except Exception as error:
                 error.add_note(
-                    f"taktline.split.by_names ran the forward of {skeleton.kind.__name__} without "
+                    f"taktline.split.by_names ran the forward of {layout.kind.__name__} without "
                     "data, to see in which order it calls its submodules"
                 )
                 raise
@@ -251,12 +251,12 @@ class _Walk(Checkpoints):
     is_inside = False
 
     def __init__(
-        self, course: Course, skeleton: Skeleton, device: torch.device, *, guess: Guess, anew: bool
+        self, course: Course, layout: Layout, device: torch.device, *, guess: Guess, anew: bool
     ) -> None:
         super().__init__(device)
         self.course = course
         self.numbers = Numbers(self, guess=guess)
-        self._skeleton = skeleton
+        self._layout = layout
         self._anew = anew
         self._stage = 0
         self._time = 1
@@ -292,7 +292,7 @@ class _Walk(Checkpoints):
 
     def may_guess(self) -> bool:
         """In the last stage, which has all data and after which nobody asks."""
-        if self._stage < len(self._skeleton.cuts):
+        if self._stage < len(self._layout.cuts):
             return False
         self.course.is_guessed = True
         return True
@@ -317,7 +317,7 @@ class _Walk(Checkpoints):
         placeholders = [(place, x) for place, x in enumerate(leaves) if isinstance(x, Placeholder)]
         calls = self.course.calls.setdefault(twin.name, [])
         call = len(calls)
-        if (twin.name, call) in self._skeleton.cuts:
+        if (twin.name, call) in self._layout.cuts:
             self._begin(Cut(twin.name, call), args, kwargs)
         calls.append(self._stage)
         self.course.order.append((twin.name, self._stage))
@@ -338,17 +338,17 @@ class _Walk(Checkpoints):
 
     def finish(self, output: Any) -> None:
         """Check what has been seen, after the last call."""
-        missing = self._skeleton.cuts[self._stage :]
+        missing = self._layout.cuts[self._stage :]
         if missing:
             raise PartitionError(
-                f"the forward of {self._skeleton.kind.__name__} does not call "
+                f"the forward of {self._layout.kind.__name__} does not call "
                 f"{', '.join(map(repr, missing))}, so no stage can begin there; name "
                 "submodules that it calls"
             )
         for leaf in pytree.tree_leaves(output):
             if isinstance(leaf, Placeholder):
                 self._bring(leaf, "the output of the model")
-        self.course.beside = [[] for _ in self._skeleton.cuts]
+        self.course.beside = [[] for _ in self._layout.cuts]
         for value, (home, last) in sorted(self._needs.items()):
             for stage in range(home, last):
                 self.course.beside[stage].append(value)
@@ -361,10 +361,10 @@ class _Walk(Checkpoints):
         return self._time
 
     def _begin(self, cut: Cut, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        stage = self._skeleton.cuts.index(cut) + 1
+        stage = self._layout.cuts.index(cut) + 1
         if stage > self._stage + 1:
             raise PartitionError(
-                f"the forward calls {cut!r} before {self._skeleton.cuts[self._stage]!r}; list the "
+                f"the forward calls {cut!r} before {self._layout.cuts[self._stage]!r}; list the "
                 "cuts in the order of their calls"
             )
         self.course.opened.update(self.open_checkpoints)

@@ -34,7 +34,7 @@ from taktline.split.named.twin import Twin
 from taktline.split.named.watch import inner_of
 from taktline.stage.names import unwrapped
 
-__all__ = ["Skeleton", "containers_of", "copied", "joined"]
+__all__ = ["Layout", "containers_of", "copied", "joined"]
 
 # Of buffers, hooks and the like: what is registered with a copy does not concern the model.
 _TABLES = {key for key, value in vars(nn.Module()).items() if isinstance(value, (dict, set))}
@@ -43,7 +43,7 @@ Substitute = Callable[[str, nn.Module], nn.Module | None]
 
 
 @dataclass(eq=False)
-class Skeleton:
+class Layout:
     """All that the pieces of a model have in common.
 
     Args:
@@ -74,8 +74,8 @@ class Skeleton:
     """The model without data."""
 
     @classmethod
-    def of(cls, model: nn.Module, cuts: Sequence[Cut]) -> Skeleton:
-        """The skeleton of a model; which stage has what is to be found out yet."""
+    def of(cls, model: nn.Module, cuts: Sequence[Cut]) -> Layout:
+        """The layout of a model; which stage has what is to be found out yet."""
         hook(model)
         made = cls(type(model), tuple(cuts), containers=containers_of(model, cuts))
         free = _without_data(model)
@@ -101,7 +101,7 @@ class Skeleton:
             container._buffers = copy.deepcopy(container._buffers, free)
         return made
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Skeleton:
+    def __deepcopy__(self, memo: dict[int, Any]) -> Layout:
         return self
 
     @property
