@@ -14,12 +14,13 @@ from torch.utils import _pytree as pytree
 from taktline.checks import refuse, require_instance, require_iterable
 from taktline.errors import PartitionError
 from taktline.split.named.chain import sliced
+from taktline.split.named.course import Course
 from taktline.split.named.cuts import Cut
 from taktline.split.named.layout import Layout
 from taktline.split.named.piece import piece
 from taktline.split.named.recurrent import open_recurrent
 from taktline.split.named.twin import look, require_plain
-from taktline.split.named.walk import Course, walk
+from taktline.split.named.walk import walk
 from taktline.split.pieces import Pieces
 from taktline.stage.names import unwrapped
 

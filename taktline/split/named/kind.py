@@ -9,18 +9,16 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from taktline.split.named.course import Course, Path, Value
 from taktline.split.named.placeholder import Absent, Placeholder
 from taktline.split.named.program import Program
 from taktline.split.named.script import Script
 from taktline.split.named.twin import is_constant
-from taktline.split.named.walk import Course, Value
 
 __all__ = ["Call", "Kind", "found_at"]
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 """The arguments of a call of the model; :class:`Absent` is in the place of data that stays away."""
-
-Path = tuple[Any, ...]
 
 
 @dataclass(slots=True)

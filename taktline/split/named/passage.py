@@ -21,6 +21,7 @@ from torch.utils import _pytree as pytree
 
 from taktline.errors import PartitionError
 from taktline.split.named.checkpoints import Checkpoints
+from taktline.split.named.course import Value
 from taktline.split.named.kind import Kind
 from taktline.split.named.layout import Layout
 from taktline.split.named.numbers import Numbers
@@ -29,7 +30,6 @@ from taktline.split.named.program import Seen, versions_of
 from taktline.split.named.recorded import Recorded, lists, replayed, since
 from taktline.split.named.script import Event, Script, Surroundings, written
 from taktline.split.named.twin import Twin
-from taktline.split.named.walk import Value
 
 __all__ = ["FirstPassage", "Leave", "OtherTypes", "Passage"]
 

@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 from taktline.errors import PartitionError
 from taktline.split.named import program
 from taktline.split.named.changes import Changes
+from taktline.split.named.course import Course
 from taktline.split.named.kind import Call, Kind
 from taktline.split.named.layout import Layout
 from taktline.split.named.lent import copies
@@ -31,7 +32,7 @@ from taktline.split.named.repeat import Repeat, Unlike
 from taktline.split.named.script import Surroundings
 from taktline.split.named.stand_in import is_gate
 from taktline.split.named.twin import autocast_of, look
-from taktline.split.named.walk import Course, device_of, walk
+from taktline.split.named.walk import device_of, walk
 from taktline.split.named.watch import inner_of, watching
 from taktline.stage.names import unwrapped
 
