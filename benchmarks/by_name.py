@@ -4,8 +4,8 @@
 
 A stage in the middle of a model, with so many layers before it and so many of its own, tiny ones.
 The models differ in what their forward does: an ``nn.Sequential`` is sliced, a plain forward is
-left out in calls like one before, and one with a condition runs, with placeholders for what other
-stages have. Both take turns; medians of the rounds.
+left out in calls like one before, and one that calls functions of its own runs, with placeholders
+for what other stages have. Both take turns; medians of the rounds.
 """
 
 from __future__ import annotations
@@ -54,8 +54,23 @@ class Positions(Loop):
         return self.norm(x)
 
 
+class Function(Loop):
+    """Calls a function, which may do anything."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        for layer in self.layers:
+            x = same(layer(x))
+        return self.norm(x)
+
+
+def same(x: Tensor) -> Tensor:
+    """What it is given."""
+    return x
+
+
 class Condition(Loop):
-    """Decides what to do in each call."""
+    """Decides by shapes what to do."""
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.embed(x)
@@ -112,6 +127,7 @@ if __name__ == "__main__":
         ("a loop", Loop),
         ("positions, a loop", Positions),
         ("a condition", Condition),
+        ("a function", Function),
     ):
         for before, own in SIZES:
             layers, stage = measure(make, before, own, options.rounds)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from torch import nn
 
-from taktline.split.named.role import crossings_of
+from taktline.split.named.stage_forward import crossings_of
 from taktline.train.measure import Needs
 
 __all__ = ["Boundaries", "Crossing"]

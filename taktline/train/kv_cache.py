@@ -24,7 +24,7 @@ from torch.utils.hooks import RemovableHandle
 
 from taktline.errors import UseError
 from taktline.runtime.microbatch import split_value
-from taktline.split.named.ghost import Ghost
+from taktline.split.named.placeholder import Placeholder
 
 __all__ = ["Keeper", "cache_of", "padding_of"]
 
@@ -45,7 +45,7 @@ def cache_of(model: Any) -> Callable[[], Any] | None:
         def update(self, key_states: Any, value_states: Any, layer_idx: int, *args: Any) -> Any:
             kept = getattr(self.layers[layer_idx], "keys", None)
             has_length_alone = kept is not None and kept.shape[-1:] == (1,)
-            if not isinstance(key_states, Ghost) and not has_length_alone:
+            if not isinstance(key_states, Placeholder) and not has_length_alone:
                 return super().update(key_states, value_states, layer_idx, *args)
             # A layer of another stage, of which only shapes are asked for.
             new = key_states.shape[-2]

@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
 import taktline as tl
-from taktline.split.named.ghost import Ghost
+from taktline.split.named.placeholder import Placeholder
 from tests.split.models import ResNet, ViT
 
 WIDTH = 4
@@ -98,6 +98,18 @@ class Conditions(Chain):
         if self.training:
             x = self.norm(x)
         return x
+
+
+class Shapes(Chain):
+    """Conditions on shapes, and on attributes together with them."""
+
+    def forward(self, x: Tensor) -> Any:
+        x = self.embed(x)
+        for layer in self.layers:
+            x = layer(x) if x.shape[-1] * 2 > x.size(0) and self.flag else layer(2 * x)
+            if x.shape[0] > 2 * self.scale or x.ndim == 5:
+                x = x * self.scale
+        return self.norm(x)
 
 
 class Data(Chain):
@@ -268,6 +280,7 @@ MODELS: list[Callable[[], nn.Module]] = [
     *(Chain, Positions, Inner, Residual, Branches, Global, Draws, DrawsInPython, Counts, InPlace),
     *(
         Conditions,
+        Shapes,
         Data,
         Noise,
         Dropped,
@@ -393,7 +406,7 @@ CHANGES: list[tuple[Callable[[], nn.Module], Callable[[Any], None]]] = [
     (Branches, toggle_flag), (Branches, scale), (Residual, scale), (Masks, scale),
     (Global, toggle_global), (Positions, scale), (Positions, evaluate), (Dropped, evaluate),
     (Conditions, toggle_flag), (Conditions, evaluate_all), (Chain, hook), (Chain, wrap),
-    (Chain, double), (Positions, wrap), (Residual, double),
+    (Chain, double), (Positions, wrap), (Residual, double), (Shapes, toggle_flag), (Shapes, scale),
 ]  # fmt: skip
 
 
@@ -508,7 +521,7 @@ def events(function: Callable[[], object]) -> list[str]:
     return names
 
 
-@pytest.mark.parametrize("kind", [Chain, Positions, Conditions])
+@pytest.mark.parametrize("kind", [Chain, Positions, Conditions, Shapes])
 def test_the_price_does_not_depend_on_the_layers_before(kind: type[Chain]) -> None:
     runs: list[list[str]] = []
     for before in (2, 40):
@@ -527,7 +540,7 @@ def test_the_price_does_not_depend_on_the_layers_before(kind: type[Chain]) -> No
 @pytest.mark.parametrize(
     "make", [Residual, Branches, Global, Masks, Memory, Checkpointed, ViT, ResNet]
 )
-def test_later_calls_make_no_ghosts(
+def test_later_calls_make_no_placeholders(
     make: Callable[[], nn.Module], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch.manual_seed(0)
@@ -537,9 +550,9 @@ def test_later_calls_make_no_ghosts(
     pieces = tl.split.by_names(model, [f"{path}.1", f"{path}.2"], example=(x,))
     wanted = pieces(x)
     made: list[object] = []
-    new: Any = Ghost.__new__
+    new: Any = Placeholder.__new__
     monkeypatch.setattr(
-        Ghost, "__new__", staticmethod(lambda *args, **kw: made.append(0) or new(*args, **kw))
+        Placeholder, "__new__", staticmethod(lambda *args, **kw: made.append(0) or new(*args, **kw))
     )
     found = pieces(x)
     assert not made

@@ -318,6 +318,6 @@ def test_lengths_that_keep_changing_are_forgotten() -> None:
     for length in (*range(1, 200), 1):
         x = torch.ones(length, 4)
         assert torch.equal(pieces(x), model(x))
-    roles = [vars(piece)["_role"] for piece in pieces]
-    known = [*roles, *roles[0].skeleton.twins.values()]
+    roles = [vars(piece)["_stage_forward"] for piece in pieces]
+    known = [*roles, *roles[0].layout.twins.values()]
     assert {len(each._known) for each in known} == {64}

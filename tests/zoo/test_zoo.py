@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
+import torch
 
 from tests.workers import Workers
 from tests.zoo import find, zoo
@@ -28,6 +31,27 @@ def test_trains_as_the_plain_model(name: str) -> None:
     expected = plain(architecture)
     for place in (PLACES[0], PLACES[-1]):
         compare(train(architecture, place), expected)
+
+
+EXPERTS = ["MixtralForCausalLM", "DeepseekV3ForCausalLM"]
+
+
+@pytest.mark.zoo
+@pytest.mark.parametrize("name", EXPERTS)
+def test_experts_in_low_precision(name: str) -> None:
+    architecture = find(name)
+    low = replace(architecture, build=lambda: architecture.build().to(torch.bfloat16))
+    compare(train(low, PLACES[1]), plain(low))
+
+
+@pytest.mark.zoo
+@pytest.mark.parametrize("name", EXPERTS)
+def test_experts_in_mixed_precision(name: str) -> None:
+    architecture = find(name)
+    expected = plain(architecture, torch.bfloat16)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = train(architecture, PLACES[1])
+    compare(found, expected)
 
 
 @pytest.mark.zoo

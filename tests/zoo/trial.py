@@ -46,13 +46,14 @@ class Found:
     buffers: dict[str, Tensor]
 
 
-def plain(architecture: Architecture) -> Found:
+def plain(architecture: Architecture, autocast: torch.dtype | None = None) -> Found:
     """The model by itself, micro-batch after micro-batch."""
     model = architecture.make()
     call, total = architecture.call(ROWS), 0.0
     for part in range(PARTS):
         args, kwargs = pytree.tree_map_only(Tensor, lambda whole, at=part: _cut(whole, at), call)
-        with tl.collect_losses() as added:
+        mixed = torch.autocast("cpu", autocast, enabled=autocast is not None)
+        with mixed, tl.collect_losses() as added:
             loss = loss_of(model(*args, **kwargs), _target()[: ROWS // PARTS])
         (sum(added, start=loss) / PARTS).backward()
         total += loss.item() / PARTS

@@ -62,13 +62,13 @@ def auto(
     require_flag("measure", measure, PartitionError)
     call = as_call(model, example)
     whole = open_recurrent(model, [f"{name}.0" for name in recurrent_in(model)])
-    skeleton = layered(whole)
-    found = effort.count(skeleton, call)
+    layout = layered(whole)
+    found = effort.count(layout, call)
     if reused := find_reused(whole, found):
-        skeleton = layered(whole, reused)
-        found = effort.count(skeleton, call)
+        layout = layered(whole, reused)
+        found = effort.count(layout, call)
     costs: Mapping[Cut, float] = found.operations
-    starts = find_starts(skeleton, list(costs), call)
+    starts = find_starts(layout, list(costs), call)
     if len(starts) < n:
         raise PartitionError(_too_many(model, n, list(costs), starts))
     if measure:

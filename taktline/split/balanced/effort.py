@@ -15,7 +15,7 @@ from torch.utils.flop_counter import flop_registry
 
 from taktline.split.balanced.recurrent import RECURRENT
 from taktline.split.named.cuts import Cut
-from taktline.split.named.skeleton import Skeleton
+from taktline.split.named.layout import Layout
 from taktline.split.named.walk import walk
 from taktline.split.traced.trace import in_mode
 
@@ -33,18 +33,18 @@ class Effort(NamedTuple):
     """How often each module has run, also those inside of units; some units run several times."""
 
 
-def count(skeleton: Skeleton, call: Any) -> Effort:
+def count(layout: Layout, call: Any) -> Effort:
     """Count the operations of all units, without data.
 
     What multiplies no matrices counts with one operation for each number that it gives.
     """
     runs: Counter[str] = Counter()
     with _Operations() as counted:
-        units = ((name, twin.module) for name, twin in skeleton.twins.items())
+        units = ((name, twin.module) for name, twin in layout.twins.items())
         remove = _hook(units, counted.begin, counted.end)
-        stop = _hook(nn.Module.named_modules(skeleton.bones), lambda name: runs.update([name]))
+        stop = _hook(nn.Module.named_modules(layout.bones), lambda name: runs.update([name]))
         try:
-            course = walk(skeleton, *call, anew=True)
+            course = walk(layout, *call, anew=True)
         finally:
             stop()
             remove()

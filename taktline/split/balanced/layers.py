@@ -12,8 +12,8 @@ from torch import nn
 from taktline.errors import PartitionError
 from taktline.split.balanced.effort import Effort
 from taktline.split.named.cuts import Cut
+from taktline.split.named.layout import Layout, joined
 from taktline.split.named.recurrent import Layer, Layers
-from taktline.split.named.skeleton import Skeleton, joined
 from taktline.split.named.walk import walk
 
 __all__ = ["find_reused", "find_starts", "layered"]
@@ -27,8 +27,8 @@ _OFTEN = 64
 """A module that is called more often than this goes through time, or through a list of data."""
 
 
-def layered(model: nn.Module, reused: Mapping[str, int] = MappingProxyType({})) -> Skeleton:
-    """A skeleton whose units are the layers of a model, with what comes before and after them.
+def layered(model: nn.Module, reused: Mapping[str, int] = MappingProxyType({})) -> Layout:
+    """A layout whose units are the layers of a model, with what comes before and after them.
 
     The rows of layers are those with the most parameters that repeat a kind of layer, such as those
     of an encoder and a decoder; rows beside them, such as the groups of blocks of a residual
@@ -55,12 +55,12 @@ def layered(model: nn.Module, reused: Mapping[str, int] = MappingProxyType({})) 
     return _opened(model, opened, reused)
 
 
-def _opened(model: nn.Module, containers: Iterable[str], reused: Iterable[str]) -> Skeleton:
-    """A skeleton in which some modules, and what they are in, are containers."""
+def _opened(model: nn.Module, containers: Iterable[str], reused: Iterable[str]) -> Layout:
+    """A layout in which some modules, and what they are in, are containers."""
     units = [*(_first(model, name) for name in containers), *reused]
-    skeleton = Skeleton.of(model, [Cut(name) for name in units])
-    skeleton.cuts = ()
-    return skeleton
+    layout = Layout.of(model, [Cut(name) for name in units])
+    layout.cuts = ()
+    return layout
 
 
 def find_reused(model: nn.Module, seen: Effort) -> dict[str, int]:
@@ -87,20 +87,20 @@ def find_reused(model: nn.Module, seen: Effort) -> dict[str, int]:
     }
 
 
-def find_starts(skeleton: Skeleton, units: Sequence[Cut], call: Any) -> list[Cut]:
+def find_starts(layout: Layout, units: Sequence[Cut], call: Any) -> list[Cut]:
     """Those of the calls of units, in their order, with which a stage can begin."""
     starts = list(units[:1])
     calls = Counter(cut.unit for cut in units)
     for cut in units[1:]:
         if cut.call and calls[cut.unit] > _OFTEN:
             continue
-        skeleton.cuts = (cut,)
+        layout.cuts = (cut,)
         try:
-            walk(skeleton, *call)
+            walk(layout, *call)
         except PartitionError:
             continue
         finally:
-            skeleton.cuts = ()
+            layout.cuts = ()
         starts.append(cut)
     return starts
 

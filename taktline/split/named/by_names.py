@@ -14,12 +14,13 @@ from torch.utils import _pytree as pytree
 from taktline.checks import refuse, require_instance, require_iterable
 from taktline.errors import PartitionError
 from taktline.split.named.chain import sliced
+from taktline.split.named.course import Course
 from taktline.split.named.cuts import Cut
+from taktline.split.named.layout import Layout
 from taktline.split.named.piece import piece
 from taktline.split.named.recurrent import open_recurrent
-from taktline.split.named.skeleton import Skeleton
 from taktline.split.named.twin import look, require_plain
-from taktline.split.named.walk import Course, walk
+from taktline.split.named.walk import walk
 from taktline.split.pieces import Pieces
 from taktline.stage.names import unwrapped
 
@@ -64,18 +65,18 @@ def by_names(model: nn.Module, cuts: Sequence[str], *, example: Any = None) -> P
     pieces = sliced(model, begun)
     if pieces is not None:
         return Pieces(pieces)
-    skeleton = Skeleton.of(model, begun)
+    layout = Layout.of(model, begun)
     if call is None:
-        course = _dummy_course(skeleton, model)
+        course = _dummy_course(layout, model)
     else:
-        course = walk(skeleton, *call, thorough=True)
-        skeleton.example = look(call)
+        course = walk(layout, *call, thorough=True)
+        layout.example = look(call)
     if course is None:
-        _by_definition(skeleton)
+        _by_definition(layout)
     else:
-        skeleton.course = course
-        _by_course(skeleton, course)
-    return Pieces([piece(skeleton, model, stage) for stage in range(skeleton.stages)])
+        layout.course = course
+        _by_course(layout, course)
+    return Pieces([piece(layout, model, stage) for stage in range(layout.stages)])
 
 
 def without_compiler(model: nn.Module) -> nn.Module:
@@ -124,14 +125,14 @@ def _checked(model: nn.Module, cuts: Sequence[str]) -> tuple[Cut, ...]:
     return tuple(read)
 
 
-def _dummy_course(skeleton: Skeleton, model: nn.Module) -> Course | None:
+def _dummy_course(layout: Layout, model: nn.Module) -> Course | None:
     """What the forward does with an example of the model's own; None if there is none."""
     dummies = getattr(model, "dummy_inputs", None)
     if not isinstance(dummies, dict):
         return None
     call = {name: _without_padding(model, dummy) for name, dummy in dummies.items()}
     try:
-        return walk(skeleton, *as_call(model, ((), call)))
+        return walk(layout, *as_call(model, ((), call)))
     except PartitionError:
         raise
     except Exception as error:
@@ -168,10 +169,10 @@ def _without_padding(model: nn.Module, dummy: Any) -> Any:
     return dummy.where(dummy != padding, padding + 1)
 
 
-def _by_course(skeleton: Skeleton, course: Course) -> None:
+def _by_course(layout: Layout, course: Course) -> None:
     """Let each unit lie in the stages that use it, as a walk has seen."""
     stage = 0
-    for name, twin in skeleton.twins.items():
+    for name, twin in layout.twins.items():
         called = set(course.calls.get(name, ()))
         if len(called) > 1 and twin.changes_buffers:
             raise PartitionError(
@@ -182,32 +183,32 @@ def _by_course(skeleton: Skeleton, course: Course) -> None:
         used = called | course.units.get(name, set())
         # What is never called is kept beside what is defined before it, for the state's sake.
         stage = min(used, default=stage)
-        skeleton.homes[name] = frozenset(used or {stage})
-    for name in skeleton.direct:
-        skeleton.users[name] = frozenset(course.uses.get(name, {0}))
+        layout.homes[name] = frozenset(used or {stage})
+    for name in layout.direct:
+        layout.users[name] = frozenset(course.uses.get(name, {0}))
 
 
-def _by_definition(skeleton: Skeleton) -> None:
+def _by_definition(layout: Layout) -> None:
     """Let stages follow each other in the order in which the model has its units."""
-    for cut in skeleton.cuts:
+    for cut in layout.cuts:
         if cut.call:
             raise PartitionError(
                 f"the cut {cut!r} is one of several calls of {cut.unit!r}; pass an example= of "
                 "what the model is called with, to see what lies between them"
             )
     stage = 0
-    for name in skeleton.twins:
-        if Cut(name) in skeleton.cuts:
-            if Cut(name) != skeleton.start(stage + 1):
+    for name in layout.twins:
+        if Cut(name) in layout.cuts:
+            if Cut(name) != layout.start(stage + 1):
                 raise PartitionError(
-                    f"{name!r} is defined before {skeleton.start(stage + 1)!r}; list the cuts in "
+                    f"{name!r} is defined before {layout.start(stage + 1)!r}; list the cuts in "
                     "the order of their calls, and pass an example= of what the model is called "
                     "with if that is not the order of their definition"
                 )
             stage += 1
-        skeleton.homes[name] = frozenset({stage})
-    for name in skeleton.direct:
-        skeleton.users[name] = frozenset({0})
+        layout.homes[name] = frozenset({stage})
+    for name in layout.direct:
+        layout.users[name] = frozenset({0})
 
 
 def _listed(stages: set[int]) -> str:

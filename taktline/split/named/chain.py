@@ -11,8 +11,8 @@ from torch import nn
 
 from taktline.errors import PartitionError
 from taktline.split.named.cuts import Cut
+from taktline.split.named.layout import containers_of, copied, joined
 from taktline.split.named.lent import Lent
-from taktline.split.named.skeleton import containers_of, copied, joined
 from taktline.split.named.stand_in import made_from
 
 __all__ = ["sliced"]

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from taktline.split.named.ghost import Ghost
+from taktline.split.named.placeholder import Placeholder
 from taktline.split.named.twin import is_constant
 
 __all__ = ["Changes", "follow"]
@@ -106,7 +106,7 @@ def follow(copy: nn.Module, module: nn.Module) -> None:
         for key, buffer in copy._buffers.items():
             now = module._buffers.get(key)
             is_small = buffer is not None and buffer.numel() <= _SMALL
-            if is_small and type(now) is torch.Tensor and not isinstance(buffer, Ghost):
+            if is_small and type(now) is torch.Tensor and not isinstance(buffer, Placeholder):
                 copy._buffers[key] = now.detach().clone()
 
 

@@ -1,8 +1,9 @@
 """Checkpoints in a forward: what they run must see its values, and may go through several stages.
 
 ``checkpoint(block, x)`` is a function to autograd if it is re-entrant: its output has a gradient if
-``x`` has one. A ghost has none, and gets its data inside of the block, too late; so a block that is
-given ghosts runs as it is. So does one that a stage begins or ends in: it could not run again.
+``x`` has one. A placeholder has none, and gets its data inside of the block, too late; so a block
+that is given placeholders runs as it is. So does one that a stage begins or ends in: it could not
+run again.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any, Self
 
 from torch.utils import checkpoint as torch_checkpoint
 
-from taktline.split.named.ghost import Ghost, Scene, here, resolved
+from taktline.split.named.placeholder import Placeholder, Scene, here, resolved
 
 __all__ = ["Checkpoints"]
 
@@ -65,7 +66,7 @@ class Checkpoints(Scene):
     def checkpoint(self, function: Callable[..., Any], preserve: bool, args: Any) -> Any:
         """Run what is to be checkpointed, re-entrantly."""
         number, args = self.next_checkpoint(), resolved(args)
-        if self.is_open(number) or any(isinstance(arg, Ghost) for arg in args):
+        if self.is_open(number) or any(isinstance(arg, Placeholder) for arg in args):
             with self.open_checkpoint(number):
                 return function(*args)
         self.is_kept = True

@@ -9,18 +9,16 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from taktline.split.named.ghost import Absent, Ghost
+from taktline.split.named.course import Course, Path, Value
+from taktline.split.named.placeholder import Absent, Placeholder
 from taktline.split.named.program import Program
 from taktline.split.named.script import Script
 from taktline.split.named.twin import is_constant
-from taktline.split.named.walk import Course, Value
 
 __all__ = ["Call", "Kind", "found_at"]
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 """The arguments of a call of the model; :class:`Absent` is in the place of data that stays away."""
-
-Path = tuple[Any, ...]
 
 
 @dataclass(slots=True)
@@ -59,7 +57,7 @@ class Kind:
     """Whether there may be a script."""
     script: Script | None = None
     program: Program | None = None
-    _ghosts: dict[Absent, Ghost] = field(default_factory=dict)
+    _placeholders: dict[Absent, Placeholder] = field(default_factory=dict)
     _exits: tuple[Path, ...] = ()
     """The places that cross, in their order."""
     _call: Call | None = None
@@ -74,12 +72,12 @@ class Kind:
         """The kind of a call of which nothing is known."""
         made = cls()
 
-        def ghost(absent: Absent) -> Ghost:
-            if absent not in made._ghosts:
-                made._ghosts[absent] = absent.as_ghost(device)
-            return made._ghosts[absent]
+        def placeholder(absent: Absent) -> Placeholder:
+            if absent not in made._placeholders:
+                made._placeholders[absent] = absent.as_placeholder(device)
+            return made._placeholders[absent]
 
-        call = _with_ghosts(came, ghost)
+        call = _with_placeholders(came, placeholder)
         leaves = pytree.tree_leaves(call)
         made.is_plain = all(isinstance(leaf, torch.Tensor) or is_constant(leaf) for leaf in leaves)
         made._call = call if all(map(_is_known, leaves)) else None
@@ -106,10 +104,10 @@ class Kind:
         self.is_open = not (self.asked or self.asks)
 
     def call(self, came: Call) -> Call:
-        """The arguments of the model, with ghosts for those whose data has not come."""
-        if not self._ghosts:
+        """The arguments of the model, with placeholders for those whose data has not come."""
+        if not self._placeholders:
             return came
-        return self._call or _with_ghosts(came, self._ghosts.__getitem__)
+        return self._call or _with_placeholders(came, self._placeholders.__getitem__)
 
     def packed(
         self,
@@ -139,7 +137,7 @@ class Kind:
             for place, leaf in enumerate(leaves)
             if isinstance(leaf, torch.Tensor) and not self.needed[place]
         ]
-        self._is_handed_on = all(isinstance(leaves[place], Ghost) for place in stays)
+        self._is_handed_on = all(isinstance(leaves[place], Placeholder) for place in stays)
         for place in stays:
             leaves[place] = Absent(tuple(leaves[place].shape), leaves[place].dtype)
         handed_on = pytree.tree_unflatten(leaves, spec)
@@ -158,10 +156,12 @@ def found_at(tree: Any, path: Path) -> Any:
     return tree
 
 
-def _with_ghosts(came: Call, ghost: Callable[[Absent], Ghost]) -> Call:
-    return pytree.tree_map_only(Absent, ghost, came, is_leaf=lambda part: isinstance(part, Absent))
+def _with_placeholders(came: Call, placeholder: Callable[[Absent], Placeholder]) -> Call:
+    return pytree.tree_map_only(
+        Absent, placeholder, came, is_leaf=lambda part: isinstance(part, Absent)
+    )
 
 
 def _is_known(leaf: object) -> bool:
     """Whether a leaf is the same in all calls that look alike."""
-    return isinstance(leaf, (Ghost, Absent)) or is_constant(leaf)
+    return isinstance(leaf, (Placeholder, Absent)) or is_constant(leaf)

@@ -5,7 +5,7 @@ that has not the data gets the number, and takes the same branch::
 
     forward of the model:   x = layer0(x)   if x.mean() > 0:   x = layer1(x)
     stage 0:                real            0.7 > 0: noted     ▶ leave, with [True]
-    stage 1:                ghost           True, as noted     ▶ real
+    stage 1:                placeholder     True, as noted     ▶ real
 
 Before anything has run, numbers are guessed: a walk through the forward takes all for 0, others for
 1, or one of them alone.
@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from taktline.errors import PartitionError
-from taktline.split.named.ghost import Ghost, Scene, here, resolved
+from taktline.split.named.placeholder import Placeholder, Scene, here, resolved
 
 __all__ = ["NUMBERS", "Guess", "Number", "Numbers"]
 
@@ -60,10 +60,10 @@ class Guess(NamedTuple):
     but: int | None = None
 
     @classmethod
-    def others(cls, asked: int) -> list[Guess]:
-        """Guesses to be tried after that of 0 for all, each of so many numbers by itself."""
-        places = range(min(asked, _BY_ITSELF))
-        return [cls(1), *(cls(usual, place) for place in places for usual in (0, 1))]
+    def others(cls, places: Sequence[int]) -> list[Guess]:
+        """Guesses to be tried after that of 0 for all, for the numbers at places by themselves."""
+        few = places[:_BY_ITSELF]
+        return [cls(1), *(cls(usual, place) for place in few for usual in (0, 1))]
 
     def at(self, place: int) -> int:
         """The number at a place."""
@@ -87,8 +87,8 @@ class Numbers(TorchFunctionMode):
         self._came = _read(came)
         self._guess = guess
         self._noted: list[int] = []
-        self.is_guessed = False
-        """Whether one was not known."""
+        self.guessed: list[int] = []
+        """The places of those that were not known."""
 
     def __len__(self) -> int:
         return len(self._noted)
@@ -102,7 +102,7 @@ class Numbers(TorchFunctionMode):
             return func(*args, **kwargs)
         args, kwargs = resolved((args, kwargs))
         tensors = [part for part in pytree.tree_leaves((args, kwargs)) if isinstance(part, _Tensor)]
-        unknown = next((tensor for tensor in tensors if isinstance(tensor, Ghost)), None)
+        unknown = next((tensor for tensor in tensors if isinstance(tensor, Placeholder)), None)
         if unknown is None:
             answer = func(*args, **kwargs)
             return pytree.tree_map(self.note, answer)
@@ -131,7 +131,7 @@ class Numbers(TorchFunctionMode):
         if place < len(self._came):
             number = self._came[place]
         elif self._guess is not None and place < 4 * _ENDLESS:
-            self.is_guessed = True
+            self.guessed.append(place)
             number = _written(kind(self._guess.at(place)))
         else:
             raise PartitionError(

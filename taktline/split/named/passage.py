@@ -3,8 +3,10 @@
 ::
 
     forward of the model:   embed   layer 0   layer 1   layer 2   layer 3   norm   head
-    stage 1 of 3:           ghost   ghost     ▶ real    real      ▶ leave
+    stage 1 of 3:           (…)     (…)       ▶ real    real      ▶ leave
                                               what stage 0 sent   what stage 2 needs
+
+(…) are placeholders.
 """
 
 from __future__ import annotations
@@ -19,15 +21,15 @@ from torch.utils import _pytree as pytree
 
 from taktline.errors import PartitionError
 from taktline.split.named.checkpoints import Checkpoints
-from taktline.split.named.ghost import Ghost, resolved
+from taktline.split.named.course import Value
 from taktline.split.named.kind import Kind
+from taktline.split.named.layout import Layout
 from taktline.split.named.numbers import Numbers
+from taktline.split.named.placeholder import Placeholder, resolved
 from taktline.split.named.program import Seen, versions_of
 from taktline.split.named.recorded import Recorded, lists, replayed, since
 from taktline.split.named.script import Event, Script, Surroundings, written
-from taktline.split.named.skeleton import Skeleton
 from taktline.split.named.twin import Twin
-from taktline.split.named.walk import Value
 
 __all__ = ["FirstPassage", "Leave", "OtherTypes", "Passage"]
 
@@ -44,7 +46,7 @@ class Leave(BaseException):
 
 
 class OtherTypes(BaseException):
-    """Ends a forward whose ghosts have not the types of what came, to begin it anew."""
+    """Ends a forward whose placeholders have not the types of what came, to begin it anew."""
 
     def __init__(self, types: Mapping[torch.dtype, torch.dtype]) -> None:
         super().__init__()
@@ -61,7 +63,7 @@ class Passage(Checkpoints, ABC):
 
     def __init__(
         self,
-        skeleton: Skeleton,
+        layout: Layout,
         stage: int,
         values: Sequence[Any],
         device: torch.device,
@@ -69,7 +71,7 @@ class Passage(Checkpoints, ABC):
     ) -> None:
         self.device = device
         self.opened = kind.opened
-        self._skeleton = skeleton
+        self._layout = layout
         self._stage = stage
         self._values = values
         self._kind = kind
@@ -88,7 +90,7 @@ class Passage(Checkpoints, ABC):
         """Whether a unit of this stage is called for another one, which has it, too."""
         if self._is_in:
             return unit.ends is not None and unit.ends == self._calls.get(unit.unit, 0)
-        return not self._begins(unit) and len(self._skeleton.homes[unit.unit]) > 1
+        return not self._begins(unit) and len(self._layout.homes[unit.unit]) > 1
 
     def _begins(self, unit: Any) -> bool:
         """Whether the stage begins with this call of a unit."""
@@ -96,7 +98,7 @@ class Passage(Checkpoints, ABC):
 
     def meet_early(self, unit: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What a unit gives in another stage; or the way out."""
-        twin = self._skeleton.twins[unit.unit]
+        twin = self._layout.twins[unit.unit]
         return self.meet_foreign(twin, unit.training, args, kwargs)
 
     @abstractmethod
@@ -168,12 +170,12 @@ class Passage(Checkpoints, ABC):
             self.numbers.__exit__(*details)
 
     def require_data(self, tree: Any, user: str) -> Any:
-        """A tree with the data of all its ghosts."""
+        """A tree with the data of all its placeholders."""
         if type(tree) is torch.Tensor:
             return tree
         tree = resolved(tree)
         for leaf in pytree.tree_leaves(tree):
-            if isinstance(leaf, Ghost):
+            if isinstance(leaf, Placeholder):
                 raise PartitionError(
                     f"{user} in stage {self._stage} uses a value of {leaf.maker!r}, which has not "
                     "come with what the stage begins with; call by_names with an example= of what "
@@ -183,24 +185,24 @@ class Passage(Checkpoints, ABC):
 
     def require_exit(self, twin: Twin) -> None:
         """Raise unless the next stage begins with a submodule."""
-        start = self._skeleton.start(self._stage + 1)
+        start = self._layout.start(self._stage + 1)
         if start is None or start.unit != twin.name:
             raise PartitionError(
                 f"the forward calls {twin.name!r}, which lies in stage "
-                f"{min(self._skeleton.homes[twin.name])}, in the middle of stage {self._stage}; "
+                f"{min(self._layout.homes[twin.name])}, in the middle of stage {self._stage}; "
                 "call by_names with an example= of what the model is called with"
             )
 
     def require_handed_on(self, arguments: Any) -> Any:
         """The arguments with which the next stage begins, with their data."""
-        return self.require_data(arguments, repr(self._skeleton.start(self._stage + 1)))
+        return self.require_data(arguments, repr(self._layout.start(self._stage + 1)))
 
     def finish(self, output: Any) -> Any:
         """The output of the model, after its last stage."""
-        if not self._is_in or self._stage < self._skeleton.stages - 1:
-            start = self._skeleton.start(self._stage + (1 if self._is_in else 0))
+        if not self._is_in or self._stage < self._layout.stages - 1:
+            start = self._layout.start(self._stage + (1 if self._is_in else 0))
             raise PartitionError(
-                f"the forward of {self._skeleton.kind.__name__} has ended without a call of "
+                f"the forward of {self._layout.kind.__name__} has ended without a call of "
                 f"{start!r}; every micro-batch must take the same way through the stages"
             )
         return self.require_data(output, "the output of the model")
@@ -235,7 +237,7 @@ class FirstPassage(Passage):
         self._events: list[Event] = []
         self._versions: dict[int, int] = {}
         self._coming: dict[int, int] = {}
-        """The numbers of values that have come by now, by the ids of their ghosts, or their own."""
+        """The numbers of values that have come, by the ids of their placeholders, or their own."""
         if self._is_in and around is not None:
             self.script = Script((), ())
 
@@ -252,7 +254,7 @@ class FirstPassage(Passage):
             if not self._begins(unit):
                 raise PartitionError(
                     f"the forward calls a {kind} of stage {self._stage} before "
-                    f"{self._skeleton.start(self._stage)!r}, with which the stage begins; every "
+                    f"{self._layout.start(self._stage)!r}, with which the stage begins; every "
                     "micro-batch must take the same way through the stages"
                 )
             self._enter((args, kwargs))
@@ -285,7 +287,7 @@ class FirstPassage(Passage):
     def meet_foreign(
         self, twin: Twin, training: bool, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Ghosts, on the way in; or the way out."""
+        """Placeholders, on the way in; or the way out."""
         if self._is_in:
             self.require_exit(twin)
             self.check_around()
@@ -293,13 +295,13 @@ class FirstPassage(Passage):
         self.order.append(twin.name)
         call = self.count(twin.name)
         for number, value in self._came_with(twin.name, call, is_output=False):
-            ghost = pytree.tree_leaves((args, kwargs))[value.leaf]
-            if isinstance(ghost, Ghost):
-                ghost.value = self._fitting(ghost, number, str(value))
-                self._coming[id(ghost)] = number
+            placeholder = pytree.tree_leaves((args, kwargs))[value.leaf]
+            if isinstance(placeholder, Placeholder):
+                placeholder.value = self._fitting(placeholder, number, str(value))
+                self._coming[id(placeholder)] = number
         output = twin.output(args, kwargs, training=training, stage=0, device=self.device)
         if self._types:
-            output = pytree.tree_map_only(Ghost, self._typed, output)
+            output = pytree.tree_map_only(Placeholder, self._typed, output)
         came = {
             value.leaf: number for number, value in self._came_with(twin.name, call, is_output=True)
         }
@@ -321,21 +323,21 @@ class FirstPassage(Passage):
         ]
 
     def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call a function of torch that is given ghosts."""
+        """Call a function of torch that is given placeholders."""
         output = super().call(func, args, kwargs)
         if not self._is_in:
             self._events.append(Event(func, None, args, kwargs, output))
         return output
 
     def note_change(self) -> None:
-        """A ghost does not look as it did when it was made, so a script cannot give it away."""
+        """A placeholder looks otherwise than when it was made, so a script cannot return it."""
         if not self._is_in:
             self._around = None
 
     def _enter(self, arguments: Any) -> None:
-        """Give the ghosts among the arguments of the first unit their data."""
+        """Give the placeholders among the arguments of the first unit their data."""
         self._is_in = True
-        start = self._skeleton.start(self._stage)
+        start = self._layout.start(self._stage)
         leaves, _ = pytree.tree_flatten_with_path(arguments)
         given = [(path, leaf) for path, leaf in leaves if path in self._kind.entering]
         if len(given) != self._entering:
@@ -345,14 +347,14 @@ class FirstPassage(Passage):
                 "same model"
             )
         types: dict[torch.dtype, torch.dtype] = {}
-        for number, (_, ghost) in enumerate(given):
-            if isinstance(ghost, Ghost):  # whose data has not come beside
+        for number, (_, placeholder) in enumerate(given):
+            if isinstance(placeholder, Placeholder):  # whose data has not come beside
                 name_of = f"{start!r}, with which stage {self._stage} begins,"
-                value = self._fitting(ghost, number, name_of)
-                if ghost.dtype is not value.dtype:
-                    types[ghost.dtype] = value.dtype
-                # Of a ghost that is there twice, the last value counts.
-                self._coming[id(ghost)] = number
+                value = self._fitting(placeholder, number, name_of)
+                if placeholder.dtype is not value.dtype:
+                    types[placeholder.dtype] = value.dtype
+                # Of a placeholder that is there twice, the last value counts.
+                self._coming[id(placeholder)] = number
         if types and not self._last:
             raise OtherTypes({} if self._types else types)
         places = [
@@ -363,19 +365,19 @@ class FirstPassage(Passage):
             self.seen = None if self.script is None or torch.is_inference_mode_enabled() else []
             self._around.renew()
         self._events.clear()
-        for _, ghost in given:
-            if isinstance(ghost, Ghost):
-                ghost.value = self._values[self._coming[id(ghost)]]
+        for _, placeholder in given:
+            if isinstance(placeholder, Placeholder):
+                placeholder.value = self._values[self._coming[id(placeholder)]]
 
-    def _fitting(self, ghost: Any, number: int, user: str) -> torch.Tensor:
-        """A value that came, if it has the shape of its ghost."""
+    def _fitting(self, placeholder: Any, number: int, user: str) -> torch.Tensor:
+        """A value that came, if it has the shape of its placeholder."""
         value = self._values[number]
-        if ghost.shape != value.shape:
+        if placeholder.shape != value.shape:
             raise PartitionError(
-                f"{user} waits for a tensor of the shape {list(ghost.shape)} from the stage "
+                f"{user} waits for a tensor of the shape {list(placeholder.shape)} from the stage "
                 f"before, but one of {list(value.shape)} came; every rank must cut the same model"
             )
         return value
 
-    def _typed(self, ghost: Ghost) -> Ghost:
-        return ghost.typed(self._types.get(ghost.dtype, ghost.dtype))
+    def _typed(self, placeholder: Placeholder) -> Placeholder:
+        return placeholder.typed(self._types.get(placeholder.dtype, placeholder.dtype))

@@ -6,8 +6,8 @@ from typing import Any, Self
 
 from torch import nn
 
-from taktline.split.named.role import Role
-from taktline.split.named.skeleton import Skeleton
+from taktline.split.named.layout import Layout
+from taktline.split.named.stage_forward import StageForward
 from taktline.split.named.stand_in import made_from
 
 __all__ = ["piece"]
@@ -18,19 +18,19 @@ class _Piece:
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run this stage."""
-        role: Role = vars(self)["_role"]
+        stage_forward: StageForward = vars(self)["_stage_forward"]
         forward = super().forward  # pyright: ignore[reportAttributeAccessIssue]
-        return role.run(self, forward, args, kwargs)  # pyright: ignore[reportArgumentType]
+        return stage_forward.run(self, forward, args, kwargs)  # pyright: ignore[reportArgumentType]
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
         super()._apply(fn, recurse)  # pyright: ignore[reportAttributeAccessIssue]
-        vars(self)["_role"].skeleton.retype(self, fn)
+        vars(self)["_stage_forward"].layout.retype(self, fn)
         return self
 
 
-def piece(skeleton: Skeleton, model: nn.Module, stage: int) -> nn.Module:
+def piece(layout: Layout, model: nn.Module, stage: int) -> nn.Module:
     """One stage of a model."""
-    made = skeleton.piece(model, stage)
+    made = layout.piece(model, stage)
     made.__class__ = made_from(type(model), _Piece)
-    vars(made)["_role"] = Role(skeleton, stage)
+    vars(made)["_stage_forward"] = StageForward(layout, stage)
     return made

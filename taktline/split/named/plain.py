@@ -2,7 +2,7 @@
 
 A plain forward has assignments, loops over its submodules, and arithmetic, but no functions except
 some of torch that look at no data. Attributes are numbers and the like, which are watched, and
-conditions depend on these alone, or on whether something is None::
+conditions depend on these and on shapes alone, or on whether something is None::
 
     def forward(self, tokens):
         x = self.embed(tokens) + self.position(torch.arange(tokens.shape[1]))
@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from taktline.split.named.ghost import Ghost
+from taktline.split.named.placeholder import Placeholder
 from taktline.split.named.twin import is_constant
 
 __all__ = ["Guards", "guards_of"]
@@ -70,10 +70,25 @@ _MODULES = (torch, nn.functional)
 _LOOPS = ("range", "enumerate", "zip", "reversed", "len")
 _OPERATIONS = (
     *("arange", "cat", "contiguous", "device", "dim", "dropout", "dtype", "expand", "flatten"),
-    *("gelu", "mean", "ndim", "ones", "permute", "relu", "reshape", "shape", "size", "softmax"),
+    *(
+        "gelu",
+        "mean",
+        "ndim",
+        "numel",
+        "ones",
+        "permute",
+        "relu",
+        "reshape",
+        "shape",
+        "size",
+        "softmax",
+    ),
     *("sqrt", "squeeze", "stack", "sum", "tanh", "transpose", "unsqueeze", "view", "zeros"),
 )
 """Functions and attributes of torch that look at no data, and change nothing but generators."""
+_LOOKS = ("device", "dtype", "ndim", "shape")
+_SIZES = ("dim", "numel", "size")
+"""What is the same for all tensors that look alike."""
 _CHILDREN = ("children", "items", "keys", "named_children", "values")
 _ROWS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -181,7 +196,7 @@ class _Reader:
                 value = vars(container)[name]
                 if is_constant(value):
                     self._guards.watch(vars(container), name)
-                elif is_condition or not isinstance(value, Ghost):
+                elif is_condition or not isinstance(value, Placeholder):
                     raise _NotPlain
             elif any(name in table for table in tables):
                 if is_condition:
@@ -254,20 +269,47 @@ class _Text(ast.NodeVisitor):
         for part in (*node.body, *node.orelse):
             self.visit(part)
 
+    def visit_IfExp(self, node: ast.IfExp) -> None:
+        """One of two values."""
+        self._read_condition(node.test)
+        self.visit(node.body)
+        self.visit(node.orelse)
+
     def _read_condition(self, node: ast.expr) -> None:
-        if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
-            self._read_condition(node.operand)
-        elif isinstance(node, ast.Attribute):
-            self.conditions.add(node.attr)
-            self.visit(node)
-        elif (
-            isinstance(node, ast.Compare)
-            and all(isinstance(each, (ast.Is, ast.IsNot)) for each in node.ops)
-            and all(isinstance(each, ast.Constant) for each in node.comparators)
-        ):
-            self.visit(node.left)
-        else:
-            raise _NotPlain
+        """Take note of what a condition, or a number in it, depends on: shapes and attributes."""
+        match node:
+            case ast.Constant():
+                return
+            case ast.UnaryOp(operand=operand):
+                self._read_condition(operand)
+            case ast.BoolOp(values=values):
+                self._read_all(values)
+            case ast.BinOp(left=left, right=right):
+                self._read_all([left, right])
+            case ast.Attribute(attr=name):
+                # Of a tensor, what depends on no data; else what an attribute of the model is.
+                if name not in _LOOKS:
+                    self.conditions.add(name)
+                self.visit(node)
+            case ast.Subscript(value=ast.Attribute(attr=name), slice=part) if name in _LOOKS:
+                self._read_condition(part)
+                self.visit(node.value)
+            case ast.Call(func=ast.Attribute(attr=name), args=args, keywords=[]) if name in _SIZES:
+                self._read_all(args)
+                self.visit(node)
+            case ast.Compare(left=left, ops=ops, comparators=others):
+                if all(isinstance(each, (ast.Is, ast.IsNot)) for each in ops):
+                    if not all(isinstance(each, ast.Constant) for each in others):
+                        raise _NotPlain
+                    self.visit(left)
+                else:
+                    self._read_all([left, *others])
+            case _:
+                raise _NotPlain
+
+    def _read_all(self, nodes: Sequence[ast.expr]) -> None:
+        for node in nodes:
+            self._read_condition(node)
 
     def visit_For(self, node: ast.For) -> None:
         """A loop, which may count."""

@@ -27,7 +27,7 @@ class Repeat(Passage):
 
     def __init__(self, *place: Any, script: Script) -> None:
         super().__init__(*place)
-        self._counts = bool(self._kind.sends) or self._skeleton.is_shared(self._stage)
+        self._counts = bool(self._kind.sends) or self._layout.is_shared(self._stage)
         self.bare = self._is_in and not self._counts
         self._script = script
         self._steps = iter(script.steps)
@@ -76,7 +76,7 @@ class Repeat(Passage):
     meet_foreign = meet_again
 
     def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What the script says; afterwards, whatever there are ghosts for yet."""
+        """What the script says; afterwards, whatever there are placeholders for yet."""
         if self._is_in:
             return super().call(func, args, kwargs)
         step = next(self._steps, None)

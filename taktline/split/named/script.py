@@ -3,12 +3,13 @@
 ::
 
     forward of the model:   embed   + position   layer 0   layer 1   layer 2   layer 3
-    stage 1 of 3, first:    ghost   ghost        ghost     ▶ real    real      ▶ leave
-    script:                 ghost   ghost        value     ▶ bare    bare      ▶ leave
+    stage 1 of 3, first:    (…)     (…)          (…)       ▶ real    real      ▶ leave
+    script:                 (…)     (…)          value     ▶ bare    bare      ▶ leave
 
-The forward runs each time, so whatever it decides it decides anew. But what submodules of other
-stages and operations on ghosts give is known, and what comes from the stage before is put where its
-ghost was made: from there on, the forward sees nothing but tensors with data.
+(…) are placeholders. The forward runs each time, so whatever it decides it decides anew. But what
+submodules of other stages and operations on placeholders return is known, and what comes from the
+stage before is put where its placeholder was made: from there on, the forward sees nothing but
+tensors with data.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from taktline.split.named.ghost import Ghost
+from taktline.split.named.placeholder import Placeholder
 from taktline.split.named.recorded import Recorded
 from taktline.split.named.twin import is_constant
 
@@ -29,7 +30,7 @@ __all__ = ["Coming", "Event", "Script", "Step", "Surroundings", "is_like", "writ
 
 
 class Event(NamedTuple):
-    """A call of a submodule of another stage, or of a function of torch with ghosts."""
+    """A call of a submodule of another stage, or of a function of torch with placeholders."""
 
     who: object
     training: bool | None
@@ -45,7 +46,7 @@ class Step(NamedTuple):
     who: Any
     training: bool | None
     args: tuple[Any, ...]
-    """Ghosts are these very ones; a tensor with data is a :class:`_Look`."""
+    """Placeholders are these very ones; a tensor with data is a :class:`_Look`."""
     kwargs: dict[str, Any]
     output: Any
     makes: tuple[tuple[Any, ...], pytree.TreeSpec] | None
@@ -53,7 +54,7 @@ class Step(NamedTuple):
     runs: bool
     """Whether the output has data, so that the function must run."""
     only: object
-    """The one argument, if it is a ghost and no more need be looked at."""
+    """The one argument, if it is a placeholder and no more need be looked at."""
 
 
 _NOTHING = object()
@@ -68,7 +69,7 @@ class Script(NamedTuple):
 
 
 class Coming(NamedTuple):
-    """In the place of a ghost: a value that comes from the stage before."""
+    """In the place of a placeholder: a value that comes from the stage before."""
 
     value: int
 
@@ -94,9 +95,9 @@ def written(
 ) -> Script | None:
     """The script of some events, after which a stage begins with values in these places.
 
-    ``coming`` are the values that come, by the ids of their ghosts, or of themselves. None if there
-    can be no script: values that come must be what an event gives, and ghosts of them not go into
-    operations before the stage begins, which would be done with their data.
+    ``coming`` are the values that come, by the ids of their placeholders, or of themselves. None if
+    there can be no script: values that come must be what an event returns, and placeholders of them
+    not go into operations before the stage begins, which would be done with their data.
     """
     made: set[int] = set()
     steps: list[Step] = []
@@ -114,16 +115,16 @@ def written(
 
 
 def _step(event: Event, coming: Mapping[int, int]) -> Step | None:
-    """An event as a step; None if it will not be noticed, as it has ghosts no more."""
+    """An event as a step; None if it will not be noticed, as it has placeholders no more."""
     parts, tree = pytree.tree_flatten(event.output)
     tensors = [part for part in parts if isinstance(part, torch.Tensor)]
     is_function = event.training is None
-    runs = any(not isinstance(part, Ghost) and id(part) not in coming for part in tensors)
+    runs = any(not isinstance(part, Placeholder) and id(part) not in coming for part in tensors)
     if is_function:
         given = [
             part
             for part in pytree.tree_leaves((event.args, event.kwargs))
-            if isinstance(part, Ghost)
+            if isinstance(part, Placeholder)
         ]
         if any(id(part) in coming for part in given):
             if tensors or not all(id(part) in coming for part in given):
@@ -137,7 +138,9 @@ def _step(event: Event, coming: Mapping[int, int]) -> Step | None:
     remade = not is_shared or any(type(part) is Coming for part in made)
     output = None if runs or remade else event.output
     args, kwargs = _known(event.args, coming), _known(event.kwargs, coming)
-    is_simple = len(args) == 1 and isinstance(args[0], Ghost) and not (kwargs or remade or runs)
+    is_simple = (
+        len(args) == 1 and isinstance(args[0], Placeholder) and not (kwargs or remade or runs)
+    )
     return Step(
         event.who,
         event.training,
@@ -152,7 +155,7 @@ def _step(event: Event, coming: Mapping[int, int]) -> Step | None:
 
 def _known(value: Any, coming: Mapping[int, int]) -> Any:
     """What an argument must be like."""
-    if isinstance(value, Ghost):
+    if isinstance(value, Placeholder):
         return Coming(coming[id(value)]) if id(value) in coming else value
     if isinstance(value, torch.Tensor):
         return _Look(value.shape, value.stride(), value.dtype)
@@ -172,14 +175,14 @@ def is_like(known: Any, found: Any, values: Sequence[Any]) -> bool:
     if found is known:
         return True
     kind = type(known)
-    if kind is Ghost:
+    if kind is Placeholder:
         return False
     if kind is Coming:
         return found is values[known.value]
     if kind is _Look:
         return (
             isinstance(found, torch.Tensor)
-            and type(found) is not Ghost
+            and type(found) is not Placeholder
             and found.shape == known.shape
             and found.dtype is known.dtype
             and found.stride() == known.stride

@@ -1,7 +1,7 @@
 """What is in the place of a model's submodules in one of its pieces.
 
 A *stand-in* is in the place of a submodule of another stage: it has no parameters, and gives
-ghosts. A *gate* is a submodule of this stage, met on its way in. An *image* is the copy of a
+placeholders. A *gate* is a submodule of this stage, met on its way in. An *image* is the copy of a
 submodule without data, as a walk meets it. All are of the submodule's class, or rather of a class
 made from it, so that a forward finds what it expects; the class itself and the model are left
 alone.
@@ -17,7 +17,7 @@ from torch import nn
 
 from taktline.errors import PartitionError
 from taktline.side_values import uncompiled
-from taktline.split.named.ghost import here, resolved
+from taktline.split.named.placeholder import here, resolved
 from taktline.split.named.twin import Twin
 
 __all__ = ["ROWS", "call_of", "gate", "image", "is_gate", "made_from", "stand_in"]
@@ -83,7 +83,7 @@ class _StandIn:
         return nn.Module.__call__(self, *args, **kwargs)  # pyright: ignore[reportArgumentType]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Give ghosts, or end this stage."""
+        """Give placeholders, or end this stage."""
         twin: Twin = vars(self)["_twin"]
         guide: Any = here.scene
         if not hasattr(guide, "meet_foreign"):

@@ -14,8 +14,8 @@ from torch.utils import _pytree as pytree
 
 from taktline.errors import PartitionError
 from taktline.side_values import Aside, Skip
-from taktline.split.named.ghost import Absent, Ghost, Scene, as_meta, here
 from taktline.split.named.numbers import NUMBERS, Number
+from taktline.split.named.placeholder import Absent, Placeholder, Scene, as_meta, here
 from taktline.split.named.recent import Recent
 from taktline.split.named.recorded import lists, recorded
 
@@ -39,7 +39,7 @@ class _Beside(Aside):
 
     def put(self, name: str, value: torch.Tensor) -> None:
         """Keep what a later twin will get."""
-        self.skips[name] = Skip(Ghost.of(value, f"skip {name}", 0), self.stage)
+        self.skips[name] = Skip(Placeholder.of(value, f"skip {name}", 0), self.stage)
 
     def add(self, loss: torch.Tensor) -> None:
         """Drop it: it counts in the stage that computes it."""
@@ -47,7 +47,7 @@ class _Beside(Aside):
 
 @dataclass(eq=False, slots=True)
 class Twin:
-    """A copy of a submodule in which ghosts are in the place of parameters and buffers.
+    """A copy of a submodule in which placeholders are in the place of parameters and buffers.
 
     Args:
         name: what it is called in the model.
@@ -78,7 +78,7 @@ class Twin:
         stage: int,
         device: torch.device,
     ) -> Any:
-        """Ghosts in the arrangement of what the submodule gives for such arguments.
+        """Placeholders in the arrangement of what the submodule gives for such arguments.
 
         With what is collected from inside of it, if the model that is running collects something.
         """
@@ -86,7 +86,7 @@ class Twin:
         key = (look(args), look(kwargs), training, device.type, autocast_of(device), lately)
         parts, tree = self._known.find(key, lambda: self._learn(args, kwargs, training, device))
         if tree.is_leaf() and isinstance(parts[0], torch.Tensor):
-            return Ghost(parts[0], self.name, stage, device)  # as most often
+            return Placeholder(parts[0], self.name, stage, device)  # as most often
         leaves = pytree.tree_leaves((args, kwargs))
         return pytree.tree_unflatten(
             [self._remade(part, leaves, stage, device) for part in parts], tree
@@ -100,7 +100,7 @@ class Twin:
         if isinstance(part, _Given):
             return leaves[part.place]
         if isinstance(part, torch.Tensor):
-            return Ghost(part, self.name, stage, device)
+            return Placeholder(part, self.name, stage, device)
         numbers = None if here.scene is None else here.scene.numbers
         if isinstance(part, _Asked):
             if numbers is None:
@@ -117,7 +117,9 @@ class Twin:
         self.module.train(training)
         with unset_fake_temporarily():  # what is learned holds in other modes, too
             try:
-                return self._run(self.module, [_as_ghost(leaf) for leaf in leaves], spec, device)
+                return self._run(
+                    self.module, [_as_placeholder(leaf) for leaf in leaves], spec, device
+                )
             except Exception as error:
                 # Whatever it is that cannot be done without data: try with data that is made up.
                 return self._probe(leaves, spec, device, error)
@@ -159,7 +161,7 @@ class Twin:
             for seed in range(2):
                 torch.manual_seed(seed)
                 tensors = (*self.module.parameters(), *self.module.buffers())
-                memo = {id(ghost): _made_up(ghost, device) for ghost in tensors}
+                memo = {id(placeholder): _made_up(placeholder, device) for placeholder in tensors}
                 inputs = [_with_data(leaf, device, keep=not seed) for leaf in leaves]
                 try:
                     made = self._run(copy.deepcopy(self.module, memo), inputs, spec, device)
@@ -192,10 +194,10 @@ def _versions(tensors: Iterable[torch.Tensor]) -> list[tuple[int, int]]:
     return [(id(tensor), tensor._version) for tensor in tensors]
 
 
-def _as_ghost(leaf: Any) -> Any:
+def _as_placeholder(leaf: Any) -> Any:
     """An argument without data: shapes that depend on data hold for no other."""
     if isinstance(leaf, torch.Tensor):
-        return Ghost.of(leaf, "an argument", 0)
+        return Placeholder.of(leaf, "an argument", 0)
     return _apart(leaf)
 
 
@@ -203,7 +205,7 @@ def _with_data(leaf: Any, device: torch.device, *, keep: bool) -> Any:
     """An argument with data: its own, as far as there is any; unless ``keep``, no fractions."""
     if not isinstance(leaf, torch.Tensor):
         return _apart(leaf)
-    value = leaf.value if isinstance(leaf, Ghost) else leaf
+    value = leaf.value if isinstance(leaf, Placeholder) else leaf
     if value is None or type(value) not in (torch.Tensor, nn.Parameter) or value.is_meta:
         return _made_up(leaf, device)
     return (
@@ -247,7 +249,7 @@ def look(value: Any) -> Any:
     if kind is Absent:
         return value
     if isinstance(value, torch.Tensor):
-        plain = value.meta if isinstance(value, Ghost) else value  # which answers faster
+        plain = value.meta if isinstance(value, Placeholder) else value  # which answers faster
         return (plain.shape, plain.stride(), plain.dtype)
     if is_constant(value):
         return (kind, value)

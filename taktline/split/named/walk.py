@@ -8,7 +8,6 @@ the forward has made of such values by itself is made of them again where it is 
 from __future__ import annotations
 
 import random
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -21,93 +20,20 @@ from torch.utils._python_dispatch import _disable_current_modes
 from taktline.errors import PartitionError
 from taktline.split.named.changes import Changes
 from taktline.split.named.checkpoints import Checkpoints
+from taktline.split.named.course import Course, Path, Value
 from taktline.split.named.cuts import Cut
-from taktline.split.named.ghost import ANYWHERE, Absent, Ghost
+from taktline.split.named.layout import Layout
 from taktline.split.named.numbers import Guess, Numbers
+from taktline.split.named.placeholder import ANYWHERE, Absent, Placeholder
 from taktline.split.named.recorded import replayed
-from taktline.split.named.skeleton import Skeleton
 from taktline.split.named.twin import Twin
 from taktline.split.named.watch import watching
 
-__all__ = ["Course", "Value", "device_of", "walk"]
-
-Path = tuple[Any, ...]
-
-
-class Value(NamedTuple):
-    """A tensor among the arguments or the output of a call of a unit."""
-
-    unit: str
-    call: int
-    """Which call of the unit, from 0 up."""
-    is_output: bool
-    leaf: int
-
-    def __str__(self) -> str:
-        return f"{self.unit} (its {'output' if self.is_output else 'argument'})"
-
-
-@dataclass(slots=True)
-class Course:
-    """What a walk has seen."""
-
-    order: list[tuple[str, int]] = field(default_factory=list)
-    """The calls of units, and of what is inside of units, with their stages."""
-    calls: dict[str, list[int]] = field(default_factory=dict)
-    """The stages in which each unit is called, in the order of its calls."""
-    units: dict[str, set[int]] = field(default_factory=dict)
-    """The stages that use parameters of a unit without a call of it."""
-    uses: dict[str, set[int]] = field(default_factory=dict)
-    """The stages in which each parameter of a container is used."""
-    crossings: list[frozenset[Path]] = field(default_factory=list)
-    """For each cut the places, among the arguments of its unit, of what comes from before it."""
-    beside: list[list[Value]] = field(default_factory=list)
-    """For each cut what else comes from before it."""
-    changed: frozenset[str] = frozenset()
-    """The buffers and attributes that the forward changes by itself."""
-    opened: set[int] = field(default_factory=set)
-    """Which checkpoints, in the order of their calls, a cut goes through."""
-    numbers: list[int] = field(default_factory=list)
-    """For each cut how many numbers cross that the forward asks for, as it may do at most."""
-    looks: dict[Value, Absent] = field(default_factory=dict)
-    """What the values look like that come beside."""
-    is_guessed: bool = False
-    """Whether a number was guessed, so that another micro-batch may go another way."""
-    is_drawn: bool = False
-    """Whether what is called may depend on random numbers, or on data."""
-
-    def join(self, other: Course) -> None:
-        """Let this be what either of two walks has seen, which have guessed otherwise."""
-        if len(other.order) > len(self.order):
-            self.order, other.order = other.order, self.order
-        for mine, others in ((self.units, other.units), (self.uses, other.uses)):
-            for name, stages in others.items():
-                mine.setdefault(name, set()).update(stages)
-        for name, stages in other.calls.items():
-            known = self.calls.setdefault(name, [])
-            known += [stage for stage in stages if stage not in known]
-        pairs = zip(self.crossings, other.crossings, strict=True)
-        self.crossings = [one | another for one, another in pairs]
-        pairs = zip(self.beside, other.beside, strict=True)
-        self.beside = [sorted({*one, *another}) for one, another in pairs]
-        self.numbers = list(map(max, self.numbers, other.numbers))
-        self.looks |= other.looks
-        self.changed |= other.changed
-        self.opened |= other.opened
-
-    def cuts(self) -> list[Cut]:
-        """The calls of units, in their order."""
-        seen: Counter[str] = Counter()
-        found: list[Cut] = []
-        for name, _ in self.order:
-            if name in self.calls:
-                found.append(Cut(name, seen[name]))
-                seen[name] += 1
-        return found
+__all__ = ["device_of", "walk"]
 
 
 def walk(
-    skeleton: Skeleton,
+    layout: Layout,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     *,
@@ -125,16 +51,15 @@ def walk(
     guesses = [Guess(0)]
     for guess in guesses:
         course = Course()
-        asked = 0
         try:
-            asked = _walk(course, skeleton, args, kwargs, guess=guess, anew=anew)
+            _walk(course, layout, args, kwargs, guess=guess, anew=anew)
             found.append(course)
         except PartitionError:
             raise
         except Exception as error:  # a wrong guess leads anywhere
             failed = failed or error
         if course.is_guessed and guess is guesses[0]:
-            guesses += Guess.others(asked if thorough else 0)
+            guesses += Guess.others(course.guessed if thorough else ())
     if failed is not None and not found:
         raise failed
     for other in found[1:]:
@@ -144,40 +69,39 @@ def walk(
 
 def _walk(
     course: Course,
-    skeleton: Skeleton,
+    layout: Layout,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     *,
     guess: Guess,
     anew: bool,
-) -> int:
-    """Go through the forward once; returns how many numbers it has asked for."""
+) -> None:
+    """Go through the forward once."""
     device = device_of((args, kwargs))
     devices = [device] if device.type == "cuda" else []
     # Random numbers that the forward draws by itself are drawn when it runs.
     with torch.random.fork_rng(devices=devices), _fork_random(), torch.no_grad():
-        scene = _Walk(course, skeleton, device, guess=guess, anew=anew)
-        changes = Changes(skeleton.common)
+        scene = _Walk(course, layout, device, guess=guess, anew=anew)
+        changes = Changes(layout.common)
         changes.keep()
         drawn = _drawn_by_now()
-        with scene, scene.numbers, watching(scene, skeleton.inner):
+        with scene, scene.numbers, watching(scene, layout.inner):
             try:
-                output = skeleton.kind.forward(skeleton.bones, *args, **kwargs)
+                output = layout.kind.forward(layout.bones, *args, **kwargs)
             except PartitionError:
                 raise
             except Exception as error:
                 error.add_note(
-                    f"taktline.split.by_names ran the forward of {skeleton.kind.__name__} without "
+                    f"taktline.split.by_names ran the forward of {layout.kind.__name__} without "
                     "data, to see in which order it calls its submodules"
                 )
                 raise
             finally:
                 course.changed = frozenset(changes.changed())
-                course.is_guessed |= scene.numbers.is_guessed
+                course.is_guessed |= bool(scene.numbers.guessed)
                 course.is_drawn |= course.is_guessed or drawn != _drawn_by_now()
                 changes.undo()
         scene.finish(output)
-    return len(scene.numbers)
 
 
 def _drawn_by_now() -> tuple[Any, bytes]:
@@ -204,7 +128,7 @@ def device_of(tree: Any) -> torch.device:
 
 
 class _Place(NamedTuple):
-    """Where a ghost was seen as an argument of a unit."""
+    """Where a placeholder was seen as an argument of a unit."""
 
     value: Value
     stage: int
@@ -213,11 +137,11 @@ class _Place(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class _History:
-    """Where a ghost comes from."""
+    """Where a placeholder comes from."""
 
     stage: int
     time: int
-    parents: Sequence[Ghost] = ()
+    parents: Sequence[Placeholder] = ()
     """What an operation has made it of."""
     is_drawn: bool = False
     """Whether the operation draws random numbers."""
@@ -251,35 +175,37 @@ class _Walk(Checkpoints):
     is_inside = False
 
     def __init__(
-        self, course: Course, skeleton: Skeleton, device: torch.device, *, guess: Guess, anew: bool
+        self, course: Course, layout: Layout, device: torch.device, *, guess: Guess, anew: bool
     ) -> None:
         super().__init__(device)
         self.course = course
         self.numbers = Numbers(self, guess=guess)
-        self._skeleton = skeleton
+        self._layout = layout
         self._anew = anew
         self._stage = 0
         self._time = 1
         self._needs: dict[Value, tuple[int, int]] = {}
         """Of values that cross: the stages that has and that last needs it."""
 
-    def source(self, ghosts: Sequence[Ghost]) -> Ghost:
+    def source(self, placeholders: Sequence[Placeholder]) -> Placeholder:
         """One that is made by a stage, if there is any."""
-        for ghost in ghosts:
-            if ghost.parameter:
-                self.course.uses.setdefault(ghost.maker, set()).add(self._stage)
-        return min(ghosts, key=lambda ghost: ghost.stage)
+        for placeholder in placeholders:
+            if placeholder.parameter:
+                self.course.uses.setdefault(placeholder.maker, set()).add(self._stage)
+        return min(placeholders, key=lambda placeholder: placeholder.stage)
 
-    def note_made(self, made: Ghost, ghosts: Sequence[Ghost], func: Any) -> None:
-        """Note what a ghost is made of."""
-        made.history = self._history(tuple(ghosts))
+    def note_made(self, made: Placeholder, placeholders: Sequence[Placeholder], func: Any) -> None:
+        """Note what a placeholder is made of."""
+        made.history = self._history(tuple(placeholders))
         made.history.is_drawn = torch.Tag.nondeterministic_seeded in func.tags
         made.history.is_view = any(part.alias_info is not None for part in func._schema.returns)
 
-    def note_written(self, ghost: Ghost, ghosts: Sequence[Ghost], func: Any) -> None:
-        """Note that a ghost was changed in place, and what it is a view of."""
-        others = tuple(other for other in ghosts if other is not ghost)
-        written = [ghost]
+    def note_written(
+        self, placeholder: Placeholder, placeholders: Sequence[Placeholder], func: Any
+    ) -> None:
+        """Note that a placeholder was changed in place, and what it is a view of."""
+        others = tuple(other for other in placeholders if other is not placeholder)
+        written = [placeholder]
         while written:
             history: _History | None = written.pop().history
             if history is not None:
@@ -290,14 +216,14 @@ class _Walk(Checkpoints):
 
     def may_guess(self) -> bool:
         """In the last stage, which has all data and after which nobody asks."""
-        if self._stage < len(self._skeleton.cuts):
+        if self._stage < len(self._layout.cuts):
             return False
         self.course.is_guessed = True
         return True
 
-    def note_asked(self, ghost: Ghost) -> None:
+    def note_asked(self, placeholder: Placeholder) -> None:
         """See to it that a stage which asks for a number has the data."""
-        self._bring(ghost, "the forward")
+        self._bring(placeholder, "the forward")
 
     def is_open(self, checkpoint: int) -> bool:
         """Always: there is no data to be kept."""
@@ -310,46 +236,48 @@ class _Walk(Checkpoints):
     def meet_foreign(
         self, twin: Twin, training: bool, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Note a call, and give its ghosts."""
+        """Note a call, and give its placeholders."""
         leaves = pytree.tree_leaves((args, kwargs))
-        ghosts = [(place, x) for place, x in enumerate(leaves) if isinstance(x, Ghost)]
+        placeholders = [(place, x) for place, x in enumerate(leaves) if isinstance(x, Placeholder)]
         calls = self.course.calls.setdefault(twin.name, [])
         call = len(calls)
-        if (twin.name, call) in self._skeleton.cuts:
+        if (twin.name, call) in self._layout.cuts:
             self._begin(Cut(twin.name, call), args, kwargs)
         calls.append(self._stage)
         self.course.order.append((twin.name, self._stage))
-        for place, ghost in ghosts:
-            self._bring(ghost, repr(twin.name))
-            if ghost.history is not None:
-                ghost.history.place(Value(twin.name, call, False, place), self._stage, self._now())
+        for place, placeholder in placeholders:
+            self._bring(placeholder, repr(twin.name))
+            if placeholder.history is not None:
+                placeholder.history.place(
+                    Value(twin.name, call, False, place), self._stage, self._now()
+                )
         if self._anew:
             twin.forget()
         output = twin.output(args, kwargs, training=training, stage=self._stage, device=self.device)
-        for leaf, ghost in enumerate(pytree.tree_leaves(output)):
-            if isinstance(ghost, Ghost) and ghost.history is None:
-                ghost.history = self._history()
-                ghost.history.output = Value(twin.name, call, True, leaf)
+        for leaf, placeholder in enumerate(pytree.tree_leaves(output)):
+            if isinstance(placeholder, Placeholder) and placeholder.history is None:
+                placeholder.history = self._history()
+                placeholder.history.output = Value(twin.name, call, True, leaf)
         return replayed(output)
 
     def finish(self, output: Any) -> None:
         """Check what has been seen, after the last call."""
-        missing = self._skeleton.cuts[self._stage :]
+        missing = self._layout.cuts[self._stage :]
         if missing:
             raise PartitionError(
-                f"the forward of {self._skeleton.kind.__name__} does not call "
+                f"the forward of {self._layout.kind.__name__} does not call "
                 f"{', '.join(map(repr, missing))}, so no stage can begin there; name "
                 "submodules that it calls"
             )
         for leaf in pytree.tree_leaves(output):
-            if isinstance(leaf, Ghost):
+            if isinstance(leaf, Placeholder):
                 self._bring(leaf, "the output of the model")
-        self.course.beside = [[] for _ in self._skeleton.cuts]
+        self.course.beside = [[] for _ in self._layout.cuts]
         for value, (home, last) in sorted(self._needs.items()):
             for stage in range(home, last):
                 self.course.beside[stage].append(value)
 
-    def _history(self, parents: Sequence[Ghost] = ()) -> _History:
+    def _history(self, parents: Sequence[Placeholder] = ()) -> _History:
         return _History(self._stage, self._now(), parents)
 
     def _now(self) -> int:
@@ -357,17 +285,17 @@ class _Walk(Checkpoints):
         return self._time
 
     def _begin(self, cut: Cut, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        stage = self._skeleton.cuts.index(cut) + 1
+        stage = self._layout.cuts.index(cut) + 1
         if stage > self._stage + 1:
             raise PartitionError(
-                f"the forward calls {cut!r} before {self._skeleton.cuts[self._stage]!r}; list the "
+                f"the forward calls {cut!r} before {self._layout.cuts[self._stage]!r}; list the "
                 "cuts in the order of their calls"
             )
         self.course.opened.update(self.open_checkpoints)
         crossing: list[Path] = []
-        given: list[tuple[int, Ghost]] = []
+        given: list[tuple[int, Placeholder]] = []
         for place, (path, leaf) in enumerate(pytree.tree_flatten_with_path((args, kwargs))[0]):
-            if isinstance(leaf, Ghost) and leaf.stage != ANYWHERE:
+            if isinstance(leaf, Placeholder) and leaf.stage != ANYWHERE:
                 self._bring(leaf, repr(cut))
                 crossing.append(path)
                 given.append((place, leaf))
@@ -376,56 +304,57 @@ class _Walk(Checkpoints):
             if leaf.history is not None:
                 leaf.history.place(Value(*cut, False, place), stage, self._now())
         self.course.crossings.append(frozenset(crossing))
-        self.course.numbers.append(len(self.numbers) if self.numbers.is_guessed else 0)
+        self.course.guessed = list(self.numbers.guessed)
+        self.course.numbers.append(len(self.numbers) if self.course.guessed else 0)
 
-    def _bring(self, ghost: Ghost, user: str) -> None:
+    def _bring(self, placeholder: Placeholder, user: str) -> None:
         """See to it that the present stage has a value."""
         seen: set[tuple[int, int]] = set()
-        needed = [(ghost, self._now())]
+        needed = [(placeholder, self._now())]
         while needed:
-            ghost, before = needed.pop()
-            if (id(ghost), before) in seen:
+            placeholder, before = needed.pop()
+            if (id(placeholder), before) in seen:
                 continue
-            seen.add((id(ghost), before))
-            history: _History | None = ghost.history
-            if ghost.owner:
-                self.course.units.setdefault(ghost.owner, set()).add(self._stage)
-            elif ghost.parameter:
-                self.course.uses.setdefault(ghost.maker, set()).add(self._stage)
+            seen.add((id(placeholder), before))
+            history: _History | None = placeholder.history
+            if placeholder.owner:
+                self.course.units.setdefault(placeholder.owner, set()).add(self._stage)
+            elif placeholder.parameter:
+                self.course.uses.setdefault(placeholder.maker, set()).add(self._stage)
             elif history is None:
-                if ghost.stage < self._stage:
-                    raise self._missing(ghost, user)
+                if placeholder.stage < self._stage:
+                    raise self._missing(placeholder, user)
             elif (place := history.named(before)) is not None:
-                self._cross(place, ghost)
+                self._cross(place, placeholder)
             elif history.output is not None:
                 if history.stage < self._stage:
-                    raise self._written(ghost, user)
+                    raise self._written(placeholder, user)
             elif history.is_drawn and history.stage < self._stage:
-                raise self._drawn(ghost, user)
+                raise self._drawn(placeholder, user)
             else:
                 needed += [(parent, history.time) for parent in history.parents]
 
-    def _cross(self, place: _Place, ghost: Ghost) -> None:
+    def _cross(self, place: _Place, placeholder: Placeholder) -> None:
         if place.stage < self._stage:
             self._needs[place.value] = place.stage, self._stage
-            self.course.looks[place.value] = Absent(tuple(ghost.shape), ghost.dtype)
+            self.course.looks[place.value] = Absent(tuple(placeholder.shape), placeholder.dtype)
 
-    def _written(self, ghost: Ghost, user: str) -> PartitionError:
+    def _written(self, made: Placeholder, user: str) -> PartitionError:
         return PartitionError(
-            f"{user} in stage {self._stage} uses {ghost.history.output} of stage "
-            f"{ghost.history.stage}, which the forward has changed in place since; make a new "
+            f"{user} in stage {self._stage} uses {made.history.output} of stage "
+            f"{made.history.stage}, which the forward has changed in place since; make a new "
             "tensor instead"
         )
 
-    def _missing(self, ghost: Ghost, user: str) -> PartitionError:
+    def _missing(self, made: Placeholder, user: str) -> PartitionError:
         return PartitionError(
-            f"{user} in stage {self._stage} uses the data of {ghost.maker!r}, which only stage "
-            f"{ghost.stage} has"
+            f"{user} in stage {self._stage} uses the data of {made.maker!r}, which only stage "
+            f"{made.stage} has"
         )
 
-    def _drawn(self, ghost: Ghost, user: str) -> PartitionError:
+    def _drawn(self, made: Placeholder, user: str) -> PartitionError:
         return PartitionError(
             f"{user} in stage {self._stage} uses a value that the forward has made of "
-            f"{ghost.maker!r} with random numbers in stage {ghost.history.stage}, which no other "
+            f"{made.maker!r} with random numbers in stage {made.history.stage}, which no other "
             "stage can draw again; let a submodule draw them, or cut the model elsewhere"
         )

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from taktline.split.named.ghost import here
+from taktline.split.named.placeholder import here
 
 __all__ = ["inner_of", "watching"]
 

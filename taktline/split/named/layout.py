@@ -26,7 +26,7 @@ from torch import nn
 from taktline.errors import PartitionError
 from taktline.split.named.changes import follow
 from taktline.split.named.cuts import Cut
-from taktline.split.named.ghost import ANYWHERE, Ghost
+from taktline.split.named.placeholder import ANYWHERE, Placeholder
 from taktline.split.named.recorded import hook
 from taktline.split.named.recurrent import Layer
 from taktline.split.named.stand_in import gate, image, stand_in
@@ -34,7 +34,7 @@ from taktline.split.named.twin import Twin
 from taktline.split.named.watch import inner_of
 from taktline.stage.names import unwrapped
 
-__all__ = ["Skeleton", "containers_of", "copied", "joined"]
+__all__ = ["Layout", "containers_of", "copied", "joined"]
 
 # Of buffers, hooks and the like: what is registered with a copy does not concern the model.
 _TABLES = {key for key, value in vars(nn.Module()).items() if isinstance(value, (dict, set))}
@@ -43,7 +43,7 @@ Substitute = Callable[[str, nn.Module], nn.Module | None]
 
 
 @dataclass(eq=False)
-class Skeleton:
+class Layout:
     """All that the pieces of a model have in common.
 
     Args:
@@ -56,7 +56,7 @@ class Skeleton:
     containers: frozenset[str] = frozenset()
     twins: dict[str, Twin] = field(default_factory=dict)
     """Of the units, in the order in which the model has them."""
-    direct: dict[str, Ghost] = field(default_factory=dict)
+    direct: dict[str, Placeholder] = field(default_factory=dict)
     """The parameters of containers themselves."""
     homes: dict[str, frozenset[int]] = field(default_factory=dict)
     """The stages that have each unit: those that use it."""
@@ -74,8 +74,8 @@ class Skeleton:
     """The model without data."""
 
     @classmethod
-    def of(cls, model: nn.Module, cuts: Sequence[Cut]) -> Skeleton:
-        """The skeleton of a model; which stage has what is to be found out yet."""
+    def of(cls, model: nn.Module, cuts: Sequence[Cut]) -> Layout:
+        """The layout of a model; which stage has what is to be found out yet."""
         hook(model)
         made = cls(type(model), tuple(cuts), containers=containers_of(model, cuts))
         free = _without_data(model)
@@ -86,12 +86,12 @@ class Skeleton:
             if name not in units and not _is_unit(module):
                 return copy.deepcopy(module, free)
             inside = unwrapped(module)  # without data there is nothing to compile
-            twin = copy.deepcopy(inside, _ghosts(name, inside))
+            twin = copy.deepcopy(inside, _placeholders(name, inside))
             made.twins[name] = Twin(name, twin, module.training, skips, made.hooked)
             return image(made.twins[name])
 
-        def keep(name: str, parameter: nn.Parameter) -> Ghost:
-            made.direct[name] = Ghost.of(parameter, name, ANYWHERE, parameter=True)
+        def keep(name: str, parameter: nn.Parameter) -> Placeholder:
+            made.direct[name] = Placeholder.of(parameter, name, ANYWHERE, parameter=True)
             return made.direct[name]
 
         made.bones = copied(model, "", made.containers, note, keep)
@@ -101,7 +101,7 @@ class Skeleton:
             container._buffers = copy.deepcopy(container._buffers, free)
         return made
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Skeleton:
+    def __deepcopy__(self, memo: dict[int, Any]) -> Layout:
         return self
 
     @property
@@ -181,7 +181,7 @@ class Skeleton:
                 return gate(module, name, begins=begins, ends=ends)
             return stand_in(self.twins[name], type(unwrapped(module)), module.training)
 
-        def parameter(name: str, parameter: nn.Parameter) -> nn.Parameter | Ghost:
+        def parameter(name: str, parameter: nn.Parameter) -> nn.Parameter | Placeholder:
             return parameter if stage in self.users[name] else self.direct[name]
 
         made = copied(model, "", self.containers, child, parameter)
@@ -207,14 +207,14 @@ class Skeleton:
         def follow(table: dict[str, Any]) -> bool:
             """Whether anything in a table has another type now."""
             changed = False
-            for key, ghost in table.items():
-                if isinstance(ghost, Ghost):
-                    if ghost.dtype not in types:
-                        types[ghost.dtype] = change(
-                            torch.empty(0, dtype=ghost.dtype, device="cpu")
+            for key, placeholder in table.items():
+                if isinstance(placeholder, Placeholder):
+                    if placeholder.dtype not in types:
+                        types[placeholder.dtype] = change(
+                            torch.empty(0, dtype=placeholder.dtype, device="cpu")
                         ).dtype
-                    if types[ghost.dtype] is not ghost.dtype:
-                        table[key], changed = ghost.typed(types[ghost.dtype]), True
+                    if types[placeholder.dtype] is not placeholder.dtype:
+                        table[key], changed = placeholder.typed(types[placeholder.dtype]), True
             return changed
 
         for twin in self.twins.values():
@@ -224,12 +224,12 @@ class Skeleton:
                         twin.forget()
         follow(self.direct)
         self.retyped += 1
-        for name, ghost in self.direct.items():
+        for name, placeholder in self.direct.items():
             path, _, key = name.rpartition(".")
             for model in (self.bones, piece):
                 container = vars(model.get_submodule(path))
                 if key in container:
-                    container[key] = ghost
+                    container[key] = placeholder
 
 
 def copied(
@@ -237,7 +237,7 @@ def copied(
     path: str,
     containers: frozenset[str],
     child: Substitute,
-    parameter: Callable[[str, nn.Parameter], nn.Parameter | Ghost] = lambda _, own: own,
+    parameter: Callable[[str, nn.Parameter], nn.Parameter | Placeholder] = lambda _, own: own,
 ) -> nn.Module:
     """A container with tables of its own, and others, or none, in the place of its units."""
     _require_free(container, path)
@@ -255,7 +255,7 @@ def copied(
             made._modules[key] = substitute
     for key, value in container._parameters.items():
         substitute = value if value is None else parameter(joined(path, key), value)
-        if isinstance(substitute, Ghost):
+        if isinstance(substitute, Placeholder):
             vars(made)[key] = substitute
         else:
             made._parameters[key] = substitute
@@ -280,19 +280,19 @@ def _is_unit(module: nn.Module) -> bool:
     return isinstance(module, Layer) or bool(module.state_dict(keep_vars=True))
 
 
-def _ghosts(unit: str, module: nn.Module) -> dict[int, Any]:
-    """For a copy of a unit: ghosts for all that has data."""
+def _placeholders(unit: str, module: nn.Module) -> dict[int, Any]:
+    """For a copy of a unit: placeholders for all that has data."""
     memo: dict[int, Any] = {}
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
-        memo[id(tensor)] = ghost = Ghost.of(tensor, joined(unit, name), ANYWHERE)
-        ghost.owner = unit
+        memo[id(tensor)] = placeholder = Placeholder.of(tensor, joined(unit, name), ANYWHERE)
+        placeholder.owner = unit
     return memo
 
 
 def _without_data(model: nn.Module) -> dict[int, Any]:
-    """For copies of what every stage has: ghosts for what has no data yet."""
+    """For copies of what every stage has: placeholders for what has no data yet."""
     return {
-        id(buffer): Ghost.of(buffer, name, ANYWHERE)
+        id(buffer): Placeholder.of(buffer, name, ANYWHERE)
         for name, buffer in model.named_buffers()
         if buffer.is_meta
     }

@@ -12,14 +12,14 @@ from torch.utils import _pytree as pytree
 
 from taktline.errors import PartitionError
 
-__all__ = ["ANYWHERE", "Absent", "Ghost", "Scene", "here", "resolved"]
+__all__ = ["ANYWHERE", "Absent", "Placeholder", "Scene", "here", "resolved"]
 
 ANYWHERE = 1 << 30
 """The stage of a value that every stage has."""
 
 _META = torch.device("meta")
 
-# What is to be seen of a tensor here is its shape alone, so the result is no ghost.
+# What is to be seen of a tensor here is its shape alone, so the result is no placeholder.
 _FILLED = {
     torch.ops.aten.full_like,
     torch.ops.aten.new_full,
@@ -35,12 +35,12 @@ _DATA = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 
 
 class Scene:
-    """A forward in which ghosts appear; says where what is made of them comes from."""
+    """A forward in which placeholders appear; says where what is made of them comes from."""
 
     mixed = False
     """Whether tensors with data appear in it, too, and matter."""
     bare = False
-    """Whether no ghost comes to the submodules of this stage, so that they run as they are."""
+    """Whether no placeholder comes to the submodules of this stage: they run as they are."""
     repeats = False
     """Whether what is not of this stage is known from another call."""
     numbers: Any = None
@@ -50,18 +50,20 @@ class Scene:
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
-    def source(self, ghosts: Sequence[Ghost]) -> Ghost:
-        """The ghost that decides whose value an operation's result is."""
-        return ghosts[0]
+    def source(self, placeholders: Sequence[Placeholder]) -> Placeholder:
+        """The placeholder that decides whose value an operation's result is."""
+        return placeholders[0]
 
-    def note_made(self, made: Ghost, ghosts: Sequence[Ghost], func: Any) -> None:
-        """Note that an operation on ghosts has made one."""
+    def note_made(self, made: Placeholder, placeholders: Sequence[Placeholder], func: Any) -> None:
+        """Note that an operation on placeholders has made one."""
 
-    def note_written(self, ghost: Ghost, ghosts: Sequence[Ghost], func: Any) -> None:
-        """Note that an operation on ghosts has changed one of them in place."""
+    def note_written(
+        self, placeholder: Placeholder, placeholders: Sequence[Placeholder], func: Any
+    ) -> None:
+        """Note that an operation on placeholders has changed one of them in place."""
 
     def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call a function of torch that is given ghosts."""
+        """Call a function of torch that is given placeholders."""
         args, kwargs = resolved((args, kwargs))
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
@@ -71,10 +73,10 @@ class Scene:
         return False
 
     def note_change(self) -> None:
-        """Note that a ghost has got another shape."""
+        """Note that a placeholder has got another shape."""
 
-    def note_asked(self, ghost: Ghost) -> None:
-        """Note that the forward asks a ghost for a number."""
+    def note_asked(self, placeholder: Placeholder) -> None:
+        """Note that the forward asks a placeholder for a number."""
 
     def __enter__(self) -> Self:
         self._outer = here.scene
@@ -89,15 +91,15 @@ class _Here(local):
     """What runs on this thread."""
 
     scene: Scene | None = None
-    """The forward that is running, if it knows ghosts."""
+    """The forward that is running, if it knows placeholders."""
 
 
 here = _Here()
 _nowhere = Scene(_META)
 
 
-class Ghost(torch.Tensor):
-    """A tensor without data: operations on it give ghosts, and cost next to nothing."""
+class Placeholder(torch.Tensor):
+    """A tensor without data: operations on it give placeholders, and cost next to nothing."""
 
     meta: torch.Tensor
     _device: torch.device
@@ -123,7 +125,7 @@ class Ghost(torch.Tensor):
         device: torch.device,
         *,
         parameter: bool = False,
-    ) -> Ghost:
+    ) -> Placeholder:
         """A tensor with what a meta tensor knows, on a device."""
         made = torch.Tensor._make_wrapper_subclass(  # pyright: ignore[reportAttributeAccessIssue]
             cls,
@@ -163,23 +165,25 @@ class Ghost(torch.Tensor):
         return self._device if self.value is None else self.value.device
 
     @classmethod
-    def of(cls, tensor: torch.Tensor, maker: str, stage: int, *, parameter: bool = False) -> Ghost:
+    def of(
+        cls, tensor: torch.Tensor, maker: str, stage: int, *, parameter: bool = False
+    ) -> Placeholder:
         """What is left of a tensor without its data."""
         return cls(as_meta(tensor), maker, stage, tensor.device, parameter=parameter)
 
-    def typed(self, dtype: torch.dtype) -> Ghost:
+    def typed(self, dtype: torch.dtype) -> Placeholder:
         """The same with another type."""
         return self._like(self.meta.to(dtype))
 
-    def _like(self, meta: torch.Tensor) -> Ghost:
-        made = Ghost(meta, self.maker, self.stage, self.device, parameter=self.parameter)
+    def _like(self, meta: torch.Tensor) -> Placeholder:
+        made = Placeholder(meta, self.maker, self.stage, self.device, parameter=self.parameter)
         made.owner = self.owner
         return made
 
     def __repr__(self) -> str:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return f"Ghost({self.maker!r}, {self.dtype}, {list(self.shape)})"
+        return f"Placeholder({self.maker!r}, {self.dtype}, {list(self.shape)})"
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Ghost:
+    def __deepcopy__(self, memo: dict[int, Any]) -> Placeholder:
         # Its own attributes do not change, except that it gets its data, which a copy has not.
         return self._like(self.meta)
 
@@ -199,9 +203,9 @@ class Ghost(torch.Tensor):
     ) -> Any:
         kwargs = kwargs or {}
         leaves, spec = pytree.tree_flatten((args, kwargs))
-        ghosts = [leaf for leaf in leaves if isinstance(leaf, Ghost)]
-        scene = here.scene or Scene(ghosts[0].device)
-        source = scene.source(ghosts)
+        placeholders = [leaf for leaf in leaves if isinstance(leaf, Placeholder)]
+        scene = here.scene or Scene(placeholders[0].device)
+        source = scene.source(placeholders)
         if func is torch.ops.aten._local_scalar_dense.default:
             raise _no_data(source, "a number")
         if scene.mixed:
@@ -224,19 +228,19 @@ class Ghost(torch.Tensor):
         # An operation in place gives the tensor itself.
         same = {id(meta): leaf for meta, leaf in zip(metas, leaves, strict=True)}
 
-        def ghostly(meta: torch.Tensor) -> Ghost:
-            ghost = same.get(id(meta))
-            if not isinstance(ghost, Ghost):
-                made = Ghost(meta, source.maker, source.stage, device)
-                scene.note_made(made, ghosts, func)
+        def as_made(meta: torch.Tensor) -> Placeholder:
+            placeholder = same.get(id(meta))
+            if not isinstance(placeholder, Placeholder):
+                made = Placeholder(meta, source.maker, source.stage, device)
+                scene.note_made(made, placeholders, func)
                 return made
-            if (meta.shape, meta.stride()) != (ghost.shape, ghost.stride()):
+            if (meta.shape, meta.stride()) != (placeholder.shape, placeholder.stride()):
                 scene.note_change()
-            scene.note_written(ghost, ghosts, func)
-            ghost.maker, ghost.meta = source.maker, meta
-            return ghost
+            scene.note_written(placeholder, placeholders, func)
+            placeholder.maker, placeholder.meta = source.maker, meta
+            return placeholder
 
-        return pytree.tree_map_only(torch.Tensor, ghostly, output)
+        return pytree.tree_map_only(torch.Tensor, as_made, output)
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,10 +250,10 @@ class Absent:
     shape: tuple[int, ...]
     dtype: torch.dtype
 
-    def as_ghost(self, device: torch.device) -> Ghost:
+    def as_placeholder(self, device: torch.device) -> Placeholder:
         """What a forward sees of it."""
         meta = torch.empty(self.shape, dtype=self.dtype, device="meta")
-        return Ghost(meta, "an argument of the model", 0, device)
+        return Placeholder(meta, "an argument of the model", 0, device)
 
 
 pytree.register_pytree_node(
@@ -261,21 +265,23 @@ pytree.register_pytree_node(
 
 def as_meta(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor on the meta device with the same shape, strides and type."""
-    if isinstance(tensor, Ghost):
+    if isinstance(tensor, Placeholder):
         return tensor.meta
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=_META)
 
 
 def resolved(tree: Any) -> Any:
-    """A tree with the data of those ghosts that have got theirs."""
+    """A tree with the data of those placeholders that have got theirs."""
     return pytree.tree_map_only(
-        Ghost, lambda ghost: ghost if ghost.value is None else ghost.value, tree
+        Placeholder,
+        lambda placeholder: placeholder if placeholder.value is None else placeholder.value,
+        tree,
     )
 
 
 def _without_data(leaf: Any) -> Any:
     if isinstance(leaf, torch.Tensor):
-        # Ghosts may have one meta tensor in common, and some operations change its shape in place.
+        # Several may have one meta tensor in common, and some operations change its shape.
         return as_meta(leaf).detach()
     return _META if isinstance(leaf, torch.device) else leaf
 
@@ -295,7 +301,7 @@ def _on_zeros(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _require_no_writing(
-    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], source: Ghost
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], source: Placeholder
 ) -> None:
     """Raise if an operation would write what is not here into a tensor that is."""
     if not func._schema.is_mutable:
@@ -304,7 +310,7 @@ def _require_no_writing(
         if argument.alias_info is None or not argument.alias_info.is_write:
             continue
         written = args[place] if place < len(args) else kwargs.get(argument.name)
-        if isinstance(written, torch.Tensor) and not isinstance(written, Ghost):
+        if isinstance(written, torch.Tensor) and not isinstance(written, Placeholder):
             raise PartitionError(
                 f"the forward writes ({func}) a value of {source.maker!r} into a tensor that every "
                 "stage has, but only one stage has that value; make a new tensor instead, or cut "
@@ -312,7 +318,7 @@ def _require_no_writing(
             )
 
 
-def _no_data(source: Ghost, what: str) -> PartitionError:
+def _no_data(source: Placeholder, what: str) -> PartitionError:
     return PartitionError(
         f"the forward asks for {what}, which depends on the data that {source.maker!r} gives, but "
         "only one stage has that data, while each stage goes through the forward; cut the model "

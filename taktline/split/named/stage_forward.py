@@ -1,8 +1,8 @@
 """What a piece that was cut by names does beside its modules: takes part, and hands on.
 
-The first call of a kind goes through the model's forward with ghosts (:mod:`passage`). It leaves a
-script, with which others of its kind go through it quickly (:mod:`script`), and for a plain forward
-a program, with which they need not (:mod:`program`).
+The first call of a kind goes through the model's forward with placeholders (:mod:`passage`). It
+leaves a script, with which others of its kind go through it quickly (:mod:`script`), and for a
+plain forward a program, with which they need not (:mod:`program`).
 """
 
 from __future__ import annotations
@@ -20,22 +20,23 @@ from torch.utils import _pytree as pytree
 from taktline.errors import PartitionError
 from taktline.split.named import program
 from taktline.split.named.changes import Changes
-from taktline.split.named.ghost import Absent, Ghost
+from taktline.split.named.course import Course
 from taktline.split.named.kind import Call, Kind
+from taktline.split.named.layout import Layout
 from taktline.split.named.lent import copies
 from taktline.split.named.passage import FirstPassage, Leave, OtherTypes, Passage
+from taktline.split.named.placeholder import Absent, Placeholder
 from taktline.split.named.plain import guards_of
 from taktline.split.named.recent import Recent
 from taktline.split.named.repeat import Repeat, Unlike
 from taktline.split.named.script import Surroundings
-from taktline.split.named.skeleton import Skeleton
 from taktline.split.named.stand_in import is_gate
 from taktline.split.named.twin import autocast_of, look
-from taktline.split.named.walk import Course, device_of, walk
+from taktline.split.named.walk import device_of, walk
 from taktline.split.named.watch import inner_of, watching
 from taktline.stage.names import unwrapped
 
-__all__ = ["Role", "crossings_of"]
+__all__ = ["StageForward", "crossings_of"]
 
 _BY_HAND = "cut the model by hand, or with taktline.pipeline, which traces it"
 _UNKNOWN = object()
@@ -47,15 +48,15 @@ def crossings_of(piece: nn.Module) -> list[str]:
 
     Nothing for other modules, or if no call was seen yet.
     """
-    role: Role | None = vars(piece).get("_role")
-    course = None if role is None else role.skeleton.course
-    if role is None or course is None or role._is_last:
+    stage_forward: StageForward | None = vars(piece).get("_stage_forward")
+    course = None if stage_forward is None else stage_forward.layout.course
+    if stage_forward is None or course is None or stage_forward._is_last:
         return []
-    begun = f"{role.skeleton.cuts[role.stage]} (an argument)"
+    begun = f"{stage_forward.layout.cuts[stage_forward.stage]} (an argument)"
     return [
-        *([begun] * len(course.crossings[role.stage])),
-        *map(str, course.beside[role.stage]),
-        *(["numbers that the forward asks for"] if course.numbers[role.stage] else []),
+        *([begun] * len(course.crossings[stage_forward.stage])),
+        *map(str, course.beside[stage_forward.stage]),
+        *(["numbers that the forward asks for"] if course.numbers[stage_forward.stage] else []),
     ]
 
 
@@ -64,10 +65,10 @@ def _crossing(course: Course) -> Any:
 
 
 @dataclass(eq=False, slots=True)
-class Role:
+class StageForward:
     """One stage of a model, and what it has learned of calls."""
 
-    skeleton: Skeleton
+    layout: Layout
     stage: int
     _known: Recent[Kind] = field(default_factory=Recent)
     _types: Mapping[torch.dtype, torch.dtype] = field(default_factory=dict)
@@ -77,8 +78,8 @@ class Role:
     _changed: frozenset[str] = frozenset()
     """The names of that."""
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Role:
-        return Role(self.skeleton, self.stage)  # what is known is of these very modules
+    def __deepcopy__(self, memo: dict[int, Any]) -> StageForward:
+        return StageForward(self.layout, self.stage)  # what is known is of these very modules
 
     def run(
         self,
@@ -98,14 +99,14 @@ class Role:
             torch.is_grad_enabled(),
             autocast_of(device),
             device,
-            self.skeleton.retyped,
+            self.layout.retyped,
             modes,
         )
         # Taken out meanwhile: a script is for one call at a time.
         kind = self._known.pop(key, None)
         if kind is None:
             if not modes:
-                self.skeleton.follow(piece)
+                self.layout.follow(piece)
             kind = self._learn(came, device, is_measured=modes > 0)
             kind.is_open &= not modes  # in which tensors may have no data, or operations be counted
         if not modes and not kind.changed <= self._changed:
@@ -141,7 +142,7 @@ class Role:
             output = kind.program.run(values)
             return output[0] if self._is_last else kind.handed_on(output, came)
         if kind.script is not None:
-            place = (self.skeleton, self.stage, values, device, kind)
+            place = (self.layout, self.stage, values, device, kind)
             try:
                 return self._pass(Repeat(*place, script=kind.script), forward, kind, came)
             except Unlike:
@@ -158,11 +159,11 @@ class Role:
         came: Call,
         device: torch.device,
     ) -> Any:
-        """Go through the forward with ghosts, and note what may help others of its kind."""
-        containers = {name: piece.get_submodule(name) for name in sorted(self.skeleton.containers)}
+        """Go through the forward with placeholders, and note what may help others of its kind."""
+        containers = {name: piece.get_submodule(name) for name in sorted(self.layout.containers)}
         around = Surroundings(list(containers.values()), device) if kind.is_open else None
         versions = program.versions_of(values)
-        units = {name: piece.get_submodule(name) for name in self.skeleton.twins}
+        units = {name: piece.get_submodule(name) for name in self.layout.twins}
         # Not of what was put around a unit since: that calls what it likes.
         own = {name: module for name, module in units.items() if is_gate(module)}
         # What is compiled is not to be watched: its code would be made for that.
@@ -170,14 +171,14 @@ class Role:
             module._compiled_call_impl or unwrapped(module) is not module
             for module in units.values()
         )
-        inner = {} if is_compiled else {**self.skeleton.inner, **inner_of(own)}
-        changes = Changes(self.skeleton.common_of(piece))
+        inner = {} if is_compiled else {**self.layout.inner, **inner_of(own)}
+        changes = Changes(self.layout.common_of(piece))
         changes.keep()
         tries = 0
         while True:  # with the types that are known, with none, and whatever they are
             tries += 1
             passage = FirstPassage(
-                *(self.skeleton, self.stage, values, device, kind),
+                *(self.layout, self.stage, values, device, kind),
                 types=self._types,
                 around=around,
                 last=tries == 3,
@@ -189,13 +190,13 @@ class Role:
                 self._types = other.types
                 changes.undo()
                 continue
-            is_watched = bool(inner) or not self.skeleton.inner
+            is_watched = bool(inner) or not self.layout.inner
             self._require_like(kind, passage.order, changes.changed(), is_watched=is_watched)
             kind.script, kind.program = passage.script, None
             kind.is_open = kind.script is not None
             passage.check_around()
             if passage.seen is not None and kind.is_plain:
-                whole = self.skeleton
+                whole = self.layout
                 plain = guards_of(whole.kind, containers, whole.twins, whole.hooked)
                 if plain is not None:
                     returned = [output] if self._is_last else output[0]
@@ -216,7 +217,7 @@ class Role:
 
     @property
     def _is_last(self) -> bool:
-        return self.stage == self.skeleton.stages - 1
+        return self.stage == self.layout.stages - 1
 
     def _received(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -240,7 +241,7 @@ class Role:
         kind = Kind.of(came, device)
         call = kind.call(came)
         self._require_not_recorded(call[1])
-        whole = self.skeleton
+        whole = self.layout
         if is_measured and whole.course is not None and whole.example == look(call):
             course = whole.course
         else:
@@ -251,7 +252,7 @@ class Role:
             leaves, spec = pytree.tree_flatten(call)
             kind.needed = tuple(
                 isinstance(leaf, torch.Tensor)
-                and not isinstance(leaf, Ghost)
+                and not isinstance(leaf, Placeholder)
                 # What is whole numbers is small, and may be what other micro-batches depend on.
                 and (not leaf.is_floating_point() or self._is_missed(leaves, place, spec, course))
                 for place, leaf in enumerate(leaves)
@@ -262,10 +263,10 @@ class Role:
     def _have_own(self, piece: nn.Module, changed: frozenset[str]) -> None:
         """Have of this stage alone what each stage changes."""
         if not self._is_last:
-            self.skeleton.separate(piece, changed - self._changed)
-            Changes(self.skeleton.common_of(piece), changed - self._changed).separate()
+            self.layout.separate(piece, changed - self._changed)
+            Changes(self.layout.common_of(piece), changed - self._changed).separate()
         self._changed |= changed
-        self._changes = Changes(self.skeleton.common_of(piece), self._changed)
+        self._changes = Changes(self.layout.common_of(piece), self._changed)
 
     def _require_like(
         self, kind: Kind, order: Sequence[str], changed: set[str], *, is_watched: bool
@@ -278,7 +279,7 @@ class Role:
             )
         expects = kind.order
         if expects is not None and not is_watched:
-            expects = tuple(name for name in expects if name in self.skeleton.twins)
+            expects = tuple(name for name in expects if name in self.layout.twins)
         if expects is None or tuple(order) == expects:
             return
         pairs = zip_longest(order, expects)
@@ -296,10 +297,12 @@ class Role:
         if course.is_guessed:
             return True  # which would take many tries
         leaf = leaves[place]
-        ghost = Absent(tuple(leaf.shape), leaf.dtype).as_ghost(leaf.device)
-        args, kwargs = pytree.tree_unflatten([*leaves[:place], ghost, *leaves[place + 1 :]], spec)
+        placeholder = Absent(tuple(leaf.shape), leaf.dtype).as_placeholder(leaf.device)
+        args, kwargs = pytree.tree_unflatten(
+            [*leaves[:place], placeholder, *leaves[place + 1 :]], spec
+        )
         try:
-            without = walk(self.skeleton, args, kwargs)
+            without = walk(self.layout, args, kwargs)
         except Exception:
             return True  # somebody looks at its data
         return _crossing(without) != _crossing(course)
@@ -309,14 +312,14 @@ class Role:
 
         Most do so unless told otherwise. No stage could give the cache of all layers.
         """
-        names = self.skeleton.arguments
+        names = self.layout.arguments
         if "use_cache" not in names[len(args) :] or kwargs.get("use_cache") is not None:
             return kwargs
         return {**kwargs, "use_cache": False}
 
     def _require_not_recorded(self, kwargs: dict[str, Any]) -> None:
         """Raise if a model of transformers is to collect what layers give, in all stages."""
-        config = getattr(self.skeleton.bones, "config", None)
+        config = getattr(self.layout.bones, "config", None)
         for name in ("output_hidden_states", "output_attentions", "use_cache"):
             default = name != "use_cache" and getattr(config, name, False)
             if kwargs.get(name, default):
@@ -335,7 +338,7 @@ class Role:
         text = "call by_names with an example= of what the model is called with"
         for name in {**course.calls, **course.units}:
             stages = course.calls.get(name, ())
-            homes = self.skeleton.homes[name]
+            homes = self.layout.homes[name]
             away = {*stages, *course.units.get(name, ())} - homes
             if away:
                 raise PartitionError(
@@ -343,9 +346,9 @@ class Role:
                     f"{min(homes)}; {text}"
                 )
         for name, used in course.uses.items():
-            away = used - self.skeleton.users[name]
+            away = used - self.layout.users[name]
             if away:
                 raise PartitionError(
                     f"the forward uses the parameter {name!r} in stage {min(away)}, but it lies in "
-                    f"stage {min(self.skeleton.users[name])}; {text}"
+                    f"stage {min(self.layout.users[name])}; {text}"
                 )
