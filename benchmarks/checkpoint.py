@@ -9,6 +9,7 @@ python benchmarks/checkpoint.py --width 1024 --rounds 5
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
 import shutil
 import time
@@ -21,7 +22,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 import torch.multiprocessing as mp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
@@ -29,6 +29,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 import taktline as tl
 from taktline.checkpoint import background
 
+dcp: Any = importlib.import_module("torch.distributed.checkpoint")
 RANKS = 2
 
 

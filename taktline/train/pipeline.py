@@ -461,7 +461,7 @@ class Pipeline(AsModule):
     def save(
         self,
         folder: str | os.PathLike[str],
-        optimizer: Optimizer | list[Optimizer] | None = None,
+        optimizer: Optimizer | Sequence[Optimizer] | None = None,
         *,
         scheduler: Any = None,
         scaler: Any = None,
@@ -501,7 +501,7 @@ class Pipeline(AsModule):
     def load(
         self,
         folder: str | os.PathLike[str],
-        optimizer: Optimizer | list[Optimizer] | None = None,
+        optimizer: Optimizer | Sequence[Optimizer] | None = None,
         *,
         scheduler: Any = None,
         scaler: Any = None,

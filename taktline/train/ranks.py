@@ -12,8 +12,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore, ProcessGroup
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
 
 from taktline.checks import require_whole
 from taktline.errors import MismatchError, TransportError
@@ -218,7 +220,7 @@ def _own_store() -> dict[str, Any]:
     restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     if restart == "0":
         return {}
-    store, rank, size = next(dist.rendezvous("env://"))
+    store, rank, size = next(rendezvous("env://"))
     return {"store": PrefixStore(f"taktline/{restart}", store), "rank": rank, "world_size": size}
 
 
