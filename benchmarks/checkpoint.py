@@ -77,16 +77,17 @@ def measure(rank: int, options: argparse.Namespace, folder: str) -> None:
         )
 
     verbs: dict[str, Callable[[], object]] = {
-        "save": lambda: pipe.save(ours, optimizer, keep=1),
+        "save": lambda: pipe.save(ours, optimizer),
         "dcp.save": lambda: dcp.save(dcp_state(), checkpoint_id=theirs),
         "load": lambda: pipe.load(ours, optimizer),
         "dcp.load": dcp_load,
-        "async_save": lambda: pipe.save(beside, optimizer, keep=1, async_save=True),
+        "async_save": lambda: pipe.save(beside, optimizer, async_save=True),
     }
     for _ in range(options.rounds + 1):
         for name, do in verbs.items():
-            if name == "dcp.save" and rank == 0:
-                shutil.rmtree(theirs, ignore_errors=True)
+            room = {"save": ours, "dcp.save": theirs, "async_save": beside}.get(name)
+            if room is not None and rank == 0:
+                shutil.rmtree(room, ignore_errors=True)  # what is removed is not measured
             times.setdefault(name, []).append(timed(do))
             background.wait(beside)
     if rank == 0:
