@@ -13,6 +13,7 @@ True
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ __all__ = ["Loaded", "latest", "load", "load_into", "save"]
 def save(
     folder: str | os.PathLike[str],
     schedule: Schedule,
-    optimizer: Optimizer | list[Optimizer] | None = None,
+    optimizer: Optimizer | Sequence[Optimizer] | None = None,
     *,
     scheduler: Any = None,
     scaler: Any = None,
@@ -59,7 +60,7 @@ def save(
 def load(
     folder: str | os.PathLike[str],
     schedule: Schedule,
-    optimizer: Optimizer | list[Optimizer] | None = None,
+    optimizer: Optimizer | Sequence[Optimizer] | None = None,
     *,
     scheduler: Any = None,
     scaler: Any = None,
@@ -79,7 +80,7 @@ def load(
 
 def load_into(
     model: nn.Module,
-    optimizer: Optimizer | list[Optimizer] | None = None,
+    optimizer: Optimizer | Sequence[Optimizer] | None = None,
     folder: str | os.PathLike[str] | None = None,
     *,
     scheduler: Any = None,

@@ -556,7 +556,7 @@ class Pipeline(AsModule, ForCheckpoints):
     def save(
         self,
         folder: str | os.PathLike[str],
-        optimizer: Optimizer | list[Optimizer] | None = None,
+        optimizer: Optimizer | Sequence[Optimizer] | None = None,
         *,
         scheduler: Any = None,
         scaler: Any = None,
@@ -596,7 +596,7 @@ class Pipeline(AsModule, ForCheckpoints):
     def load(
         self,
         folder: str | os.PathLike[str],
-        optimizer: Optimizer | list[Optimizer] | None = None,
+        optimizer: Optimizer | Sequence[Optimizer] | None = None,
         *,
         scheduler: Any = None,
         scaler: Any = None,

@@ -8,11 +8,14 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
 
 from taktline.checks import require_whole
 from taktline.errors import MismatchError, TransportError
@@ -184,7 +187,7 @@ def meet(
     with _connecting():
         if not dist.is_initialized():
             backend = "gloo" if device.type == "cpu" else None
-            dist.init_process_group(backend, timeout=timeout)
+            dist.init_process_group(backend, timeout=timeout, **_own_store())
             atexit.register(_leave)
         if mesh is None:
             mesh = _mesh(ranks, data_parallel, device)
@@ -210,6 +213,15 @@ def meet(
             'data: name one "dp"'
         )
     return found
+
+
+def _own_store() -> dict[str, Any]:
+    """Where restarted processes meet: torchrun's store has the addresses of the earlier ones."""
+    restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    if restart == "0":
+        return {}
+    store, rank, size = next(rendezvous("env://"))
+    return {"store": PrefixStore(f"taktline/{restart}", store), "rank": rank, "world_size": size}
 
 
 def _own_groups(mesh: DeviceMesh, timeout: timedelta | None) -> Groups:

@@ -32,7 +32,7 @@ __all__ = ["Report", "kill_at_random"]
 
 RANKS = 2
 STEPS = 10
-PATIENCE = 60.0
+PATIENCE = 120.0
 """Seconds in which a rank that was left behind must know of it."""
 
 
@@ -89,9 +89,13 @@ def kill_at_random(kills: int, seed: int, *, show: bool = False) -> Report:
 
 
 def _strike(home: Path, victims: Sequence[int], after: float, report: Report) -> None:
+    for mark in home.glob("met-*"):
+        mark.unlink()
     processes = _start(home)
     time.sleep(after)
-    for rank in victims:
+    # Before they have met, a rank waits in torch for as long as that does.
+    met = len(list(home.glob("met-*"))) == RANKS
+    for rank in victims if met else range(RANKS):
         os.kill(processes[rank], signal.SIGKILL)
     report.kills += 1
     _end(processes, report)
@@ -110,6 +114,7 @@ def _start(home: Path) -> list[int]:
                 sys.stderr = open(home / f"stderr-{rank}", "a")  # noqa: SIM115
                 faulthandler.register(signal.SIGUSR1, sys.stderr)
                 if _met(rank, store):
+                    (home / f"met-{rank}").touch()
                     _train(home)
                 code = 0
             except tl.TaktlineError as error:

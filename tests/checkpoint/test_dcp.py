@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_state_dict,
@@ -19,6 +19,7 @@ import taktline as tl
 from tests.checkpoint.training import Data, DropLM, mesh_of, pipeline
 from tests.workers import Workers
 
+dcp: Any = importlib.import_module("torch.distributed.checkpoint")
 STEPS = 2
 
 
@@ -45,7 +46,9 @@ def moved(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's own
         if place:
-            state = dict(zip("mo", get_state_dict(pipe, optimizer, options=options), strict=True))
+            state: Any = dict(
+                zip("mo", get_state_dict(pipe, optimizer, options=options), strict=True)
+            )
             dcp.load(state, checkpoint_id=f"{folder}/{place - 1}", process_group=group)
             set_state_dict(
                 pipe,
@@ -89,7 +92,7 @@ def test_names_of_a_pipeline() -> None:
     assert list(pipe.named_buffers()) == list(model.named_buffers())
     optimizer = torch.optim.AdamW(pipe.parameters())
     found: Any = get_state_dict(pipe, optimizer)  # pyright: ignore[reportArgumentType]
-    expected = get_state_dict(model, torch.optim.AdamW(model.parameters()))
+    expected: Any = get_state_dict(model, torch.optim.AdamW(model.parameters()))
     assert list(found[0]) == list(expected[0])
     assert found[1]["state"].keys() == expected[1]["state"].keys()
     assert found[1]["param_groups"] == expected[1]["param_groups"]

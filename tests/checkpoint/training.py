@@ -86,7 +86,9 @@ class Training:
             {"params": [p for n, p in named if p.dim() > 1]},
             {"params": [p for n, p in named if p.dim() < 2], "weight_decay": 0.0},
         ]
-        self.optimizer = torch.optim.AdamW([g for g in groups if g["params"]], lr=1e-2)
+        self.optimizer: torch.optim.Optimizer = torch.optim.AdamW(
+            [g for g in groups if g["params"]], lr=1e-2
+        )
         self.schedulers = [
             LinearLR(self.optimizer, total_iters=8),
             MultiStepLR(self.optimizer, [3, 5], gamma=0.5),
