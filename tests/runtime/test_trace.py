@@ -339,7 +339,7 @@ class TestErrors:
                 pass
             with pytest.raises(ScheduleError, match="there is no timeline"):
                 _ = trace.timeline
-        assert repr(trace) == "Trace()"
+        assert repr(trace) == "Trace(nothing)"
 
 
 class TestProfiler:
