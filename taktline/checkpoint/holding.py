@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from taktline.checkpoint.names import joined, same, tied_names
 from taktline.checks import Either, read
 from taktline.errors import CheckpointError, MismatchError, TaktlineError, restore, text_of
 from taktline.runtime.schedule import Schedule
@@ -163,13 +164,15 @@ class Holding:
         def called(stage: int, name: str) -> str:
             return f"{stage}.{name}" if repeated else name
 
-        aliases = same({called(s, n): v for s, state in states.items() for n, v in state.items()})
-        aliases |= tied_names([called(*use) for use in tie.uses] for tie in ties)
+        aliases = joined(
+            same({called(s, n): v for s, state in states.items() for n, v in state.items()}),
+            tied_names([called(*use) for use in tie.uses] for tie in ties),
+        )
         return cls(
             [
-                Held(first_name(called(stage, name), aliases), value, weight(value, stage))
+                Held(aliases.get(each, each), value, weight(value, stage))
                 for stage, state in states.items()
-                for name, value in state.items()
+                for each, value in ((called(stage, name), value) for name, value in state.items())
             ],
             [stage.submod for stage in schedule._stages],
             aliases,
@@ -198,33 +201,6 @@ class Holding:
 def state_of(module: nn.Module) -> dict[str, torch.Tensor]:
     """The parameters and lasting buffers of a module, by their names in the user's model."""
     return {**named_parameters(module), **named_buffers(module, persistent=True)}
-
-
-def same(state: Mapping[str, torch.Tensor]) -> dict[str, str]:
-    """The later names of what has several, and the first one.
-
-    >>> one = torch.ones(1)
-    >>> same({"embed": one, "norm": torch.ones(1), "head": one})
-    {'head': 'embed'}
-    """
-    first: dict[int, str] = {}
-    return {
-        name: first[id(value)]
-        for name, value in state.items()
-        if first.setdefault(id(value), name) != name
-    }
-
-
-def tied_names(ties: Iterable[Sequence[str]]) -> dict[str, str]:
-    """The same for the names of tied weights, those of each in the order of its stages."""
-    return {name: names[0] for names in ties for name in names[1:] if name != names[0]}
-
-
-def first_name(name: str, aliases: Mapping[str, str]) -> str:
-    """The name that stands for all others."""
-    while name in aliases:
-        name = aliases[name]
-    return name
 
 
 def weight(value: torch.Tensor, stage: int) -> int:

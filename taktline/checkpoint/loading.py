@@ -16,7 +16,7 @@ import torch
 from taktline.checkpoint.background import wait
 from taktline.checkpoint.box import shard_of
 from taktline.checkpoint.folder import resolve
-from taktline.checkpoint.holding import Holding, first_name
+from taktline.checkpoint.holding import Holding
 from taktline.checkpoint.manifest import Manifest
 from taktline.checkpoint.optimizers import OptimizerState
 from taktline.checkpoint.plain import unpack
@@ -161,7 +161,7 @@ class _Loading:
         tensors, aliases = self._manifest.tensors, self._manifest.aliases
         others = [other for other in self._synonyms.get(name, ()) if other != name]
         for each in (name, *others):
-            for known in (each, first_name(each, aliases)):
+            for known in (each, aliases.get(each, each)):
                 if f"model/{known}" in tensors:
                     return known
         return name
@@ -177,8 +177,8 @@ class _Loading:
     def _check_model(self) -> None:
         holding, tensors, path = self._holding, self._manifest.tensors, self.path
         self._synonyms: dict[str, list[str]] = {}
-        for alias in holding.aliases:
-            self._synonyms.setdefault(first_name(alias, holding.aliases), []).append(alias)
+        for alias, name in holding.aliases.items():
+            self._synonyms.setdefault(name, []).append(alias)
         found = {held.name: self._stored(held.name) for held in holding.held}
         missing = [name for name, stored in found.items() if f"model/{stored}" not in tensors]
         if missing:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from taktline.checkpoint.box import Box
+from taktline.checkpoint.names import joined
 from taktline.checks import conform, loads
 from taktline.errors import CheckpointError, JsonError
 from taktline.meta import DTYPES
@@ -137,7 +138,7 @@ class Manifest:
             content["step"],
             content["files"],
             tensors,
-            content["aliases"],
+            joined(content["aliases"]),
             content["optimizers"],
             content["values"],
         ).checked()
@@ -196,7 +197,7 @@ def merged(parts: Iterable[Part], step: int) -> str:
                 content["optimizers"].append({**optimizer, "groups": [], "state": {}})
             _add_optimizer(content["optimizers"][index], optimizer)
         content["values"] |= part.values
-        content["aliases"] |= part.aliases
+        content["aliases"] = joined(content["aliases"], part.aliases)
     for name, entry in content["tensors"].items():
         held = sum(prod(piece["size"]) for piece in entry["pieces"])
         if held != prod(entry["shape"]):

@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 from taktline import split
-from taktline.checkpoint.holding import first_name, same, state_of, tied_names
+from taktline.checkpoint.holding import state_of
+from taktline.checkpoint.names import joined, same, tied_names
 from taktline.checks import read
 from taktline.errors import PartitionError
 from taktline.plan import Plan
@@ -57,10 +58,8 @@ class Parts:
         }
         ties = {tie for module in self.modules.values() for tie in declared(module)}
         uses = ([self.name(*use) for use in tie.uses] for tie in ties)
-        aliases = {**same(here), **self.aliases, **tied_names(uses)}
         alike: dict[str, set[str]] = {}
-        for name in aliases:
-            first = first_name(name, aliases)
+        for name, first in joined(same(here), self.aliases, tied_names(uses)).items():
             alike.setdefault(first, {first}).add(name)
         places = {name: place for place, name in enumerate(self.names)}
         return {
