@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import taktline as tl
-from taktline.transport import find
+from taktline.transport.distributed import Distributed
 from tests.workers import Workers
 
 pytestmark = pytest.mark.processes
@@ -112,7 +112,7 @@ def interrupted(rank: int, group: dist.ProcessGroup) -> str:
     try:
         schedule.step(x, target=x)
     except BaseException as error:
-        find(group, torch.device("cpu")).reconnect()  # others use the group after this
+        Distributed.of(group).reconnect()  # others use the group after this
         return f"{type(error).__name__}: {error}"
     return "nothing"
 
