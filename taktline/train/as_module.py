@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from typing import Any, NoReturn, Self
 
@@ -39,16 +40,16 @@ def as_example(example: Any) -> Any:
     return (example,) if isinstance(example, torch.Tensor) else example
 
 
-class AsModule:
+class AsModule(ABC):
     """The part of a pipeline that is like an ``nn.Module``."""
 
     @property
-    def _built(self) -> Built:
-        raise NotImplementedError
+    @abstractmethod
+    def _built(self) -> Built: ...
 
+    @abstractmethod
     def eval(self, *args: Any, **options: Any) -> Any:
         """See :meth:`taktline.Pipeline.eval`."""
-        raise NotImplementedError
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The outputs of a batch, as :meth:`eval` returns them; to train, call :meth:`step`.
