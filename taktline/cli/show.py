@@ -44,6 +44,16 @@ class By(StrEnum):
     step = auto()
 
 
+Colour = Annotated[
+    bool | None,
+    typer.Option(
+        "--colour/--no-colour",
+        "--color/--no-color",
+        help="Colours; by default in a terminal only.",
+    ),
+]
+
+
 def show(
     targets: Annotated[
         list[str],
@@ -71,14 +81,7 @@ def show(
     width: Annotated[
         int | None, typer.Option(min=20, help="Columns of the terminal, or pixels of an SVG.")
     ] = None,
-    colour: Annotated[
-        bool | None,
-        typer.Option(
-            "--colour/--no-colour",
-            "--color/--no-color",
-            help="Colours; by default in a terminal only.",
-        ),
-    ] = None,
+    colour: Colour = None,
 ) -> None:
     """Draw plans: in the terminal, as SVG, as a page to explore, or as a trace for Perfetto.
 

@@ -164,20 +164,13 @@ class Pipeline(AsModule, ForCheckpoints):
     ) -> None:
         _check(microbatches, stages_per_rank, mesh, seed, dynamic_shapes)
         _check_extras(report_stragglers, state_dict)
-        functions = {"loss_fn": loss_fn, "prepare": prepare, "on_preempt": on_preempt}
-        for name, function in functions.items():
-            if function is not None:
-                require_callable(name, function)
-        if isinstance(cuts, str):
-            cuts = cuts_of(cuts, require_instance("model", model, nn.Module))
-        if cuts is not None:
-            cuts = require_iterable("cuts", cuts, "a list of names of submodules", PartitionError)
+        _check_functions(loss_fn=loss_fn, prepare=prepare, on_preempt=on_preempt)
         options = Options(
             schedule=schedule,
             microbatches=microbatches,
             ranks=ranks,
             stages_per_rank=stages_per_rank,
-            cuts=cuts,
+            cuts=_names_of(cuts, model),
             mesh=mesh,
             data_parallel=data_parallel,
             prepare=prepare,
@@ -274,8 +267,8 @@ class Pipeline(AsModule, ForCheckpoints):
         Args:
             args: the model's arguments.
             target: what ``loss_fn`` compares the output with; nothing without ``loss_fn``.
-            return_outputs: True gives ``(loss, outputs)`` on every rank; ``"last"`` sends nothing,
-                and gives None instead of outputs on all ranks but that of the last stage.
+            return_outputs: True returns ``(loss, outputs)`` on every rank; ``"last"`` sends
+                nothing, and returns None for outputs on all ranks but that of the last stage.
             scaler: multiplies the loss for the backward; made by :meth:`scaler`.
             losses: a list to be filled with the loss of each micro-batch.
             aux_losses: a list to be filled with what :func:`taktline.add_loss` has added.
@@ -565,7 +558,7 @@ class Pipeline(AsModule, ForCheckpoints):
         keep: int | None = None,
         async_save: bool = False,
     ) -> Path:
-        """Save the model and its training into a folder of saves; gives the path of the new one.
+        """Save the model and its training into a folder of saves; returns the path of it.
 
         Every rank calls it, and writes its own part. The save appears whole or not at all. It has
         the step counter and the random number generators, too, and :meth:`load` takes it into any
@@ -605,7 +598,7 @@ class Pipeline(AsModule, ForCheckpoints):
         """Load what :meth:`save` has written, in whatever layout; every rank calls it.
 
         Each reads what it needs. If anything does not fit, every rank raises the same
-        :class:`CheckpointError`, and nothing is changed. Gives ``path``, ``step`` and ``extra``.
+        :class:`CheckpointError`, and nothing is changed. Returns ``path``, ``step`` and ``extra``.
 
         Args:
             folder: a save, or a folder of saves, of which the latest one that is whole is taken.
@@ -740,6 +733,21 @@ class Pipeline(AsModule, ForCheckpoints):
         if self._live is None:
             return repr(self)
         return "\n".join(filter(None, (repr(self), str(self._live.table), str(self._live.cutting))))
+
+
+def _names_of(cuts: Any, model: Any) -> list[str] | None:
+    """Where stages begin, from a layout or a list."""
+    if isinstance(cuts, str):
+        cuts = cuts_of(cuts, require_instance("model", model, nn.Module))
+    if cuts is None:
+        return None
+    return require_iterable("cuts", cuts, "a list of names of submodules", PartitionError)
+
+
+def _check_functions(**functions: Any) -> None:
+    for name, function in functions.items():
+        if function is not None:
+            require_callable(name, function)
 
 
 def _check_extras(report_stragglers: Any, state_dict: Any) -> None:

@@ -78,14 +78,18 @@ def auto(
     memory = {cut: _size(whole, cut.unit) for cut in costs}
     division = balance(_joined(costs, starts), n, memory=_joined(memory, starts), limits=limits)
     cuts = [starts[bound] for bound in division.bounds[1:-1]]
-    # What is called several times in a stage is there once.
-    parts = _parts(list(costs), cuts)
-    sizes = tuple(sum({cut.unit: memory[cut] for cut in part}.values()) for part in parts)
     names = tuple(map(str, cuts))
     pieces = by_names(model, names, example=example)
     unit = "milliseconds" if measure else "operations"
+    sizes = _stage_sizes(memory, cuts)
     pieces.division = Division(replace(division, stage_memory=sizes), ("", *names), unit)
     return pieces
+
+
+def _stage_sizes(memory: Mapping[Cut, int], cuts: Sequence[Cut]) -> tuple[int, ...]:
+    """The bytes of each stage; what is called several times in one is there once."""
+    parts = _parts(list(memory), cuts)
+    return tuple(sum({cut.unit: memory[cut] for cut in part}.values()) for part in parts)
 
 
 @dataclass(frozen=True, slots=True)
