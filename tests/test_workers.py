@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from taktline.transport.distributed import Distributed
 from tests.workers import Workers, WorkersFailed, WorkersLost
 
 pytestmark = pytest.mark.processes
@@ -233,3 +234,22 @@ def test_stop_leaves_no_process(own_workers: Workers) -> None:
     own_workers.stop()
     own_workers.stop()
     assert not set(pids) & {child.pid for child in multiprocessing.active_children()}
+
+
+def _exchange(rank: int, group: dist.ProcessGroup) -> list[list[int]]:
+    return Distributed.of(group).exchange([rank])
+
+
+def _leave(rank: int, group: dist.ProcessGroup) -> None:
+    transport = Distributed.of(group)
+    transport.exchange([rank])
+    if rank == 0:
+        transport.raised(KeyboardInterrupt())
+
+
+def test_ranks_that_have_left_each_other_meet_again(workers: Workers) -> None:
+    for ranks in (2, 3):
+        assert len(workers.run(_exchange, ranks=ranks)) == ranks
+    workers.run(_leave, ranks=2)
+    for ranks in (2, 3):
+        assert len(workers.run(_exchange, ranks=ranks)) == ranks

@@ -14,8 +14,8 @@ the results come back in the order of the ranks::
         assert workers.run(_sum, 10, ranks=3) == [33.0, 33.0, 33.0]
 
 The workers meet over gloo. Inside the function warnings are errors, as in every test, and torch's
-random numbers begin anew with each call. After a failure the workers meet again in new groups, so
-that a message which nobody has fetched cannot reach the next test.
+random numbers begin anew with each call. After a failure, or where ranks have left each other
+behind, the workers meet again in new groups, so that nothing of it reaches the next test.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ import torch
 import torch.distributed as dist
 
 from taktline.train.groups import end_unused
+from taktline.transport.lifetime import planes
 
 __all__ = ["Workers", "WorkersFailed", "WorkersLost"]
 
@@ -117,7 +118,7 @@ class Workers:
             # Ctrl-C as well: a worker that is still busy would answer the next question with this.
             self._kill()
             raise
-        pool.clean = not _tracebacks(answers)
+        pool.clean = not any(each.traceback or each.left for each in answers.values())
         return answers
 
     def _met(self) -> _Pool:
@@ -160,6 +161,8 @@ class _Answer:
 
     payload: bytes
     traceback: str | None = None
+    left: bool = False
+    """Whether ranks have left each other behind, in any of the groups."""
 
     def load(self) -> Any:
         return pickle.loads(self.payload)
@@ -294,12 +297,16 @@ class _Worker:
         """Do what is asked; whatever goes wrong is an answer too."""
         try:
             if isinstance(request, _Call):
-                return _Answer(pickle.dumps(self._call(request)))
+                return _Answer(pickle.dumps(self._call(request)), left=self._left())
             self.leave()
             self._meet(request.store)
             return _Answer(pickle.dumps(None))
         except BaseException as error:
             return _Answer(_pickled(error), "".join(traceback.format_exception(error)))
+
+    def _left(self) -> bool:
+        plane = planes.get(dist.group.WORLD)
+        return plane is not None and any(member.verdict for member in plane._all())
 
     def leave(self) -> None:
         """Give up all groups."""
