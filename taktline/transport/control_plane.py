@@ -32,7 +32,7 @@ from taktline.transport.lifetime import planes
 from taktline.transport.meeting import Meeting, Message
 from taktline.transport.news import News
 from taktline.transport.peers import Peers, close_sockets
-from taktline.transport.verdict import Cause, Verdict
+from taktline.transport.verdict import OUTSIDE, Cause, Verdict
 
 __all__ = ["Member", "Plane", "Watched"]
 
@@ -231,7 +231,7 @@ class Plane:
         """An error has ended this program."""
         text = f"{type(error).__name__}: {text_of(error, 2000)}"
         if any(member.verdict is None for member in self._all()):
-            self.announce(Verdict(Cause.RAISED, self.process, text, "outside of a step"))
+            self.announce(Verdict(Cause.RAISED, self.process, text, OUTSIDE))
 
     def _send(self, message: Message, processes: Collection[int]) -> threading.Event:
         done = threading.Event()

@@ -28,7 +28,7 @@ from taktline.transport.frames import agreed, framed
 from taktline.transport.lanes import Lane, by_size, lanes_between
 from taktline.transport.rendezvous import Rendezvous
 from taktline.transport.sockets import PeerFailure, Sockets
-from taktline.transport.verdict import Cause, Verdict
+from taktline.transport.verdict import OUTSIDE, Cause, Verdict
 
 __all__ = ["Distributed"]
 
@@ -205,7 +205,7 @@ class Distributed:
 
     def _leave(self, verdict: Verdict) -> None:
         """End every wait for these ranks; on the plane's thread."""
-        if self._sockets is not None:
+        if self._sockets is not None and not self._still_exchanges(verdict):
             self._sockets.shut()
         for lanes in self._lanes.values():
             for lane in lanes:
@@ -216,9 +216,19 @@ class Distributed:
             if self._backend == "nccl" and abort is not None:
                 abort()
 
+    def _still_exchanges(self, verdict: Verdict) -> bool:
+        """Whether numbers are exchanged as far as they come: the rank has sent all of its own.
+
+        It may have ended by an error that all ranks are just agreeing on. If an exchange needs more
+        of it, the end of its sockets says so.
+        """
+        return verdict.where == OUTSIDE and verdict.process != self.processes[self.rank]
+
     def _met(self) -> Sockets:
         """The sockets to the other ranks, which all ranks make together."""
-        if self.verdict is not None:
+        if self.verdict is not None and not (
+            self._sockets is not None and self._still_exchanges(self.verdict)
+        ):
             raise self._error(self.verdict)
         if self._sockets is None:
             assert self.plane is not None  # there are other ranks

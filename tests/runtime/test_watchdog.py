@@ -143,7 +143,7 @@ def test_a_process_ends_that_cannot_leave_a_collective(workers: Workers, tmp_pat
         workers.run(stuck, str(log), ranks=2, timeout=30)
     assert info.value.died == {0: watchdog.STUCK}
     assert re.fullmatch(
-        "rank 1 has raised RuntimeError: out of luck in 1F0, and left the others behind\n"
+        "rank 1 has raised RuntimeError in 1F0, and left the others behind: out of luck\n"
         r"rank 0 is in grad_norm\(\), for .* seconds?, and cannot leave a collective that waits "
         "for others: its process ends, with exit code 84\n",
         log.read_text(),
@@ -278,8 +278,8 @@ def test_a_watch_that_is_dropped_is_not_kept(ranks: Any) -> None:
 @pytest.mark.parametrize(
     ("action", "state"),
     [
-        ("1F0", "1F0 for 0.0 seconds: computes"),
-        ("1REDUCE_GRAD", "1REDUCE_GRAD for 0.0 seconds: waits for the replicas"),
+        ("1F0", r"1F0 for 0\.\d seconds: computes"),
+        ("1REDUCE_GRAD", r"1REDUCE_GRAD for 0\.\d seconds: waits for the replicas"),
     ],
 )
 def test_a_reduction_waits_and_a_forward_computes(ranks: Any, action: str, state: str) -> None:
@@ -289,7 +289,7 @@ def test_a_reduction_waits_and_a_forward_computes(ranks: Any, action: str, state
     run = Instruction(parsed, lambda: None, None, "the replicas")
     with watch, ThreadPoolExecutor(1) as other:
         watch.program = Program([0], [run], [])
-        assert other.submit(ranks.state).result()[0].startswith(state)
+        assert re.match(state, other.submit(ranks.state).result()[0])
 
 
 def heavy_backward(until: threading.Event) -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from taktline.errors import MismatchError, TransportError
+from taktline.errors import LostRankError, MismatchError, TransportError
 from taktline.transport import Channel, Handle, Transport, distributed, find, frames, local, sockets
 from taktline.transport.distributed import Distributed
 from taktline.transport.local import LocalTransport
@@ -170,6 +170,46 @@ def test_ranks_are_counted_within_the_group(workers: Workers, per_channel: bool)
         (0, 2, 3, [[1], [3]]),
         None,
         (1, 2, 1, [[1], [3]]),
+    ]
+
+
+def end_after_an_exchange(rank: int, group: dist.ProcessGroup) -> list[Any]:
+    """Rank 0 ends by an error while rank 2 has still to send its numbers to rank 1."""
+    transport = Distributed.of(group)
+    transport.exchange([rank])
+    assert transport._sockets is not None
+    assert transport.plane is not None
+    send = transport._sockets._send
+
+    def send_late(messages: dict[int, bytes]) -> None:
+        send({0: messages[0]})
+        assert transport._member.told.wait(SOON / 2)
+        send({1: messages[1]})
+
+    if rank == 2:
+        transport._sockets._send = send_late
+    found: list[Any] = [transport.exchange([rank])]
+    if rank == 0:
+        transport.plane.raised(MismatchError("they do not fit"))
+    else:
+        transport._sockets._send = send
+        with pytest.raises(LostRankError) as caught:
+            transport.exchange([rank])
+        found.append(str(caught.value))
+    return found
+
+
+@pytest.mark.processes
+def test_a_rank_that_ends_does_not_disturb_the_exchange_it_has_ended(workers: Workers) -> None:
+    story = (
+        "rank 0 has raised MismatchError outside of a step, and left the others behind: they do "
+        "not fit"
+    )
+    everyone = [[0], [1], [2]]
+    assert workers.run(end_after_an_exchange, ranks=3, timeout=SOON) == [
+        [everyone],
+        [everyone, story],
+        [everyone, story],
     ]
 
 
