@@ -73,10 +73,6 @@ class Watched(Protocol):
         """Look at it; called some times a second."""
         ...
 
-    def signalled(self, signals: bytes) -> None:
-        """Hear of signals, by their numbers."""
-        ...
-
 
 class Plane:
     """The sockets of this process to all others of the job, and the thread that minds them."""
@@ -103,7 +99,7 @@ class Plane:
         self._arrived = threading.Condition(self._lock)
         self._outgoing: list[tuple[Message, Collection[int], threading.Event]] = []
         self._selector = selectors.DefaultSelector()
-        self._wake_end, self.wake_fd = _pipe()
+        self._wake_end, self._wake_fd = _pipe()
         self._closing = self._forgotten = False
         self._selector.register(self._wake_end, selectors.EVENT_READ, self._woken)
         self._peers = Peers(meeting, self._selector, self)
@@ -225,7 +221,7 @@ class Plane:
     def wake(self) -> None:
         """Let the thread look at once."""
         with suppress(OSError):
-            os.write(self.wake_fd, b"\0")
+            os.write(self._wake_fd, b"\0")
 
     def raised(self, error: BaseException) -> None:
         """An error has ended this program."""
@@ -268,7 +264,7 @@ class Plane:
         if self._forgotten:
             self._meeting.forget()
         os.close(self._wake_end)
-        os.close(self.wake_fd)
+        os.close(self._wake_fd)
 
     def _tick(self) -> None:
         for each in self.watched:
@@ -298,11 +294,7 @@ class Plane:
             done.set()
 
     def _woken(self, end: int) -> None:
-        data = os.read(end, 4096)
-        # What Python writes there is the number of a signal that the main thread may be deaf to.
-        if any(data):
-            for each in self.watched:
-                each.signalled(data)
+        os.read(end, 4096)
 
     def greet(self, process: int) -> list[Message]:
         """What a process is told that has just connected: whatever the others know."""

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import gc
 import logging
-import os
 import re
-import signal
 import threading
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
@@ -163,9 +160,7 @@ class Ranks:
         self.news = self
         self.watched: tuple[Any, ...] = ()
         self.state: Any = None
-        self.wake_fd = os.open(os.devnull, os.O_WRONLY | os.O_NONBLOCK)
         self.given_up: list[str] = []
-        self.interrupted = 0
 
     def report(self, processes: Any) -> str:
         return f"  rank 0: {self.state()[0]}"
@@ -176,15 +171,10 @@ class Ranks:
     def give_up(self, verdict: str) -> None:
         self.given_up.append(verdict)
 
-    def interrupt(self) -> None:
-        self.interrupted += 1
-
 
 @pytest.fixture
-def ranks() -> Iterator[Any]:
-    made = Ranks()
-    yield made
-    os.close(made.wake_fd)
+def ranks() -> Any:
+    return Ranks()
 
 
 def test_a_step_that_goes_on_is_not_told_of(ranks: Any) -> None:
@@ -238,31 +228,6 @@ def test_a_wait_that_outlasts_the_timeout_is_given_up(ranks: Any) -> None:
         watch.doing = "waits for the replicas"
         watch.tick()
     assert ranks.given_up == ["the replicas"]
-
-
-def test_only_the_interrupt_that_raises_ends_a_wait(ranks: Any) -> None:
-    watch = Watch("Schedule1F1B", ranks)
-    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        watch.signalled(bytes([signal.SIGTERM]))
-        assert ranks.interrupted == 0
-        watch.signalled(bytes([signal.SIGINT]))
-        assert ranks.interrupted == 1
-        signal.signal(signal.SIGINT, lambda *_: None)
-        watch.signalled(bytes([signal.SIGINT]))
-        assert ranks.interrupted == 1
-    finally:
-        signal.signal(signal.SIGINT, handler)
-
-
-def test_signals_are_heard_of_only_while_a_step_runs(ranks: Any) -> None:
-    before = signal.set_wakeup_fd(-1)
-    try:
-        with Watch("Schedule1F1B", ranks):
-            assert signal.set_wakeup_fd(ranks.wake_fd, warn_on_full_buffer=False) == ranks.wake_fd
-        assert signal.set_wakeup_fd(-1) == -1
-    finally:
-        signal.set_wakeup_fd(before)
 
 
 def test_a_watch_that_is_dropped_is_not_kept(ranks: Any) -> None:

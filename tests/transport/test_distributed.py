@@ -35,7 +35,7 @@ SOON = 60.0
 
 GRADIENTS = [False, True]
 PER_CHANNEL = pytest.mark.parametrize(
-    "per_channel", [False, True], ids=["by tag", "by group per channel"]
+    "per_channel", [False, True], ids=["by lanes", "by group per channel"]
 )
 
 
@@ -44,7 +44,7 @@ def opened(
     group: dist.ProcessGroup, per_channel: bool, channels: list[Channel]
 ) -> Iterator[Distributed]:
     """A transport whose ranks are all done in the end."""
-    transport = Distributed(group, group_per_channel=per_channel)
+    transport = Distributed(group, lanes=not per_channel)
     transport.open(channels)
     yield transport
     transport.exchange([0])
@@ -234,15 +234,15 @@ def test_each_channel_gets_one_group_of_its_two_ends(workers: Workers) -> None:
     ]
 
 
-def open_tags(rank: int, group: dist.ProcessGroup) -> int:
+def open_lanes(rank: int, group: dist.ProcessGroup) -> tuple[int, int]:
     transport = Distributed(group)
     transport.open(both_ways())
-    return len(transport._links)
+    return len(transport._links), len(transport._lanes)
 
 
 @pytest.mark.processes
-def test_over_gloo_a_pair_has_one_link(workers: Workers) -> None:
-    assert workers.run(open_tags) == [1, 1]
+def test_over_gloo_a_pair_has_lanes_and_no_link(workers: Workers) -> None:
+    assert workers.run(open_lanes) == [(0, 1), (0, 1)]
 
 
 EXTREMES = [0, -1, 2**63 - 1, -(2**63)]
@@ -319,7 +319,7 @@ def test_numbers_and_messages_and_those_of_others_do_not_mix(workers: Workers, f
 def run_per_channel(rank: int, group: dist.ProcessGroup, case: Case) -> tuple[Result, list[int]]:
     """A case over groups for channels, run twice; also how many groups there were after each."""
     before = distributed._known.pop(group, None)
-    transport = Distributed(group, group_per_channel=True)
+    transport = Distributed(group, lanes=False)
     distributed._known[group] = {"cpu": transport}
     try:
         run_pipelined(rank, group, case)
@@ -503,16 +503,16 @@ def test_an_exchange_has_its_limits() -> None:
         frames.framed(numbers, "a trace")
 
 
-CUT = "LostRankError: the connection of rank 0 to rank 1 was reset (a test), though both live"
+CUT = "LostRankError: the connection of rank 0 to rank 1 was reset (activations from rank 0 to rank 1), though both live"
 SAID = {
     "[pair.cc:534] Connection closed by peer [::1]:9": CUT,
     "NCCL error: remote process exited or there was": CUT,
     "Timed out waiting 1000ms for recv operation": "StallError: rank 1 has not answered in time",
     "input tensor has to be contiguous": (
-        "TransportError: rank 0 cannot talk to rank 1 (a test): input tensor has to be contiguous"
+        "TransportError: rank 0 cannot talk to rank 1 (activations from rank 0 to rank 1): input tensor has to be contiguous"
     ),
     "[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate": (
-        "TransportError: rank 0 cannot talk to rank 1 (a test): [enforce fail"
+        "TransportError: rank 0 cannot talk to rank 1 (activations from rank 0 to rank 1): [enforce fail"
     ),
 }
 
@@ -529,7 +529,7 @@ def became(rank: int, group: dist.ProcessGroup, said: str) -> str:
         raise RuntimeError(said)
 
     with pytest.raises(TransportError) as caught:
-        transport._poster(post, "a test", 1, 1, 0)(torch.zeros(1))
+        transport._poster(post, Channel(0, 1, False), 1)(torch.zeros(1))
     if transport.verdict is None:
         transport.give_up(Verdict(Cause.LOST, transport.processes[0]))
     return f"{type(caught.value).__name__}: {caught.value}"
