@@ -87,6 +87,18 @@ class Placement:
         """How many stages there are."""
         return len(self.rank_of)
 
+    @property
+    def shape(self) -> str:
+        """How many stages lie on how many ranks.
+
+        >>> Placement.v(4).shape, Placement.custom([0, 0, 1]).shape
+        ('4 ranks × 2 stages', '3 stages on 2 ranks')
+        """
+        ranks = counted(self.ranks, "rank")
+        if len(set(map(len, self._held))) > 1:
+            return f"{counted(self.stages, 'stage')} on {ranks}"
+        return f"{ranks} × {counted(self.stages // self.ranks, 'stage')}"
+
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """The stages that a rank holds, in the order of the model."""
         if not 0 <= require_whole("rank", rank) < self.ranks:
