@@ -8,8 +8,8 @@ from math import prod
 from typing import Any, TypeAlias
 
 import torch
-from torch.utils import _pytree as pytree
 
+from taktline import pytree
 from taktline.errors import SignatureError
 from taktline.plan.words import counted
 from taktline.sharding import Sharding, is_sharded, local

@@ -13,8 +13,8 @@ from threading import local
 from typing import Any, Self, TypeVar
 
 import torch
-from torch.utils import _pytree as pytree
 
+from taktline import pytree
 from taktline.errors import LossError, SkipError
 
 __all__ = [

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
+from taktline import pytree
 from taktline.errors import BatchError
 from taktline.plan.words import counted
 from taktline.runtime.digest import digest_of

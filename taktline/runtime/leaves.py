@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import TreeSpec, tree_flatten
 
 from taktline.errors import BatchError
 from taktline.meta import TensorMeta
 from taktline.plan.words import counted
+from taktline.pytree import TreeSpec, tree_flatten
 from taktline.sharding import is_sharded
 
 if TYPE_CHECKING:

@@ -10,8 +10,8 @@ from itertools import pairwise
 from typing import Any, TypeAlias
 
 import torch
-from torch.utils import _pytree as pytree
 
+from taktline import pytree
 from taktline.checks import require_flag
 from taktline.errors import BatchError
 from taktline.plan.words import counted

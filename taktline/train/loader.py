@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 from torch.utils.data import Dataset, IterableDataset
 
+from taktline import pytree
 from taktline.errors import DataError, SignatureError
 from taktline.train.outputs import shared
 from taktline.train.ranks import Ranks

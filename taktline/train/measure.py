@@ -12,10 +12,10 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.autograd.graph import saved_tensors_hooks
 from torch.func import functional_call
-from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
+from taktline import pytree
 from taktline.meta import as_arguments, name_of
 from taktline.side_values import Aside, Skip
 from taktline.split.balanced.recurrent import RECURRENT

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils import _pytree as pytree
 
+from taktline import pytree
 from taktline.errors import SignatureError, TaktlineError
 from taktline.meta import Signature, TensorMeta
 from taktline.sharding import is_sharded

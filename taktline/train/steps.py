@@ -9,8 +9,8 @@ from typing import Any, Literal, TypeAlias, TypeVar
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
+from taktline import pytree
 from taktline.checks import require_instance, require_one_of
 from taktline.errors import BatchError, StageError
 from taktline.runtime.schedule import Schedule

@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
+
+from taktline import pytree
 
 __all__ = ["Call", "Entry", "Tape"]
 

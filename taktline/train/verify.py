@@ -15,8 +15,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
-from torch.utils import _pytree as pytree
 
+from taktline import pytree
 from taktline.checks import read, require_instance
 from taktline.errors import UseError
 from taktline.plan import Kind

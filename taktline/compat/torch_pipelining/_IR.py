@@ -12,11 +12,11 @@ import torch
 from torch import fx, nn
 from torch.distributed import ProcessGroup
 from torch.export import ExportedProgram
-from torch.utils._pytree import tree_leaves
 
 from taktline import split
 from taktline.compat.torch_pipelining import of_torch
 from taktline.compat.torch_pipelining.stage import build_stage
+from taktline.pytree import tree_leaves
 from taktline.split import SplitPoint, pipe_split
 from taktline.split.traced.cut import cut
 from taktline.split.traced.markers import tracing

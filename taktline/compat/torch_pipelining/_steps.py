@@ -16,7 +16,6 @@ from typing import Any
 from weakref import proxy
 
 import torch
-from torch.utils._pytree import tree_map_only
 
 from taktline.compat.torch_pipelining import microbatch
 from taktline.compat.torch_pipelining import schedules as torchs
@@ -30,6 +29,7 @@ from taktline.errors import (
     text_of,
 )
 from taktline.errors.as_in_torch import as_in_torch
+from taktline.pytree import tree_map_only
 from taktline.runtime.bind import Bound, Signatures
 from taktline.runtime.losses import warn_if_uneven
 from taktline.runtime.runner import Runner

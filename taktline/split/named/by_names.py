@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
+from taktline import pytree
 from taktline.checks import refuse, require_instance, require_iterable
 from taktline.errors import PartitionError
 from taktline.split.named.chain import sliced

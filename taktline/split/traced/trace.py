@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch.utils import _pytree as pytree
 
+from taktline import pytree
 from taktline.errors import PartitionError
 from taktline.split.traced.beside import recording, with_losses
 from taktline.split.traced.markers import SplitPoint, marked, require_outside, tracing
