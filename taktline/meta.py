@@ -11,8 +11,8 @@ import torch
 
 from taktline import pytree
 from taktline.errors import SignatureError
-from taktline.plan.words import counted
 from taktline.sharding import Sharding, is_sharded, local
+from taktline.text import counted
 
 __all__ = ["DTYPES", "Leaf", "Signature", "TensorMeta", "as_arguments", "flatten", "name_of"]
 

@@ -26,8 +26,8 @@ from taktline.cli.options import (
 )
 from taktline.plan import Timeline, find, names, simulate
 from taktline.plan.timeline_io import is_timeline
-from taktline.plan.words import counted
 from taktline.render.scale import shared_axis
+from taktline.text import counted
 
 __all__ = ["compare"]
 

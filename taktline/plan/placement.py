@@ -17,7 +17,7 @@ from itertools import chain
 
 from taktline.checks import require_iterable, require_whole, shown
 from taktline.errors import NoSuchRankError, PlanError
-from taktline.plan.words import counted
+from taktline.text import counted
 
 __all__ = ["MOST_RANKS", "MOST_STAGES", "Placement"]
 

@@ -24,7 +24,7 @@ from taktline.plan.above import above
 from taktline.plan.action import LARGEST, Action, Kind, Overlap, parse
 from taktline.plan.placement import MOST_RANKS, Placement
 from taktline.plan.rows import IntArray, Rows
-from taktline.plan.words import counted
+from taktline.text import counted
 
 __all__ = ["Level", "Plan"]
 

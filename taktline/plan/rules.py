@@ -15,7 +15,7 @@ from taktline.plan.action import Action, Kind
 from taktline.plan.deps import HOPS, Needs, Where, channels, exists, needs
 from taktline.plan.plan import Level, Plan
 from taktline.plan.rows import BoolArray, IntArray
-from taktline.plan.words import counted
+from taktline.text import counted
 
 __all__ = ["RULES", "Subject", "Violation", "sizes"]
 

@@ -27,7 +27,7 @@ from taktline.plan.memory import peak_memory
 from taktline.plan.plan import Plan
 from taktline.plan.rows import FloatArray, IntArray
 from taktline.plan.validate import require_valid
-from taktline.plan.words import counted
+from taktline.text import counted
 
 __all__ = ["Span", "Timeline"]
 

@@ -21,9 +21,9 @@ from taktline.plan.deps import needs
 from taktline.plan.memory import memory_curve
 from taktline.plan.rows import BoolArray, FloatArray, IntArray
 from taktline.plan.timeline import Timeline
-from taktline.plan.words import counted
 from taktline.render.palette import COLOURS, MEANINGS, MEMORY, is_dark, shades
 from taktline.render.scale import shared_axis
+from taktline.text import counted
 
 __all__ = ["to_html"]
 

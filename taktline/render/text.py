@@ -18,9 +18,9 @@ from taktline.plan.plan import Level, Plan
 from taktline.plan.timeline import Timeline
 from taktline.plan.validate import validate
 from taktline.plan.walk import unit_run
-from taktline.plan.words import counted
 from taktline.render.palette import MEANINGS
 from taktline.render.scale import nice_ticks, shared_axis
+from taktline.text import counted
 
 __all__ = ["chart", "grid", "legend"]
 

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from taktline.errors import BatchError
 from taktline.meta import TensorMeta
-from taktline.plan.words import counted
 from taktline.pytree import TreeSpec, tree_flatten
 from taktline.sharding import is_sharded
+from taktline.text import counted
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor

@@ -14,9 +14,9 @@ import torch
 from taktline import pytree
 from taktline.checks import require_flag
 from taktline.errors import BatchError
-from taktline.plan.words import counted
 from taktline.runtime.leaves import bounds
 from taktline.runtime.step_data import Feed
+from taktline.text import counted
 
 __all__ = ["LossWeights", "Wanted", "by_rows", "mean_of", "scales", "warn_if_uneven"]
 

@@ -19,7 +19,6 @@ from taktline.errors import (
     text_of,
 )
 from taktline.plan import Plan
-from taktline.plan.words import by_rank, counted
 from taktline.runtime.agreement import (
     Call,
     Introduction,
@@ -44,6 +43,7 @@ from taktline.runtime.tie_gradients import Ties
 from taktline.runtime.together import RankRandom
 from taktline.runtime.watchdog import STALL_SECONDS, Watch, guarded
 from taktline.stage import PipelineStage
+from taktline.text import by_rank, counted
 from taktline.transport import Channel, Transport, find
 from taktline.transport.control import share_error, share_texts
 from taktline.transport.distributed import Distributed

@@ -12,10 +12,10 @@ from torch.distributed import ProcessGroup
 from taktline.checks import require_iterable, require_whole, shown
 from taktline.errors import PartitionError
 from taktline.meta import as_arguments
-from taktline.plan.words import counted
 from taktline.split.on_meta.materialise import materialise
 from taktline.stage import PipelineStage
 from taktline.stage.ties import Tie, declare, find
+from taktline.text import counted
 
 __all__ = ["Pieces", "by_hand"]
 

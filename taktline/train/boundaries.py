@@ -8,6 +8,7 @@ from typing import NamedTuple
 from torch import nn
 
 from taktline.split.named.stage_forward import crossings_of
+from taktline.text import table
 from taktline.train.measure import Needs
 
 __all__ = ["Boundaries", "Crossing"]
@@ -67,8 +68,4 @@ class Boundaries(Mapping[int, tuple[Crossing, ...]]):
             for place, (what, dtype, shape, nbytes) in enumerate(found):
                 ends = ["", ""] if place else [str(stage), str(stage + 1)]
                 lines.append([*ends, what, dtype, str(list(shape)), f"{nbytes:,}"])
-        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-        return "\n".join(
-            "  ".join([*map(str.ljust, cells[:-1], widths), cells[-1].rjust(widths[-1])])
-            for cells in lines
-        )
+        return table(lines, left=lines[0][:-1])

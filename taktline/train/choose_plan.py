@@ -8,8 +8,8 @@ from typing import TypeAlias
 from taktline.errors import ScheduleError
 from taktline.plan import Plan, find, read
 from taktline.plan import Schedule as Known
-from taktline.plan.words import counted
 from taktline.runtime.schedule import Schedule
+from taktline.text import counted
 
 __all__ = ["Choice", "opened", "plan_for"]
 

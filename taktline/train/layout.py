@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from torch import nn
 
 from taktline.errors import PartitionError
-from taktline.plan.words import counted
+from taktline.text import counted
 
 __all__ = ["cuts_of", "stages_of"]
 

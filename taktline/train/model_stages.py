@@ -17,9 +17,9 @@ from taktline.checkpoint.names import joined, same, tied_names
 from taktline.checks import read
 from taktline.errors import PartitionError
 from taktline.plan import Plan
-from taktline.plan.words import counted
 from taktline.split import Pipe
 from taktline.stage.ties import declared
+from taktline.text import counted
 from taktline.train.refusal import explained
 from taktline.transport import Transport
 from taktline.transport.control import share_texts

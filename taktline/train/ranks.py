@@ -19,7 +19,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from taktline.checks import require_whole
 from taktline.errors import MismatchError, TransportError
-from taktline.plan.words import counted
+from taktline.text import counted
 from taktline.train.groups import Groups, end_unused
 from taktline.transport import Transport, find
 from taktline.transport.control import share_floats

@@ -11,8 +11,8 @@ from torch.func import functional_call
 from taktline import split
 from taktline.errors import PartitionError, TaktlineError, text_of
 from taktline.plan import Plan
-from taktline.plan.words import counted
 from taktline.split.named.by_names import as_call
+from taktline.text import counted
 
 __all__ = ["explained"]
 

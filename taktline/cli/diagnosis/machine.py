@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from taktline import __version__
 from taktline.cli.diagnosis.report import Finding, Verdict, of_ranks
-from taktline.plan.words import counted
+from taktline.text import counted
 
 __all__ = ["describe", "judge", "wanted_backend"]
 

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from taktline.plan.words import counted
+from taktline.text import counted
 
 __all__ = ["Finding", "Link", "Report", "Run", "Verdict", "of_ranks"]
 

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from taktline.cli.diagnosis.links import ALL_PAIRS
 from taktline.cli.diagnosis.report import Finding, Link, Report, Run, Verdict
-from taktline.plan.words import counted
+from taktline.text import counted
 
 __all__ = ["show"]
 

@@ -20,6 +20,7 @@ import torch
 from taktline.compat.torch_pipelining import microbatch
 from taktline.compat.torch_pipelining import schedules as torchs
 from taktline.compat.torch_pipelining._calls import CallProgram, Calls, reduced
+from taktline.compat.torch_pipelining._errors import as_in_torch
 from taktline.compat.torch_pipelining._replaced import is_replaced
 from taktline.compat.torch_pipelining._stages import Elsewhere, _PipelineStageBase
 from taktline.errors import (
@@ -28,7 +29,6 @@ from taktline.errors import (
     TaktlineError,
     text_of,
 )
-from taktline.errors.as_in_torch import as_in_torch
 from taktline.pytree import tree_map_only
 from taktline.runtime.bind import Bound, Signatures
 from taktline.runtime.losses import warn_if_uneven

@@ -14,7 +14,7 @@ from taktline.errors import ScheduleError
 from taktline.plan.placement import MOST_STAGES, Placement
 from taktline.plan.plan import Plan
 from taktline.plan.rows import Rows
-from taktline.plan.words import counted
+from taktline.text import counted
 
 __all__ = ["Schedule", "build", "each_rank", "find", "names", "register", "unregister"]
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from difflib import get_close_matches
 from typing import Any
 
 import torch
@@ -23,6 +22,7 @@ from taktline.split.named.twin import look, require_plain
 from taktline.split.named.walk import walk
 from taktline.split.pieces import Pieces
 from taktline.stage.names import unwrapped
+from taktline.text import did_you_mean
 
 __all__ = ["as_call", "by_names", "without_compiler"]
 
@@ -101,13 +101,9 @@ def _checked(model: nn.Module, cuts: Sequence[str]) -> tuple[Cut, ...]:
     read = [Cut.read(text, names) for text in given]
     for place, (cut, begun) in enumerate(zip([cut.unit for cut in read], read, strict=True)):
         if cut not in names:
-            close = get_close_matches(cut, names, 3)
-            listed = ", ".join(map(repr, names[:8])) + (", …" if len(names) > 8 else "")
-            hint = (
-                f"did you mean {' or '.join(map(repr, close))}?" if close else f"there are {listed}"
-            )
             raise PartitionError(
-                f"cuts name {cut!r}, but {type(model).__name__} has no such submodule; {hint}"
+                f"cuts name {cut!r}, but {type(model).__name__} has no such submodule; "
+                f"{did_you_mean(cut, names)}"
             )
         if begun in read[:place]:
             raise PartitionError(f"cuts name {begun!r} twice; a stage can begin there once")
