@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any, NoReturn, Self
 
 import torch
@@ -13,7 +13,7 @@ from taktline.errors import UseError
 from taktline.stage.names import named_modules
 from taktline.train.build import Built
 
-__all__ = ["AsModule", "as_example"]
+__all__ = ["AsModule"]
 
 _BEFORE = "convert the model before you make the pipeline of it"
 _INSTEAD = {
@@ -27,17 +27,6 @@ _INSTEAD = {
     "buffers": "pipe.state_dict() has them",
     "compile": "compile the stages in prepare=, or the model's blocks with block.compile()",
 }
-
-
-def as_example(example: Any) -> Any:
-    """An example as ``Pipeline`` takes it: a mapping holds keyword arguments, a tensor is alone.
-
-    >>> as_example({"input_ids": 1}), as_example((1, 2))
-    (((), {'input_ids': 1}), (1, 2))
-    """
-    if isinstance(example, Mapping):
-        return (), dict(example)
-    return (example,) if isinstance(example, torch.Tensor) else example
 
 
 class AsModule(ABC):

@@ -19,10 +19,11 @@ from taktline import pytree
 from taktline.meta import as_arguments, name_of
 from taktline.side_values import Aside, Skip
 from taktline.split.balanced.recurrent import RECURRENT
+from taktline.split.example import arguments_of
 from taktline.split.named.changes import Changes
 from taktline.transport.containers import note_containers
 
-__all__ = ["Needs", "arguments_of", "measure"]
+__all__ = ["Needs", "measure"]
 
 _log = logging.getLogger("taktline")
 
@@ -38,21 +39,6 @@ class Needs(NamedTuple):
     """Bytes that a forward keeps for its backward."""
     crosses: tuple[tuple[str, tuple[int, ...], int], ...] = ()
     """Of each tensor that goes to the next stage: type, shape and bytes."""
-
-
-def arguments_of(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """An example as positional and keyword arguments.
-
-    >>> arguments_of(((1, 2), {"scale": 3})), arguments_of((1, 2))
-    (((1, 2), {'scale': 3}), ((1, 2), {}))
-    """
-    match example:
-        case (tuple() as args, dict() as kwargs):
-            return args, kwargs
-        case tuple():
-            return example, {}
-        case _:
-            return (example,), {}
 
 
 def measure(modules: Sequence[nn.Module], example: Any) -> list[Needs] | None:

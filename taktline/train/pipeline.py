@@ -35,8 +35,9 @@ from taktline.plan import Kind, Plan
 from taktline.runtime import Trace
 from taktline.runtime.schedule import ArgsSpec, KwargsSpec, LossFn, MergeSpec, Schedule
 from taktline.runtime.watchdog import guarded
+from taktline.split.example import arguments_of
 from taktline.train import state
-from taktline.train.as_module import AsModule, as_example
+from taktline.train.as_module import AsModule
 from taktline.train.boundaries import Boundaries
 from taktline.train.build import Built, Options, build
 from taktline.train.choose_plan import Choice
@@ -192,7 +193,7 @@ class Pipeline(AsModule, ForCheckpoints):
         self._metrics = Metrics()
         self._report = None if report_stragglers is None else StragglerReport(report_stragglers)
         self._preemption = None if on_preempt is None else Preemption(on_preempt, self)
-        self._live: Built | None = build(model, as_example(example), options)
+        self._live: Built | None = build(model, _call_of(example), options)
         self._listen()
 
     @property
@@ -733,6 +734,10 @@ class Pipeline(AsModule, ForCheckpoints):
         if self._live is None:
             return repr(self)
         return "\n".join(filter(None, (repr(self), str(self._live.table), str(self._live.cutting))))
+
+
+def _call_of(example: Any) -> Any:
+    return None if example is None else arguments_of(example)
 
 
 def _names_of(cuts: Any, model: Any) -> list[str] | None:

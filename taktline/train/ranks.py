@@ -17,7 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
-from taktline.checks import require_whole
+from taktline.checks import launched, require_whole
+from taktline.device import gpu_for_each_process
 from taktline.errors import MismatchError, TransportError
 from taktline.text import counted
 from taktline.train.groups import Groups, end_unused
@@ -261,8 +262,7 @@ def _world() -> int:
     """How many processes there are: those that have met, or that a launcher has started."""
     if dist.is_available() and dist.is_initialized():
         return dist.get_world_size()
-    launched = {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys()
-    return int(os.environ["WORLD_SIZE"]) if launched else 1
+    return int(os.environ["WORLD_SIZE"]) if launched() else 1
 
 
 def _device(mesh: DeviceMesh | None) -> torch.device:
@@ -271,8 +271,7 @@ def _device(mesh: DeviceMesh | None) -> torch.device:
         kind = mesh.device_type
     else:
         over_gloo = dist.is_initialized() and dist.get_backend() == "gloo"
-        here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        kind = "cpu" if over_gloo or torch.cuda.device_count() < here else "cuda"
+        kind = "cpu" if over_gloo or not gpu_for_each_process() else "cuda"
     if kind == "cpu":
         return torch.device("cpu")
     local_rank = os.environ.get("LOCAL_RANK")

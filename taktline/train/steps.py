@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, Literal, TypeAlias, TypeVar
 
 import torch
@@ -14,6 +14,7 @@ from taktline import pytree
 from taktline.checks import require_instance, require_one_of
 from taktline.errors import BatchError, StageError
 from taktline.runtime.schedule import Schedule
+from taktline.split.traced.trace import in_mode
 from taktline.train.build import Built
 from taktline.train.outputs import shared_output
 
@@ -87,13 +88,7 @@ def _on_device(values: T, device: torch.device) -> T:
 @contextmanager
 def evaluating(modules: Iterable[nn.Module]) -> Iterator[None]:
     """Inside, modules are in evaluation mode; then each as it was."""
-    modes = {module: {inner: inner.training for inner in module.modules()} for module in modules}
-    try:
-        for module in modes:
-            module.eval()
+    with ExitStack() as stack:
+        for module in modules:
+            stack.enter_context(in_mode(module, training=False))
         yield
-    finally:
-        for module, inner in modes.items():
-            module.train(inner[module])
-            for part, mode in inner.items():
-                part.training = mode

@@ -12,6 +12,7 @@ from torch import nn
 from taktline import pytree
 from taktline.checks import refuse, require_instance, require_iterable
 from taktline.errors import PartitionError
+from taktline.split.example import arguments_of
 from taktline.split.named.chain import sliced
 from taktline.split.named.course import Course
 from taktline.split.named.cuts import Cut
@@ -140,21 +141,15 @@ def _dummy_course(layout: Layout, model: nn.Module) -> Course | None:
 
 def as_call(model: nn.Module, example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments of a call, where the model's tensors are."""
-    if not isinstance(example, tuple):
-        raise PartitionError(
-            f"example must be a tuple of arguments, or (args, kwargs), not a "
-            f"{type(example).__name__}"
-        )
-    if not (len(example) == 2 and isinstance(example[0], tuple) and isinstance(example[1], dict)):
-        example = (example, {})
-    for leaf in pytree.tree_leaves(example):
+    call = arguments_of(example)
+    for leaf in pytree.tree_leaves(call):
         if isinstance(leaf, torch.Tensor):
             require_plain(leaf, "the example has")
     tensors = (*model.parameters(), *model.buffers())
     device = next((tensor.device for tensor in tensors if not tensor.is_meta), None)
     if device is None:
-        return example
-    return pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), example)
+        return call
+    return pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), call)
 
 
 def _without_padding(model: nn.Module, dummy: Any) -> Any:

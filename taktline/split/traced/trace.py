@@ -123,5 +123,6 @@ def in_mode(module: nn.Module, training: bool) -> Iterator[None]:
         module.train(training)
         yield
     finally:
+        module.train(before[module])  # a traced stage changes its graph there
         for part, mode in before.items():
             part.training = mode
