@@ -9,7 +9,7 @@ from torch import nn
 
 from taktline.split.named.stage_forward import crossings_of
 from taktline.text import table
-from taktline.train.measure import Needs
+from taktline.train.measure import StageNeeds
 
 __all__ = ["Boundaries", "Crossing"]
 
@@ -38,7 +38,7 @@ class Boundaries(Mapping[int, tuple[Crossing, ...]]):
         self._crossings = {stage: tuple(found) for stage, found in crossings.items()}
 
     @classmethod
-    def of(cls, modules: Mapping[int, nn.Module], needs: Sequence[Needs | None]) -> Boundaries:
+    def of(cls, modules: Mapping[int, nn.Module], needs: Sequence[StageNeeds | None]) -> Boundaries:
         """Those between some stages, and what was found out about them without data."""
         found: dict[int, list[Crossing]] = {}
         for stage, module in modules.items():

@@ -134,7 +134,7 @@ def build(model: Model, example: Any, asked: Options) -> Built:
             materialise(module, ranks.device, state_dict=asked.state_dict)
         for stage, module in parts.modules.items():
             parts.modules[stage] = _ready(stage, module, ranks, asked)
-    seed = None if asked.seed is None else asked.seed + ranks.copy
+    seed = None if asked.seed is None else asked.seed + ranks.replica
     built = _scheduled(ranks, plan, parts, table, example, {**asked.running, "seed": seed})
     ranks.made.keep_for(built.schedule, *parts.modules.values())
     _require_wrapped(built)
@@ -174,7 +174,7 @@ def _ready(stage: int, module: nn.Module, ranks: Ranks, asked: Options) -> nn.Mo
 
 
 def _require_wrapped(built: Built) -> None:
-    """Raise if copies of a stage would be trained apart from each other."""
+    """Raise if the replicas of a stage would be trained apart from each other."""
     if built.ranks.replicas == 1:
         return
     for stage in built.schedule._stages:
@@ -182,7 +182,7 @@ def _require_wrapped(built: Built) -> None:
         if trains and stage.grad_sync is None:
             dims = ", ".join(map(repr, built.ranks.data_dims))
             raise MismatchError(
-                f"the mesh has room for {built.ranks.replicas} copies of stage "
+                f"the mesh has room for {built.ranks.replicas} replicas of stage "
                 f"{stage.stage_index} ({dims}), and nothing averages their gradients; say "
                 'data_parallel="ddp" or "fsdp", or wrap it in prepare'
             )

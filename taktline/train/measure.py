@@ -23,12 +23,12 @@ from taktline.split.example import arguments_of
 from taktline.split.named.changes import Changes
 from taktline.transport.containers import note_containers
 
-__all__ = ["Needs", "measure"]
+__all__ = ["StageNeeds", "measure"]
 
 _log = logging.getLogger("taktline")
 
 
-class Needs(NamedTuple):
+class StageNeeds(NamedTuple):
     """Of one stage, for one micro-batch."""
 
     work: float
@@ -41,7 +41,7 @@ class Needs(NamedTuple):
     """Of each tensor that goes to the next stage: type, shape and bytes."""
 
 
-def measure(modules: Sequence[nn.Module], example: Any) -> list[Needs] | None:
+def measure(modules: Sequence[nn.Module], example: Any) -> list[StageNeeds] | None:
     """Run the stages on tensors without data; None if that does not work for them."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
 
@@ -80,8 +80,8 @@ def _run(
     states: Sequence[dict[str, torch.Tensor]],
     args: Sequence[Any],
     kwargs: dict[str, Any],
-) -> list[Needs]:
-    found: list[Needs] = []
+) -> list[StageNeeds]:
+    found: list[StageNeeds] = []
     skips: dict[str, Skip] = {}
     for stage, (module, state) in enumerate(zip(modules, states, strict=True)):
         kept = _Kept({_memory(tensor) for tensor in state.values()})
@@ -95,7 +95,7 @@ def _run(
             (name_of(leaf.dtype), tuple(leaf.shape), leaf.nbytes) for leaf in _tensors(handed)
         )
         sends = sum(nbytes for *_, nbytes in crosses)
-        found.append(Needs(work.get_total_flops(), sends, kept.bytes, crosses))
+        found.append(StageNeeds(work.get_total_flops(), sends, kept.bytes, crosses))
     return found
 
 

@@ -12,7 +12,7 @@ from taktline.errors import SignatureError, TaktlineError
 from taktline.meta import Signature, TensorMeta
 from taktline.sharding import is_sharded
 from taktline.train.ranks import Ranks
-from taktline.transport import Transport, find
+from taktline.transport import Transport, transport_of
 from taktline.transport.control import share_error, share_texts
 from taktline.transport.describe import decode, encode
 from taktline.transport.wire import Layout
@@ -39,7 +39,7 @@ def shared(
     """
     if group.size() == 1:
         return value
-    transport, here = find(group, device), group.rank() == owner
+    transport, here = transport_of(group, device), group.rank() == owner
     leaves, spec = pytree.tree_flatten([value if here else None])
     leaves = [leaf.full_tensor() if is_sharded(leaf) else leaf for leaf in leaves]
     signature = _agreed(leaves, spec, transport, owner, what)

@@ -92,7 +92,7 @@ class Pipeline(AsModule, ForCheckpoints):
         stages_per_rank: for schedules that leave it open.
         cuts: names of submodules at which new stages begin; or a layout as Megatron writes it, a
             text such as ``"Et*3|(tt|)*2,L"``.
-        mesh: a device mesh with a dimension "pp", and one that begins with "dp" for copies.
+        mesh: a device mesh with a dimension "pp", and one that begins with "dp" for replicas.
         data_parallel: ``"ddp"`` or ``"fsdp"``: what each stage is wrapped in.
         prepare: called with each stage of this process and its number, once it is on its device
             and before it is wrapped; returns the module to use. For ``torch.compile``, activation
@@ -228,12 +228,12 @@ class Pipeline(AsModule, ForCheckpoints):
 
     @property
     def replica(self) -> int:
-        """Which of the pipelines that train copies of the model this one is, from 0 up."""
-        return self._ranks.copy
+        """Which of the replicas of the pipeline this one is, from 0 up."""
+        return self._ranks.replica
 
     @property
     def replicas(self) -> int:
-        """How many pipelines train copies of the model, each on data of its own."""
+        """How many replicas of the pipeline there are, each on data of its own."""
         return self._ranks.replicas
 
     @property
@@ -455,7 +455,7 @@ class Pipeline(AsModule, ForCheckpoints):
         """Steps inside of ``with pipe.accumulate():`` are reduced together, at its end.
 
         Without it, several steps add up their gradients just as well; what it saves is to average
-        them over the copies in each.
+        them over the replicas in each.
         """
         return self._built.schedule.accumulate()
 

@@ -70,7 +70,7 @@ def run(
     if return_outputs is True:
         output = shared_output(output, ranks, built.plan.placement.rank_of[-1])
     loss = built.schedule.loss
-    return output, None if loss is None else ranks.mean_of_copies(loss)
+    return output, None if loss is None else ranks.mean_of_replicas(loss)
 
 
 def _on_device(values: T, device: torch.device) -> T:

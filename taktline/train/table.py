@@ -16,7 +16,7 @@ from taktline.plan import Costs, Plan, Timeline, peak_memory, simulate
 from taktline.stage.names import named_parameters
 from taktline.text import size_text, table
 from taktline.train.boundaries import Boundaries
-from taktline.train.measure import Needs, measure
+from taktline.train.measure import StageNeeds, measure
 from taktline.transport import Transport
 from taktline.transport.control import share_texts
 
@@ -30,10 +30,10 @@ class Row:
     stage: int
     layers: str
     parameters: int
-    needs: Needs | None
+    needs: StageNeeds | None
 
     @classmethod
-    def of(cls, stage: int, module: nn.Module, needs: Needs | None) -> Row:
+    def of(cls, stage: int, module: nn.Module, needs: StageNeeds | None) -> Row:
         """The row of a module."""
         parameters = named_parameters(module)
         count = sum({id(p): p.numel() for p in parameters.values()}.values())

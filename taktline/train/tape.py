@@ -13,10 +13,10 @@ from torch import nn
 
 from taktline import pytree
 
-__all__ = ["Call", "Entry", "Tape"]
+__all__ = ["ModuleOutput", "Noted", "Tape"]
 
 
-class Call(NamedTuple):
+class ModuleOutput(NamedTuple):
     """One tensor of what a module gave: of its n-th call in a forward, the k-th of its output."""
 
     module: str
@@ -25,7 +25,7 @@ class Call(NamedTuple):
 
 
 @dataclass(slots=True)
-class Entry:
+class Noted:
     """A tensor, and the gradient that has reached it."""
 
     value: torch.Tensor
@@ -36,7 +36,7 @@ class Entry:
 class Tape:
     """What was noted, forward by forward, in the order in which modules have ended."""
 
-    forwards: list[dict[Call, Entry]] = field(default_factory=list)
+    forwards: list[dict[ModuleOutput, Noted]] = field(default_factory=list)
 
     @contextmanager
     def noting(self, root: nn.Module, modules: Mapping[str, nn.Module]) -> Iterator[None]:
@@ -73,13 +73,13 @@ class Tape:
         tensors = [leaf for leaf in pytree.tree_leaves(output) if type(leaf) is torch.Tensor]
         for place, tensor in enumerate(tensors):
             # A copy: what comes next may change it in place.
-            entry = Entry(tensor.detach().clone())
-            self.forwards[-1][Call(name, call, place)] = entry
+            entry = Noted(tensor.detach().clone())
+            self.forwards[-1][ModuleOutput(name, call, place)] = entry
             if tensor.requires_grad:
                 tensor.register_hook(_keeper(entry))
 
 
-def _keeper(entry: Entry) -> Callable[[torch.Tensor], None]:
+def _keeper(entry: Noted) -> Callable[[torch.Tensor], None]:
     def keep(gradient: torch.Tensor) -> None:
         if entry.gradient is None:  # the halves of a backward may both come by
             entry.gradient = gradient.detach().clone()

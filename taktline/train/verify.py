@@ -28,7 +28,7 @@ from taktline.train import state
 from taktline.train.build import Built
 from taktline.train.outputs import shared
 from taktline.train.steps import OPTIONS, run
-from taktline.train.tape import Call, Entry, Tape
+from taktline.train.tape import ModuleOutput, Noted, Tape
 from taktline.transport.control import share_texts
 
 __all__ = ["Difference", "Verification", "verify"]
@@ -112,7 +112,7 @@ def verify(
     mesh = built.ranks.mesh
     if mesh is not None and mesh.ndim > 1:
         raise UseError(
-            "verify() compares one pipeline by itself; make one without copies and tensor "
+            "verify() compares one pipeline by itself; make one without replicas and tensor "
             "parallelism, which has the same stages"
         )
     with guarded(built.ranks.transport, "verify()") as what:
@@ -179,7 +179,7 @@ class _Comparison:
         self.compared = 0
 
     def forwards(
-        self, stage: int, forwards: Sequence[Mapping[Call, Entry]], order: Sequence[int]
+        self, stage: int, forwards: Sequence[Mapping[ModuleOutput, Noted]], order: Sequence[int]
     ) -> None:
         """All that the modules of a stage gave, with the gradients that reached it."""
         by_part = dict(sorted(zip(order, forwards, strict=True)))
@@ -190,7 +190,13 @@ class _Comparison:
                 self._call(call, stage, microbatch, entry, whole, take)
 
     def _call(
-        self, call: Call, stage: int, microbatch: int, entry: Entry, whole: Entry, take: _Take
+        self,
+        call: ModuleOutput,
+        stage: int,
+        microbatch: int,
+        entry: Noted,
+        whole: Noted,
+        take: _Take,
     ) -> None:
         place, last = self._expected.places[call], len(self._expected.places)
         where = (microbatch, stage, call.module)

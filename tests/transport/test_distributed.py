@@ -12,7 +12,16 @@ import torch
 import torch.distributed as dist
 
 from taktline.errors import MismatchError, TransportError
-from taktline.transport import Channel, Handle, Transport, distributed, find, frames, local, sockets
+from taktline.transport import (
+    Channel,
+    Handle,
+    Transport,
+    distributed,
+    frames,
+    local,
+    sockets,
+    transport_of,
+)
 from taktline.transport.distributed import Distributed
 from taktline.transport.local import LocalTransport
 from taktline.transport.one_rank import Alone
@@ -329,16 +338,16 @@ def test_training_over_groups_for_channels_is_that_of_the_plain_model(
 
 
 def find_here(rank: int, group: dist.ProcessGroup) -> tuple[Any, ...]:
-    mine, default = find(group), find()
+    mine, default = transport_of(group), transport_of()
     assert isinstance(mine, Distributed)
     assert isinstance(default, Distributed)
     assert mine.group is group
-    assert find(group) is mine
-    assert find() is default
+    assert transport_of(group) is mine
+    assert transport_of() is default
     assert Distributed.of(group) is mine
 
     def inside(rank: int) -> tuple[bool, int]:
-        transport = find(group)
+        transport = transport_of(group)
         return transport is local.current(), transport.size
 
     return mine.rank, mine.size, default.size, local.run(inside, 3)
@@ -351,7 +360,7 @@ def test_each_group_has_one_transport(workers: Workers) -> None:
 
 
 def test_without_a_process_group_a_rank_is_alone() -> None:
-    transport = find()
+    transport = transport_of()
     assert type(transport) is Alone
     assert (transport.rank, transport.size) == (0, 1)
     assert transport.exchange([1, 2]) == [[1, 2]]
@@ -360,12 +369,12 @@ def test_without_a_process_group_a_rank_is_alone() -> None:
 
 def test_inside_local_ranks_their_transport_is_found() -> None:
     def ask(rank: int) -> tuple[type, int, int]:
-        transport = find()
+        transport = transport_of()
         assert transport is local.current()
         return type(transport), transport.rank, transport.size
 
     assert local.run(ask, 2) == [(LocalTransport, 0, 2), (LocalTransport, 1, 2)]
-    assert type(find()) is Alone
+    assert type(transport_of()) is Alone
 
 
 @pytest.mark.parametrize(
@@ -427,7 +436,7 @@ def test_ranks_in_different_exchanges(workers: Workers, ranks: int, few: int) ->
 def test_local_ranks_in_different_exchanges() -> None:
     def ask(rank: int) -> str:
         with pytest.raises(MismatchError) as caught:
-            find().exchange([rank] * (1 + rank), "step()" if rank else "grad_norm()")
+            transport_of().exchange([rank] * (1 + rank), "step()" if rank else "grad_norm()")
         return str(caught.value)
 
     assert local.run(ask, 2) == [MIXED.format(1)] * 2

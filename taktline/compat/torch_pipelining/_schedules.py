@@ -20,7 +20,7 @@ from taktline.compat.torch_pipelining._stages import (
     like,
     undisturbed,
 )
-from taktline.compat.torch_pipelining._steps import Call, Native, run
+from taktline.compat.torch_pipelining._steps import Native, StepCall, run
 from taktline.errors import BatchError, CallOrderError, ScheduleError, StageUseError
 from taktline.plan import Plan, validate
 from taktline.runtime import get_schedule_class as find_native
@@ -79,7 +79,7 @@ class _PipelineSchedule(torchs._PipelineSchedule, metaclass=Watched):
         micro-batches, in the place of ``args``, ``kwargs`` and ``target``.
         """
         batch = (args, kwargs, target, arg_mbs, kwarg_mbs, target_mbs)
-        return run(self, Call(*batch, losses, return_outputs, loss_kwargs))
+        return run(self, StepCall(*batch, losses, return_outputs, loss_kwargs))
 
     def eval(self, *args: Any, target: Any = None, losses: list | None = None, **kwargs: Any):
         """Run a batch forward only, without gradients; with a target, the losses too."""
