@@ -39,7 +39,7 @@ from taktline.split.example import arguments_of
 from taktline.train import state
 from taktline.train.as_module import AsModule
 from taktline.train.boundaries import Boundaries
-from taktline.train.build import Built, Options, build
+from taktline.train.build import Built, build
 from taktline.train.choose_plan import Choice
 from taktline.train.for_checkpoints import ForCheckpoints
 from taktline.train.generate import Request, generate
@@ -166,7 +166,23 @@ class Pipeline(AsModule, ForCheckpoints):
         _check(microbatches, stages_per_rank, mesh, seed, dynamic_shapes)
         _check_extras(report_stragglers, state_dict)
         _check_functions(loss_fn=loss_fn, prepare=prepare, on_preempt=on_preempt)
-        options = Options(
+        self._loss_fn = loss_fn
+        self._turn = Turn("this pipeline")
+        self._metrics = Metrics()
+        self._report = None if report_stragglers is None else StragglerReport(report_stragglers)
+        self._preemption = None if on_preempt is None else Preemption(on_preempt, self)
+        running = {
+            "loss_fn": loss_fn or of_output,
+            "dynamic_shapes": dynamic_shapes,
+            "args_chunk_spec": args_chunk_spec,
+            "kwargs_chunk_spec": kwargs_chunk_spec,
+            "output_merge_spec": output_merge_spec,
+            "target_chunk_spec": target_chunk_spec,
+        }
+        self._live: Built | None = build(
+            model,
+            None if example is None else arguments_of(example),
+            running,
             schedule=schedule,
             microbatches=microbatches,
             ranks=ranks,
@@ -179,21 +195,7 @@ class Pipeline(AsModule, ForCheckpoints):
             seed=seed,
             state_dict=state_dict,
             timeout=_timedelta(timeout),
-            running={
-                "loss_fn": loss_fn or of_output,
-                "dynamic_shapes": dynamic_shapes,
-                "args_chunk_spec": args_chunk_spec,
-                "kwargs_chunk_spec": kwargs_chunk_spec,
-                "output_merge_spec": output_merge_spec,
-                "target_chunk_spec": target_chunk_spec,
-            },
         )
-        self._loss_fn = loss_fn
-        self._turn = Turn("this pipeline")
-        self._metrics = Metrics()
-        self._report = None if report_stragglers is None else StragglerReport(report_stragglers)
-        self._preemption = None if on_preempt is None else Preemption(on_preempt, self)
-        self._live: Built | None = build(model, _call_of(example), options)
         self._listen()
 
     @property
@@ -286,9 +288,8 @@ class Pipeline(AsModule, ForCheckpoints):
         options |= {"grad_scale": scale}
         report = nullcontext() if self._report is None else self._report.step(self._built)
         with self._turn, report:
-            output, loss = run(
-                self._built, Schedule.step, (args, target, options), lists, return_outputs
-            )
+            step = self._built.schedule.step
+            output, loss = run(self._built, step, (args, target, options), lists, return_outputs)
         self._metrics.note((*args, *options.values()), loss)
         self._end_if_preempted()
         return (loss, output) if return_outputs else loss
@@ -319,7 +320,7 @@ class Pipeline(AsModule, ForCheckpoints):
         wanted = not compared if return_outputs is None else return_outputs
         batch, lists = (args, target, options), (losses, aux_losses)
         with self._turn, evaluating(self.stages.values()):
-            output, loss = run(self._built, Schedule.eval, batch, lists, wanted)
+            output, loss = run(self._built, self._built.schedule.eval, batch, lists, wanted)
         self._end_if_preempted()
         if not wanted:
             return loss
@@ -734,10 +735,6 @@ class Pipeline(AsModule, ForCheckpoints):
         if self._live is None:
             return repr(self)
         return "\n".join(filter(None, (repr(self), str(self._live.table), str(self._live.cutting))))
-
-
-def _call_of(example: Any) -> Any:
-    return None if example is None else arguments_of(example)
 
 
 def _names_of(cuts: Any, model: Any) -> list[str] | None:

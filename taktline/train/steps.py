@@ -50,7 +50,6 @@ def run(
     found: list[list[torch.Tensor] | None] = [None if wanted is None else [] for wanted in lists]
     try:
         output = verb(
-            built.schedule,
             *args,
             target=target,
             losses=found[0],

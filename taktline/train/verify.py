@@ -20,7 +20,7 @@ from taktline import pytree
 from taktline.checks import read, require_instance
 from taktline.errors import UseError
 from taktline.plan import Kind
-from taktline.runtime.schedule import LossFn, Schedule
+from taktline.runtime.schedule import LossFn
 from taktline.runtime.watchdog import guarded
 from taktline.side_values import collect_losses
 from taktline.stage.names import named_buffers, named_modules, named_parameters
@@ -126,7 +126,7 @@ def verify(
         for stage, module in built.parts.modules.items():
             same = _same_modules(built, stage, plain)
             stack.enter_context(tapes[stage].noting(module, same))
-        _, loss = run(built, Schedule.step, _cloned(batch), (None, None), False)
+        _, loss = run(built, built.schedule.step, _cloned(batch), (None, None), False)
         found = _Comparison(expected, tolerance)
         for stage, tape in tapes.items():
             found.forwards(stage, tape.forwards, _order(built, stage, len(tape.forwards)))

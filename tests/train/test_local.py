@@ -14,7 +14,7 @@ import taktline as tl
 from taktline.errors import TransportError
 from taktline.plan import write
 from taktline.train import ranks
-from taktline.train.measure import Needs, measure
+from taktline.train.measure import StageNeeds, measure
 from tests.train.models import CUTS, LM, PARTS, Record, batches, loss_fn, plain, train
 
 TOKENS, TARGET = batches(1)[0]
@@ -284,8 +284,8 @@ def test_what_a_forward_keeps() -> None:
     needs = measure(stages, (torch.ones(2, 4),))
     # Of the first stage its input and its output; weights are there anyway.
     assert needs == [
-        Needs(2 * 2 * 4 * 8, 64, 32 + 64, (("float32", (2, 8), 64),)),
-        Needs(2 * 2 * 8 * 2, 16, 64, (("float32", (2, 2), 16),)),
+        StageNeeds(2 * 2 * 4 * 8, 64, 32 + 64, (("float32", (2, 8), 64),)),
+        StageNeeds(2 * 2 * 8 * 2, 16, 64, (("float32", (2, 2), 16),)),
     ]
 
 
