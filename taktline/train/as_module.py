@@ -11,7 +11,7 @@ from torch import nn
 
 from taktline.errors import UseError
 from taktline.stage.names import named_modules
-from taktline.train.build import Built
+from taktline.train.live import Live
 
 __all__ = ["AsModule"]
 
@@ -29,12 +29,8 @@ _INSTEAD = {
 }
 
 
-class AsModule(ABC):
+class AsModule(Live, ABC):
     """The part of a pipeline that is like an ``nn.Module``."""
-
-    @property
-    @abstractmethod
-    def _built(self) -> Built: ...
 
     @abstractmethod
     def eval(self, *args: Any, **options: Any) -> Any:
