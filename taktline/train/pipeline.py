@@ -33,6 +33,7 @@ from taktline.train.as_module import AsModule
 from taktline.train.boundaries import Boundaries
 from taktline.train.build import Built, build
 from taktline.train.choose_plan import Choice
+from taktline.train.comparison import Verification
 from taktline.train.for_checkpoints import ForCheckpoints
 from taktline.train.generate import Request, generate
 from taktline.train.gradients import Gradients
@@ -47,7 +48,7 @@ from taktline.train.progress import progress
 from taktline.train.report import StragglerReport
 from taktline.train.saved import Saved
 from taktline.train.steps import Outputs, evaluating, run
-from taktline.train.verify import Verification, verify
+from taktline.train.verify import verify
 from taktline.train.wrap import Prepare
 from taktline.transport.turn import Turn
 
