@@ -197,7 +197,7 @@ class _Amounts:
 
     @classmethod
     def of(cls, limits: Sequence[float] = (), **named: Iterable[float]) -> _Amounts:
-        """The numbers given by name, which errors tell, and limits on their sums."""
+        """The numbers, under the name that errors use, and limits on their sums."""
         ((name, values),) = named.items()
         given = require_iterable(name, values, "a list of numbers, one for each layer", CostError)
         exact = [_exact(f"{name} of layer {layer}", value) for layer, value in enumerate(given)]

@@ -221,7 +221,7 @@ def _untransported(subject: Subject, send: Kind, receive: Kind, step: int) -> It
 
 
 def channel_order(subject: Subject) -> Iterator[Violation]:
-    """Receives are posted in the order of their sends; told once for each channel."""
+    """Receives are posted in the order of their sends; reported once for each channel."""
     plan, rows = subject.plan, subject.plan.rows
     if plan.level < Level.LOWERED:
         return

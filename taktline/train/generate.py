@@ -123,7 +123,7 @@ def _agreed(built: Built, request: Request, model: nn.Module | None) -> Callable
 
 
 def _model(built: Built) -> nn.Module | None:
-    """A stage that is a piece of a model of transformers."""
+    """A stage that was cut from a model of transformers."""
     modules = (module for stage in built.schedule._stages for module in stage.submod.modules())
     return next((m for m in modules if callable(getattr(m, "can_generate", None))), None)
 

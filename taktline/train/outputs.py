@@ -33,7 +33,7 @@ def shared_output(output: Any, ranks: Ranks, owner: int) -> Any:
 def shared(
     value: Any, group: dist.ProcessGroup, device: torch.device, owner: int, what: str
 ) -> Any:
-    """What the owner has, on all ranks of a group; if it cannot be told, every rank raises why.
+    """What the owner has, on all ranks of a group; if it cannot be sent, all raise why.
 
     ``what`` is the call that it is for.
     """
@@ -74,6 +74,6 @@ def _agreed(
             error = raised
     # A rank may not know a container: then nobody may go on to send what is in it.
     if any(failed for (failed,) in transport.exchange([int(error is not None)], what)):
-        raise share_error(transport, error) or SignatureError("the value cannot be told")
+        raise share_error(transport, error) or SignatureError("the value cannot be sent")
     assert signature is not None
     return signature

@@ -78,7 +78,7 @@ class Pipeline(AsModule, Gradients, Saved, ForCheckpoints):
             dict of keyword arguments, or a tuple of both.
         schedule: a name, a :class:`Plan`, a CSV or JSON file with one, or a Schedule class.
         microbatches: how many parts a batch is cut into; one with fewer rows has a part for each.
-        loss_fn: what gives the loss of an output and a target. Without one, the loss is the one
+        loss_fn: returns the loss of an output and a target. Without one, the loss is the one
             that the model returns: a number, ``output.loss``, or the only number in a tuple.
         ranks: how many ranks the pipeline has.
         stages_per_rank: for schedules that leave it open.

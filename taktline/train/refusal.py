@@ -20,7 +20,7 @@ __all__ = ["explained"]
 def explained(error: Exception, model: nn.Module, example: Any, plan: Plan | None) -> TaktlineError:
     """What to raise instead of an error in cutting a model.
 
-    ``plan`` tells how many stages there were to be, where the model itself decides where they are.
+    ``plan`` has the number of stages that were asked for, if the cuts were left to us.
     """
     name = type(model).__name__
     own = _own_error(model, example) if _is_from_the_model(error) else None

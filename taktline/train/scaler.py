@@ -12,7 +12,7 @@ __all__ = ["Scaler"]
 
 
 class Scaler(torch.amp.GradScaler):
-    """What :meth:`taktline.Pipeline.scaler` gives; used as any other one.
+    """What :meth:`taktline.Pipeline.scaler` returns; used like any other.
 
     >>> Scaler(Ranks(1, device=torch.device("cpu")), init_scale=4.0).get_scale()
     4.0

@@ -1,4 +1,4 @@
-"""What the modules of a model give in forwards, and the gradients that reach it in backwards."""
+"""Records the outputs of modules in a forward, and the gradients that reach these outputs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["ModuleOutput", "Noted", "Tape"]
 
 
 class ModuleOutput(NamedTuple):
-    """One tensor of what a module gave: of its n-th call in a forward, the k-th of its output."""
+    """One output tensor of a module: of its n-th call in a forward, the k-th tensor."""
 
     module: str
     call: int
@@ -34,13 +34,13 @@ class Noted:
 
 @dataclass
 class Tape:
-    """What was noted, forward by forward, in the order in which modules have ended."""
+    """The records, forward by forward, in the order in which modules return."""
 
     forwards: list[dict[ModuleOutput, Noted]] = field(default_factory=list)
 
     @contextmanager
     def noting(self, root: nn.Module, modules: Mapping[str, nn.Module]) -> Iterator[None]:
-        """Inside, what these modules give in each call of ``root``; not where they run again."""
+        """Inside, record outputs of modules in each call of ``root``; not in recomputation."""
         inside, counts = [False], Counter[str]()
 
         def begin(*_: Any) -> None:

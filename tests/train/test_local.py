@@ -347,7 +347,10 @@ def test_what_is_refused(options: dict[str, Any], text: str) -> None:
     [
         (7, "a model is an nn.Module, a list of stages or a dict of them, not 7"),
         ([nn.Linear(1, 1), 7], "stage 1 is 7, which is no nn.Module"),
-        ({0: nn.Linear(1, 1)}, "puts the stages [0, 1] here, but [1] are not among the pieces"),
+        (
+            {0: nn.Linear(1, 1)},
+            "puts the stages [0, 1] here, but [1] are not among the stages given",
+        ),
         ({0: nn.Linear(1, 1), 5: nn.Linear(1, 1)}, "there is no stage 5"),
         ([nn.Linear(1, 1)] * 3, "3 stages cannot lie on 2 ranks evenly"),
     ],

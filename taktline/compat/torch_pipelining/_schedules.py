@@ -37,7 +37,7 @@ class _PipelineSchedule(torchs._PipelineSchedule, metaclass=Watched):
     _plan_name: str | None = None
     """The plan of Taktline that says the same; None if there is none."""
     dynamic_shapes: bool = False
-    """Set it where what stages give depends on values, not on shapes alone."""
+    """Set it if the outputs of stages have shapes that depend on values."""
     _native: Native | None = None
     """What runs it."""
     _way: int | None = None
@@ -109,7 +109,7 @@ class _PipelineSchedule(torchs._PipelineSchedule, metaclass=Watched):
             self.unsharded_stages.add(stage.stage_index)
 
     def _forget_shapes(self) -> None:
-        """Let stages find out anew what they give."""
+        """Let stages find out anew what they return."""
         for name in [name for name in vars(self) if name.endswith("ward_initialized")]:
             setattr(self, name, False)
 
@@ -206,7 +206,7 @@ class Schedule1F1B(_Single):
 class PipelineScheduleMulti(_Ordered, _PipelineSchedule, torchs.PipelineScheduleMulti):
     """A schedule that runs what ``pipeline_order`` says: for each rank, its computations in order.
 
-    A None in it is a rank that waits, which here means nothing: messages tell when to go on.
+    A None in it is a rank that waits; here that means nothing, as ranks wait for messages only.
     """
 
     _planned: tuple[Any, Any, Any] = (None, None, None)

@@ -96,7 +96,7 @@ class StepCall:
 
 
 def run(schedule: Any, call: StepCall) -> Any:
-    """One step; gives the outputs where the last stage is."""
+    """Run one step; returns the outputs where the last stage is."""
     trains = schedule._has_backward and getattr(schedule, "_backward_requires_autograd", True)
     if trains and not torch.is_grad_enabled():
         raise StageUseError(
@@ -227,14 +227,14 @@ class Native(Schedule):
             self._calls = self._theirs = None
 
     def _prepare(self, theirs: Any, calls: Calls, error: TaktlineError | None) -> None:
-        """Let stages find out what they give; what goes wrong on one rank is raised on all."""
+        """Let stages find out what they return; what goes wrong on one rank is raised on all."""
         transport = self._runner.transport
         for what, act in (("a step by calls", None), ("what stages give", calls.prepare)):
             try:
                 if act is not None:
                     act()
             except Elsewhere:
-                pass  # who has failed tells why
+                pass  # the rank that has failed reports why
             except Exception as raised:
                 error = StageUseError(f"rank {transport.rank}: {_refusal(raised)}")
                 error.__cause__ = raised
