@@ -1,4 +1,4 @@
-"""What comes from outside is checked before it is used; nothing in here imports torch."""
+"""Checks of arguments, JSON and environment variables. Nothing in here imports torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the environment says: who has started this process, and numbers that users have set."""
+"""Environment variables: those of a launcher, and numbers of seconds that users set."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From timelines back to costs, so that the simulator predicts what was measured."""
+"""Estimates costs from timelines, so that the simulator predicts what was measured."""
 
 from __future__ import annotations
 

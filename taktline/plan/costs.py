@@ -1,4 +1,4 @@
-"""What actions cost: times and memory, for every stage alike or for each stage."""
+"""The cost of actions: times and memory, one number for all stages or one for each."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Layers cut into stages, as even as can be."""
+"""Cuts a list of layers into stages of equal cost, as far as possible."""
 
 from __future__ import annotations
 

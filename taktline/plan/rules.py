@@ -1,4 +1,4 @@
-"""The rules that a plan keeps, each a function that names every row which breaks it.
+"""The rules for plans: each is a function that reports every row which breaks it.
 
 They look at the columns as a whole and make objects only for what is wrong. What needs a walk
 through all ranks, freedom from deadlock, is in :mod:`taktline.plan.validate`.

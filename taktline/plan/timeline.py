@@ -1,4 +1,4 @@
-"""When everything happened, or would: the result of a simulation and of a measurement alike."""
+"""When each action started and ended: the result of a simulation, or of a measurement."""
 
 from __future__ import annotations
 

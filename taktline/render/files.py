@@ -1,4 +1,4 @@
-"""Timelines as files of any kind, on the screen, and in a notebook."""
+"""Writes plans and timelines to files, shows them in a browser, and draws them in notebooks."""
 
 from __future__ import annotations
 

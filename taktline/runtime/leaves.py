@@ -58,7 +58,7 @@ def describe(value: Any) -> str:
     return repr(value) if simple else f"a {type(value).__name__}"
 
 
-# Importing the class is slow, and for nothing: while nobody has, nothing can be one of it.
+# If FlexAttention was never imported, no value can be a BlockMask.
 def is_block_mask(value: object) -> TypeGuard[BlockMask]:
     """Whether a value is a mask of FlexAttention."""
     module = sys.modules.get("torch.nn.attention.flex_attention")

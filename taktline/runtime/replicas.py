@@ -1,4 +1,4 @@
-"""Where several pipelines train copies of one model: what this rank shares with its like."""
+"""Agreement on failures among data-parallel replicas of a pipeline."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["Replicas"]
 
 
 class Replicas:
-    """The wrapped stages of this rank, and the ranks that hold their copies."""
+    """The wrapped stages of this rank, and the ranks that hold their replicas."""
 
     def __init__(self, stages: Sequence[PipelineStage]) -> None:
         self._stages = list(stages)

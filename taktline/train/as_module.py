@@ -1,4 +1,4 @@
-"""What people who know ``nn.Module`` try on a pipeline: it works, or says what to do instead."""
+"""Methods of ``nn.Module`` on a pipeline; where one cannot work, the error says what to do."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What goes from each stage to the next one, for people."""
+"""A table of what each stage sends to the next one."""
 
 from __future__ import annotations
 

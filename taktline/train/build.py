@@ -1,4 +1,4 @@
-"""From a model and what was asked for to stages and schedules on the ranks of this process."""
+"""Builds a pipeline: ranks, plan, stages and schedule."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From what a user says of a schedule to a plan."""
+"""The plan for a schedule's name, class, file or plan."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Texts from a causal language model on a pipeline: the likeliest word, again and again.
+"""Greedy generation with a causal language model on a pipeline.
 
 Each word is one evaluation, in which the micro-batches follow each other through the stages. Models
 of transformers keep the keys and values of earlier words: each stage those of its own layers, for

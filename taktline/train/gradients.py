@@ -23,7 +23,7 @@ __all__ = ["Gradients"]
 
 
 class Gradients(Live):
-    """The part of a pipeline that optimizers ask."""
+    """The methods of a pipeline for parameters and gradients."""
 
     def scaler(self, **options: Any) -> Scaler:
         """A ``torch.amp.GradScaler`` with one verdict for all ranks; takes its options."""

@@ -1,4 +1,4 @@
-"""Cuts as Megatron writes them: which layers each stage has, in one text."""
+"""Reads Megatron's layouts: one text that says which layers each stage has."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What all parts of a pipeline share: what was built, as long as it is not closed."""
+"""The base of the classes that make up a pipeline: what was built, until it is closed."""
 
 from __future__ import annotations
 

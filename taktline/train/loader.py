@@ -1,4 +1,4 @@
-"""Batches that one rank of each replica reads, on every rank of it."""
+"""A loader that one rank of each replica reads for all ranks of that replica."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from taktline.transport.control import share_error
 __all__ = ["SharedLoader"]
 
 _FAILED = 2
-"""Stands where else there is the number of values found, 0 or 1."""
+"""Exchanged in place of the number of values found, 0 or 1."""
 _LONGEST_TEXT = 4000
 _CALL = "pipe.loader(…)"
 

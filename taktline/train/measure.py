@@ -1,4 +1,4 @@
-"""What the stages of a model need, found out without computing anything."""
+"""Counts what stages compute, send and keep, by a run without data."""
 
 from __future__ import annotations
 

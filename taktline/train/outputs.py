@@ -1,4 +1,4 @@
-"""Values that one rank has, on every rank: outputs of the last stage, batches of the first."""
+"""Broadcasts values of one rank: outputs of the last stage, batches of the first."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The one object most people use: a model on its ranks, and the training step."""
+"""``Pipeline``: a model on its ranks, and its training step."""
 
 from __future__ import annotations
 

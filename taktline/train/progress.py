@@ -1,4 +1,4 @@
-"""A loader with a bar: how training goes, before your eyes."""
+"""A progress bar around a loader: loss, speed, bubble, memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The ranks of a pipeline as one process sees them: its own one, or all of them."""
+"""The ranks of a pipeline, and which of them live in this process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Why a model could not be cut: because of itself, of too many stages, or of how it is written."""
+"""Explains why a model could not be cut, and what would work."""
 
 from __future__ import annotations
 

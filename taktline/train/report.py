@@ -1,4 +1,4 @@
-"""A look at every n-th step: which ranks are slow for their work."""
+"""Traces every n-th step, and logs which ranks were slow in it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The state of a pipeline: as a dict, in files of ours, and in those of transformers."""
+"""Saves and loads a pipeline: as a dict, as checkpoints, and in the format of transformers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = ["Saved"]
 
 
 class Saved(Live):
-    """The part of a pipeline that outlives it."""
+    """The methods of a pipeline that save and load."""
 
     @plainly
     def state_dict(self, *, gathered: bool = False) -> dict[str, torch.Tensor]:

@@ -1,4 +1,4 @@
-"""A GradScaler for all ranks: if one has found an infinite gradient, all leave the step out."""
+"""A GradScaler for all ranks: if one finds an infinite gradient, all skip the step."""
 
 from __future__ import annotations
 

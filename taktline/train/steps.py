@@ -1,4 +1,4 @@
-"""Steps and evaluations of the ranks of this process."""
+"""Runs a step or an evaluation on the ranks of this process."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ __all__ = ["OPTIONS", "Outputs", "evaluating", "run"]
 T = TypeVar("T")
 
 OPTIONS = frozenset(inspect.signature(Schedule.step).parameters)
-"""Keywords that are none of the model's."""
+"""Keywords of a step that are not passed to the model."""
 
 Outputs: TypeAlias = bool | Literal["last"]
-"""Whether outputs are given on every rank, or only where they come into being."""
+"""Whether to return outputs: on every rank, on none, or on that of the last stage."""
 
 Lists: TypeAlias = tuple[list[torch.Tensor] | None, list[torch.Tensor] | None]
 """To be filled: the losses of micro-batches, and what was added to them."""

@@ -1,4 +1,4 @@
-"""What runs where, for people: the text of a pipeline."""
+"""The printed table of a pipeline: what runs where, and what it needs."""
 
 from __future__ import annotations
 

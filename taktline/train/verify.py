@@ -1,4 +1,4 @@
-"""One step beside the plain model: the first tensor that differs."""
+"""Compares one step with the plain model, and reports the first tensor that differs."""
 
 from __future__ import annotations
 

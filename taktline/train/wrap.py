@@ -1,4 +1,4 @@
-"""Stages of a process made ready: on their device, and in what averages their gradients."""
+"""Wraps stages in DDP or FSDP2."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A step by the calls that torch makes to stages, as instructions of Taktline's program.
+"""Runs a step by torch's calls to stages, each an instruction of Taktline's program.
 
 ::
 

@@ -1,4 +1,4 @@
-"""The order of a schedule, with the time it takes, drawn."""
+"""Draws the order of a schedule to scale."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Schedules: torch's classes, whose steps Taktline's runtime runs."""
+"""torch's schedule classes, whose steps run on Taktline's runtime."""
 
 from __future__ import annotations
 

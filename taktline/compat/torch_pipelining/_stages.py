@@ -1,4 +1,4 @@
-"""Stages: torch's, for whoever calls their methods, with what they compute done right."""
+"""torch's stages, with corrected backwards and gradient reduction."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Finds a schedule by any of its usual names, and checks that the numbers fit it."""
+"""Looks up a schedule by any of its usual names, and checks the numbers it is built with."""
 
 from __future__ import annotations
 
