@@ -62,7 +62,7 @@ def test_it_is_the_wheel_that_is_used(folder: Path) -> None:
     assert run(folder / "venv" / "bin" / "taktline", "--version", folder=folder)
     (wheel,) = folder.glob("*.whl")
     names = zipfile.ZipFile(wheel).namelist()
-    assert "taktline/plan/render/viewer.html" in names
+    assert "taktline/render/viewer.html" in names
     assert not any(name.startswith(("tests", "docs", "examples")) for name in names)
 
 

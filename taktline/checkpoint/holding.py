@@ -20,7 +20,7 @@ from taktline.runtime.schedule import Schedule
 from taktline.runtime.together import RankRandom
 from taktline.stage.names import named_buffers, named_parameters
 from taktline.stage.ties import declared
-from taktline.transport import Transport, find
+from taktline.transport import Transport, transport_of
 from taktline.transport.control import share_error, share_texts
 from taktline.transport.one_rank import Alone
 
@@ -140,7 +140,7 @@ class Holding:
     def of_schedule(cls, schedule: Schedule) -> Holding:
         """The stages of a schedule on this rank; all processes of the job take part."""
         runner = schedule._runner
-        world = find(None, runner.device)
+        world = transport_of(None, runner.device)
         # There may be other pipelines beside this one.
         wider = runner._random is None and world.size > runner.transport.size
         together = Together([world if wider else runner.transport])

@@ -26,8 +26,8 @@ from taktline.checkpoint.tensor_file import TensorFile, blocks
 from taktline.checks import require_path
 from taktline.errors import CheckpointError
 from taktline.meta import name_of
-from taktline.plan.words import counted
 from taktline.runtime.watchdog import guarded
+from taktline.text import counted
 
 __all__ = ["Loaded", "load"]
 

@@ -25,9 +25,9 @@ from taktline.cli.options import (
     waiting,
 )
 from taktline.plan import Timeline, find, names, simulate
-from taktline.plan.render.scale import shared_axis
 from taktline.plan.timeline_io import is_timeline
-from taktline.plan.words import counted
+from taktline.render.scale import shared_axis
+from taktline.text import counted
 
 __all__ = ["compare"]
 

@@ -17,7 +17,7 @@ from taktline.cli.options import (
 )
 from taktline.plan import find, lower, names, write
 from taktline.plan.io import to_json
-from taktline.plan.words import counted
+from taktline.text import counted
 
 __all__ = ["plan"]
 

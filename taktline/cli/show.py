@@ -26,13 +26,13 @@ from taktline.cli.options import (
 )
 from taktline.plan import Timeline, find, simulate
 from taktline.plan.io import write_text
-from taktline.plan.render.files import save
-from taktline.plan.render.html import to_html
-from taktline.plan.render.svg import to_svg
-from taktline.plan.render.text import chart, grid, legend
-from taktline.plan.render.trace import to_trace
 from taktline.plan.timeline_io import is_timeline
-from taktline.plan.words import counted
+from taktline.render.files import save
+from taktline.render.html import to_html
+from taktline.render.svg import to_svg
+from taktline.render.text import chart, grid, legend
+from taktline.render.trace import to_trace
+from taktline.text import counted
 
 __all__ = ["show"]
 

@@ -22,7 +22,7 @@ from taktline.cli.options import (
 )
 from taktline.plan import simulate as run
 from taktline.plan.timeline import Timeline
-from taktline.plan.words import counted
+from taktline.text import counted
 
 __all__ = ["simulate"]
 

@@ -12,9 +12,9 @@ from taktline.checks import read
 from taktline.errors import MismatchError
 from taktline.meta import Signature
 from taktline.plan import Placement, Plan
-from taktline.plan.words import by_rank, counted
 from taktline.runtime.holders import Use, untied
 from taktline.stage import PipelineStage
+from taktline.text import by_rank, counted
 from taktline.transport.describe import decode, encode
 
 __all__ = [

@@ -22,8 +22,8 @@ import torch
 
 from taktline.checks import seconds_in_environment
 from taktline.plan import Kind
-from taktline.plan.words import counted
 from taktline.runtime.executor import Program
+from taktline.text import counted
 from taktline.transport import Transport, gloo
 from taktline.transport.distributed import Distributed
 from taktline.transport.verdict import Verdict

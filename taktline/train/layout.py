@@ -1,4 +1,4 @@
-"""Cuts as Megatron writes them: which layers each stage has, in one text."""
+"""Reads Megatron's layouts: one text that says which layers each stage has."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from torch import nn
 
 from taktline.errors import PartitionError
-from taktline.plan.words import counted
+from taktline.text import counted
 
 __all__ = ["cuts_of", "stages_of"]
 

@@ -1,4 +1,4 @@
-"""Errors without the frames of this package, unless somebody wants to see them."""
+"""Leaves our own frames out of tracebacks, unless ``TAKTLINE_DEBUG=1``."""
 
 from __future__ import annotations
 

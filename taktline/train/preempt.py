@@ -1,4 +1,4 @@
-"""Preemption: SIGTERM on any rank, and all of them end after the step that is running."""
+"""Preemption: after SIGTERM on any rank, all ranks end with the running step."""
 
 from __future__ import annotations
 

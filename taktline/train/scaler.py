@@ -1,4 +1,4 @@
-"""A GradScaler for all ranks: if one has found an infinite gradient, all leave the step out."""
+"""A GradScaler for all ranks: if one finds an infinite gradient, all skip the step."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["Scaler"]
 
 
 class Scaler(torch.amp.GradScaler):
-    """What :meth:`taktline.Pipeline.scaler` gives; used as any other one.
+    """What :meth:`taktline.Pipeline.scaler` returns; used like any other.
 
     >>> Scaler(Ranks(1, device=torch.device("cpu")), init_scale=4.0).get_scale()
     4.0

@@ -14,9 +14,9 @@ from taktline.checkpoint.holding import Held, Holding, Together, state_of, weigh
 from taktline.checks import read
 from taktline.errors import MismatchError, TransportError
 from taktline.meta import DTYPES, name_of
-from taktline.plan.words import counted
 from taktline.sharding import is_sharded
 from taktline.stage.ties import declared
+from taktline.text import counted
 from taktline.train.build import Built
 from taktline.train.model_stages import Parts
 from taktline.train.ranks import Ranks

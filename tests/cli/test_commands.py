@@ -29,7 +29,7 @@ from taktline.plan import (
     write,
     write_timeline,
 )
-from taktline.plan.render.text import grid
+from taktline.render.text import grid
 
 
 @pytest.fixture

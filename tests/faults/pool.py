@@ -183,17 +183,19 @@ def started(case: Case, *, quiet: bool = True) -> Iterator[Job]:
     then there was no fault yet, and they are started once more.
     """
     with ExitStack() as stack:
-        for last in (False, True):
-            try:
-                job = stack.enter_context(Job(case, quiet=quiet))
-                if case.when.call != "build":
-                    job.build()
-                break
-            except RuntimeError:
-                stack.close()
-                if last:
-                    raise
+        try:
+            job = _built(case, stack, quiet)
+        except RuntimeError:
+            stack.close()
+            job = _built(case, stack, quiet)
         yield job
+
+
+def _built(case: Case, stack: ExitStack, quiet: bool) -> Job:
+    job = stack.enter_context(Job(case, quiet=quiet))
+    if case.when.call != "build":
+        job.build()
+    return job
 
 
 def trial(job: Job, case: Case) -> Report:

@@ -23,7 +23,7 @@ from taktline.plan.action import Action, Kind, parse
 from taktline.runtime import watchdog
 from taktline.runtime.executor import Instruction, Program
 from taktline.runtime.watchdog import Watch
-from taktline.transport import find, gloo
+from taktline.transport import gloo, transport_of
 from taktline.transport.distributed import Distributed
 from tests.runtime.scenarios import CPU
 from tests.workers import Workers, WorkersLost
@@ -120,7 +120,7 @@ def test_a_rank_that_has_not_begun(workers: Workers) -> None:
 
 def stuck(rank: int, group: Any, log: str) -> None:
     """A rank waits in a collective that cannot be ended, as in one of gloo's own deadlocks."""
-    transport = find(group)
+    transport = transport_of(group)
     transport.exchange([])
     assert isinstance(transport, Distributed)
     if rank == 1:

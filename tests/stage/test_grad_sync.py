@@ -12,7 +12,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from taktline.stage import PipelineStage
-from taktline.stage.grad_sync import GradSync, find
+from taktline.stage.grad_sync import GradSync, sync_of
 from taktline.stage.grad_sync.ddp import DDPSync
 from taktline.stage.grad_sync.fsdp import FSDPSync
 from tests.runtime.parallel import (
@@ -36,14 +36,14 @@ def wrapped(group: dist.ProcessGroup, wrap: Wrap) -> tuple[Any, GradSync]:
     torch.manual_seed(0)
     layers = nn.Sequential(nn.Linear(4, 8, bias=False), nn.Linear(8, 4, bias=False))
     module = wrap(layers.double(), mesh_of(group)["dp"])
-    sync = find(module)
+    sync = sync_of(module)
     assert sync is not None
     assert sync.refusal() is None
     return module, sync
 
 
 def test_a_plain_module_has_none() -> None:
-    assert find(nn.Linear(2, 2)) is None
+    assert sync_of(nn.Linear(2, 2)) is None
     stage = PipelineStage(nn.Linear(2, 2), 0, 1, torch.device("cpu"))
     assert stage.grad_sync is None
     assert stage.grad_sync is None
@@ -265,7 +265,7 @@ def run_together(rank: int, group: dist.ProcessGroup) -> int:
     mesh = mesh_of(group)["dp"]
     module: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     fully_shard([module[0], module[1]], mesh=mesh)
-    sync = find(fully_shard(module, mesh=mesh))  # pyright: ignore
+    sync = sync_of(fully_shard(module, mesh=mesh))  # pyright: ignore
     assert sync is not None
     assert sync.refusal() is None
     with Log() as log:

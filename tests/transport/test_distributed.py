@@ -12,7 +12,16 @@ import torch
 import torch.distributed as dist
 
 from taktline.errors import LostRankError, MismatchError, TransportError
-from taktline.transport import Channel, Handle, Transport, distributed, find, frames, local, sockets
+from taktline.transport import (
+    Channel,
+    Handle,
+    Transport,
+    distributed,
+    frames,
+    local,
+    sockets,
+    transport_of,
+)
 from taktline.transport.distributed import Distributed
 from taktline.transport.local import LocalTransport
 from taktline.transport.one_rank import Alone
@@ -369,16 +378,16 @@ def test_training_over_groups_for_channels_is_that_of_the_plain_model(
 
 
 def find_here(rank: int, group: dist.ProcessGroup) -> tuple[Any, ...]:
-    mine, default = find(group), find()
+    mine, default = transport_of(group), transport_of()
     assert isinstance(mine, Distributed)
     assert isinstance(default, Distributed)
     assert mine.group is group
-    assert find(group) is mine
-    assert find() is default
+    assert transport_of(group) is mine
+    assert transport_of() is default
     assert Distributed.of(group) is mine
 
     def inside(rank: int) -> tuple[bool, int]:
-        transport = find(group)
+        transport = transport_of(group)
         return transport is local.current(), transport.size
 
     return mine.rank, mine.size, default.size, local.run(inside, 3)
@@ -391,7 +400,7 @@ def test_each_group_has_one_transport(workers: Workers) -> None:
 
 
 def test_without_a_process_group_a_rank_is_alone() -> None:
-    transport = find()
+    transport = transport_of()
     assert type(transport) is Alone
     assert (transport.rank, transport.size) == (0, 1)
     assert transport.exchange([1, 2]) == [[1, 2]]
@@ -400,12 +409,12 @@ def test_without_a_process_group_a_rank_is_alone() -> None:
 
 def test_inside_local_ranks_their_transport_is_found() -> None:
     def ask(rank: int) -> tuple[type, int, int]:
-        transport = find()
+        transport = transport_of()
         assert transport is local.current()
         return type(transport), transport.rank, transport.size
 
     assert local.run(ask, 2) == [(LocalTransport, 0, 2), (LocalTransport, 1, 2)]
-    assert type(find()) is Alone
+    assert type(transport_of()) is Alone
 
 
 @pytest.mark.parametrize(
@@ -467,7 +476,7 @@ def test_ranks_in_different_exchanges(workers: Workers, ranks: int, few: int) ->
 def test_local_ranks_in_different_exchanges() -> None:
     def ask(rank: int) -> str:
         with pytest.raises(MismatchError) as caught:
-            find().exchange([rank] * (1 + rank), "step()" if rank else "grad_norm()")
+            transport_of().exchange([rank] * (1 + rank), "step()" if rank else "grad_norm()")
         return str(caught.value)
 
     assert local.run(ask, 2) == [MIXED.format(1)] * 2
@@ -503,16 +512,17 @@ def test_an_exchange_has_its_limits() -> None:
         frames.framed(numbers, "a trace")
 
 
-CUT = "LostRankError: the connection of rank 0 to rank 1 was reset (activations from rank 0 to rank 1), though both live"
+WHAT = "(activations from rank 0 to rank 1)"
+CUT = f"LostRankError: the connection of rank 0 to rank 1 was reset {WHAT}, though both live"
 SAID = {
     "[pair.cc:534] Connection closed by peer [::1]:9": CUT,
     "NCCL error: remote process exited or there was": CUT,
     "Timed out waiting 1000ms for recv operation": "StallError: rank 1 has not answered in time",
     "input tensor has to be contiguous": (
-        "TransportError: rank 0 cannot talk to rank 1 (activations from rank 0 to rank 1): input tensor has to be contiguous"
+        f"TransportError: rank 0 cannot talk to rank 1 {WHAT}: input tensor has to be contiguous"
     ),
     "[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate": (
-        "TransportError: rank 0 cannot talk to rank 1 (activations from rank 0 to rank 1): [enforce fail"
+        f"TransportError: rank 0 cannot talk to rank 1 {WHAT}: [enforce fail"
     ),
 }
 

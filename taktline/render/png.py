@@ -16,10 +16,10 @@ _SCALE = 2
 
 
 def to_png(svg: str) -> bytes:
-    """A drawing by :func:`taktline.plan.render.svg.to_svg` as a picture; it takes Pillow.
+    """A drawing by :func:`taktline.render.svg.to_svg` as a picture; it takes Pillow.
 
     >>> from taktline.plan import build, simulate
-    >>> from taktline.plan.render.svg import to_svg
+    >>> from taktline.render.svg import to_svg
     >>> to_png(to_svg([simulate(build("1f1b", ranks=2, microbatches=2))]))[1:4]
     b'PNG'
     """

@@ -139,14 +139,7 @@ class ArgumentError(TaktlineError, TypeError):
 
 
 class ActionSyntaxError(TaktlineError):
-    """A text is not an action; ``position`` is the character where reading stopped.
-
-    >>> raise ActionSyntaxError("1F-3", 2, "a micro-batch number")
-    Traceback (most recent call last):
-    taktline.errors.ActionSyntaxError: not an action: expected a micro-batch number at character 3
-      1F-3
-        ^
-    """
+    """A text is not an action; ``position`` is the character where reading stopped."""
 
     def __init__(self, text: str, position: int, expected: str) -> None:
         self.text = text
@@ -162,21 +155,11 @@ class ActionSyntaxError(TaktlineError):
 
 
 class BatchError(TaktlineError):
-    """A batch cannot be cut into the micro-batches asked for, or theirs not merged into one.
-
-    >>> raise BatchError("target is int64[3]: 3 along dimension 0 cannot be cut into 4 pieces")
-    Traceback (most recent call last):
-    taktline.errors.BatchError: target is int64[3]: 3 along dimension 0 cannot be cut into 4 pieces
-    """
+    """A batch cannot be cut into the micro-batches asked for, or theirs not merged into one."""
 
 
 class PlanFileError(TaktlineError):
-    """A plan file cannot be read; ``row`` and ``column`` count from 1, as editors do.
-
-    >>> raise PlanFileError("plan.csv", "an action is a text", row=2, column=7)
-    Traceback (most recent call last):
-    taktline.errors.PlanFileError: plan.csv, row 2, column 7: an action is a text
-    """
+    """A plan file cannot be read; ``row`` and ``column`` count from 1, as editors do."""
 
     def __init__(
         self, path: str | Path, reason: str, *, row: int | None = None, column: int | None = None
@@ -189,12 +172,7 @@ class PlanFileError(TaktlineError):
 
 
 class JsonError(TaktlineError):
-    """A text from outside is not JSON, or not as it may be; ``row`` and ``column`` if known.
-
-    >>> raise JsonError("a message of rank 1", "not JSON: Expecting value", row=1, column=8)
-    Traceback (most recent call last):
-    taktline.errors.JsonError: a message of rank 1, row 1, column 8: not JSON: Expecting value
-    """
+    """A text from outside is not JSON, or not as it may be; ``row`` and ``column`` if known."""
 
     def __init__(
         self, what: str, reason: str, *, row: int | None = None, column: int | None = None
@@ -297,30 +275,15 @@ class PartitionError(TaktlineError):
 
 
 class MismatchError(TaktlineError):
-    """What the ranks bring to a step does not fit together; every rank raises the same.
-
-    >>> raise MismatchError("the ranks disagree on the number of micro-batches: ...")
-    Traceback (most recent call last):
-    taktline.errors.MismatchError: the ranks disagree on the number of micro-batches: ...
-    """
+    """What the ranks bring to a step does not fit together; every rank raises the same."""
 
 
 class DataError(TaktlineError):
-    """A batch cannot be read; every rank raises the same, and that which reads knows the cause.
-
-    >>> raise DataError("rank 0, batch 3: ValueError: no image in 0003.png")
-    Traceback (most recent call last):
-    taktline.errors.DataError: rank 0, batch 3: ValueError: no image in 0003.png
-    """
+    """A batch cannot be read; every rank raises the same, and that which reads knows the cause."""
 
 
 class SignatureError(TaktlineError):
-    """A value at the boundary of a stage is not what was expected, or cannot cross it.
-
-    >>> raise SignatureError("output 0 is float32[4, 16], not float32[4, 32]")
-    Traceback (most recent call last):
-    taktline.errors.SignatureError: output 0 is float32[4, 16], not float32[4, 32]
-    """
+    """A value at the boundary of a stage is not what was expected, or cannot cross it."""
 
     differs: str = ""
     """Where it is a tensor that is not as expected: whether its "shape" or its "dtype" is not."""
@@ -337,39 +300,19 @@ class SkipError(TaktlineError):
 
 
 class LossError(TaktlineError):
-    """The loss is not something to begin a backward with.
-
-    >>> raise LossError("loss_fn must return one number as a tensor, not a float")
-    Traceback (most recent call last):
-    taktline.errors.LossError: loss_fn must return one number as a tensor, not a float
-    """
+    """The loss is not something to begin a backward with."""
 
 
 class SplitError(TaktlineError):
-    """The two halves of a split backward do not fit together.
-
-    >>> raise SplitError("dw_builder of stage 0 must return a function, not None")
-    Traceback (most recent call last):
-    taktline.errors.SplitError: dw_builder of stage 0 must return a function, not None
-    """
+    """The two halves of a split backward do not fit together."""
 
 
 class UseError(TaktlineError):
-    """A pipeline is used while it runs, after it was closed, or for what it cannot do.
-
-    >>> raise UseError("this pipeline was closed; make a new one")
-    Traceback (most recent call last):
-    taktline.errors.UseError: this pipeline was closed; make a new one
-    """
+    """A pipeline is used while it runs, after it was closed, or for what it cannot do."""
 
 
 class StateError(TaktlineError):
-    """The parameters of a stage cannot be given their values; ``names`` are those of which.
-
-    >>> raise StateError("the state dict lacks head.weight", names=["head.weight"])
-    Traceback (most recent call last):
-    taktline.errors.StateError: the state dict lacks head.weight
-    """
+    """The parameters of a stage cannot be given their values; ``names`` are those of which."""
 
     def __init__(self, text: str, *, names: Sequence[str] = ()) -> None:
         self.names = tuple(names)
@@ -377,12 +320,7 @@ class StateError(TaktlineError):
 
 
 class CheckpointError(TaktlineError):
-    """A checkpoint cannot be written or read, or does not fit; every rank raises the same.
-
-    >>> raise CheckpointError("runs is no checkpoint, and has none in it")
-    Traceback (most recent call last):
-    taktline.errors.CheckpointError: runs is no checkpoint, and has none in it
-    """
+    """A checkpoint cannot be written or read, or does not fit; every rank raises the same."""
 
 
 class StageError(TaktlineError):
@@ -390,10 +328,6 @@ class StageError(TaktlineError):
 
     Gradients of that step are incomplete: call ``zero_grad()`` before the next one. On the rank
     where it happened, ``__cause__`` is what was raised.
-
-    >>> raise StageError(rank=1, stage=3, microbatch=0, action="3F0", reason="RuntimeError: no")
-    Traceback (most recent call last):
-    taktline.errors.StageError: rank 1, stage 3, micro-batch 0 (3F0): RuntimeError: no
     """
 
     def __init__(
@@ -410,21 +344,73 @@ class StageError(TaktlineError):
         super().__init__(f"{where} ({action}): {reason}")
 
 
-# They are built on those above.
-from taktline.errors.as_in_torch import (  # noqa: E402
-    BatchTypeError,
-    CallOrderError,
-    InstallError,
-    InvalidActionError,
-    InvalidBatchError,
-    InvalidOrderError,
-    PipeliningMetadataError,
-    StageBackwardError,
-    StageUseError,
-)
-from taktline.errors.transport import (  # noqa: E402
-    DeadlockError,
-    LostRankError,
-    StallError,
-    TransportError,
-)
+class TransportError(TaktlineError):
+    """Ranks cannot talk to each other as asked."""
+
+
+class DeadlockError(TransportError):
+    """Every rank waits for another; the text says who waits for what."""
+
+    recoverable = "restart"
+
+
+class LostRankError(TransportError):
+    """Another rank has ended, has raised and left, or cannot be reached any more.
+
+    ``peer`` is that rank among all processes of the job, if it is known.
+    """
+
+    recoverable = "restart"
+
+    def __init__(self, text: str, *, peer: int | None = None) -> None:
+        self.peer = peer
+        super().__init__(text)
+
+
+class StallError(TransportError):
+    """Another rank did not answer in time; ``peer`` is that rank in the job, if it is known."""
+
+    recoverable = "restart"
+
+    def __init__(self, text: str, *, peer: int | None = None) -> None:
+        self.peer = peer
+        super().__init__(text)
+
+
+class InstallError(TaktlineError):
+    """Taktline cannot take the place of torch.distributed.pipelining in this process."""
+
+
+# What code written for torch expects: torch raises the builtin exception of each.
+
+
+class InvalidActionError(PlanError, RuntimeError):
+    """A text is not an action as torch writes them."""
+
+
+class InvalidOrderError(PlanError, AssertionError):
+    """An order of actions that was written for torch cannot run."""
+
+
+class InvalidBatchError(BatchError, AssertionError):
+    """A batch, its chunk spec or its outputs do not fit together."""
+
+
+class BatchTypeError(BatchError, TypeError):
+    """What must be a list is none."""
+
+
+class PipeliningMetadataError(SignatureError, RuntimeError):
+    """Tensors at the boundary of a stage differ from what was announced; torch's name for it."""
+
+
+class StageBackwardError(SplitError, RuntimeError):
+    """The backward of a stage failed; the text shows what it was given."""
+
+
+class StageUseError(TaktlineError, RuntimeError):
+    """A stage or a schedule that torch's interface knows is used as it cannot be."""
+
+
+class CallOrderError(TaktlineError, AssertionError):
+    """A stage or a schedule that torch's interface knows is called before what it needs."""

@@ -1,4 +1,4 @@
-"""One look for all drawings: a colour for each kind, lighter for a rank's later stages."""
+"""The colours of all drawings: one for each kind, lighter for a rank's later stages."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from taktline.plan import Costs, Plan, build, lower, simulate
-from taktline.plan.render.text import chart, grid, legend
+from taktline.render.text import chart, grid, legend
 from tests.plan.strategies import any_plan
 
 

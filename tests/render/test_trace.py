@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from taktline.plan import Costs, Plan, build, lower, simulate
-from taktline.plan.render.trace import to_trace
+from taktline.render.trace import to_trace
 from tests.plan.strategies import costs, shapes
 
 # Trace Event Format: what each phase needs besides "ph", "pid" and "name".

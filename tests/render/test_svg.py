@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from taktline.cli.app import app
 from taktline.plan import Costs, Plan, build, lower, simulate
-from taktline.plan.render.svg import LEFT, to_svg
+from taktline.render.svg import LEFT, to_svg
 from tests.plan.strategies import costs, shapes
 
 NS = "{http://www.w3.org/2000/svg}"

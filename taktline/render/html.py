@@ -19,12 +19,11 @@ import numpy as np
 from taktline.plan.action import Kind
 from taktline.plan.deps import needs
 from taktline.plan.memory import memory_curve
-from taktline.plan.render.palette import COLOURS, MEANINGS, MEMORY, is_dark, shades
-from taktline.plan.render.scale import shared_axis
-from taktline.plan.render.shape import shape
 from taktline.plan.rows import BoolArray, FloatArray, IntArray
 from taktline.plan.timeline import Timeline
-from taktline.plan.words import counted
+from taktline.render.palette import COLOURS, MEANINGS, MEMORY, is_dark, shades
+from taktline.render.scale import shared_axis
+from taktline.text import counted
 
 __all__ = ["to_html"]
 
@@ -55,7 +54,7 @@ def to_html(timelines: Sequence[Timeline], *, title: str | None = None) -> str:
     # "<" only ever stands in strings, and as \u003c it can end no script.
     data = json.dumps(content, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
     put = {"{{title}}": escape(name_of_page), "{{memory}}": MEMORY, "{{data}}": data}
-    template = files("taktline.plan.render").joinpath("viewer.html").read_text("utf-8")
+    template = files("taktline.render").joinpath("viewer.html").read_text("utf-8")
     return re.sub(r"\{\{\w+\}\}", lambda match: put[match[0]], template)
 
 
@@ -65,7 +64,7 @@ def _timeline(timeline: Timeline) -> dict[str, Any]:
     colours = list(shades(plan.placement).values())
     return {
         "name": timeline.name,
-        "shape": f"{shape(plan)} × {counted(plan.microbatches, 'micro-batch')}",
+        "shape": f"{plan.placement.shape} × {counted(plan.microbatches, 'micro-batch')}",
         "ranks": plan.ranks,
         "stages": plan.stages,
         "microbatches": plan.microbatches,

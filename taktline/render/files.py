@@ -1,4 +1,4 @@
-"""Timelines as files of any kind, on the screen, and in a notebook."""
+"""Writes plans and timelines to files, shows them in a browser, and draws them in notebooks."""
 
 from __future__ import annotations
 
@@ -12,15 +12,18 @@ from pathlib import Path
 
 from taktline.checks import require_path
 from taktline.errors import PlanFileError
-from taktline.plan.io import write_text
-from taktline.plan.render.html import to_html
-from taktline.plan.render.png import to_png
-from taktline.plan.render.svg import natural_width, to_svg
-from taktline.plan.render.text import chart
+from taktline.plan.io import write, write_text
+from taktline.plan.plan import Plan
+from taktline.plan.simulate import simulate
 from taktline.plan.timeline import Timeline
 from taktline.plan.timeline_io import write_timeline
+from taktline.plan.validate import validate
+from taktline.render.html import to_html
+from taktline.render.png import to_png
+from taktline.render.svg import natural_width, to_svg
+from taktline.render.text import chart
 
-__all__ = ["inline", "save", "show", "to_csv"]
+__all__ = ["inline", "inline_plan", "save", "save_plan", "show", "show_plan", "to_csv"]
 
 _PAGE = 960.0
 """Pixels of a notebook's cell."""
@@ -49,6 +52,15 @@ def save(timelines: Sequence[Timeline], path: str | os.PathLike[str]) -> Path:
         write_timeline(timelines[0], path)
     else:
         raise PlanFileError(path, f"ends in .html, .svg, .png, .csv or .json, not in {ending!r}")
+    return path
+
+
+def save_plan(plan: Plan, path: str | os.PathLike[str]) -> Path:
+    """Write a plan as .csv or .json, or draw it as it runs if all stages take equally long."""
+    path = require_path("path", path)
+    if path.suffix.lower() not in (".csv", ".json"):
+        return save([simulate(plan)], path)
+    write(plan, path)
     return path
 
 
@@ -81,8 +93,18 @@ def show(timelines: Sequence[Timeline]) -> None:
         print(chart(timelines))
 
 
+def show_plan(plan: Plan) -> None:
+    """Show a plan as it runs if all stages take equally long."""
+    show([simulate(plan)])
+
+
 def inline(timeline: Timeline) -> str | None:
     """A drawing for a notebook, as wide as its page; None if it would be too much for it."""
     if len(timeline.plan.rows) > _MOST:
         return None
     return to_svg([timeline], width=min(natural_width([timeline]), _PAGE))
+
+
+def inline_plan(plan: Plan) -> str | None:
+    """A plan in a notebook; None if it cannot run."""
+    return None if validate(plan) else inline(simulate(plan))

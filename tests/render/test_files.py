@@ -12,7 +12,7 @@ import pytest
 
 from taktline.errors import PlanFileError
 from taktline.plan import build, read, read_timeline, simulate
-from taktline.plan.render.files import save
+from taktline.render.files import save
 
 PLAN = build("zbv", ranks=2, microbatches=4)
 TIMELINE = simulate(PLAN)

@@ -23,8 +23,8 @@ from taktline.plan import (
     memory_curve,
     simulate,
 )
-from taktline.plan.render.html import to_html
-from taktline.plan.render.palette import shade
+from taktline.render.html import to_html
+from taktline.render.palette import shade
 from tests.browser import browser
 
 if TYPE_CHECKING:

@@ -15,13 +15,12 @@ import numpy as np
 from taktline.checks import require_flag, require_whole
 from taktline.plan.action import Kind, Overlap
 from taktline.plan.plan import Level, Plan
-from taktline.plan.render.palette import MEANINGS
-from taktline.plan.render.scale import nice_ticks, shared_axis
-from taktline.plan.render.shape import shape
 from taktline.plan.timeline import Timeline
 from taktline.plan.validate import validate
 from taktline.plan.walk import unit_run
-from taktline.plan.words import counted
+from taktline.render.palette import MEANINGS
+from taktline.render.scale import nice_ticks, shared_axis
+from taktline.text import counted
 
 __all__ = ["chart", "grid", "legend"]
 
@@ -96,7 +95,7 @@ def grid(plan: Plan, width: int | None = None, *, colour: bool = False) -> str:
 
 
 def _title(plan: Plan) -> str:
-    parts = [shape(plan), counted(plan.microbatches, "micro-batch")]
+    parts = [plan.placement.shape, counted(plan.microbatches, "micro-batch")]
     if plan.level != Level.COMPUTE:
         parts.append(f"{plan.level.name.lower()}, in order")
     return f"{plan.name}: {', '.join(parts)}"
