@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.nn.parallel import DistributedDataParallel
 
 from taktline.stage import PipelineStage
@@ -309,3 +311,31 @@ def run_after_a_failure(rank: int, group: dist.ProcessGroup, wrap: Wrap) -> dict
 def test_a_wrapper_works_as_ever_after_a_failure(workers: Workers, wrapper: str) -> None:
     for counts in workers.run(run_after_a_failure, WRAPPERS[wrapper], ranks=4):
         assert counts.keys() & {"all_reduce", "reduce_scatter"}
+
+
+class Broken(dist.Work):
+    """A gather that another rank has left."""
+
+    def wait(self, timeout: Any = None) -> bool:
+        raise RuntimeError("Connection closed by peer")
+
+
+def run_after_a_lost_gather(rank: int, group: dist.ProcessGroup) -> list[Tensor]:
+    module, sync = wrapped(group, in_fsdp)
+    x = torch.ones(2, 4, dtype=torch.float64)
+    before = module(x).detach()
+    assert isinstance(sync, FSDPSync)
+    for each in sync._groups:
+        gather: Any = SimpleNamespace(all_gather_event=None, all_gather_work=Broken())
+        each._all_gather_result = gather
+    sync.forget()
+    return [before, module(x).detach()]
+
+
+@pytest.mark.processes
+@pytest.mark.skipif(
+    not hasattr(FSDPState, "_reset_iter_state"), reason="before torch 2.13 nothing waits there"
+)
+def test_a_gather_that_was_left_is_forgotten(workers: Workers) -> None:
+    for before, after in workers.run(run_after_a_lost_gather, ranks=4):
+        assert torch.equal(before, after)
