@@ -58,7 +58,7 @@ _UNKNOWN = -1
 _TORCH = str(Path(torch.__file__).parent)
 _LATE = 0.5
 """By how much a wait outlasts the timeout before the plane ends it."""
-_LEAVE_SECONDS = 0.25
+_LEAVE_SECONDS = 0.1
 """So long after a verdict, waits in groups that are not ours are ended, too."""
 
 

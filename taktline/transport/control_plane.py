@@ -36,7 +36,8 @@ from taktline.transport.verdict import OUTSIDE, Cause, Verdict
 
 __all__ = ["Member", "Plane", "Watched"]
 
-TICK_SECONDS = 0.25
+TICK_SECONDS, HURRY_SECONDS = 0.25, 0.05
+"""How often steps are looked at, and how often while one of them is to be left."""
 BEAT_SECONDS = 2 * TICK_SECONDS
 GRACE_SECONDS = 0.1
 """How long what is under way may still arrive once a process is lost: a program may just end."""
@@ -242,20 +243,20 @@ class Plane:
     # What follows runs on the thread.
 
     def _run(self) -> None:
-        tick = beat = 0.0
+        looked = beat = 0.0
         while not self._closing:
             now = time.monotonic()
-            if tick and now > tick + _LAPSE_SECONDS:
-                # This process was stopped itself: first hear what the others have said since.
-                tick = now + TICK_SECONDS
-            if now >= tick:
-                tick = now + TICK_SECONDS
+            pause = HURRY_SECONDS if self._hurries() else TICK_SECONDS
+            if looked and now > looked + pause + _LAPSE_SECONDS:
+                looked = now  # this process was stopped itself: first hear what was said since
+            elif now >= looked + pause:
+                looked = now
                 self._tick()
             if now >= beat:
                 beat = now + BEAT_SECONDS
                 self._beat()
             self._peers.look()
-            due = [tick, self._peers.due, *(at for at, *_ in self._due)]
+            due = [looked + pause, self._peers.due, *(at for at, *_ in self._due)]
             for key, _ in self._selector.select(max(0.0, min(due) - time.monotonic())):
                 key.data(key.fileobj)
             self._flush()
@@ -265,6 +266,9 @@ class Plane:
             self._meeting.forget()
         os.close(self._wake_end)
         os.close(self._wake_fd)
+
+    def _hurries(self) -> bool:
+        return bool(self.watched) and any(member.verdict is not None for member in self._all())
 
     def _tick(self) -> None:
         for each in self.watched:
