@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary, ref
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import PrefixStore
+from torch._C._distributed_c10d import PrefixStore
 
 from taktline.errors import (
     LostRankError,

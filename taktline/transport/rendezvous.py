@@ -10,7 +10,7 @@ import base64
 from collections.abc import Sequence
 from datetime import timedelta
 
-from torch.distributed.distributed_c10d import Store
+from torch._C._distributed_c10d import Store
 
 from taktline.transport.control_plane import Member, Plane
 
