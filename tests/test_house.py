@@ -61,6 +61,11 @@ def test_private_names_of_torch_are_listed_with_a_reason() -> None:
     assert listed() - used().keys() == set(), "nobody uses them any more: remove their names"
 
 
+def test_trees_come_from_one_module() -> None:
+    rooms = [rooms for name, rooms in used().items() if name.startswith("torch.utils._pytree")]
+    assert set().union(*rooms) == {"pytree"}, "import taktline.pytree instead"
+
+
 @pytest.mark.parametrize("name", sorted(name for name in listed() if name.startswith("torch.")))
 def test_private_names_are_still_there(name: str) -> None:
     assert pkgutil.resolve_name(name) is not None

@@ -323,12 +323,12 @@ def _raise_one(numbers: Sequence[int], limits: Sequence[int]) -> tuple[int, int]
     to, layers = _sums(numbers), len(numbers)
     ahead = _reached(numbers, limits)
     behind = _reached(numbers[::-1], limits[::-1])[::-1]
-    found = [
-        (to[layers - rest] - to[max(starts)] - limit, stage)
-        for stage, limit in enumerate(limits)
-        for rest in behind[stage + 1]
-        if (starts := [start for start in ahead[stage] if start < layers - rest])
-    ]
+    found: list[tuple[int, int]] = []
+    for stage, limit in enumerate(limits):
+        for end in (layers - rest for rest in behind[stage + 1]):
+            # From the last start before it: the shortest stage lacks the least.
+            if starts := bisect_left(ahead[stage], end):
+                found.append((to[end] - to[ahead[stage][starts - 1]] - limit, stage))
     return min(found, default=None)
 
 

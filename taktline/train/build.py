@@ -21,10 +21,10 @@ from taktline.split.named.by_names import without_compiler
 from taktline.stage import PipelineStage
 from taktline.stage.names import named_parameters
 from taktline.stage.ties import declared
-from taktline.train.choose_plan import Choice, opened, plan_for
+from taktline.train.choose_plan import ScheduleChoice, opened, plan_for
 from taktline.train.cutting import Cutting
 from taktline.train.model_stages import Model, Parts, stages_in, take_apart
-from taktline.train.ranks import Ranks, meet
+from taktline.train.ranks import Ranks, find_ranks
 from taktline.train.stale import note_replaced
 from taktline.train.table import Table
 from taktline.train.wrap import Prepare, check_choice, wrapped
@@ -86,7 +86,7 @@ def build(
     example: Any,
     running: Mapping[str, Any],
     *,
-    schedule: Choice,
+    schedule: ScheduleChoice,
     microbatches: int | None,
     ranks: int | None,
     stages_per_rank: int | None,
@@ -108,7 +108,7 @@ def build(
         model = without_compiler(model)
     chosen = opened(schedule)
     given = named_parameters(model) if isinstance(model, nn.Module) else {}
-    here = meet(
+    here = find_ranks(
         ranks,
         mesh,
         data_parallel,

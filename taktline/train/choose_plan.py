@@ -10,13 +10,13 @@ from taktline.plan import NamedSchedule, Plan, find, read
 from taktline.runtime.schedule import Schedule
 from taktline.text import counted
 
-__all__ = ["Choice", "opened", "plan_for"]
+__all__ = ["ScheduleChoice", "opened", "plan_for"]
 
-Choice: TypeAlias = str | os.PathLike[str] | Plan | type[Schedule]
+ScheduleChoice: TypeAlias = str | os.PathLike[str] | Plan | type[Schedule]
 """A name, a file, a plan, or the class of a schedule."""
 
 
-def opened(schedule: Choice) -> Plan | NamedSchedule:
+def opened(schedule: ScheduleChoice) -> Plan | NamedSchedule:
     """The plan that was given, or in a file; or the schedule of a name."""
     if isinstance(schedule, type) and issubclass(schedule, Schedule):
         return find(schedule.__name__)

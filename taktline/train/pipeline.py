@@ -32,7 +32,7 @@ from taktline.split.example import arguments_of
 from taktline.train.as_module import AsModule
 from taktline.train.boundaries import Boundaries
 from taktline.train.build import Built, build
-from taktline.train.choose_plan import Choice
+from taktline.train.choose_plan import ScheduleChoice
 from taktline.train.comparison import Verification
 from taktline.train.for_checkpoints import ForCheckpoints
 from taktline.train.generate import Request, generate
@@ -134,7 +134,7 @@ class Pipeline(AsModule, Gradients, Saved, ForCheckpoints):
         model: Model,
         *,
         example: Any = None,
-        schedule: Choice = "1f1b",
+        schedule: ScheduleChoice = "1f1b",
         microbatches: int | None = None,
         loss_fn: LossFn | None = None,
         ranks: int | None = None,
@@ -517,8 +517,8 @@ class Pipeline(AsModule, Gradients, Saved, ForCheckpoints):
         preemption, ranks = self._preemption, self._ranks
         if preemption is None or preemption.ending:
             return
-        if ranks.beside(self._built.schedule._runner.preempted, "whether to end"):
-            preemption.end(self, lambda: ranks.anywhere(True, "the end of on_preempt"))
+        if ranks.in_any_pipeline(self._built.schedule._runner.preempted, "whether to end"):
+            preemption.end(self, lambda: ranks.on_any_rank(True, "the end of on_preempt"))
 
     def __repr__(self) -> str:
         if self._live is None:

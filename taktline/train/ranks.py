@@ -28,7 +28,7 @@ from taktline.transport.distributed import Distributed, timeout_of
 from taktline.transport.local import refuse_inside
 from taktline.transport.one_rank import Alone
 
-__all__ = ["Ranks", "meet"]
+__all__ = ["Ranks", "find_ranks"]
 
 PIPELINE = "pp"
 _DATA = ("dp", "ddp", "fsdp")
@@ -129,11 +129,11 @@ class Ranks:
             mean = sum(numbers) / len(numbers)
         return torch.tensor(mean, dtype=loss.dtype, device="cpu")
 
-    def anywhere(self, flag: bool, what: str) -> bool:
+    def on_any_rank(self, flag: bool, what: str) -> bool:
         """Whether it is so in any process of any replica."""
-        return self.beside(any(_shared(self.transport, float(flag), what)), what)
+        return self.in_any_pipeline(any(_shared(self.transport, float(flag), what)), what)
 
-    def beside(self, flag: bool, what: str) -> bool:
+    def in_any_pipeline(self, flag: bool, what: str) -> bool:
         """Whether it is so in any pipeline of the mesh; all ranks of this one know of theirs."""
         for transport in self._along(self._others):
             flag = any(_shared(transport, float(flag), what))
@@ -156,7 +156,7 @@ def _shared(transport: Transport, number: float, what: str) -> list[float]:
     return [shared for (shared,) in share_floats(transport, [number], what)]
 
 
-def meet(
+def find_ranks(
     ranks: int | None,
     mesh: DeviceMesh | None,
     data_parallel: str | None,

@@ -33,7 +33,7 @@ class Scaler(torch.amp.GradScaler):
         found = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
         here = any(bool(flag) for flag in found.values())
         anywhere = torch.full_like(
-            found_inf, float(self._ranks.anywhere(here, "a GradScaler's step"))
+            found_inf, float(self._ranks.on_any_rank(here, "a GradScaler's step"))
         )
         # A rank without gradients has a say, too: it must not go on where the others do not.
         return {device: anywhere.to(device) for device in (*found, found_inf.device)}

@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary, ref
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch._C._distributed_c10d import PrefixStore, Store
 
 from taktline.errors import (
     LostRankError,
