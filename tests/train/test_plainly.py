@@ -96,9 +96,9 @@ def test_no_lines_of_a_cause_that_is_all_ours() -> None:
         try:
             unit_run(None)  # type: ignore[arg-type]
         except AttributeError as error:
-            assert error.__traceback__ is not None
-            error.__traceback__ = error.__traceback__.tb_next  # as if we had called it ourselves
-            raise PartitionError("as it is told") from error
+            # Without the frame of this test: as if we had called it ourselves.
+            inside = error.__traceback__ and error.__traceback__.tb_next
+            raise PartitionError("as it is told") from error.with_traceback(inside)
 
     with pytest.raises(PartitionError) as told:
         fails()
