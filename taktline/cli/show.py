@@ -12,6 +12,7 @@ import typer
 
 from taktline.cli.options import (
     Backward,
+    Colour,
     Comm,
     Forward,
     Microbatches,
@@ -19,6 +20,7 @@ from taktline.cli.options import (
     Ranks,
     StagesPerRank,
     Weight,
+    complete,
     is_file,
     load,
     make_costs,
@@ -44,20 +46,14 @@ class By(StrEnum):
     step = auto()
 
 
-Colour = Annotated[
-    bool | None,
-    typer.Option(
-        "--colour/--no-colour",
-        "--color/--no-color",
-        help="Colours; by default in a terminal only.",
-    ),
-]
-
-
 def show(
     targets: Annotated[
         list[str],
-        typer.Argument(metavar="FILE|NAME…", help="Plans, timelines or schedules to draw."),
+        typer.Argument(
+            metavar="FILE|NAME…",
+            help="Plans, timelines or schedules to draw.",
+            autocompletion=complete,
+        ),
     ],
     ranks: Ranks = None,
     stages_per_rank: StagesPerRank = None,

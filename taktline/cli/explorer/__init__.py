@@ -22,6 +22,7 @@ from taktline.cli.options import (
     Ranks,
     StagesPerRank,
     Weight,
+    complete_name,
 )
 from taktline.plan import find, names
 from taktline.plan.io import write_text
@@ -45,7 +46,11 @@ _SETTINGS: dict[str, tuple[str, float, float, float, float]] = {
 def explore(
     schedules: Annotated[
         list[str] | None,
-        typer.Argument(metavar="NAME…", help="Schedules to begin with (default 1f1b and zbv)."),
+        typer.Argument(
+            metavar="NAME…",
+            help="Schedules to begin with (default 1f1b and zbv).",
+            autocompletion=complete_name,
+        ),
     ] = None,
     ranks: Ranks = None,
     stages_per_rank: StagesPerRank = None,
