@@ -330,4 +330,11 @@ def test_on_a_phone(scheme: Any, opened: Callable[..., Opened]) -> None:
     shown.page.get_by_role("checkbox", name="v_half").first.tap()
     shown.frame()
     assert shown("chosen()") == ["1f1b", "zbv", "v_half"]
-    assert all(count > 0 for count in shown("boxes()"))
+    everything = shown("boxes()")
+    assert all(everything)
+    shown.page.get_by_role("button", name="Zoom in").tap()
+    shown.frame()
+    assert sum(shown("boxes()")) < sum(everything)
+    shown.page.get_by_role("button", name="Fit").tap()
+    shown.frame()
+    assert shown("boxes()") == everything

@@ -565,6 +565,9 @@ $("reset").addEventListener("click", () => {
   readAddress();
   redraw();
 });
+$("in").addEventListener("click", () => zoom(1 / 1.5));
+$("out").addEventListener("click", () => zoom(1.5));
+$("fit").addEventListener("click", () => look(0, 1));
 const toggled = (event) => {
   const name = event.target.closest?.("[data-name]")?.dataset.name;
   if (name) choose(name, !chosen.includes(name));
