@@ -1,7 +1,7 @@
 """``taktline explore``: a page in which schedules are planned, simulated and compared.
 
-``page.html`` holds the page, ``planner.js`` the schedules and the simulation, ``page.js`` what
-people see of them. Together they are one file that loads nothing else.
+``page.html`` holds the page, ``planner.js`` the schedules and the simulation, and the other scripts
+what people see of them. Together they are one file that loads nothing else.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ from taktline.plan.io import write_text
 from taktline.plan.render.palette import COLOURS, MEANINGS
 
 __all__ = ["explore", "page"]
+
+_SCRIPTS = ("planner.js", "chart.js", "cards.js", "plot.js", "page.js")
 
 _SETTINGS: dict[str, tuple[str, float, float, float, float]] = {
     "ranks": ("ranks", 1, 32, 1, 4),
@@ -114,8 +116,7 @@ def page(schedules: list[str] | None = None, **settings: float | None) -> str:
     }
     put = {
         "data": json.dumps(content, separators=(",", ":")).replace("<", "\\u003c"),
-        "planner": _text("planner.js"),
-        "page": _text("page.js"),
+        "script": "\n".join(map(_text, _SCRIPTS)),
     }
     return re.sub(r"\{\{(\w+)\}\}", lambda match: put[match[1]], _text("page.html"))
 
