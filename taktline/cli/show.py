@@ -11,6 +11,7 @@ from typing import Annotated, TypeAlias
 import typer
 
 from taktline.cli.options import (
+    MEMORY,
     Backward,
     Colour,
     Comm,
@@ -140,6 +141,8 @@ def _print(timelines: list[Timeline], by: By, width: int | None, colour: bool | 
         for timeline in timelines:
             typer.echo(grid(timeline.plan, width, colour=painted), color=True)
     typer.echo(legend(colour=painted), color=True)
+    if by is By.time:
+        typer.echo(MEMORY)
 
 
 def _write(timelines: list[Timeline], output: Path, width: int | None) -> None:

@@ -207,6 +207,9 @@ def test_the_address_keeps_the_settings(opened: Callable[..., Opened]) -> None:
     assert again("settings()") == first("settings()")
     assert again.facts() == first.facts()
     assert "taktline show 1f1b zbv v_min -r 8 --comm 0.15" in again.page.inner_text("footer")
+    again.page.evaluate("location.hash = 'ranks=6'")
+    again.page.wait_for_function("explorer.settings().ranks === 6")
+    assert again("chosen()") == ["1f1b", "zbv"]
     again.page.click("#reset")
     again.frame()
     assert again("chosen()") == ["1f1b", "zbv"]
