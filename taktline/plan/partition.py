@@ -255,7 +255,7 @@ def _checked(stages: Any, layers: int) -> int:
         raise PartitionError(
             f"{counted(layers, 'layer')} cannot be cut into "
             f"{counted(stages, 'stage') if stages <= LARGEST else 'so many stages'}: each stage "
-            "needs at least one layer"
+            f"needs at least one layer{f', so at most {layers} would do' if layers else ''}"
         )
     return stages
 

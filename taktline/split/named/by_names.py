@@ -87,7 +87,7 @@ def without_compiler(model: nn.Module) -> nn.Module:
         return model
     _log.warning(
         "the model was compiled as a whole, and its stages run as they are; compile its blocks "
-        "(torch.compile(block)), or the stages in prepare"
+        "(block.compile()), or the stages in prepare="
     )
     return model if inside is None else inside
 
