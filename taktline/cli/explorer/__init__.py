@@ -26,7 +26,7 @@ from taktline.cli.options import (
 )
 from taktline.plan import find, names
 from taktline.plan.io import write_text
-from taktline.plan.render.palette import COLOURS, MEANINGS
+from taktline.render.palette import COLOURS, MEANINGS
 
 __all__ = ["explore", "page"]
 
