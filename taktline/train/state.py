@@ -31,7 +31,7 @@ _LARGE = 8 << 30
 
 def holding(built: Built) -> Holding:
     """What this process has of the model, to be saved or loaded."""
-    parts, ranks, schedule = built.parts, built.ranks, built.schedule
+    parts, ranks = built.parts, built.ranks
     first = parts.first_names()
     return Holding(
         [
@@ -44,11 +44,8 @@ def holding(built: Built) -> Holding:
         parts.names,
         parts.rest,
         Together(ranks.everyone),
-        schedule._runner._random,
+        built.schedule,
         ranks.device,
-        schedule._runner.arrive,
-        lambda: schedule.steps,
-        lambda step: setattr(schedule, "steps", step),
     )
 
 

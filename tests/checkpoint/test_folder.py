@@ -86,9 +86,7 @@ def test_a_full_disk(tmp_path: Path) -> None:
 
 def test_a_read_only_folder(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(
-        CheckpointError, match=r"runs cannot be read: Not a directory; .* has no save"
-    ):
+    with pytest.raises(CheckpointError, match=r"cannot save to .*runs: Not a directory"):
         pipeline(2, ranks=2).save(tmp_path / "file" / "runs")
 
 
