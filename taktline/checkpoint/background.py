@@ -89,7 +89,7 @@ _buffers: dict[Path, dict[str, torch.Tensor]] = {}
 
 def start(folder: Path, saving: Saving) -> None:
     """Copy what is to be saved to memory of the host, and write it in the background."""
-    buffers, tensors = _buffers.setdefault(folder.absolute(), {}), saving.tensors
+    buffers, tensors = _buffers.setdefault(folder, {}), saving.tensors
     for name, tensor in tensors.items():
         room = buffers.get(name)
         if room is None or (room.dtype, room.shape) != (tensor.dtype, tensor.shape):
@@ -97,12 +97,12 @@ def start(folder: Path, saving: Saving) -> None:
         buffers[name] = tensors[name] = room.copy_(tensor, non_blocking=True)
     if any(tensor.is_pinned() for tensor in tensors.values()):
         torch.cuda.synchronize()
-    _running[folder.absolute()] = _Background(saving)
+    _running[folder] = _Background(saving)
 
 
 def wait(folder: Path) -> None:
     """Wait for the save that is being written to a folder; raises what went wrong with it."""
-    running = _running.pop(folder.absolute(), None)
+    running = _running.pop(folder.resolve(), None)
     if running is not None:
         running.thread.join()
         if running.error is not None:

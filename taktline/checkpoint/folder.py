@@ -17,7 +17,17 @@ from taktline.checkpoint.manifest import MANIFEST, Manifest
 from taktline.checks import require_path
 from taktline.errors import CheckpointError
 
-__all__ = ["begin", "finish", "is_whole", "latest", "resolve", "saves", "sync", "write_text"]
+__all__ = [
+    "begin",
+    "finish",
+    "is_whole",
+    "latest",
+    "resolve",
+    "saves",
+    "sync",
+    "unfinished",
+    "write_text",
+]
 
 _SAVE = re.compile(r"(\d{6,})-step-\d+")
 _UNFINISHED = re.compile(r"\.\d{6,}-step-\d+\.(saving|removing)")
@@ -75,26 +85,29 @@ def resolve(folder: Path) -> Path:
     return found
 
 
-def begin(folder: Path, step: int) -> tuple[Path, Path]:
-    """Make room for a save; returns where it is written, and what it is called then."""
+def begin(folder: Path, step: int) -> str:
+    """Make room for a save; returns what it is going to be called."""
     folder.mkdir(parents=True, exist_ok=True)
     for name in filter(_UNFINISHED.fullmatch, os.listdir(folder)):  # of a process that was killed
         shutil.rmtree(folder / name, ignore_errors=True)
     known = saves(folder)
-    number = _number(known[0].name) + 1 if known else 1
-    final = folder / f"{number:06d}-step-{step}"
-    unfinished = folder / f".{final.name}.saving"
-    unfinished.mkdir()
-    return unfinished, final
+    name = f"{_number(known[0].name) + 1 if known else 1:06d}-step-{step}"
+    unfinished(folder, name).mkdir()
+    return name
 
 
-def finish(unfinished: Path, final: Path, manifest: str, keep: int | None) -> None:
+def unfinished(folder: Path, name: str) -> Path:
+    """Where a save is while it is written."""
+    return folder / f".{name}.saving"
+
+
+def finish(made: Path, final: Path, manifest: str, keep: int | None) -> None:
     """Write the manifest, give the save its name, and let go of the oldest ones."""
-    for part in unfinished.glob("*.part.json"):
+    for part in made.glob("*.part.json"):
         part.unlink()
-    write_text(unfinished / MANIFEST, manifest)
-    sync(unfinished)
-    unfinished.rename(final)
+    write_text(made / MANIFEST, manifest)
+    sync(made)
+    made.rename(final)
     sync(final.parent)
     if keep is None:
         return

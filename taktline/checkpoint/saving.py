@@ -79,6 +79,10 @@ class Saving:
     unfinished: Path = Path()
     final: Path = Path()
 
+    def call(self, folder: Path, name: str) -> None:
+        """Set where it is written, and what it is called then."""
+        self.unfinished, self.final = folders.unfinished(folder, name), folder / name
+
     def collect(self, holding: Holding, training: Training) -> list[tuple[str, int]]:
         """Note all that is here; returns what of it others may have, and how much it counts."""
         tensors: dict[str, tuple[torch.Tensor, int]] = {}
@@ -187,26 +191,27 @@ def save(
     together, place = holding.together, holding.together.place
     step = 0 if holding.schedule is None else holding.schedule.steps
     saving = Saving(together, step, keep, f"rank-{place:05d}.safetensors")
+    home = folder.resolve()  # the training may go elsewhere while it is written
 
-    def begin() -> tuple[list[tuple[str, int]], str, str]:
-        wait(folder)
+    def begin() -> tuple[list[tuple[str, int]], str]:
+        wait(home)
         shards = saving.collect(holding, training)
         if not place:
-            saving.unfinished, saving.final = folders.begin(folder, step)
-        return shards, str(saving.unfinished), str(saving.final)
+            saving.call(home, folders.begin(home, step))
+        return shards, saving.final.name
 
     try:
         with guarded(together.transports[0], "save()") as call:
             holding.arrive(call)
             told = together.everywhere(begin, f"save to {folder}", call)
-            saving.unfinished, saving.final = Path(told[0][1]), Path(told[0][2])
-            saving.leave(writers([shards for shards, _, _ in told]))
+            saving.call(home, told[0][1])
+            saving.leave(writers([shards for shards, _ in told]))
             if async_save:
-                start(folder, saving)
+                start(home, saving)
             else:
-                together.everywhere(saving.write, f"write {saving.unfinished}", call)
+                together.everywhere(saving.write, f"write {saving.final}", call)
                 together.everywhere(saving.finish, f"write {saving.final}", call)
-            return saving.final
+            return folder / saving.final.name
     except TaktlineError as raised:
         saving.clear()
         raise _reassured(raised, folder) from raised.__cause__
