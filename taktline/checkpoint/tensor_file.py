@@ -169,8 +169,8 @@ class TensorFile:
                 found = zlib.crc32(data[block * BLOCK : (block + 1) * BLOCK])
                 if f"{found:08x}" != self._checksums[8 * block : 8 * block + 8]:
                     raise CheckpointError(
-                        f"{self.path} is damaged: the checksum of {name} is another one than when "
-                        "it was written; load an earlier save"
+                        f"{self.path} is damaged, somewhere in bytes {block * BLOCK:,} to "
+                        f"{(block + 1) * BLOCK:,}, where {name} is; load an earlier save"
                     )
                 self._checked.add(block)
         self.release(name)
