@@ -11,6 +11,7 @@ import mmap
 import os
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
+from io import FileIO
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,6 +28,9 @@ BLOCK = 1 << 16
 
 _LONGEST_HEADER = 100_000_000
 """The format's own limit."""
+
+_LARGE = 1 << 20
+"""Bytes that are worth a call of their own."""
 
 _KINDS = {
     "F64": torch.float64,
@@ -90,27 +94,30 @@ def write(
     text = json.dumps(header).encode()
     text = text.ljust(-(-len(text) // 8) * 8)
     checksums: list[int] = []
-    room = 0
     with open(path, "wb", buffering=0) as file:
-
-        def add(data: memoryview) -> None:
-            nonlocal room
-            at = 0
-            while at < len(data):
-                if not room:
-                    checksums.append(0)
-                    room = BLOCK
-                part = data[at : at + room]
-                checksums[-1] = zlib.crc32(part, checksums[-1])
-                at, room = at + len(part), room - len(part)
-            while data:
-                data = data[file.write(data) :]
-
-        add(memoryview(len(text).to_bytes(8, "little") + text))
+        room = _add(file, memoryview(len(text).to_bytes(8, "little") + text), checksums, 0)
         for value in (tensors[name] for name in order) if values is None else values:
-            add(_bytes(value))
+            room = _add(file, _bytes(value), checksums, room)
         os.fsync(file.fileno())
         return {"bytes": file.tell(), "crc32": "".join(f"{each:08x}" for each in checksums)}
+
+
+def _add(file: FileIO, data: memoryview, checksums: list[int], room: int) -> int:
+    """Write bytes, with their checksums; returns how many the last block has room for."""
+    at, start, count = 0, file.tell(), len(data)
+    while at < count:
+        if not room:
+            checksums.append(0)
+            room = BLOCK
+        part = data[at : at + room]
+        checksums[-1] = zlib.crc32(part, checksums[-1])
+        at, room = at + len(part), room - len(part)
+    while data:
+        data = data[file.write(data) :]
+    if count >= _LARGE and hasattr(os, "posix_fadvise"):
+        # So that the disk begins now, and not only when all is written.
+        os.posix_fadvise(file.fileno(), start, count, os.POSIX_FADV_DONTNEED)
+    return room
 
 
 def _bytes(tensor: torch.Tensor) -> memoryview:
