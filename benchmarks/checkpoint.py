@@ -101,7 +101,7 @@ def measure(rank: int, options: argparse.Namespace, folder: str) -> None:
             if room is not None and rank == 0:
                 shutil.rmtree(room, ignore_errors=True)  # what is removed is not measured
             times.setdefault(name, []).append(timed(do))
-            background.wait(beside)
+            background.wait(beside, rank)
     if rank == 0:
         size = sum(file.stat().st_size for file in ours.rglob("*.safetensors"))
         show({name: found[1:] for name, found in times.items()}, size)

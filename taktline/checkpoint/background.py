@@ -82,14 +82,21 @@ class _Background:
         return False
 
 
-_running: dict[Path, _Background] = {}
-_buffers: dict[Path, dict[str, torch.Tensor]] = {}
+_running: dict[tuple[Path, int], _Background] = {}
+"""By the folder, and the process: local ranks share this one."""
+_buffers: dict[tuple[Path, int], dict[str, torch.Tensor]] = {}
 """Memory for the copies, kept for the next save to the same folder."""
+
+
+def is_first_to(folder: Path, place: int) -> bool:
+    """Whether nothing was saved to a folder in the background yet."""
+    return (folder, place) not in _buffers
 
 
 def start(folder: Path, saving: Saving) -> None:
     """Copy what is to be saved to memory of the host, and write it in the background."""
-    buffers, tensors = _buffers.setdefault(folder, {}), saving.tensors
+    key, tensors = (folder, saving.together.place), saving.tensors
+    buffers = _buffers.setdefault(key, {})
     for name, tensor in tensors.items():
         room = buffers.get(name)
         if room is None or (room.dtype, room.shape) != (tensor.dtype, tensor.shape):
@@ -97,12 +104,12 @@ def start(folder: Path, saving: Saving) -> None:
         buffers[name] = tensors[name] = room.copy_(tensor, non_blocking=True)
     if any(tensor.is_pinned() for tensor in tensors.values()):
         torch.cuda.synchronize()
-    _running[folder] = _Background(saving)
+    _running[key] = _Background(saving)
 
 
-def wait(folder: Path) -> None:
+def wait(folder: Path, place: int = 0) -> None:
     """Wait for the save that is being written to a folder; raises what went wrong with it."""
-    running = _running.pop(folder.resolve(), None)
+    running = _running.pop((folder.resolve(), place), None)
     if running is not None:
         running.thread.join()
         if running.error is not None:

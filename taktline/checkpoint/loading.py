@@ -100,7 +100,7 @@ def load(holding: Holding, folder: Any, training: Training) -> Loaded:
     together = holding.together
 
     def find() -> str:
-        wait(folder)
+        wait(folder, together.place)
         return "" if together.place else str(resolve(folder))
 
     with guarded(together.transports[0], "load()") as call:

@@ -20,7 +20,7 @@ import torch
 from torch.optim import Optimizer
 
 from taktline.checkpoint import folder as folders
-from taktline.checkpoint.background import start, wait
+from taktline.checkpoint.background import is_first_to, start, wait
 from taktline.checkpoint.box import shard_of
 from taktline.checkpoint.holding import Holding, Together, writers
 from taktline.checkpoint.manifest import merged, read_part, sealed
@@ -138,8 +138,17 @@ class Saving:
         """Where a process notes its part, once it is written."""
         return self.unfinished / f"{place:05d}.part.json"
 
+    def require_folder(self) -> None:
+        """Raise unless this process finds the folder that the first one has made."""
+        if not self.unfinished.is_dir():
+            raise CheckpointError(
+                f"{self.unfinished} is not there, which rank 0 has made; pass the same folder on "
+                "every rank, on a disk that all hosts share"
+            )
+
     def write(self) -> None:
         """Write this process's part."""
+        self.require_folder()
         if self.tensors:
             self.part["files"][self.file] = write(self.unfinished / self.file, self.tensors)
         note = self.note_of(self.together.place)
@@ -194,7 +203,7 @@ def save(
     home = folder.resolve()  # the training may go elsewhere while it is written
 
     def begin() -> tuple[list[tuple[str, int]], str]:
-        wait(home)
+        wait(home, place)
         shards = saving.collect(holding, training)
         if not place:
             saving.call(home, folders.begin(home, step))
@@ -207,6 +216,8 @@ def save(
             saving.call(home, told[0][1])
             saving.leave(writers([shards for shards, _ in told]))
             if async_save:
+                if is_first_to(home, place):  # later it would cost time that training stands still
+                    together.everywhere(saving.require_folder, f"save to {folder}", call)
                 start(home, saving)
             else:
                 together.everywhere(saving.write, f"write {saving.final}", call)

@@ -109,7 +109,7 @@ def test_a_full_disk_in_the_background(tmp_path: Path, caplog: pytest.LogCapture
     saved = training.save(tmp_path)
     with full_disk():
         training.save(tmp_path, async_save=True)
-        background._running[tmp_path].thread.join()
+        background._running[tmp_path, 0].thread.join()
     assert "a save in the background was not made: cannot write" in caplog.text
     with pytest.raises(CheckpointError, match=f"File too large.*as it was: {saved}"):
         training.save(tmp_path)
@@ -124,7 +124,7 @@ def on_one_rank(rank: int, group: Any, runs: str, asynchronous: bool) -> str:
     try:
         with full_disk() if rank == 1 else nullcontext():
             training.save(runs, async_save=asynchronous)
-            background._running[Path(runs)].thread.join()
+            background._running[Path(runs), rank].thread.join()
         training.save(runs)
     except tl.TaktlineError as error:
         if isinstance(error, CheckpointError):
@@ -158,3 +158,23 @@ def test_nothing_is_left_of_a_save_that_does_not_begin(workers: Workers, tmp_pat
     assert told[0] == told[1]
     assert told[0].startswith("rank 1: the optimizer has a parameter of shape [2, 2] that is not")
     assert names(tmp_path) == []
+
+
+def apart(rank: int, group: Any, runs: str, asynchronous: bool) -> str:
+    """Each rank has a folder of its own."""
+    pipe = pipeline(2, mesh=mesh_of(group, None), timeout=20)
+    with pytest.raises(CheckpointError) as caught:
+        pipe.save(f"{runs}/{rank}", async_save=asynchronous)
+    return str(caught.value).partition(";")[0]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_folder_that_ranks_do_not_share(
+    workers: Workers, tmp_path: Path, asynchronous: bool
+) -> None:
+    told = workers.run(apart, str(tmp_path), asynchronous)
+    assert told[0] == told[1]
+    text = "1/.000001-step-0.saving is not there, which rank 0 has made"
+    assert told[0] == f"rank 1: {tmp_path}/{text}"
+    assert names(tmp_path / "0") == []

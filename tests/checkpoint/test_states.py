@@ -39,7 +39,7 @@ class Odd(nn.Module):
 
 
 def odd(cuts: list[str], dtype: torch.dtype = torch.float32) -> tl.Pipeline:
-    model = nn.Sequential(*(Odd(dtype) for _ in range(4)))
+    model: Any = nn.Sequential(*(Odd(dtype) for _ in range(4)))
     model[3].linear.weight = model[0].linear.weight
     return tl.Pipeline(
         model, cuts=cuts, microbatches=2, loss_fn=nn.functional.mse_loss, ranks=len(cuts) + 1
