@@ -23,7 +23,7 @@ from taktline.transport import Transport, find
 from taktline.transport.control import share_error, share_texts
 from taktline.transport.one_rank import Alone
 
-__all__ = ["Held", "Holding", "Together", "state_of", "weight", "writers"]
+__all__ = ["Held", "Holding", "Together", "foremost", "priority_of", "state_of", "writers"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,15 +96,15 @@ class Together:
 
 
 def writers(told: Sequence[Sequence[tuple[str, int]]]) -> dict[str, int]:
-    """Which process writes what several have: where it counts most, or the first of these.
+    """Which process writes what several have: that with the highest priority, or the first.
 
     >>> writers([[("embed", 0), ("mean", 0)], [("embed", -1), ("mean", 1)]])
     {'embed': 0, 'mean': 1}
     """
     best: dict[str, tuple[int, int]] = {}
     for place, process in enumerate(told):
-        for key, counts in process:
-            best[key] = max(best.get(key, (counts, -place)), (counts, -place))
+        for key, priority in process:
+            best[key] = max(best.get(key, (priority, -place)), (priority, -place))
     return {key: -place for key, (_, place) in best.items()}
 
 
@@ -114,8 +114,8 @@ class Held(NamedTuple):
     name: str
     """In the model; of a tied weight, the one that stands for all."""
     tensor: torch.Tensor
-    counts: int = 0
-    """Of several under one name, the one that counts most is saved. All of them are loaded."""
+    priority: int = 0
+    """Of several under one name, the one with the highest is saved. All of them are loaded."""
 
 
 @dataclass(slots=True)
@@ -175,7 +175,7 @@ class Holding:
             tied_names([called(*use) for use in tie.uses] for tie in ties),
         )
         return cls(
-            [Held(aliases.get(n, n), value, weight(value, s)) for s, n, value in here],
+            [Held(aliases.get(n, n), value, priority_of(value, s)) for s, n, value in here],
             [stage.submod for stage in stages],
             aliases,
             [called(stage, name) for stage, names in by_stage.items() for name, _ in names],
@@ -206,8 +206,17 @@ def state_of(module: nn.Module) -> dict[str, torch.Tensor]:
     return {**named_parameters(module), **named_buffers(module, persistent=True)}
 
 
-def weight(value: torch.Tensor, stage: int) -> int:
-    """How much a tensor counts among others of its name.
+def foremost(held: Iterable[Held]) -> dict[str, Held]:
+    """The one of each name that is saved."""
+    best: dict[str, Held] = {}
+    for each in held:
+        if each.name not in best or best[each.name].priority < each.priority:
+            best[each.name] = each
+    return best
+
+
+def priority_of(value: torch.Tensor, stage: int) -> int:
+    """Which one of several tensors of a name is saved: that with the highest priority.
 
     The first stage stands for a tied weight. A buffer may be in several stages, too: the last one
     has come through the whole forward, which may change it.

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from taktline.checkpoint.folder import sync, write_text
-from taktline.checkpoint.holding import Holding, writers
+from taktline.checkpoint.holding import Holding, foremost, writers
 from taktline.checkpoint.tensor_file import TensorFile, in_order, require_writable, write
 from taktline.checks import read, require_path, require_whole
 from taktline.errors import CheckpointError
@@ -30,13 +30,14 @@ def save_pretrained(holding: Holding, folder: Any, max_shard_bytes: int) -> None
     """Write files that ``from_pretrained`` reads; every process writes what it has."""
     path, together = require_path("folder", folder), holding.together
     require_whole("max_shard_bytes", max_shard_bytes, least=1)
-    held = {name: value for name, value, _ in reversed(holding.held)}
+    best = foremost(holding.held)
+    held = {name: each.tensor for name, each in best.items()}
 
     def begin() -> list[tuple[str, int, int]]:
         path.mkdir(parents=True, exist_ok=True)
         for name, value in held.items():
             require_writable(local(value), name)
-        return [(name, counts, value.nbytes) for name, value, counts in holding.held]
+        return [(name, priority, value.nbytes) for name, value, priority in best.values()]
 
     with guarded(together.transports[0], "save_pretrained()") as call:
         holding.arrive(call)
@@ -67,7 +68,7 @@ def _share_out(told: Sequence[Sequence[tuple[str, int, int]]], most: int) -> lis
     sizes = {name: size for process in told for name, _, size in process}
     groups: list[tuple[int, list[str]]] = []
     room = 0
-    writer = writers([[(name, counts) for name, counts, _ in process] for process in told])
+    writer = writers([[(name, priority) for name, priority, _ in process] for process in told])
     for name, place in sorted(writer.items(), key=lambda each: each[1]):
         if not groups or groups[-1][0] != place or room < sizes[name]:
             groups.append((place, []))

@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from taktline.checkpoint import folder as folders
 from taktline.checkpoint.background import is_first_to, start, wait
 from taktline.checkpoint.box import shard_of
-from taktline.checkpoint.holding import Holding, Together, writers
+from taktline.checkpoint.holding import Held, Holding, Together, foremost, writers
 from taktline.checkpoint.manifest import merged, read_part, sealed
 from taktline.checkpoint.optimizers import describe
 from taktline.checkpoint.plain import pack
@@ -84,20 +84,18 @@ class Saving:
         self.unfinished, self.final = folders.unfinished(folder, name), folder / name
 
     def collect(self, holding: Holding, training: Training) -> list[tuple[str, int]]:
-        """Note all that is here; returns what of it others may have, and how much it counts."""
-        tensors: dict[str, tuple[torch.Tensor, int]] = {}
-        for name, value in holding.optional.items() if not self.together.place else ():
-            tensors[f"model/{name}"] = value, 0
-        for name, value, counts in holding.held:
-            known = tensors.get(f"model/{name}")
-            if known is None or known[1] < counts:
-                tensors[f"model/{name}"] = value, counts
+        """Note all that is here; returns what of it others may have, and its priority."""
+        tensors = [] if self.together.place else [Held(*each) for each in holding.optional.items()]
+        tensors = [
+            Held(f"model/{name}", value, priority)
+            for name, value, priority in foremost((*tensors, *holding.held)).values()
+        ]
         names, states = holding.parameter_names(), dict[str, torch.Tensor]()
         told = [
             describe(optimizer, names, f"optimizer/{index}", states)
             for index, optimizer in enumerate(training.optimizers)
         ]
-        tensors |= {name: (value, 0) for name, value in states.items()}
+        tensors += [Held(name, value) for name, value in states.items()]
         own: dict[str, torch.Tensor] = {}
         values = _values(holding, training).items()
         self.part = {
@@ -108,9 +106,9 @@ class Saving:
             "values": {name: pack(value, name, own) for name, value in values},
         }
         shards: list[tuple[str, int]] = []
-        for name, (value, counts) in tensors.items():
+        for name, value, priority in tensors:
             if (key := self._add(name, value)) is not None:
-                shards.append((key, counts))
+                shards.append((key, priority))
         for name, value in own.items():
             self._add(f"values/{name}", value)
         return shards

@@ -88,11 +88,10 @@ def test_memory(tmp_path: Path) -> None:
     """No more than the process's part, which is there already, and one tensor."""
     width = 1024
     pipe, optimizer = trained(width)
-    tensor, part = 4 * width**2, 3 * LAYERS * 4 * width**2
+    tensor = 4 * width**2
     pipe.save(tmp_path, optimizer)
     pipe.load(tmp_path, optimizer)
     assert risen(lambda: pipe.save(tmp_path, optimizer)) < 2 * tensor
     assert risen(lambda: pipe.load(tmp_path, optimizer)) < 2 * tensor
-    state = part * 2 // 3
     fresh = torch.optim.AdamW(pipe.parameters())
-    assert state <= risen(lambda: pipe.load(tmp_path, fresh)) + tensor < state + 3 * tensor
+    assert risen(lambda: pipe.load(tmp_path, fresh)) < (2 * LAYERS + 2) * tensor
