@@ -132,7 +132,7 @@ class _Loading:
             for index, optimizer in enumerate(self._training.optimizers)
         ]
         for optimizer in self._optimizers:
-            self._targets += optimizer.targets.items()
+            self._targets += optimizer.targets
         for name, tensor in self._targets:
             self._source.check(name, tensor)
         self._states = self._of_others()

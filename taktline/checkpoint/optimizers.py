@@ -126,7 +126,7 @@ class OptimizerState:
         named = [(stored_name(name), each) for name, each in _named(optimizer, names)]
         self._options = self._options_of({id(each): name for name, each in named}, told["groups"])
         self._state: dict[int, dict[str, Any]] = {}
-        self.targets: dict[str, torch.Tensor] = {}
+        self.targets: list[tuple[str, torch.Tensor]] = []
         """What is to be filled, by its name in the checkpoint, before this is applied."""
         prefix = f"optimizer/{index}/"
         keys: dict[str, list[str]] = {}
@@ -140,7 +140,7 @@ class OptimizerState:
             for key in keys.get(name, []):
                 full = f"{prefix}{name}/{key}"
                 state[key] = self._room(parameter, key, full, manifest.tensors[full])
-                self.targets[full] = state[key]
+                self.targets.append((full, state[key]))
             if state:
                 self._state[number] = state
 
