@@ -36,7 +36,7 @@ RANKS = 2
 STEPS = 10
 PATIENCE = 60.0
 """Seconds in which a rank that was left behind must know of it."""
-MEETING = 10.0
+MEETING = 20.0
 """Seconds that torch waits for a rank that was killed before it has come."""
 
 
@@ -72,33 +72,35 @@ def kill_at_random(kills: int, seed: int, *, show: bool = False) -> Report:
     with TemporaryDirectory() as folder:
         _prepare(Path(folder, "prepared"))
         calm = Path(folder, "calm")
-        whole = _timed(calm, report)
-        begins = _timed(calm, report)  # with nothing left to do
+        whole = _finish(calm, report)
+        begins = _finish(calm, report)  # with nothing left to do
         expected = dict(_losses(calm))
-        assert sorted(expected) == list(range(STEPS)), "the calm training ends"
+        assert sorted(expected) == list(range(STEPS)), report
         while report.kills < kills:
             report.trainings += 1
             home = Path(folder, f"training-{report.trainings}")
             while report.kills < kills and not (home / "ended").exists():
                 victims = draw.choice([[0], [1], [0, 1]])
                 left = 1 - len(dict(_losses(home))) / (STEPS + 1)
-                _strike(home, victims, draw.uniform(0, left * (whole - begins)), report)
+                _strike(home, victims, draw.uniform(0, left * max(whole - begins, 0.5)), report)
                 _inspect(home, expected, report)
-            if not (home / "ended").exists():
-                _end(_start(home), report)
-                _inspect(home, expected, report)
-            if not (home / "ended").exists() or len(dict(_losses(home))) < STEPS:
-                report.different.append(f"{home.name} has not come to its end")
+            _finish(home, report)
+            _inspect(home, expected, report)
             if show:
                 print(report, flush=True)
     gc.unfreeze()
     return report
 
 
-def _timed(home: Path, report: Report) -> float:
-    started = time.monotonic()
-    _end(_start(home), report)
-    return time.monotonic() - started
+def _finish(home: Path, report: Report) -> float:
+    """Let a training come to its end; on a busy machine ranks may not meet in time. Its seconds."""
+    for _ in range(5):
+        started = time.monotonic()
+        _end(_start(home), report)
+        if (home / "ended").exists():
+            return time.monotonic() - started
+    report.different.append(f"{home.name} has not come to its end")
+    return 0.0
 
 
 def _prepare(runs: Path) -> None:
