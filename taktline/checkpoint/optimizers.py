@@ -12,8 +12,8 @@ from torch.optim import Optimizer
 from taktline.checkpoint.manifest import Entry, Manifest
 from taktline.checkpoint.plain import pack, unpack
 from taktline.errors import CheckpointError
-from taktline.plan.words import counted
 from taktline.sharding import is_sharded
+from taktline.text import counted
 
 __all__ = ["OptimizerState", "describe"]
 
