@@ -18,6 +18,7 @@ from taktline.runtime import ScheduleFromPlan
 from taktline.runtime.watchdog import guarded
 from taktline.split import Pipe, materialise
 from taktline.split.named.by_names import without_compiler
+from taktline.split.named.stage_forward import has_dynamic_shapes
 from taktline.stage import PipelineStage
 from taktline.stage.names import named_parameters
 from taktline.stage.ties import declared
@@ -129,13 +130,16 @@ def build(model: Model, example: Any, asked: Options) -> Built:
     with guarded(ranks.transport, "Pipeline(…)"):
         parts = take_apart(model, plan, example, asked.cuts, ranks.transport)
         table = Table.of(plan, parts.modules, example, ranks.transport)
+        is_dynamic = any(map(has_dynamic_shapes, parts.modules.values()))
         parts.keep([stage for rank in ranks.own for stage in plan.placement.stages_of(rank)])
         for module in parts.modules.values():
             materialise(module, ranks.device, state_dict=asked.state_dict)
         for stage, module in parts.modules.items():
             parts.modules[stage] = _ready(stage, module, ranks, asked)
     seed = None if asked.seed is None else asked.seed + ranks.copy
-    built = _scheduled(ranks, plan, parts, table, example, {**asked.running, "seed": seed})
+    running = {**asked.running, "seed": seed}
+    running["dynamic_shapes"] |= is_dynamic
+    built = _scheduled(ranks, plan, parts, table, example, running)
     ranks.made.keep_for(built.schedule, *parts.modules.values())
     _require_wrapped(built)
     note_replaced(given, ((name, parameter) for _, name, parameter in built.parameters()))

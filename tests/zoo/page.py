@@ -32,7 +32,9 @@ are compared with those of the plain model. No model was changed.
 [traced](split.md#traced), and cut at layers. The numbers are the most stages that a model was
 trained in, – where it was not run. What does not work raises an error, which is shown in short.
 """
-_COLUMNS = "| model | | in one process | over gloo | why not, or not more |\n|---|---|---|---|---|\n"
+_COLUMNS = (
+    "| model | | in one process | over gloo | why not, or not more |\n|---|---|---|---|---|\n"
+)
 _MOST = 8
 
 
