@@ -48,7 +48,7 @@ from taktline.transport.lifetime import planes
 __all__ = ["Workers", "WorkersFailed", "WorkersLost"]
 
 # For what the pool does on its own account. Generous: on a busy machine torch loads slowly.
-MEETING_SECONDS = 60.0
+MEETING_SECONDS = 300.0
 LEAVING_SECONDS = 10.0
 STACK_SECONDS = 1.0
 

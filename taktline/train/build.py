@@ -18,6 +18,7 @@ from taktline.runtime import ScheduleFromPlan
 from taktline.runtime.watchdog import guarded
 from taktline.split import Pipe, materialise
 from taktline.split.named.by_names import without_compiler
+from taktline.split.named.stage_forward import has_dynamic_shapes
 from taktline.stage import PipelineStage
 from taktline.stage.names import named_parameters
 from taktline.stage.ties import declared
@@ -129,6 +130,7 @@ def build(
     with guarded(here.transport, "Pipeline(…)"):
         parts = take_apart(model, plan, example, cuts, here.transport)
         table = Table.of(plan, parts.modules, example, here.transport)
+        is_dynamic = any(map(has_dynamic_shapes, parts.modules.values()))
         parts.keep([stage for rank in here.own for stage in plan.placement.stages_of(rank)])
         for module in parts.modules.values():
             materialise(module, here.device, state_dict=state_dict)
@@ -136,6 +138,7 @@ def build(
             module = module if prepare is None else _prepared(prepare, module, stage)
             parts.modules[stage] = wrapped(module, here, data_parallel)
     running = {**running, "seed": None if seed is None else seed + here.replica}
+    running["dynamic_shapes"] |= is_dynamic
     built = _scheduled(here, plan, parts, table, example, running)
     here.made.keep_for(built.schedule, *parts.modules.values())
     _require_wrapped(built)

@@ -29,6 +29,9 @@ from taktline.transport.control import share_error
 
 __all__ = ["Request", "generate"]
 
+_TAKE_IN_PADDING = ("recurrent_gemma", "rwkv")
+"""Models of transformers whose state takes in padding, whatever the mask says."""
+
 
 @dataclass(frozen=True, slots=True)
 class Request:
@@ -103,6 +106,7 @@ def _agreed(built: Built, request: Request, model: nn.Module | None) -> Callable
     try:
         request.check()
         _require_causal(model)
+        _require_ignores_padding(model, request.attention_mask)
         digest = request.digest()
         new_cache = cache_of(model) if request.use_cache else None
     except TaktlineError as raised:
@@ -133,6 +137,17 @@ def _require_causal(model: Any) -> None:
     if model is not None and (model.config.is_encoder_decoder or not model.can_generate()):
         raise UseError(
             f"{type(model).__name__} is no causal language model, so it cannot generate texts"
+        )
+
+
+def _require_ignores_padding(model: Any, mask: torch.Tensor | None) -> None:
+    """Raise if padding would change how a text goes on."""
+    kind = getattr(getattr(model, "config", None), "model_type", None)
+    if kind in _TAKE_IN_PADDING and mask is not None and not bool(mask.all()):
+        raise UseError(
+            f"{type(model).__name__} takes padding into its state, also without a pipeline, so "
+            "that a padded text goes on otherwise than by itself; generate texts of one length at "
+            "a time"
         )
 
 

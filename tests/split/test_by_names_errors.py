@@ -73,22 +73,11 @@ class Asks(Model):
         return self.layers[0](x) if x.sum() > 0 else x
 
 
-class Selects(Model):
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.embed(x)
-        return self.layers[0](x[x[:, 0] > 0])
-
-
 class Writes(Model):
     def forward(self, x: Tensor) -> Tensor:
         room = torch.zeros(4, 4)
         room[:2] = self.embed(x)
         return self.layers[0](room)
-
-
-class Nonzero(nn.Linear):
-    def forward(self, x: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return super().forward(x)[(x.sum(1) > 0).nonzero().flatten()]
 
 
 class Jagged(nn.Linear):
@@ -147,15 +136,9 @@ ONE = ["layers.0"]
         (Changed(), ONE, r"'layers.1' in stage 1 uses embed \(its output\) of .* changed in place"),
         (Drawn(), ONE, r"'layers.1' in stage 1 uses a value .* of 'embed' with random numbers in"),
         (Asks(), ONE, r"Asks does not call 'layers.0', so no stage can begin there; name"),
-        (Selects(), ONE, r"asks for aten.index.Tensor, which depends on .* 'embed' gives"),
         (Writes(), ONE, r"writes \(aten.copy_.default\) a value of 'embed' into a tensor"),
         (Hidden(), ONE, r"Hidden keeps submodules in its attribute 'listed', .* use a ModuleList"),
         (wrapped(), ONE, r"forward of Model was replaced on this very object.* before someth"),
-        (
-            Pair(Nonzero(4, 4), nn.Linear(4, 4)),
-            ["second"],
-            r"(?s)aten.nonzero.*know the shapes of what 'first' gives, and it cannot tell them",
-        ),
         (
             Pair(Jagged(4, 4), Values(4, 4)),
             ["second"],

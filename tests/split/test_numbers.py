@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import taktline as tl
-from taktline.errors import PartitionError, TaktlineError
+from taktline.errors import PartitionError
 from tests.workers import Workers
 
 WIDTH = 4
@@ -211,6 +211,25 @@ def test_what_is_drawn_is_drawn_once() -> None:
         assert torch.equal(output.abs(), x.abs())
 
 
+class Unsteady(Base):
+    """Asks for another number in every other call."""
+
+    calls: ClassVar[list[int]] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layers[0](x)
+        self.calls.append(1)
+        for _ in range(1 + len(self.calls) % 2):
+            x = x * (1 if x.sum() > 0 else 2)
+        return self.layers[1](x)
+
+
+def test_stages_that_ask_for_other_numbers_are_noticed() -> None:
+    pieces = tl.split.by_names(made(Unsteady), ["layers.1"], example=(torch.zeros(2, WIDTH),))
+    with pytest.raises(PartitionError, match=r"stage 1 has asked for . numbers .* before for .;"):
+        pieces(batches()[0])
+
+
 def test_boundaries_list_them() -> None:
     with tl.Pipeline(
         made(Scales), example=(torch.zeros(2, WIDTH),), ranks=2, microbatches=2, cuts=["layers.1"]
@@ -219,7 +238,7 @@ def test_boundaries_list_them() -> None:
             "layers.1 (an argument)",
             "numbers that the forward asks for",
         ]
-        assert pipe.boundaries[0][1].shape == (5,)
+        assert pipe.boundaries[0][1].shape == (1 + 5,)  # and how many there are
 
 
 class Grows(Base):
@@ -237,14 +256,3 @@ def test_more_numbers_than_there_is_room_for() -> None:
     pieces = tl.split.by_names(made(Grows), ["layers.1"], example=(torch.zeros(2, WIDTH),))
     with pytest.raises(PartitionError, match=r"has asked for \d+ numbers .* shown 257; every"):
         pieces(torch.full((2, WIDTH), 1e3))
-
-
-class Mask(Base):
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.layers[0](x)
-        return self.layers[1](x[x[:, 0] > 0])
-
-
-def test_shapes_that_depend_on_data_are_refused_by_name() -> None:
-    with pytest.raises(TaktlineError, match=r"aten.index.Tensor, .* data that 'layers.0' gives"):
-        tl.split.by_names(made(Mask), ["layers.1"], example=(torch.zeros(2, WIDTH),))

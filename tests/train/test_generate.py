@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import taktline as tl
 from tests.split.transformers_models import LANGUAGES, WORDS, Language
 from tests.workers import Workers
+from tests.zoo import find
 
 EXPERTS = {**LANGUAGES["llama"].sizes, "num_local_experts": 4, "num_experts_per_tok": 2}
 MODELS = {
@@ -189,6 +190,14 @@ def test_models_that_are_refused() -> None:
     pipe = tl.Pipeline(stages, microbatches=1, ranks=2)
     with pytest.raises(tl.TaktlineError, match=r"return logits \[rows, length, words\]"):
         pipe.generate(prompts(), max_new_tokens=NEW)
+
+
+@pytest.mark.parametrize("name", ["RecurrentGemmaForCausalLM", "RwkvForCausalLM"])
+def test_padding_is_refused_for_models_whose_state_takes_it_in(name: str) -> None:
+    ids, mask = padded()
+    pipe = tl.Pipeline(find(name).make(), example=(ids[:2],), microbatches=3, ranks=2)
+    with pytest.raises(tl.TaktlineError, match=rf"{name} takes padding into its state"):
+        pipe.generate(ids, max_new_tokens=2, attention_mask=mask)
 
 
 def over_processes(rank: int, group: Any) -> tuple[list[Tensor], str]:

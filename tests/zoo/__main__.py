@@ -1,4 +1,4 @@
-"""The command: trains every architecture on pipelines, and writes what became of them."""
+"""Train every architecture on pipelines, and write what became of them to docs/models.md."""
 
 from __future__ import annotations
 
@@ -6,96 +6,121 @@ import argparse
 import logging
 import sys
 import warnings
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 
 import torch
 
-from tests.workers import Workers, WorkersFailed
+from tests.workers import Workers, WorkersFailed, WorkersLost
 from tests.zoo import zoo
 from tests.zoo.architecture import Architecture
-from tests.zoo.page import PAGE, Verdict, shortened, write
+from tests.zoo.page import PAGE, Result, read, shortened, write
 from tests.zoo.trial import PLACES, Found, Place, Way, compare, over_processes, plain, train
+
+Try = Callable[[Place, Way], None]
+"""Trains an architecture in a place; raises if it cannot, or if it does so wrongly."""
+
+WAYS: tuple[Way, ...] = ("by name", "traced")
 
 
 def main() -> int:
-    """Run them; 1 if any is wrong, rather than refused."""
+    """Run them; returns 1 if any is wrong, rather than refused."""
     options = _parse()
     warnings.simplefilter("ignore")
     for name in ("torch", "transformers"):  # a trace that fails prints its graph
         logging.getLogger(name).setLevel(logging.CRITICAL)
     torch.set_num_threads(1)
-    chosen = [a for a in zoo() if options.only.lower() in a.name.lower()]
-    pool = None if options.local else Workers()
-    verdicts: list[Verdict] = []
+    results = read(PAGE.read_text())
+    wheres = [options.where] if options.where else ["local", "gloo"]
+    pool, wrong = Workers(group_timeout=300.0), False
     try:
-        for architecture in chosen:
-            verdicts.append(judge(architecture, pool))
-            _tell(verdicts[-1])
+        for architecture in zoo():
+            result = results.get(architecture.name, Result())
+            missing = [where for where in wheres if getattr(result, where) is None]
+            if options.only.lower() not in architecture.name.lower():
+                continue
+            for where in missing if options.missing else wheres:
+                result = judge(architecture, where, result, pool)
+                print(f"{architecture.name:44} {where:6} {result}", flush=True)
+            results[architecture.name] = result
+            wrong |= "wrong" in result.reason
+            PAGE.write_text(write(zoo(), results))
     finally:
-        if pool is not None:
-            pool.stop()
-    if not options.only:
-        PAGE.write_text(write(verdicts, gloo=not options.local))
-    works = [verdict for verdict in verdicts if verdict.way is not None]
-    print(
-        f"{len(works)} of {len(verdicts)}, {sum(v.whole for v in works)} in all numbers of stages"
-    )
-    return int(any(verdict.story.startswith("wrong") for verdict in verdicts))
+        pool.stop()
+    return int(wrong)
 
 
 def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.zoo", description=__doc__)
     parser.add_argument("--only", metavar="TEXT", default="", help="those with this in their name")
-    parser.add_argument("--local", action="store_true", help="in one process alone")
+    parser.add_argument("--where", choices=["local", "gloo"], help="in one process, or in several")
+    parser.add_argument("--missing", action="store_true", help="those without a result in the page")
     return parser.parse_args()
 
 
-def judge(architecture: Architecture, pool: Workers | None) -> Verdict:
-    """What becomes of an architecture, by name or else traced."""
-    best = Verdict(architecture, None)
+def judge(architecture: Architecture, where: str, before: Result, pool: Workers) -> Result:
+    """What becomes of an architecture, by name or else traced, added to what is known of it."""
     expected = plain(architecture)
-    ways: tuple[Way, ...] = ("by name", "traced")
-    for way in ways:
-        failures: dict[Place, str] = {}
-        for place in PLACES:
-            if story := _failure(architecture, place, way, expected, pool):
-                failures[place] = story
-                if place is PLACES[0]:  # in two stages: more of them would fail likewise
-                    failures = dict.fromkeys(PLACES, story)
-                    break
-        wrong = next((story for story in failures.values() if story.startswith("wrong")), "")
-        passed = [place.stages for place in PLACES if place not in failures]
-        story = wrong or next(iter(failures.values()), "")
-        if way == "by name":
-            best = Verdict(architecture, way if passed else None, max(passed, default=0), story)
-        elif max(passed, default=0) > best.stages:
-            best = Verdict(architecture, way, max(passed), story)
-        if wrong or best.whole:
+    attempt = partial(_train if where == "local" else partial(_train_over, pool), architecture)
+    best, best_way, reason = 0, "no", ""
+    for way in WAYS:
+        most, why = _most(partial(attempt, expected), way)
+        if most > best or way == "by name":
+            best, best_way, reason = most, way if most else "no", why
+        if best == max(place.stages for place in PLACES) or why.startswith("wrong"):
             break
-    return best
+    if where == "gloo":
+        # What holds in one process, too, is said once.
+        same = best == before.local
+        reason = before.reason if same else f"over gloo: {reason}"
+        best_way = before.way if before.local is not None else best_way
+    return replace(before, way=best_way, reason=reason, **{where: best})
 
 
-def _failure(
-    architecture: Architecture, place: Place, way: Way, expected: Found, pool: Workers | None
-) -> str:
-    """What goes wrong with an architecture in a place."""
+def _most(attempt: Try, way: Way) -> tuple[int, str]:
+    """The most stages that an architecture trains in, and what keeps it from more."""
+    passed, failures = [0], []
+    for place in PLACES:
+        failure = _failure(attempt, place, way)
+        if not failure:
+            passed.append(place.stages)
+            continue
+        failures.append(failure)
+        if place is PLACES[0]:  # in two stages: more of them would fail likewise
+            break
+    wrong = [failure for failure in failures if failure.startswith("wrong")]
+    return max(passed), (wrong or failures or [""])[0]
+
+
+def _failure(attempt: Try, place: Place, way: Way) -> str:
+    """What goes wrong in a place."""
     try:
-        compare(train(architecture, place, way), expected)
-        if pool is not None:
-            pool.run(over_processes, architecture.name, place, way, ranks=place.ranks)
-    except AssertionError as error:
-        return f"wrong: {error}"
+        attempt(place, way)
     except WorkersFailed as failed:
-        error = next(iter(failed.errors.values()))
-        kind = "wrong over gloo" if isinstance(error, AssertionError) else "over gloo"
-        return f"{kind}: {shortened(f'{type(error).__name__}: {error}')}"
-    except Exception as error:  # whatever a model raises is what the page tells
-        return shortened(f"{type(error).__name__}: {error}") or type(error).__name__
+        return _told(next(iter(failed.errors.values())))
+    except WorkersLost as lost:
+        return f"wrong: {shortened(str(lost))}"
+    except Exception as error:  # whatever a model raises is what the page reports
+        return _told(error)
     return ""
 
 
-def _tell(verdict: Verdict) -> None:
-    how = f"{verdict.way}, up to {verdict.stages}" if verdict.way else "no"
-    print(f"{verdict.architecture.name:44} {how:18} {verdict.story}", flush=True)
+def _told(error: BaseException) -> str:
+    if isinstance(error, AssertionError):
+        return f"wrong: {error}"
+    return shortened(f"{type(error).__name__}: {error}") or type(error).__name__
+
+
+def _train(architecture: Architecture, expected: Found, place: Place, way: Way) -> None:
+    compare(train(architecture, place, way), expected)
+
+
+def _train_over(
+    pool: Workers, architecture: Architecture, expected: Found, place: Place, way: Way
+) -> None:
+    call = (architecture.name, place, way, expected)
+    pool.run(over_processes, *call, ranks=place.ranks, timeout=600.0)
 
 
 if __name__ == "__main__":

@@ -1,17 +1,16 @@
-"""The page of the documentation that tells what became of each architecture."""
+"""The page of the documentation that reports what became of each architecture."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 
 from tests.zoo.architecture import Architecture
-from tests.zoo.trial import PLACES, Way
 
-__all__ = ["PAGE", "Verdict", "shortened", "write"]
+__all__ = ["PAGE", "Result", "read", "shortened", "write"]
 
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 
@@ -21,46 +20,79 @@ _HEAD = """\
 <!-- Written by `python -m tests.zoo`. -->
 
 Small models of {count} architectures, from their configurations with random weights, each trained a
-step by 1F1B and ZB-V on 2 and 4 ranks, which are 2 to 8 stages, {where}. Losses,
-gradients and buffers are compared with those of the plain model. {works} train so, {whole} of them
-in every number of stages that was tried. No model was changed.
+step by 1F1B and ZB-V on 2 and 4 ranks, which are 2, 4 and 8 stages. Losses, gradients and buffers
+are compared with those of the plain model. No model was changed.
+
+| ranks | train | in every number of stages |
+|---|---|---|
+| in one process | {local} | {local_whole} |
+| in processes, over gloo | {gloo} | {gloo_whole} |
 
 *By name* is `tl.Pipeline(model, example=…)`, which finds by itself where to cut. What it refuses is
-[traced](split.md#traced), and cut at layers. What does not work raises an error, which is shown in
-short.
+[traced](split.md#traced), and cut at layers. The numbers are the most stages that a model was
+trained in, – where it was not run. What does not work raises an error, which is shown in short.
 """
+_COLUMNS = (
+    "| model | | in one process | over gloo | why not, or not more |\n|---|---|---|---|---|\n"
+)
+_MOST = 8
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Result:
     """What became of an architecture."""
 
-    architecture: Architecture
-    way: Way | None
-    stages: int = 0
-    """The most that it was cut into."""
-    story: str = ""
+    way: str = "no"
+    """How it was cut."""
+    local: int | None = None
+    """The most stages that it trains in, in one process; None if it was not run so."""
+    gloo: int | None = None
+    """The same over processes."""
+    reason: str = ""
     """What keeps it from more."""
 
-    @property
-    def whole(self) -> bool:
-        """Whether it trains everywhere."""
-        return self.stages == max(place.stages for place in PLACES)
 
-
-def write(verdicts: Sequence[Verdict], *, gloo: bool) -> str:
-    """The page; ``gloo`` is whether they were trained over processes, too."""
-    works = [verdict for verdict in verdicts if verdict.way is not None]
-    whole = [verdict for verdict in works if verdict.whole]
-    where = f"in one process{' and over gloo' if gloo else ''}"
-    text = _HEAD.format(count=len(verdicts), works=len(works), whole=len(whole), where=where)
-    for kind, group in groupby(verdicts, key=lambda verdict: verdict.architecture.kind):
-        text += f"\n## {kind}\n\n| model | | stages | why not, or not more |\n|---|---|---|---|\n"
-        for verdict in group:
-            most = f"up to {verdict.stages}" if verdict.way else ""
-            told = verdict.story.replace("|", "\\|")
-            text += f"| {verdict.architecture.name} | {verdict.way or 'no'} | {most} | {told} |\n"
+def write(architectures: Iterable[Architecture], results: Mapping[str, Result]) -> str:
+    """The page of all architectures; ``results`` are by their names."""
+    listed = list(architectures)
+    counts = {
+        "count": len(listed),
+        **_counted("local", [result.local for result in results.values()]),
+        **_counted("gloo", [result.gloo for result in results.values()]),
+    }
+    text = _HEAD.format(**counts)
+    for kind, group in groupby(listed, key=lambda architecture: architecture.kind):
+        text += f"\n## {kind}\n\n{_COLUMNS}"
+        for architecture in group:
+            result = results.get(architecture.name, Result())
+            most = " | ".join("–" if n is None else str(n) for n in (result.local, result.gloo))
+            reason = result.reason.replace("|", "\\|")
+            text += f"| {architecture.name} | {result.way} | {most} | {reason} |\n"
     return text
+
+
+def _counted(where: str, most: Sequence[int | None]) -> dict[str, str]:
+    tried = [each for each in most if each is not None]
+    return {
+        where: f"{sum(each > 0 for each in tried)} of {len(tried)}",
+        f"{where}_whole": str(sum(each == _MOST for each in tried)),
+    }
+
+
+def read(text: str) -> dict[str, Result]:
+    """The results that a page lists, by the names of the architectures.
+
+    >>> read("| BERT | by name | 8 | – |  |")
+    {'BERT': Result(way='by name', local=8, gloo=None, reason='')}
+    """
+    results: dict[str, Result] = {}
+    for line in text.splitlines():
+        cells = [cell.strip() for cell in re.split(r"(?<!\\)\|", line)][1:-1]
+        if len(cells) == 5 and re.fullmatch(r"–|\d+", cells[2]):
+            name, way, *most, reason = cells
+            local, gloo = (None if cell == "–" else int(cell) for cell in most)
+            results[name] = Result(way, local, gloo, reason.replace("\\|", "|"))
+    return results
 
 
 def shortened(text: str, length: int = 160) -> str:

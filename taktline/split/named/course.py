@@ -54,6 +54,8 @@ class Course:
     """What the values look like that come beside."""
     guessed: list[int] = field(default_factory=list)
     """Which numbers were guessed, of those that cross."""
+    is_sized: bool = False
+    """Whether the size of a tensor was guessed, of the numbers that cross."""
     is_guessed: bool = False
     """Whether a number was guessed, so that another micro-batch may go another way."""
     is_drawn: bool = False
@@ -74,6 +76,7 @@ class Course:
         pairs = zip(self.beside, other.beside, strict=True)
         self.beside = [sorted({*one, *another}) for one, another in pairs]
         self.numbers = list(map(max, self.numbers, other.numbers))
+        self.is_sized |= other.is_sized
         self.looks |= other.looks
         self.changed |= other.changed
         self.opened |= other.opened

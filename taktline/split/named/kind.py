@@ -37,6 +37,8 @@ class Kind:
     """How many numbers come that the forward has asked for; they are the last of all values."""
     asks: int = 0
     """How many go to the next stage."""
+    is_sized: bool = False
+    """Whether sizes of tensors are among them."""
     looks: Mapping[Value, Absent] = field(default_factory=dict)
     """What values look like that a micro-batch which goes another way has not."""
     is_guessed: bool = False
@@ -95,6 +97,7 @@ class Kind:
             self.asks = course.numbers[stage]
         if not course.is_drawn:
             self.order = tuple(name for name, where in course.order if where <= stage)
+        self.is_sized = course.is_sized
         self.changed = course.changed
         self.opened = frozenset(course.opened)
         self.is_plain = self.is_plain and not (self.takes or self.sends or self.changed)

@@ -9,6 +9,9 @@ that has not the data gets the number, and takes the same branch::
 
 Before anything has run, numbers are guessed: a walk through the forward takes all for 0, others for
 1, or one of them alone.
+
+The size of a tensor is such a number where it depends on data, as in ``x[x > 0]``: a stage that has
+not the data makes a placeholder of that size.
 """
 
 from __future__ import annotations
@@ -20,12 +23,13 @@ from typing import Any, NamedTuple
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from taktline import pytree
 from taktline.errors import PartitionError
-from taktline.split.named.placeholder import Placeholder, Scene, here, resolved
+from taktline.split.named.placeholder import Placeholder, Scene, depends_on_data, here, resolved
 
-__all__ = ["NUMBERS", "Guess", "Number", "Numbers"]
+__all__ = ["NUMBERS", "Guess", "Number", "Numbers", "Sizes"]
 
 Number = bool | int | float
 NUMBERS = (bool, int, float)
@@ -84,11 +88,13 @@ class Numbers(TorchFunctionMode):
     ) -> None:
         super().__init__()
         self._scene = scene
-        self._came = _read(came)
+        self._count, self._came = _read(came)
         self._guess = guess
         self._noted: list[int] = []
         self.guessed: list[int] = []
         """The places of those that were not known."""
+        self.is_sized = False
+        """Whether a size was not known."""
 
     def __len__(self) -> int:
         return len(self._noted)
@@ -141,6 +147,39 @@ class Numbers(TorchFunctionMode):
         self._noted.append(number)
         return struct.unpack("d", struct.pack("q", number))[0] if kind is float else kind(number)
 
+    def note_sizes(self, output: Any) -> None:
+        """Note the sizes of tensors that an operation has returned, as they depend on data."""
+        for part in pytree.tree_leaves(output):
+            # Those of placeholders were taken from what came, or guessed.
+            if isinstance(part, _Tensor) and not isinstance(part, Placeholder):
+                for size in part.shape:
+                    self.note_size(size)
+
+    def note_size(self, size: int) -> None:
+        """Note a size that is known here, and that earlier stages have noted, too."""
+        if self.note(size) != size:
+            raise PartitionError(
+                f"a tensor has the size {size} here, but {self._noted[-1]} in an earlier stage; "
+                "let a submodule make what has a random size"
+            )
+
+    def take_size(self, likely: Sequence[int], maker: str) -> int:
+        """The next size of a tensor that is not here; ``likely`` are two guesses."""
+        if self._guess is None or len(self._noted) < len(self._came):
+            return self.take(int, maker)
+        self.is_sized = True
+        self._noted.append(likely[self._guess.usual])
+        return self._noted[-1]
+
+    def require_all_taken(self, stage: int) -> None:
+        """Raise unless the stage before has noted as many numbers up to where this one begins."""
+        if self._count is not None and len(self._noted) != self._count:
+            raise PartitionError(
+                f"the forward of stage {stage} has asked for {len(self._noted)} numbers before it "
+                f"begins, that of the stage before for {self._count}; what a forward asks for must "
+                "not depend on anything but its data"
+            )
+
     def sent(self, room: int, device: torch.device) -> torch.Tensor:
         """All of them for the next stage, in as much room as it expects."""
         if len(self._noted) > room:
@@ -148,13 +187,34 @@ class Numbers(TorchFunctionMode):
                 f"the forward has asked for {len(self._noted)} numbers that depend on data, where "
                 f"the example has shown {room}; every micro-batch must ask for at most as many"
             )
-        return torch.tensor(self._noted + [0] * (room - len(self._noted)), device=device)
+        count = len(self._noted)
+        return torch.tensor([count, *self._noted, *[0] * (room - count)], device=device)
 
 
-def _read(came: torch.Tensor | None) -> Sequence[int]:
+class Sizes(TorchDispatchMode):
+    """Notes the sizes that depend on data, of what a forward makes outside of its units."""
+
+    def __init__(self, scene: Scene) -> None:
+        super().__init__()
+        self._scene: Any = scene
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = func(*args, **(kwargs or {}))
+        scene = self._scene
+        is_outside = here.scene is scene and not scene.is_inside
+        if is_outside and depends_on_data(func, args):
+            scene.numbers.note_sizes(output)
+        return output
+
+
+def _read(came: torch.Tensor | None) -> tuple[int | None, Sequence[int]]:
+    """How many numbers came, and these; None if they have no data."""
     if came is None:
-        return ()
-    return [0] * len(came) if came.is_meta or isinstance(came, FakeTensor) else came.tolist()
+        return None, ()
+    if came.is_meta or isinstance(came, FakeTensor):
+        return None, [0] * (len(came) - 1)
+    count, *numbers = came.tolist()
+    return count, numbers[:count]
 
 
 def _written(number: Number) -> int:

@@ -24,7 +24,7 @@ from taktline.split.named.checkpoints import Checkpoints
 from taktline.split.named.course import Value
 from taktline.split.named.kind import Kind
 from taktline.split.named.layout import Layout
-from taktline.split.named.numbers import Numbers
+from taktline.split.named.numbers import Numbers, Sizes
 from taktline.split.named.placeholder import Placeholder, resolved
 from taktline.split.named.program import Seen, versions_of
 from taktline.split.named.recorded import Recorded, lists, replayed, since
@@ -77,6 +77,7 @@ class Passage(Checkpoints, ABC):
         self._kind = kind
         if kind.asks or kind.asked:
             self.numbers = Numbers(self, values[-1] if kind.asked else None)
+            self._sizes = Sizes(self) if kind.is_sized else None
         self._entering = len(values) - len(kind.takes) - (1 if kind.asked else 0)
         """How many values the stage begins with; the others come beside them."""
         self._is_in = stage == 0
@@ -113,7 +114,9 @@ class Passage(Checkpoints, ABC):
         """Keep what later stages need of what a unit of this stage was given and has returned."""
         call = self.count(unit.unit)
         if self.numbers is not None:
-            for leaf in pytree.tree_leaves(output):
+            leaves = pytree.tree_leaves(output)
+            self._layout.twins[unit.unit].note_sizes(leaves, self.numbers)
+            for leaf in leaves:
                 self.numbers.note(leaf)
         if self._lengths:
             output = Recorded(output, since(self._lengths))
@@ -162,11 +165,15 @@ class Passage(Checkpoints, ABC):
     def __enter__(self) -> Self:
         if self.numbers is not None:
             self.numbers.__enter__()
+            if self._sizes is not None:
+                self._sizes.__enter__()
         return super().__enter__()
 
     def __exit__(self, *details: object) -> None:
         super().__exit__(*details)
         if self.numbers is not None:
+            if self._sizes is not None:
+                self._sizes.__exit__(*details)
             self.numbers.__exit__(*details)
 
     def require_data(self, tree: Any, user: str) -> Any:
@@ -337,6 +344,8 @@ class FirstPassage(Passage):
     def _enter(self, arguments: Any) -> None:
         """Give the placeholders among the arguments of the first unit their data."""
         self._is_in = True
+        if self.numbers is not None:
+            self.numbers.require_all_taken(self._stage)
         start = self._layout.start(self._stage)
         leaves, _ = pytree.tree_flatten_with_path(arguments)
         given = [(path, leaf) for path, leaf in leaves if path in self._kind.entering]

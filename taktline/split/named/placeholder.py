@@ -12,7 +12,7 @@ import torch
 from taktline import pytree
 from taktline.errors import PartitionError
 
-__all__ = ["ANYWHERE", "Absent", "Placeholder", "Scene", "here", "resolved"]
+__all__ = ["ANYWHERE", "Absent", "Placeholder", "Scene", "depends_on_data", "here", "resolved"]
 
 ANYWHERE = 1 << 30
 """The stage of a value that every stage has."""
@@ -30,8 +30,17 @@ _FILLED = {
 }
 
 
-_DATA = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
-"""What makes a result depend on more than shapes."""
+_INDICES = (torch.bool, torch.uint8)
+"""The types of an index whose data decides how much is taken."""
+
+
+def depends_on_data(func: Any, args: Sequence[Any]) -> bool:
+    """Whether the shape of what an operation returns depends on data."""
+    if torch.Tag.dynamic_output_shape not in func.tags:
+        return False
+    if func is not torch.ops.aten.index.Tensor:
+        return True
+    return any(index is not None and index.dtype in _INDICES for index in args[1])
 
 
 class Scene:
@@ -67,10 +76,6 @@ class Scene:
         args, kwargs = resolved((args, kwargs))
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
-
-    def may_guess(self) -> bool:
-        """Whether a shape or a number that depends on data may be guessed."""
-        return False
 
     def note_change(self) -> None:
         """Note that a placeholder has got another shape."""
@@ -214,16 +219,14 @@ class Placeholder(torch.Tensor):
         meta_args, meta_kwargs = pytree.tree_unflatten(metas, spec)
         if scene.mixed and func.overloadpacket in _FILLED:
             return func(*meta_args, **{**meta_kwargs, "device": scene.device})
-        try:
-            output = func(*meta_args, **meta_kwargs)
-        except Exception as error:
-            if not scene.mixed and not isinstance(error, NotImplementedError):
-                raise
-            if func.overloadpacket is torch.ops.aten._pack_padded_sequence:
-                raise _no_data(source, "a packed sequence") from error
-            if not scene.mixed or (_DATA & set(func.tags) and not scene.may_guess()):
-                raise _no_data(source, str(func)) from error
-            output = _on_zeros(func, meta_args, meta_kwargs)
+        if depends_on_data(func, args):
+            if scene.numbers is None:
+                raise _no_data(source, str(func))
+            for placeholder in placeholders:
+                scene.note_asked(placeholder)
+            output = _sized(func, meta_args, meta_kwargs, scene, source.maker)
+        else:
+            output = _made(func, meta_args, meta_kwargs, scene, source)
         device = next((leaf for leaf in leaves if isinstance(leaf, torch.device)), scene.device)
         # An operation in place gives the tensor itself.
         same = {id(meta): leaf for meta, leaf in zip(metas, leaves, strict=True)}
@@ -286,16 +289,51 @@ def _without_data(leaf: Any) -> Any:
     return _META if isinstance(leaf, torch.device) else leaf
 
 
-def _on_zeros(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What an operation gives that cannot run without data."""
+def _made(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], scene: Scene, source: Placeholder
+) -> Any:
+    """What an operation returns without data; of zeros, if it cannot do without."""
+    try:
+        return func(*args, **kwargs)
+    except Exception as error:
+        if not scene.mixed and not isinstance(error, NotImplementedError):
+            raise
+        if func.overloadpacket is torch.ops.aten._pack_padded_sequence:
+            raise _no_data(source, "a packed sequence") from error
+        if not scene.mixed or torch.Tag.data_dependent_output in func.tags:
+            raise _no_data(source, str(func)) from error
+        return _filled(func, args, kwargs, most=False)
+
+
+def _sized(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], scene: Scene, maker: str
+) -> Any:
+    """What an operation returns whose shape depends on data, in the sizes that it had there."""
+    most, least = (_filled(func, args, kwargs, most=all_) for all_ in (True, False))
+
+    def taken(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        likely = zip(one.shape, other.shape, strict=True)
+        shape = [scene.numbers.take_size(sizes, maker) for sizes in likely]
+        return torch.empty(shape, dtype=one.dtype, device=_META)
+
+    return pytree.tree_map(taken, most, least)
+
+
+def _filled(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, most: bool) -> Any:
+    """What an operation that needs data returns for zeros; or for data that makes most of it."""
     device = torch.device("cpu")
 
-    def zeros(leaf: Any) -> Any:
+    def filled(leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor):
-            return torch.zeros(tuple(leaf.shape), dtype=leaf.dtype)
+            is_mask = leaf.dtype in _INDICES
+            # Other places than the first may be beyond the end.
+            is_place = func is torch.ops.aten.index.Tensor and not is_mask
+            if is_mask or is_place or not most:
+                return torch.full(tuple(leaf.shape), most and is_mask, dtype=leaf.dtype)
+            return torch.arange(leaf.numel(), dtype=leaf.dtype).view(leaf.shape)
         return device if isinstance(leaf, torch.device) else leaf
 
-    args, kwargs = pytree.tree_map(zeros, (args, kwargs))
+    args, kwargs = pytree.tree_map(filled, (args, kwargs))
     with torch._C.DisableTorchFunctionSubclass():
         return pytree.tree_map_only(torch.Tensor, as_meta, func(*args, **kwargs))
 

@@ -36,7 +36,7 @@ from taktline.split.named.walk import device_of, walk
 from taktline.split.named.watch import inner_of, watching
 from taktline.stage.names import unwrapped
 
-__all__ = ["StageForward", "crossings_of"]
+__all__ = ["StageForward", "crossings_of", "has_dynamic_shapes"]
 
 _BY_HAND = "cut the model by hand, or with taktline.pipeline, which traces it"
 _UNKNOWN = object()
@@ -58,6 +58,13 @@ def crossings_of(piece: nn.Module) -> list[str]:
         *map(str, course.beside[stage_forward.stage]),
         *(["numbers that the forward asks for"] if course.numbers[stage_forward.stage] else []),
     ]
+
+
+def has_dynamic_shapes(piece: nn.Module) -> bool:
+    """Whether the shapes of what crosses boundaries depend on data, as an example has shown."""
+    stage_forward: StageForward | None = vars(piece).get("_stage_forward")
+    course = None if stage_forward is None else stage_forward.layout.course
+    return course is not None and course.is_sized
 
 
 def _crossing(course: Course) -> Any:

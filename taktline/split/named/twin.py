@@ -34,6 +34,19 @@ class _Asked(NamedTuple):
     kind: type[Number]
 
 
+class _Likely:
+    """Sizes that depend on data: all as large as can be, or as small."""
+
+    def __init__(self, which: int) -> None:
+        self._which = which
+        self.is_asked = False
+
+    def take_size(self, likely: Sequence[int], maker: str) -> int:
+        """A guess."""
+        self.is_asked = True
+        return likely[self._which]
+
+
 class _Beside(Aside):
     """Skips and losses of twins: known by shape, and kept from the pipeline."""
 
@@ -64,6 +77,8 @@ class Twin:
     hooked: list[str]
     changes_buffers: bool = False
     """Whether a call was seen to change a buffer."""
+    sizes: set[tuple[int, int]] = field(default_factory=set)
+    """The leaves of its output, and their dimensions, whose sizes were seen to depend on data."""
     _known: Recent[tuple[list[Any], pytree.TreeSpec]] = field(default_factory=Recent)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Twin:
@@ -85,6 +100,8 @@ class Twin:
         lately = tuple(lists())
         key = (look(args), look(kwargs), training, device.type, autocast_of(device), lately)
         parts, tree = self._known.find(key, lambda: self._learn(args, kwargs, training, device))
+        if self.sizes:
+            parts = [self._sized(leaf, part) for leaf, part in enumerate(parts)]
         if tree.is_leaf() and isinstance(parts[0], torch.Tensor):
             return Placeholder(parts[0], self.name, stage, device)  # as most often
         leaves = pytree.tree_leaves((args, kwargs))
@@ -95,6 +112,26 @@ class Twin:
     def forget(self) -> None:
         """Learn anew, as parameters have got another type."""
         self._known.clear()
+
+    def note_sizes(self, leaves: Sequence[Any], numbers: Any) -> None:
+        """Note the sizes of what the submodule itself has returned, as others will take them."""
+        for leaf, dimension in sorted(self.sizes):
+            numbers.note_size(leaves[leaf].shape[dimension])
+
+    def _sized(self, leaf: int, part: Any) -> Any:
+        """A part of the output in the sizes that it has in the stage that has the submodule."""
+        dimensions = sorted(dimension for at, dimension in self.sizes if at == leaf)
+        if not dimensions:
+            return part
+        numbers = None if here.scene is None else here.scene.numbers
+        if numbers is None:
+            raise PartitionError(
+                f"the shape of what {self.name!r} returns depends on its data, which is not here"
+            )
+        shape = list(part.shape)
+        for dimension in dimensions:
+            shape[dimension] = numbers.take_size((shape[dimension], 0), self.name)
+        return torch.empty(shape, dtype=part.dtype, device="meta")
 
     def _remade(self, part: Any, leaves: list[Any], stage: int, device: torch.device) -> Any:
         if isinstance(part, _Given):
@@ -117,21 +154,35 @@ class Twin:
         self.module.train(training)
         with unset_fake_temporarily():  # what is learned holds in other modes, too
             try:
-                return self._run(
-                    self.module, [_as_placeholder(leaf) for leaf in leaves], spec, device
-                )
+                return self._run_sized([_as_placeholder(leaf) for leaf in leaves], spec, device)
             except Exception as error:
                 # Whatever it is that cannot be done without data: try with data that is made up.
                 return self._probe(leaves, spec, device, error)
 
-    def _run(
-        self, module: nn.Module, leaves: Sequence[Any], spec: pytree.TreeSpec, device: torch.device
+    def _run_sized(
+        self, leaves: Sequence[Any], spec: pytree.TreeSpec, device: torch.device
     ) -> tuple[list[Any], pytree.TreeSpec]:
-        """What a copy gives: its parts are known by shape, or are one of the arguments."""
+        """What the copy returns without data; once more where sizes inside of it depend on data."""
+        sizes = _Likely(0)
+        found = self._run(self.module, leaves, spec, device, sizes)
+        if sizes.is_asked:
+            self._note_sizes(found, self._run(self.module, leaves, spec, device, _Likely(1)))
+        return found
+
+    def _run(
+        self,
+        module: nn.Module,
+        leaves: Sequence[Any],
+        spec: pytree.TreeSpec,
+        device: torch.device,
+        sizes: _Likely | None = None,
+    ) -> tuple[list[Any], pytree.TreeSpec]:
+        """What a copy returns: its parts are known by shape, or are one of the arguments."""
         args, kwargs = pytree.tree_unflatten(leaves, spec)
         kept = list(module.buffers())
         before = _versions(kept)
-        with Scene(device), _Beside(0, self.skips), torch.no_grad():
+        with Scene(device) as scene, _Beside(0, self.skips), torch.no_grad():
+            scene.numbers = sizes
             output = recorded(lambda: module(*args, **kwargs))
         self.changes_buffers |= before != _versions(module.buffers())
         places = {id(leaf): place for place, leaf in enumerate(leaves) if not is_constant(leaf)}
@@ -154,7 +205,7 @@ class Twin:
         device: torch.device,
         error: Exception,
     ) -> tuple[list[Any], pytree.TreeSpec]:
-        """The same with data that is made up, of which no shape must depend."""
+        """The same with data that is made up, to see which sizes depend on it."""
         devices = [device] if device.type == "cuda" else []
         found: list[tuple[list[Any], pytree.TreeSpec]] = []
         with torch.random.fork_rng(devices=devices):
@@ -170,18 +221,40 @@ class Twin:
                 except Exception as other:
                     raise self._no_shapes(error) from other
                 found.append(made)
-        (parts, tree), (others, other_tree) = found
-        parts, others = ([_asked(part) for part in each] for each in (parts, others))
-        if tree != other_tree or list(map(look, parts)) != list(map(look, others)):
+        one, other = (([_asked(part) for part in parts], tree) for parts, tree in found)
+        try:
+            self._note_sizes(one, other)
+        except ValueError:
             raise self._no_shapes(error) from error
-        return parts, tree
+        return one
+
+    def _note_sizes(
+        self, one: tuple[list[Any], pytree.TreeSpec], other: tuple[list[Any], pytree.TreeSpec]
+    ) -> None:
+        """Note in which sizes two outputs differ; raise if they differ in more."""
+        if one[1] != other[1]:
+            raise ValueError("the arrangement of the output depends on data")
+        for leaf, (part, like) in enumerate(zip(one[0], other[0], strict=True)):
+            if look(part) != look(like):
+                if not _is_like(part, like):
+                    raise ValueError("more than sizes of the output depends on data")
+                sizes = enumerate(zip(part.shape, like.shape, strict=True))
+                self.sizes |= {(leaf, dimension) for dimension, (a, b) in sizes if a != b}
 
     def _no_shapes(self, error: Exception) -> PartitionError:
         return PartitionError(
-            f"{_reason(error)}\n\nOther stages need to know the shapes of what {self.name!r} "
-            "gives, and it cannot tell them without its data (see above); cut the model with "
-            "taktline.pipeline, which traces it, or by hand"
+            f"{_reason(error)}\n\nOther stages need to know what {self.name!r} returns without "
+            "its data, and cannot find that out (see above); let it return as many tensors of the "
+            "same types for all data, or cut the model with taktline.pipeline, which traces it, or "
+            "by hand"
         )
+
+
+def _is_like(part: Any, other: Any) -> bool:
+    """Whether parts are tensors that differ in nothing but their sizes."""
+    if not (isinstance(part, torch.Tensor) and isinstance(other, torch.Tensor)):
+        return False
+    return (part.ndim, part.dtype) == (other.ndim, other.dtype)
 
 
 def _asked(part: Any) -> Any:

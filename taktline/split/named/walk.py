@@ -23,7 +23,7 @@ from taktline.split.named.checkpoints import Checkpoints
 from taktline.split.named.course import Course, Path, Value
 from taktline.split.named.cuts import Cut
 from taktline.split.named.layout import Layout
-from taktline.split.named.numbers import Guess, Numbers
+from taktline.split.named.numbers import Guess, Numbers, Sizes
 from taktline.split.named.placeholder import ANYWHERE, Absent, Placeholder
 from taktline.split.named.recorded import replayed
 from taktline.split.named.twin import Twin
@@ -85,7 +85,7 @@ def _walk(
         changes = Changes(layout.common)
         changes.keep()
         drawn = _drawn_by_now()
-        with scene, scene.numbers, watching(scene, layout.inner):
+        with scene, scene.numbers, Sizes(scene), watching(scene, layout.inner):
             try:
                 output = layout.kind.forward(layout.bones, *args, **kwargs)
             except PartitionError:
@@ -98,7 +98,7 @@ def _walk(
                 raise
             finally:
                 course.changed = frozenset(changes.changed())
-                course.is_guessed |= bool(scene.numbers.guessed)
+                course.is_guessed |= bool(scene.numbers.guessed) or scene.numbers.is_sized
                 course.is_drawn |= course.is_guessed or drawn != _drawn_by_now()
                 changes.undo()
         scene.finish(output)
@@ -214,13 +214,6 @@ class _Walk(Checkpoints):
                 written += history.parents if history.is_view else ()
                 history.parents = (*history.parents, *others)
 
-    def may_guess(self) -> bool:
-        """In the last stage, which has all data and after which nobody asks."""
-        if self._stage < len(self._layout.cuts):
-            return False
-        self.course.is_guessed = True
-        return True
-
     def note_asked(self, placeholder: Placeholder) -> None:
         """See to it that a stage which asks for a number has the data."""
         self._bring(placeholder, "the forward")
@@ -305,7 +298,9 @@ class _Walk(Checkpoints):
                 leaf.history.place(Value(*cut, False, place), stage, self._now())
         self.course.crossings.append(frozenset(crossing))
         self.course.guessed = list(self.numbers.guessed)
-        self.course.numbers.append(len(self.numbers) if self.course.guessed else 0)
+        self.course.is_sized = self.numbers.is_sized
+        is_asked = self.course.guessed or self.course.is_sized
+        self.course.numbers.append(len(self.numbers) if is_asked else 0)
 
     def _bring(self, placeholder: Placeholder, user: str) -> None:
         """See to it that the present stage has a value."""
