@@ -53,6 +53,7 @@ class Saved(Live):
         require_flag("strict", strict)
         state.load(self._built.parts, state_dict, strict=strict)
 
+    @plainly
     def save(
         self,
         folder: str | os.PathLike[str],
@@ -95,6 +96,7 @@ class Saved(Live):
             held = state.holding(self._built)
             return saving.save(held, folder, training, keep=keep, async_save=async_save)
 
+    @plainly
     def load(
         self,
         folder: str | os.PathLike[str],
@@ -124,6 +126,7 @@ class Saved(Live):
         with self._turn:
             return loading.load(state.holding(self._built), folder, training)
 
+    @plainly
     def save_pretrained(
         self, folder: str | os.PathLike[str], *, max_shard_bytes: int = 5 * 10**9
     ) -> None:
