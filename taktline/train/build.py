@@ -135,8 +135,8 @@ def build(
         for module in parts.modules.values():
             materialise(module, here.device, state_dict=state_dict)
         for stage, module in parts.modules.items():
-            module = module if prepare is None else _prepared(prepare, module, stage)
-            parts.modules[stage] = wrapped(module, here, data_parallel)
+            ready = module if prepare is None else _prepared(prepare, module, stage)
+            parts.modules[stage] = wrapped(ready, here, data_parallel)
     running = {**running, "seed": None if seed is None else seed + here.replica}
     running["dynamic_shapes"] |= is_dynamic
     built = _scheduled(here, plan, parts, table, example, running)

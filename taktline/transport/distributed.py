@@ -153,6 +153,8 @@ class Distributed:
     def raised(self, error: BaseException, where: str = "") -> None:
         """Tell the others that this rank leaves them behind, unless they have a reason already."""
         if self.verdict is not None:
+            if self._sockets is not None:
+                self._sockets.shut()  # who still exchanges numbers must not wait for this rank
             return
         text = f"{type(error).__name__}: {text_of(error, 4000)}".removesuffix(": ")
         fields = None
@@ -218,7 +220,8 @@ class Distributed:
         It may have ended by an error that all ranks are just agreeing on. If an exchange needs more
         of it, the end of its sockets says so.
         """
-        return verdict.where == OUTSIDE and verdict.process != self.processes[self.rank]
+        others = {*self.processes} - {self.processes[self.rank]}
+        return verdict.where == OUTSIDE and verdict.process in others
 
     def _met(self) -> Sockets:
         """The sockets to the other ranks, which all ranks make together."""

@@ -25,6 +25,7 @@ from taktline.transport import (
 from taktline.transport.distributed import Distributed
 from taktline.transport.local import LocalTransport
 from taktline.transport.one_rank import Alone
+from taktline.transport.sockets import PeerFailure
 from taktline.transport.verdict import Cause, Verdict
 from tests.runtime.cases import (
     Case,
@@ -220,6 +221,53 @@ def test_a_rank_that_ends_does_not_disturb_the_exchange_it_has_ended(workers: Wo
         [everyone, story],
         [everyone, story],
     ]
+
+
+def end_elsewhere(rank: int, group: dist.ProcessGroup) -> str:
+    """Rank 2 ends by an error, and the others exchange numbers without it."""
+    pair = dist.new_group([0, 1])
+    transport = Distributed.of(group)
+    transport.exchange([rank])
+    if rank == 2:
+        assert transport.plane is not None
+        transport.plane.raised(ValueError("no luck"))
+        return ""
+    assert isinstance(pair, dist.ProcessGroup)
+    beside = Distributed.of(pair)
+    assert transport._member.told.wait(SOON / 2)
+    with pytest.raises(LostRankError) as caught:
+        beside.exchange([rank])
+    return str(caught.value)
+
+
+@pytest.mark.processes
+def test_a_rank_that_ends_ends_the_exchanges_of_other_groups_too(workers: Workers) -> None:
+    story = "rank 2 has raised ValueError outside of a step, and left the others behind: no luck"
+    assert workers.run(end_elsewhere, ranks=3, timeout=SOON) == [story, story, ""]
+
+
+def leave_after(rank: int, group: dist.ProcessGroup) -> str:
+    """Rank 0 ends by an error; rank 1 leaves for another, and rank 2 waits for rank 1."""
+    transport = Distributed.of(group)
+    transport.exchange([rank])
+    assert transport.plane is not None
+    if rank == 0:
+        transport.plane.raised(ValueError("no luck"))
+        return ""
+    assert transport._member.told.wait(SOON / 2)
+    if rank == 1:
+        transport.raised(LostRankError("a lane has ended"))
+        return ""
+    assert transport._sockets is not None
+    with pytest.raises(PeerFailure) as caught:
+        transport._sockets._receive(1, 1)
+    return str(caught.value)
+
+
+@pytest.mark.processes
+def test_nobody_waits_for_a_rank_that_has_left(workers: Workers) -> None:
+    *_, told = workers.run(leave_after, ranks=3, timeout=SOON)
+    assert told == "its connection has ended"
 
 
 def open_groups(rank: int, group: dist.ProcessGroup) -> tuple[int, int, list[list[int]]]:
