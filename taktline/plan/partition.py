@@ -106,16 +106,7 @@ def balance(
     amounts = _Amounts.of(costs=costs)
     layers = len(amounts.numbers)
     stages = _checked(stages, layers)
-    if memory is None and limits is not None:
-        raise PartitionError("limits are given, but not the memory that each layer needs")
-    needs = _Amounts.of(
-        memory=[0] * layers if memory is None else memory, limits=_for_each(limits, stages)
-    )
-    if len(needs.numbers) != layers:
-        raise PartitionError(
-            f"memory is given for {counted(len(needs.numbers), 'layer')}, "
-            f"costs for {counted(layers, 'layer')}"
-        )
+    needs = _needs(memory, limits, layers, stages)
     costs_to, needed_to = _sums(amounts.numbers), _sums(needs.numbers)
 
     def within(cap: int) -> Callable[[int, int], int]:
@@ -139,6 +130,26 @@ def balance(
         stage_costs=amounts.of_stages(bounds),
         stage_memory=None if memory is None else needs.of_stages(bounds),
     )
+
+
+def _needs(
+    memory: Iterable[float] | None,
+    limits: float | Iterable[float] | None,
+    layers: int,
+    stages: int,
+) -> _Amounts:
+    """What each layer needs, and what each stage can hold of it."""
+    if memory is None and limits is not None:
+        raise PartitionError("limits are given, but not the memory that each layer needs")
+    needs = _Amounts.of(
+        memory=[0] * layers if memory is None else memory, limits=_for_each(limits, stages)
+    )
+    if len(needs.numbers) != layers:
+        raise PartitionError(
+            f"memory is given for {counted(len(needs.numbers), 'layer')}, "
+            f"costs for {counted(layers, 'layer')}"
+        )
+    return needs
 
 
 def _cheapest(

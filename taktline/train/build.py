@@ -132,11 +132,7 @@ def build(
         table = Table.of(plan, parts.modules, example, here.transport)
         is_dynamic = any(map(has_dynamic_shapes, parts.modules.values()))
         parts.keep([stage for rank in here.own for stage in plan.placement.stages_of(rank)])
-        for module in parts.modules.values():
-            materialise(module, here.device, state_dict=state_dict)
-        for stage, module in parts.modules.items():
-            ready = module if prepare is None else _prepared(prepare, module, stage)
-            parts.modules[stage] = wrapped(ready, here, data_parallel)
+        _make_ready(parts, here, state_dict, prepare, data_parallel)
     running = {**running, "seed": None if seed is None else seed + here.replica}
     running["dynamic_shapes"] |= is_dynamic
     built = _scheduled(here, plan, parts, table, example, running)
@@ -146,6 +142,21 @@ def build(
     with guarded(here.transport, "Pipeline(…)"):
         built.schedule._runner.connect()
     return built
+
+
+def _make_ready(
+    parts: Parts,
+    ranks: Ranks,
+    state_dict: Mapping[str, torch.Tensor] | None,
+    prepare: Prepare | None,
+    data_parallel: str | None,
+) -> None:
+    """Give the stages of this process their values, and then prepare and wrap them."""
+    for module in parts.modules.values():
+        materialise(module, ranks.device, state_dict=state_dict)
+    for stage, module in parts.modules.items():
+        ready = module if prepare is None else _prepared(prepare, module, stage)
+        parts.modules[stage] = wrapped(ready, ranks, data_parallel)
 
 
 def _scheduled(

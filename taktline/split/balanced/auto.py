@@ -78,11 +78,10 @@ def auto(
     memory = {cut: _size(whole, cut.unit) for cut in costs}
     division = balance(_joined(costs, starts), n, memory=_joined(memory, starts), limits=limits)
     cuts = [starts[bound] for bound in division.bounds[1:-1]]
-    names = tuple(map(str, cuts))
-    pieces = by_names(model, names, example=example)
+    pieces = by_names(model, tuple(map(str, cuts)), example=example)
+    division = replace(division, stage_memory=_stage_sizes(memory, cuts))
     unit = "milliseconds" if measure else "operations"
-    sizes = _stage_sizes(memory, cuts)
-    pieces.division = Division(replace(division, stage_memory=sizes), ("", *names), unit)
+    pieces.division = Division(division, ("", *map(str, cuts)), unit)
     return pieces
 
 

@@ -3,8 +3,8 @@
 ::
 
     sync_of(module) ──▶ None       nothing is wrapped
-                 ──▶ DDPSync    DistributedDataParallel, or the older ``replicate`` made from it
-                 ──▶ FSDPSync   ``fully_shard``, or the newer ``replicate`` made from it
+                    ──▶ DDPSync    DistributedDataParallel, or the older ``replicate`` made from it
+                    ──▶ FSDPSync   ``fully_shard``, or the newer ``replicate`` made from it
 """
 
 from __future__ import annotations
