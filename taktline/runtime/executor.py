@@ -38,6 +38,13 @@ class Instruction:
     forgo: Callable[[], None] | None
     waits: str = ""
     """Whom it may have to wait for."""
+    at: Callable[[], Action] | None = None
+    """Of one that does several actions: which it has come to."""
+
+    @property
+    def running(self) -> Action:
+        """The action that is running."""
+        return self.action if self.at is None else self.at()
 
 
 Wrap: TypeAlias = Callable[[Instruction], Callable[[], None]]
@@ -67,7 +74,7 @@ class Program:
         rank_of: Sequence[int],
         instructions: Sequence[Instruction],
         sending: Iterable[Sending],
-        joined: Sequence[Instruction] | None = None,
+        joined: Callable[[], Sequence[Instruction]] | None = None,
     ) -> None:
         """``rank_of`` tells where each stage lies; ``joined`` does the same in fewer instructions.
 
@@ -75,10 +82,9 @@ class Program:
         """
         self._rank_of = rank_of
         self._each = instructions
-        self._joined = instructions if joined is None else joined
-        self._instructions = self._joined
+        self._joined = joined
+        self._instructions = instructions
         """Those that are running."""
-        self._run = [instruction.run for instruction in self._joined]
         self._sending = list(sending)
         self.position = 0
         """The instruction that is running."""
@@ -94,8 +100,11 @@ class Program:
 
         Where the ranks cannot go on together it raises, and plays nothing on.
         """
-        self._instructions = self._joined if wrap is None else self._each
-        runs = self._run if wrap is None else [wrap(each) for each in self._instructions]
+        if wrap is None and self._joined is not None:
+            self._instructions = self._joined()
+        else:
+            self._instructions = self._each
+        runs = [each.run if wrap is None else wrap(each) for each in self._instructions]
         failure = None
         try:
             for self.position, run in enumerate(runs):
@@ -140,7 +149,7 @@ class Program:
                     fate.judge(error, None)
 
     def _told(self, instruction: Instruction, error: Exception) -> StageError:
-        action = instruction.action
+        action = instruction.running
         told = StageError(
             rank=self._rank_of[action.stage],
             stage=action.stage,
