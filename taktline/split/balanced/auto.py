@@ -68,9 +68,9 @@ def auto(
         layout = layered(whole, reused)
         found = effort.count(layout, call)
     costs: Mapping[Cut, float] = found.operations
-    starts = find_starts(layout, list(costs), call)
+    starts, reasons = find_starts(layout, list(costs), call)
     if len(starts) < n:
-        raise PartitionError(_too_many(model, n, list(costs), starts))
+        raise PartitionError(_too_many(model, n, list(costs), reasons))
     if measure:
         _require_values(model)
         times = effort.measure(whole, {cut.unit for cut in costs}, call)
@@ -122,11 +122,12 @@ class Division:
         )
 
 
-def _too_many(model: nn.Module, n: int, layers: Sequence[Cut], starts: Sequence[Cut]) -> str:
+def _too_many(model: nn.Module, n: int, layers: Sequence[Cut], reasons: Mapping[Cut, str]) -> str:
     """Why a model cannot be cut into so many stages, and which numbers would do."""
-    most = len(starts)
-    others = [cut for cut in layers if cut not in starts]
-    why = f"; no stage can begin with {_listed(others)}" if others else ""
+    most = len(layers) - len(reasons)
+    why = f"; no stage can begin with {_listed(list(reasons))}" if reasons else ""
+    for cut, reason in list(reasons.items())[:1]:
+        why += f" (with {cut!r}: {reason})"
     would_do = f"{most} stages or fewer" if most > 1 else "1 stage"
     return (
         f"{type(model).__name__} cannot be cut into {n} stages, but into {would_do}: its forward "

@@ -87,22 +87,29 @@ def find_reused(model: nn.Module, seen: Effort) -> dict[str, int]:
     }
 
 
-def find_starts(layout: Layout, units: Sequence[Cut], call: Any) -> list[Cut]:
-    """Those of the calls of units, in their order, with which a stage can begin."""
-    starts = list(units[:1])
+def find_starts(
+    layout: Layout, units: Sequence[Cut], call: Any
+) -> tuple[list[Cut], dict[Cut, str]]:
+    """Those of the calls of units, in their order, with which a stage can begin.
+
+    And of the others, why not.
+    """
+    starts, reasons = list(units[:1]), {}
     calls = Counter(cut.unit for cut in units)
     for cut in units[1:]:
         if cut.call and calls[cut.unit] > _OFTEN:
+            reasons[cut] = f"{cut.unit!r} is called {calls[cut.unit]} times"
             continue
         layout.cuts = (cut,)
         try:
             walk(layout, *call)
-        except PartitionError:
+        except PartitionError as error:
+            reasons[cut] = str(error)
             continue
         finally:
             layout.cuts = ()
         starts.append(cut)
-    return starts
+    return starts, reasons
 
 
 def _rows(model: nn.Module) -> list[str]:

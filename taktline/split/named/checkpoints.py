@@ -1,4 +1,6 @@
-"""Checkpoints in a forward: what they run must see its values, and may go through several stages.
+"""What a forward calls past ``__torch_function__``: checkpoints, and functions of autograd.
+
+A function of autograd must get the values of placeholders, or it would have no gradient for them.
 
 ``checkpoint(block, x)`` is a function to autograd if it is re-entrant: its output has a gradient if
 ``x`` has one. A placeholder has none, and gets its data inside of the block, too late; so a block
@@ -10,13 +12,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import MethodType
 from typing import Any, Self
 
+import torch
 from torch.utils import checkpoint as torch_checkpoint
 
 from taktline.split.named.placeholder import Placeholder, Scene, here, resolved
 
 __all__ = ["Checkpoints"]
+
+_Function = torch.autograd.Function
+_apply: Callable[..., Any] = _Function.__dict__["apply"].__func__
 
 _GENERATOR = "_checkpoint_without_reentrant_generator"
 _names: dict[str, Any] = torch_checkpoint.__dict__
@@ -37,6 +44,7 @@ class Checkpoints(Scene):
         self.open_checkpoints: list[int] = []
         torch_checkpoint.CheckpointFunction.apply = staticmethod(_checkpoint)
         _names[_GENERATOR] = _checkpoint_anew
+        _Function.apply = classmethod(_apply_resolved)  # pyright: ignore[reportAttributeAccessIssue]
         return super().__enter__()
 
     def __exit__(self, *details: object) -> None:
@@ -44,6 +52,7 @@ class Checkpoints(Scene):
         if here.scene is None:
             torch_checkpoint.CheckpointFunction.apply = _kept
             _names[_GENERATOR] = _kept_anew
+            _Function.apply = classmethod(_apply)  # pyright: ignore[reportAttributeAccessIssue]
 
     def is_open(self, checkpoint: int) -> bool:
         """Whether what is to be checkpointed runs as it is."""
@@ -74,6 +83,18 @@ class Checkpoints(Scene):
             return _kept(function, preserve, *args)
         finally:
             self.is_kept = False
+
+
+def _apply_resolved(kind: Any, *args: Any, **kwargs: Any) -> Any:
+    """What any function of autograd does, in any thread."""
+    scene = here.scene
+    if scene is None:
+        return _apply(kind, *args, **kwargs)
+    args, kwargs = resolved((args, kwargs))
+    # As a whole: what it returns may be known, but what is done in it has no gradient.
+    is_known = not any(isinstance(arg, Placeholder) for arg in args)
+    apply = MethodType(_apply, kind)
+    return apply(*args, **kwargs) if is_known else scene.call(apply, args, kwargs)
 
 
 def _checkpoint(function: Callable[..., Any], preserve: bool, *args: Any) -> Any:

@@ -283,7 +283,14 @@ def _is_unit(module: nn.Module) -> bool:
 def _placeholders(unit: str, module: nn.Module) -> dict[int, Any]:
     """For a copy of a unit: placeholders for all that has data."""
     memo: dict[int, Any] = {}
-    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+    computed = [
+        (key, value)
+        for part in module.modules()
+        for key, value in vars(part).items()
+        # Such as the weight that a hook makes of its direction and its length.
+        if type(value) is torch.Tensor and value.grad_fn is not None
+    ]
+    for name, tensor in (*module.named_parameters(), *module.named_buffers(), *computed):
         memo[id(tensor)] = placeholder = Placeholder.of(tensor, joined(unit, name), ANYWHERE)
         placeholder.owner = unit
     return memo

@@ -87,6 +87,10 @@ class Passage(Checkpoints, ABC):
             self._caught: dict[Value, torch.Tensor] = {}
             self._unsure: set[Value] = set()
 
+    def is_open(self, checkpoint: int) -> bool:
+        """Whether it has units of other stages in it, which cannot run again."""
+        return not self._is_in or super().is_open(checkpoint)
+
     def is_foreign(self, unit: Any) -> bool:
         """Whether a unit of this stage is called for another one, which has it, too."""
         if self._is_in:

@@ -27,8 +27,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from taktline.split.named.mutable import is_constant
 from taktline.split.named.placeholder import Placeholder
-from taktline.split.named.twin import is_constant
 
 __all__ = ["Guards", "guards_of"]
 

@@ -22,9 +22,9 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from taktline.split.named.mutable import is_constant
 from taktline.split.named.placeholder import Placeholder
 from taktline.split.named.recorded import Recorded
-from taktline.split.named.twin import is_constant
 
 __all__ = ["Coming", "Event", "Script", "Step", "Surroundings", "is_like", "written"]
 

@@ -118,7 +118,8 @@ class StageForward:
             kind.is_open &= not modes  # in which tensors may have no data, or operations be counted
         if not modes and not kind.changed <= self._changed:
             self._have_own(piece, kind.changed)
-        changes = None if modes else self._changes
+        # Of a run without data nothing is to stay.
+        changes = Changes(self.layout.common_of(piece)) if modes else self._changes
         if changes is not None:
             changes.keep()
         made: Sequence[torch.Tensor] = ()
@@ -130,7 +131,9 @@ class StageForward:
                 output = self._first(kind, piece, forward, values, came, device)
         finally:
             self._known.keep(key, kind)
-        if changes is not None:
+            if modes and changes is not None:
+                changes.undo()
+        if changes is not None and not modes:
             changes.settle()
         if made:
             kind.changes = any(copy._version for copy in made)
@@ -198,7 +201,9 @@ class StageForward:
                 changes.undo()
                 continue
             is_watched = bool(inner) or not self.layout.inner
-            self._require_like(kind, passage.order, changes.changed(), is_watched=is_watched)
+            if not kind.is_checked:
+                self._require_like(kind, passage.order, changes.changed(), is_watched=is_watched)
+                kind.is_checked = True
             kind.script, kind.program = passage.script, None
             kind.is_open = kind.script is not None
             passage.check_around()

@@ -14,12 +14,13 @@ from torch.utils import _pytree as pytree
 
 from taktline.errors import PartitionError
 from taktline.side_values import Aside, Skip
+from taktline.split.named.mutable import is_constant
 from taktline.split.named.numbers import NUMBERS, Number
 from taktline.split.named.placeholder import Absent, Placeholder, Scene, as_meta, here
 from taktline.split.named.recent import Recent
 from taktline.split.named.recorded import lists, recorded
 
-__all__ = ["Twin", "autocast_of", "is_constant", "look", "require_plain"]
+__all__ = ["Twin", "autocast_of", "look", "require_plain"]
 
 
 class _Given(NamedTuple):
@@ -328,11 +329,6 @@ def look(value: Any) -> Any:
         return (kind, value)
     leaves, spec = pytree.tree_flatten(value)
     return type(value) if spec.is_leaf() else (spec, *map(look, leaves))
-
-
-def is_constant(leaf: object) -> bool:
-    """Whether a part of an argument is all that there is to know of it."""
-    return leaf is None or isinstance(leaf, (bool, int, float, str, torch.dtype, torch.device))
 
 
 def _reason(error: Exception) -> str:

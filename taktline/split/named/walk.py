@@ -8,7 +8,7 @@ the forward has made of such values by itself is made of them again where it is 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
 from taktline.errors import PartitionError
+from taktline.split.named.carried import require_carried
 from taktline.split.named.changes import Changes
 from taktline.split.named.checkpoints import Checkpoints
 from taktline.split.named.course import Course, Path, Value
@@ -64,7 +65,15 @@ def walk(
         raise failed
     for other in found[1:]:
         found[0].join(other)
-    return found[0]
+    course = found[0]
+    if course.changed and layout.cuts:
+        require_carried(
+            layout.common,
+            course.changed,
+            layout.cuts,
+            lambda at_end: _walk(Course(), layout, args, kwargs, guess=guesses[0], at_end=at_end),
+        )
+    return course
 
 
 def _walk(
@@ -74,14 +83,18 @@ def _walk(
     kwargs: dict[str, Any],
     *,
     guess: Guess,
-    anew: bool,
+    anew: bool = False,
+    at_end: Callable[[int], None] | None = None,
 ) -> None:
-    """Go through the forward once."""
+    """Go through the forward once.
+
+    ``at_end`` is called where a stage ends; what the forward changes then stays.
+    """
     device = device_of((args, kwargs))
     devices = [device] if device.type == "cuda" else []
     # Random numbers that the forward draws by itself are drawn when it runs.
     with torch.random.fork_rng(devices=devices), _fork_random(), torch.no_grad():
-        scene = _Walk(course, layout, device, guess=guess, anew=anew)
+        scene = _Walk(course, layout, device, guess=guess, anew=anew, at_end=at_end)
         changes = Changes(layout.common)
         changes.keep()
         drawn = _drawn_by_now()
@@ -100,8 +113,10 @@ def _walk(
                 course.changed = frozenset(changes.changed())
                 course.is_guessed |= bool(scene.numbers.guessed) or scene.numbers.is_sized
                 course.is_drawn |= course.is_guessed or drawn != _drawn_by_now()
-                changes.undo()
-        scene.finish(output)
+                kept = changes.values()
+                if at_end is None:
+                    changes.undo()
+        scene.finish(output, [kept.get(name) for name in sorted(course.changed)])
 
 
 def _drawn_by_now() -> tuple[Any, bytes]:
@@ -175,9 +190,17 @@ class _Walk(Checkpoints):
     is_inside = False
 
     def __init__(
-        self, course: Course, layout: Layout, device: torch.device, *, guess: Guess, anew: bool
+        self,
+        course: Course,
+        layout: Layout,
+        device: torch.device,
+        *,
+        guess: Guess,
+        anew: bool,
+        at_end: Callable[[int], None] | None,
     ) -> None:
         super().__init__(device)
+        self._at_end = at_end
         self.course = course
         self.numbers = Numbers(self, guess=guess)
         self._layout = layout
@@ -253,8 +276,11 @@ class _Walk(Checkpoints):
                 placeholder.history.output = Value(twin.name, call, True, leaf)
         return replayed(output)
 
-    def finish(self, output: Any) -> None:
-        """Check what has been seen, after the last call."""
+    def finish(self, output: Any, changed: Sequence[Any]) -> None:
+        """Check what has been seen, after the last call.
+
+        ``changed`` is what the forward has changed by itself.
+        """
         missing = self._layout.cuts[self._stage :]
         if missing:
             raise PartitionError(
@@ -265,6 +291,10 @@ class _Walk(Checkpoints):
         for leaf in pytree.tree_leaves(output):
             if isinstance(leaf, Placeholder):
                 self._bring(leaf, "the output of the model")
+        for value in changed:
+            # The last stage has the model's own buffers.
+            if isinstance(value, Placeholder):
+                self._bring(value, "a buffer of the model")
         self.course.beside = [[] for _ in self._layout.cuts]
         for value, (home, last) in sorted(self._needs.items()):
             for stage in range(home, last):
@@ -285,6 +315,8 @@ class _Walk(Checkpoints):
                 "cuts in the order of their calls"
             )
         self.course.opened.update(self.open_checkpoints)
+        if self._at_end is not None:
+            self._at_end(self._stage)
         crossing: list[Path] = []
         given: list[tuple[int, Placeholder]] = []
         for place, (path, leaf) in enumerate(pytree.tree_flatten_with_path((args, kwargs))[0]):
