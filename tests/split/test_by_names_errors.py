@@ -192,7 +192,7 @@ def test_a_way_that_differs_from_the_example() -> None:
     pieces = tl.split.by_names(model, ["layers.2"], example=(X,))
     given = pieces[0](X)
     vars(pieces[1])["order"] = [0, 1]
-    with pytest.raises(PartitionError, match=r"a LayerNorm of stage 1 before 'layers.2', with whi"):
+    with pytest.raises(PartitionError, match=r"does not call 'layers.2', so no stage can begin"):
         pieces[1](*given)
     vars(pieces[0])["order"] = [0, 3]
     with pytest.raises(
@@ -263,3 +263,16 @@ def test_every_rank_is_told() -> None:
     assert texts_of[0].startswith(
         "rank 0, stage 0, micro-batch 0 (0F0): PartitionError: the forwar"
     )
+
+
+def test_a_batch_that_a_submodule_cannot_take() -> None:
+    pieces = tl.split.by_names(Model(), ONE, example=(torch.zeros(2, 4),))
+    text = r"'embed', given float32\[2, 5\], raises RuntimeError: mat1 .* pass what fits the model"
+    with pytest.raises(PartitionError, match=text):
+        pieces(torch.zeros(2, 5))
+
+
+def test_an_example_without_data() -> None:
+    model, x = Model(), torch.ones(2, 4)
+    pieces = tl.split.by_names(model, ONE, example=(x.to("meta"),))
+    assert torch.equal(pieces(x), model(x))

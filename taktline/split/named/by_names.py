@@ -158,7 +158,13 @@ def as_call(model: nn.Module, example: Any) -> tuple[tuple[Any, ...], dict[str, 
     device = next((tensor.device for tensor in tensors if not tensor.is_meta), None)
     if device is None:
         return example
-    return pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), example)
+
+    def moved(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.is_meta:  # its shape is all that matters
+            return torch.zeros_like(tensor, device=device)
+        return tensor.to(device)
+
+    return pytree.tree_map_only(torch.Tensor, moved, example)
 
 
 def _without_padding(model: nn.Module, dummy: Any) -> Any:

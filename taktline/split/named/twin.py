@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.utils import _pytree as pytree
 
 from taktline.errors import PartitionError
+from taktline.meta import TensorMeta
 from taktline.side_values import Aside, Skip
 from taktline.split.named.mutable import is_constant
 from taktline.split.named.numbers import NUMBERS, Number
@@ -220,7 +221,7 @@ class Twin:
                 except PartitionError:
                     raise
                 except Exception as other:
-                    raise self._no_shapes(error) from other
+                    raise self._unable(leaves, other) from other
                 found.append(made)
         one, other = (([_asked(part) for part in parts], tree) for parts, tree in found)
         try:
@@ -241,6 +242,15 @@ class Twin:
                     raise ValueError("more than sizes of the output depends on data")
                 sizes = enumerate(zip(part.shape, like.shape, strict=True))
                 self.sizes |= {(leaf, dimension) for dimension, (a, b) in sizes if a != b}
+
+    def _unable(self, leaves: Sequence[Any], error: Exception) -> PartitionError:
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        given = [str(TensorMeta(tuple(tensor.shape), tensor.dtype)) for tensor in tensors]
+        return PartitionError(
+            f"{self.name!r}, given {', '.join(given) or 'no tensor'}, raises "
+            f"{type(error).__name__}: {_reason(error)}; pass what fits the model, or, if it does "
+            "take that, cut it with taktline.pipeline, which traces it, or by hand"
+        )
 
     def _no_shapes(self, error: Exception) -> PartitionError:
         return PartitionError(
