@@ -196,6 +196,17 @@ class Checkpointed(Base):
         return self.head(x)
 
 
+class Printed(Base):
+    """Texts for people, in every stage."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        for layer in self.layers:
+            x = layer(x)
+            self.text = f"{x.mean():.3f} {x}"
+        return self.head(x)
+
+
 class Normed(Base):
     """Hooks compute the weights."""
 
@@ -207,7 +218,7 @@ class Normed(Base):
 
 MODELS = [
     *(Lists, Dicts, Window, Object, Tensors, Average, Lazy, Last, Collected, Unread),
-    *(Functions, Checkpointed, Normed),
+    *(Functions, Checkpointed, Normed, Printed),
 ]
 
 

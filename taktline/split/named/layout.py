@@ -105,6 +105,13 @@ class Layout:
         return self
 
     @property
+    def advice(self) -> str:
+        """What to do where a stage misses something."""
+        if self.example is None:
+            return "call by_names with an example= of what the model is called with"
+        return "cut the model by hand, or with taktline.pipeline, which traces it"
+
+    @property
     def stages(self) -> int:
         """How many pieces there are."""
         return len(self.cuts) + 1

@@ -189,8 +189,7 @@ class Passage(Checkpoints, ABC):
             if isinstance(leaf, Placeholder):
                 raise PartitionError(
                     f"{user} in stage {self._stage} uses a value of {leaf.maker!r}, which has not "
-                    "come with what the stage begins with; call by_names with an example= of what "
-                    "the model is called with, which tells more"
+                    f"come with what the stage begins with; {self._layout.advice}"
                 )
         return tree
 
@@ -201,7 +200,7 @@ class Passage(Checkpoints, ABC):
             raise PartitionError(
                 f"the forward calls {twin.name!r}, which lies in stage "
                 f"{min(self._layout.homes[twin.name])}, in the middle of stage {self._stage}; "
-                "call by_names with an example= of what the model is called with"
+                f"{self._layout.advice}"
             )
 
     def require_handed_on(self, arguments: Any) -> Any:

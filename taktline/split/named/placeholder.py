@@ -188,6 +188,10 @@ class Placeholder(torch.Tensor):
     def __repr__(self) -> str:  # pyright: ignore[reportIncompatibleMethodOverride]
         return f"Placeholder({self.maker!r}, {self.dtype}, {list(self.shape)})"
 
+    def __format__(self, format_spec: str) -> str:
+        # A text for people: there is no number to be shown.
+        return repr(self) if self.value is None else format(self.value, format_spec)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Placeholder:
         # Its own attributes do not change, except that it gets its data, which a copy has not.
         return self._like(self.meta)

@@ -347,7 +347,7 @@ class StageForward:
 
     def _require_at_home(self, course: Course) -> None:
         """Raise if a unit or parameter is used in another stage than that which has it."""
-        text = "call by_names with an example= of what the model is called with"
+        text = self.layout.advice
         for name in {**course.calls, **course.units}:
             stages = course.calls.get(name, ())
             homes = self.layout.homes[name]
