@@ -208,7 +208,7 @@ def test_a_way_that_differs_from_the_example() -> None:
 
 def test_pieces_on_their_own() -> None:
     pieces = tl.split.by_names(Model(), ["layers.2"], example=(X,))
-    with pytest.raises(PartitionError, match=r"stage 1 takes what stage 0 gives, not the argument"):
+    with pytest.raises(PartitionError, match=r"stage 1 takes what stage 0 returns, not the arg"):
         pieces[1](X)
     with pytest.raises(PartitionError, match=r"'embed' belongs to another stage; it cannot be"):
         pieces[1].get_submodule("embed")(X)

@@ -19,7 +19,7 @@ from taktline.split.named.cuts import Cut
 from taktline.split.named.layout import Layout
 from taktline.split.named.piece import piece
 from taktline.split.named.recurrent import open_recurrent
-from taktline.split.named.twin import look, require_plain
+from taktline.split.named.shape_probe import look, require_plain
 from taktline.split.named.walk import walk
 from taktline.split.pieces import Pieces
 from taktline.stage.names import unwrapped
@@ -35,7 +35,7 @@ def by_names(model: nn.Module, cuts: Sequence[str], *, example: Any = None) -> P
 
     An ``nn.Sequential`` is sliced: a stage has its own modules alone. Of other models, what the
     forward computes by itself (masks, positions, rotary embeddings) each stage computes,
-    too; what the submodules of other stages give is handed on from stage to stage.
+    too; what the submodules of other stages return is handed on from stage to stage.
 
     Args:
         model: any module; it is left as it is, and the pieces have its own parameters. It may be
@@ -178,9 +178,9 @@ def _without_padding(model: nn.Module, dummy: Any) -> Any:
 def _by_course(layout: Layout, course: Course) -> None:
     """Let each unit lie in the stages that use it, as a walk has seen."""
     stage = 0
-    for name, twin in layout.twins.items():
+    for name, probe in layout.probes.items():
         called = set(course.calls.get(name, ()))
-        if len(called) > 1 and twin.changes_buffers:
+        if len(called) > 1 and probe.changes_buffers:
             raise PartitionError(
                 f"the forward calls {name!r} in the stages {_listed(called)}, and it changes its "
                 "buffers, which each stage would do by itself; cut the model where all its calls "
@@ -203,7 +203,7 @@ def _by_definition(layout: Layout) -> None:
                 "what the model is called with, to see what lies between them"
             )
     stage = 0
-    for name in layout.twins:
+    for name in layout.probes:
         if Cut(name) in layout.cuts:
             if Cut(name) != layout.start(stage + 1):
                 raise PartitionError(

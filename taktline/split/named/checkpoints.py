@@ -18,7 +18,7 @@ from typing import Any, Self
 import torch
 from torch.utils import checkpoint as torch_checkpoint
 
-from taktline.split.named.placeholder import Placeholder, Scene, here, resolved
+from taktline.split.named.placeholder import Placeholder, PlaceholderContext, here, resolved
 
 __all__ = ["Checkpoints"]
 
@@ -31,7 +31,7 @@ _kept: Callable[..., Any] = torch_checkpoint.CheckpointFunction.apply
 _kept_anew: Callable[..., Any] = _names[_GENERATOR]
 
 
-class Checkpoints(Scene):
+class Checkpoints(PlaceholderContext):
     """A forward that may have checkpoints, which are numbered in the order of their calls."""
 
     opened: frozenset[int] = frozenset()
@@ -49,7 +49,7 @@ class Checkpoints(Scene):
 
     def __exit__(self, *details: object) -> None:
         super().__exit__(*details)
-        if here.scene is None:
+        if here.context is None:
             torch_checkpoint.CheckpointFunction.apply = _kept
             _names[_GENERATOR] = _kept_anew
             _Function.apply = classmethod(_apply)  # pyright: ignore[reportAttributeAccessIssue]
@@ -87,32 +87,32 @@ class Checkpoints(Scene):
 
 def _apply_resolved(kind: Any, *args: Any, **kwargs: Any) -> Any:
     """What any function of autograd does, in any thread."""
-    scene = here.scene
-    if scene is None:
+    context = here.context
+    if context is None:
         return _apply(kind, *args, **kwargs)
     args, kwargs = resolved((args, kwargs))
     # As a whole: what it returns may be known, but what is done in it has no gradient.
     is_known = not any(isinstance(arg, Placeholder) for arg in args)
     apply = MethodType(_apply, kind)
-    return apply(*args, **kwargs) if is_known else scene.call(apply, args, kwargs)
+    return apply(*args, **kwargs) if is_known else context.call(apply, args, kwargs)
 
 
 def _checkpoint(function: Callable[..., Any], preserve: bool, *args: Any) -> Any:
     """What torch asks autograd for, in any thread."""
-    scene = here.scene
-    if isinstance(scene, Checkpoints):
-        return scene.checkpoint(function, preserve, args)
+    context = here.context
+    if isinstance(context, Checkpoints):
+        return context.checkpoint(function, preserve, args)
     return _kept(function, preserve, *args)
 
 
 def _checkpoint_anew(*args: Any, **kwargs: Any) -> Iterator[None]:
     """What torch has around a checkpoint that is not re-entrant, in any thread."""
-    scene = here.scene
-    if isinstance(scene, Checkpoints) and scene.is_open(number := scene.next_checkpoint()):
-        return _as_it_is(scene, number)
+    context = here.context
+    if isinstance(context, Checkpoints) and context.is_open(number := context.next_checkpoint()):
+        return _as_it_is(context, number)
     return _kept_anew(*args, **kwargs)
 
 
-def _as_it_is(scene: Checkpoints, number: int) -> Iterator[None]:
-    with scene.open_checkpoint(number):
+def _as_it_is(context: Checkpoints, number: int) -> Iterator[None]:
+    with context.open_checkpoint(number):
         yield

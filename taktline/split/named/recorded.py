@@ -1,7 +1,7 @@
 """What models of transformers collect from inside of their layers, such as the logits of routers.
 
 Hooks on what is inside of a layer put it into lists of the model that is running. So it counts as
-part of what the layer gives, and where that is known, lists get their part of it.
+part of what the layer returns, and where that is known, lists get their part of it.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def since(lengths: Mapping[str, int]) -> dict[str, list[Any]]:
 
 
 def recorded(call: Callable[[], Any]) -> Any:
-    """What a call gives, with what is collected from it; the lists themselves get nothing."""
+    """What a call returns, with what is collected from it; the lists themselves get nothing."""
     into = lists()
     if not into:
         return call()

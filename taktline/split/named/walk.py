@@ -27,7 +27,7 @@ from taktline.split.named.layout import Layout
 from taktline.split.named.numbers import Guess, Numbers, Sizes
 from taktline.split.named.placeholder import ANYWHERE, Absent, Placeholder
 from taktline.split.named.recorded import replayed
-from taktline.split.named.twin import Twin
+from taktline.split.named.shape_probe import ShapeProbe
 from taktline.split.named.watch import watching
 
 __all__ = ["device_of", "walk"]
@@ -94,13 +94,13 @@ def _walk(
     devices = [device] if device.type == "cuda" else []
     # Random numbers that the forward draws by itself are drawn when it runs.
     with torch.random.fork_rng(devices=devices), _fork_random(), torch.no_grad():
-        scene = _Walk(course, layout, device, guess=guess, anew=anew, at_end=at_end)
+        context = _Walk(course, layout, device, guess=guess, anew=anew, at_end=at_end)
         changes = Changes(layout.common)
         changes.keep()
         drawn = _drawn_by_now()
-        with scene, scene.numbers, Sizes(scene), watching(scene, layout.inner):
+        with context, context.numbers, Sizes(context), watching(context, layout.inner):
             try:
-                output = layout.kind.forward(layout.bones, *args, **kwargs)
+                output = layout.kind.forward(layout.empty_model, *args, **kwargs)
             except PartitionError:
                 raise
             except Exception as error:
@@ -111,12 +111,12 @@ def _walk(
                 raise
             finally:
                 course.changed = frozenset(changes.changed())
-                course.is_guessed |= bool(scene.numbers.guessed) or scene.numbers.is_sized
+                course.is_guessed |= bool(context.numbers.guessed) or context.numbers.is_sized
                 course.is_drawn |= course.is_guessed or drawn != _drawn_by_now()
                 kept = changes.values()
                 if at_end is None:
                     changes.undo()
-        scene.finish(output, [kept.get(name) for name in sorted(course.changed)])
+        context.finish(output, [kept.get(name) for name in sorted(course.changed)])
 
 
 def _drawn_by_now() -> tuple[Any, bytes]:
@@ -249,31 +249,33 @@ class _Walk(Checkpoints):
         """Note a call of what is inside of a unit."""
         self.course.order.append((name, self._stage))
 
-    def meet_foreign(
-        self, twin: Twin, training: bool, args: tuple[Any, ...], kwargs: dict[str, Any]
+    def call_foreign(
+        self, probe: ShapeProbe, training: bool, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Note a call, and give its placeholders."""
+        """Note a call, and return its placeholders."""
         leaves = pytree.tree_leaves((args, kwargs))
         placeholders = [(place, x) for place, x in enumerate(leaves) if isinstance(x, Placeholder)]
-        calls = self.course.calls.setdefault(twin.name, [])
+        calls = self.course.calls.setdefault(probe.name, [])
         call = len(calls)
-        if (twin.name, call) in self._layout.cuts:
-            self._begin(Cut(twin.name, call), args, kwargs)
+        if (probe.name, call) in self._layout.cuts:
+            self._begin(Cut(probe.name, call), args, kwargs)
         calls.append(self._stage)
-        self.course.order.append((twin.name, self._stage))
+        self.course.order.append((probe.name, self._stage))
         for place, placeholder in placeholders:
-            self._bring(placeholder, repr(twin.name))
+            self._bring(placeholder, repr(probe.name))
             if placeholder.history is not None:
                 placeholder.history.place(
-                    Value(twin.name, call, False, place), self._stage, self._now()
+                    Value(probe.name, call, False, place), self._stage, self._now()
                 )
         if self._anew:
-            twin.forget()
-        output = twin.output(args, kwargs, training=training, stage=self._stage, device=self.device)
+            probe.forget()
+        output = probe.output(
+            args, kwargs, training=training, stage=self._stage, device=self.device
+        )
         for leaf, placeholder in enumerate(pytree.tree_leaves(output)):
             if isinstance(placeholder, Placeholder) and placeholder.history is None:
                 placeholder.history = self._history()
-                placeholder.history.output = Value(twin.name, call, True, leaf)
+                placeholder.history.output = Value(probe.name, call, True, leaf)
         return replayed(output)
 
     def finish(self, output: Any, changed: Sequence[Any]) -> None:

@@ -29,9 +29,9 @@ from taktline.split.named.placeholder import Placeholder, resolved
 from taktline.split.named.program import Seen, versions_of
 from taktline.split.named.recorded import Recorded, lists, replayed, since
 from taktline.split.named.script import Event, Script, Surroundings, written
-from taktline.split.named.twin import Twin
+from taktline.split.named.shape_probe import ShapeProbe
 
-__all__ = ["FirstPassage", "Leave", "OtherTypes", "Passage"]
+__all__ = ["FirstRun", "Leave", "OtherTypes", "StageRun"]
 
 
 class Leave(BaseException):
@@ -53,7 +53,7 @@ class OtherTypes(BaseException):
         self.types = types
 
 
-class Passage(Checkpoints, ABC):
+class StageRun(Checkpoints, ABC):
     """The forward of one micro-batch in one stage."""
 
     mixed = True
@@ -101,16 +101,16 @@ class Passage(Checkpoints, ABC):
         """Whether the stage begins with this call of a unit."""
         return unit.begins is not None and unit.begins == self._calls.get(unit.unit, 0)
 
-    def meet_early(self, unit: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What a unit gives in another stage; or the way out."""
-        twin = self._layout.twins[unit.unit]
-        return self.meet_foreign(twin, unit.training, args, kwargs)
+    def call_early(self, unit: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What a unit of this stage returns that is called for another one."""
+        probe = self._layout.probes[unit.unit]
+        return self.call_foreign(probe, unit.training, args, kwargs)
 
     @abstractmethod
-    def meet_foreign(
-        self, twin: Twin, training: bool, args: tuple[Any, ...], kwargs: dict[str, Any]
+    def call_foreign(
+        self, probe: ShapeProbe, training: bool, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """What a unit of another stage gives; or the way out."""
+        """What a unit of another stage returns; raises :class:`Leave` where this stage ends."""
 
     def note_own(
         self, unit: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
@@ -119,7 +119,7 @@ class Passage(Checkpoints, ABC):
         call = self.count(unit.unit)
         if self.numbers is not None:
             leaves = pytree.tree_leaves(output)
-            self._layout.twins[unit.unit].note_sizes(leaves, self.numbers)
+            self._layout.probes[unit.unit].note_sizes(leaves, self.numbers)
             for leaf in leaves:
                 self.numbers.note(leaf)
         if self._lengths:
@@ -193,13 +193,13 @@ class Passage(Checkpoints, ABC):
                 )
         return tree
 
-    def require_exit(self, twin: Twin) -> None:
+    def require_exit(self, probe: ShapeProbe) -> None:
         """Raise unless the next stage begins with a submodule."""
         start = self._layout.start(self._stage + 1)
-        if start is None or start.unit != twin.name:
+        if start is None or start.unit != probe.name:
             raise PartitionError(
-                f"the forward calls {twin.name!r}, which lies in stage "
-                f"{min(self._layout.homes[twin.name])}, in the middle of stage {self._stage}; "
+                f"the forward calls {probe.name!r}, which lies in stage "
+                f"{min(self._layout.homes[probe.name])}, in the middle of stage {self._stage}; "
                 f"{self._layout.advice}"
             )
 
@@ -218,10 +218,10 @@ class Passage(Checkpoints, ABC):
         return self.require_data(output, "the output of the model")
 
 
-class FirstPassage(Passage):
+class FirstRun(StageRun):
     """A forward of which nothing is known.
 
-    ``types`` tells the types that submodules of other stages really give, where something that is
+    ``types`` are the types that submodules of other stages really return, where something that is
     not to be seen here, such as mixed precision, changes them; ``last``, not to try others.
     ``around`` is what must not change if others are to be like it.
     """
@@ -255,7 +255,7 @@ class FirstPassage(Passage):
         """Note a call of what is inside of a unit."""
         self.order.append(name)
 
-    def meet_own(
+    def before_own(
         self, unit: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments for a unit of this stage, with what came from the stage before."""
@@ -294,34 +294,35 @@ class FirstPassage(Passage):
         if self.seen is not None and self._around is not None and self._around.changed():
             self.seen = None
 
-    def meet_foreign(
-        self, twin: Twin, training: bool, args: tuple[Any, ...], kwargs: dict[str, Any]
+    def call_foreign(
+        self, probe: ShapeProbe, training: bool, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Placeholders, on the way in; or the way out."""
+        """Placeholders before this stage begins; raises :class:`Leave` where it ends."""
         if self._is_in:
-            self.require_exit(twin)
+            self.require_exit(probe)
             self.check_around()
             raise Leave(args, kwargs)
-        self.order.append(twin.name)
-        call = self.count(twin.name)
-        for number, value in self._came_with(twin.name, call, is_output=False):
+        self.order.append(probe.name)
+        call = self.count(probe.name)
+        for number, value in self._came_with(probe.name, call, is_output=False):
             placeholder = pytree.tree_leaves((args, kwargs))[value.leaf]
             if isinstance(placeholder, Placeholder):
                 placeholder.value = self._fitting(placeholder, number, str(value))
                 self._coming[id(placeholder)] = number
-        output = twin.output(args, kwargs, training=training, stage=0, device=self.device)
+        output = probe.output(args, kwargs, training=training, stage=0, device=self.device)
         if self._types:
             output = pytree.tree_map_only(Placeholder, self._typed, output)
         came = {
-            value.leaf: number for number, value in self._came_with(twin.name, call, is_output=True)
+            value.leaf: number
+            for number, value in self._came_with(probe.name, call, is_output=True)
         }
         if came:
             leaves, spec = pytree.tree_flatten(output)
             for leaf, number in came.items():
-                leaves[leaf] = self._fitting(leaves[leaf], number, f"the output of {twin.name!r}")
+                leaves[leaf] = self._fitting(leaves[leaf], number, f"the output of {probe.name!r}")
                 self._coming[id(leaves[leaf])] = number
             output = pytree.tree_unflatten(leaves, spec)
-        self._events.append(Event(twin, training, args, kwargs, output))
+        self._events.append(Event(probe, training, args, kwargs, output))
         return replayed(output)
 
     def _came_with(self, unit: str, call: int, *, is_output: bool) -> list[tuple[int, Value]]:
