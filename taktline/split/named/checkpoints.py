@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from threading import Lock
 from types import MethodType
 from typing import Any, Self
 
@@ -42,17 +43,12 @@ class Checkpoints(PlaceholderContext):
     def __enter__(self) -> Self:
         self._checkpoints = -1
         self.open_checkpoints: list[int] = []
-        torch_checkpoint.CheckpointFunction.apply = staticmethod(_checkpoint)
-        _names[_GENERATOR] = _checkpoint_anew
-        _Function.apply = classmethod(_apply_resolved)  # pyright: ignore[reportAttributeAccessIssue]
+        _replace(1)
         return super().__enter__()
 
     def __exit__(self, *details: object) -> None:
         super().__exit__(*details)
-        if here.context is None:
-            torch_checkpoint.CheckpointFunction.apply = _kept
-            _names[_GENERATOR] = _kept_anew
-            _Function.apply = classmethod(_apply)  # pyright: ignore[reportAttributeAccessIssue]
+        _replace(-1)
 
     def is_open(self, checkpoint: int) -> bool:
         """Whether what is to be checkpointed runs as it is."""
@@ -83,6 +79,24 @@ class Checkpoints(PlaceholderContext):
             return _kept(function, preserve, *args)
         finally:
             self.is_kept = False
+
+
+_lock = Lock()
+_running = 0
+"""How many forwards run just now, in all threads."""
+
+
+def _replace(change: int) -> None:
+    """Have functions of torch replaced while any forward runs."""
+    global _running
+    with _lock:
+        _running += change
+        is_on = _running > 0
+        function: Any = torch_checkpoint.CheckpointFunction
+        function.apply = staticmethod(_checkpoint) if is_on else _kept
+        _names[_GENERATOR] = _checkpoint_anew if is_on else _kept_anew
+        any_function: Any = _Function
+        any_function.apply = classmethod(_apply_resolved if is_on else _apply)
 
 
 def _apply_resolved(kind: Any, *args: Any, **kwargs: Any) -> Any:
