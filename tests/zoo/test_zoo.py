@@ -9,7 +9,7 @@ import torch
 
 from tests.workers import Workers
 from tests.zoo import find, zoo
-from tests.zoo.page import PAGE, shortened
+from tests.zoo.page import PAGE, Result, read, shortened, write
 from tests.zoo.trial import PLACES, Place, compare, over_processes, plain, train
 
 SAMPLE = [
@@ -64,8 +64,22 @@ def test_trains_as_the_plain_model_over_processes(name: str, workers: Workers) -
 def test_the_page_lists_the_whole_zoo() -> None:
     names = [architecture.name for architecture in zoo()]
     assert len(set(names)) == len(names) >= 60
-    listed = [line.split("|")[1].strip() for line in PAGE.read_text().splitlines() if "|" in line]
-    assert [name for name in listed if name not in ("model", "---")] == names
+    results = read(PAGE.read_text())
+    assert list(results) == names
+    assert write(zoo(), results) == PAGE.read_text()
+
+
+def test_the_page_counts_what_was_run() -> None:
+    first, second, third = zoo()[:3]
+    results = {
+        first.name: Result("by name", 8, 8),
+        second.name: Result("by name", 4, None, "a | b"),
+        third.name: Result("no", 0, 0, "not at all"),
+    }
+    text = write([first, second, third], results)
+    assert "| in one process | 2 of 3 | 1 |" in text
+    assert "| in processes, over gloo | 1 of 2 | 1 |" in text
+    assert read(text) == results
 
 
 @pytest.mark.parametrize(
