@@ -23,7 +23,7 @@ from taktline.split.named.cuts import Cut
 from taktline.split.named.mutable import is_mutable, look_at
 from taktline.split.named.placeholder import Placeholder
 
-__all__ = ["require_carried"]
+__all__ = ["find_uncarried"]
 
 Run = Callable[[Callable[[int], None]], None]
 """Goes through the forward, and calls a function with each stage that has ended."""
@@ -31,10 +31,10 @@ Run = Callable[[Callable[[int], None]], None]
 _SMALL = 1024
 
 
-def require_carried(
+def find_uncarried(
     modules: Mapping[str, nn.Module], changed: Collection[str], cuts: Collection[Cut], run: Run
-) -> None:
-    """Raise if a stage reads what the forward changes after the end of that stage.
+) -> dict[Cut, PartitionError]:
+    """The cuts before which a stage reads what the forward changes after them, with an error.
 
     Args:
         modules: what every stage runs, by name.
@@ -44,6 +44,7 @@ def require_carried(
     """
     state = Changes(modules, changed)
     state.keep()
+    found: dict[Cut, PartitionError] = {}
     ends: list[Changes] = []
     looks: list[dict[str, Any]] = []
     read: dict[str, int] = {}
@@ -72,13 +73,14 @@ def require_carried(
             run(lambda _, own=own: own.append(_looks(state)))
             for name in sorted(late):
                 if own[stage].get(name) != whole[stage].get(name):
-                    raise PartitionError(
+                    found[start] = PartitionError(
                         f"stage {stage} reads {name!r}, which the forward changes after that stage "
                         f"has ended with the call of {start!r}, so it would not know of it; change "
                         f"{name!r} before that call, or cut the model elsewhere"
                     )
     finally:
         state.undo()
+    return found
 
 
 def _looks(state: Changes) -> dict[str, Any]:

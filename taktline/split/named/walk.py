@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
 from taktline.errors import PartitionError
-from taktline.split.named.carried import require_carried
+from taktline.split.named.carried import find_uncarried
 from taktline.split.named.changes import Changes
 from taktline.split.named.checkpoints import Checkpoints
 from taktline.split.named.course import Course, Path, Value
@@ -30,7 +30,7 @@ from taktline.split.named.recorded import replayed
 from taktline.split.named.shape_probe import ShapeProbe
 from taktline.split.named.watch import watching
 
-__all__ = ["device_of", "walk"]
+__all__ = ["device_of", "find_refused", "walk"]
 
 
 def walk(
@@ -66,14 +66,39 @@ def walk(
     for other in found[1:]:
         found[0].join(other)
     course = found[0]
-    if course.changed and layout.cuts:
-        require_carried(
-            layout.common,
-            course.changed,
-            layout.cuts,
-            lambda at_end: _walk(Course(), layout, args, kwargs, guess=guesses[0], at_end=at_end),
-        )
+    for error in _uncarried(course, layout, args, kwargs).values():
+        raise error
     return course
+
+
+def find_refused(layout: Layout, args: tuple[Any, ...], kwargs: dict[str, Any]) -> set[Cut]:
+    """Those of a layout's cuts with which no stage can begin, even if it is the only cut."""
+    refused: set[Cut] = set()
+    first, guesses = Course(), [Guess(0)]
+    for guess in guesses:
+        course = first if guess is guesses[0] else Course()
+        try:
+            _walk(course, layout, args, kwargs, guess=guess, refused=refused)
+        except PartitionError:
+            return set(layout.cuts)
+        except Exception:
+            if course is first and not first.is_guessed:
+                raise  # a wrong guess leads anywhere
+        if course is first and first.is_guessed:
+            guesses += Guess.others(())
+    return refused | _uncarried(first, layout, args, kwargs).keys()
+
+
+def _uncarried(
+    course: Course, layout: Layout, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> dict[Cut, PartitionError]:
+    if not course.changed or not layout.cuts:
+        return {}
+
+    def run(at_end: Callable[[int], None]) -> None:
+        _walk(Course(), layout, args, kwargs, guess=Guess(0), refused=set(), at_end=at_end)
+
+    return find_uncarried(layout.common, course.changed, layout.cuts, run)
 
 
 def _walk(
@@ -84,17 +109,20 @@ def _walk(
     *,
     guess: Guess,
     anew: bool = False,
+    refused: set[Cut] | None = None,
     at_end: Callable[[int], None] | None = None,
 ) -> None:
     """Go through the forward once.
 
+    ``refused`` gets the cuts with which no stage can begin; without it, they raise an error.
     ``at_end`` is called where a stage ends; what the forward changes then stays.
     """
     device = device_of((args, kwargs))
     devices = [device] if device.type == "cuda" else []
     # Random numbers that the forward draws by itself are drawn when it runs.
     with torch.random.fork_rng(devices=devices), _fork_random(), torch.no_grad():
-        context = _Walk(course, layout, device, guess=guess, anew=anew, at_end=at_end)
+        context = _Walk(course, layout, device, guess=guess, anew=anew)
+        context.refused, context.at_end = refused, at_end
         changes = Changes(layout.common)
         changes.keep()
         drawn = _drawn_by_now()
@@ -197,10 +225,10 @@ class _Walk(Checkpoints):
         *,
         guess: Guess,
         anew: bool,
-        at_end: Callable[[int], None] | None,
     ) -> None:
         super().__init__(device)
-        self._at_end = at_end
+        self.refused: set[Cut] | None = None
+        self.at_end: Callable[[int], None] | None = None
         self.course = course
         self.numbers = Numbers(self, guess=guess)
         self._layout = layout
@@ -284,7 +312,9 @@ class _Walk(Checkpoints):
         ``changed`` is what the forward has changed by itself.
         """
         missing = self._layout.cuts[self._stage :]
-        if missing:
+        if self.refused is not None:
+            self.refused.update(missing)
+        elif missing:
             raise PartitionError(
                 f"the forward of {self._layout.kind.__name__} does not call "
                 f"{', '.join(map(repr, missing))}, so no stage can begin there; name "
@@ -311,14 +341,16 @@ class _Walk(Checkpoints):
 
     def _begin(self, cut: Cut, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         stage = self._layout.cuts.index(cut) + 1
-        if stage > self._stage + 1:
+        if self.refused is not None:
+            self.refused.update(self._layout.cuts[self._stage : stage - 1])
+        elif stage > self._stage + 1:
             raise PartitionError(
                 f"the forward calls {cut!r} before {self._layout.cuts[self._stage]!r}; list the "
                 "cuts in the order of their calls"
             )
         self.course.opened.update(self.open_checkpoints)
-        if self._at_end is not None:
-            self._at_end(self._stage)
+        if self.at_end is not None:
+            self.at_end(self._stage)
         crossing: list[Path] = []
         given: list[tuple[int, Placeholder]] = []
         for place, (path, leaf) in enumerate(pytree.tree_flatten_with_path((args, kwargs))[0]):
@@ -352,16 +384,22 @@ class _Walk(Checkpoints):
                 self.course.uses.setdefault(placeholder.maker, set()).add(self._stage)
             elif history is None:
                 if placeholder.stage < self._stage:
-                    raise self._missing(placeholder, user)
+                    self._refuse(placeholder.stage, self._missing(placeholder, user))
             elif (place := history.named(before)) is not None:
                 self._cross(place, placeholder)
             elif history.output is not None:
                 if history.stage < self._stage:
-                    raise self._written(placeholder, user)
-            elif history.is_drawn and history.stage < self._stage:
-                raise self._drawn(placeholder, user)
+                    self._refuse(history.stage, self._written(placeholder, user))
             else:
+                if history.is_drawn and history.stage < self._stage:
+                    self._refuse(history.stage, self._drawn(placeholder, user))
                 needed += [(parent, history.time) for parent in history.parents]
+
+    def _refuse(self, stage: int, error: PartitionError) -> None:
+        """Refuse all cuts between a stage and the present one."""
+        if self.refused is None:
+            raise error
+        self.refused.update(self._layout.cuts[stage : self._stage])
 
     def _cross(self, place: _Place, placeholder: Placeholder) -> None:
         if place.stage < self._stage:
