@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,7 +14,6 @@ from torch import nn
 from torch.multiprocessing.spawn import spawn
 
 import taktline as tl
-from taktline.transport.gloo import calm_gloo
 
 SCHEDULES: Mapping[str, int] = {
     "ScheduleGPipe": 1,
@@ -84,13 +82,3 @@ def _rank(
         fn(rank, ranks, *args)
     finally:
         dist.destroy_process_group()
-
-
-def gloo_as_left_by(runtime: str) -> None:
-    """Schedule gloo's threads as this runtime leaves them; Taktline makes them wait their turn."""
-    if runtime == "taktline":
-        calm_gloo()
-        return
-    for thread in Path("/proc/self/task").glob("*"):
-        if (thread / "comm").read_text().startswith("gloo"):
-            os.sched_setscheduler(int(thread.name), os.SCHED_OTHER, os.sched_param(0))

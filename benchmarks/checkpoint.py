@@ -1,9 +1,11 @@
 """Saving and loading, against ``torch.distributed.checkpoint``, in one run on the same disk.
 
 Two ranks with AdamW. Rounds alternate, and medians are compared. A save is done when it is on the
-disk: both see to that. ``async_save`` shows for how long training stands still.
+disk: both see to that. ``async_save`` shows for how long training stands still: until the call has
+returned on every rank. Memory is what a rank holds at the most beside its model and optimizer, in
+parts of these.
 
-python benchmarks/checkpoint.py --width 1024 --rounds 5
+python benchmarks/checkpoint.py --width 2048 --rounds 5
 """
 
 from __future__ import annotations
@@ -46,12 +48,22 @@ def make(width: int, layers: int) -> tuple[Any, torch.optim.Optimizer]:
     return pipe, optimizer
 
 
-def timed(do: Callable[[], object]) -> float:
+def timed(do: Callable[[], object]) -> tuple[float, int]:
+    """The seconds until the last rank is done, and the bytes that memory rises by on this one."""
     dist.barrier()
-    started = time.perf_counter()
+    Path("/proc/self/clear_refs").write_text("5")  # the peak is counted from now on
+    before, started = peak(), time.perf_counter()
     do()
-    dist.barrier()
-    return time.perf_counter() - started
+    seconds = torch.tensor(time.perf_counter() - started)
+    risen = peak() - before
+    dist.all_reduce(seconds, dist.ReduceOp.MAX)
+    return seconds.item(), risen
+
+
+def peak() -> int:
+    """The most bytes of memory that this process has had."""
+    status = Path("/proc/self/status").read_text()
+    return 1024 * int(status.partition("VmHWM:")[2].split()[0])
 
 
 def measure(rank: int, options: argparse.Namespace, folder: str) -> None:
@@ -61,7 +73,7 @@ def measure(rank: int, options: argparse.Namespace, folder: str) -> None:
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=RANKS)
     pipe, optimizer = make(options.width, options.layers)
     ours, theirs, beside = Path(folder, "ours"), Path(folder, "dcp"), Path(folder, "beside")
-    times: dict[str, list[float]] = {}
+    times: dict[str, list[tuple[float, int]]] = {}
 
     def dcp_state() -> dict[str, Any]:
         return dict(zip(("model", "optim"), get_state_dict(pipe, optimizer), strict=True))
@@ -89,21 +101,24 @@ def measure(rank: int, options: argparse.Namespace, folder: str) -> None:
             if room is not None and rank == 0:
                 shutil.rmtree(room, ignore_errors=True)  # what is removed is not measured
             times.setdefault(name, []).append(timed(do))
-            background.wait(beside)
+            background.wait(beside, rank)
     if rank == 0:
         size = sum(file.stat().st_size for file in ours.rglob("*.safetensors"))
-        show({name: median(found[1:]) for name, found in times.items()}, size)
+        show({name: found[1:] for name, found in times.items()}, size)
     dist.barrier()
     dist.destroy_process_group()
 
 
-def show(times: dict[str, float], size: int) -> None:
+def show(found: dict[str, list[tuple[float, int]]], size: int) -> None:
+    times = {name: median(seconds for seconds, _ in each) for name, each in found.items()}
+    held = {name: max(risen for _, risen in each) / size * RANKS for name, each in found.items()}
     print(f"{size / 1e6:.0f} MB on {RANKS} ranks")
     for name in ("save", "load"):
         mine, other = times[name], times[f"dcp.{name}"]
         print(
             f"{name}: {size / mine / 1e6:,.0f} MB/s; dcp.{name}: {size / other / 1e6:,.0f} MB/s; "
-            f"{other / mine:.2f} times as fast"
+            f"{mine / other:.2f} of its time; "
+            f"memory: {held[name]:.2f}, dcp: {held[f'dcp.{name}']:.2f}"
         )
     still = times["async_save"] / times["save"]
     print(f"async_save: training stands still for {still:.1%} of a save's time")
@@ -111,8 +126,8 @@ def show(times: dict[str, float], size: int) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--width", type=int, default=1024)
-    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--width", type=int, default=2048)
+    parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--folder", help="on the disk to measure")
     given = parser.parse_args()

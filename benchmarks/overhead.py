@@ -6,8 +6,7 @@
 Bare autograd is what this rank would do without a pipeline: for each micro-batch the forward of its
 stages, the loss if it has the last one, and the backward. The rest, divided by the stages and
 micro-batches of the rank, is overhead; over two ranks it contains the messages and the bubble. Both
-runtimes take turns, each with the threads of gloo scheduled as it leaves them; medians of the
-rounds.
+runtimes take turns; medians of the rounds.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 import torch.distributed as dist
-from _peers import RUNTIMES, SCHEDULES, gloo_as_left_by, make_schedule, run_ranks
+from _peers import RUNTIMES, SCHEDULES, make_schedule, run_ranks
 from torch import nn
 
 WIDTH, STEPS = 16, 5
@@ -65,7 +64,6 @@ def measure(rank: int, ranks: int, rounds: int, microbatches: int) -> None:
         for number in range(rounds + 1):
             for key, call in calls.items():
                 gc.collect()
-                gloo_as_left_by(key)
                 dist.barrier()
                 call()  # warms up, after the others' turn
                 start = time.perf_counter()

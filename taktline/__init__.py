@@ -68,60 +68,31 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0.dev0"
 
-# Each name and the room that it comes from, or that it is; loaded when it is first used.
-_ROOM_OF = {
-    "Action": "plan",
-    "Costs": "plan",
-    "DeferredBatchNorm": "batch_norm",
-    "InvalidPlanError": "errors",
-    "Link": "plan",
-    "MismatchError": "errors",
-    "Pipe": "split",
-    "Pipeline": "train",
-    "PipelineStage": "stage",
-    "Placement": "plan",
-    "Plan": "plan",
-    "Replicate": "runtime",
-    "Schedule1F1B": "runtime",
-    "ScheduleDualPipeV": "runtime",
-    "ScheduleFromPlan": "runtime",
-    "ScheduleGPipe": "runtime",
-    "ScheduleInterleaved1F1B": "runtime",
-    "ScheduleInterleavedZeroBubble": "runtime",
-    "ScheduleLoopedBFS": "runtime",
-    "ScheduleZBVZeroBubble": "runtime",
-    "SplitPoint": "split",
-    "SplitReport": "stage",
-    "StageError": "errors",
-    "TaktlineError": "errors",
-    "TensorChunkSpec": "runtime",
-    "Tie": "stage",
-    "Timeline": "plan",
-    "Trace": "runtime",
-    "Violation": "plan",
-    "add_loss": "side_values",
-    "balance": "plan",
-    "build": "plan",
-    "build_stage": "split",
-    "check_split_backward": "stage",
+# The public names of each room, or the room itself; loaded when one is first used.
+_NAMES = {
+    "batch_norm": "DeferredBatchNorm",
     "checkpoint": "checkpoint",
-    "collect_losses": "side_values",
-    "get_schedule_class": "runtime",
-    "local": "transport",
-    "lower": "plan",
-    "merge_chunks": "runtime",
-    "pipe_split": "split",
-    "pipeline": "split",
-    "register_container": "transport",
-    "simulate": "plan",
+    "errors": "InvalidPlanError MismatchError StageError TaktlineError",
+    "plan": (
+        "Action Costs Link Placement Plan Timeline Violation balance build lower simulate validate"
+    ),
+    "runtime": (
+        "Replicate Schedule1F1B ScheduleDualPipeV ScheduleFromPlan ScheduleGPipe "
+        "ScheduleInterleaved1F1B ScheduleInterleavedZeroBubble ScheduleLoopedBFS "
+        "ScheduleZBVZeroBubble TensorChunkSpec Trace get_schedule_class merge_chunks "
+        "split_args_kwargs_into_chunks"
+    ),
+    "side_values": "add_loss collect_losses",
     "skip": "skip",
-    "split": "split",
-    "split_args_kwargs_into_chunks": "runtime",
-    "stage_backward": "stage",
-    "stage_backward_input": "stage",
-    "stage_backward_weight": "stage",
-    "validate": "plan",
+    "split": "Pipe SplitPoint build_stage pipe_split pipeline split",
+    "stage": (
+        "PipelineStage SplitReport Tie check_split_backward stage_backward stage_backward_input "
+        "stage_backward_weight"
+    ),
+    "train": "Pipeline",
+    "transport": "local register_container",
 }
+_ROOM_OF = {name: room for room, names in _NAMES.items() for name in names.split()}
 
 __all__ = sorted(_ROOM_OF)  # pyright: ignore[reportUnsupportedDunderAll]
 

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from taktline.side_values import current, uncompiled
+from taktline.side_values import current_aside, uncompiled
 
 __all__ = ["DeferredBatchNorm", "Statistics", "update_all"]
 
@@ -122,7 +122,7 @@ class DeferredBatchNorm(_BatchNorm):
 
 @uncompiled
 def _observe(norm: DeferredBatchNorm, input: torch.Tensor) -> None:
-    current().observe(norm, Statistics.of(input))
+    current_aside().observe(norm, Statistics.of(input))
 
 
 def update_all(forwards: Iterable[Sequence[tuple[DeferredBatchNorm, Statistics]]]) -> None:

@@ -1,14 +1,15 @@
-"""Devices, as users name them."""
+"""Devices: as users name them, and those that there are."""
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch
 
 from taktline.checks import refuse
 
-__all__ = ["require_device"]
+__all__ = ["gpu_for_each_process", "require_device"]
 
 
 def require_device(value: Any) -> torch.device:
@@ -28,3 +29,9 @@ def require_device(value: Any) -> torch.device:
     except (RuntimeError, ValueError):  # no such device, or none of that number
         pass
     refuse("device", 'a device such as "cpu" or "cuda:0"', value)
+
+
+def gpu_for_each_process() -> bool:
+    """Whether each process that a launcher has started on this machine can have a GPU."""
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return torch.cuda.is_available() and torch.cuda.device_count() >= here

@@ -8,11 +8,11 @@ from math import prod
 from typing import Any, TypeAlias
 
 import torch
-from torch.utils import _pytree as pytree
 
+from taktline import pytree
 from taktline.errors import SignatureError
-from taktline.plan.words import counted
 from taktline.sharding import Sharding, is_sharded, local
+from taktline.text import counted
 
 __all__ = ["DTYPES", "Leaf", "Signature", "TensorMeta", "as_arguments", "flatten", "name_of"]
 

@@ -13,8 +13,8 @@ from threading import local
 from typing import Any, Self, TypeVar
 
 import torch
-from torch.utils import _pytree as pytree
 
+from taktline import pytree
 from taktline.errors import LossError, SkipError
 
 __all__ = [
@@ -22,7 +22,7 @@ __all__ = [
     "Skip",
     "add_loss",
     "collect_losses",
-    "current",
+    "current_aside",
     "handed_on",
     "opened",
     "require_number",
@@ -173,7 +173,7 @@ class _Here(local):
 _here = _Here()
 
 
-def current() -> Aside:
+def current_aside() -> Aside:
     """The aside of the forward that is running."""
     return _here.aside
 
@@ -205,7 +205,7 @@ def add_loss(loss: torch.Tensor) -> None:
     1
     """
     require_number(loss, "add_loss takes")
-    current().add(loss)
+    current_aside().add(loss)
 
 
 def require_number(loss: object, demand: str) -> None:
@@ -232,7 +232,7 @@ def collect_losses() -> Iterator[list[torch.Tensor]]:
     >>> sum(losses)
     tensor(2.)
     """
-    with _Collector(current()) as aside:
+    with _Collector(current_aside()) as aside:
         yield aside.losses
 
 

@@ -24,7 +24,7 @@ import torch
 
 from taktline.checks import refuse
 from taktline.errors import SkipError
-from taktline.side_values import current, uncompiled
+from taktline.side_values import current_aside, uncompiled
 
 __all__ = ["get", "put"]
 
@@ -41,7 +41,7 @@ def put(name: str, value: torch.Tensor) -> None:
         refuse("the name of a skip", "a text", name, SkipError)
     if not isinstance(value, torch.Tensor):
         raise SkipError(f"skip.put({name!r}, …) takes a tensor, not a {type(value).__name__}")
-    current().put(name, value)
+    current_aside().put(name, value)
 
 
 @uncompiled
@@ -54,4 +54,4 @@ def get(name: str) -> torch.Tensor:
     """
     if not isinstance(name, str):
         refuse("the name of a skip", "a text", name, SkipError)
-    return current().get(name)
+    return current_aside().get(name)

@@ -3,25 +3,27 @@
 A ``python`` block runs in one namespace a page, and a ``text`` block right behind it is its output.
 In a ``console`` block, lines that begin with ``$ `` are commands and the rest is their output.
 
-``python -m tests.documents`` refreshes the outputs in README.md and docs/, each page in a process
-of its own, so that none depends on another.
+``python -m tests.documents`` refreshes the outputs in README.md and docs/, or in the pages that are
+named, each page in a process of its own, so that none depends on another.
 """
 
 from __future__ import annotations
 
 import contextlib
 import io
+import multiprocessing
 import os
 import re
 import subprocess
 import sys
 import tempfile
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 __all__ = ["PAGES", "ROOT", "fresh"]
 
 ROOT = Path(__file__).parent.parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 _BLOCK = re.compile(r"^```(python|console)\n(.*?)^```$(?:\n\n^```text\n(.*?)^```$)?", re.S | re.M)
 
@@ -70,15 +72,28 @@ def _tidy(output: str) -> str:
 
 
 def fresh(page: Path) -> str:
-    """The page as it should be, found out in a process of its own."""
-    command = [sys.executable, "-m", "tests.documents", str(page)]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    """The page as it should be, found out in a process of its own, which has torch already."""
+    if not _BLOCK.search(page.read_text()):
+        return page.read_text()
+    processes = multiprocessing.get_context("forkserver")
+    processes.set_forkserver_preload(["taktline.train", "taktline.cli.app"])
+    receiver, sender = processes.Pipe(duplex=False)
+    process = processes.Process(target=_send, args=(page, sender))
+    process.start()
+    sender.close()
+    try:
+        return receiver.recv()
+    except EOFError:
+        raise RuntimeError(f"{page} does not run; what it has raised stands above") from None
+    finally:
+        process.join()
+
+
+def _send(page: Path, sender: Connection) -> None:
+    os.environ.pop("COLUMNS", None)
+    sender.send(with_outputs(page.read_text()))
 
 
 if __name__ == "__main__":
-    os.environ.pop("COLUMNS", None)
-    if sys.argv[1:]:
-        sys.stdout.write(with_outputs(Path(sys.argv[1]).read_text()))
-    else:
-        for page in PAGES:
-            page.write_text(fresh(page))
+    for page in map(Path, sys.argv[1:]) if sys.argv[1:] else PAGES:
+        page.write_text(fresh(page))

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.util
+import json
 import os
 import re
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
-from tempfile import TemporaryDirectory
+from pathlib import Path
 
 import pytest
 
@@ -17,29 +19,62 @@ pytestmark = [pytest.mark.processes, pytest.mark.slow]
 
 EXAMPLES = ROOT / "examples"
 CASES = {
+    "fsdp": (["--steps", "2"], 4, "step 2: loss"),  # makes the group that others then use
     "gpt": (["--steps", "10", "--microbatches", "4"], 4, "step 10: loss"),
     "hugging_face": (["--steps", "4", "--layers", "2"], 2, "among them transformer.wte.weight"),
-    "fsdp": (["--steps", "2"], 4, "step 2: loss"),
+    "trainer": (["--steps", "3"], 2, "step 3: loss"),
+    "lora": (["--steps", "3"], 2, "saved 16 of 55 tensors"),
+    "lightning_module": (["--steps", "3"], 2, "step 3: loss"),
+    "from_config": (["--training.steps=2"], 4, "step 2: loss"),
     "custom_schedule": (["--steps", "2"], 2, "step 2: loss"),
     "inference": (["--tokens", "2"], 2, "\nhij\n"),
-    "resumable": (["--steps", "4"], 2, "step 4: loss"),
 }
+NEEDS = {"lora": "peft", "lightning_module": "pytorch_lightning"}
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
 
 
-def run(command: list[str]) -> str:
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    with TemporaryDirectory() as folder:
-        done = subprocess.run(
-            command,
-            capture_output=True,
-            text=True,
-            timeout=240,
-            check=False,
-            env=environment,
-            cwd=folder,
-        )
+def run(command: list[str], folder: Path) -> str:
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
+    folder.mkdir()
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+        env=environment,
+        cwd=folder,
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout
+
+
+def missing(name: str) -> bool:
+    """Whether an example needs a package that is not installed, which on CI none may."""
+    needed = NEEDS.get(name)
+    here = needed is None or importlib.util.find_spec(needed) is not None
+    return not here and os.environ.get("CI", "").lower() != "true"
+
+
+@pytest.fixture(scope="module")
+def printed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with what each example has printed, alone and on each of its ranks."""
+    top = tmp_path_factory.mktemp("examples")
+
+    def launch(ranks: int) -> None:
+        words = [
+            [name, *case[0]]
+            for name, case in CASES.items()
+            if not missing(name) and ranks in (1, case[1])
+        ]
+        launcher = [*TORCHRUN, "--nproc-per-node", str(ranks)] if ranks > 1 else [sys.executable]
+        command = [*launcher, "-m", "tests.examples", ".", json.dumps(words)]
+        run(command, top / f"ranks-{ranks}")
+
+    with ThreadPoolExecutor() as all_together:
+        list(all_together.map(launch, (1, 2, 4)))
+    return top
 
 
 def losses(shown: str) -> list[float]:
@@ -47,31 +82,66 @@ def losses(shown: str) -> list[float]:
 
 
 def test_every_example_is_tested() -> None:
-    assert {file.stem for file in EXAMPLES.glob("*.py")} == set(CASES)
+    assert {file.stem for file in EXAMPLES.glob("*.py")} == {*CASES, "resumable"}
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_same_in_one_process_and_under_torchrun(name: str) -> None:
-    words, ranks, text = CASES[name]
-    command = [str(EXAMPLES / f"{name}.py"), *words]
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    launch += ["--nproc-per-node", str(ranks)]
-    with ThreadPoolExecutor() as both:
-        alone, shown = both.map(run, [[sys.executable, *command], [*launch, *command]])
+def test_the_same_in_one_process_and_under_torchrun(name: str, printed: Path) -> None:
+    if missing(name):
+        pytest.skip(f"{NEEDS[name]} is not installed: pip install 'taktline[clients]'")
+    _, ranks, text = CASES[name]
+    alone = (printed / "ranks-1" / f"{name}.0").read_text()
+    each = [(printed / f"ranks-{ranks}" / f"{name}.{rank}").read_text() for rank in range(ranks)]
     assert text in alone
+    shown = "".join(each)
     assert shown.count(text) == 1, "one rank speaks for all"
     # As printed, with three places or more; the last one may be rounded otherwise.
     assert losses(shown) == pytest.approx(losses(alone), rel=1e-3)
     assert bool(losses(alone)) == (name != "inference")
 
 
-def test_a_training_that_goes_on_by_itself() -> None:
+def test_adapters_are_all_that_is_saved(printed: Path) -> None:
+    peft = pytest.importorskip("peft")
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        vocab_size=128,
+        use_cache=False,
+    )
+    files = [printed / f"ranks-{ranks}" / "in-lora" / "adapters" for ranks in (1, 2)]
+    for folder in files:
+        assert (folder / "adapter_model.safetensors").stat().st_size < 50_000
+        loaded = peft.PeftModel.from_pretrained(LlamaForCausalLM(config), folder)
+        trained = [value for name, value in loaded.named_parameters() if "lora_B" in name]
+        assert trained
+        assert all(value.abs().max() > 0 for value in trained)  # where LoRA begins, they are 0
+
+
+def test_accelerate_starts_them_too(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu"]
+    command += ["--num_processes", "2", "--num_machines", "1", "--mixed_precision", "no"]
+    command += ["--dynamo_backend", "no", "--main_process_port", "0"]
+    command += [str(EXAMPLES / "custom_schedule.py"), "--steps", "2"]
+    with ThreadPoolExecutor() as both:
+        alone = [sys.executable, *command[-3:]]
+        plain, shown = both.map(run, [alone, command], [tmp_path / "alone", tmp_path / "both"])
+    assert losses(shown) == pytest.approx(losses(plain), rel=1e-3)
+    assert len(losses(shown)) == 2
+
+
+def test_a_training_that_goes_on_by_itself(tmp_path: Path) -> None:
     """A rank is killed in step 7; torchrun starts anew, and all goes on from the latest save."""
     command = [str(EXAMPLES / "resumable.py"), "--steps", "10"]
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts", "3"]
-    killed = [*launch, "--nproc-per-node", "2", *command, "--die-in", "7"]
+    killed = [*TORCHRUN, "--max-restarts", "3", "--nproc-per-node", "2", *command, "--die-in", "7"]
     with ThreadPoolExecutor() as both:
-        calm, shown = both.map(run, [[sys.executable, *command], killed])
+        calm, shown = both.map(
+            run, [[sys.executable, *command], killed], [tmp_path / "calm", tmp_path / "killed"]
+        )
     steps = [dict(re.findall(r"step (\d+): (loss \S+)", text)) for text in (calm, shown)]
     assert steps[0] == steps[1], "to the last place"
     assert shown.count("step 7: ") + shown.count("step 8: ") > 2, "some were made twice"

@@ -28,7 +28,7 @@ _PAUSE = 0.02
 _FAILED = ".failed"
 
 
-class Background:
+class _Background:
     """A save that is being written."""
 
     def __init__(self, saving: Saving) -> None:
@@ -40,28 +40,15 @@ class Background:
 
     def _run(self) -> None:
         saving = self._saving
-        error = saving.write() or saving.together.attempt(self._wait, f"write {saving.final}")
-        if error is None and not saving.place:
-            error = saving.finish()
-        if error is not None:
-            self.error = error
-            _log.error("a save in the background was not made: %s", text_of(error))
-            self._tell(error)
+        _, self.error = saving.together.attempt(self._write, f"write {saving.final}")
+        if self.error is not None:
+            _log.error("a save in the background was not made: %s", text_of(self.error))
+            self._tell(self.error)
             saving.clear()
 
-    def _tell(self, error: TaktlineError) -> None:
-        """Leave a note for the others; without room for it, they find out by themselves."""
+    def _write(self) -> None:
         saving = self._saving
-        try:
-            (saving.unfinished / saving.part.file).unlink(missing_ok=True)
-            note = saving.part_of(saving.place).with_suffix(_FAILED)
-            note.write_text(text_of(error, 4000))
-        except OSError:
-            pass
-
-    def _wait(self) -> None:
-        """The first process waits for the parts of all, and the others for what becomes of them."""
-        saving = self._saving
+        saving.write()
         while not self._over():
             for note in saving.unfinished.glob(f"*{_FAILED}"):
                 raise CheckpointError(note.read_text(errors="replace"))
@@ -69,11 +56,23 @@ class Background:
                 if isinstance(transport, Distributed) and transport.verdict is not None:
                     raise CheckpointError(f"the ranks have lost each other before {saving.final}")
             time.sleep(_PAUSE)
+        saving.finish()
+
+    def _tell(self, error: TaktlineError) -> None:
+        """Leave a note for the others; without room for it, they find out by themselves."""
+        saving = self._saving
+        try:
+            (saving.unfinished / saving.file).unlink(missing_ok=True)
+            note = saving.note_of(saving.together.place).with_suffix(_FAILED)
+            note.write_text(text_of(error, 4000))
+        except OSError:
+            pass
 
     def _over(self) -> bool:
+        """The first process waits for the parts of all, and the others for what becomes of them."""
         saving = self._saving
-        if not saving.place:
-            return all(saving.part_of(place).exists() for place in range(saving.together.count))
+        if not saving.together.place:
+            return all(saving.note_of(place).exists() for place in range(saving.together.count))
         # In this order: between the two, it may get its name.
         there = saving.unfinished.exists()
         if saving.final.exists():
@@ -83,20 +82,34 @@ class Background:
         return False
 
 
-_running: dict[Path, Background] = {}
-_buffers: dict[Path, dict[str, torch.Tensor]] = {}
+_running: dict[tuple[Path, int], _Background] = {}
+"""By the folder, and the process: local ranks share this one."""
+_buffers: dict[tuple[Path, int], dict[str, torch.Tensor]] = {}
 """Memory for the copies, kept for the next save to the same folder."""
 
 
+def is_first_to(folder: Path, place: int) -> bool:
+    """Whether nothing was saved to a folder in the background yet."""
+    return (folder, place) not in _buffers
+
+
 def start(folder: Path, saving: Saving) -> None:
-    """Copy what is to be saved, and write it in the background."""
-    saving.stage(_buffers.setdefault(folder.absolute(), {}))
-    _running[folder.absolute()] = Background(saving)
+    """Copy what is to be saved to memory of the host, and write it in the background."""
+    key, tensors = (folder, saving.together.place), saving.tensors
+    buffers = _buffers.setdefault(key, {})
+    for name, tensor in tensors.items():
+        room = buffers.get(name)
+        if room is None or (room.dtype, room.shape) != (tensor.dtype, tensor.shape):
+            room = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+        buffers[name] = tensors[name] = room.copy_(tensor, non_blocking=True)
+    if any(tensor.is_pinned() for tensor in tensors.values()):
+        torch.cuda.synchronize()
+    _running[key] = _Background(saving)
 
 
-def wait(folder: Path) -> None:
+def wait(folder: Path, place: int = 0) -> None:
     """Wait for the save that is being written to a folder; raises what went wrong with it."""
-    running = _running.pop(folder.absolute(), None)
+    running = _running.pop((folder.resolve(), place), None)
     if running is not None:
         running.thread.join()
         if running.error is not None:

@@ -10,7 +10,7 @@ import torch
 from taktline.errors import CheckpointError
 from taktline.sharding import is_sharded, local
 
-__all__ = ["Box", "Shard", "shard_of"]
+__all__ = ["Box", "shard_of"]
 
 
 class Box(NamedTuple):
@@ -31,10 +31,8 @@ class Box(NamedTuple):
         Box(start=(2, 0), size=(2, 2))
         """
         start = tuple(map(max, self.start, other.start))
-        ends = zip(self.start, self.size, other.start, other.size, strict=True)
-        size = tuple(
-            min(a + m, b + n) - first for first, (a, m, b, n) in zip(start, ends, strict=True)
-        )
+        mine, theirs = (map(sum, zip(*box, strict=True)) for box in (self, other))
+        size = tuple(min(ends) - first for first, *ends in zip(start, mine, theirs, strict=True))
         return Box(start, size) if min(size, default=1) > 0 else None
 
     def inside(self, other: Box) -> tuple[slice, ...]:
@@ -49,30 +47,19 @@ class Box(NamedTuple):
         )
 
 
-class Shard(NamedTuple):
-    """What this process has of a tensor."""
+def shard_of(tensor: torch.Tensor, name: str) -> tuple[torch.Tensor, Box]:
+    """What this process has of a tensor, in place, and which part that is: all but for a DTensor.
 
-    tensor: torch.Tensor
-    """The values, in place."""
-    shape: tuple[int, ...]
-    """Of the whole tensor."""
-    box: Box
-
-
-def shard_of(tensor: torch.Tensor, name: str) -> Shard:
-    """This process's part of a tensor: all of it, unless it is a DTensor.
-
-    >>> shard_of(torch.ones(2, 3), "weight").box
+    >>> shard_of(torch.ones(2, 3), "weight")[1]
     Box(start=(0, 0), size=(2, 3))
     """
     tensor = tensor.detach()
-    shape = tuple(tensor.shape)
     if not is_sharded(tensor):
-        return Shard(tensor, shape, Box.whole(shape))
+        return tensor, Box.whole(tensor.shape)
     try:
         chunks = tensor.__create_chunk_list__()
     except RuntimeError as error:  # a part of a sum
         raise CheckpointError(f"{name} cannot be saved or loaded as it lies: {error}") from error
     if len(chunks) != 1:
         raise CheckpointError(f"{name} has {len(chunks)} parts on this rank; only one can be saved")
-    return Shard(local(tensor), shape, Box(tuple(chunks[0].offsets), tuple(chunks[0].sizes)))
+    return local(tensor), Box(tuple(chunks[0].offsets), tuple(chunks[0].sizes))

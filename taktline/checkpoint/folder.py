@@ -17,16 +17,26 @@ from taktline.checkpoint.manifest import MANIFEST, Manifest
 from taktline.checks import require_path
 from taktline.errors import CheckpointError
 
-__all__ = ["latest", "resolve"]
+__all__ = [
+    "begin",
+    "finish",
+    "is_whole",
+    "latest",
+    "resolve",
+    "saves",
+    "sync",
+    "unfinished",
+    "write_text",
+]
 
-_SAVE = re.compile(r"(\d{6,})-step-(\d+)")
+_SAVE = re.compile(r"(\d{6,})-step-\d+")
 _UNFINISHED = re.compile(r"\.\d{6,}-step-\d+\.(saving|removing)")
 
 
 def saves(folder: Path) -> list[Path]:
-    """All saves of a folder, whether or not they are valid, the newest first."""
+    """All saves of a folder, whether or not they are whole, the newest first."""
     try:
-        names = [entry.name for entry in os.scandir(folder) if _SAVE.fullmatch(entry.name)]
+        names = filter(_SAVE.fullmatch, os.listdir(folder))
     except FileNotFoundError:
         return []
     except OSError as error:
@@ -64,63 +74,60 @@ def is_whole(save: Path) -> bool:
     return True
 
 
-def resolve(folder: str | os.PathLike[str]) -> Path:
+def resolve(folder: Path) -> Path:
     """The save that a folder is, or the latest one in it."""
-    path = require_path("folder", folder)
-    if (path / MANIFEST).exists() or _SAVE.fullmatch(path.name):
-        return path
-    found = latest(path)
+    if (folder / MANIFEST).exists() or _SAVE.fullmatch(folder.name):
+        return folder
+    found = latest(folder)
     if found is None:
-        state = "has none in it that is whole" if path.is_dir() else "is not there"
-        raise CheckpointError(f"{path} is no checkpoint, and {state}")
+        state = "has none in it that is whole" if folder.is_dir() else "is not there"
+        raise CheckpointError(f"{folder} is no checkpoint, and {state}")
     return found
 
 
-def begin(folder: Path, step: int) -> tuple[Path, Path]:
-    """Make room for a save: where it is written, and what it is called then."""
+def begin(folder: Path, step: int) -> str:
+    """Make room for a save; returns what it is going to be called."""
     folder.mkdir(parents=True, exist_ok=True)
-    for entry in os.scandir(folder):
-        if _UNFINISHED.fullmatch(entry.name):  # of a process that was killed
-            shutil.rmtree(entry.path, ignore_errors=True)
+    for name in filter(_UNFINISHED.fullmatch, os.listdir(folder)):  # of a process that was killed
+        shutil.rmtree(folder / name, ignore_errors=True)
     known = saves(folder)
-    number = _number(known[0].name) + 1 if known else 1
-    final = folder / f"{number:06d}-step-{step}"
-    unfinished = folder / f".{final.name}.saving"
-    unfinished.mkdir()
-    return unfinished, final
+    name = f"{_number(known[0].name) + 1 if known else 1:06d}-step-{step}"
+    unfinished(folder, name).mkdir()
+    return name
 
 
-def finish(unfinished: Path, final: Path, manifest: str, keep: int | None) -> None:
+def unfinished(folder: Path, name: str) -> Path:
+    """Where a save is while it is written."""
+    return folder / f".{name}.saving"
+
+
+def finish(made: Path, final: Path, manifest: str, keep: int | None) -> None:
     """Write the manifest, give the save its name, and let go of the oldest ones."""
-    write_text(unfinished / MANIFEST, manifest)
-    for part in unfinished.glob("*.part.json"):
+    for part in made.glob("*.part.json"):
         part.unlink()
-    sync(unfinished)
-    unfinished.rename(final)
+    write_text(made / MANIFEST, manifest)
+    sync(made)
+    made.rename(final)
     sync(final.parent)
-    if keep is not None:
-        _remove_old(final.parent, keep)
-
-
-def _remove_old(folder: Path, keep: int) -> None:
-    """Remove all but the newest saves; those that are not whole do not count."""
+    if keep is None:
+        return
     whole = 0
-    for save in saves(folder):
-        if whole < keep:
+    for save in saves(final.parent):
+        if whole < keep:  # those that are not whole do not count
             whole += is_whole(save)
         else:
-            removing = folder / f".{save.name}.removing"
+            removing = save.with_name(f".{save.name}.removing")
             save.rename(removing)  # so that it is never half there
             shutil.rmtree(removing, ignore_errors=True)
 
 
-def write_text(path: Path, text: str) -> None:
-    """Write a file so that it is there whole or not at all."""
+def write_text(path: Path, text: str, *, lasting: bool = True) -> None:
+    """Write a file so that it is there whole or not at all; see it onto the disk if it lasts."""
     made = path.with_name(f"{path.name}.new")
-    with open(made, "wb") as file:
+    with open(made, "wb", buffering=0) as file:
         file.write(text.encode())
-        file.flush()
-        os.fsync(file.fileno())
+        if lasting:
+            os.fsync(file.fileno())
     made.rename(path)
 
 

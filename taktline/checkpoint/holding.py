@@ -17,14 +17,13 @@ from taktline.checkpoint.names import joined, same, tied_names
 from taktline.checks import Either, read
 from taktline.errors import CheckpointError, MismatchError, TaktlineError, restore, text_of
 from taktline.runtime.schedule import Schedule
-from taktline.runtime.together import RankRandom
 from taktline.stage.names import named_buffers, named_parameters
 from taktline.stage.ties import declared
-from taktline.transport import Transport, find
+from taktline.transport import Transport, transport_of
 from taktline.transport.control import share_error, share_texts
 from taktline.transport.one_rank import Alone
 
-__all__ = ["Held", "Holding", "Together"]
+__all__ = ["Held", "Holding", "Together", "foremost", "priority_of", "state_of", "writers"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,13 +50,13 @@ class Together:
             place, size = place + transport.rank * size, size * transport.size
         return place
 
-    def gather(self, value: Any, what: str) -> list[Any]:
+    def gather(self, value: Any, call: str) -> list[Any]:
         """The JSON values of all processes, in the order of their places."""
         values, apart = [value], None
         for transport in self.transports:
             try:
-                texts = share_texts(transport, json.dumps(None if apart else values), what)
-                told = [read(text, Either([object], None), what=what) for text in texts]
+                texts = share_texts(transport, json.dumps(None if apart else values), call)
+                told = [read(text, Either([object], None), what=call) for text in texts]
                 if None in told:
                     apart = share_error(transport, apart)
                 else:
@@ -68,32 +67,45 @@ class Together:
             raise apart
         return values
 
-    def attempt(self, do: Callable[[], object], what: str) -> TaktlineError | None:
-        """Do something; what a disk or a user's code raises, as an error that names the rank."""
+    def attempt(self, do: Callable[[], Any], what: str) -> tuple[Any, TaktlineError | None]:
+        """The result, or what a disk or a user's code has raised, with the number of the rank."""
         who = f"rank {self.place}: " if self.count > 1 else ""
         try:
-            do()
+            return do(), None
         except TaktlineError as error:
             text = text_of(error)
             text = text if text.startswith("rank ") else f"{who}{text}"
-            told = restore(type(error), (text,), vars(error))
-            told.__cause__ = error.__cause__
+            told, cause = restore(type(error), (text,), vars(error)), error.__cause__
         except Exception as error:
             kind = "" if isinstance(error, OSError) else f"{type(error).__name__}: "
             reason = getattr(error, "strerror", None) or text_of(error)
-            told = CheckpointError(f"{who}cannot {what}: {kind}{reason}")
-            told.__cause__ = error
-        else:
-            return None
-        return told
+            told, cause = CheckpointError(f"{who}cannot {what}: {kind}{reason}"), error
+        told.__cause__ = cause
+        return None, told
 
-    def agree(self, error: TaktlineError | None) -> None:
-        """Raise the error of the first process that has one, in all of them."""
-        shared = error
-        for transport in self.transports:
-            shared = share_error(transport, shared) or shared
-        if shared is not None:
-            raise shared
+    def everywhere(self, do: Callable[[], Any], what: str, call: str) -> list[Any]:
+        """The results of all processes, as JSON; what one of them raises, all do."""
+        result, error = self.attempt(do, what)
+        told = self.gather([error is None, result], call)
+        if not all(done for done, _ in told):
+            for transport in self.transports:
+                error = share_error(transport, error) or error
+        if error is not None:
+            raise error
+        return [each for _, each in told]
+
+
+def writers(told: Sequence[Sequence[tuple[str, int]]]) -> dict[str, int]:
+    """Which process writes what several have: that with the highest priority, or the first.
+
+    >>> writers([[("embed", 0), ("mean", 0)], [("embed", -1), ("mean", 1)]])
+    {'embed': 0, 'mean': 1}
+    """
+    best: dict[str, tuple[int, int]] = {}
+    for place, process in enumerate(told):
+        for key, priority in process:
+            best[key] = max(best.get(key, (priority, -place)), (priority, -place))
+    return {key: -place for key, (_, place) in best.items()}
 
 
 class Held(NamedTuple):
@@ -102,8 +114,8 @@ class Held(NamedTuple):
     name: str
     """In the model; of a tied weight, the one that stands for all."""
     tensor: torch.Tensor
-    counts: int = 0
-    """Of several under one name, the one that counts most is saved. All of them are loaded."""
+    priority: int = 0
+    """Of several under one name, the one with the highest is saved. All of them are loaded."""
 
 
 @dataclass(slots=True)
@@ -119,13 +131,8 @@ class Holding:
     optional: Mapping[str, torch.Tensor] = field(default_factory=dict)
     """What belongs to the model's state and to no stage."""
     together: Together = field(default_factory=Together)
-    random: RankRandom | None = None
-    """The random numbers of ranks that share this process."""
+    schedule: Schedule | None = None
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-    arrive: Callable[[str], None] = lambda what: None
-    """Raises unless all ranks of all copies are in the same call."""
-    get_step: Callable[[], int] = lambda: 0
-    set_step: Callable[[int], object] = lambda step: None
 
     @classmethod
     def of_model(cls, model: nn.Module) -> Holding:
@@ -139,13 +146,13 @@ class Holding:
     @classmethod
     def of_schedule(cls, schedule: Schedule) -> Holding:
         """The stages of a schedule on this rank; all processes of the job take part."""
-        runner = schedule._runner
-        world = find(None, runner.device)
+        runner, stages = schedule._runner, schedule._stages
+        world = transport_of(None, runner.device)
         # There may be other pipelines beside this one.
         wider = runner._random is None and world.size > runner.transport.size
         together = Together([world if wider else runner.transport])
-        states = {stage.stage_index: state_of(stage.submod) for stage in schedule._stages}
-        ties = {tie for stage in schedule._stages for tie in declared(stage.submod)}
+        states = {stage.stage_index: state_of(stage.submod) for stage in stages}
+        ties = {tie for stage in stages for tie in declared(stage.submod)}
         kinds = [
             (stage, [(name, isinstance(value, nn.Parameter)) for name, value in state.items()])
             for stage, state in states.items()
@@ -153,45 +160,41 @@ class Holding:
         told = together.gather(kinds, "the names of a checkpoint")
         by_stage = {stage: names for process in told for stage, names in process}
         tied = {use for tie in ties for use in tie.uses}
-        counts = Counter(
-            name
-            for stage, names in by_stage.items()
-            for name, is_parameter in names
-            if is_parameter and (stage, name) not in tied
-        )
+        uses = ((stage, *each) for stage, names in by_stage.items() for each in names)
+        counts = Counter(name for stage, name, kind in uses if kind and (stage, name) not in tied)
         repeated = any(count > 1 for count in counts.values())
 
         def called(stage: int, name: str) -> str:
             return f"{stage}.{name}" if repeated else name
 
+        here = [
+            (s, called(s, n), value) for s, state in states.items() for n, value in state.items()
+        ]
         aliases = joined(
-            same({called(s, n): v for s, state in states.items() for n, v in state.items()}),
+            same({name: value for _, name, value in here}),
             tied_names([called(*use) for use in tie.uses] for tie in ties),
         )
         return cls(
-            [
-                Held(aliases.get(each, each), value, weight(value, stage))
-                for stage, state in states.items()
-                for each, value in ((called(stage, name), value) for name, value in state.items())
-            ],
-            [stage.submod for stage in schedule._stages],
+            [Held(aliases.get(n, n), value, priority_of(value, s)) for s, n, value in here],
+            [stage.submod for stage in stages],
             aliases,
             [called(stage, name) for stage, names in by_stage.items() for name, _ in names],
             together=together,
-            random=runner._random,
+            schedule=schedule,
             device=runner.device,
-            arrive=runner.arrive,
-            get_step=lambda: schedule.steps,
-            set_step=lambda step: setattr(schedule, "steps", step),
         )
 
-    def settle(self) -> None:
-        """Let FSDP2 put its shards back, which an evaluation may have left gathered."""
+    def arrive(self, call: str) -> None:
+        """Raise unless all ranks of all copies are in the same call; then put shards back.
+
+        An evaluation may have left those of FSDP2 gathered.
+        """
+        if self.schedule is not None:
+            self.schedule._runner.arrive(call)
         kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", ())
-        for module in self.modules:
-            for inner in module.modules():
-                if isinstance(inner, kind):
-                    inner.reshard()  # pyright: ignore[reportCallIssue]
+        for inner in (inner for module in self.modules for inner in module.modules()):
+            if isinstance(inner, kind):
+                inner.reshard()  # pyright: ignore[reportCallIssue]
 
     def parameter_names(self) -> dict[int, str]:
         """What the model calls a parameter, by its id."""
@@ -203,8 +206,17 @@ def state_of(module: nn.Module) -> dict[str, torch.Tensor]:
     return {**named_parameters(module), **named_buffers(module, persistent=True)}
 
 
-def weight(value: torch.Tensor, stage: int) -> int:
-    """How much a tensor counts among others of its name.
+def foremost(held: Iterable[Held]) -> dict[str, Held]:
+    """The one of each name that is saved."""
+    best: dict[str, Held] = {}
+    for each in held:
+        if each.name not in best or best[each.name].priority < each.priority:
+            best[each.name] = each
+    return best
+
+
+def priority_of(value: torch.Tensor, stage: int) -> int:
+    """Which one of several tensors of a name is saved: that with the highest priority.
 
     The first stage stands for a tied weight. A buffer may be in several stages, too: the last one
     has come through the whole forward, which may change it.

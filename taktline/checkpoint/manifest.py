@@ -1,4 +1,17 @@
-"""The manifest of a checkpoint: what is in it, in which files, with checksums of everything."""
+"""The manifest of a checkpoint: what is in it, in which files, with checksums of everything.
+
+::
+
+    {"crc32": "…", "content": {
+        "format": "taktline checkpoint", "version": 1, "written_by": {"taktline": …, "torch": …},
+        "step": 300,
+        "files": {"rank-00000.safetensors": {"bytes": 104, "crc32": "…, one for each 64 KiB"}},
+        "tensors": {"model/0.weight": {"dtype": "float32", "shape": [2, 3],
+                                       "pieces": [{"file": …, "start": [0, 0], "size": [2, 3]}]}},
+        "aliases": {…}, "optimizers": […], "values": {…}}}
+
+Each process notes its part in the same form, without the first two lines of the content.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +19,7 @@ import json
 import sys
 import zlib
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -15,85 +28,37 @@ import torch
 
 from taktline.checkpoint.box import Box
 from taktline.checkpoint.names import joined
-from taktline.checks import conform, loads
+from taktline.checkpoint.tensor_file import BLOCK
+from taktline.checks import conform, loads, read
 from taktline.errors import CheckpointError, JsonError
 from taktline.meta import DTYPES
 
-__all__ = ["MANIFEST", "Entry", "Manifest", "Part", "Piece", "merged"]
+__all__ = ["MANIFEST", "Entry", "Manifest", "merged", "read_part", "sealed"]
 
 MANIFEST = "manifest.json"
-VERSION = 1
+_FORMAT = "taktline checkpoint"
+_VERSION = 1
 """Of the format; a reader takes none that is newer."""
 
-_PIECE = {"file": str, "start": [int], "size": [int], "crc32": str}
-_ENTRY = {"dtype": str, "shape": [int], "pieces": [_PIECE]}
+_PIECE = {"file": str, "start": [int], "size": [int]}
 _GROUP = {"names": [str], "options": {str: object}}
-_OPTIMIZER = {"class": str, "groups": [_GROUP], "state": {str: {str: object}}}
-_SHAPE = {
-    "format": str,
-    "version": int,
-    "written_by": {str: str},
-    "step": int,
-    "files": {str: int},
-    "tensors": {str: _ENTRY},
-    "aliases": {str: str},
-    "optimizers": [_OPTIMIZER],
-    "values": {str: object},
-}
 _PART = {
-    "file": str,
-    "bytes": int,
-    "tensors": {str: _ENTRY},
+    "files": {str: {"bytes": int, "crc32": str}},
+    "tensors": {str: {"dtype": str, "shape": [int], "pieces": [_PIECE]}},
     "aliases": {str: str},
-    "optimizers": [_OPTIMIZER],
+    "optimizers": [{"class": str, "groups": [_GROUP], "state": {str: {str: object}}}],
     "values": {str: object},
 }
-_FORMAT = "taktline checkpoint"
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """A part of a tensor, in one file."""
-
-    file: str
-    box: Box
-    checksums: str
+_SHAPE = {"format": str, "version": int, "written_by": {str: str}, "step": int, **_PART}
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A tensor of a checkpoint."""
+    """A tensor of a checkpoint: its pieces, each with the name of a file."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
-    pieces: tuple[Piece, ...]
-
-
-@dataclass(slots=True)
-class Part:
-    """What one process adds to a checkpoint; written beside its file, until all are there."""
-
-    file: str
-    bytes: int = 0
-    tensors: dict[str, Any] = field(default_factory=dict)
-    aliases: dict[str, str] = field(default_factory=dict)
-    optimizers: list[Any] = field(default_factory=list)
-    values: dict[str, Any] = field(default_factory=dict)
-
-    def to_text(self) -> str:
-        """As JSON."""
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def read(cls, path: Path) -> Part:
-        """The part that another process has written."""
-        try:
-            fields = conform(loads(path.read_bytes(), what=str(path)), _PART, what=str(path))
-        except OSError as error:
-            raise CheckpointError(
-                f"{path} is not there: do all hosts have the same folder? ({error.strerror})"
-            ) from error
-        return cls(**fields)
+    pieces: tuple[tuple[str, Box], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,8 +67,7 @@ class Manifest:
 
     path: Path
     step: int
-    files: Mapping[str, int]
-    """Their bytes."""
+    files: Mapping[str, dict[str, Any]]
     tensors: Mapping[str, Entry]
     aliases: Mapping[str, str]
     """Further names of the model for a weight that is in the checkpoint by another one."""
@@ -120,10 +84,10 @@ class Manifest:
             content = conform(content, {"crc32": str, "content": object}, what=str(file))
             found, content = content["crc32"], content["content"]
             version = content.get("version") if isinstance(content, dict) else None
-            if isinstance(version, int) and version > VERSION:
+            if isinstance(version, int) and version > _VERSION:
                 raise CheckpointError(
                     f"{path} has version {version} of the format, and this Taktline reads up to "
-                    f"{VERSION}; install the one that has written it, or a newer one"
+                    f"{_VERSION}; install the one that has written it, or a newer one"
                 )
             if found != _checksum(content):
                 raise CheckpointError(f"{file} is damaged; load an earlier save")
@@ -132,80 +96,81 @@ class Manifest:
             raise CheckpointError(f"{path} is no checkpoint: {file}: {error.strerror}") from error
         except JsonError as error:
             raise CheckpointError(f"{error}; {path} is no checkpoint, or is damaged") from error
-        tensors = {name: _entry(name, entry, path) for name, entry in content["tensors"].items()}
-        return cls(
-            path,
-            content["step"],
-            content["files"],
-            tensors,
-            joined(content["aliases"]),
-            content["optimizers"],
-            content["values"],
-        ).checked()
+        for name, known in content["files"].items():
+            _require_file(path / name, name, known)
+        entries, files = content["tensors"], content["files"]
+        tensors = {name: _entry(name, each, files, path) for name, each in entries.items()}
+        aliases = joined(content["aliases"])
+        rest = content["optimizers"], content["values"]
+        return cls(path, content["step"], files, tensors, aliases, *rest)
 
-    def checked(self) -> Manifest:
-        """This, if all files are there in their sizes."""
-        for name, size in self.files.items():
-            file = self.path / name
-            found = file.stat().st_size if file.is_file() and Path(name).name == name else None
-            if found != size:
-                state = "is missing" if found is None else f"has {found:,} bytes, not {size:,}"
-                raise CheckpointError(f"{file} {state}; load an earlier save")
-        return self
+
+def _require_file(file: Path, name: str, known: dict[str, Any]) -> None:
+    """Raise unless a file is there, in its size, and has as many checksums as blocks."""
+    size, found = known["bytes"], None
+    if Path(name).name == name and file.is_file():
+        found = file.stat().st_size
+    if found != size:
+        state = "is missing" if found is None else f"has {found:,} bytes, not {size:,}"
+        raise CheckpointError(f"{file} {state}; load an earlier save")
+    if len(known["crc32"]) != 8 * -(-size // BLOCK):
+        raise CheckpointError(f"{file} lacks checksums in {MANIFEST}; load an earlier save")
 
 
 def _checksum(content: Any) -> str:
     return f"{zlib.crc32(json.dumps(content, sort_keys=True).encode()):08x}"
 
 
-def _entry(name: str, entry: dict[str, Any], path: Path) -> Entry:
+def _entry(name: str, entry: dict[str, Any], files: Mapping[str, Any], path: Path) -> Entry:
+    unknown = [each["file"][:40] for each in entry["pieces"] if each["file"] not in files]
+    if unknown:
+        raise CheckpointError(
+            f"{path}: {name} is in {unknown[0]!r}, which the manifest does not list"
+        )
     dtype = DTYPES.get(entry["dtype"])
     if dtype is None:
         raise CheckpointError(f"{path}: {name} is of the unknown type {entry['dtype'][:40]!r}")
-    pieces = tuple(
-        Piece(piece["file"], Box(tuple(piece["start"]), tuple(piece["size"])), piece["crc32"])
-        for piece in entry["pieces"]
+    pieces = (
+        (each["file"], Box(tuple(each["start"]), tuple(each["size"]))) for each in entry["pieces"]
     )
-    return Entry(dtype, tuple(entry["shape"]), pieces)
+    return Entry(dtype, tuple(entry["shape"]), tuple(pieces))
 
 
-def merged(parts: Iterable[Part], step: int) -> str:
-    """The text of the manifest, from what all processes have written."""
-    content: dict[str, Any] = {
-        "format": _FORMAT,
-        "version": VERSION,
-        "written_by": {
-            # Not imported: it is above this room.
-            "taktline": sys.modules["taktline"].__version__,
-            "torch": str(torch.__version__),
-        },
-        "step": step,
-        "files": {},
-        "tensors": {},
-        "aliases": {},
-        "optimizers": [],
-        "values": {},
-    }
+def sealed(content: Any) -> str:
+    """The text of a manifest, with the checksum of its content."""
+    return json.dumps({"crc32": _checksum(content), "content": content})
+
+
+def read_part(path: Path) -> dict[str, Any]:
+    """What a process has noted of its part."""
+    return read(path.read_bytes(), _PART, what=str(path))
+
+
+def merged(parts: Iterable[dict[str, Any]], step: int) -> dict[str, Any]:
+    """The content of a manifest, from the parts of all processes."""
+    # The package is not imported: it is above this room.
+    by = {"taktline": sys.modules["taktline"].__version__, "torch": str(torch.__version__)}
+    whole: dict[str, Any] = {key: type(shape)() for key, shape in _PART.items()}
+    whole |= {"format": _FORMAT, "version": _VERSION, "written_by": by, "step": step}
     for part in parts:
-        if part.tensors:
-            content["files"][part.file] = part.bytes
-        for name, entry in part.tensors.items():
-            known = content["tensors"].setdefault(name, {**entry, "pieces": []})
+        whole["files"] |= part["files"]
+        whole["values"] |= part["values"]
+        whole["aliases"] = joined(whole["aliases"], part["aliases"])
+        for name, entry in part["tensors"].items():
+            known = whole["tensors"].setdefault(name, {**entry, "pieces": []})
             known["pieces"] += entry["pieces"]
-        for index, optimizer in enumerate(part.optimizers):
-            if index == len(content["optimizers"]):
-                content["optimizers"].append({**optimizer, "groups": [], "state": {}})
-            _add_optimizer(content["optimizers"][index], optimizer)
-        content["values"] |= part.values
-        content["aliases"] = joined(content["aliases"], part.aliases)
-    for name, entry in content["tensors"].items():
+        for index, optimizer in enumerate(part["optimizers"]):
+            if index == len(whole["optimizers"]):
+                whole["optimizers"].append({**optimizer, "groups": [], "state": {}})
+            _add_optimizer(whole["optimizers"][index], optimizer)
+    for name, entry in whole["tensors"].items():
         held = sum(prod(piece["size"]) for piece in entry["pieces"])
         if held != prod(entry["shape"]):
             raise CheckpointError(
                 f"of {name}, {held:,} of {prod(entry['shape']):,} elements are on the ranks that "
                 "save; let all ranks that hold a shard of it take part"
             )
-    return json.dumps({"crc32": _checksum(content), "content": content})
+    return whole
 
 
 def _add_optimizer(known: dict[str, Any], more: dict[str, Any]) -> None:
@@ -216,7 +181,5 @@ def _add_optimizer(known: dict[str, Any], more: dict[str, Any]) -> None:
         if key not in groups:
             groups[key] = {"names": [], "options": group["options"]}
             known["groups"].append(groups[key])
-        names = dict.fromkeys((*groups[key]["names"], *group["names"]))
-        groups[key]["names"] = list(names)
-    for name, values in more["state"].items():
-        known["state"].setdefault(name, values)
+        groups[key]["names"] = list(dict.fromkeys((*groups[key]["names"], *group["names"])))
+    known["state"] = more["state"] | known["state"]

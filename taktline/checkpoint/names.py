@@ -17,11 +17,8 @@ def same(state: Mapping[str, torch.Tensor]) -> dict[str, str]:
     {'head': 'embed'}
     """
     first: dict[int, str] = {}
-    return {
-        name: first[id(value)]
-        for name, value in state.items()
-        if first.setdefault(id(value), name) != name
-    }
+    names = {name: first.setdefault(id(value), name) for name, value in state.items()}
+    return {name: known for name, known in names.items() if name != known}
 
 
 def tied_names(ties: Iterable[Sequence[str]]) -> dict[str, str]:
@@ -42,8 +39,7 @@ def joined(*several: Mapping[str, str]) -> dict[str, str]:
             name = above[name]
         return name
 
-    for aliases in several:
-        for name, known in aliases.items():
-            if (one := first(name)) != (other := first(known)):
-                above[one] = other
+    for name, known in (pair for aliases in several for pair in aliases.items()):
+        if (one := first(name)) != (other := first(known)):
+            above[one] = other
     return {name: first(name) for name in above}

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import nn
@@ -13,6 +13,7 @@ from taktline.checkpoint.manifest import Entry, Manifest
 from taktline.checkpoint.plain import pack, unpack
 from taktline.errors import CheckpointError
 from taktline.sharding import is_sharded
+from taktline.text import counted
 
 __all__ = ["OptimizerState", "describe"]
 
@@ -24,8 +25,17 @@ def _kind(optimizer: Optimizer) -> str:
     return f"{type(optimizer).__module__.partition('.')[0]}.{type(optimizer).__qualname__}"
 
 
-def _parameters(optimizer: Optimizer) -> list[list[nn.Parameter]]:
-    return [list(group["params"]) for group in optimizer.param_groups]
+def _named(optimizer: Optimizer, names: Mapping[int, str]) -> list[tuple[str, nn.Parameter]]:
+    """All parameters with their names in the model, in the order of their numbers in a state."""
+    named: list[tuple[str, nn.Parameter]] = []
+    for parameter in (each for group in optimizer.param_groups for each in group["params"]):
+        if id(parameter) not in names:
+            raise CheckpointError(
+                f"the optimizer has a parameter of shape {list(parameter.shape)} that is not in "
+                "this model; make it with pipe.parameters() or pipe.named_parameters()"
+            )
+        named.append((names[id(parameter)], parameter))
+    return named
 
 
 def describe(
@@ -41,20 +51,10 @@ def describe(
     >>> told["class"], told["groups"][0]["names"], tensors
     ('torch.SGD', ['weight'], {'optimizer/0/weight/momentum_buffer': tensor([[1., 1.]])})
     """
-    plain = optimizer.state_dict()
-    flat = [parameter for group in _parameters(optimizer) for parameter in group]
-    numbers = [number for group in plain["param_groups"] for number in group["params"]]
-    named: dict[int, tuple[str, nn.Parameter]] = {}
-    for number, parameter in zip(numbers, flat, strict=True):
-        if id(parameter) not in names:
-            raise CheckpointError(
-                f"the optimizer has a parameter of shape {list(parameter.shape)} that is not in "
-                "this pipeline; make it with pipe.parameters() or pipe.named_parameters()"
-            )
-        named[number] = names[id(parameter)], parameter
+    named, plain = _named(optimizer, names), optimizer.state_dict()
     state: dict[str, dict[str, Any]] = {}
     for number, values in plain["state"].items():
-        if number not in named or not isinstance(values, Mapping):
+        if number not in range(len(named)) or not isinstance(values, Mapping):
             raise CheckpointError(
                 f"{_kind(optimizer)} has state that belongs to no parameter ({number!r}), which "
                 "cannot be saved by name"
@@ -100,15 +100,6 @@ def _require_shared(value: torch.Tensor, parameter: nn.Parameter, what: str) -> 
         )
 
 
-class _Value(NamedTuple):
-    """A tensor in the state of a parameter, and where it is in the checkpoint."""
-
-    parameter: torch.Tensor
-    key: str
-    name: str
-    entry: Entry
-
-
 class OptimizerState:
     """What a checkpoint has for an optimizer; raises if it does not fit, and changes nothing."""
 
@@ -122,8 +113,8 @@ class OptimizerState:
     ) -> None:
         if index >= len(manifest.optimizers):
             raise CheckpointError(
-                f"{manifest.path} has the state of {len(manifest.optimizers)} optimizers, so there "
-                f"is none for optimizer {index}; leave it out, or load another save"
+                f"{manifest.path} has the state of {counted(len(manifest.optimizers), 'optimizer')}"
+                f", so there is none for optimizer {index}; leave it out, or load another save"
             )
         told = manifest.optimizers[index]
         if told["class"] != _kind(optimizer):
@@ -131,108 +122,83 @@ class OptimizerState:
                 f"{manifest.path} has the state of {told['class']}, and this optimizer is "
                 f"{_kind(optimizer)}; make the one that was saved, or load without it"
             )
-        self._optimizer, self._told = optimizer, told
-        self._names = {key: stored_name(name) for key, name in names.items()}
-        self._group_of = {
-            name: number for number, group in enumerate(told["groups"]) for name in group["names"]
-        }
-        self._options = [self._group(group, manifest) for group in _parameters(optimizer)]
-        self._values = list(self._found(f"optimizer/{index}/", manifest))
-
-    def _group(self, group: list[nn.Parameter], manifest: Manifest) -> dict[str, Any]:
-        """The options of a group: those that all of its parameters had."""
-        found: dict[int, str] = {}
-        for parameter in group:
-            name = self._names.get(id(parameter))
-            if name is None:
-                raise CheckpointError(
-                    "the optimizer has a parameter that is not in this model; make it with the "
-                    "model's own parameters"
-                )
-            if name not in self._group_of:
-                raise CheckpointError(
-                    f"{manifest.path} has no state of the optimizer for {name}; give the optimizer "
-                    "the parameters that it had when it was saved"
-                )
-            found.setdefault(self._group_of[name], name)
-        if len(found) > 1:
-            first, second = list(found.values())[:2]
-            raise CheckpointError(
-                f"{first} and {second} are in one group of this optimizer, and were in two with "
-                f"other options in {manifest.path}; make the groups that were saved"
-            )
-        return self._told["groups"][next(iter(found))]["options"] if found else {}
-
-    def _found(self, prefix: str, manifest: Manifest) -> Iterator[_Value]:
+        self._optimizer, self._manifest = optimizer, manifest
+        named = [(stored_name(name), each) for name, each in _named(optimizer, names)]
+        self._options = self._options_of({id(each): name for name, each in named}, told["groups"])
+        self._state: dict[int, dict[str, Any]] = {}
+        self.targets: list[tuple[str, torch.Tensor]] = []
+        """What is to be filled, by its name in the checkpoint, before this is applied."""
+        prefix = f"optimizer/{index}/"
         keys: dict[str, list[str]] = {}
         for name in manifest.tensors:
             if name.startswith(prefix):
                 owner, _, key = name.removeprefix(prefix).rpartition("/")
                 keys.setdefault(owner, []).append(key)
-        for parameter in (each for group in _parameters(self._optimizer) for each in group):
-            name = self._names[id(parameter)]
+        for number, (name, parameter) in enumerate(named):
+            rest = told["state"].get(name, {})
+            state = {key: unpack(each, _no_tensor) for key, each in rest.items()}
             for key in keys.get(name, []):
-                entry = manifest.tensors[f"{prefix}{name}/{key}"]
-                alike = entry.shape == tuple(parameter.shape)
-                if is_sharded(parameter) and not alike and entry.shape:
+                full = f"{prefix}{name}/{key}"
+                state[key] = self._room(parameter, key, full, manifest.tensors[full])
+                self.targets.append((full, state[key]))
+            if state:
+                self._state[number] = state
+
+    def _options_of(self, names: Mapping[int, str], groups: Any) -> list[dict[str, Any]]:
+        """The options of each group: those that all of its parameters had."""
+        group_of = {name: number for number, group in enumerate(groups) for name in group["names"]}
+        options: list[dict[str, Any]] = []
+        for now in self._optimizer.param_groups:
+            found: dict[int, str] = {}
+            for name in (names[id(parameter)] for parameter in now["params"]):
+                if name not in group_of:
                     raise CheckpointError(
-                        f"{key} of {name} has the shape {list(entry.shape)} in {manifest.path}, "
-                        "and cannot be put in shards as the parameter is"
+                        f"{self._manifest.path} has no state of the optimizer for {name}; give the "
+                        "optimizer the parameters that it had when it was saved"
                     )
-                yield _Value(parameter, key, f"{prefix}{name}/{key}", entry)
+                found.setdefault(group_of[name], name)
+            if len(found) > 1:
+                first, second = list(found.values())[:2]
+                raise CheckpointError(
+                    f"{first} and {second} are in one group of this optimizer, and were in two "
+                    f"with other options in {self._manifest.path}; make the groups that were saved"
+                )
+            told = groups[next(iter(found))]["options"] if found else {}
+            options.append({key: unpack(each, _no_tensor) for key, each in told.items()})
+        return options
 
-    def wanted(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """What is needed of the checkpoint: names, and tensors with the same layout."""
-        for value in self._values:
-            alike = value.entry.shape == tuple(value.parameter.shape)
-            yield value.name, value.parameter if alike else torch.empty(value.entry.shape)
-
-    def apply(self, fill: Callable[[str, torch.Tensor], None]) -> None:
-        """Load it; ``fill`` gives a tensor its values from the checkpoint."""
-        optimizer = self._optimizer
-        state: dict[int, dict[str, Any]] = {}
-        flat = [parameter for group in _parameters(optimizer) for parameter in group]
-        numbers = {id(parameter): number for number, parameter in enumerate(flat)}
-        for value in self._values:
-            tensor = self._room(value)
-            fill(value.name, tensor)
-            state.setdefault(numbers[id(value.parameter)], {})[value.key] = tensor
-        for parameter in flat:
-            rest = self._told["state"].get(self._names[id(parameter)])
-            if rest:
-                plain = {key: unpack(each, _no_tensor) for key, each in rest.items()}
-                state.setdefault(numbers[id(parameter)], {}).update(plain)
-        now = optimizer.state_dict()["param_groups"]
-        groups = [
-            group
-            | {key: _beside(unpack(each, _no_tensor), group.get(key)) for key, each in told.items()}
-            for group, told in zip(now, self._options, strict=True)
-        ]
-        optimizer.load_state_dict({"state": state, "param_groups": groups})
-        # Torch gives a state the type of its parameter, which may have less room for it.
-        for value in self._values:
-            loaded = optimizer.state[value.parameter].get(value.key)
-            kept = state[numbers[id(value.parameter)]][value.key]
-            if isinstance(loaded, torch.Tensor) and loaded.dtype != kept.dtype:
-                optimizer.state[value.parameter][value.key] = kept.to(loaded.device)
-
-    def _room(self, value: _Value) -> torch.Tensor:
+    def _room(self, parameter: nn.Parameter, key: str, name: str, entry: Entry) -> torch.Tensor:
         """Where a tensor goes: what the optimizer has there, if it is like it, or a new one."""
-        known = self._optimizer.state.get(value.parameter, {}).get(value.key)
-        dtype, shape = value.entry.dtype, value.entry.shape
-        if isinstance(known, torch.Tensor) and (known.dtype, tuple(known.shape)) == (dtype, shape):
+        known = self._optimizer.state.get(parameter, {}).get(key)
+        like = entry.dtype, entry.shape
+        if isinstance(known, torch.Tensor) and (known.dtype, tuple(known.shape)) == like:
             return known
-        if shape == tuple(value.parameter.shape):
-            return torch.empty_like(value.parameter, dtype=dtype, requires_grad=False)
-        return torch.empty(shape, dtype=dtype)
+        if entry.shape == tuple(parameter.shape):
+            return torch.empty_like(parameter, dtype=entry.dtype, requires_grad=False)
+        if is_sharded(parameter) and entry.shape:
+            raise CheckpointError(
+                f"{name} has the shape {list(entry.shape)} in {self._manifest.path}, and cannot be "
+                "put in shards as the parameter is"
+            )
+        return torch.empty(entry.shape, dtype=entry.dtype)
+
+    def apply(self) -> None:
+        """Load it, once all targets are filled."""
+        optimizer, groups = self._optimizer, self._optimizer.state_dict()["param_groups"]
+        for group, options in zip(groups, self._options, strict=True):
+            for key, value in options.items():
+                before = group.get(key)
+                on_device = isinstance(before, torch.Tensor) and isinstance(value, torch.Tensor)
+                group[key] = value.to(before.device) if on_device else value
+        optimizer.load_state_dict({"state": self._state, "param_groups": groups})
+        # Torch gives a state the type of its parameter, which may have less room for it.
+        flat = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        for number, state in self._state.items():
+            now = optimizer.state[flat[number]]
+            for key, value in state.items():
+                if isinstance(value, torch.Tensor) and now[key].dtype != value.dtype:
+                    now[key] = value.to(now[key].device)
 
 
 def _no_tensor(name: str) -> torch.Tensor:
     raise CheckpointError(f"an option of an optimizer is a tensor of several elements: {name}")
-
-
-def _beside(value: Any, before: Any) -> Any:
-    """An option on the device where it is now."""
-    if isinstance(before, torch.Tensor) and isinstance(value, torch.Tensor):
-        return value.to(before.device)
-    return value

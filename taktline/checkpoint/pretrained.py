@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from taktline.checkpoint import folder as folders
-from taktline.checkpoint.holding import Holding
-from taktline.checkpoint.tensor_file import TensorFile, require_writable, write
+from taktline.checkpoint.folder import sync, write_text
+from taktline.checkpoint.holding import Holding, foremost, writers
+from taktline.checkpoint.tensor_file import TensorFile, in_order, require_writable, write
 from taktline.checks import read, require_path, require_whole
 from taktline.errors import CheckpointError
 from taktline.runtime.watchdog import guarded
-from taktline.sharding import is_sharded
+from taktline.sharding import is_sharded, local
 
 __all__ = ["PretrainedFiles", "build", "save_pretrained"]
 
@@ -30,94 +30,93 @@ def save_pretrained(holding: Holding, folder: Any, max_shard_bytes: int) -> None
     """Write files that ``from_pretrained`` reads; every process writes what it has."""
     path, together = require_path("folder", folder), holding.together
     require_whole("max_shard_bytes", max_shard_bytes, least=1)
-    with guarded(together.transports[0], "save_pretrained()") as what:
-        holding.arrive(what)
-        holding.settle()
-        error = together.attempt(lambda: _check(holding, path), f"save to {path}")
-        told = together.gather([error is not None, _sizes(holding)], what)
-        if any(failed for failed, _ in told):
-            together.agree(error)
-        files = _shared_out([sizes for _, sizes in told], max_shard_bytes)
-        error = together.attempt(lambda: _write(holding, path, files), f"write {path}")
-        together.agree(error)
-        if not together.place:
-            sizes = {name: size for _, process in told for name, size, _ in process}
-            error = together.attempt(
-                lambda: _write_index(holding, path, files, sum(sizes.values())), f"write {path}"
-            )
-        together.agree(error)
+    best = foremost(holding.held)
+    held = {name: each.tensor for name, each in best.items()}
+
+    def begin() -> list[tuple[str, int, int]]:
+        path.mkdir(parents=True, exist_ok=True)
+        for name, value in held.items():
+            require_writable(local(value), name)
+        return [(name, priority, value.nbytes) for name, value, priority in best.values()]
+
+    with guarded(together.transports[0], "save_pretrained()") as call:
+        holding.arrive(call)
+        told = together.everywhere(begin, f"save to {path}", call)
+        files = _share_out(told, max_shard_bytes)
+        together.everywhere(
+            lambda: _write(held, path, files, together.place), f"write {path}", call
+        )
+        sizes = {name: size for process in told for name, _, size in process}
+
+        def finish() -> None:
+            if not together.place:
+                _write_index(holding.modules, path, files, sum(sizes.values()))
+
+        together.everywhere(finish, f"write {path}", call)
 
 
-def _check(holding: Holding, path: Path) -> None:
-    path.mkdir(parents=True, exist_ok=True)
-    for name, value, _ in holding.held:
-        require_writable(value.to_local() if is_sharded(value) else value, name)
+class _File(NamedTuple):
+    """A file of several, and the process that writes it."""
+
+    name: str
+    place: int
+    tensors: list[str]
 
 
-def _sizes(holding: Holding) -> list[tuple[str, int, int]]:
-    """The name, the bytes and the weight of what this process has."""
+def _share_out(told: Sequence[Sequence[tuple[str, int, int]]], most: int) -> list[_File]:
+    """What goes into which file, in the order in which all processes write them."""
+    sizes = {name: size for process in told for name, _, size in process}
+    groups: list[tuple[int, list[str]]] = []
+    room = 0
+    writer = writers([[(name, priority) for name, priority, _ in process] for process in told])
+    for name, place in sorted(writer.items(), key=lambda each: each[1]):
+        if not groups or groups[-1][0] != place or room < sizes[name]:
+            groups.append((place, []))
+            room = most
+        room -= sizes[name]
+        groups[-1][1].append(name)
+    count = len(groups)
     return [
-        (name, value.numel() * value.element_size(), counts) for name, value, counts in holding.held
+        _File(SINGLE if count == 1 else f"model-{n:05d}-of-{count:05d}.safetensors", place, names)
+        for n, (place, names) in enumerate(groups, 1)
     ]
 
 
-def _shared_out(told: list[Any], most: int) -> dict[str, tuple[str, int]]:
-    """The file of each tensor, and the process that writes it."""
-    writers: dict[str, tuple[int, int, int]] = {}
-    for place, process in enumerate(told):
-        for name, size, counts in process:
-            if name not in writers or writers[name][0] < counts:
-                writers[name] = counts, place, size
-    groups: list[tuple[int, list[str]]] = []
-    for place in range(len(told)):
-        room = 0
-        for name in [n for n, (_, writer, _) in writers.items() if writer == place]:
-            size = writers[name][2]
-            if not groups or groups[-1][0] != place or room < size:
-                groups.append((place, []))
-                room = most
-            room -= size
-            groups[-1][1].append(name)
-    count = len(groups)
-    return {
-        name: (SINGLE if count == 1 else f"model-{n:05d}-of-{count:05d}.safetensors", place)
-        for n, (place, names) in enumerate(groups, 1)
-        for name in names
-    }
-
-
-def _write(holding: Holding, path: Path, files: Mapping[str, tuple[str, int]]) -> None:
-    """Write the files of this process; a tensor in shards is put together by all that have one."""
-    place = holding.together.place
-    mine: dict[str, dict[str, torch.Tensor]] = {}
-    for name, value, _ in holding.held:
-        whole = value.full_tensor() if is_sharded(value) else value
-        file, writer = files[name]
-        if writer == place and name not in mine.setdefault(file, {}):
-            mine[file][name] = whole.cpu() if is_sharded(value) else whole
-    for file, tensors in mine.items():
-        if tensors:
-            write(path / f"{file}.new", tensors)
-            (path / f"{file}.new").rename(path / file)
+def _write(
+    held: Mapping[str, torch.Tensor], path: Path, files: Sequence[_File], place: int
+) -> None:
+    """Write the files of this process; all that have a shard of a tensor put it together."""
+    for file in files:
+        here = {name: held[name] for name in file.tensors if name in held}
+        values = (
+            value.full_tensor() if is_sharded(value) else value
+            for value in (here[name] for name in in_order(here))
+        )
+        try:
+            if file.place == place:
+                made = path / f"{file.name}.new"
+                write(made, here, values)
+                made.rename(path / file.name)
+        finally:
+            for _ in values:  # others wait for the shards of this process, whatever has happened
+                pass
 
 
 def _write_index(
-    holding: Holding, path: Path, files: Mapping[str, tuple[str, int]], size: int
+    modules: Iterable[nn.Module], path: Path, files: Sequence[_File], size: int
 ) -> None:
-    if {file for file, _ in files.values()} != {SINGLE}:
-        content = {
-            "metadata": {"total_size": size},
-            "weight_map": {name: file for name, (file, _) in files.items()},
-        }
-        folders.write_text(path / INDEX, json.dumps(content, indent=2))
-    for module in (inner for outer in holding.modules for inner in outer.modules()):
+    if len(files) > 1:
+        weight_map = {name: file.name for file in files for name in file.tensors}
+        content = {"metadata": {"total_size": size}, "weight_map": weight_map}
+        write_text(path / INDEX, json.dumps(content, indent=2))
+    for module in (inner for outer in modules for inner in outer.modules()):
         for name in ("config", "generation_config"):
             save = getattr(getattr(module, name, None), "save_pretrained", None)
             if callable(save):
                 save(path)
         if hasattr(getattr(module, "config", None), "save_pretrained"):
             break
-    folders.sync(path)
+    sync(path)
 
 
 class PretrainedFiles(Mapping[str, torch.Tensor]):
@@ -125,19 +124,20 @@ class PretrainedFiles(Mapping[str, torch.Tensor]):
 
     def __init__(self, folder: Path, prefix: str = "") -> None:
         """``prefix`` is what names in the model may begin with and those in the files not."""
-        index = folder / INDEX
+        index, files = folder / INDEX, {SINGLE}
         if index.exists():
-            told = read(index.read_bytes(), _WEIGHT_MAP, what=str(index))["weight_map"]
-            if any(Path(name).name != name for name in told.values()):
+            files = set(
+                read(index.read_bytes(), _WEIGHT_MAP, what=str(index))["weight_map"].values()
+            )
+            if any(Path(name).name != name for name in files):
                 raise CheckpointError(f"{index} names a file outside of its folder")
-            self._files = {file: folder / file for file in sorted(set(told.values()))}
-        else:
-            self._files = {SINGLE: folder / SINGLE}
-            if not (folder / SINGLE).exists():
-                raise CheckpointError(f"{folder} has neither {INDEX} nor {SINGLE}")
+        elif not (folder / SINGLE).exists():
+            raise CheckpointError(f"{folder} has neither {INDEX} nor {SINGLE}")
         self._prefix = f"{prefix}." if prefix else ""
         self._file_of = {
-            name: file for file in map(TensorFile, self._files.values()) for name in file.tensors
+            name: file
+            for file in (TensorFile(folder / each) for each in sorted(files))
+            for name in file.tensors
         }
 
     def _found(self, name: str) -> str:

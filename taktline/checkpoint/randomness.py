@@ -24,11 +24,12 @@ def random_state(device: torch.device, ranks: RankRandom | None) -> dict[str, An
     """
     version, numbers, gauss = random.getstate()
     kind, keys, *rest = np.random.get_state(legacy=True)
+    cpu = device.type == "cpu"
     return {
         "torch": torch.get_rng_state(),
-        "device": None if device.type == "cpu" else _of(device).get_rng_state(device),
+        "device": None if cpu else torch.get_device_module(device).get_rng_state(device),
         "python": (version, torch.tensor(numbers), gauss),
-        "numpy": (kind, torch.tensor(np.asarray(keys).tolist()), *rest),
+        "numpy": (kind, torch.tensor(np.asarray(keys, np.int64)), *rest),
         "ranks": None if ranks is None else ranks.states(),
     }
 
@@ -37,14 +38,10 @@ def set_random_state(state: dict[str, Any], device: torch.device, ranks: RankRan
     """Put all generators where they were; those of another kind of device stay."""
     torch.set_rng_state(state["torch"])
     if device.type != "cpu" and state["device"] is not None:
-        _of(device).set_rng_state(state["device"], device)
+        torch.get_device_module(device).set_rng_state(state["device"], device)
     version, numbers, gauss = state["python"]
     random.setstate((version, tuple(numbers.tolist()), gauss))
     kind, keys, *rest = state["numpy"]
-    np.random.set_state((kind, np.array(keys.tolist(), np.uint32), *rest))
+    np.random.set_state((kind, keys.numpy().astype(np.uint32), *rest))
     if ranks is not None and state["ranks"] is not None:
         ranks.set_states(state["ranks"])
-
-
-def _of(device: torch.device) -> Any:
-    return torch.get_device_module(device)

@@ -3,12 +3,13 @@
 ::
 
     every process   gathers what it has, and agrees with the others on who writes what
-                    writes its file and, last, its part of the manifest
-    the first one   puts the parts together, and gives the folder its name
+                    writes its file and, last, the note of its part
+    the first one   puts the notes together to a manifest, and gives the folder its name
 """
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -19,22 +20,20 @@ import torch
 from torch.optim import Optimizer
 
 from taktline.checkpoint import folder as folders
-from taktline.checkpoint.background import start, wait
+from taktline.checkpoint.background import is_first_to, start, wait
 from taktline.checkpoint.box import shard_of
-from taktline.checkpoint.holding import Holding, Together
-from taktline.checkpoint.manifest import Part, merged
+from taktline.checkpoint.holding import Held, Holding, Together, foremost, writers
+from taktline.checkpoint.manifest import merged, read_part, sealed
 from taktline.checkpoint.optimizers import describe
 from taktline.checkpoint.plain import pack
 from taktline.checkpoint.randomness import random_state
 from taktline.checkpoint.tensor_file import require_writable, write
 from taktline.checks import refuse, require_flag, require_instance, require_path, require_whole
-from taktline.errors import TaktlineError, restore, text_of
+from taktline.errors import CheckpointError, TaktlineError, restore, text_of
 from taktline.meta import name_of
 from taktline.runtime.watchdog import guarded
 
 __all__ = ["Training", "save"]
-
-_CALL = "save()"
 
 
 @dataclass(slots=True)
@@ -50,15 +49,11 @@ class Training:
     @classmethod
     def of(cls, optimizer: Any, scheduler: Any, scaler: Any, data: Any, extra: Any = None):
         """What a user has passed: optimizers and schedulers may be several, in a list."""
-        optimizers = _listed(optimizer)
+        optimizers, schedulers = _listed(optimizer), _listed(scheduler)
         for each in optimizers:
             require_instance("optimizer", each, Optimizer, "an optimizer of torch, or a list")
-        schedulers = _listed(scheduler)
-        for name, one in (
-            *(("scheduler", s) for s in schedulers),
-            ("scaler", scaler),
-            ("data", data),
-        ):
+        others = [("scheduler", each) for each in schedulers]
+        for name, one in (*others, ("scaler", scaler), ("data", data)):
             methods = ("state_dict", "load_state_dict")
             if one is not None and not all(callable(getattr(one, m, None)) for m in methods):
                 refuse(name, "an object with state_dict() and load_state_dict()", one)
@@ -76,58 +71,115 @@ class Saving:
     together: Together
     step: int
     keep: int | None
-    part: Part
+    file: str
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
     """What this process writes."""
+    part: dict[str, Any] = field(default_factory=dict)
+    """Of the manifest."""
     unfinished: Path = Path()
     final: Path = Path()
 
-    @property
-    def place(self) -> int:
-        """The number of this process."""
-        return self.together.place
+    def call(self, folder: Path, name: str) -> None:
+        """Set where it is written, and what it is called then."""
+        self.unfinished, self.final = folders.unfinished(folder, name), folder / name
 
-    def write(self) -> TaktlineError | None:
-        """Write this process's part; returns what went wrong."""
-        path = self.unfinished / self.part.file
-        return self.together.attempt(lambda: self._write(path), f"write {path}")
+    def collect(self, holding: Holding, training: Training) -> list[tuple[str, int]]:
+        """Note all that is here; returns what of it others may have, and its priority."""
+        tensors = [] if self.together.place else [Held(*each) for each in holding.optional.items()]
+        tensors = [
+            Held(f"model/{name}", value, priority)
+            for name, value, priority in foremost((*tensors, *holding.held)).values()
+        ]
+        names, states = holding.parameter_names(), dict[str, torch.Tensor]()
+        told = [
+            describe(optimizer, names, f"optimizer/{index}", states)
+            for index, optimizer in enumerate(training.optimizers)
+        ]
+        tensors += [Held(name, value) for name, value in states.items()]
+        own: dict[str, torch.Tensor] = {}
+        values = _values(holding, training).items()
+        self.part = {
+            "files": {},
+            "tensors": {},
+            "aliases": dict(holding.aliases),
+            "optimizers": told,
+            "values": {name: pack(value, name, own) for name, value in values},
+        }
+        shards: list[tuple[str, int]] = []
+        for name, value, priority in tensors:
+            if (key := self._add(name, value)) is not None:
+                shards.append((key, priority))
+        for name, value in own.items():
+            self._add(f"values/{name}", value)
+        return shards
 
-    def _write(self, path: Path) -> None:
-        if self.tensors:
-            checksums = write(path, self.tensors)
-            self.part.bytes = path.stat().st_size
-            for name, text in checksums.items():
-                self.part.tensors[name]["pieces"][0]["crc32"] = text
-        folders.write_text(self.part_of(self.place), self.part.to_text())
+    def _add(self, name: str, whole: torch.Tensor) -> str | None:
+        """Note a tensor; returns a text for what is here of it, if there is anything."""
+        tensor, box = shard_of(whole, name)
+        require_writable(tensor, name)
+        if not tensor.numel() and 0 not in whole.shape:
+            return None
+        piece = {"file": self.file, "start": box.start, "size": box.size}
+        kind, shape = name_of(tensor.dtype), list(whole.shape)
+        self.part["tensors"][name] = {"dtype": kind, "shape": shape, "pieces": [piece]}
+        self.tensors[name] = tensor
+        return f"{name} {box.start}"
 
-    def part_of(self, place: int) -> Path:
-        """Where a process notes what it has written."""
+    def leave(self, writer: dict[str, int]) -> None:
+        """Leave to others what they write."""
+        for name in list(self.tensors):
+            start = self.part["tensors"][name]["pieces"][0]["start"]
+            if writer.get(f"{name} {start}", self.together.place) != self.together.place:
+                del self.tensors[name], self.part["tensors"][name]
+
+    def note_of(self, place: int) -> Path:
+        """Where a process notes its part, once it is written."""
         return self.unfinished / f"{place:05d}.part.json"
 
-    def finish(self) -> TaktlineError | None:
-        """Put the parts together; on the first process, when all are written."""
-        return self.together.attempt(self._finish, f"write {self.final}")
+    def require_folder(self) -> None:
+        """Raise unless this process finds the folder that the first one has made."""
+        if not self.unfinished.is_dir():
+            raise CheckpointError(
+                f"{self.unfinished} is not there, which rank 0 has made; pass the same folder on "
+                "every rank, on a disk that all hosts share"
+            )
 
-    def _finish(self) -> None:
-        parts = [Part.read(self.part_of(place)) for place in range(self.together.count)]
-        folders.finish(self.unfinished, self.final, merged(parts, self.step), self.keep)
+    def write(self) -> None:
+        """Write this process's part."""
+        self.require_folder()
+        if self.tensors:
+            self.part["files"][self.file] = write(self.unfinished / self.file, self.tensors)
+        note = self.note_of(self.together.place)
+        folders.write_text(note, json.dumps(self.part), lasting=False)
+
+    def finish(self) -> None:
+        """Put the parts together, when all are written; on the first process."""
+        if not self.together.place:
+            parts = [read_part(self.note_of(place)) for place in range(self.together.count)]
+            manifest = sealed(merged(parts, self.step))
+            folders.finish(self.unfinished, self.final, manifest, self.keep)
 
     def clear(self) -> None:
         """Remove what was written of a save that is not made; on the first process."""
-        if not self.place and self.unfinished.name:
+        if not self.together.place and self.unfinished.name:
             shutil.rmtree(self.unfinished, ignore_errors=True)
 
-    def stage(self, buffers: dict[str, torch.Tensor]) -> None:
-        """Copy what is to be written to memory of the host; ``buffers`` are used again."""
-        for name, tensor in self.tensors.items():
-            room = buffers.get(name)
-            if room is None or (room.dtype, room.shape) != (tensor.dtype, tensor.shape):
-                room = torch.empty(
-                    tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=tensor.is_cuda
-                )
-            buffers[name] = self.tensors[name] = room.copy_(tensor, non_blocking=True)
-        if any(tensor.is_pinned() for tensor in self.tensors.values()):
-            torch.cuda.synchronize()
+
+def _values(holding: Holding, training: Training) -> dict[str, Any]:
+    """What is no tensor of the model or an optimizer: most of it is each process's own."""
+    place, schedule = holding.together.place, holding.schedule
+    ranks = None if schedule is None else schedule._runner._random
+    values: dict[str, Any] = {f"random/{place}": random_state(holding.device, ranks)}
+    if training.data is not None:
+        values[f"data/{place}"] = training.data.state_dict()
+    if training.scaler is not None:
+        values[f"scaler/{place}"] = training.scaler.state_dict()
+    if training.schedulers:
+        states = [each.state_dict() for each in training.schedulers]
+        values[f"schedulers/{place}"] = states
+    if not place:
+        values |= {"layout": holding.together.sizes, "extra": training.extra}
+    return values
 
 
 def save(
@@ -143,131 +195,42 @@ def save(
     require_flag("async_save", async_save)
     if keep is not None:
         require_whole("keep", keep, least=1)
-    together, earlier, saving = holding.together, None, None
+    together, place = holding.together, holding.together.place
+    step = 0 if holding.schedule is None else holding.schedule.steps
+    saving = Saving(together, step, keep, f"rank-{place:05d}.safetensors")
+    home = folder.resolve()  # the training may go elsewhere while it is written
+
+    def begin() -> tuple[list[tuple[str, int]], str]:
+        wait(home, place)
+        shards = saving.collect(holding, training)
+        if not place:
+            saving.call(home, folders.begin(home, step))
+        return shards, saving.final.name
+
     try:
-        with guarded(together.transports[0], _CALL) as what:
-            holding.arrive(what)
-            error, saving, mine = _begun(holding, folder, training, keep)
-            told = together.gather(mine, what)
-            earlier = told[0]["earlier"]
-            if any(each["failed"] for each in told):
-                together.agree(error)
-            saving.unfinished, saving.final = (Path(path) for path in told[0]["paths"])
-            _share_out(saving, [each["shards"] for each in told])
+        with guarded(together.transports[0], "save()") as call:
+            holding.arrive(call)
+            told = together.everywhere(begin, f"save to {folder}", call)
+            saving.call(home, told[0][1])
+            saving.leave(writers([shards for shards, _ in told]))
             if async_save:
-                start(folder, saving)
-                return saving.final
-            together.agree(saving.write())
-            together.agree(None if saving.place else saving.finish())
-            return saving.final
+                if is_first_to(home, place):  # later it would cost time that training stands still
+                    together.everywhere(saving.require_folder, f"save to {folder}", call)
+                start(home, saving)
+            else:
+                together.everywhere(saving.write, f"write {saving.final}", call)
+                together.everywhere(saving.finish, f"write {saving.final}", call)
+            return folder / saving.final.name
     except TaktlineError as raised:
-        if saving is not None:
-            saving.clear()
-        raise _reassured(raised, folder, earlier) from raised.__cause__
+        saving.clear()
+        raise _reassured(raised, folder) from raised.__cause__
 
 
-def _begun(
-    holding: Holding, folder: Path, training: Training, keep: int | None
-) -> tuple[TaktlineError | None, Saving, dict[str, Any]]:
-    """What this process would save, and what the others have to know of it."""
-    together = holding.together
-    place = together.place
-    part = Part(f"rank-{place:05d}.safetensors", aliases=dict(holding.aliases))
-    saving = Saving(together, holding.get_step(), keep, part)
-    shards: list[Any] = []
-    told: dict[str, Any] = {"failed": False, "shards": shards, "paths": [], "earlier": ""}
-
-    def begin() -> None:
-        if not place:
-            told["earlier"] = str(folders.latest(folder) or "")
-        wait(folder)
-        _collect(saving, holding, training, shards)
-        if not place:
-            saving.unfinished, saving.final = folders.begin(folder, saving.step)
-            told["paths"] = [str(saving.unfinished), str(saving.final)]
-
-    error = together.attempt(begin, f"save to {folder}")
-    told["failed"] = error is not None
-    return error, saving, told
-
-
-def _collect(saving: Saving, holding: Holding, training: Training, shards: list[Any]) -> None:
-    """Fill in what there is: tensors, and all else packed."""
-    holding.settle()
-    tensors: dict[str, tuple[torch.Tensor, int]] = {}
-    for name, value in holding.optional.items() if not saving.place else ():
-        tensors[f"model/{name}"] = value, 0
-    for name, value, counts in holding.held:
-        known = tensors.get(f"model/{name}")
-        if known is None or known[1] < counts:
-            tensors[f"model/{name}"] = value, counts
-    names = holding.parameter_names()
-    for index, optimizer in enumerate(training.optimizers):
-        states: dict[str, torch.Tensor] = {}
-        told = describe(optimizer, names, f"optimizer/{index}", states)
-        saving.part.optimizers.append(told)
-        tensors |= {name: (value, 0) for name, value in states.items()}
-    for name, (value, counts) in tensors.items():
-        shard = shard_of(value, name)
-        require_writable(shard.tensor, name)
-        if shard.tensor.numel() or 0 in shard.shape:
-            _add(saving, name, shard.tensor, shard.shape, shard.box.start)
-            shards.append([name, *shard.box, counts])
-    _collect_values(saving, holding, training)
-
-
-def _collect_values(saving: Saving, holding: Holding, training: Training) -> None:
-    """What is no tensor of the model or an optimizer: some of it is each process's own."""
-    place, tensors, values = saving.place, {}, saving.part.values
-    own = {"random": random_state(holding.device, holding.random)}
-    if training.data is not None:
-        own["data"] = training.data.state_dict()
-    shared: dict[str, Any] = {}
-    if not place:
-        shared["layout"] = holding.together.sizes
-        shared["extra"] = training.extra
-        shared["schedulers"] = [each.state_dict() for each in training.schedulers]
-        if training.scaler is not None:
-            shared["scaler"] = training.scaler.state_dict()
-    for name, value in (*((f"{key}/{place}", each) for key, each in own.items()), *shared.items()):
-        values[name] = pack(value, name, tensors)
-    for name, value in tensors.items():
-        _add(saving, f"values/{name}", value, tuple(value.shape), (0,) * value.dim())
-
-
-def _add(
-    saving: Saving, name: str, tensor: torch.Tensor, shape: Sequence[int], start: Sequence[int]
-) -> None:
-    piece = {
-        "file": saving.part.file,
-        "start": list(start),
-        "size": list(tensor.shape),
-        "crc32": "",
-    }
-    saving.tensors[name] = tensor
-    saving.part.tensors[name] = {
-        "dtype": name_of(tensor.dtype),
-        "shape": list(shape),
-        "pieces": [piece],
-    }
-
-
-def _share_out(saving: Saving, shards: list[list[Any]]) -> None:
-    """Leave to others what they have, too, and count for more, or come first."""
-    best: dict[str, tuple[int, int]] = {}
-    for place, process in enumerate(shards):
-        for name, begin, size, counts in process:
-            key = f"{name} {begin} {size}"
-            if key not in best or best[key][0] < counts:
-                best[key] = counts, place
-    for name, begin, size, _ in shards[saving.place]:
-        if best[f"{name} {begin} {size}"][1] != saving.place:
-            del saving.tensors[name], saving.part.tensors[name]
-
-
-def _reassured(error: TaktlineError, folder: Path, earlier: str | None) -> TaktlineError:
-    """An error that says what is left, if this process knows."""
-    if earlier is None:
+def _reassured(error: TaktlineError, folder: Path) -> TaktlineError:
+    """An error that says what is left."""
+    try:
+        earlier = folders.latest(folder)
+    except CheckpointError:
         return error
     left = f"what was saved before is as it was: {earlier}" if earlier else f"{folder} has no save"
     return restore(type(error), (f"{text_of(error)}; {left}",), vars(error))

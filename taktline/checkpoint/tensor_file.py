@@ -1,7 +1,7 @@
 """Files of tensors in the safetensors format: a header in JSON, then the bytes of each tensor.
 
 They are written one tensor at a time, and read through a map of the file, so that a process never
-holds more of one than it uses. Checksums are kept outside, one for each block of a tensor.
+holds more of one than it uses. Checksums are kept outside, one for each block of the file.
 """
 
 from __future__ import annotations
@@ -10,27 +10,29 @@ import json
 import mmap
 import os
 import zlib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from io import FileIO
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 
-from taktline.checks import read
+from taktline.checks import conform, read
 from taktline.errors import CheckpointError, JsonError
 
-__all__ = ["BLOCK", "KINDS", "Stored", "TensorFile", "blocks", "require_writable", "write"]
+__all__ = ["BLOCK", "TensorFile", "in_order", "require_writable", "write"]
 
 BLOCK = 1 << 16
-"""So many bytes have a checksum of their own: who needs a part of a tensor checks that part."""
+"""So many bytes have a checksum of their own: who needs a part of a file checks that part."""
 
 _LONGEST_HEADER = 100_000_000
 """The format's own limit."""
 
-KINDS = {
+_LARGE = 1 << 20
+"""Bytes that are worth a call of their own."""
+
+_KINDS = {
     "F64": torch.float64,
     "F32": torch.float32,
     "F16": torch.float16,
@@ -48,7 +50,7 @@ KINDS = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-_NAMES = {dtype: name for name, dtype in KINDS.items()}
+_NAMES = {dtype: name for name, dtype in _KINDS.items()}
 
 
 def require_writable(tensor: torch.Tensor, name: str) -> None:
@@ -64,44 +66,58 @@ def require_writable(tensor: torch.Tensor, name: str) -> None:
         raise CheckpointError(f"{name} is a tensor of {kind}, which cannot be saved")
 
 
-def write(path: Path, tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
-    """Write a file, and see it onto the disk; returns the checksums of each tensor.
+def in_order(tensors: Mapping[str, torch.Tensor]) -> list[str]:
+    """The names as they are written: the largest elements first, so that all are aligned."""
+    return sorted(tensors, key=lambda name: -tensors[name].element_size())
+
+
+def write(
+    path: Path, tensors: Mapping[str, torch.Tensor], values: Iterable[torch.Tensor] | None = None
+) -> dict[str, Any]:
+    """Write a file, and see it onto the disk; returns its size and its checksums.
+
+    ``values`` are what is written, one after the other, if ``tensors`` only have the shapes.
 
     >>> from tempfile import mkdtemp
     >>> path = Path(mkdtemp(), "some.safetensors")
     >>> write(path, {"weight": torch.ones(2, 3)})
-    {'weight': '29dd1225'}
+    {'bytes': 104, 'crc32': '0ee85a4c'}
     >>> TensorFile(path).view("weight").sum()
     tensor(6.)
     """
-    header: dict[str, Any] = {}
-    end = 0
-    # The largest elements first: then all of them are aligned.
-    order = sorted(tensors, key=lambda name: -tensors[name].element_size())
+    order, header, end = in_order(tensors), {}, 0
     for name in order:
         tensor = tensors[name]
         begin, end = end, end + tensor.numel() * tensor.element_size()
-        header[name] = {
-            "dtype": _NAMES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [begin, end],
-        }
+        kind, shape = _NAMES[tensor.dtype], list(tensor.shape)
+        header[name] = {"dtype": kind, "shape": shape, "data_offsets": [begin, end]}
     text = json.dumps(header).encode()
     text = text.ljust(-(-len(text) // 8) * 8)
-    checksums: dict[str, str] = {}
+    checksums: list[int] = []
     with open(path, "wb", buffering=0) as file:
-        _write_all(file.fileno(), memoryview(len(text).to_bytes(8, "little") + text))
-        for name in order:
-            data = _bytes(tensors[name])
-            checksums[name] = _checksums(data)
-            _write_all(file.fileno(), data)
+        room = _add(file, memoryview(len(text).to_bytes(8, "little") + text), checksums, 0)
+        for value in (tensors[name] for name in order) if values is None else values:
+            room = _add(file, _bytes(value), checksums, room)
         os.fsync(file.fileno())
-    return checksums
+        return {"bytes": file.tell(), "crc32": "".join(f"{each:08x}" for each in checksums)}
 
 
-def _write_all(file: int, data: memoryview) -> None:
+def _add(file: FileIO, data: memoryview, checksums: list[int], room: int) -> int:
+    """Write bytes, with their checksums; returns how many the last block has room for."""
+    at, start, count = 0, file.tell(), len(data)
+    while at < count:
+        if not room:
+            checksums.append(0)
+            room = BLOCK
+        part = data[at : at + room]
+        checksums[-1] = zlib.crc32(part, checksums[-1])
+        at, room = at + len(part), room - len(part)
     while data:
-        data = data[os.write(file, data) :]
+        data = data[file.write(data) :]
+    if count >= _LARGE and hasattr(os, "posix_fadvise"):
+        # So that the disk begins now, and not only when all is written.
+        os.posix_fadvise(file.fileno(), start, count, os.POSIX_FADV_DONTNEED)
+    return room
 
 
 def _bytes(tensor: torch.Tensor) -> memoryview:
@@ -110,27 +126,21 @@ def _bytes(tensor: torch.Tensor) -> memoryview:
     return plain.reshape(-1).view(torch.uint8).numpy().data
 
 
-def _checksums(data: memoryview) -> str:
-    parts = (data[at : at + BLOCK] for at in range(0, len(data), BLOCK))
-    return "".join(f"{zlib.crc32(part):08x}" for part in parts)
-
-
-@dataclass(frozen=True, slots=True)
-class Stored:
-    """Where a tensor is in a file."""
+class _Stored(NamedTuple):
+    """Where a tensor is in a file: from its first byte to behind its last one."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
     begin: int
-    """The first byte, from the beginning of the file."""
     end: int
 
 
 class TensorFile:
     """A file that is read through a map of it: what nobody looks at is not read."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, checksums: str = "") -> None:
+        self.path, self._checksums = path, checksums
+        self._checked: set[int] = set()
         try:
             with open(path, "rb") as file:
                 size = os.fstat(file.fileno()).st_size
@@ -156,19 +166,31 @@ class TensorFile:
         flat = torch.frombuffer(self._map, dtype=stored.dtype, count=count, offset=stored.begin)
         return flat.reshape(stored.shape)
 
-    def check(self, name: str, checksums: str, wanted: np.ndarray) -> None:
-        """Raise unless the wanted blocks of a tensor are as they were written."""
-        stored = self.tensors[name]
+    def check(self, name: str, part: Sequence[slice]) -> None:
+        """Raise unless the bytes from the first to the last one of a part are as written."""
+        begin, end = self._span(name, part)
         with memoryview(self._map) as data:
-            for block in np.flatnonzero(wanted).tolist():
-                at = stored.begin + block * BLOCK
-                found = zlib.crc32(data[at : min(at + BLOCK, stored.end)])
-                if f"{found:08x}" != checksums[8 * block : 8 * block + 8]:
+            for block in range(begin // BLOCK, -(-end // BLOCK)):
+                if block in self._checked:
+                    continue
+                found = zlib.crc32(data[block * BLOCK : (block + 1) * BLOCK])
+                if f"{found:08x}" != self._checksums[8 * block : 8 * block + 8]:
                     raise CheckpointError(
-                        f"{self.path} is damaged: the checksum of {name} is another one than when "
-                        "it was written; load an earlier save"
+                        f"{self.path} is damaged, somewhere in bytes {block * BLOCK:,} to "
+                        f"{(block + 1) * BLOCK:,}, where {name} is; load an earlier save"
                     )
+                self._checked.add(block)
         self.release(name)
+
+    def _span(self, name: str, part: Sequence[slice]) -> tuple[int, int]:
+        """Where in the file the first and the last element of a part are."""
+        dtype, shape, begin, _ = self.tensors[name]
+        steps = [dtype.itemsize * prod(shape[dim + 1 :]) for dim in range(len(shape))]
+        if not prod(shape):
+            return begin, begin
+        last = sum((each.stop - 1) * step for each, step in zip(part, steps, strict=True))
+        first = sum(each.start * step for each, step in zip(part, steps, strict=True))
+        return begin + first, begin + last + dtype.itemsize
 
     def release(self, name: str) -> None:
         """Let go of what was read of a tensor; its memory counts as this process's until then."""
@@ -181,17 +203,17 @@ class TensorFile:
 _ENTRY = {"dtype": str, "shape": [int], "data_offsets": (int, int)}
 
 
-def _stored(text: bytes, start: int, size: int, path: Path) -> dict[str, Stored]:
+def _stored(text: bytes, start: int, size: int, path: Path) -> dict[str, _Stored]:
     """The tensors of a header, if they lie in the file."""
     try:
         header = read(text.rstrip(), {str: object}, what=str(path))
         header.pop("__metadata__", None)
-        entries = read(json.dumps(header), {str: _ENTRY}, what=str(path))
+        entries = conform(header, {str: _ENTRY}, what=str(path))
     except JsonError as error:
         raise CheckpointError(f"{error}; this is no safetensors file, or it is damaged") from None
-    found: dict[str, Stored] = {}
+    found: dict[str, _Stored] = {}
     for name, entry in entries.items():
-        dtype, shape = KINDS.get(entry["dtype"]), tuple(entry["shape"])
+        dtype, shape = _KINDS.get(entry["dtype"]), tuple(entry["shape"])
         begin, end = (start + offset for offset in entry["data_offsets"])
         if dtype is None:
             raise CheckpointError(f"{path}: {name} is of the unknown type {entry['dtype'][:40]!r}")
@@ -199,31 +221,5 @@ def _stored(text: bytes, start: int, size: int, path: Path) -> dict[str, Stored]
             raise CheckpointError(f"{path}: {name} does not lie in the file; it is damaged")
         if end - begin != prod(shape) * dtype.itemsize:
             raise CheckpointError(f"{path}: {name} has another size than its shape; it is damaged")
-        found[name] = Stored(dtype, shape, begin, end)
+        found[name] = _Stored(dtype, shape, begin, end)
     return found
-
-
-def blocks(shape: Sequence[int], part: Sequence[slice], itemsize: int) -> np.ndarray:
-    """Which blocks of a tensor's bytes hold a part of it: a flag for each.
-
-    >>> blocks([4, 1 << 14], [slice(1, 3), slice(0, 1 << 14)], 4)
-    array([False,  True,  True, False])
-    """
-    strides = [itemsize * prod(shape[dim + 1 :]) for dim in range(len(shape))]
-    whole = len(shape)
-    while whole and (part[whole - 1].start, part[whole - 1].stop) == (0, shape[whole - 1]):
-        whole -= 1
-    # The bytes lie in runs: from dimension ``whole - 1`` on, each is in one piece.
-    starts = np.zeros(1, np.int64)
-    for dim in range(max(whole - 1, 0)):
-        steps = np.arange(part[dim].start, part[dim].stop) * strides[dim]
-        starts = (starts[:, None] + steps).ravel()
-    run = itemsize * prod(shape)
-    if whole:
-        last = part[whole - 1]
-        starts = starts + last.start * strides[whole - 1]
-        run = (last.stop - last.start) * strides[whole - 1]
-    marks = np.zeros(-(-itemsize * prod(shape) // BLOCK) + 1, np.int64)
-    np.add.at(marks, starts // BLOCK, 1)
-    np.add.at(marks, (starts + run - 1) // BLOCK + 1, -1)
-    return np.cumsum(marks)[:-1] > 0

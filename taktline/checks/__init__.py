@@ -1,4 +1,4 @@
-"""What comes from outside is checked before it is used; nothing in here imports torch."""
+"""Checks of arguments, JSON and environment variables. Nothing in here imports torch."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ from taktline.checks.arguments import (
     require_whole,
     shown,
 )
-from taktline.checks.environment import seconds_in_environment
+from taktline.checks.environment import launched, seconds_in_environment
 from taktline.checks.json_text import loads
 from taktline.checks.shape import Either, conform, read
 
 __all__ = [
     "Either",
     "conform",
+    "launched",
     "loads",
     "read",
     "refuse",

@@ -1,4 +1,4 @@
-"""Environment variables: a mistake in one is reported, and holds up nothing."""
+"""Environment variables: those of a launcher, and numbers of seconds that users set."""
 
 from __future__ import annotations
 
@@ -8,7 +8,12 @@ import warnings
 
 from taktline.checks.arguments import shown
 
-__all__ = ["seconds_in_environment"]
+__all__ = ["launched", "seconds_in_environment"]
+
+
+def launched() -> bool:
+    """Whether a launcher such as torchrun has started this process."""
+    return {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys()
 
 
 def seconds_in_environment(name: str, default: float) -> float:

@@ -1,4 +1,4 @@
-"""JSON from outside, read strictly: a text means one thing, and reading it takes bounded work."""
+"""Reads JSON from outside strictly: no double keys, no deep nesting, no endless numbers."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from taktline.errors import JsonError
 __all__ = ["MAX_DEPTH", "MAX_DIGITS", "loads"]
 
 MAX_DEPTH = 64
-"""As deep as lists and objects may lie in each other; what we write has a depth of five or so."""
+"""The deepest nesting of lists and objects that is read; what we write is about five deep."""
 
 MAX_DIGITS = 640
-"""As many digits as a whole number may have: Python reads that many under all of its settings."""
+"""The most digits of a whole number: what Python reads under all of its settings."""
 
 # How an escaped half of a surrogate pair begins; whole pairs are common in texts of any script.
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")

@@ -18,6 +18,7 @@ from taktline.cli.check import check
 from taktline.cli.compare import compare
 from taktline.cli.demo import demo
 from taktline.cli.doctor import doctor
+from taktline.cli.explorer import explore
 from taktline.cli.plan import plan
 from taktline.cli.show import show
 from taktline.cli.simulate import simulate
@@ -65,5 +66,5 @@ def _tell_errors(command: Callable[..., None]) -> Callable[..., None]:
     return told
 
 
-for _command in (plan, check, show, simulate, compare, balance, demo, doctor):
+for _command in (plan, check, show, simulate, compare, explore, balance, demo, doctor):
     app.command()(_tell_errors(_command))

@@ -9,7 +9,7 @@ import typer
 
 from taktline.cli.options import Json, echo_json
 from taktline.plan import Violation, read, validate
-from taktline.plan.words import counted
+from taktline.text import counted
 
 __all__ = ["check"]
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from taktline.cli.options import (
     MEMORY,
+    NARROW,
     Backward,
+    Colour,
     Comm,
     Forward,
     Json,
@@ -17,6 +19,8 @@ from taktline.cli.options import (
     Ranks,
     StagesPerRank,
     Weight,
+    complete,
+    console,
     echo_json,
     is_file,
     load,
@@ -25,21 +29,23 @@ from taktline.cli.options import (
     waiting,
 )
 from taktline.plan import Timeline, find, names, simulate
-from taktline.plan.render.scale import shared_axis
 from taktline.plan.timeline_io import is_timeline
-from taktline.plan.words import counted
+from taktline.render.scale import shared_axis
+from taktline.text import counted
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 __all__ = ["compare"]
-
-_WIDTH = 72
-"""Columns that the whole table takes; in fewer, it shows the most important."""
 
 
 def compare(
     schedules: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="FILE|NAME…", help="Schedules, plans or timelines; by default all schedules."
+            metavar="FILE|NAME…",
+            help="Schedules, plans or timelines; by default all schedules.",
+            autocompletion=complete,
         ),
     ] = None,
     ranks: Ranks = None,
@@ -51,6 +57,7 @@ def compare(
     comm: Comm = None,
     predict: Predict = False,
     json: Json = False,
+    colour: Colour = None,
 ) -> None:
     """Compare schedules for one model on the same ranks: bubble, makespan, peak memory.
 
@@ -85,12 +92,11 @@ def compare(
     if json:
         echo_json([_as_dict(timeline) for timeline in timelines])
     else:
-        _print_table(timelines)
+        _print_table(timelines, console(colour))
 
 
-def _print_table(timelines: list[Timeline]) -> None:
+def _print_table(timelines: list[Timeline], screen: Console) -> None:
     """Print timelines as a table, a row each; the best figure of a column stands out."""
-    from rich.console import Console
     from rich.table import Table
 
     plan = timelines[0].plan
@@ -98,7 +104,7 @@ def _print_table(timelines: list[Timeline]) -> None:
     ranks, microbatches = counted(plan.ranks, "rank"), counted(plan.microbatches, "micro-batch")
     title = f"{ranks}, {microbatches}" if len(shapes) == 1 else None
     table = Table(title=title, caption=MEMORY, caption_justify="left")
-    narrow = (console := Console()).width < _WIDTH
+    narrow = screen.width < NARROW
     table.add_column("schedule", no_wrap=not narrow, overflow="fold")
     unit = timelines[0].costs.unit
     makespan = f"makespan/{unit}" if unit else "makespan"
@@ -114,7 +120,7 @@ def _print_table(timelines: list[Timeline]) -> None:
             if row[place] <= best[place] + 1e-9 and len(timelines) > 1:
                 texts[place] = f"[bold green]{texts[place]}[/]"
         table.add_row(timeline.name, *(texts[place] for place in kept))
-    console.print(table)
+    screen.print(table)
 
 
 def _figures(timeline: Timeline) -> tuple[int, float, float, float, float]:

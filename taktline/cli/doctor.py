@@ -59,7 +59,8 @@ def doctor(
 
     - `taktline doctor --ranks 4`
     """
-    from taktline.cli.diagnosis.launch import launch, launched
+    from taktline.checks import launched
+    from taktline.cli.diagnosis.launch import launch
 
     if backend not in (None, "gloo", "nccl"):
         raise typer.BadParameter(f"there are gloo and nccl, not {backend!r}")

@@ -6,16 +6,32 @@ import json
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Annotated, Any, TypeAlias
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 import typer
 
 from taktline.errors import ScheduleError
-from taktline.plan import Costs, Plan, Timeline, find, read, read_costs, read_timeline, simulate
+from taktline.plan import (
+    Costs,
+    Plan,
+    Timeline,
+    find,
+    names,
+    read,
+    read_costs,
+    read_timeline,
+    simulate,
+)
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 __all__ = [
     "MEMORY",
+    "NARROW",
     "Backward",
+    "Colour",
     "Comm",
     "Forward",
     "Json",
@@ -25,6 +41,9 @@ __all__ = [
     "StagesPerRank",
     "Weight",
     "build_by_name",
+    "complete",
+    "complete_name",
+    "console",
     "echo_json",
     "is_file",
     "load",
@@ -32,6 +51,9 @@ __all__ = [
     "read_timelines",
     "waiting",
 ]
+
+NARROW = 72
+"""Columns that a whole table takes; in fewer, it shows the most important."""
 
 MEMORY = "memory: the most activations that a rank keeps, in those of a micro-batch"
 
@@ -65,7 +87,26 @@ Predict: TypeAlias = Annotated[
     bool,
     typer.Option("--predict", help="Beside each timeline, what its own costs predict."),
 ]
+Colour: TypeAlias = Annotated[
+    bool | None,
+    typer.Option(
+        "--colour/--no-colour",
+        "--color/--no-color",
+        help="Colours; by default in a terminal only.",
+    ),
+]
 Json: TypeAlias = Annotated[bool, typer.Option("--json", help="Print JSON, for machines.")]
+
+
+def complete(begun: str) -> list[str]:
+    """What a shell offers for a FILE|NAME: schedules, and files of plans and timelines."""
+    files = (str(path) for path in Path(".").glob("*") if path.suffix in (".csv", ".json"))
+    return [name for name in (*names(), *sorted(files)) if name.startswith(begun)]
+
+
+def complete_name(begun: str) -> list[str]:
+    """What a shell offers for the NAME of a schedule."""
+    return [name for name in names() if name.startswith(begun)]
 
 
 def is_file(target: str) -> bool:
@@ -134,6 +175,15 @@ def read_timelines(target: str, predict: bool) -> list[Timeline]:
     """The timeline in a file, behind the one that is simulated with its costs if that is asked."""
     timeline = read_timeline(target)
     return [simulate(timeline.plan, timeline.costs), timeline] if predict else [timeline]
+
+
+def console(colour: bool | None) -> Console:
+    """Where tables are printed; coloured as asked, or else in a terminal without NO_COLOR."""
+    from rich.console import Console
+
+    if colour:
+        return Console(force_terminal=True, color_system="standard", no_color=False)
+    return Console(no_color=None if colour is None else True)
 
 
 def echo_json(value: Any) -> None:

@@ -13,18 +13,23 @@ from taktline.cli.options import (
     Ranks,
     StagesPerRank,
     build_by_name,
+    complete_name,
     echo_json,
 )
 from taktline.plan import find, lower, names, write
 from taktline.plan.io import to_json
-from taktline.plan.words import counted
+from taktline.text import counted
 
 __all__ = ["plan"]
 
 
 def plan(
     name: Annotated[
-        str | None, typer.Argument(help="A schedule's name; without one, all are listed.")
+        str | None,
+        typer.Argument(
+            help="A schedule's name; without one, all are listed.",
+            autocompletion=complete_name,
+        ),
     ] = None,
     ranks: Ranks = None,
     stages_per_rank: StagesPerRank = None,

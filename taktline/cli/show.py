@@ -11,7 +11,9 @@ from typing import Annotated, TypeAlias
 import typer
 
 from taktline.cli.options import (
+    MEMORY,
     Backward,
+    Colour,
     Comm,
     Forward,
     Microbatches,
@@ -19,6 +21,7 @@ from taktline.cli.options import (
     Ranks,
     StagesPerRank,
     Weight,
+    complete,
     is_file,
     load,
     make_costs,
@@ -26,13 +29,13 @@ from taktline.cli.options import (
 )
 from taktline.plan import Timeline, find, simulate
 from taktline.plan.io import write_text
-from taktline.plan.render.files import save
-from taktline.plan.render.html import to_html
-from taktline.plan.render.svg import to_svg
-from taktline.plan.render.text import chart, grid, legend
-from taktline.plan.render.trace import to_trace
 from taktline.plan.timeline_io import is_timeline
-from taktline.plan.words import counted
+from taktline.render.files import save
+from taktline.render.html import to_html
+from taktline.render.svg import to_svg
+from taktline.render.text import chart, grid, legend
+from taktline.render.trace import to_trace
+from taktline.text import counted
 
 __all__ = ["show"]
 
@@ -44,20 +47,14 @@ class By(StrEnum):
     step = auto()
 
 
-Colour = Annotated[
-    bool | None,
-    typer.Option(
-        "--colour/--no-colour",
-        "--color/--no-color",
-        help="Colours; by default in a terminal only.",
-    ),
-]
-
-
 def show(
     targets: Annotated[
         list[str],
-        typer.Argument(metavar="FILE|NAME…", help="Plans, timelines or schedules to draw."),
+        typer.Argument(
+            metavar="FILE|NAME…",
+            help="Plans, timelines or schedules to draw.",
+            autocompletion=complete,
+        ),
     ],
     ranks: Ranks = None,
     stages_per_rank: StagesPerRank = None,
@@ -144,6 +141,8 @@ def _print(timelines: list[Timeline], by: By, width: int | None, colour: bool | 
         for timeline in timelines:
             typer.echo(grid(timeline.plan, width, colour=painted), color=True)
     typer.echo(legend(colour=painted), color=True)
+    if by is By.time:
+        typer.echo(MEMORY)
 
 
 def _write(timelines: list[Timeline], output: Path, width: int | None) -> None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from taktline.cli.options import (
     MEMORY,
+    NARROW,
     Backward,
+    Colour,
     Comm,
     Forward,
     Json,
@@ -16,19 +18,27 @@ from taktline.cli.options import (
     Ranks,
     StagesPerRank,
     Weight,
+    complete,
+    console,
     echo_json,
     load,
     make_costs,
 )
 from taktline.plan import simulate as run
 from taktline.plan.timeline import Timeline
-from taktline.plan.words import counted
+from taktline.text import counted
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 __all__ = ["simulate"]
 
 
 def simulate(
-    target: Annotated[str, typer.Argument(metavar="FILE|NAME", help="A plan or a schedule.")],
+    target: Annotated[
+        str,
+        typer.Argument(metavar="FILE|NAME", help="A plan or a schedule.", autocompletion=complete),
+    ],
     ranks: Ranks = None,
     stages_per_rank: StagesPerRank = None,
     microbatches: Microbatches = None,
@@ -37,6 +47,7 @@ def simulate(
     weight: Weight = None,
     comm: Comm = None,
     json: Json = False,
+    colour: Colour = None,
 ) -> None:
     """Run a plan in thought, with times for a rank's share of the model and one micro-batch.
 
@@ -65,20 +76,21 @@ def simulate(
             }
         )
     else:
-        _show(timeline)
+        _show(timeline, console(colour))
 
 
-def _show(timeline: Timeline) -> None:
-    from rich.console import Console
+def _show(timeline: Timeline, screen: Console) -> None:
     from rich.table import Table
 
     plan = timeline.plan
     microbatches = counted(plan.microbatches, "micro-batch")
     table = Table(title=f"{plan.name}: {plan.placement}, {microbatches}")
-    for heading in ("rank", "stages", "busy", "idle", "span", "utilisation", "memory"):
-        table.add_column(heading, justify="right")
+    headings = ["rank", "stages", "busy", "idle", "span", "utilisation", "memory"]
+    kept = [0, 1, 2, 3, 6] if screen.width < NARROW else range(7)
+    for place in kept:
+        table.add_column(headings[place], justify="right")
     for rank in range(plan.ranks):
-        table.add_row(
+        texts = [
             str(rank),
             " ".join(map(str, plan.placement.stages_of(rank))),
             f"{timeline.busy[rank]:.4g}",
@@ -86,8 +98,9 @@ def _show(timeline: Timeline) -> None:
             f"{timeline.rank_spans[rank]:.4g}",
             f"{timeline.utilisation[rank]:.1%}",
             f"{timeline.peak_memory[rank]:.4g}",
-        )
-    Console().print(table)
+        ]
+        table.add_row(*(texts[place] for place in kept))
+    screen.print(table)
     unit = f" {timeline.costs.unit}" if timeline.costs.unit else ""
     typer.echo(
         f"makespan {timeline.makespan:.6g}{unit}; bubble {timeline.bubble():.2%} of it, "

@@ -16,7 +16,7 @@ _SITE = str(Path(__file__).with_name("_site"))
 
 
 def install() -> None:
-    """From now on each import of torch.distributed.pipelining gives Taktline's modules.
+    """From now on each import of torch.distributed.pipelining returns Taktline's modules.
 
     So it is in the processes that this one starts, be they spawned, forked or run by torchrun.
 
@@ -40,7 +40,7 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """From now on imports of torch.distributed.pipelining give torch's own modules again.
+    """From now on imports of torch.distributed.pipelining return torch's own modules again.
 
     What was imported before stays what it is.
 

@@ -10,7 +10,7 @@ from taktline.plan.placement import Placement
 from taktline.plan.plan import Level, Plan
 from taktline.plan.rows import Rows
 from taktline.plan.schedules import (
-    Schedule,
+    NamedSchedule,
     build,
     each_rank,
     find,
@@ -30,12 +30,12 @@ __all__ = [
     "Kind",
     "Level",
     "Link",
+    "NamedSchedule",
     "Overlap",
     "Partition",
     "Placement",
     "Plan",
     "Rows",
-    "Schedule",
     "Span",
     "Straggler",
     "Timeline",

@@ -1,4 +1,4 @@
-"""The words of a plan: what a rank can do, and how it is written.
+"""Actions: what a rank can do, and how that is written.
 
 ::
 

@@ -1,4 +1,4 @@
-"""From timelines back to costs, so that the simulator predicts what was measured."""
+"""Estimates costs from timelines, so that the simulator predicts what was measured."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from taktline.checks import require_instances
 from taktline.errors import CostError
 from taktline.plan.action import Kind
 from taktline.plan.costs import Costs, Link
@@ -32,6 +33,7 @@ def calibrate(timelines: Sequence[Timeline]) -> Costs:
     halves of a backward share its time as those of the other stages do, or equally; and if there
     is no backward at all, each half is taken to last as long as a forward.
     """
+    timelines = require_instances("timelines", timelines, Timeline)
     first = timelines[0].costs
     stages = timelines[0].plan.stages
     for timeline in timelines[1:]:

@@ -1,4 +1,4 @@
-"""What actions cost: times and memory, for every stage alike or for each stage."""
+"""The cost of actions: times and memory, one number for all stages or one for each."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from taktline.checks import (
     refuse,
     require_flag,
     require_instance,
-    require_instances,
     require_number,
     require_one_of,
     require_text,
@@ -21,6 +20,7 @@ from taktline.checks import (
     shown,
 )
 from taktline.errors import CostError
+from taktline.plan.above import above
 from taktline.plan.action import Kind
 from taktline.plan.placement import MOST_STAGES
 from taktline.plan.plan import Plan
@@ -180,10 +180,7 @@ class Costs:
         >>> Costs.from_timeline(timeline).forward
         (3.0, 3.0)
         """
-        from taktline.plan.calibrate import calibrate
-        from taktline.plan.timeline import Timeline
-
-        return calibrate(require_instances("timelines", [timeline, *others], Timeline))
+        return above("plan.calibrate").calibrate([timeline, *others])
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Costs:

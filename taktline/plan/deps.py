@@ -24,7 +24,7 @@ from taktline.plan.action import Kind
 from taktline.plan.plan import Level, Plan
 from taktline.plan.rows import BoolArray, IntArray
 
-__all__ = ["HOPS", "NONE", "Needs", "Where", "channels", "exists", "needs"]
+__all__ = ["HOPS", "NONE", "Needs", "Where", "channels", "exists", "needs", "sources"]
 
 NONE = -1
 """In a column of row numbers: there is no such row."""
@@ -38,6 +38,17 @@ _WITH_MICROBATCH = sum(kind.has_microbatch for kind in Kind)
 def exists(plan: Plan) -> BoolArray:
     """Which rows name a stage and a micro-batch that the plan has."""
     return (plan.rows.stage < plan.stages) & (plan.rows.microbatch < plan.microbatches)
+
+
+def sources(kind: Kind, stage: int, stages: int) -> list[tuple[Kind, int]]:
+    """What a forward or a half of a backward needs, of its micro-batch: kinds and stages.
+
+    >>> sources(Kind.I, 2, stages=4)
+    [(<Kind.F: 0>, 2), (<Kind.I: 2>, 3)]
+    """
+    own = {Kind.I: [(Kind.F, stage)], Kind.W: [(Kind.I, stage)]}.get(kind, [])
+    neighbour = {Kind.F: stage - 1, Kind.I: stage + 1}.get(kind, NONE)
+    return own + [(kind, neighbour)] * (0 <= neighbour < stages)
 
 
 class Where:

@@ -1,4 +1,4 @@
-"""What a plan keeps alive: activations between their forward and their backward.
+"""The memory of a plan: activations live from their forward to their backward.
 
 F adds an activation; B releases it. In a split backward, I releases all but what W needs, and W the
 rest. Without any backward in the plan, nothing is kept beyond the forward itself.

@@ -1,27 +1,20 @@
-"""Layers cut into stages, as even as can be."""
+"""Cuts a list of layers into stages of equal cost, as far as possible."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from numbers import Integral
 from typing import Any
 
 from taktline.checks import require_iterable, require_whole, shown
 from taktline.errors import CostError, PartitionError
 from taktline.plan.action import LARGEST
-from taktline.plan.cuts import (
-    first_starts,
-    most_even,
-    raise_all,
-    raise_one,
-    smallest_largest,
-    sums_of,
-)
-from taktline.plan.words import counted
+from taktline.text import counted, table
 
 __all__ = ["Partition", "balance"]
 
@@ -71,19 +64,15 @@ class Partition:
         return tuple(slice(start, end) for start, end in pairwise(self.bounds))
 
     def __str__(self) -> str:
-        table = [["stage", "layers", "cost"]]
+        rows = [["stage", "layers", "cost", "memory"]]
         for stage, (start, end) in enumerate(pairwise(self.bounds)):
             layers = f"{start}" if end - start == 1 else f"{start} – {end - 1}"
-            table.append([f"{stage}", layers, _text(self.stage_costs[stage])])
-        if self.stage_memory is not None:
-            for row, text in zip(table, ["memory", *map(_text, self.stage_memory)], strict=True):
-                row.append(text)
-        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-        lines = [f"{counted(self.layers, 'layer')} in {counted(self.stages, 'stage')}, "]
-        lines[0] += f"the largest {_text(self.largest)}"
-        for row in table:
-            lines.append("  ".join(map(str.rjust, row, widths)))
-        return "\n".join(lines)
+            memory = "" if self.stage_memory is None else _text(self.stage_memory[stage])
+            rows.append([f"{stage}", layers, _text(self.stage_costs[stage]), memory])
+        return (
+            f"{counted(self.layers, 'layer')} in {counted(self.stages, 'stage')}, "
+            f"the largest {_text(self.largest)}\n{table(rows)}"
+        )
 
 
 def balance(
@@ -117,6 +106,39 @@ def balance(
     amounts = _Amounts.of(costs=costs)
     layers = len(amounts.numbers)
     stages = _checked(stages, layers)
+    needs = _needs(memory, limits, layers, stages)
+    costs_to, needed_to = _sums(amounts.numbers), _sums(needs.numbers)
+
+    def within(cap: int) -> Callable[[int, int], int]:
+        return lambda stage, end: max(
+            bisect_left(needed_to, needed_to[end] - needs.limits[stage]),
+            bisect_left(costs_to, costs_to[end] - cap),
+        )
+
+    # Without limits there is a cut within the first cap, which spares most of the work.
+    for cap in (costs_to[-1] // stages + max(amounts.numbers), costs_to[-1]):
+        rough = _cheapest(costs_to, stages, within(cap), max)
+        if rough is not None:
+            break
+    else:
+        raise _too_small(needs, one=not isinstance(limits, Iterable))
+    largest = max(costs_to[end] - costs_to[start] for start, end in pairwise(rough))
+    bounds = _cheapest(costs_to, stages, within(largest), _add_square)
+    assert bounds is not None  # the rough cut is one
+    return Partition(
+        bounds=bounds,
+        stage_costs=amounts.of_stages(bounds),
+        stage_memory=None if memory is None else needs.of_stages(bounds),
+    )
+
+
+def _needs(
+    memory: Iterable[float] | None,
+    limits: float | Iterable[float] | None,
+    layers: int,
+    stages: int,
+) -> _Amounts:
+    """What each layer needs, and what each stage can hold of it."""
     if memory is None and limits is not None:
         raise PartitionError("limits are given, but not the memory that each layer needs")
     needs = _Amounts.of(
@@ -127,17 +149,51 @@ def balance(
             f"memory is given for {counted(len(needs.numbers), 'layer')}, "
             f"costs for {counted(layers, 'layer')}"
         )
-    sums, needed = sums_of(amounts.numbers), sums_of(needs.numbers)
-    starts = None if limits is None else [first_starts(needed, limit) for limit in needs.limits]
-    largest = smallest_largest(sums, stages, starts)
-    if largest is None:
-        raise _too_small(needs, one=not isinstance(limits, Iterable))
-    bounds = most_even(sums, largest, stages, starts)
-    return Partition(
-        bounds=bounds,
-        stage_costs=amounts.of_stages(bounds),
-        stage_memory=None if memory is None else needs.of_stages(bounds),
-    )
+    return needs
+
+
+def _cheapest(
+    costs_to: Sequence[int],
+    stages: int,
+    first_start: Callable[[int, int], int],
+    join: Callable[[int, int], int],
+) -> tuple[int, ...] | None:
+    """The bounds of the cheapest cut, by dynamic programming; None if there is no cut.
+
+    ``first_start`` is where a stage begins at the earliest, given its end, and ``join`` adds a
+    stage to what the ones before cost, which never makes it cheaper. In a draw, the last stage has
+    the most layers, then the one before it, and so on.
+    """
+    layers = len(costs_to) - 1
+    best, picks = {0: 0}, list[dict[int, int]]()
+    for stage in range(stages):
+        starts, found, pick = list(best), dict[int, int](), dict[int, int]()
+        for end in range(stage + 1, layers - stages + stage + 2):
+            least = math.inf
+            first, last = first_start(stage, end), bisect_left(starts, end)
+            for start in reversed(starts[bisect_left(starts, first) : last]):
+                cost = costs_to[end] - costs_to[start]
+                if join(0, cost) > least:
+                    break  # and so is every longer stage
+                if (joined := join(best[start], cost)) <= least:
+                    least = found[end] = joined
+                    pick[end] = start
+        best = found
+        picks.append(pick)
+    if layers not in best:
+        return None
+    bounds = [layers]
+    for pick in reversed(picks):
+        bounds.append(pick[bounds[-1]])
+    return tuple(reversed(bounds))
+
+
+def _add_square(before: int, cost: int) -> int:
+    return before + cost**2
+
+
+def _sums(numbers: Iterable[int]) -> list[int]:
+    return list(accumulate(numbers, initial=0))
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +208,7 @@ class _Amounts:
 
     @classmethod
     def of(cls, limits: Sequence[float] = (), **named: Iterable[float]) -> _Amounts:
-        """The numbers given by name, which errors tell, and limits on their sums."""
+        """The numbers, under the name that errors use, and limits on their sums."""
         ((name, values),) = named.items()
         given = require_iterable(name, values, "a list of numbers, one for each layer", CostError)
         exact = [_exact(f"{name} of layer {layer}", value) for layer, value in enumerate(given)]
@@ -210,7 +266,7 @@ def _checked(stages: Any, layers: int) -> int:
         raise PartitionError(
             f"{counted(layers, 'layer')} cannot be cut into "
             f"{counted(stages, 'stage') if stages <= LARGEST else 'so many stages'}: each stage "
-            "needs at least one layer"
+            f"needs at least one layer{f', so at most {layers} would do' if layers else ''}"
         )
     return stages
 
@@ -232,28 +288,76 @@ def _for_each(limits: float | Iterable[float] | None, stages: int) -> list[float
 
 def _too_small(needs: _Amounts, *, one: bool) -> PartitionError:
     """What to say of limits that no cut keeps within; ``one`` if it is one limit for all stages."""
-    sums, limits = sums_of(needs.numbers), needs.limits
+    limits = needs.limits
     no_cut = f"no cut into {counted(len(limits), 'stage')} keeps within the limit"
+    together = _raise_all(needs.numbers, limits)
+    short = needs.plain(together)
     if one:
-        short = needs.plain(raise_all(sums, limits))
-        least = needs.plain(raise_all(sums, limits) + limits[0])
-        text = f"{no_cut} of {_text(needs.plain(limits[0]))}: it is too small by {_text(short)}"
+        least = needs.plain(together + limits[0])
         heaviest = max(range(len(needs.numbers)), key=needs.numbers.__getitem__)
         alone = needs.plain(needs.numbers[heaviest]) == least
         who = f"layer {heaviest} alone needs" if alone else "the best cut needs"
-        return PartitionError(f"{text}, as {who} {_text(least)}", short=short)
-    found = raise_one(sums, limits)
-    if found is None:
-        short = needs.plain(raise_all(sums, limits))
-        text = "raising one of them does not help, raising each by"
-        return PartitionError(f"{no_cut}s; {text} {_text(short)} does", short=short)
-    stage, more = found
+        return PartitionError(
+            f"{no_cut} of {_text(needs.plain(limits[0]))}: it is too small by {_text(short)}, "
+            f"as {who} {_text(least)}",
+            short=short,
+        )
+    raised = _raise_one(needs.numbers, limits)
+    if raised is None:
+        return PartitionError(
+            f"{no_cut}s; raising one of them does not help, raising each by {_text(short)} does",
+            short=short,
+        )
+    more, stage = raised
     short, limit = needs.plain(more), needs.plain(limits[stage])
     return PartitionError(
         f"{no_cut}s: that of stage {stage}, {_text(limit)}, is too small by {_text(short)}",
         stage=stage,
         short=short,
     )
+
+
+def _raise_all(numbers: Sequence[int], limits: Sequence[int]) -> int:
+    """The least by which all limits together have to be raised, to let a cut through."""
+    low, high = 0, sum(numbers)
+    while low < high:
+        middle = (low + high) // 2
+        if len(numbers) in _reached(numbers, [limit + middle for limit in limits])[-1]:
+            high = middle
+        else:
+            low = middle + 1
+    return low
+
+
+def _raise_one(numbers: Sequence[int], limits: Sequence[int]) -> tuple[int, int] | None:
+    """The least that lets a cut through if one limit is raised by it, and that of which stage."""
+    to, layers = _sums(numbers), len(numbers)
+    ahead = _reached(numbers, limits)
+    behind = _reached(numbers[::-1], limits[::-1])[::-1]
+    found: list[tuple[int, int]] = []
+    for stage, limit in enumerate(limits):
+        for end in (layers - rest for rest in behind[stage + 1]):
+            # From the last start before it: the shortest stage lacks the least.
+            if starts := bisect_left(ahead[stage], end):
+                found.append((to[end] - to[ahead[stage][starts - 1]] - limit, stage))
+    return min(found, default=None)
+
+
+def _reached(numbers: Sequence[int], limits: Sequence[int]) -> list[list[int]]:
+    """How many layers the first stages can hold: none of them, one, and so on."""
+    to = _sums(numbers)
+    reached = [[0]]
+    for limit in limits:
+        # The shortest stage is the lightest: if it does not fit, none does.
+        starts = reached[-1]
+        reached.append(
+            [
+                end
+                for end in range(1, len(to))
+                if (last := bisect_left(starts, end)) and to[end] - to[starts[last - 1]] <= limit
+            ]
+        )
+    return reached
 
 
 def _text(number: float) -> str:

@@ -17,7 +17,7 @@ from itertools import chain
 
 from taktline.checks import require_iterable, require_whole, shown
 from taktline.errors import NoSuchRankError, PlanError
-from taktline.plan.words import counted
+from taktline.text import counted
 
 __all__ = ["MOST_RANKS", "MOST_STAGES", "Placement"]
 
@@ -86,6 +86,18 @@ class Placement:
     def stages(self) -> int:
         """How many stages there are."""
         return len(self.rank_of)
+
+    @property
+    def shape(self) -> str:
+        """How many stages lie on how many ranks.
+
+        >>> Placement.v(4).shape, Placement.custom([0, 0, 1]).shape
+        ('4 ranks × 2 stages', '3 stages on 2 ranks')
+        """
+        ranks = counted(self.ranks, "rank")
+        if len(set(map(len, self._held))) > 1:
+            return f"{counted(self.stages, 'stage')} on {ranks}"
+        return f"{ranks} × {counted(self.stages // self.ranks, 'stage')}"
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """The stages that a rank holds, in the order of the model."""

@@ -15,16 +15,16 @@ from taktline.checks import (
     require_instance,
     require_instances,
     require_iterable,
-    require_path,
     require_text,
     require_whole,
     shown,
 )
 from taktline.errors import NoSuchRankError, PlanError
+from taktline.plan.above import above
 from taktline.plan.action import LARGEST, Action, Kind, Overlap, parse
 from taktline.plan.placement import MOST_RANKS, Placement
 from taktline.plan.rows import IntArray, Rows
-from taktline.plan.words import counted
+from taktline.text import counted
 
 __all__ = ["Level", "Plan"]
 
@@ -199,27 +199,14 @@ class Plan:
         ...     read(plan.save(f"{folder}/plan.csv")) == plan
         True
         """
-        from taktline.plan.io import write
-        from taktline.plan.simulate import simulate
-
-        path = require_path("path", path)
-        if path.suffix.lower() not in (".csv", ".json"):
-            return simulate(self).save(path)
-        write(self, path)
-        return path
+        return above("render").save_plan(self, path)
 
     def show(self) -> None:
         """Open a page in a browser that draws it; without one, print a chart."""
-        from taktline.plan.simulate import simulate
-
-        simulate(self).show()
+        above("render").show_plan(self)
 
     def _repr_svg_(self) -> str | None:
-        from taktline.plan.render.files import inline
-        from taktline.plan.simulate import simulate
-        from taktline.plan.validate import validate
-
-        return None if validate(self) else inline(simulate(self))
+        return above("render").inline_plan(self)
 
     def __getitem__(self, rank: int) -> list[Action | Overlap]:
         if -self.ranks <= require_whole("rank", rank) < 0:
@@ -250,9 +237,7 @@ class Plan:
         )
 
     def __str__(self) -> str:
-        from taktline.plan.render.text import grid
-
-        return grid(self)
+        return above("render").grid(self)
 
 
 def _as_action(item: object) -> Action | Overlap:

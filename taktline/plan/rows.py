@@ -1,4 +1,4 @@
-"""Actions in the millions: one NumPy column for each field.
+"""Millions of actions as NumPy columns, one for each field.
 
 A row is one plain action. An overlapped pair is two neighbouring rows, the forward first, of which
 the first is marked as ``joined`` with the next.

@@ -1,4 +1,4 @@
-"""The rules that a plan keeps, each a function that names every row which breaks it.
+"""The rules for plans: each is a function that reports every row which breaks it.
 
 They look at the columns as a whole and make objects only for what is wrong. What needs a walk
 through all ranks, freedom from deadlock, is in :mod:`taktline.plan.validate`.
@@ -15,7 +15,7 @@ from taktline.plan.action import Action, Kind
 from taktline.plan.deps import HOPS, Needs, Where, channels, exists, needs
 from taktline.plan.plan import Level, Plan
 from taktline.plan.rows import BoolArray, IntArray
-from taktline.plan.words import counted
+from taktline.text import counted
 
 __all__ = ["RULES", "Subject", "Violation", "sizes"]
 
@@ -221,7 +221,7 @@ def _untransported(subject: Subject, send: Kind, receive: Kind, step: int) -> It
 
 
 def channel_order(subject: Subject) -> Iterator[Violation]:
-    """Receives are posted in the order of their sends; told once for each channel."""
+    """Receives are posted in the order of their sends; reported once for each channel."""
     plan, rows = subject.plan, subject.plan.rows
     if plan.level < Level.LOWERED:
         return

@@ -1,4 +1,4 @@
-"""From a plan and its costs to when everything happens."""
+"""Simulates a plan with given costs; the result is a timeline."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks that are slow for their work, found in measured timelines."""
+"""Finds slow ranks in measured timelines."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from taktline.plan.timeline import Timeline
 __all__ = ["Straggler", "stragglers"]
 
 _LEAST = 0.01
-"""What a straggler costs at least, as a share of the step; below, it is noise."""
+"""The least that a straggler costs, as a share of the step; less is noise."""
 _SHOWN = 3
 """How many micro-batches are named."""
 _WORDS = {Kind.F: "forward", Kind.B: "backward"}

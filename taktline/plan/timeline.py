@@ -1,4 +1,4 @@
-"""When everything happened, or would: the result of a simulation and of a measurement alike."""
+"""When each action started and ended: the result of a simulation, or of a measurement."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from taktline.checks import (
     require_one_of,
 )
 from taktline.errors import PlanError
+from taktline.plan.above import above
 from taktline.plan.action import Action, Kind
 from taktline.plan.costs import Costs
 from taktline.plan.deps import needs
@@ -26,7 +27,7 @@ from taktline.plan.memory import peak_memory
 from taktline.plan.plan import Plan
 from taktline.plan.rows import FloatArray, IntArray
 from taktline.plan.validate import require_valid
-from taktline.plan.words import counted
+from taktline.text import counted
 
 __all__ = ["Span", "Timeline"]
 
@@ -213,60 +214,44 @@ class Timeline:
         ...     simulate(build("1f1b", ranks=4, microbatches=8)).save(f"{folder}/step.svg").name
         'step.svg'
         """
-        from taktline.plan.render.files import save
-
-        return save([self], path)
+        return above("render").save([self], path)
 
     def show(self) -> None:
         """Open the page in a browser; without one, print the chart."""
-        from taktline.plan.render.files import show
-
-        show([self])
+        above("render").show([self])
 
     def _repr_svg_(self) -> str | None:
-        from taktline.plan.render.files import inline
-
-        return inline(self)
+        return above("render").inline(self)
 
     def __repr__(self) -> str:
-        from taktline.plan.render.shape import shape
-
-        plan = self.plan
+        shape, microbatches = self.plan.placement.shape, self.plan.microbatches
         return (
-            f"Timeline({self.name}, {shape(plan)}, {counted(plan.microbatches, 'micro-batch')}, "
+            f"Timeline({self.name}, {shape}, {counted(microbatches, 'micro-batch')}, "
             f"makespan {f'{self.makespan:.5g} {self.costs.unit}'.strip()}, "
             f"bubble {self.bubble():.1%})"
         )
 
     def to_svg(self, *, width: float | None = None) -> str:
-        """A drawing for papers and pages; see :func:`taktline.plan.render.svg.to_svg`."""
-        from taktline.plan.render.svg import to_svg
-
-        return to_svg([self], width=width)
+        """A drawing for papers and pages; see :func:`taktline.render.svg.to_svg`."""
+        return above("render").to_svg([self], width=width)
 
     def to_html(self, *others: Timeline) -> str:
-        """A page to explore, alone or beside others; see :func:`taktline.plan.render.html.to_html`.
+        """A page to explore, alone or beside others; see :func:`taktline.render.html.to_html`.
 
         >>> from taktline.plan import build, simulate
         >>> page = simulate(build("1f1b", ranks=4, microbatches=8)).to_html()
         >>> page[:15]
         '<!doctype html>'
         """
-        from taktline.plan.render.html import to_html
-
-        return to_html([self, *require_instances("others", others, Timeline)])
+        return above("render").to_html([self, *require_instances("others", others, Timeline)])
 
     def to_trace(self) -> str:
-        """A trace for Perfetto; see :func:`taktline.plan.render.trace.to_trace`."""
-        from taktline.plan.render.trace import to_trace
-
-        return to_trace([self])
+        """A trace for Perfetto; see :func:`taktline.render.trace.to_trace`."""
+        return above("render").to_trace([self])
 
     def to_text(self, width: int | None = None, *, colour: bool = False) -> str:
-        """A chart for a terminal; see :func:`taktline.plan.render.text.chart`."""
-        from taktline.plan.render.text import chart
-
-        return chart([self], width, colour=colour)
+        """A chart for a terminal; see :func:`taktline.render.text.chart`."""
+        return above("render").chart([self], width, colour=colour)
 
     def _span(self, rank: int, row: int) -> Span:
         return Span(rank, self.plan.rows.leaf(row), float(self.start[row]), float(self.end[row]))

@@ -1,4 +1,4 @@
-"""Whether a plan can run: every broken rule at once, and the proof that it cannot deadlock."""
+"""Validates a plan: reports every broken rule, and proves that it cannot deadlock."""
 
 from __future__ import annotations
 

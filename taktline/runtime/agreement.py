@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, NamedTuple
@@ -11,9 +12,9 @@ from taktline.checks import read
 from taktline.errors import MismatchError
 from taktline.meta import Signature
 from taktline.plan import Placement, Plan
-from taktline.plan.words import by_rank, counted
 from taktline.runtime.holders import Use, untied
 from taktline.stage import PipelineStage
+from taktline.text import by_rank, counted
 from taktline.transport.describe import decode, encode
 
 __all__ = [
@@ -289,12 +290,13 @@ def _different_data(calls: Sequence[Call]) -> str | None:
             if call.looked_at == latest and getattr(call, what)
         }
         if len(set(found.values())) > 1:
-            first, *others = found.items()
-            other = next(rank for rank, data in others if data != first[1])
+            ((most, _),) = Counter(found.values()).most_common(1)  # the first of several
+            one = next(rank for rank, data in found.items() if data == most)
+            other = next(rank for rank, data in found.items() if data != most)
             when = "" if latest == now else f" in call {latest} (this is call {now})"
             return (
                 f"the ranks were given different {what}{when}: those of rank {other} are not those "
-                f"of rank {first[0]}, so inputs would meet the targets of other samples. Give "
+                f"of rank {one}, so inputs would meet the targets of other samples. Give "
                 "every rank of a pipeline the same batch: draw it from a generator of its own, "
                 "or read it on one rank and hand it on with pipe.loader(…)"
             )

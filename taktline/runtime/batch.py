@@ -7,10 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
+from taktline import pytree
 from taktline.errors import BatchError
-from taktline.plan.words import counted
 from taktline.runtime.digest import digest_of
 from taktline.runtime.leaves import bounds
 from taktline.runtime.microbatch import (
@@ -19,6 +18,7 @@ from taktline.runtime.microbatch import (
     split_args_kwargs_into_chunks,
     split_value,
 )
+from taktline.text import counted
 
 __all__ = ["Batch", "Cutter"]
 

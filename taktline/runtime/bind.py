@@ -9,8 +9,8 @@ from functools import partial
 from itertools import pairwise
 
 import torch
-from torch.utils import _pytree as pytree
 
+from taktline import pytree
 from taktline.meta import Signature, TensorMeta, flatten
 from taktline.plan import Action, Kind, Plan
 from taktline.runtime.executor import Instruction, Program

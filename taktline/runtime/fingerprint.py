@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from taktline import pytree
 from taktline.sharding import local
 
 __all__ = ["DataWatch", "Fingerprint", "Look", "due"]

@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import TreeSpec, tree_flatten
 
 from taktline.errors import BatchError
 from taktline.meta import TensorMeta
-from taktline.plan.words import counted
+from taktline.pytree import TreeSpec, tree_flatten
 from taktline.sharding import is_sharded
+from taktline.text import counted
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -58,7 +58,7 @@ def describe(value: Any) -> str:
     return repr(value) if simple else f"a {type(value).__name__}"
 
 
-# Importing the class is slow, and for nothing: while nobody has, nothing can be one of it.
+# If FlexAttention was never imported, no value can be a BlockMask.
 def is_block_mask(value: object) -> TypeGuard[BlockMask]:
     """Whether a value is a mask of FlexAttention."""
     module = sys.modules.get("torch.nn.attention.flex_attention")

@@ -10,13 +10,13 @@ from itertools import pairwise
 from typing import Any, TypeAlias
 
 import torch
-from torch.utils import _pytree as pytree
 
+from taktline import pytree
 from taktline.checks import require_flag
 from taktline.errors import BatchError
-from taktline.plan.words import counted
 from taktline.runtime.leaves import bounds
 from taktline.runtime.step_data import Feed
+from taktline.text import counted
 
 __all__ = ["LossWeights", "Wanted", "by_rows", "mean_of", "scales", "warn_if_uneven"]
 

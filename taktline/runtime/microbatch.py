@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils._pytree import TreeSpec, tree_map, tree_unflatten
 
 from taktline.checks import require_instance, require_whole
 from taktline.errors import BatchError
-from taktline.plan.words import counted
+from taktline.pytree import TreeSpec, tree_map, tree_unflatten
 from taktline.runtime.leaves import children, cut, describe, flatten, is_block_mask, join, same
+from taktline.text import counted
 
 __all__ = [
     "Replicate",

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Sequence
 
 import torch
 
 from taktline.runtime.step_data import Feed
+from taktline.transport.control import as_floats, as_integers
 
 __all__ = ["Outcome"]
 
@@ -56,7 +56,7 @@ class Outcome:
             main = _values({} if relayed else losses, shares)
             scales = (None if failed else feed.scales) or [0.0] * shares
             for values in (main, _values(aux, shares), scales):
-                numbers += struct.unpack(f"<{shares}q", struct.pack(f"<{shares}d", *values))
+                numbers += as_integers(values)
         return cls(numbers)
 
     @staticmethod
@@ -68,7 +68,7 @@ class Outcome:
         dtype, losses, aux = None, {}, {}
         for outcome in outcomes:
             code, has_aux, *bits = outcome.numbers[3:]
-            values = struct.unpack(f"<{len(bits)}d", struct.pack(f"<{len(bits)}q", *bits))
+            values = as_floats(bits)
             count = len(values) // 3
             if code != _NO_LOSS:
                 dtype, losses = _DTYPES[code], dict(enumerate(values[:count]))

@@ -18,10 +18,10 @@ from collections.abc import Sequence
 from typing import Any, Protocol, TypeAlias
 
 import torch
-from torch.utils._pytree import TreeSpec
 
 from taktline.errors import TransportError
 from taktline.meta import Signature, TensorMeta
+from taktline.pytree import TreeSpec
 from taktline.transport import Handle, Post
 from taktline.transport.wire import Layout, Parcel
 

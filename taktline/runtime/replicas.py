@@ -1,4 +1,4 @@
-"""Where several pipelines train copies of one model: what this rank shares with its like."""
+"""Agreement on failures among data-parallel replicas of a pipeline."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from taktline.runtime.digest import digest_of
 from taktline.sharding import is_sharded
 from taktline.stage import PipelineStage
 from taktline.stage.grad_sync import GradSync
-from taktline.transport import Transport, find
+from taktline.transport import Transport, transport_of
 from taktline.transport.control import share_error, share_texts
 from taktline.transport.distributed import Distributed
 from taktline.transport.local import LocalTransport
@@ -21,7 +21,7 @@ __all__ = ["Replicas"]
 
 
 class Replicas:
-    """The wrapped stages of this rank, and the ranks that hold their copies."""
+    """The wrapped stages of this rank, and the ranks that hold their replicas."""
 
     def __init__(self, stages: Sequence[PipelineStage]) -> None:
         self._stages = list(stages)
@@ -58,7 +58,7 @@ class Replicas:
                 groups |= dict.fromkeys(_work_groups(stage), "tensor-parallel rank")
         # Known first: those who wait there for this rank are told, too, if something is wrong.
         self._others = [
-            (noun, find(group, stage.device))
+            (noun, transport_of(group, stage.device))
             for stage in self._stages[:1]
             for group, noun in groups.items()
             if group.size() > 1 and len(_shared(stage, group)) == 1

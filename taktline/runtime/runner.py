@@ -19,7 +19,6 @@ from taktline.errors import (
     text_of,
 )
 from taktline.plan import Plan
-from taktline.plan.words import by_rank, counted
 from taktline.runtime.agreement import (
     Call,
     Introduction,
@@ -44,7 +43,8 @@ from taktline.runtime.tie_gradients import Ties
 from taktline.runtime.together import RankRandom
 from taktline.runtime.watchdog import STALL_SECONDS, Watch, guarded
 from taktline.stage import PipelineStage
-from taktline.transport import Channel, Transport, find
+from taktline.text import by_rank, counted
+from taktline.transport import Channel, Transport, transport_of
 from taktline.transport.control import share_error, share_texts
 from taktline.transport.distributed import Distributed
 from taktline.transport.one_rank import Alone
@@ -133,7 +133,7 @@ class Runner:
         """How this rank talks to the others."""
         if self._transport is None:
             stage = self._stages[0]
-            self._transport = find(stage.group, stage.device)
+            self._transport = transport_of(stage.group, stage.device)
         return self._transport
 
     @property

@@ -21,10 +21,10 @@ from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 import torch
-from torch.utils._pytree import TreeSpec
 
 from taktline.errors import SignatureError
 from taktline.meta import Signature, TensorMeta
+from taktline.pytree import TreeSpec
 from taktline.runtime.ports import BrokenChannel, PeerFailed, Values
 from taktline.stage import PipelineStage
 from taktline.transport import Handle, Post

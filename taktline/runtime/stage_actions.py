@@ -7,8 +7,8 @@ from contextlib import contextmanager
 from typing import Any, TypeAlias
 
 import torch
-from torch.utils import _pytree as pytree
 
+from taktline import pytree
 from taktline.errors import LossError
 from taktline.meta import Signature, as_arguments, flatten
 from taktline.runtime.ports import In, Out, Values

@@ -15,9 +15,9 @@ from taktline.errors import ScheduleError
 from taktline.plan import Action, Costs, Plan, Straggler, Timeline, stragglers
 from taktline.plan.deps import needs
 from taktline.plan.rows import FloatArray, Rows
-from taktline.plan.words import counted
 from taktline.runtime.clocks import clock_for
 from taktline.runtime.recorder import Record, Recorder
+from taktline.text import counted
 from taktline.transport import Transport
 
 __all__ = ["Trace", "tracing"]

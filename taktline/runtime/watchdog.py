@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import math
 import os
-import signal
 import sys
 import threading
 import time
@@ -23,8 +22,8 @@ import torch
 
 from taktline.checks import seconds_in_environment
 from taktline.plan import Kind
-from taktline.plan.words import counted
 from taktline.runtime.executor import Program
+from taktline.text import counted
 from taktline.transport import Transport, gloo
 from taktline.transport.distributed import Distributed
 from taktline.transport.verdict import Verdict
@@ -59,7 +58,7 @@ _UNKNOWN = -1
 _TORCH = str(Path(torch.__file__).parent)
 _LATE = 0.5
 """By how much a wait outlasts the timeout before the plane ends it."""
-_LEAVE_SECONDS = 0.25
+_LEAVE_SECONDS = 0.1
 """So long after a verdict, waits in groups that are not ours are ended, too."""
 
 
@@ -84,7 +83,6 @@ class Watch:
         self._since = time.monotonic()
         self._told = False
         self._leaves_at = math.inf
-        self._wakeup = -1
         self._native_thread = 0
         self._used, self._used_at = _UNKNOWN, math.inf
         """The processor time of the step's thread, and when it was last seen to grow."""
@@ -96,7 +94,6 @@ class Watch:
         if self._plane is not None:
             self._plane.state = self._state
             self._plane.watched = (*self._plane.watched, self)
-            self._listen(self._plane.wake_fd)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -105,7 +102,6 @@ class Watch:
             running = self._plane.watched
             self._plane.watched = tuple(each for each in running if each is not self)
             self._plane.state = _idle
-            self._listen(-1)
 
     def tick(self) -> None:
         """See whether the step goes on; on the plane's thread, some times a second."""
@@ -133,12 +129,6 @@ class Watch:
 
     def _is_late(self, stood: float, transport: Distributed) -> bool:
         return stood > transport.timeout.total_seconds() + _LATE
-
-    def signalled(self, signals: bytes) -> None:
-        """A signal has come, which the main thread cannot hear while it waits in C++."""
-        raises = signal.getsignal(signal.SIGINT) is signal.default_int_handler
-        if signal.SIGINT in signals and raises and self._transport is not None:
-            self._transport.interrupt()
 
     def report(self) -> str:
         """What all ranks are doing, as far as they have said."""
@@ -219,15 +209,6 @@ class Watch:
         )
         sys.stderr.flush()
         os._exit(STUCK)
-
-    def _listen(self, descriptor: int) -> None:
-        """Hear of signals there; only the main thread can say so."""
-        if threading.current_thread() is not threading.main_thread():
-            return
-        if descriptor < 0:
-            signal.set_wakeup_fd(self._wakeup, warn_on_full_buffer=False)
-        else:
-            self._wakeup = signal.set_wakeup_fd(descriptor, warn_on_full_buffer=False)
 
 
 def _idle() -> tuple[str, bool]:

@@ -12,10 +12,10 @@ from torch.distributed import ProcessGroup
 from taktline.checks import require_iterable, require_whole, shown
 from taktline.errors import PartitionError
 from taktline.meta import as_arguments
-from taktline.plan.words import counted
 from taktline.split.on_meta.materialise import materialise
 from taktline.stage import PipelineStage
-from taktline.stage.ties import Tie, declare, find
+from taktline.stage.ties import Tie, declare, find_ties
+from taktline.text import counted
 
 __all__ = ["Pieces", "by_hand"]
 
@@ -44,7 +44,7 @@ class Pieces(Sequence[nn.Module]):
                 raise PartitionError(f"stage {stage} is {shown(module)}, which is no nn.Module")
         self.division: object = None
         """What the stages cost, if that decided where to cut."""
-        self.ties: tuple[Tie, ...] = find(self._modules)
+        self.ties: tuple[Tie, ...] = find_ties(self._modules)
         for module in self._modules:
             declare(module, self.ties)
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
+from taktline import pytree
 from taktline.checks import require_instances, require_iterable, require_whole, shown
 from taktline.errors import SplitError
 from taktline.stage.engine import accumulate

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
+from taktline import pytree
 from taktline.checks import require_instance
 from taktline.stage.engine import accumulate
 from taktline.stage.split_backward import Splitter, explain

@@ -23,7 +23,7 @@ from taktline.meta import Signature, as_arguments, flatten
 from taktline.plan.placement import MOST_STAGES
 from taktline.sharding import GetMesh, Sharding, find_mesh, gradient_of, is_sharded
 from taktline.stage.engine import accumulate
-from taktline.stage.grad_sync import GradSync, find
+from taktline.stage.grad_sync import GradSync, sync_of
 from taktline.stage.names import parameters_of
 from taktline.stage.split_backward import Splitter
 from taktline.stage.ties import Tie, declared
@@ -128,7 +128,7 @@ class PipelineStage:
     def grad_sync(self) -> GradSync | None:
         """What averages its gradients over replicas; None if nothing is wrapped."""
         if self._looked_at is not self.submod:
-            self._sync = find(self.submod)
+            self._sync = sync_of(self.submod)
             self._looked_at = self.submod
         return self._sync
 

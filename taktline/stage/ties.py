@@ -11,7 +11,7 @@ from taktline.checks import require_instance, require_text, require_whole, shown
 from taktline.errors import MismatchError
 from taktline.stage.names import named_parameters, unwrapped
 
-__all__ = ["Tie", "declare", "declared", "find"]
+__all__ = ["Tie", "declare", "declared", "find_ties"]
 
 _MARK = "_taktline_ties"
 
@@ -63,12 +63,12 @@ class Tie:
         return " = ".join(f"{name} of stage {stage}" for stage, name in self.uses)
 
 
-def find(modules: Sequence[nn.Module]) -> tuple[Tie, ...]:
+def find_ties(modules: Sequence[nn.Module]) -> tuple[Tie, ...]:
     """The parameters that are one object in several stages.
 
     >>> embed, head = nn.Embedding(4, 2), nn.Linear(2, 4, bias=False)
     >>> head.weight = embed.weight
-    >>> print(*find([embed, nn.ReLU(), head]))
+    >>> print(*find_ties([embed, nn.ReLU(), head]))
     weight of stage 0 = weight of stage 2
     """
     uses: dict[int, dict[int, str]] = {}

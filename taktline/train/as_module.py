@@ -1,9 +1,9 @@
-"""What people who know ``nn.Module`` try on a pipeline: it works, or says what to do instead."""
+"""Methods of ``nn.Module`` on a pipeline; where one cannot work, the error says what to do."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any, NoReturn, Self
 
 import torch
@@ -11,9 +11,9 @@ from torch import nn
 
 from taktline.errors import UseError
 from taktline.stage.names import named_modules
-from taktline.train.build import Built
+from taktline.train.live import Live
 
-__all__ = ["AsModule", "as_example"]
+__all__ = ["AsModule"]
 
 _BEFORE = "convert the model before you make the pipeline of it"
 _INSTEAD = {
@@ -29,23 +29,8 @@ _INSTEAD = {
 }
 
 
-def as_example(example: Any) -> Any:
-    """An example as ``Pipeline`` takes it: a mapping holds keyword arguments, a tensor is alone.
-
-    >>> as_example({"input_ids": 1}), as_example((1, 2))
-    (((), {'input_ids': 1}), (1, 2))
-    """
-    if isinstance(example, Mapping):
-        return (), dict(example)
-    return (example,) if isinstance(example, torch.Tensor) else example
-
-
-class AsModule(ABC):
+class AsModule(Live, ABC):
     """The part of a pipeline that is like an ``nn.Module``."""
-
-    @property
-    @abstractmethod
-    def _built(self) -> Built: ...
 
     @abstractmethod
     def eval(self, *args: Any, **options: Any) -> Any:

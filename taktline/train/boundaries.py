@@ -1,4 +1,4 @@
-"""What goes from each stage to the next one, for people."""
+"""A table of what each stage sends to the next one."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import NamedTuple
 from torch import nn
 
 from taktline.split.named.stage_forward import crossings_of
-from taktline.train.measure import Needs
+from taktline.text import table
+from taktline.train.measure import StageNeeds
 
 __all__ = ["Boundaries", "Crossing"]
 
@@ -37,7 +38,7 @@ class Boundaries(Mapping[int, tuple[Crossing, ...]]):
         self._crossings = {stage: tuple(found) for stage, found in crossings.items()}
 
     @classmethod
-    def of(cls, modules: Mapping[int, nn.Module], needs: Sequence[Needs | None]) -> Boundaries:
+    def of(cls, modules: Mapping[int, nn.Module], needs: Sequence[StageNeeds | None]) -> Boundaries:
         """Those between some stages, and what was found out about them without data."""
         found: dict[int, list[Crossing]] = {}
         for stage, module in modules.items():
@@ -67,8 +68,4 @@ class Boundaries(Mapping[int, tuple[Crossing, ...]]):
             for place, (what, dtype, shape, nbytes) in enumerate(found):
                 ends = ["", ""] if place else [str(stage), str(stage + 1)]
                 lines.append([*ends, what, dtype, str(list(shape)), f"{nbytes:,}"])
-        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-        return "\n".join(
-            "  ".join([*map(str.ljust, cells[:-1], widths), cells[-1].rjust(widths[-1])])
-            for cells in lines
-        )
+        return table(lines, left=lines[0][:-1])

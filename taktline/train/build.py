@@ -1,10 +1,10 @@
-"""From a model and what was asked for to stages and schedules on the ranks of this process."""
+"""Builds a pipeline: ranks, plan, stages and schedule."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -22,35 +22,15 @@ from taktline.split.named.stage_forward import has_dynamic_shapes
 from taktline.stage import PipelineStage
 from taktline.stage.names import named_parameters
 from taktline.stage.ties import declared
-from taktline.train.choose_plan import Choice, opened, plan_for
+from taktline.train.choose_plan import ScheduleChoice, opened, plan_for
 from taktline.train.cutting import Cutting
 from taktline.train.model_stages import Model, Parts, stages_in, take_apart
-from taktline.train.ranks import Ranks, meet
+from taktline.train.ranks import Ranks, find_ranks
 from taktline.train.stale import note_replaced
 from taktline.train.table import Table
 from taktline.train.wrap import Prepare, check_choice, wrapped
 
-__all__ = ["Built", "Options", "build"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
-    """What a user has asked for; see :class:`taktline.Pipeline`."""
-
-    schedule: Choice
-    microbatches: int | None = None
-    ranks: int | None = None
-    stages_per_rank: int | None = None
-    cuts: Sequence[str] | None = None
-    mesh: DeviceMesh | None = None
-    data_parallel: str | None = None
-    prepare: Prepare | None = None
-    device: torch.device | None = None
-    seed: int | None = None
-    state_dict: Mapping[str, torch.Tensor] | None = None
-    timeout: timedelta | None = None
-    running: Mapping[str, Any] = field(default_factory=dict)
-    """What goes on to the schedules."""
+__all__ = ["Built", "build"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,50 +82,81 @@ class Built:
         return dict(sorted(found.values(), key=lambda each: each[0]))
 
 
-def build(model: Model, example: Any, asked: Options) -> Built:
-    """Cut the model, keep and move what belongs here, and make the schedule."""
-    check_choice(asked.data_parallel)
+def build(
+    model: Model,
+    example: Any,
+    running: Mapping[str, Any],
+    *,
+    schedule: ScheduleChoice,
+    microbatches: int | None,
+    ranks: int | None,
+    stages_per_rank: int | None,
+    cuts: Sequence[str] | None,
+    mesh: DeviceMesh | None,
+    data_parallel: str | None,
+    prepare: Prepare | None,
+    device: torch.device | None,
+    seed: int | None,
+    state_dict: Mapping[str, torch.Tensor] | None,
+    timeout: timedelta | None,
+) -> Built:
+    """Cut the model, keep and move what belongs here, and make the schedule.
+
+    ``running`` goes on to the schedule; for the others see :class:`taktline.Pipeline`.
+    """
+    check_choice(data_parallel)
     if isinstance(model, nn.Module) and "_orig_mod" in model._modules:
         model = without_compiler(model)
-    schedule = opened(asked.schedule)
+    chosen = opened(schedule)
     given = named_parameters(model) if isinstance(model, nn.Module) else {}
-    ranks = meet(
-        asked.ranks,
-        asked.mesh,
-        asked.data_parallel,
-        asked.device or _device_of(model),
-        default=schedule.ranks if isinstance(schedule, Plan) else 1,
-        timeout=asked.timeout,
+    here = find_ranks(
+        ranks,
+        mesh,
+        data_parallel,
+        device or _device_of(model),
+        default=chosen.ranks if isinstance(chosen, Plan) else 1,
+        timeout=timeout,
     )
     plan = plan_for(
-        schedule,
-        ranks=ranks.size,
-        microbatches=asked.microbatches,
-        stages=stages_in(model, asked.cuts),
-        stages_per_rank=asked.stages_per_rank,
+        chosen,
+        ranks=here.size,
+        microbatches=microbatches,
+        stages=stages_in(model, cuts),
+        stages_per_rank=stages_per_rank,
     )
-    if ranks.in_one_process and isinstance(model, nn.Module) and not isinstance(model, Pipe):
+    if here.in_one_process and isinstance(model, nn.Module) and not isinstance(model, Pipe):
         # As a whole, before it is cut: so it goes on to share all tensors with its stages.
-        materialise(model, ranks.device, state_dict=asked.state_dict)
-    with guarded(ranks.transport, "Pipeline(…)"):
-        parts = take_apart(model, plan, example, asked.cuts, ranks.transport)
-        table = Table.of(plan, parts.modules, example, ranks.transport)
+        materialise(model, here.device, state_dict=state_dict)
+    with guarded(here.transport, "Pipeline(…)"):
+        parts = take_apart(model, plan, example, cuts, here.transport)
+        table = Table.of(plan, parts.modules, example, here.transport)
         is_dynamic = any(map(has_dynamic_shapes, parts.modules.values()))
-        parts.keep([stage for rank in ranks.own for stage in plan.placement.stages_of(rank)])
-        for module in parts.modules.values():
-            materialise(module, ranks.device, state_dict=asked.state_dict)
-        for stage, module in parts.modules.items():
-            parts.modules[stage] = _ready(stage, module, ranks, asked)
-    seed = None if asked.seed is None else asked.seed + ranks.copy
-    running = {**asked.running, "seed": seed}
+        parts.keep([stage for rank in here.own for stage in plan.placement.stages_of(rank)])
+        _make_ready(parts, here, state_dict, prepare, data_parallel)
+    running = {**running, "seed": None if seed is None else seed + here.replica}
     running["dynamic_shapes"] |= is_dynamic
-    built = _scheduled(ranks, plan, parts, table, example, running)
-    ranks.made.keep_for(built.schedule, *parts.modules.values())
+    built = _scheduled(here, plan, parts, table, example, running)
+    here.made.keep_for(built.schedule, *parts.modules.values())
     _require_wrapped(built)
     note_replaced(given, ((name, parameter) for _, name, parameter in built.parameters()))
-    with guarded(ranks.transport, "Pipeline(…)"):
+    with guarded(here.transport, "Pipeline(…)"):
         built.schedule._runner.connect()
     return built
+
+
+def _make_ready(
+    parts: Parts,
+    ranks: Ranks,
+    state_dict: Mapping[str, torch.Tensor] | None,
+    prepare: Prepare | None,
+    data_parallel: str | None,
+) -> None:
+    """Give the stages of this process their values, and then prepare and wrap them."""
+    for module in parts.modules.values():
+        materialise(module, ranks.device, state_dict=state_dict)
+    for stage, module in parts.modules.items():
+        ready = module if prepare is None else _prepared(prepare, module, stage)
+        parts.modules[stage] = wrapped(ready, ranks, data_parallel)
 
 
 def _scheduled(
@@ -166,19 +177,17 @@ def _scheduled(
     return Built(ranks, plan, parts, table, schedule, cutting, running)
 
 
-def _ready(stage: int, module: nn.Module, ranks: Ranks, asked: Options) -> nn.Module:
-    if asked.prepare is not None:
-        prepared = asked.prepare(module, stage)
-        if not isinstance(prepared, nn.Module):
-            raise MismatchError(
-                f"prepare must return the module to use for stage {stage}, not {prepared!r}"
-            )
-        module = prepared
-    return wrapped(module, ranks, asked.data_parallel)
+def _prepared(prepare: Prepare, module: nn.Module, stage: int) -> nn.Module:
+    made = prepare(module, stage)
+    if not isinstance(made, nn.Module):
+        raise MismatchError(
+            f"prepare must return the module to use for stage {stage}, not {made!r}"
+        )
+    return made
 
 
 def _require_wrapped(built: Built) -> None:
-    """Raise if copies of a stage would be trained apart from each other."""
+    """Raise if the replicas of a stage would be trained apart from each other."""
     if built.ranks.replicas == 1:
         return
     for stage in built.schedule._stages:
@@ -186,7 +195,7 @@ def _require_wrapped(built: Built) -> None:
         if trains and stage.grad_sync is None:
             dims = ", ".join(map(repr, built.ranks.data_dims))
             raise MismatchError(
-                f"the mesh has room for {built.ranks.replicas} copies of stage "
+                f"the mesh has room for {built.ranks.replicas} replicas of stage "
                 f"{stage.stage_index} ({dims}), and nothing averages their gradients; say "
                 'data_parallel="ddp" or "fsdp", or wrap it in prepare'
             )

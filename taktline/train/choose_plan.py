@@ -1,4 +1,4 @@
-"""From what a user says of a schedule to a plan."""
+"""The plan for a schedule's name, class, file or plan."""
 
 from __future__ import annotations
 
@@ -6,18 +6,17 @@ import os
 from typing import TypeAlias
 
 from taktline.errors import ScheduleError
-from taktline.plan import Plan, find, read
-from taktline.plan import Schedule as Known
-from taktline.plan.words import counted
+from taktline.plan import NamedSchedule, Plan, find, read
 from taktline.runtime.schedule import Schedule
+from taktline.text import counted
 
-__all__ = ["Choice", "opened", "plan_for"]
+__all__ = ["ScheduleChoice", "opened", "plan_for"]
 
-Choice: TypeAlias = str | os.PathLike[str] | Plan | type[Schedule]
+ScheduleChoice: TypeAlias = str | os.PathLike[str] | Plan | type[Schedule]
 """A name, a file, a plan, or the class of a schedule."""
 
 
-def opened(schedule: Choice) -> Plan | Known:
+def opened(schedule: ScheduleChoice) -> Plan | NamedSchedule:
     """The plan that was given, or in a file; or the schedule of a name."""
     if isinstance(schedule, type) and issubclass(schedule, Schedule):
         return find(schedule.__name__)
@@ -33,7 +32,7 @@ def opened(schedule: Choice) -> Plan | Known:
 
 
 def plan_for(
-    schedule: Plan | Known,
+    schedule: Plan | NamedSchedule,
     *,
     ranks: int,
     microbatches: int | None,

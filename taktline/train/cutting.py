@@ -23,7 +23,7 @@ from taktline.errors import BatchError
 from taktline.runtime.batch import Cutter
 from taktline.runtime.leaves import describe
 from taktline.runtime.microbatch import Replicate, TensorChunkSpec
-from taktline.train.measure import arguments_of
+from taktline.split.example import arguments_of
 
 __all__ = ["Cutting"]
 
@@ -115,7 +115,7 @@ def _tensors(args: Iterable[Any], kwargs: Mapping[str, Any]) -> dict[_Key, torch
 
 
 def _dims(pairs: Mapping[_Key, list[_Pair]], microbatches: int, known: _Dims) -> _Dims:
-    """The dimension of each argument that is the batch; empty if nothing tells more than known."""
+    """The dimension of each argument that is the batch; empty if nothing new was found."""
     rows = _rows(pairs, microbatches, known)
     if rows is None:
         return {}

@@ -1,4 +1,4 @@
-"""Texts from a causal language model on a pipeline: the likeliest word, again and again.
+"""Greedy generation with a causal language model on a pipeline.
 
 Each word is one evaluation, in which the micro-batches follow each other through the stages. Models
 of transformers keep the keys and values of earlier words: each stage those of its own layers, for
@@ -19,9 +19,9 @@ from torch.nn.functional import pad
 from taktline.checks import refuse, require_flag, require_instance, require_whole
 from taktline.errors import ArgumentError, MismatchError, TaktlineError, UseError
 from taktline.plan import Kind, Plan
-from taktline.plan.words import by_rank
 from taktline.runtime.digest import digest_of
 from taktline.runtime.leaves import describe
+from taktline.text import by_rank
 from taktline.train.build import Built
 from taktline.train.kv_cache import Keeper, cache_of, padding_of
 from taktline.train.outputs import shared_output
@@ -127,7 +127,7 @@ def _agreed(built: Built, request: Request, model: nn.Module | None) -> Callable
 
 
 def _model(built: Built) -> nn.Module | None:
-    """A stage that is a piece of a model of transformers."""
+    """A stage that was cut from a model of transformers."""
     modules = (module for stage in built.schedule._stages for module in stage.submod.modules())
     return next((m for m in modules if callable(getattr(m, "can_generate", None))), None)
 

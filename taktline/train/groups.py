@@ -1,4 +1,4 @@
-"""Process groups that a pipeline has made itself, and their end.
+"""Ends the process groups that a pipeline has made.
 
 DTensor remembers meshes, and uses a remembered one for every mesh that equals it: then all ranks
 must remember the same. Python collects a pipeline on one rank sooner than on another, and on any

@@ -67,13 +67,13 @@ def _lenders(model: nn.Module) -> list[nn.Module]:
 
 
 def _takes(module: nn.Module, name: str) -> bool:
-    """Whether a module has such an argument; a piece takes what its model does."""
+    """Whether a module has such an argument; a stage takes what its model takes."""
     forwards = [vars(kind)["forward"] for kind in type(module).__mro__ if "forward" in vars(kind)]
     return any(name in inspect.signature(forward).parameters for forward in forwards)
 
 
 def padding_of(mask: torch.Tensor | None, module: nn.Module | None, new: int) -> dict[str, Any]:
-    """What a module is told of padded texts, if so many words of each are new."""
+    """The arguments for padded texts, if so many words of each are new."""
     if mask is None:
         return {}
     told = {"attention_mask": mask}

@@ -1,4 +1,4 @@
-"""Cuts as Megatron writes them: which layers each stage has, in one text."""
+"""Reads Megatron's layouts: one text that says which layers each stage has."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from torch import nn
 
 from taktline.errors import PartitionError
-from taktline.plan.words import counted
+from taktline.text import counted
 
 __all__ = ["cuts_of", "stages_of"]
 
@@ -66,6 +66,8 @@ def _row(model: nn.Module, layers: int, layout: str) -> str:
         if isinstance(module, nn.ModuleList | nn.Sequential) and name
     }
     found = [name for name, length in rows.items() if length == layers]
+    if len(found) > 1:
+        found = [name for name in found if name in _parts(model)] or found
     if len(found) != 1:
         listed = ", ".join(f"{name} ({length})" for name, length in list(rows.items())[:4])
         raise PartitionError(
@@ -76,12 +78,16 @@ def _row(model: nn.Module, layers: int, layout: str) -> str:
     return found[0]
 
 
-def _head(model: nn.Module, row: str) -> str:
-    """The module that makes the output: as transformers says (``_pp_plan``), or the last one."""
+def _parts(model: nn.Module) -> Mapping[str, object]:
+    """What transformers says that a pipeline has to run, by name; empty for other models."""
     plan = getattr(model, "_pp_plan", None)
+    return plan if isinstance(plan, Mapping) else {}
+
+
+def _head(model: nn.Module, row: str) -> str:
+    """The module that makes the output: the last one that transformers names, or the last one."""
     names = [name for name, _ in model.named_children() if not f"{row}.".startswith(f"{name}.")]
-    if isinstance(plan, Mapping):
-        names = [name for name in names if name in plan] or names
+    names = [name for name in names if name in _parts(model)] or names
     if not names:
         raise PartitionError("the model has no module behind its layers for the L of the layout")
     return names[-1]

@@ -1,4 +1,4 @@
-"""Batches that one rank of each replica reads, on every rank of it."""
+"""A loader that one rank of each replica reads for all ranks of that replica."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 from torch.utils.data import Dataset, IterableDataset
 
+from taktline import pytree
 from taktline.errors import DataError, SignatureError
 from taktline.train.outputs import shared
 from taktline.train.ranks import Ranks
-from taktline.transport import find
+from taktline.transport import transport_of
 from taktline.transport.control import share_error
 
 __all__ = ["SharedLoader"]
 
 _FAILED = 2
-"""Stands where else there is the number of values found, 0 or 1."""
+"""Exchanged in place of the number of values found, 0 or 1."""
 _LONGEST_TEXT = 4000
 _CALL = "pipe.loader(…)"
 
@@ -41,12 +41,12 @@ class SharedLoader:
     def __init__(self, batches: Iterable[Any] | None, ranks: Ranks) -> None:
         self._batches = batches
         self._device = ranks.device
-        self._replica = f" of replica {ranks.copy}" if ranks.replicas > 1 else ""
+        self._replica = f" of replica {ranks.replica}" if ranks.replicas > 1 else ""
         names = () if ranks.mesh is None else ranks.mesh.mesh_dim_names or ()
         groups = {name: ranks.mesh[name].get_group() for name in names} if ranks.mesh else {}
         # Tensor-parallel ranks of a stage need the same batch as well.
         self._within = [groups[name] for name in names if name not in ranks.data_dims]
-        self._replicas = [find(groups[name], ranks.device) for name in ranks.data_dims]
+        self._replicas = [transport_of(groups[name], ranks.device) for name in ranks.data_dims]
         self._reads = all(group.rank() == 0 for group in self._within)
         (self._length,) = self._agreed(lambda: [_length(_checked(batches))], "the loader")
 

@@ -1,4 +1,4 @@
-"""What the stages of a model need, found out without computing anything."""
+"""Counts what stages compute, send and keep, by a run without data."""
 
 from __future__ import annotations
 
@@ -12,22 +12,23 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.autograd.graph import saved_tensors_hooks
 from torch.func import functional_call
-from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
+from taktline import pytree
 from taktline.meta import as_arguments, name_of
 from taktline.side_values import Aside, Skip
 from taktline.split.balanced.recurrent import RECURRENT
+from taktline.split.example import arguments_of
 from taktline.split.named.changes import Changes
 from taktline.transport.containers import note_containers
 
-__all__ = ["Needs", "arguments_of", "measure"]
+__all__ = ["StageNeeds", "measure"]
 
 _log = logging.getLogger("taktline")
 
 
-class Needs(NamedTuple):
+class StageNeeds(NamedTuple):
     """Of one stage, for one micro-batch."""
 
     work: float
@@ -40,22 +41,7 @@ class Needs(NamedTuple):
     """Of each tensor that goes to the next stage: type, shape and bytes."""
 
 
-def arguments_of(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """An example as positional and keyword arguments.
-
-    >>> arguments_of(((1, 2), {"scale": 3})), arguments_of((1, 2))
-    (((1, 2), {'scale': 3}), ((1, 2), {}))
-    """
-    match example:
-        case (tuple() as args, dict() as kwargs):
-            return args, kwargs
-        case tuple():
-            return example, {}
-        case _:
-            return (example,), {}
-
-
-def measure(modules: Sequence[nn.Module], example: Any) -> list[Needs] | None:
+def measure(modules: Sequence[nn.Module], example: Any) -> list[StageNeeds] | None:
     """Run the stages on tensors without data; None if that does not work for them."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
 
@@ -94,8 +80,8 @@ def _run(
     states: Sequence[dict[str, torch.Tensor]],
     args: Sequence[Any],
     kwargs: dict[str, Any],
-) -> list[Needs]:
-    found: list[Needs] = []
+) -> list[StageNeeds]:
+    found: list[StageNeeds] = []
     skips: dict[str, Skip] = {}
     for stage, (module, state) in enumerate(zip(modules, states, strict=True)):
         kept = _Kept({_memory(tensor) for tensor in state.values()})
@@ -109,7 +95,7 @@ def _run(
             (name_of(leaf.dtype), tuple(leaf.shape), leaf.nbytes) for leaf in _tensors(handed)
         )
         sends = sum(nbytes for *_, nbytes in crosses)
-        found.append(Needs(work.get_total_flops(), sends, kept.bytes, crosses))
+        found.append(StageNeeds(work.get_total_flops(), sends, kept.bytes, crosses))
     return found
 
 

@@ -1,4 +1,4 @@
-"""How training goes, in a few numbers."""
+"""Loss, speed, bubble and memory of recent steps."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 __all__ = ["Metrics"]
 
 _WINDOW = 21
-"""Steps that speeds are averaged over, and one more to begin with."""
+"""Speeds are averaged over 20 steps: so many ends."""
 
 
 class Metrics:

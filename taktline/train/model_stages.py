@@ -1,4 +1,4 @@
-"""A model in pieces, of which a process keeps its own, with the model's own names for all."""
+"""The stages of a model that are in this process, with the names that the model has for all."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from taktline.checkpoint.names import joined, same, tied_names
 from taktline.checks import read
 from taktline.errors import PartitionError
 from taktline.plan import Plan
-from taktline.plan.words import counted
 from taktline.split import Pipe
 from taktline.stage.ties import declared
+from taktline.text import counted
 from taktline.train.refusal import explained
 from taktline.transport import Transport
 from taktline.transport.control import share_texts
@@ -27,21 +27,21 @@ from taktline.transport.control import share_texts
 __all__ = ["Model", "Parts", "stages_in", "take_apart"]
 
 Model: TypeAlias = nn.Module | Sequence[nn.Module] | Mapping[int, nn.Module]
-"""A model, a model in pieces, or the pieces of this process by the number of their stage."""
+"""A model, a list of its stages, or the stages of this process by their numbers."""
 
 
 @dataclass(slots=True)
 class Parts:
-    """The pieces that are here, and what the model calls all that is in any of them."""
+    """The stages that are here, and the model's own names for what is in any stage."""
 
     modules: dict[int, nn.Module]
     """By stage."""
     prefixes: bool = False
-    """Whether a name begins with the number of its stage, as names of pieces repeat."""
+    """Whether a name begins with the number of its stage, as names of stages repeat."""
     names: list[str] = field(default_factory=list)
     """The names in the model's state, in its order."""
     aliases: dict[str, str] = field(default_factory=dict)
-    """Further names in the model for what a piece knows by another one."""
+    """Further names in the model for what a stage knows by another name."""
     rest: dict[str, torch.Tensor] = field(default_factory=dict)
     """What belongs to the model's state, and to no stage."""
 
@@ -69,11 +69,11 @@ class Parts:
         }
 
     def keep(self, stages: Sequence[int]) -> None:
-        """Let go of the pieces of other stages."""
+        """Drop all other stages."""
         if missing := sorted(set(stages) - set(self.modules)):
             raise PartitionError(
                 f"the plan puts the stages {sorted(stages)} here, but {missing} are not among the "
-                f"pieces, which are {sorted(self.modules)}"
+                f"stages given, which are {sorted(self.modules)}"
             )
         self.modules = {stage: self.modules[stage] for stage in stages}
 
@@ -96,26 +96,26 @@ def take_apart(
     cuts: Sequence[str] | None,
     transport: Transport,
 ) -> Parts:
-    """All pieces of a model, or those that there are; all processes take part."""
+    """All stages of a model, or those that were given; all processes take part."""
     if isinstance(model, Mapping):
         parts = Parts(_checked(dict(model), plan))
         _note_names_of_all(parts, transport)
         return parts
-    pieces = _pieces(model, plan, example, cuts)
-    if len(pieces) != plan.stages:
+    stages = _stages(model, plan, example, cuts)
+    if len(stages) != plan.stages:
         raise PartitionError(
-            f"the model has {counted(len(pieces), 'stage')}, but {plan.name} on "
+            f"the model has {counted(len(stages), 'stage')}, but {plan.name} on "
             f"{counted(plan.ranks, 'rank')} runs {plan.stages}; cut it into {plan.stages}"
         )
-    parts = Parts(_checked(dict(enumerate(pieces)), plan))
+    parts = Parts(_checked(dict(enumerate(stages)), plan))
     if isinstance(model, nn.Module) and not isinstance(model, Pipe):
         _note_names_of_model(parts, model)
     else:
-        _note_names_of_pieces(parts)
+        _note_names_of_stages(parts)
     return parts
 
 
-def _pieces(
+def _stages(
     model: Model, plan: Plan, example: Any, cuts: Sequence[str] | None
 ) -> Sequence[nn.Module]:
     if isinstance(model, Pipe):
@@ -158,7 +158,7 @@ def _checked(modules: dict[int, nn.Module], plan: Plan) -> dict[int, nn.Module]:
 
 
 def _note_names_of_model(parts: Parts, model: nn.Module) -> None:
-    """The model's own names, and what its state has beyond that of its pieces."""
+    """The model's own names, and what its state has beyond that of its stages."""
     state = state_of(model)
     # In the order of the model's own state, which may leave out or add something.
     parts.names = [name for name in model.state_dict() if name in state] or list(state)
@@ -173,8 +173,8 @@ def _note_names_of_model(parts: Parts, model: nn.Module) -> None:
             parts.rest[name] = state[name].detach()
 
 
-def _note_names_of_pieces(parts: Parts) -> None:
-    """The names in the pieces; with the number of the stage, if one is of two things."""
+def _note_names_of_stages(parts: Parts) -> None:
+    """The names in the stages; with the number of the stage if two things have one name."""
     found: dict[str, set[int]] = {}
     states = {stage: state_of(module) for stage, module in parts.modules.items()}
     for state in states.values():
@@ -185,7 +185,7 @@ def _note_names_of_pieces(parts: Parts) -> None:
 
 
 def _note_names_of_all(parts: Parts, transport: Transport) -> None:
-    """The same where each process knows its own pieces only."""
+    """The same where each process knows only its own stages."""
     mine = {stage: list(state_of(module)) for stage, module in parts.modules.items()}
     texts = share_texts(transport, json.dumps(list(mine.items())), "Pipeline(…)")
     by_stage = {

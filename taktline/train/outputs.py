@@ -1,4 +1,4 @@
-"""Values that one rank has, on every rank: outputs of the last stage, batches of the first."""
+"""Broadcasts values of one rank: outputs of the last stage, batches of the first."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils import _pytree as pytree
 
+from taktline import pytree
 from taktline.errors import SignatureError, TaktlineError
 from taktline.meta import Signature, TensorMeta
 from taktline.sharding import is_sharded
 from taktline.train.ranks import Ranks
-from taktline.transport import Transport, find
+from taktline.transport import Transport, transport_of
 from taktline.transport.control import share_error, share_texts
 from taktline.transport.describe import decode, encode
 from taktline.transport.wire import Layout
@@ -33,13 +33,13 @@ def shared_output(output: Any, ranks: Ranks, owner: int) -> Any:
 def shared(
     value: Any, group: dist.ProcessGroup, device: torch.device, owner: int, what: str
 ) -> Any:
-    """What the owner has, on all ranks of a group; if it cannot be told, every rank raises why.
+    """What the owner has, on all ranks of a group; if it cannot be sent, all raise why.
 
     ``what`` is the call that it is for.
     """
     if group.size() == 1:
         return value
-    transport, here = find(group, device), group.rank() == owner
+    transport, here = transport_of(group, device), group.rank() == owner
     leaves, spec = pytree.tree_flatten([value if here else None])
     leaves = [leaf.full_tensor() if is_sharded(leaf) else leaf for leaf in leaves]
     signature = _agreed(leaves, spec, transport, owner, what)
@@ -74,6 +74,6 @@ def _agreed(
             error = raised
     # A rank may not know a container: then nobody may go on to send what is in it.
     if any(failed for (failed,) in transport.exchange([int(error is not None)], what)):
-        raise share_error(transport, error) or SignatureError("the value cannot be told")
+        raise share_error(transport, error) or SignatureError("the value cannot be sent")
     assert signature is not None
     return signature

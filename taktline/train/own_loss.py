@@ -1,4 +1,4 @@
-"""The loss of a model that computes it by itself, as those of transformers do with ``labels``."""
+"""Models that return their own loss, as those of transformers do with ``labels``."""
 
 from __future__ import annotations
 

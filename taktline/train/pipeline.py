@@ -1,25 +1,19 @@
-"""The one object most people use: a model on its ranks, and the training step."""
+"""``Pipeline``: a model on its ranks, and its training step."""
 
 from __future__ import annotations
 
 import gc
-import math
-import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from html import escape
-from pathlib import Path
 from typing import Any, ClassVar, Literal, NoReturn, Self, TypeVar
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.optim import Optimizer
 
-from taktline.checkpoint import loading, pretrained, saving
-from taktline.checkpoint.loading import Loaded
-from taktline.checkpoint.saving import Training
+from taktline.checkpoint import pretrained
 from taktline.checks import (
     refuse,
     require_callable,
@@ -30,32 +24,31 @@ from taktline.checks import (
     require_whole,
 )
 from taktline.device import require_device
-from taktline.errors import LossError, MismatchError, PartitionError, ScheduleError, UseError
+from taktline.errors import PartitionError, ScheduleError, UseError
 from taktline.plan import Kind, Plan
 from taktline.runtime import Trace
 from taktline.runtime.schedule import ArgsSpec, KwargsSpec, LossFn, MergeSpec, Schedule
-from taktline.runtime.watchdog import guarded
-from taktline.train import state
-from taktline.train.as_module import AsModule, as_example
+from taktline.split.example import arguments_of
+from taktline.train.as_module import AsModule
 from taktline.train.boundaries import Boundaries
-from taktline.train.build import Built, Options, build
-from taktline.train.choose_plan import Choice
+from taktline.train.build import Built, build
+from taktline.train.choose_plan import ScheduleChoice
+from taktline.train.comparison import Verification
 from taktline.train.for_checkpoints import ForCheckpoints
 from taktline.train.generate import Request, generate
+from taktline.train.gradients import Gradients
 from taktline.train.layout import cuts_of
 from taktline.train.loader import SharedLoader
 from taktline.train.metrics import Metrics
 from taktline.train.model_stages import Model
-from taktline.train.norm import clip, norm_of
 from taktline.train.own_loss import asked, of_output, with_own_loss
 from taktline.train.plainly import plainly
 from taktline.train.preempt import PREEMPTED, Preemption
 from taktline.train.progress import progress
-from taktline.train.ranks import Ranks
 from taktline.train.report import StragglerReport
-from taktline.train.scaler import Scaler
+from taktline.train.saved import Saved
 from taktline.train.steps import Outputs, evaluating, run
-from taktline.train.verify import Verification, verify
+from taktline.train.verify import verify
 from taktline.train.wrap import Prepare
 from taktline.transport.turn import Turn
 
@@ -69,7 +62,7 @@ _NO_COPY = (
 )
 
 
-class Pipeline(AsModule, ForCheckpoints):
+class Pipeline(AsModule, Gradients, Saved, ForCheckpoints):
     """A model, cut into stages, on its ranks; it trains as the model does.
 
     Started by torchrun, each process is a rank. Without a launcher all ranks live in this process,
@@ -85,13 +78,13 @@ class Pipeline(AsModule, ForCheckpoints):
             dict of keyword arguments, or a tuple of both.
         schedule: a name, a :class:`Plan`, a CSV or JSON file with one, or a Schedule class.
         microbatches: how many parts a batch is cut into; one with fewer rows has a part for each.
-        loss_fn: what gives the loss of an output and a target. Without one, the loss is the one
+        loss_fn: returns the loss of an output and a target. Without one, the loss is the one
             that the model returns: a number, ``output.loss``, or the only number in a tuple.
         ranks: how many ranks the pipeline has.
         stages_per_rank: for schedules that leave it open.
         cuts: names of submodules at which new stages begin; or a layout as Megatron writes it, a
             text such as ``"Et*3|(tt|)*2,L"``.
-        mesh: a device mesh with a dimension "pp", and one that begins with "dp" for copies.
+        mesh: a device mesh with a dimension "pp", and one that begins with "dp" for replicas.
         data_parallel: ``"ddp"`` or ``"fsdp"``: what each stage is wrapped in.
         prepare: called with each stage of this process and its number, once it is on its device
             and before it is wrapped; returns the module to use. For ``torch.compile``, activation
@@ -141,7 +134,7 @@ class Pipeline(AsModule, ForCheckpoints):
         model: Model,
         *,
         example: Any = None,
-        schedule: Choice = "1f1b",
+        schedule: ScheduleChoice = "1f1b",
         microbatches: int | None = None,
         loss_fn: LossFn | None = None,
         ranks: int | None = None,
@@ -165,7 +158,23 @@ class Pipeline(AsModule, ForCheckpoints):
         _check(microbatches, stages_per_rank, mesh, seed, dynamic_shapes)
         _check_extras(report_stragglers, state_dict)
         _check_functions(loss_fn=loss_fn, prepare=prepare, on_preempt=on_preempt)
-        options = Options(
+        self._loss_fn = loss_fn
+        self._turn = Turn("this pipeline")
+        self._metrics = Metrics()
+        self._report = None if report_stragglers is None else StragglerReport(report_stragglers)
+        self._preemption = None if on_preempt is None else Preemption(on_preempt, self)
+        running = {
+            "loss_fn": loss_fn or of_output,
+            "dynamic_shapes": dynamic_shapes,
+            "args_chunk_spec": args_chunk_spec,
+            "kwargs_chunk_spec": kwargs_chunk_spec,
+            "output_merge_spec": output_merge_spec,
+            "target_chunk_spec": target_chunk_spec,
+        }
+        self._live: Built | None = build(
+            model,
+            None if example is None else arguments_of(example),
+            running,
             schedule=schedule,
             microbatches=microbatches,
             ranks=ranks,
@@ -178,32 +187,8 @@ class Pipeline(AsModule, ForCheckpoints):
             seed=seed,
             state_dict=state_dict,
             timeout=_timedelta(timeout),
-            running={
-                "loss_fn": loss_fn or of_output,
-                "dynamic_shapes": dynamic_shapes,
-                "args_chunk_spec": args_chunk_spec,
-                "kwargs_chunk_spec": kwargs_chunk_spec,
-                "output_merge_spec": output_merge_spec,
-                "target_chunk_spec": target_chunk_spec,
-            },
         )
-        self._loss_fn = loss_fn
-        self._turn = Turn("this pipeline")
-        self._metrics = Metrics()
-        self._report = None if report_stragglers is None else StragglerReport(report_stragglers)
-        self._preemption = None if on_preempt is None else Preemption(on_preempt, self)
-        self._live: Built | None = build(model, as_example(example), options)
         self._listen()
-
-    @property
-    def _built(self) -> Built:
-        if self._live is None:
-            raise UseError("this pipeline was closed; make a new one")
-        return self._live
-
-    @property
-    def _ranks(self) -> Ranks:
-        return self._built.ranks
 
     @property
     def plan(self) -> Plan:
@@ -216,23 +201,18 @@ class Pipeline(AsModule, ForCheckpoints):
         return self._built.table.boundaries
 
     @property
-    def device(self) -> torch.device:
-        """Where this process computes."""
-        return self._ranks.device
-
-    @property
     def is_first(self) -> bool:
         """Whether this process is the one to print, and to save what was gathered."""
         return 0 in self._ranks.own and self._ranks.is_first
 
     @property
     def replica(self) -> int:
-        """Which of the pipelines that train copies of the model this one is, from 0 up."""
-        return self._ranks.copy
+        """Which of the replicas of the pipeline this one is, from 0 up."""
+        return self._ranks.replica
 
     @property
     def replicas(self) -> int:
-        """How many pipelines train copies of the model, each on data of its own."""
+        """How many replicas of the pipeline there are, each on data of its own."""
         return self._ranks.replicas
 
     @property
@@ -285,9 +265,8 @@ class Pipeline(AsModule, ForCheckpoints):
         options |= {"grad_scale": scale}
         report = nullcontext() if self._report is None else self._report.step(self._built)
         with self._turn, report:
-            output, loss = run(
-                self._built, Schedule.step, (args, target, options), lists, return_outputs
-            )
+            step = self._built.schedule.step
+            output, loss = run(self._built, step, (args, target, options), lists, return_outputs)
         self._metrics.note((*args, *options.values()), loss)
         self._end_if_preempted()
         return (loss, output) if return_outputs else loss
@@ -318,7 +297,7 @@ class Pipeline(AsModule, ForCheckpoints):
         wanted = not compared if return_outputs is None else return_outputs
         batch, lists = (args, target, options), (losses, aux_losses)
         with self._turn, evaluating(self.stages.values()):
-            output, loss = run(self._built, Schedule.eval, batch, lists, wanted)
+            output, loss = run(self._built, self._built.schedule.eval, batch, lists, wanted)
         self._end_if_preempted()
         if not wanted:
             return loss
@@ -450,179 +429,12 @@ class Pipeline(AsModule, ForCheckpoints):
         """
         return self._metrics.read(self._built.schedule.steps, self.replicas, self.device)
 
-    def accumulate(self) -> AbstractContextManager[None]:
-        """Steps inside of ``with pipe.accumulate():`` are reduced together, at its end.
-
-        Without it, several steps add up their gradients just as well; what it saves is to average
-        them over the copies in each.
-        """
-        return self._built.schedule.accumulate()
-
     @contextmanager
     def trace(self) -> Iterator[Trace]:
         """Note what runs when inside of the block, on every rank; see :meth:`Schedule.trace`."""
         with self._built.schedule.trace() as trace:
             trace.work = self._built.table.work
             yield trace
-
-    def scaler(self, **options: Any) -> Scaler:
-        """A ``torch.amp.GradScaler`` with one verdict for all ranks; takes its options."""
-        return Scaler(self._ranks, **options)
-
-    def parameters(self) -> Iterator[nn.Parameter]:
-        """The parameters of this process."""
-        for _, parameter in self.named_parameters():
-            yield parameter
-
-    def named_parameters(self, *, recurse: bool = True) -> Iterator[tuple[str, nn.Parameter]]:
-        """The parameters of this process, with their names in the model.
-
-        A weight with several names has the one that the model lists first. Where ranks are
-        processes, a tied weight is in each that uses it.
-        """
-        seen: set[int | str] = set()
-        first = self._built.parts.first_names()
-        for _, name, parameter in self._built.parameters():
-            if id(parameter) not in seen:
-                known = first.get(name, name)
-                # Two stages here may have a copy each, if both are sharded.
-                known = name if known in seen else known
-                seen |= {id(parameter), known}
-                yield known, parameter
-
-    @plainly
-    def grad_norm(self, norm_type: float = 2.0) -> torch.Tensor:
-        """The norm of all gradients of the model, the same on every rank."""
-        if not (isinstance(norm_type, float) and norm_type == math.inf):
-            norm_type = require_number("norm_type", norm_type, least=0)
-        if not norm_type:
-            refuse("norm_type", "more than 0", norm_type)
-        with guarded(self._ranks.transport, "grad_norm()") as what:
-            self._built.schedule._runner.arrive(what)
-            return norm_of(self._built.counted(), self._ranks, norm_type, device=self.device)
-
-    @plainly
-    def clip_grad_norm_(
-        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
-    ) -> torch.Tensor:
-        """Clip the norm of all gradients like ``torch.nn.utils.clip_grad_norm_``; returns it."""
-        if not (isinstance(max_norm, float) and max_norm == math.inf):
-            max_norm = require_number("max_norm", max_norm, least=0)
-        require_flag("error_if_nonfinite", error_if_nonfinite)
-        norm = self.grad_norm(norm_type)
-        if error_if_nonfinite and not math.isfinite(norm):
-            raise LossError(
-                f"the norm of the gradients is {norm.item()}, so they cannot be clipped; leave out "
-                "this step, or pass error_if_nonfinite=False"
-            )
-        clip(self.parameters(), max_norm, norm)
-        return norm
-
-    @plainly
-    def state_dict(self, *, gathered: bool = False) -> dict[str, torch.Tensor]:
-        """The model's state under its own names.
-
-        Args:
-            gathered: by default each process has what it holds; if True, the first rank has all
-                of it, on the CPU, and the others nothing. All processes call it.
-        """
-        parts = self._built.parts
-        if require_flag("gathered", gathered):
-            with guarded(self._ranks.transport, "state_dict(gathered=True)") as what:
-                self._built.schedule._runner.arrive(what)
-                return state.gathered(parts, self._ranks)
-        return state.own(parts, with_rest=0 in self._ranks.own)
-
-    @plainly
-    def load_state_dict(
-        self,
-        state_dict: Mapping[str, torch.Tensor],
-        *,
-        strict: bool = True,
-        assign: Literal[False] = False,
-    ) -> None:
-        """Load a state of the whole model, or what this process needs of it."""
-        require_instance("state_dict", state_dict, Mapping, "a mapping from names to tensors")
-        require_flag("strict", strict)
-        state.load(self._built.parts, state_dict, strict=strict)
-
-    def save(
-        self,
-        folder: str | os.PathLike[str],
-        optimizer: Optimizer | Sequence[Optimizer] | None = None,
-        *,
-        scheduler: Any = None,
-        scaler: Any = None,
-        data: Any = None,
-        extra: Any = None,
-        keep: int | None = None,
-        async_save: bool = False,
-    ) -> Path:
-        """Save the model and its training into a folder of saves; returns the path of it.
-
-        Every rank calls it, and writes its own part. The save appears whole or not at all. It has
-        the step counter and the random number generators, too, and :meth:`load` takes it into any
-        other layout.
-
-        Args:
-            folder: where saves are; this one gets a number, and the step in its name.
-            optimizer: what trains the model, or a list of several.
-            scheduler: what sets learning rates, or a list of several.
-            scaler: a GradScaler.
-            data: what knows which batch comes next; saved on every rank that passes it.
-            extra: anything else: numbers, texts, tensors, and lists or dicts of these.
-            keep: how many saves to keep; by default all.
-            async_save: copy everything, and write it in the background. The next save waits for
-                that, and so does the end of the program; what goes wrong, the next save raises.
-
-        >>> import tempfile
-        >>> pipe = Pipeline([nn.Linear(2, 2), nn.Linear(2, 1)], microbatches=2, ranks=2)
-        >>> optimizer = torch.optim.AdamW(pipe.parameters())
-        >>> pipe.save(tempfile.mkdtemp(), optimizer, extra={"epoch": 3}).name
-        '000001-step-0'
-        """
-        training = Training.of(optimizer, scheduler, scaler, data, extra)
-        with self._turn:
-            held = state.holding(self._built)
-            return saving.save(held, folder, training, keep=keep, async_save=async_save)
-
-    def load(
-        self,
-        folder: str | os.PathLike[str],
-        optimizer: Optimizer | Sequence[Optimizer] | None = None,
-        *,
-        scheduler: Any = None,
-        scaler: Any = None,
-        data: Any = None,
-    ) -> Loaded:
-        """Load what :meth:`save` has written, in whatever layout; every rank calls it.
-
-        Each reads what it needs. If anything does not fit, every rank raises the same
-        :class:`CheckpointError`, and nothing is changed. Returns ``path``, ``step`` and ``extra``.
-
-        Args:
-            folder: a save, or a folder of saves, of which the latest one that is whole is taken.
-            optimizer: as in :meth:`save`, and so are the others; what is not passed stays.
-
-        >>> import tempfile
-        >>> pipe = Pipeline([nn.Linear(2, 2), nn.Linear(2, 1)], microbatches=2, ranks=2)
-        >>> pipe.load(pipe.save(tempfile.mkdtemp(), extra={"epoch": 3})).extra
-        {'epoch': 3}
-        """
-        training = Training.of(optimizer, scheduler, scaler, data)
-        with self._turn:
-            return loading.load(state.holding(self._built), folder, training)
-
-    def save_pretrained(
-        self, folder: str | os.PathLike[str], *, max_shard_bytes: int = 5 * 10**9
-    ) -> None:
-        """Write the model so that ``from_pretrained`` of transformers reads it.
-
-        Every rank calls it, and writes files with its own part; the first one writes the index,
-        and the config if the model has one.
-        """
-        with self._turn:
-            pretrained.save_pretrained(state.holding(self._built), folder, max_shard_bytes)
 
     @classmethod
     def from_pretrained(cls, source: Any, **options: Any) -> Self:
@@ -695,15 +507,6 @@ class Pipeline(AsModule, ForCheckpoints):
     def __reduce__(self) -> NoReturn:
         raise UseError(f"a pipeline belongs to its process, so {_NO_COPY}")
 
-    def _scale(self, scaler: torch.amp.GradScaler) -> float:
-        require_instance("scaler", scaler, torch.amp.GradScaler)
-        if not isinstance(scaler, Scaler) and not self._ranks.in_one_process:
-            raise MismatchError(
-                "this scaler looks at the gradients of its own process only, so that ranks might "
-                "disagree on a step; make it with pipe.scaler(…), which takes the same options"
-            )
-        return float(scaler.scale(torch.ones((), device=self.device)))
-
     def _listen(self) -> None:
         """Let every step ask whether it is the last."""
         if self._preemption is not None:
@@ -714,8 +517,8 @@ class Pipeline(AsModule, ForCheckpoints):
         preemption, ranks = self._preemption, self._ranks
         if preemption is None or preemption.ending:
             return
-        if ranks.beside(self._built.schedule._runner.preempted, "whether to end"):
-            preemption.end(self, lambda: ranks.anywhere(True, "the end of on_preempt"))
+        if ranks.in_any_pipeline(self._built.schedule._runner.preempted, "whether to end"):
+            preemption.end(self, lambda: ranks.on_any_rank(True, "the end of on_preempt"))
 
     def __repr__(self) -> str:
         if self._live is None:

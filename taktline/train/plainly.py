@@ -1,4 +1,4 @@
-"""Errors without the frames of this package, unless somebody wants to see them."""
+"""Leaves our own frames out of tracebacks, unless ``TAKTLINE_DEBUG=1``."""
 
 from __future__ import annotations
 
@@ -60,12 +60,10 @@ def _shorten(error: BaseException) -> None:
     context = error.__context__
     if context is not None and error.__cause__ is None and not _frames(context, _INSIDE):
         error.__suppress_context__ = True
-    frames = _frames(error, _OURS)
     rest: TracebackType | None = None
-    for frame in reversed(frames):
+    for frame in reversed(_frames(error, _OURS)):
         rest = TracebackType(rest, frame.tb_frame, frame.tb_lasti, frame.tb_lineno)
-    if frames:
-        error.__traceback__ = rest
+    error.__traceback__ = rest
 
 
 def _frames(error: BaseException, hidden: tuple[str, ...]) -> list[TracebackType]:

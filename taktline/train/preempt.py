@@ -1,4 +1,4 @@
-"""Preemption: SIGTERM on any rank, and all of them end after the step that is running."""
+"""Preemption: after SIGTERM on any rank, all ranks end with the running step."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Preemption:
         """Whether this process has got the signal."""
         return _signals.heard is not None
 
-    def end(self, pipe: object, meet: Callable[[], object]) -> NoReturn:
+    def end(self, pipe: object, wait: Callable[[], object]) -> NoReturn:
         """Call ``on_preempt``, wait until it has returned on every rank, and end the process."""
         self.ending = True
         try:
@@ -55,7 +55,7 @@ class Preemption:
             # Launchers end the other ranks as soon as one has ended. If they cannot meet any more,
             # or the pipeline was closed, there is nothing to wait for.
             with suppress(Exception):
-                meet()
+                wait()
             self.ending, _signals.heard = False, None
         raise SystemExit(PREEMPTED)
 

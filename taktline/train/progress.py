@@ -1,4 +1,4 @@
-"""A loader with a bar: how training goes, before your eyes."""
+"""A progress bar around a loader: loss, speed, bubble, memory."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol, TypeVar
 
 from taktline.runtime import Trace
+from taktline.text import size_text
 from taktline.train.metrics import Metrics
-from taktline.train.table import size_of
 
 __all__ = ["progress"]
 
@@ -60,7 +60,7 @@ def line(numbers: Mapping[str, float]) -> str:
         "tokens_per_s": lambda number: f"{number:,.0f} tokens/s",
         "rows_per_s": lambda number: f"{number:,.0f} rows/s",
         "bubble": lambda number: f"bubble {number:.0%}",
-        "peak_memory": lambda number: f"peak {size_of(number)}",
+        "peak_memory": lambda number: f"peak {size_text(number)}",
     }
     if "tokens_per_s" in numbers:
         texts.pop("rows_per_s")

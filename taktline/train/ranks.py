@@ -1,4 +1,4 @@
-"""The ranks of a pipeline as one process sees them: its own one, or all of them."""
+"""The ranks of a pipeline, and which of them live in this process."""
 
 from __future__ import annotations
 
@@ -17,17 +17,18 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
-from taktline.checks import require_whole
+from taktline.checks import launched, require_whole
+from taktline.device import gpu_for_each_process
 from taktline.errors import MismatchError, TransportError
-from taktline.plan.words import counted
+from taktline.text import counted
 from taktline.train.groups import Groups, end_unused
-from taktline.transport import Transport, find
+from taktline.transport import Transport, transport_of
 from taktline.transport.control import share_floats
 from taktline.transport.distributed import Distributed, timeout_of
 from taktline.transport.local import refuse_inside
 from taktline.transport.one_rank import Alone
 
-__all__ = ["Ranks", "meet"]
+__all__ = ["Ranks", "find_ranks"]
 
 PIPELINE = "pp"
 _DATA = ("dp", "ddp", "fsdp")
@@ -60,18 +61,18 @@ class Ranks:
         """The ranks in this process."""
         names = () if mesh is None else mesh.mesh_dim_names or ()
         self.data_dims = tuple(name for name in names if name.startswith(_DATA))
-        """The data-parallel dimensions of the mesh, where there are copies of a stage."""
+        """The data-parallel dimensions of the mesh, where stages have replicas."""
         self._others = [name for name in names if name != PIPELINE]
 
     @property
     def replicas(self) -> int:
-        """How many pipelines train copies of the model."""
+        """How many replicas of the pipeline there are, each with data of its own."""
         mesh = self.mesh
         return 1 if mesh is None else math.prod(mesh[name].size() for name in self.data_dims)
 
     @property
-    def copy(self) -> int:
-        """Which of these pipelines this one is."""
+    def replica(self) -> int:
+        """Which of the replicas this one is."""
         number = 0
         for dim in [] if self.mesh is None else [self.mesh[name] for name in self.data_dims]:
             number = number * dim.size() + dim.get_local_rank()
@@ -101,7 +102,7 @@ class Ranks:
     @property
     def transport(self) -> Transport:
         """How this process talks to the others of its pipeline."""
-        return Alone() if self.group is None else find(self.group, self.device)
+        return Alone() if self.group is None else transport_of(self.group, self.device)
 
     def gathered(self, numbers: Mapping[int, float], what: str) -> dict[int, float]:
         """The numbers of all processes of this pipeline, the same on each; no key comes twice."""
@@ -113,8 +114,8 @@ class Ranks:
             for key, number in zip(row[::2], row[1::2], strict=True)
         }
 
-    def mean_of_copies(self, loss: torch.Tensor) -> torch.Tensor:
-        """The mean of a loss over the pipelines that train copies of the model."""
+    def mean_of_replicas(self, loss: torch.Tensor) -> torch.Tensor:
+        """The mean of a loss over the replicas."""
         if self.replicas == 1 or self.mesh is None:
             return loss
         if loss.device.type != "cpu":  # there it is, without a wait for its value
@@ -128,11 +129,11 @@ class Ranks:
             mean = sum(numbers) / len(numbers)
         return torch.tensor(mean, dtype=loss.dtype, device="cpu")
 
-    def anywhere(self, flag: bool, what: str) -> bool:
-        """Whether it is so in any process of any copy."""
-        return self.beside(any(_shared(self.transport, float(flag), what)), what)
+    def on_any_rank(self, flag: bool, what: str) -> bool:
+        """Whether it is so in any process of any replica."""
+        return self.in_any_pipeline(any(_shared(self.transport, float(flag), what)), what)
 
-    def beside(self, flag: bool, what: str) -> bool:
+    def in_any_pipeline(self, flag: bool, what: str) -> bool:
         """Whether it is so in any pipeline of the mesh; all ranks of this one know of theirs."""
         for transport in self._along(self._others):
             flag = any(_shared(transport, float(flag), what))
@@ -142,12 +143,12 @@ class Ranks:
         """How this process talks along other dimensions of the mesh."""
         if self.mesh is None:
             return []
-        return [find(self.mesh[name].get_group(), self.device) for name in names]
+        return [transport_of(self.mesh[name].get_group(), self.device) for name in names]
 
     def __str__(self) -> str:
         where = "in one process" if self.in_one_process else "a process each"
-        copies = f", {self.replicas} copies" if self.replicas > 1 else ""
-        return f"{counted(self.size, 'rank')} ({where}{copies})"
+        replicas = f", {self.replicas} replicas" if self.replicas > 1 else ""
+        return f"{counted(self.size, 'rank')} ({where}{replicas})"
 
 
 def _shared(transport: Transport, number: float, what: str) -> list[float]:
@@ -155,7 +156,7 @@ def _shared(transport: Transport, number: float, what: str) -> list[float]:
     return [shared for (shared,) in share_floats(transport, [number], what)]
 
 
-def meet(
+def find_ranks(
     ranks: int | None,
     mesh: DeviceMesh | None,
     data_parallel: str | None,
@@ -261,8 +262,7 @@ def _world() -> int:
     """How many processes there are: those that have met, or that a launcher has started."""
     if dist.is_available() and dist.is_initialized():
         return dist.get_world_size()
-    launched = {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys()
-    return int(os.environ["WORLD_SIZE"]) if launched else 1
+    return int(os.environ["WORLD_SIZE"]) if launched() else 1
 
 
 def _device(mesh: DeviceMesh | None) -> torch.device:
@@ -271,8 +271,7 @@ def _device(mesh: DeviceMesh | None) -> torch.device:
         kind = mesh.device_type
     else:
         over_gloo = dist.is_initialized() and dist.get_backend() == "gloo"
-        here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-        kind = "cpu" if over_gloo or torch.cuda.device_count() < here else "cuda"
+        kind = "cpu" if over_gloo or not gpu_for_each_process() else "cuda"
     if kind == "cpu":
         return torch.device("cpu")
     local_rank = os.environ.get("LOCAL_RANK")
@@ -281,7 +280,7 @@ def _device(mesh: DeviceMesh | None) -> torch.device:
 
 
 def _mesh(ranks: int | None, data_parallel: str | None, device: torch.device) -> DeviceMesh:
-    """All processes: one pipeline, or as many copies of one as there is room for."""
+    """All processes: one pipeline, or as many replicas of one as there is room for."""
     world = dist.get_world_size()
     size = ranks or world
     if world % size or (size < world and data_parallel is None):
@@ -290,7 +289,7 @@ def _mesh(ranks: int | None, data_parallel: str | None, device: torch.device) ->
             "or leave out ranks"
             if world % size
             else f"ranks is {ranks} of {world} processes, so there is room for {world // size} "
-            'copies of the pipeline: say data_parallel="ddp" or "fsdp", or leave out ranks'
+            'replicas of the pipeline: say data_parallel="ddp" or "fsdp", or leave out ranks'
         )
     shape = (size, world // size) if data_parallel is not None else (size,)
     end_unused()

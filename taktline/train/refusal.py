@@ -1,4 +1,4 @@
-"""Why a model could not be cut: because of itself, of too many stages, or of how it is written."""
+"""Explains why a model could not be cut, and what would work."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from torch.func import functional_call
 from taktline import split
 from taktline.errors import PartitionError, TaktlineError, text_of
 from taktline.plan import Plan
-from taktline.plan.words import counted
 from taktline.split.named.by_names import as_call
+from taktline.text import counted
 
 __all__ = ["explained"]
 
@@ -20,7 +20,7 @@ __all__ = ["explained"]
 def explained(error: Exception, model: nn.Module, example: Any, plan: Plan | None) -> TaktlineError:
     """What to raise instead of an error in cutting a model.
 
-    ``plan`` tells how many stages there were to be, where the model itself decides where they are.
+    ``plan`` has the number of stages that were asked for, if the cuts were left to us.
     """
     name = type(model).__name__
     own = _own_error(model, example) if _is_from_the_model(error) else None

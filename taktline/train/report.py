@@ -1,4 +1,4 @@
-"""A look at every n-th step: which ranks are slow for their work."""
+"""Traces every n-th step, and logs which ranks were slow in it."""
 
 from __future__ import annotations
 
@@ -41,6 +41,6 @@ class StragglerReport:
     def _tell(self, built: Built, number: int) -> None:
         work, ranks = built.table.work, built.ranks
         judged = list(self._timelines) if work is None else [self._timelines[-1]]
-        where = f"replica {ranks.copy}, " if ranks.replicas > 1 else ""
+        where = f"replica {ranks.replica}, " if ranks.replicas > 1 else ""
         for straggler in stragglers(judged, work=work):
             _log.warning("%sstep %d: %s", where, number, straggler)

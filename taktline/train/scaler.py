@@ -1,4 +1,4 @@
-"""A GradScaler for all ranks: if one has found an infinite gradient, all leave the step out."""
+"""A GradScaler for all ranks: if one finds an infinite gradient, all skip the step."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["Scaler"]
 
 
 class Scaler(torch.amp.GradScaler):
-    """What :meth:`taktline.Pipeline.scaler` gives; used as any other one.
+    """What :meth:`taktline.Pipeline.scaler` returns; used like any other.
 
     >>> Scaler(Ranks(1, device=torch.device("cpu")), init_scale=4.0).get_scale()
     4.0
@@ -33,7 +33,7 @@ class Scaler(torch.amp.GradScaler):
         found = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
         here = any(bool(flag) for flag in found.values())
         anywhere = torch.full_like(
-            found_inf, float(self._ranks.anywhere(here, "a GradScaler's step"))
+            found_inf, float(self._ranks.on_any_rank(here, "a GradScaler's step"))
         )
         # A rank without gradients has a say, too: it must not go on where the others do not.
         return {device: anywhere.to(device) for device in (*found, found_inf.device)}

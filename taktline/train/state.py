@@ -10,13 +10,20 @@ from math import prod
 import torch
 import torch.distributed as dist
 
-from taktline.checkpoint.holding import Held, Holding, Together, state_of, weight
+from taktline.checkpoint.holding import (
+    Held,
+    Holding,
+    Together,
+    foremost,
+    priority_of,
+    state_of,
+)
 from taktline.checks import read
 from taktline.errors import MismatchError, TransportError
 from taktline.meta import DTYPES, name_of
-from taktline.plan.words import counted
 from taktline.sharding import is_sharded
 from taktline.stage.ties import declared
+from taktline.text import counted
 from taktline.train.build import Built
 from taktline.train.model_stages import Parts
 from taktline.train.ranks import Ranks
@@ -31,11 +38,11 @@ _LARGE = 8 << 30
 
 def holding(built: Built) -> Holding:
     """What this process has of the model, to be saved or loaded."""
-    parts, ranks, schedule = built.parts, built.ranks, built.schedule
+    parts, ranks = built.parts, built.ranks
     first = parts.first_names()
     return Holding(
         [
-            Held(first.get(name, name), value, weight(value, stage))
+            Held(first.get(name, name), value, priority_of(value, stage))
             for stage, module in parts.modules.items()
             for name, value in ((parts.name(stage, n), v) for n, v in state_of(module).items())
         ],
@@ -44,33 +51,26 @@ def holding(built: Built) -> Holding:
         parts.names,
         parts.rest,
         Together(ranks.everyone),
-        schedule._runner._random,
+        built.schedule,
         ranks.device,
-        schedule._runner.arrive,
-        lambda: schedule.steps,
-        lambda step: setattr(schedule, "steps", step),
     )
 
 
 def own(parts: Parts, *, with_rest: bool) -> dict[str, torch.Tensor]:
     """What this process holds, in the model's order; the tensors themselves."""
-    held = {name: value.detach() for name, (value, _) in _held(parts).items()}
+    held = {name: each.tensor.detach() for name, each in _held(parts).items()}
     held |= {name: held[known] for name, known in parts.aliases.items() if known in held}
     if with_rest:
         held |= parts.rest
     return {name: held[name] for name in (*parts.names, *held) if name in held}
 
 
-def _held(parts: Parts) -> dict[str, tuple[torch.Tensor, int]]:
-    """What this process holds, and how much each counts among others of its name."""
-    held: dict[str, tuple[torch.Tensor, int]] = {}
-    for stage, module in parts.modules.items():
-        for name, value in state_of(module).items():
-            counts = weight(value, stage)
-            known = held.get(parts.name(stage, name))
-            if known is None or known[1] < counts:
-                held[parts.name(stage, name)] = value, counts
-    return held
+def _held(parts: Parts) -> dict[str, Held]:
+    return foremost(
+        Held(parts.name(stage, name), value, priority_of(value, stage))
+        for stage, module in parts.modules.items()
+        for name, value in state_of(module).items()
+    )
 
 
 def gathered(parts: Parts, ranks: Ranks) -> dict[str, torch.Tensor]:
@@ -85,9 +85,9 @@ def gathered(parts: Parts, ranks: Ranks) -> dict[str, torch.Tensor]:
     if ranks.group is None:
         _say_size(sum(value.nbytes for value in mine.values()))
         return {name: _snapshot(value) for name, value in mine.items()}
-    counts = {name: count for name, (_, count) in _held(parts).items()}
+    priorities = {name: each.priority for name, each in _held(parts).items()}
     kinds = [
-        (name, list(value.shape), name_of(value.dtype), counts.get(name, -1))
+        (name, list(value.shape), name_of(value.dtype), priorities.get(name, -1))
         for name, value in mine.items()
     ]
     told = share_texts(ranks.transport, json.dumps(kinds), "state_dict(gathered=True)")
@@ -100,21 +100,21 @@ def gathered(parts: Parts, ranks: Ranks) -> dict[str, torch.Tensor]:
     sent = (prod(shape) * kind.itemsize for kinds in coming for _, shape, kind, _ in kinds)
     _say_size(sum(value.nbytes for value in mine.values()) + sum(sent))
     for rank, kinds in enumerate(coming, 1):
-        for name, shape, kind, count in kinds:
+        for name, shape, kind, priority in kinds:
             value = torch.empty(shape, dtype=kind, device=ranks.device)
             dist.recv(value, group=ranks.group, group_src=rank)
-            if name not in state or counts.get(name, count) < count:
-                state[name], counts[name] = value.cpu(), count
+            if name not in state or priorities.get(name, priority) < priority:
+                state[name], priorities[name] = value.cpu(), priority
     return {name: state[name] for name in (*parts.names, *state) if name in state}
 
 
 def _kinds(text: str, rank: int) -> list[tuple[str, list[int], torch.dtype, int]]:
-    """The name, shape, type and weight of each tensor that a rank sends."""
+    """The name, shape, type and priority of each tensor that a rank sends."""
     kinds = read(text, [(str, [int], str, int)], what=f"the state of rank {rank}")
     for name, shape, dtype, _ in kinds:
         if dtype not in DTYPES or min(shape, default=0) < 0:
             raise TransportError(f"rank {rank} has no tensor {name} of {dtype}{shape}")
-    return [(name, shape, DTYPES[dtype], count) for name, shape, dtype, count in kinds]
+    return [(name, shape, DTYPES[dtype], priority) for name, shape, dtype, priority in kinds]
 
 
 def _say_size(size: int) -> None:

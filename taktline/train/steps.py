@@ -1,19 +1,20 @@
-"""Steps and evaluations of the ranks of this process."""
+"""Runs a step or an evaluation on the ranks of this process."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, Literal, TypeAlias, TypeVar
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
+from taktline import pytree
 from taktline.checks import require_instance, require_one_of
 from taktline.errors import BatchError, StageError
 from taktline.runtime.schedule import Schedule
+from taktline.split.traced.trace import in_mode
 from taktline.train.build import Built
 from taktline.train.outputs import shared_output
 
@@ -22,10 +23,10 @@ __all__ = ["OPTIONS", "Outputs", "evaluating", "run"]
 T = TypeVar("T")
 
 OPTIONS = frozenset(inspect.signature(Schedule.step).parameters)
-"""Keywords that are none of the model's."""
+"""Keywords of a step that are not passed to the model."""
 
 Outputs: TypeAlias = bool | Literal["last"]
-"""Whether outputs are given on every rank, or only where they come into being."""
+"""Whether to return outputs: on every rank, on none, or on that of the last stage."""
 
 Lists: TypeAlias = tuple[list[torch.Tensor] | None, list[torch.Tensor] | None]
 """To be filled: the losses of micro-batches, and what was added to them."""
@@ -49,7 +50,6 @@ def run(
     found: list[list[torch.Tensor] | None] = [None if wanted is None else [] for wanted in lists]
     try:
         output = verb(
-            built.schedule,
             *args,
             target=target,
             losses=found[0],
@@ -69,7 +69,7 @@ def run(
     if return_outputs is True:
         output = shared_output(output, ranks, built.plan.placement.rank_of[-1])
     loss = built.schedule.loss
-    return output, None if loss is None else ranks.mean_of_copies(loss)
+    return output, None if loss is None else ranks.mean_of_replicas(loss)
 
 
 def _on_device(values: T, device: torch.device) -> T:
@@ -87,13 +87,7 @@ def _on_device(values: T, device: torch.device) -> T:
 @contextmanager
 def evaluating(modules: Iterable[nn.Module]) -> Iterator[None]:
     """Inside, modules are in evaluation mode; then each as it was."""
-    modes = {module: {inner: inner.training for inner in module.modules()} for module in modules}
-    try:
-        for module in modes:
-            module.eval()
+    with ExitStack() as stack:
+        for module in modules:
+            stack.enter_context(in_mode(module, training=False))
         yield
-    finally:
-        for module, inner in modes.items():
-            module.train(inner[module])
-            for part, mode in inner.items():
-                part.training = mode

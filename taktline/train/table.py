@@ -1,4 +1,4 @@
-"""What runs where, for people: the text of a pipeline."""
+"""The printed table of a pipeline: what runs where, and what it needs."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ from torch import nn
 from taktline.checks import read
 from taktline.plan import Costs, Plan, Timeline, peak_memory, simulate
 from taktline.stage.names import named_parameters
+from taktline.text import size_text, table
 from taktline.train.boundaries import Boundaries
-from taktline.train.measure import Needs, measure
+from taktline.train.measure import StageNeeds, measure
 from taktline.transport import Transport
 from taktline.transport.control import share_texts
 
-__all__ = ["Row", "Table", "size_of"]
+__all__ = ["Row", "Table"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,10 +30,10 @@ class Row:
     stage: int
     layers: str
     parameters: int
-    needs: Needs | None
+    needs: StageNeeds | None
 
     @classmethod
-    def of(cls, stage: int, module: nn.Module, needs: Needs | None) -> Row:
+    def of(cls, stage: int, module: nn.Module, needs: StageNeeds | None) -> Row:
         """The row of a module."""
         parameters = named_parameters(module)
         count = sum({id(p): p.numel() for p in parameters.values()}.values())
@@ -117,7 +118,7 @@ class Table:
             for place, stage in enumerate(plan.placement.stages_of(rank)):
                 row = self._rows[stage]
                 sends = (
-                    "" if stage == plan.stages - 1 or not row.needs else size_of(row.needs.sends)
+                    "" if stage == plan.stages - 1 or not row.needs else size_text(row.needs.sends)
                 )
                 lines.append(
                     [
@@ -126,8 +127,8 @@ class Table:
                         row.layers,
                         f"{row.parameters:,}",
                         sends,
-                        size_of(row.needs.keeps) if row.needs else "",
-                        "" if place else size_of(peaks[rank]) if known else f"{peaks[rank]:g}",
+                        size_text(row.needs.keeps) if row.needs else "",
+                        "" if place else size_text(peaks[rank]) if known else f"{peaks[rank]:g}",
                     ]
                 )
         bubble = self.predicted().bubble()
@@ -137,7 +138,9 @@ class Table:
             if known
             else "peak: activations in flight"
         )
-        return f"{_aligned(lines)}\npredicted bubble: {bubble:.1%} ({basis}); {memory}"
+        return (
+            f"{table(lines, left=['layers'])}\npredicted bubble: {bubble:.1%} ({basis}); {memory}"
+        )
 
 
 def _relative(numbers: Sequence[float]) -> tuple[float, ...]:
@@ -174,30 +177,3 @@ def _run(place: int, layer: tuple[str, int | None]) -> tuple[str, int | None]:
     """The same for layers that follow each other in one list."""
     path, number = layer
     return path, None if number is None else number - place
-
-
-def size_of(count: float) -> str:
-    """Bytes for people.
-
-    >>> size_of(1536), size_of(12)
-    ('1.5 KiB', '12 B')
-    """
-    units = ("B", "KiB", "MiB", "GiB", "TiB")
-    power = 0
-    while count >= 1024 and power < len(units) - 1:
-        count, power = count / 1024, power + 1
-    return f"{count:.1f} {units[power]}" if power else f"{count:g} B"
-
-
-def _aligned(lines: Sequence[Sequence[str]]) -> str:
-    """Columns side by side: texts to the left, numbers to the right; empty ones left out."""
-    columns = [column for column in zip(*lines, strict=True) if any(column[1:])]
-    widths = [max(map(len, column)) for column in columns]
-    left = {"layers"}
-    return "\n".join(
-        "  ".join(
-            cell.ljust(width) if column[0] in left else cell.rjust(width)
-            for cell, width, column in zip(cells, widths, columns, strict=True)
-        ).rstrip()
-        for cells in zip(*columns, strict=True)
-    )

@@ -1,4 +1,4 @@
-"""What the modules of a model give in forwards, and the gradients that reach it in backwards."""
+"""Records the outputs of modules in a forward, and the gradients that reach these outputs."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
-__all__ = ["Call", "Entry", "Tape"]
+from taktline import pytree
+
+__all__ = ["ModuleOutput", "Noted", "Tape"]
 
 
-class Call(NamedTuple):
-    """One tensor of what a module gave: of its n-th call in a forward, the k-th of its output."""
+class ModuleOutput(NamedTuple):
+    """One output tensor of a module: of its n-th call in a forward, the k-th tensor."""
 
     module: str
     call: int
@@ -24,7 +25,7 @@ class Call(NamedTuple):
 
 
 @dataclass(slots=True)
-class Entry:
+class Noted:
     """A tensor, and the gradient that has reached it."""
 
     value: torch.Tensor
@@ -33,13 +34,13 @@ class Entry:
 
 @dataclass
 class Tape:
-    """What was noted, forward by forward, in the order in which modules have ended."""
+    """The records, forward by forward, in the order in which modules return."""
 
-    forwards: list[dict[Call, Entry]] = field(default_factory=list)
+    forwards: list[dict[ModuleOutput, Noted]] = field(default_factory=list)
 
     @contextmanager
     def noting(self, root: nn.Module, modules: Mapping[str, nn.Module]) -> Iterator[None]:
-        """Inside, what these modules give in each call of ``root``; not where they run again."""
+        """Inside, record outputs of modules in each call of ``root``; not in recomputation."""
         inside, counts = [False], Counter[str]()
 
         def begin(*_: Any) -> None:
@@ -72,13 +73,13 @@ class Tape:
         tensors = [leaf for leaf in pytree.tree_leaves(output) if type(leaf) is torch.Tensor]
         for place, tensor in enumerate(tensors):
             # A copy: what comes next may change it in place.
-            entry = Entry(tensor.detach().clone())
-            self.forwards[-1][Call(name, call, place)] = entry
+            entry = Noted(tensor.detach().clone())
+            self.forwards[-1][ModuleOutput(name, call, place)] = entry
             if tensor.requires_grad:
                 tensor.register_hook(_keeper(entry))
 
 
-def _keeper(entry: Entry) -> Callable[[torch.Tensor], None]:
+def _keeper(entry: Noted) -> Callable[[torch.Tensor], None]:
     def keep(gradient: torch.Tensor) -> None:
         if entry.gradient is None:  # the halves of a backward may both come by
             entry.gradient = gradient.detach().clone()

@@ -1,105 +1,32 @@
-"""One step beside the plain model: the first tensor that differs."""
+"""Compares one step with the plain model, and reports the first tensor that differs."""
 
 from __future__ import annotations
 
 import copy
 import json
-import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass
-from functools import partial
-from itertools import accumulate
-from typing import Any, TypeAlias
+from dataclasses import asdict
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
-from torch.utils import _pytree as pytree
 
 from taktline.checks import read, require_instance
 from taktline.errors import UseError
 from taktline.plan import Kind
-from taktline.runtime.schedule import LossFn, Schedule
 from taktline.runtime.watchdog import guarded
-from taktline.side_values import collect_losses
 from taktline.stage.names import named_buffers, named_modules, named_parameters
 from taktline.train import state
 from taktline.train.build import Built
+from taktline.train.comparison import Comparison, Difference, Expected, Verification, cloned
 from taktline.train.outputs import shared
-from taktline.train.steps import OPTIONS, run
-from taktline.train.tape import Call, Entry, Tape
+from taktline.train.steps import run
+from taktline.train.tape import Tape
 from taktline.transport.control import share_texts
 
-__all__ = ["Difference", "Verification", "verify"]
-
-_TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-4}
-_COARSE = 3e-2
-"""For types with fewer digits."""
-_ENDLESS = sys.float_info.max
-"""For an error that is no number, or infinite."""
-_FORWARD, _LOSS, _BACKWARD, _GRADIENT = range(4)
-_Take: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
-_WORDS = ("forward", "loss", "backward", "gradient")
-
-
-@dataclass(frozen=True, slots=True)
-class Difference:
-    """Where a pipeline and the plain model part."""
-
-    phase: int
-    place: int
-    """In the order in which the plain model computes."""
-    microbatch: int
-    """-1: all of them together."""
-    stage: int
-    name: str
-    """Of a module, or of a parameter."""
-    error: float
-    """The largest difference, relative to the largest value."""
-    advice: str = ""
-
-    @property
-    def within(self) -> str:
-        """Forward or backward; or in the loss, or a parameter's gradient."""
-        return _WORDS[self.phase]
-
-    def order(self) -> tuple[int, int, int]:
-        """Sorts them as the plain model computes."""
-        return self.phase, self.place, self.microbatch
-
-    def __str__(self) -> str:
-        where = [f"stage {self.stage}"]
-        where += [f"micro-batch {self.microbatch}"] * (self.microbatch >= 0)
-        what = {
-            _FORWARD: f"the output of {self.name or 'the model'}",
-            _LOSS: "the loss",
-            _BACKWARD: f"the gradient of the output of {self.name or 'the model'}",
-            _GRADIENT: f"the gradient of the parameter {self.name}",
-        }[self.phase]
-        advice = f"; {self.advice}" if self.advice else ""
-        much = "is not finite" if self.error == _ENDLESS else f"differs by {self.error:.1e}"
-        return f"{', '.join(where)}, {self.within}: {what} {much}{advice}"
-
-
-@dataclass(frozen=True, slots=True)
-class Verification:
-    """What :meth:`taktline.Pipeline.verify` has found; true if nothing differs."""
-
-    compared: int
-    """So many tensors on all ranks."""
-    difference: Difference | None
-
-    def __bool__(self) -> bool:
-        return self.difference is None
-
-    def __str__(self) -> str:
-        if self.difference is None:
-            return f"equal to the plain model: {self.compared:,} tensors"
-        return str(self.difference)
-
-    def __repr__(self) -> str:
-        return f"Verification({self})"
+__all__ = ["verify"]
 
 
 def verify(
@@ -112,7 +39,7 @@ def verify(
     mesh = built.ranks.mesh
     if mesh is not None and mesh.ndim > 1:
         raise UseError(
-            "verify() compares one pipeline by itself; make one without copies and tensor "
+            "verify() compares one pipeline by itself; make one without replicas and tensor "
             "parallelism, which has the same stages"
         )
     with guarded(built.ranks.transport, "verify()") as what:
@@ -121,158 +48,19 @@ def verify(
     with _unchanged(built), ExitStack() as stack:
         for module in (plain, *built.parts.modules.values()):
             stack.enter_context(_without_dropout(module))
-        expected = _Expected(plain, built.running["loss_fn"], batch)
+        expected = Expected(plain, built.running["loss_fn"], batch)
         tapes = {stage: Tape() for stage in built.parts.modules}
         for stage, module in built.parts.modules.items():
             same = _same_modules(built, stage, plain)
             stack.enter_context(tapes[stage].noting(module, same))
-        _, loss = run(built, Schedule.step, _cloned(batch), (None, None), False)
-        found = _Comparison(expected, tolerance)
+        _, loss = run(built, built.schedule.step, cloned(batch), (None, None), False)
+        found = Comparison(expected, tolerance)
         for stage, tape in tapes.items():
             found.forwards(stage, tape.forwards, _order(built, stage, len(tape.forwards)))
         found.loss(built.plan.stages - 1, loss)
         for stage, name, parameter in built.parameters():
             found.parameter(stage, name, parameter)
     return _together(built, found)
-
-
-class _Expected:
-    """A step of the plain model on the whole batch."""
-
-    def __init__(self, model: nn.Module, loss_fn: LossFn, batch: Any) -> None:
-        modules = named_modules(model)
-        tape, again = Tape(), Tape()
-        with tape.noting(model, modules):
-            self.loss = _loss(model, loss_fn, batch)
-        self.loss.backward()
-        with again.noting(model, modules), torch.no_grad():
-            _loss(model, loss_fn, batch)
-        (self.entries,), (other,) = tape.forwards, again.forwards
-        self.places = {call: place for place, call in enumerate(self.entries)}
-        self.random = {
-            call
-            for call, entry in self.entries.items()
-            if call not in other or not torch.equal(entry.value, other[call].value)
-        }
-        named = list(model.named_parameters(remove_duplicate=False))
-        self.parameters = {name: (place, p.grad) for place, (name, p) in enumerate(named)}
-        gradients = [p.grad for _, p in named if p.grad is not None]
-        self.largest = max((float(g.abs().max()) for g in gradients if g.numel()), default=0.0)
-
-
-def _loss(model: nn.Module, loss_fn: LossFn, batch: Any) -> torch.Tensor:
-    args, target, options = _cloned(batch)
-    keywords = {name: value for name, value in options.items() if name not in OPTIONS}
-    with collect_losses() as added:
-        output = model(*args, **keywords)
-        loss = loss_fn(output, target, **options.get("loss_kwargs") or {})
-    return loss + sum(added)
-
-
-class _Comparison:
-    """The first difference on this process."""
-
-    def __init__(self, expected: _Expected, tolerance: float | None) -> None:
-        self._expected = expected
-        self._tolerance = tolerance
-        self.first: Difference | None = None
-        self.compared = 0
-
-    def forwards(
-        self, stage: int, forwards: Sequence[Mapping[Call, Entry]], order: Sequence[int]
-    ) -> None:
-        """All that the modules of a stage gave, with the gradients that reached it."""
-        by_part = dict(sorted(zip(order, forwards, strict=True)))
-        for call, whole in self._expected.entries.items():
-            parts = {m: forward[call] for m, forward in by_part.items() if call in forward}
-            rows = _rows(whole.value, [entry.value for entry in parts.values()])
-            for (microbatch, entry), take in zip(parts.items(), rows, strict=False):
-                self._call(call, stage, microbatch, entry, whole, take)
-
-    def _call(
-        self, call: Call, stage: int, microbatch: int, entry: Entry, whole: Entry, take: _Take
-    ) -> None:
-        place, last = self._expected.places[call], len(self._expected.places)
-        where = (microbatch, stage, call.module)
-        advice = _RANDOM if call in self._expected.random else ""
-        self._compare(_FORWARD, (place, *where), entry.value, take(whole.value), advice)
-        # What is not cut has a gradient from every micro-batch; the parameters see their sum.
-        if whole.gradient is None or take(whole.value).shape == whole.value.shape:
-            return
-        expected = take(whole.gradient)
-        found = torch.zeros_like(expected) if entry.gradient is None else entry.gradient
-        self._compare(_BACKWARD, (last - place, *where), found, expected, "")
-
-    def loss(self, stage: int, loss: torch.Tensor | None) -> None:
-        """The loss of the step."""
-        if loss is not None:
-            where = (0, -1, stage, "")
-            self._compare(_LOSS, where, loss.detach(), self._expected.loss.detach(), _MEAN)
-
-    def parameter(self, stage: int, name: str, parameter: nn.Parameter) -> None:
-        """The sum of a parameter's gradients over the micro-batches."""
-        if name not in self._expected.parameters or not parameter.requires_grad:
-            return
-        place, expected = self._expected.parameters[name]
-        zeros = torch.zeros_like(parameter)
-        where = (-place, -1, stage, name)
-        found = zeros if parameter.grad is None else parameter.grad
-        wanted = zeros if expected is None else expected
-        self._compare(_GRADIENT, where, found, wanted, "", 1e-3 * self._expected.largest)
-
-    def _compare(
-        self,
-        phase: int,
-        where: tuple[int, int, int, str],
-        found: torch.Tensor,
-        expected: torch.Tensor,
-        advice: str,
-        floor: float = 0.0,
-    ) -> None:
-        self.compared += 1
-        if found.dtype == expected.dtype and torch.equal(found, expected):
-            return
-        limit = self._tolerance or _TOLERANCE.get(expected.dtype, _COARSE)
-        found, expected = found.double(), expected.double()
-        scale = max(float(expected.abs().max()) if expected.numel() else 0.0, floor, 1e-12)
-        error = float((found - expected).abs().max()) / scale if expected.numel() else 0.0
-        if not error <= limit:
-            self._note(phase, *where, min(error, _ENDLESS) if error == error else _ENDLESS, advice)
-
-    def _note(self, *values: Any) -> None:
-        difference = Difference(*values)
-        if self.first is None or difference.order() < self.first.order():
-            self.first = difference
-
-
-_RANDOM = (
-    "the plain model itself returns another value each time: it is random, or it remembers calls"
-)
-_MEAN = (
-    "the mean of loss_fn over micro-batches is not its value for the batch: make it a mean over "
-    "rows, or pass loss_weights"
-)
-
-
-def _rows(whole: torch.Tensor, parts: Sequence[torch.Tensor]) -> Iterator[_Take]:
-    """What takes each micro-batch's part of a tensor of the batch; nothing if there is no such."""
-    if all(part.shape == whole.shape for part in parts):
-        yield from (_all for _ in parts)
-        return
-    if any(part.dim() != whole.dim() for part in parts):
-        return
-    cut = {d for part in parts for d in range(whole.dim()) if part.shape[d] != whole.shape[d]}
-    if len(cut) != 1:
-        return
-    (dim,) = cut
-    sizes = [part.shape[dim] for part in parts]
-    if sum(sizes) == whole.shape[dim]:
-        for start, size in zip(accumulate(sizes, initial=0), sizes, strict=False):
-            yield partial(torch.narrow, dim=dim, start=start, length=size)
-
-
-def _all(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
 
 
 def _copy_of(model: nn.Module, built: Built) -> nn.Module:
@@ -364,12 +152,7 @@ def _without_dropout(module: nn.Module) -> Iterator[None]:
             drop.train()
 
 
-def _cloned(batch: Any) -> Any:
-    """A batch that may be changed in place."""
-    return pytree.tree_map_only(torch.Tensor, torch.clone, batch)
-
-
-def _together(built: Built, found: _Comparison) -> Verification:
+def _together(built: Built, found: Comparison) -> Verification:
     """What all ranks have found, on each of them."""
     first = None if found.first is None else asdict(found.first)
     mine = {"compared": found.compared, "first": [] if first is None else [first]}

@@ -1,4 +1,4 @@
-"""Stages of a process made ready: on their device, and in what averages their gradients."""
+"""Wraps stages in DDP or FSDP2."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def _sharded(module: nn.Module, ranks: Ranks) -> nn.Module:
 
     assert ranks.mesh is not None  # see wrapped
     mesh = ranks.mesh[ranks.data_dims]
-    # The modules of a traced piece hold parameters, and are never called.
+    # The modules of a traced stage hold parameters, and are never called.
     lists = [] if isinstance(module, StageModule) else list(module.modules())
     for layers in lists:
         if isinstance(layers, nn.ModuleList):

@@ -11,17 +11,19 @@ from taktline.transport.containers import register_container
 from taktline.transport.distributed import Distributed
 from taktline.transport.one_rank import Alone
 
-__all__ = ["Channel", "Handle", "Post", "Transport", "find", "local", "register_container"]
+__all__ = ["Channel", "Handle", "Post", "Transport", "local", "register_container", "transport_of"]
 
 
-def find(group: dist.ProcessGroup | None = None, device: torch.device | None = None) -> Transport:
+def transport_of(
+    group: dist.ProcessGroup | None = None, device: torch.device | None = None
+) -> Transport:
     """The transport of this rank: the local one inside ``local.run``, else that of the group.
 
     Args:
         group: the ranks; all of them by default.
         device: where the tensors are; on the CPU by default.
 
-    >>> find().size
+    >>> transport_of().size
     1
     """
     here = local.current()

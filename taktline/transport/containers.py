@@ -18,8 +18,8 @@ from dataclasses import is_dataclass
 from typing import Any, TypeVar
 
 import torch
-from torch.utils import _pytree as pytree
 
+from taktline import pytree
 from taktline.errors import SignatureError
 from taktline.meta import DTYPES, name_of
 

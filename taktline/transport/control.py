@@ -14,7 +14,7 @@ from taktline.checks import Either, read
 from taktline.errors import JsonError, TaktlineError, TransportError, text_of
 from taktline.transport.base import Transport
 
-__all__ = ["share_error", "share_floats", "share_texts"]
+__all__ = ["as_floats", "as_integers", "share_error", "share_floats", "share_texts"]
 
 _MOST = 1 << 16
 """As many characters of an error are shared; the rank that raised it has all of them."""
@@ -36,9 +36,22 @@ def share_floats(
     >>> share_floats(Alone(), [0.1, float("inf")], "an example")
     [(0.1, inf)]
     """
-    bits = struct.unpack(f"<{len(numbers)}q", struct.pack(f"<{len(numbers)}d", *numbers))
-    rows = transport.exchange(bits, what, ragged=ragged)
-    return [struct.unpack(f"<{len(row)}d", struct.pack(f"<{len(row)}q", *row)) for row in rows]
+    rows = transport.exchange(as_integers(numbers), what, ragged=ragged)
+    return [as_floats(row) for row in rows]
+
+
+def as_integers(numbers: Sequence[float]) -> tuple[int, ...]:
+    """The bits of floats, as whole numbers that can be exchanged.
+
+    >>> as_floats(as_integers([0.1, float("inf")]))
+    (0.1, inf)
+    """
+    return struct.unpack(f"<{len(numbers)}q", struct.pack(f"<{len(numbers)}d", *numbers))
+
+
+def as_floats(bits: Sequence[int]) -> tuple[float, ...]:
+    """The floats that have these bits."""
+    return struct.unpack(f"<{len(bits)}d", struct.pack(f"<{len(bits)}q", *bits))
 
 
 def share_texts(transport: Transport, text: str, what: str = "an exchange of texts") -> list[str]:

@@ -32,11 +32,12 @@ from taktline.transport.lifetime import planes
 from taktline.transport.meeting import Meeting, Message
 from taktline.transport.news import News
 from taktline.transport.peers import Peers, close_sockets
-from taktline.transport.verdict import Cause, Verdict
+from taktline.transport.verdict import OUTSIDE, Cause, Verdict
 
 __all__ = ["Member", "Plane", "Watched"]
 
-TICK_SECONDS = 0.25
+TICK_SECONDS, HURRY_SECONDS = 0.25, 0.05
+"""How often steps are looked at, and how often while one of them is to be left."""
 BEAT_SECONDS = 2 * TICK_SECONDS
 GRACE_SECONDS = 0.1
 """How long what is under way may still arrive once a process is lost: a program may just end."""
@@ -73,10 +74,6 @@ class Watched(Protocol):
         """Look at it; called some times a second."""
         ...
 
-    def signalled(self, signals: bytes) -> None:
-        """Hear of signals, by their numbers."""
-        ...
-
 
 class Plane:
     """The sockets of this process to all others of the job, and the thread that minds them."""
@@ -103,7 +100,7 @@ class Plane:
         self._arrived = threading.Condition(self._lock)
         self._outgoing: list[tuple[Message, Collection[int], threading.Event]] = []
         self._selector = selectors.DefaultSelector()
-        self._wake_end, self.wake_fd = _pipe()
+        self._wake_end, self._wake_fd = _pipe()
         self._closing = self._forgotten = False
         self._selector.register(self._wake_end, selectors.EVENT_READ, self._woken)
         self._peers = Peers(meeting, self._selector, self)
@@ -225,13 +222,13 @@ class Plane:
     def wake(self) -> None:
         """Let the thread look at once."""
         with suppress(OSError):
-            os.write(self.wake_fd, b"\0")
+            os.write(self._wake_fd, b"\0")
 
     def raised(self, error: BaseException) -> None:
         """An error has ended this program."""
         text = f"{type(error).__name__}: {text_of(error, 2000)}"
         if any(member.verdict is None for member in self._all()):
-            self.announce(Verdict(Cause.RAISED, self.process, text, "outside of a step"))
+            self.announce(Verdict(Cause.RAISED, self.process, text, OUTSIDE))
 
     def _send(self, message: Message, processes: Collection[int]) -> threading.Event:
         done = threading.Event()
@@ -246,20 +243,20 @@ class Plane:
     # What follows runs on the thread.
 
     def _run(self) -> None:
-        tick = beat = 0.0
+        looked = beat = 0.0
         while not self._closing:
             now = time.monotonic()
-            if tick and now > tick + _LAPSE_SECONDS:
-                # This process was stopped itself: first hear what the others have said since.
-                tick = now + TICK_SECONDS
-            if now >= tick:
-                tick = now + TICK_SECONDS
+            pause = HURRY_SECONDS if self._hurries() else TICK_SECONDS
+            if looked and now > looked + pause + _LAPSE_SECONDS:
+                looked = now  # this process was stopped itself: first hear what was said since
+            elif now >= looked + pause:
+                looked = now
                 self._tick()
             if now >= beat:
                 beat = now + BEAT_SECONDS
                 self._beat()
             self._peers.look()
-            due = [tick, self._peers.due, *(at for at, *_ in self._due)]
+            due = [looked + pause, self._peers.due, *(at for at, *_ in self._due)]
             for key, _ in self._selector.select(max(0.0, min(due) - time.monotonic())):
                 key.data(key.fileobj)
             self._flush()
@@ -268,7 +265,10 @@ class Plane:
         if self._forgotten:
             self._meeting.forget()
         os.close(self._wake_end)
-        os.close(self.wake_fd)
+        os.close(self._wake_fd)
+
+    def _hurries(self) -> bool:
+        return bool(self.watched) and any(member.verdict is not None for member in self._all())
 
     def _tick(self) -> None:
         for each in self.watched:
@@ -298,11 +298,7 @@ class Plane:
             done.set()
 
     def _woken(self, end: int) -> None:
-        data = os.read(end, 4096)
-        # What Python writes there is the number of a signal that the main thread may be deaf to.
-        if any(data):
-            for each in self.watched:
-                each.signalled(data)
+        os.read(end, 4096)
 
     def greet(self, process: int) -> list[Message]:
         """What a process is told that has just connected: whatever the others know."""

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
-from functools import partial
 from typing import Any, Protocol, TypeAlias
 from weakref import WeakKeyDictionary, ref
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore
+from torch._C._distributed_c10d import PrefixStore, Store
 
 from taktline.errors import (
     LostRankError,
@@ -21,14 +20,12 @@ from taktline.errors import (
     TransportError,
     text_of,
 )
-from taktline.transport import gloo
 from taktline.transport.base import Channel, Handle, Post
 from taktline.transport.control_plane import Member, Plane
 from taktline.transport.frames import agreed, framed
-from taktline.transport.lanes import Lane, by_size, lanes_between
-from taktline.transport.rendezvous import Rendezvous
+from taktline.transport.lanes import Lane, lanes_between
 from taktline.transport.sockets import PeerFailure, Sockets
-from taktline.transport.verdict import Cause, Verdict
+from taktline.transport.verdict import OUTSIDE, Cause, Verdict
 
 __all__ = ["Distributed"]
 
@@ -64,10 +61,9 @@ class _Link(Protocol):
 class Distributed:
     """The ranks of a process group, over connections of their own.
 
-    Numbers go over sockets, tensors over links. On gloo a pair of ranks has one link, on which a
-    channel is a tag: not one of all ranks, since gloo's threads can wait for each other for ever if
-    one of several connections ends. Small tensors take lanes beside it. On nccl, where one
-    communicator serves both directions of a pair in one order, each channel has a link of its own.
+    Numbers go over sockets. So do tensors on the CPU, where two ranks have a lane for each kind of
+    data. On nccl each channel has a communicator of its own, since one serves both directions of a
+    pair in one order.
 
     They are not those of the group: when a rank is lost, ours are broken, so that nobody waits for
     it, and the program's groups stay as they are.
@@ -78,7 +74,7 @@ class Distributed:
         group: dist.ProcessGroup,
         device: torch.device = _CPU,
         *,
-        group_per_channel: bool | None = None,
+        lanes: bool | None = None,
     ) -> None:
         self.rank = group.rank()
         self.size = group.size()
@@ -91,13 +87,11 @@ class Distributed:
         # Weak, so that a group that the program has dropped is not kept by what is known of it.
         self._weak_group = ref(group)
         self._backend = _backend(group, device)
-        self._group_per_channel = (
-            self._backend != "gloo" if group_per_channel is None else group_per_channel
-        )
-        self._links: dict[Hashable, _Link] = {}
-        self._lanes: dict[Hashable, Sequence[Lane]] = {}
-        """What carries small messages beside a link of gloo."""
-        self._gloo_sockets: gloo.Sockets = {}
+        self._has_lanes = self._backend == "gloo" if lanes is None else lanes
+        self._lanes: dict[tuple[int, ...], Sequence[Lane]] = {}
+        """By the two ranks."""
+        self._links: dict[Channel, _Link] = {}
+        """Where there are no lanes."""
         self._sockets: Sockets | None = None
         self._generation = 0
         """How often links were made; the same on every rank."""
@@ -128,7 +122,15 @@ class Distributed:
         """Let go of the links."""
         if self.plane is not None:
             self.plane.leave(self._member)
-        self._sockets, self._links, self._lanes, self._gloo_sockets = None, {}, {}, {}
+        self._let_go()
+
+    def _let_go(self) -> None:
+        for lane in self._all_lanes():
+            lane.shut()  # which ends its threads
+        self._sockets, self._links, self._lanes = None, {}, {}
+
+    def _all_lanes(self) -> list[Lane]:
+        return [lane for lanes in list(self._lanes.values()) for lane in lanes]
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -151,6 +153,8 @@ class Distributed:
     def raised(self, error: BaseException, where: str = "") -> None:
         """Tell the others that this rank leaves them behind, unless they have a reason already."""
         if self.verdict is not None:
+            if self._sockets is not None:
+                self._sockets.shut()  # who still exchanges numbers must not wait for this rank
             return
         text = f"{type(error).__name__}: {text_of(error, 4000)}".removesuffix(": ")
         fields = None
@@ -188,10 +192,6 @@ class Distributed:
         self.entangle(error)
         return error
 
-    def interrupt(self) -> None:
-        """End what this rank waits for; called from another thread."""
-        gloo.shut(self._gloo_sockets)
-
     def reconnect(self) -> None:
         """Make new links, on every rank; what was under way is lost."""
         if self.plane is not None:
@@ -200,25 +200,34 @@ class Distributed:
             self.plane.leave(self._member)
             self._member = Member(self.processes, self._leave)
             self.plane.join(self._member, again_at=self._place)
-        self._sockets, self._links, self._lanes, self._gloo_sockets = None, {}, {}, {}
+        self._let_go()
         self.exchange([], "reconnect()")
 
     def _leave(self, verdict: Verdict) -> None:
         """End every wait for these ranks; on the plane's thread."""
-        if self._sockets is not None:
+        if self._sockets is not None and not self._still_exchanges(verdict):
             self._sockets.shut()
-        for lanes in self._lanes.values():
-            for lane in lanes:
-                lane.shut()
-        gloo.shut(self._gloo_sockets)
+        for lane in self._all_lanes():
+            lane.shut()
         for link in self._links.values():
             abort = getattr(link, "abort", None)
             if self._backend == "nccl" and abort is not None:
                 abort()
 
+    def _still_exchanges(self, verdict: Verdict) -> bool:
+        """Whether numbers are exchanged as far as they come: the rank has sent all of its own.
+
+        It may have ended by an error that all ranks are just agreeing on. If an exchange needs more
+        of it, the end of its sockets says so.
+        """
+        others = {*self.processes} - {self.processes[self.rank]}
+        return verdict.where == OUTSIDE and verdict.process in others
+
     def _met(self) -> Sockets:
         """The sockets to the other ranks, which all ranks make together."""
-        if self.verdict is not None:
+        if self.verdict is not None and not (
+            self._sockets is not None and self._still_exchanges(self.verdict)
+        ):
             raise self._error(self.verdict)
         if self._sockets is None:
             assert self.plane is not None  # there are other ranks
@@ -250,95 +259,65 @@ class Distributed:
         return self._error(self.verdict)
 
     def open(self, channels: Sequence[Channel]) -> None:
-        """Make the links of this rank's channels that are not there yet."""
+        """Connect the channels of this rank that are not connected yet."""
         if self.size > 1:
             self._met()
         for channel in channels:
-            key = self._key(channel)
-            if self.rank in (channel.sender, channel.receiver) and key not in self._links:
-                self._links[key] = self._connect(channel, key)
-                if self._group_per_channel:
-                    self._greet(channel)
+            if self.rank not in (channel.sender, channel.receiver):
+                continue
+            ends = _ends(channel)
+            if self._has_lanes and ends not in self._lanes:
+                self._lanes[ends] = self._lanes_between(ends)
+            elif not self._has_lanes and channel not in self._links:
+                self._links[channel] = self._connect(channel)
+                self._greet(channel)
 
-    def _key(self, channel: Channel) -> tuple[object, ...]:
-        """By which the link of a channel is known."""
-        ends = sorted((channel.sender, channel.receiver))
-        return channel if self._group_per_channel else tuple(ends)
+    def _lanes_between(self, ends: tuple[int, ...]) -> Sequence[Lane]:
+        """The lanes between this rank and another one, made by both."""
+        assert self.plane is not None
+        peer = sum(ends) - self.rank
+        what = f"messages between rank {self.rank} and rank {peer}"
+        return lanes_between(
+            self.plane,
+            self._member,
+            [self.processes[end] for end in ends],
+            f"{self._place}/{ends}/{self._generation}",
+            self.timeout.total_seconds(),
+            lambda timed_out: self.first_cause(peer, what, timed_out=timed_out),
+        )
 
-    def _connect(self, channel: Channel, key: object) -> _Link:
+    def _connect(self, channel: Channel) -> _Link:
         """A link, which only its two ends take part in making.
 
         Not ``new_group``: that is for all ranks of the program at once or, made by its members
         alone, is named after how many groups a member is in, which differs along a pipeline.
         """
-        make = {"gloo": self._made_by_gloo, "nccl": self._made_by_nccl}.get(self._backend)
+        make = {"gloo": _made_by_gloo, "nccl": _made_by_nccl}.get(self._backend)
         if make is None:
             raise TransportError(
                 f"there are channels for gloo and nccl, but none for {self._backend!r} yet"
             )
         if self.verdict is not None:
             raise self._error(self.verdict)
-        ends = sorted((channel.sender, channel.receiver))
+        ends = _ends(channel)
+        store = PrefixStore(f"{channel}/{self._generation}", self._store)
         try:
-            return make(f"{key}/{self._generation}", ends)
+            return make(store, ends.index(self.rank), self.timeout)
         except RuntimeError as error:
             peer = sum(ends) - self.rank
             raise self._failed(error, peer, "connecting") from error
 
-    def _made_by_gloo(self, name: str, ends: list[int]) -> Any:
-        assert self.plane is not None
-        processes = [self.processes[end] for end in ends]
-        place, seconds = f"{self._place}/{name}", self.timeout.total_seconds()
-        store = Rendezvous(self.plane, self._member, processes, place, seconds)
-        rank = ends.index(self.rank)
-        make = partial(dist.ProcessGroupGloo, store, rank, len(ends), self.timeout)
-        try:
-            link, found = gloo.made_by(make, 1)
-        except RuntimeError as error:
-            if store.missing:
-                raise self._incomplete(store.missing) from error
-            raise
-        self._gloo_sockets |= found
-        gloo.calm_gloo()
-        if not self._group_per_channel:
-            self._lanes[tuple(ends)] = self._lanes_between(place, ends)
-        return link
-
-    def _lanes_between(self, place: str, ends: list[int]) -> Sequence[Lane]:
-        """The lanes between this rank and another one, made by both."""
-        assert self.plane is not None
-        processes, peer = [self.processes[end] for end in ends], sum(ends) - self.rank
-        seconds = self.timeout.total_seconds()
-        what = f"messages between rank {self.rank} and rank {peer}"
-        return lanes_between(
-            self.plane,
-            self._member,
-            processes,
-            f"{place}/lanes",
-            seconds,
-            lambda timed_out: self.first_cause(peer, what, timed_out=timed_out),
-        )
-
-    def _made_by_nccl(self, name: str, ends: list[int]) -> Any:
-        options = dist.ProcessGroupNCCL.Options()
-        options._timeout = self.timeout
-        store = PrefixStore(name, self._store)
-        return dist.ProcessGroupNCCL(store, ends.index(self.rank), len(ends), options)
-
     def sender(self, channel: Channel, *, eager: bool = False) -> Post:
         """What sends a buffer without waiting."""
-        group, peer, tag = self._route(channel, channel.receiver)
-        # The group's own method: torch.distributed.isend takes twice the time of a small message.
-        large = self._poster(group.send, channel, channel.receiver, peer, tag)
-        lanes = self._lanes.get(self._key(channel))
-        return large if lanes is None else by_size(lanes[tag].send, large)
+        if lanes := self._lanes.get(_ends(channel)):
+            return lanes[channel.gradients].send
+        return self._poster(self._link(channel).send, channel, channel.receiver)
 
     def receiver(self, channel: Channel) -> Post:
         """What receives into a buffer without waiting."""
-        group, peer, tag = self._route(channel, channel.sender)
-        large = self._poster(group.recv, channel, channel.sender, peer, tag)
-        lanes = self._lanes.get(self._key(channel))
-        return large if lanes is None else by_size(lanes[tag].receive, large)
+        if lanes := self._lanes.get(_ends(channel)):
+            return lanes[channel.gradients].receive
+        return self._poster(self._link(channel).recv, channel, channel.sender)
 
     def exchange(
         self, numbers: Sequence[int], what: str = "an exchange", *, ragged: bool = False
@@ -360,30 +339,28 @@ class Distributed:
         post = self.sender(channel) if channel.sender == self.rank else self.receiver(channel)
         post(byte).wait()
 
-    def _route(self, channel: Channel, peer: int) -> tuple[_Link, int, int]:
-        link = self._links.get(self._key(channel))
-        if link is None:
+    def _link(self, channel: Channel) -> _Link:
+        if channel not in self._links:
             raise TransportError(f"{channel}: rank {self.rank} has not opened this channel")
-        return link, int(peer == max(channel.sender, channel.receiver)), int(channel.gradients)
+        return self._links[channel]
 
     def _poster(
         self,
         post: Callable[[list[torch.Tensor], int, int], dist.Work | None],
-        what: object,
+        channel: Channel,
         peer: int,
-        address: int,
-        tag: int,
     ) -> Post:
-        """What sends or receives buffers; ``address`` is the peer's rank on the link."""
+        """What sends or receives buffers on a link."""
+        address = _ends(channel).index(peer)
 
         def posted(buffer: torch.Tensor) -> Handle:
             try:
-                work = post([buffer], address, tag)
+                work = post([buffer], address, 0)
             except RuntimeError as error:
-                raise self._failed(error, peer, what) from error
+                raise self._failed(error, peer, channel) from error
             if work is None:
                 raise TransportError("the link took a message without giving a handle for it")
-            return _Message(work, what, peer, self._failed)
+            return _Message(work, channel, peer, self._failed)
 
         return posted
 
@@ -420,6 +397,22 @@ class Distributed:
         verdict = self.verdict
         assert verdict is not None  # this rank is one of those whom it concerns
         return self._error(verdict)
+
+
+def _ends(channel: Channel) -> tuple[int, ...]:
+    """The two ranks of a channel, the lower one first."""
+    return tuple(sorted((channel.sender, channel.receiver)))
+
+
+def _made_by_nccl(store: Store, rank: int, timeout: timedelta) -> Any:
+    options = dist.ProcessGroupNCCL.Options()
+    options._timeout = timeout
+    return dist.ProcessGroupNCCL(store, rank, 2, options)
+
+
+def _made_by_gloo(store: Store, rank: int, timeout: timedelta) -> Any:
+    """As by nccl, for whoever has no GPU to try that on."""
+    return dist.ProcessGroupGloo(store, rank, 2, timeout)
 
 
 def _backend(group: dist.ProcessGroup, device: torch.device) -> str:

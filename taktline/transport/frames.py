@@ -16,7 +16,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from taktline.errors import MismatchError, TransportError
-from taktline.plan.words import by_rank
+from taktline.text import by_rank
 
 __all__ = ["Frame", "agreed", "framed"]
 

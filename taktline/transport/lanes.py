@@ -1,8 +1,9 @@
-"""Small messages between two ranks, over plain sockets.
+"""Messages between two ranks on the CPU, over plain sockets.
 
-For a message of some kilobytes gloo's way is long: a thread of its own is woken at each end, and
-wakes the caller. Here the caller writes and reads itself. The kernel takes what is sent, as far as
-it has room; a thread sees to the rest, so that no sender waits for a receiver that is busy.
+Not over gloo: a wait in it cannot be left, it may forget a message when a connection ends, and for
+each message it wakes a thread, which wakes the caller. Here the caller writes and reads itself.
+The kernel takes what is sent, as far as it has room; a thread sees to the rest, so that no sender
+waits for a receiver that is busy. A thread also reads large messages while their receiver computes.
 
 A lane carries one kind of data, both ways: what waits on one holds up no other.
 """
@@ -22,33 +23,19 @@ from weakref import finalize
 import torch
 
 from taktline.errors import TaktlineError
-from taktline.transport.base import Handle, Post
+from taktline.transport.base import Handle
 from taktline.transport.connect import Door, call, events
 from taktline.transport.control_plane import Member, Plane
 
-__all__ = ["Lane", "by_size", "lanes_between"]
+__all__ = ["Lane", "lanes_between"]
 
-_MOST = 1 << 16
+_SMALL = 1 << 16
 """So many bytes a small message has at most; the kernel has room for dozens of them."""
 _KINDS = (0, 1)
 """Activations and gradients, by their tags."""
 
 Lost: TypeAlias = Callable[[bool], TaktlineError]
 """What to raise if the other rank cannot be talked to, or (True) does not answer in time."""
-
-
-def by_size(small: Post, large: Post) -> Post:
-    """What posts small buffers one way, and large ones another; both ends know their sizes.
-
-    >>> post = by_size(lambda buffer: "on a lane", lambda buffer: "by gloo")
-    >>> post(torch.empty(16)), post(torch.empty(1 << 16))
-    ('on a lane', 'by gloo')
-    """
-
-    def posted(buffer: torch.Tensor) -> Handle:
-        return small(buffer) if buffer.nbytes <= _MOST else large(buffer)
-
-    return posted
 
 
 class Lane:
@@ -60,7 +47,8 @@ class Lane:
         self._lost = lost
         self._posted: deque[_Arriving] = deque()
         self._rest: deque[_Leaving] = deque()
-        self._lock = threading.Lock()
+        self._writing, self._reading = threading.Lock(), threading.Lock()
+        self._reads_ahead = False
         self._arrivals = select.poll()
         self._arrivals.register(connection, select.POLLIN)
         finalize(self, connection.close)
@@ -68,7 +56,7 @@ class Lane:
     def send(self, buffer: torch.Tensor) -> Handle:
         """Send a buffer (bytes on the CPU)."""
         data = buffer.numpy().data
-        with self._lock:
+        with self._writing:
             if not self._rest:
                 try:
                     sent = self._write(data)
@@ -86,26 +74,50 @@ class Lane:
     def receive(self, buffer: torch.Tensor) -> Handle:
         """Receive into a buffer, after those that were posted before."""
         arriving = _Arriving(self, buffer.numpy().data)
-        self._posted.append(arriving)
+        with self._reading:
+            self._posted.append(arriving)
+            if buffer.nbytes > _SMALL and not self._reads_ahead:
+                self._reads_ahead = True
+                threading.Thread(target=self._read_ahead, name="taktline lane", daemon=True).start()
         return arriving
 
     def read(self, wanted: _Arriving) -> None:
         """Wait until a message is here."""
-        while wanted.left:
-            first = self._posted[0]
-            try:
-                count = self._socket.recv_into(first.left)
-            except BlockingIOError:
-                if not events(self._arrivals, self._seconds):
-                    raise self._lost(True) from None
-                continue
-            except OSError as error:
-                raise self._lost(False) from error
-            if not count:
-                raise self._lost(False)
-            first.left = first.left[count:]
-            if not first.left:
-                self._posted.popleft()
+        with self._reading:
+            while wanted.left:
+                try:
+                    self._read()
+                except BlockingIOError:
+                    if not events(self._arrivals, self._seconds):
+                        raise self._lost(True) from None
+                except OSError as error:
+                    raise self._lost(False) from error
+
+    def _read(self) -> None:
+        """Take what has arrived."""
+        first = self._posted[0]
+        count = self._socket.recv_into(first.left)
+        if not count:
+            raise ConnectionResetError("the connection has ended")
+        first.left = first.left[count:]
+        if not first.left:
+            self._posted.popleft()
+
+    def _read_ahead(self) -> None:
+        """Read while the rank computes; on a thread that ends when nothing is awaited."""
+        arrivals = select.poll()
+        arrivals.register(self._socket, select.POLLIN)
+        while self._reads_ahead:
+            arrivals.poll()
+            with self._reading:
+                try:
+                    if self._posted:
+                        self._read()
+                except BlockingIOError:
+                    pass
+                except OSError:  # who waits for it sees that, too
+                    self._reads_ahead = False
+                self._reads_ahead &= bool(self._posted)
 
     def flush(self, leaving: _Leaving) -> None:
         """Wait until a message is out."""
@@ -131,7 +143,7 @@ class Lane:
         room.register(self._socket, select.POLLOUT)
         while self._rest:
             room.poll()
-            with self._lock:
+            with self._writing:
                 if not self._rest:
                     return  # another thread has begun before this one has ended
                 first = self._rest[0]

@@ -24,7 +24,7 @@ import torch
 
 from taktline.checks import require_callable, require_flag, require_whole
 from taktline.errors import DeadlockError, TransportError
-from taktline.plan.words import counted
+from taktline.text import counted
 from taktline.transport import threads
 from taktline.transport.base import Channel, Handle, Post
 from taktline.transport.frames import Frame, agreed

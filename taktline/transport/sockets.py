@@ -90,6 +90,13 @@ class Sockets:
 
     def exchange(self, mine: bytes) -> list[Frame]:
         """The frames of all ranks; each gives its own."""
+        try:
+            return self._exchange(mine)
+        except PeerFailure:
+            self.shut()  # so that nobody waits for what this rank cannot pass on
+            raise
+
+    def _exchange(self, mine: bytes) -> list[Frame]:
         rank, size = self._rank, self._size
         frames = {rank: mine}
         if size <= _FEW:

@@ -16,7 +16,10 @@ from taktline.errors import (
     TaktlineError,
 )
 
-__all__ = ["Cause", "Verdict"]
+__all__ = ["OUTSIDE", "Cause", "Verdict"]
+
+OUTSIDE = "outside of a step"
+"""Where a rank was that had ended every exchange it took part in."""
 
 
 class Cause(StrEnum):
@@ -74,8 +77,9 @@ class Verdict:
             text = f"{who} has not answered in time{doing}"
             return StallError(f"{text}\n{self.text}" if self.text else text, peer=self.process)
         if self.cause == Cause.RAISED:
-            text = f"{who} has raised {self.text}{doing}, and left the others behind"
-            return LostRankError(text, peer=self.process)
+            kind, _, story = self.text.partition(": ")
+            text = f"{who} has raised {kind}{doing}, and left the others behind"
+            return LostRankError(f"{text}: {story}" if story else text, peer=self.process)
         if self.cause == Cause.CUT:
             text = f"the connection of {self.text} to {who} was reset{doing}, though both live"
             text += "; call reconnect() of the pipeline on every rank, and go on"

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import taktline as tl
-from taktline.checkpoint.manifest import MANIFEST, _checksum
+from taktline.checkpoint.manifest import MANIFEST, sealed
 from taktline.errors import CheckpointError
 from tests.checkpoint.training import DropLM, Training, mesh_of, pipeline
 from tests.train.models import loss_fn
@@ -37,7 +37,7 @@ def edited(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
     """Change a manifest so that its checksum is right."""
     content = json.loads((path / MANIFEST).read_text())["content"]
     change(content)
-    (path / MANIFEST).write_text(json.dumps({"crc32": _checksum(content), "content": content}))
+    (path / MANIFEST).write_text(sealed(content))
 
 
 def refused(path: Path, text: str, training: Training | None = None) -> None:
@@ -60,7 +60,7 @@ def flip(file: Path, at: int) -> None:
 
 def test_a_damaged_file(copied: Path) -> None:
     flip(copied / "rank-00000.safetensors", -1)
-    refused(copied, "rank-00000.safetensors is damaged: the checksum of ")
+    refused(copied, "rank-00000.safetensors is damaged, somewhere in bytes 0 to 65,536, where ")
 
 
 def test_a_damaged_header(copied: Path) -> None:
@@ -90,10 +90,21 @@ def test_a_file_that_is_cut_off_or_missing(copied: Path) -> None:
 
 
 def test_a_file_outside_of_the_folder(copied: Path) -> None:
-    size = (copied / "rank-00000.safetensors").stat().st_size
     outside = f"../{copied.name}/rank-00000.safetensors"
-    edited(copied, lambda content: content["files"].update({outside: size}))
+
+    def moved(content: dict[str, Any]) -> None:
+        content["files"] = {outside: content["files"].popitem()[1]}
+
+    edited(copied, moved)
     refused(copied, "rank-00000.safetensors is missing")
+
+
+def test_a_file_that_the_manifest_does_not_list(copied: Path) -> None:
+    def moved(content: dict[str, Any]) -> None:
+        content["tensors"]["model/embed.weight"]["pieces"][0]["file"] = "../other"
+
+    edited(copied, moved)
+    refused(copied, "model/embed.weight is in '../other', which the manifest does not list")
 
 
 def test_a_newer_version(copied: Path) -> None:
@@ -155,9 +166,10 @@ def test_what_was_not_saved(tmp_path: Path) -> None:
         pipe.load(saved, training.optimizer)
     with pytest.raises(CheckpointError, match=r"was saved without data=…"):
         pipe.load(saved, data=training.data)
-    with pytest.raises(
-        CheckpointError, match="has the state of 0 schedulers, and here there are 2"
-    ):
+    with pytest.raises(CheckpointError, match=r"was saved without scheduler=…"):
+        pipe.load(saved, scheduler=training.schedulers)
+    saved = pipe.save(tmp_path, scheduler=training.schedulers[:1])
+    with pytest.raises(CheckpointError, match="the state of 1 scheduler, and here there are 2"):
         pipe.load(saved, scheduler=training.schedulers)
 
 
@@ -167,7 +179,7 @@ def test_what_cannot_be_saved(tmp_path: Path) -> None:
         CheckpointError, match=r"extra\.f is <built-in.*without pickle.*has no save"
     ):
         pipe.save(tmp_path, extra={"f": print})
-    with pytest.raises(CheckpointError, match="that is not in this pipeline; make it with pipe"):
+    with pytest.raises(CheckpointError, match="that is not in this model; make it with pipe"):
         pipe.save(tmp_path, torch.optim.SGD(nn.Linear(2, 2).parameters()))
     with pytest.raises(tl.TaktlineError, match="data must be an object with state_dict"):
         pipe.save(tmp_path, data=[1])

@@ -86,9 +86,7 @@ def test_a_full_disk(tmp_path: Path) -> None:
 
 def test_a_read_only_folder(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(
-        CheckpointError, match=r"runs cannot be read: Not a directory; .* has no save"
-    ):
+    with pytest.raises(CheckpointError, match=r"cannot save to .*runs: Not a directory"):
         pipeline(2, ranks=2).save(tmp_path / "file" / "runs")
 
 
@@ -111,7 +109,7 @@ def test_a_full_disk_in_the_background(tmp_path: Path, caplog: pytest.LogCapture
     saved = training.save(tmp_path)
     with full_disk():
         training.save(tmp_path, async_save=True)
-        background._running[tmp_path].thread.join()
+        background._running[tmp_path, 0].thread.join()
     assert "a save in the background was not made: cannot write" in caplog.text
     with pytest.raises(CheckpointError, match=f"File too large.*as it was: {saved}"):
         training.save(tmp_path)
@@ -126,7 +124,7 @@ def on_one_rank(rank: int, group: Any, runs: str, asynchronous: bool) -> str:
     try:
         with full_disk() if rank == 1 else nullcontext():
             training.save(runs, async_save=asynchronous)
-            background._running[Path(runs)].thread.join()
+            background._running[Path(runs), rank].thread.join()
         training.save(runs)
     except tl.TaktlineError as error:
         if isinstance(error, CheckpointError):
@@ -143,3 +141,40 @@ def test_a_full_disk_of_one_rank(workers: Workers, tmp_path: Path, asynchronous:
     assert told[0].startswith("CheckpointError: rank 1: cannot write ")
     assert told[0].endswith(f"as it was: {tmp_path / '000001-step-0'}")
     assert names(tmp_path) == ["000001-step-0"]
+
+
+def in_the_beginning(rank: int, group: Any, runs: str) -> str:
+    """The last of two ranks has something that cannot be saved."""
+    pipe: Any = pipeline(2, mesh=mesh_of(group, None), timeout=20)
+    optimizer = torch.optim.SGD((torch.nn.Linear(2, 2) if rank else pipe).parameters())
+    with pytest.raises(CheckpointError) as caught:
+        pipe.save(runs, optimizer)
+    return str(caught.value)
+
+
+@pytest.mark.processes
+def test_nothing_is_left_of_a_save_that_does_not_begin(workers: Workers, tmp_path: Path) -> None:
+    told = workers.run(in_the_beginning, str(tmp_path))
+    assert told[0] == told[1]
+    assert told[0].startswith("rank 1: the optimizer has a parameter of shape [2, 2] that is not")
+    assert names(tmp_path) == []
+
+
+def apart(rank: int, group: Any, runs: str, asynchronous: bool) -> str:
+    """Each rank has a folder of its own."""
+    pipe = pipeline(2, mesh=mesh_of(group, None), timeout=20)
+    with pytest.raises(CheckpointError) as caught:
+        pipe.save(f"{runs}/{rank}", async_save=asynchronous)
+    return str(caught.value).partition(";")[0]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_folder_that_ranks_do_not_share(
+    workers: Workers, tmp_path: Path, asynchronous: bool
+) -> None:
+    told = workers.run(apart, str(tmp_path), asynchronous)
+    assert told[0] == told[1]
+    text = "1/.000001-step-0.saving is not there, which rank 0 has made"
+    assert told[0] == f"rank 1: {tmp_path}/{text}"
+    assert names(tmp_path / "0") == []

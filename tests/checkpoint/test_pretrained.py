@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 
 import taktline as tl
 from taktline.errors import CheckpointError, StateError
+from tests.checkpoint.test_folder import full_disk
 from tests.checkpoint.training import mesh_of
 from tests.workers import Workers
 
@@ -104,3 +106,19 @@ def test_processes(workers: Workers, tmp_path: Path, shape: Any, way: str | None
     read: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "again")
     for name, value in read.state_dict().items():
         assert torch.equal(value, model.state_dict()[name])
+
+
+def on_a_full_disk(rank: int, group: Any, folder: str) -> str:
+    """The first rank cannot write, while others wait for its shards of the next tensor."""
+    options: Any = {"cuts": CUTS, "microbatches": 2, "data_parallel": "fsdp", "timeout": 20}
+    pipe = tl.Pipeline(llama(), mesh=mesh_of(group, (2, 2)), **options)
+    with full_disk() if rank == 0 else nullcontext(), pytest.raises(CheckpointError) as caught:
+        pipe.save_pretrained(folder)
+    assert pipe.grad_norm() >= 0, "the next call works"
+    return str(caught.value)
+
+
+@pytest.mark.processes
+def test_a_full_disk(workers: Workers, tmp_path: Path) -> None:
+    told = workers.run(on_a_full_disk, str(tmp_path), ranks=4)
+    assert told == [f"rank 0: cannot write {tmp_path}: File too large"] * 4

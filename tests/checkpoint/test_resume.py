@@ -86,6 +86,24 @@ def test_processes_go_on_to_the_last_bit(
     assert workers.run(resumed, str(tmp_path), schedule, stages, seed) == first
 
 
+def resumed_in_shards(rank: int, group: Any, folder: str) -> list[float]:
+    mesh = mesh_of(group, (2, 2))
+    training = Training(pipeline(4, "zbv", dropout=0.0, mesh=mesh, data_parallel="fsdp"))
+    if checkpoint.latest(folder) is not None:
+        training.load(folder)
+    else:
+        training.run(2)
+        training.save(folder)
+    return training.run(2)
+
+
+@pytest.mark.processes
+def test_two_copies_of_a_tied_weight_in_one_process(workers: Workers, tmp_path: Path) -> None:
+    """FSDP makes two parameters of it, one for each stage, and each has a state of its own."""
+    first = workers.run(resumed_in_shards, str(tmp_path), ranks=4)
+    assert workers.run(resumed_in_shards, str(tmp_path), ranks=4) == first
+
+
 def moved(rank: int, group: Any, folder: str, schedule: str, stages: int, shape: Any, way: Any):
     """Some steps in one layout, from the latest save on."""
     mesh = mesh_of(group, shape)

@@ -29,7 +29,7 @@ from taktline.plan import (
     write,
     write_timeline,
 )
-from taktline.plan.render.text import grid
+from taktline.render.text import grid
 
 
 @pytest.fixture
@@ -47,6 +47,13 @@ def ok(*words: str) -> str:
     result = run(*words)
     assert result.exit_code == 0, result.output
     return result.stdout
+
+
+def completed(*words: str) -> list[str]:
+    """What bash offers for the last of these words."""
+    asked = {"COMP_WORDS": " ".join(("taktline", *words)), "COMP_CWORD": str(len(words))}
+    environment = asked | {"_TAKTLINE_COMPLETE": "complete_bash"}
+    return CliRunner().invoke(app, [], prog_name="taktline", env=environment).output.split()
 
 
 class TestPlan:
@@ -189,7 +196,8 @@ class TestShow:
         lines = ok("show", "1f1b", *self.NUMBERS).splitlines()
         assert lines[0] == "1f1b: makespan 33, bubble 27.3%, peak memory 4"
         assert [line[:8] for line in lines[1:5]] == [f"rank {rank} │" for rank in range(4)]
-        assert lines[-1].startswith("F forward  B backward")
+        assert lines[-2].startswith("F forward  B backward")
+        assert lines[-1].startswith("memory: the most activations")
         assert "\x1b" not in "".join(lines)
 
     def test_by_step(self, folder: Path) -> None:
@@ -280,12 +288,35 @@ class TestTheSameEverywhere:
         assert re.fullmatch(r"error: \S.*\n", done.stderr)
         assert done.stdout == ""
 
-    def test_both_spellings(self, folder: Path) -> None:
-        assert ok("show", "1f1b", "--color") == ok("show", "1f1b", "--colour")
-        assert ok("show", "1f1b", "--no-color") == ok("show", "1f1b")
+    @pytest.mark.parametrize("words", [("show", "1f1b"), ("compare", "1f1b", "zbv")])
+    def test_both_spellings(self, folder: Path, words: tuple[str, ...]) -> None:
+        assert "\x1b[" in ok(*words, "--color")
+        assert ok(*words, "--color") == ok(*words, "--colour")
+        assert ok(*words, "--no-color") == ok(*words)
+        assert "\x1b[" not in ok(*words)
+
+    def test_a_table_in_a_narrow_terminal(
+        self, folder: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("COLUMNS", "48")
+        out = ok("simulate", "zbv", "-r", "2", "-m", "4", "--color")
+        assert "…" not in out
+        assert all(text in out for text in ("stages", "busy", "idle", "memory", "makespan 12.5"))
+
+    @pytest.mark.parametrize("command", ["show", "compare", "simulate"])
+    def test_shells_complete_schedules_and_files(self, folder: Path, command: str) -> None:
+        (folder / "zigzag.csv").touch()
+        (folder / "zebra.txt").touch()
+        assert completed(command, "z") == ["zb_h1", "zb_h2", "zbv", "zigzag.csv"]
+
+    @pytest.mark.parametrize("command", ["plan", "explore"])
+    def test_shells_complete_names(self, folder: Path, command: str) -> None:
+        (folder / "zigzag.csv").touch()
+        assert completed(command, "z") == ["zb_h1", "zb_h2", "zbv"]
 
     def test_shells_complete_the_commands(self) -> None:
         assert "--install-completion" in ok("--help")
+        assert completed("s") == ["show", "simulate"]
 
 
 class TestCompare:

@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 from taktline.cli.app import app
 from taktline.cli.diagnosis import links, machine, schedules
 from taktline.cli.diagnosis.launch import launch
-from taktline.cli.diagnosis.report import Finding, Link, Report, Run, Verdict
+from taktline.cli.diagnosis.report import Finding, MeasuredLink, Report, Run, Verdict
 from taktline.cli.diagnosis.tables import show
 from taktline.transport import local
 from tests.runtime.cases import SCHEDULES
@@ -229,7 +229,7 @@ def test_a_link_that_changes_what_is_sent(monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setattr(links._End, "receive", garbled)
 
-    def main(rank: int) -> list[Link]:
+    def main(rank: int) -> list[MeasuredLink]:
         transport = local.current()
         assert transport is not None
         return links.measure(transport, torch.device("cpu"))
@@ -243,10 +243,10 @@ def test_a_link_that_changes_what_is_sent(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_a_link_that_is_slow() -> None:
-    quick = [Link(a, b, 1e-5, 1e9) for a in range(3) for b in range(3) if a != b]
+    quick = [MeasuredLink(a, b, 1e-5, 1e9) for a in range(3) for b in range(3) if a != b]
     (finding,) = links.judge(quick)
     assert finding.text == "ranks 0, 1, 2 can talk to each other, both ways"
-    (finding,) = links.judge([*quick[:-1], Link(2, 1, 1e-5, 1e8)])
+    (finding,) = links.judge([*quick[:-1], MeasuredLink(2, 1, 1e-5, 1e8)])
     assert finding.verdict == Verdict.WARNING
     assert finding.text.endswith("2 → 1")
 
@@ -280,7 +280,7 @@ def test_all_that_is_wrong_is_shown() -> None:
         "gloo",
         ranks,
         [Finding("x [y]", Verdict.FAILED, "no [luck]", "have [some]")],
-        [Link(a, b, 2e-5, 3e8) for pair in links.pairs(9) for a, b in (pair, pair[::-1])],
+        [MeasuredLink(a, b, 2e-5, 3e8) for pair in links.pairs(9) for a, b in (pair, pair[::-1])],
         [Run("ScheduleGPipe", 1, None, None, error="no"), Run("Schedule1F1B", 1, 1.5, 0.5, (2,))],
     )
     out = StringIO()

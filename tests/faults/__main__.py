@@ -15,7 +15,7 @@ from rich.table import Table
 from tests.faults import network
 from tests.faults.case import WRAPPERS, Case, draw, sample, table
 from tests.faults.judge import LIMIT, Verdict, judge, run
-from tests.faults.pool import Job, trial
+from tests.faults.pool import started, trial
 
 COMMAND = "python -m tests.faults"
 
@@ -88,8 +88,7 @@ def _in_a_row(count: int, rng: Random, tally: Tally) -> None:
     while len(tally.verdicts) < count:
         first = draw(rng)
         try:
-            with Job(first) as job:
-                job.build()
+            with started(first) as job:
                 for survived, case in enumerate(_of_one_job(first, rng)):
                     number = len(tally.verdicts) + 1
                     tally.show(f"{number} of {count}: {case.name}, in a job with {survived} before")

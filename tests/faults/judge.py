@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from tests.faults.case import Case
 from tests.faults.messages import Answer, Struck
 from tests.faults.model import LUCK
-from tests.faults.pool import Job, Report, trial
+from tests.faults.pool import Report, started, trial
 
 __all__ = ["LIMIT", "Verdict", "judge", "run", "went_on"]
 
@@ -43,9 +43,7 @@ class Verdict:
 def run(case: Case, *, limit: float = LIMIT, quiet: bool = True) -> Verdict:
     """Start processes for a case, and judge what they do."""
     try:
-        with Job(case, quiet=quiet) as job:
-            if case.when.call != "build":
-                job.build()
+        with started(case, quiet=quiet) as job:
             report = trial(job, case)
             if not report.silent:
                 report.left = job.leave()

@@ -6,8 +6,8 @@ import multiprocessing
 import os
 import signal
 import time
-from collections.abc import Collection, Sequence
-from contextlib import suppress
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection, wait
 from typing import Any, Self
@@ -16,9 +16,10 @@ from tests.faults.case import TIMEOUT, Case
 from tests.faults.messages import Answer, Place, Struck
 from tests.faults.worker import keep_store, work
 
-__all__ = ["Job", "Report", "trial"]
+__all__ = ["Job", "Report", "started", "trial"]
 
-PRELOADED = ["torch.distributed.fsdp", "torch._dynamo", "tests.faults.worker"]
+PRELOADED = ["torch.distributed.fsdp", "torch._dynamo", "taktline.train", "tests.faults.worker"]
+"""Whatever a rank would import first, many at a time, while others wait for it."""
 START_SECONDS = 60.0
 LEAVE_SECONDS = 10.0
 PATIENCE = 2 * TIMEOUT + 2
@@ -57,10 +58,7 @@ class Job:
         self.healthy: dict[int, Answer] = {}
         self.struck: Struck | None = None
         self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(
-            # Whatever a rank would import first, many at a time, while others wait for it.
-            ["torch.distributed.fsdp", "torch._dynamo", "taktline.train", "tests.faults.worker"]
-        )
+        self._context.set_forkserver_preload(PRELOADED)
         self._places = places or [Place(quiet=quiet)] * case.ranks
         self._processes: dict[int, Any] = {}
         self._pipes: dict[int, Connection] = {}
@@ -175,6 +173,29 @@ class Job:
         if not pipe.poll(START_SECONDS):
             raise RuntimeError("a process does not come up")
         return pipe.recv()
+
+
+@contextmanager
+def started(case: Case, *, quiet: bool = True) -> Iterator[Job]:
+    """A job whose pipeline works, if the case does not build it itself.
+
+    Its processes have the timeout of the fault to connect in, which a busy machine may exceed:
+    then there was no fault yet, and they are started once more.
+    """
+    with ExitStack() as stack:
+        try:
+            job = _built(case, stack, quiet)
+        except RuntimeError:
+            stack.close()
+            job = _built(case, stack, quiet)
+        yield job
+
+
+def _built(case: Case, stack: ExitStack, quiet: bool) -> Job:
+    job = stack.enter_context(Job(case, quiet=quiet))
+    if case.when.call != "build":
+        job.build()
+    return job
 
 
 def trial(job: Job, case: Case) -> Report:

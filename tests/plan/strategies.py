@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from taktline.plan import (
     Costs,
     Link,
+    NamedSchedule,
     Plan,
-    Schedule,
     add_reduce,
     add_shard,
     build,
@@ -25,7 +25,7 @@ LEVELS = ("compute", "sharded", "lowered", "lowered and sharded")
 @st.composite
 def shapes(draw: st.DrawFn, most_ranks: int = 5, most_microbatches: int = 9) -> Plan:
     """A compute plan of any schedule, with any numbers."""
-    schedule: Schedule = find(draw(st.sampled_from(names())))
+    schedule: NamedSchedule = find(draw(st.sampled_from(names())))
     return build(
         schedule.name,
         ranks=draw(st.integers(1, most_ranks)),

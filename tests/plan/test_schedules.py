@@ -26,7 +26,7 @@ from taktline.plan import (
     unregister,
     validate,
 )
-from taktline.plan.render.text import grid
+from taktline.render.text import grid
 
 UNEVEN = Costs(forward=1.25, backward_input=1.5, backward_weight=0.75, kept_for_weight=0.5)
 FULL = 1.25 + 1.5 + 0.75

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 
 from taktline.runtime.clocks import align
-from taktline.transport import find, local
+from taktline.transport import local, transport_of
 from taktline.transport.base import Channel, Post
 
 
@@ -37,7 +37,7 @@ class FarAway:
 
 
 def test_those_of_one_machine_are_one() -> None:
-    for offsets in local.run(lambda rank: align(find()), 3):
+    for offsets in local.run(lambda rank: align(transport_of()), 3):
         assert offsets.ahead == [0, 0, 0]
         assert offsets.error == 0
 

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import taktline as tl
 from taktline.errors import StageError, UseError
-from taktline.side_values import Aside, current
+from taktline.side_values import Aside, current_aside
 from tests.workers import Workers
 
 X, Y = torch.ones(4, 3), torch.zeros(4, 3)
@@ -36,7 +36,7 @@ def in_thread(fn: Callable[[], Any]) -> Any:
 
 
 def test_asides_that_overlap_on_two_threads_leave_nothing_behind() -> None:
-    before, entered, left = current(), threading.Event(), threading.Event()
+    before, entered, left = current_aside(), threading.Event(), threading.Event()
 
     def other() -> None:
         with Aside(1, {}):
@@ -49,7 +49,7 @@ def test_asides_that_overlap_on_two_threads_leave_nothing_behind() -> None:
         entered.wait(60)
     left.set()
     thread.join()
-    assert current() is before
+    assert current_aside() is before
     with tl.collect_losses() as losses:
         assert in_thread(lambda: tl.add_loss(torch.tensor(1.0))) is None
     assert losses == []

@@ -160,8 +160,8 @@ def test_an_example_of_rows_of_different_lengths() -> None:
 
 
 def test_an_example_that_is_none() -> None:
-    with pytest.raises(PartitionError, match=r"example must be a tuple of arguments, or \(args"):
-        tl.split.by_names(Model(), ONE, example=X)
+    with pytest.raises(PartitionError, match="example must be a tuple of arguments, a dict"):
+        tl.split.by_names(Model(), ONE, example=[X])
 
 
 def test_a_forward_that_fails_is_told_of() -> None:

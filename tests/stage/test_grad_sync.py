@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,10 +10,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.nn.parallel import DistributedDataParallel
 
 from taktline.stage import PipelineStage
-from taktline.stage.grad_sync import GradSync, find
+from taktline.stage.grad_sync import GradSync, sync_of
 from taktline.stage.grad_sync.ddp import DDPSync
 from taktline.stage.grad_sync.fsdp import FSDPSync
 from tests.runtime.parallel import (
@@ -36,14 +38,14 @@ def wrapped(group: dist.ProcessGroup, wrap: Wrap) -> tuple[Any, GradSync]:
     torch.manual_seed(0)
     layers = nn.Sequential(nn.Linear(4, 8, bias=False), nn.Linear(8, 4, bias=False))
     module = wrap(layers.double(), mesh_of(group)["dp"])
-    sync = find(module)
+    sync = sync_of(module)
     assert sync is not None
     assert sync.refusal() is None
     return module, sync
 
 
 def test_a_plain_module_has_none() -> None:
-    assert find(nn.Linear(2, 2)) is None
+    assert sync_of(nn.Linear(2, 2)) is None
     stage = PipelineStage(nn.Linear(2, 2), 0, 1, torch.device("cpu"))
     assert stage.grad_sync is None
     assert stage.grad_sync is None
@@ -265,7 +267,7 @@ def run_together(rank: int, group: dist.ProcessGroup) -> int:
     mesh = mesh_of(group)["dp"]
     module: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     fully_shard([module[0], module[1]], mesh=mesh)
-    sync = find(fully_shard(module, mesh=mesh))  # pyright: ignore
+    sync = sync_of(fully_shard(module, mesh=mesh))  # pyright: ignore
     assert sync is not None
     assert sync.refusal() is None
     with Log() as log:
@@ -309,3 +311,31 @@ def run_after_a_failure(rank: int, group: dist.ProcessGroup, wrap: Wrap) -> dict
 def test_a_wrapper_works_as_ever_after_a_failure(workers: Workers, wrapper: str) -> None:
     for counts in workers.run(run_after_a_failure, WRAPPERS[wrapper], ranks=4):
         assert counts.keys() & {"all_reduce", "reduce_scatter"}
+
+
+class Broken(dist.Work):
+    """A gather that another rank has left."""
+
+    def wait(self, timeout: Any = None) -> bool:
+        raise RuntimeError("Connection closed by peer")
+
+
+def run_after_a_lost_gather(rank: int, group: dist.ProcessGroup) -> list[Tensor]:
+    module, sync = wrapped(group, in_fsdp)
+    x = torch.ones(2, 4, dtype=torch.float64)
+    before = module(x).detach()
+    assert isinstance(sync, FSDPSync)
+    for each in sync._groups:
+        gather: Any = SimpleNamespace(all_gather_event=None, all_gather_work=Broken())
+        each._all_gather_result = gather
+    sync.forget()
+    return [before, module(x).detach()]
+
+
+@pytest.mark.processes
+@pytest.mark.skipif(
+    not hasattr(FSDPState, "_reset_iter_state"), reason="before torch 2.13 nothing waits there"
+)
+def test_a_gather_that_was_left_is_forgotten(workers: Workers) -> None:
+    for before, after in workers.run(run_after_a_lost_gather, ranks=4):
+        assert torch.equal(before, after)

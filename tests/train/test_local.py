@@ -14,7 +14,7 @@ import taktline as tl
 from taktline.errors import TransportError
 from taktline.plan import write
 from taktline.train import ranks
-from taktline.train.measure import Needs, measure
+from taktline.train.measure import StageNeeds, measure
 from tests.train.models import CUTS, LM, PARTS, Record, batches, loss_fn, plain, train
 
 TOKENS, TARGET = batches(1)[0]
@@ -284,8 +284,8 @@ def test_what_a_forward_keeps() -> None:
     needs = measure(stages, (torch.ones(2, 4),))
     # Of the first stage its input and its output; weights are there anyway.
     assert needs == [
-        Needs(2 * 2 * 4 * 8, 64, 32 + 64, (("float32", (2, 8), 64),)),
-        Needs(2 * 2 * 8 * 2, 16, 64, (("float32", (2, 2), 16),)),
+        StageNeeds(2 * 2 * 4 * 8, 64, 32 + 64, (("float32", (2, 8), 64),)),
+        StageNeeds(2 * 2 * 8 * 2, 16, 64, (("float32", (2, 2), 16),)),
     ]
 
 
@@ -347,7 +347,10 @@ def test_what_is_refused(options: dict[str, Any], text: str) -> None:
     [
         (7, "a model is an nn.Module, a list of stages or a dict of them, not 7"),
         ([nn.Linear(1, 1), 7], "stage 1 is 7, which is no nn.Module"),
-        ({0: nn.Linear(1, 1)}, "puts the stages [0, 1] here, but [1] are not among the pieces"),
+        (
+            {0: nn.Linear(1, 1)},
+            "puts the stages [0, 1] here, but [1] are not among the stages given",
+        ),
         ({0: nn.Linear(1, 1), 5: nn.Linear(1, 1)}, "there is no stage 5"),
         ([nn.Linear(1, 1)] * 3, "3 stages cannot lie on 2 ranks evenly"),
     ],

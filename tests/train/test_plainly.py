@@ -14,6 +14,8 @@ from torch import nn
 import taktline
 from taktline import Pipeline, TaktlineError
 from taktline.errors import PartitionError, StageError
+from taktline.plan.walk import unit_run
+from taktline.train.plainly import plainly
 
 X = torch.ones(8, 4)
 PACKAGE = str(Path(taktline.__file__).parent)
@@ -86,3 +88,19 @@ def test_an_error_holds_no_pipeline() -> None:
         assert gone() is None
     finally:
         gc.enable()
+
+
+def test_no_lines_of_a_cause_that_is_all_ours() -> None:
+    @plainly
+    def fails() -> None:
+        try:
+            unit_run(None)  # type: ignore[arg-type]
+        except AttributeError as error:
+            # Without the frame of this test: as if we had called it ourselves.
+            inside = error.__traceback__ and error.__traceback__.tb_next
+            raise PartitionError("as it is told") from error.with_traceback(inside)
+
+    with pytest.raises(PartitionError) as told:
+        fails()
+    assert isinstance(told.value.__cause__, AttributeError)
+    assert files(told.value.__cause__) == []

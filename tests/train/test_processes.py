@@ -359,11 +359,11 @@ def wrong(rank: int, group: Any, options: dict[str, Any]) -> None:
     ("options", "text"),
     [
         ({"ranks": 3}, "ranks is 3, but the launcher has started 4 processes"),
-        ({"ranks": 2}, 'room for 2 copies of the pipeline: say data_parallel="ddp" or "fsdp"'),
+        ({"ranks": 2}, 'room for 2 replicas of the pipeline: say data_parallel="ddp" or "fsdp"'),
         ({"unnamed": True}, "the mesh has no dimension 'pp' for the pipeline, only ['x']"),
         ({"meshed": True, "ranks": 4}, "ranks is 4, but the mesh has 2 in 'pp'"),
         ({"data_parallel": "zero"}, 'data_parallel is "ddp", "fsdp" or None, not \'zero\''),
-        ({"meshed": True}, "room for 2 copies of stage"),
+        ({"meshed": True}, "room for 2 replicas of stage"),
     ],
 )
 def test_what_is_refused(workers: Workers, options: dict[str, Any], text: str) -> None:
@@ -378,7 +378,7 @@ def misused(rank: int, group: Any, what: str) -> str:
     calls = {
         "grad_norm": pipe.grad_norm,
         "state_dict": lambda: pipe.state_dict(gathered=True),
-        "scaler": lambda: pipe._ranks.anywhere(False, "a GradScaler's step"),
+        "scaler": lambda: pipe._ranks.on_any_rank(False, "a GradScaler's step"),
         "eval": lambda: pipe.eval(TOKENS, target=TARGET),
     }
     pipe.step(TOKENS, target=TARGET)

@@ -24,7 +24,7 @@ from taktline.errors import (
     TransportError,
 )
 from taktline.plan import Plan, validate
-from taktline.transport import control, find, local
+from taktline.transport import control, local, transport_of
 from taktline.transport.control import share_error, share_texts
 from taktline.transport.one_rank import Alone
 
@@ -47,7 +47,7 @@ SAMPLES: dict[str, TaktlineError] = {
 
 
 def shared_texts(texts: Sequence[str]) -> list[list[str]]:
-    return local.run(lambda rank: share_texts(find(), texts[rank]), len(texts))
+    return local.run(lambda rank: share_texts(transport_of(), texts[rank]), len(texts))
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,7 @@ def test_any_texts_can_be_shared(texts: list[str]) -> None:
 
 def test_texts_can_be_shared_again_and_again() -> None:
     def talk(rank: int) -> list[list[str]]:
-        return [share_texts(find(), f"{rank}" * times) for times in range(4)]
+        return [share_texts(transport_of(), f"{rank}" * times) for times in range(4)]
 
     assert local.run(talk, 2) == [[["", ""], ["0", "1"], ["00", "11"], ["000", "111"]]] * 2
 
@@ -87,7 +87,7 @@ def test_a_text_alone() -> None:
 
 
 def shared_errors(given: Sequence[TaktlineError | None]) -> list[TaktlineError | None]:
-    return local.run(lambda rank: share_error(find(), given[rank]), len(given))
+    return local.run(lambda rank: share_error(transport_of(), given[rank]), len(given))
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])

@@ -11,16 +11,13 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
 from taktline.errors import JsonError, LostRankError, StageError, StallError
-from taktline.transport import Channel, gloo, lifetime
+from taktline.transport import gloo, lifetime
 from taktline.transport.control_plane import Member, Plane
-from taktline.transport.distributed import Distributed
 from taktline.transport.meeting import Meeting, Message, Peer
 from taktline.transport.verdict import Cause, Verdict
-from tests.workers import Workers
 
 SOON = 20.0
 
@@ -247,31 +244,6 @@ def test_a_length_that_cannot_be() -> None:
         peer = Peer(here, 1, "secret")
         there.sendall((2**31).to_bytes(4, "little"))
         assert peer.read() is None
-
-
-def shut_ours(rank: int, group: Any) -> bool:
-    """Only gloo's own connections are found, whatever else is opened meanwhile."""
-    server = socket.create_server(("127.0.0.1", 0))
-    transport = Distributed(group)
-    others: list[socket.socket] = []
-    make = dist.ProcessGroupGloo
-
-    def busy(*args: Any) -> Any:
-        others.append(socket.create_connection(server.getsockname()))
-        return make(*args)
-
-    with pytest.MonkeyPatch.context() as patch, server:
-        patch.setattr(dist, "ProcessGroupGloo", busy)
-        transport.open([Channel(0, 1, False)])
-        found = transport._gloo_sockets
-        fine = len(found) == 1 and others[0].fileno() not in found
-        others[0].close()
-        return fine
-
-
-@pytest.mark.processes
-def test_only_the_connections_of_a_link_are_its_own(workers: Workers) -> None:
-    assert workers.run(shut_ours) == [True, True]
 
 
 def test_a_number_that_is_another_file_by_now_is_left_alone() -> None:

@@ -11,11 +11,21 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from taktline.errors import MismatchError, TransportError
-from taktline.transport import Channel, Handle, Transport, distributed, find, frames, local, sockets
+from taktline.errors import LostRankError, MismatchError, TransportError
+from taktline.transport import (
+    Channel,
+    Handle,
+    Transport,
+    distributed,
+    frames,
+    local,
+    sockets,
+    transport_of,
+)
 from taktline.transport.distributed import Distributed
 from taktline.transport.local import LocalTransport
 from taktline.transport.one_rank import Alone
+from taktline.transport.sockets import PeerFailure
 from taktline.transport.verdict import Cause, Verdict
 from tests.runtime.cases import (
     Case,
@@ -35,7 +45,7 @@ SOON = 60.0
 
 GRADIENTS = [False, True]
 PER_CHANNEL = pytest.mark.parametrize(
-    "per_channel", [False, True], ids=["by tag", "by group per channel"]
+    "per_channel", [False, True], ids=["by lanes", "by group per channel"]
 )
 
 
@@ -44,7 +54,7 @@ def opened(
     group: dist.ProcessGroup, per_channel: bool, channels: list[Channel]
 ) -> Iterator[Distributed]:
     """A transport whose ranks are all done in the end."""
-    transport = Distributed(group, group_per_channel=per_channel)
+    transport = Distributed(group, lanes=not per_channel)
     transport.open(channels)
     yield transport
     transport.exchange([0])
@@ -173,6 +183,93 @@ def test_ranks_are_counted_within_the_group(workers: Workers, per_channel: bool)
     ]
 
 
+def end_after_an_exchange(rank: int, group: dist.ProcessGroup) -> list[Any]:
+    """Rank 0 ends by an error while rank 2 has still to send its numbers to rank 1."""
+    transport = Distributed.of(group)
+    transport.exchange([rank])
+    assert transport._sockets is not None
+    assert transport.plane is not None
+    send = transport._sockets._send
+
+    def send_late(messages: dict[int, bytes]) -> None:
+        send({0: messages[0]})
+        assert transport._member.told.wait(SOON / 2)
+        send({1: messages[1]})
+
+    if rank == 2:
+        transport._sockets._send = send_late
+    found: list[Any] = [transport.exchange([rank])]
+    if rank == 0:
+        transport.plane.raised(MismatchError("they do not fit"))
+    else:
+        transport._sockets._send = send
+        with pytest.raises(LostRankError) as caught:
+            transport.exchange([rank])
+        found.append(str(caught.value))
+    return found
+
+
+@pytest.mark.processes
+def test_a_rank_that_ends_does_not_disturb_the_exchange_it_has_ended(workers: Workers) -> None:
+    story = (
+        "rank 0 has raised MismatchError outside of a step, and left the others behind: they do "
+        "not fit"
+    )
+    everyone = [[0], [1], [2]]
+    assert workers.run(end_after_an_exchange, ranks=3, timeout=SOON) == [
+        [everyone],
+        [everyone, story],
+        [everyone, story],
+    ]
+
+
+def end_elsewhere(rank: int, group: dist.ProcessGroup) -> str:
+    """Rank 2 ends by an error, and the others exchange numbers without it."""
+    pair = dist.new_group([0, 1])
+    transport = Distributed.of(group)
+    transport.exchange([rank])
+    if rank == 2:
+        assert transport.plane is not None
+        transport.plane.raised(ValueError("no luck"))
+        return ""
+    assert isinstance(pair, dist.ProcessGroup)
+    beside = Distributed.of(pair)
+    assert transport._member.told.wait(SOON / 2)
+    with pytest.raises(LostRankError) as caught:
+        beside.exchange([rank])
+    return str(caught.value)
+
+
+@pytest.mark.processes
+def test_a_rank_that_ends_ends_the_exchanges_of_other_groups_too(workers: Workers) -> None:
+    story = "rank 2 has raised ValueError outside of a step, and left the others behind: no luck"
+    assert workers.run(end_elsewhere, ranks=3, timeout=SOON) == [story, story, ""]
+
+
+def leave_after(rank: int, group: dist.ProcessGroup) -> str:
+    """Rank 0 ends by an error; rank 1 leaves for another, and rank 2 waits for rank 1."""
+    transport = Distributed.of(group)
+    transport.exchange([rank])
+    assert transport.plane is not None
+    if rank == 0:
+        transport.plane.raised(ValueError("no luck"))
+        return ""
+    assert transport._member.told.wait(SOON / 2)
+    if rank == 1:
+        transport.raised(LostRankError("a lane has ended"))
+        return ""
+    assert transport._sockets is not None
+    with pytest.raises(PeerFailure) as caught:
+        transport._sockets._receive(1, 1)
+    return str(caught.value)
+
+
+@pytest.mark.processes
+def test_nobody_waits_for_a_rank_that_has_left(workers: Workers) -> None:
+    *_, told = workers.run(leave_after, ranks=3, timeout=SOON)
+    assert told == "its connection has ended"
+
+
 def open_groups(rank: int, group: dist.ProcessGroup) -> tuple[int, int, list[list[int]]]:
     channels = sorted(both_ways() + both_ways(1, 2))
     with opened(group, True, channels) as transport:
@@ -194,15 +291,15 @@ def test_each_channel_gets_one_group_of_its_two_ends(workers: Workers) -> None:
     ]
 
 
-def open_tags(rank: int, group: dist.ProcessGroup) -> int:
+def open_lanes(rank: int, group: dist.ProcessGroup) -> tuple[int, int]:
     transport = Distributed(group)
     transport.open(both_ways())
-    return len(transport._links)
+    return len(transport._links), len(transport._lanes)
 
 
 @pytest.mark.processes
-def test_over_gloo_a_pair_has_one_link(workers: Workers) -> None:
-    assert workers.run(open_tags) == [1, 1]
+def test_over_gloo_a_pair_has_lanes_and_no_link(workers: Workers) -> None:
+    assert workers.run(open_lanes) == [(0, 1), (0, 1)]
 
 
 EXTREMES = [0, -1, 2**63 - 1, -(2**63)]
@@ -279,7 +376,7 @@ def test_numbers_and_messages_and_those_of_others_do_not_mix(workers: Workers, f
 def run_per_channel(rank: int, group: dist.ProcessGroup, case: Case) -> tuple[Result, list[int]]:
     """A case over groups for channels, run twice; also how many groups there were after each."""
     before = distributed._known.pop(group, None)
-    transport = Distributed(group, group_per_channel=True)
+    transport = Distributed(group, lanes=False)
     distributed._known[group] = {"cpu": transport}
     try:
         run_pipelined(rank, group, case)
@@ -329,16 +426,16 @@ def test_training_over_groups_for_channels_is_that_of_the_plain_model(
 
 
 def find_here(rank: int, group: dist.ProcessGroup) -> tuple[Any, ...]:
-    mine, default = find(group), find()
+    mine, default = transport_of(group), transport_of()
     assert isinstance(mine, Distributed)
     assert isinstance(default, Distributed)
     assert mine.group is group
-    assert find(group) is mine
-    assert find() is default
+    assert transport_of(group) is mine
+    assert transport_of() is default
     assert Distributed.of(group) is mine
 
     def inside(rank: int) -> tuple[bool, int]:
-        transport = find(group)
+        transport = transport_of(group)
         return transport is local.current(), transport.size
 
     return mine.rank, mine.size, default.size, local.run(inside, 3)
@@ -351,7 +448,7 @@ def test_each_group_has_one_transport(workers: Workers) -> None:
 
 
 def test_without_a_process_group_a_rank_is_alone() -> None:
-    transport = find()
+    transport = transport_of()
     assert type(transport) is Alone
     assert (transport.rank, transport.size) == (0, 1)
     assert transport.exchange([1, 2]) == [[1, 2]]
@@ -360,12 +457,12 @@ def test_without_a_process_group_a_rank_is_alone() -> None:
 
 def test_inside_local_ranks_their_transport_is_found() -> None:
     def ask(rank: int) -> tuple[type, int, int]:
-        transport = find()
+        transport = transport_of()
         assert transport is local.current()
         return type(transport), transport.rank, transport.size
 
     assert local.run(ask, 2) == [(LocalTransport, 0, 2), (LocalTransport, 1, 2)]
-    assert type(find()) is Alone
+    assert type(transport_of()) is Alone
 
 
 @pytest.mark.parametrize(
@@ -427,7 +524,7 @@ def test_ranks_in_different_exchanges(workers: Workers, ranks: int, few: int) ->
 def test_local_ranks_in_different_exchanges() -> None:
     def ask(rank: int) -> str:
         with pytest.raises(MismatchError) as caught:
-            find().exchange([rank] * (1 + rank), "step()" if rank else "grad_norm()")
+            transport_of().exchange([rank] * (1 + rank), "step()" if rank else "grad_norm()")
         return str(caught.value)
 
     assert local.run(ask, 2) == [MIXED.format(1)] * 2
@@ -463,16 +560,17 @@ def test_an_exchange_has_its_limits() -> None:
         frames.framed(numbers, "a trace")
 
 
-CUT = "LostRankError: the connection of rank 0 to rank 1 was reset (a test), though both live"
+WHAT = "(activations from rank 0 to rank 1)"
+CUT = f"LostRankError: the connection of rank 0 to rank 1 was reset {WHAT}, though both live"
 SAID = {
     "[pair.cc:534] Connection closed by peer [::1]:9": CUT,
     "NCCL error: remote process exited or there was": CUT,
     "Timed out waiting 1000ms for recv operation": "StallError: rank 1 has not answered in time",
     "input tensor has to be contiguous": (
-        "TransportError: rank 0 cannot talk to rank 1 (a test): input tensor has to be contiguous"
+        f"TransportError: rank 0 cannot talk to rank 1 {WHAT}: input tensor has to be contiguous"
     ),
     "[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate": (
-        "TransportError: rank 0 cannot talk to rank 1 (a test): [enforce fail"
+        f"TransportError: rank 0 cannot talk to rank 1 {WHAT}: [enforce fail"
     ),
 }
 
@@ -489,7 +587,7 @@ def became(rank: int, group: dist.ProcessGroup, said: str) -> str:
         raise RuntimeError(said)
 
     with pytest.raises(TransportError) as caught:
-        transport._poster(post, "a test", 1, 1, 0)(torch.zeros(1))
+        transport._poster(post, Channel(0, 1, False), 1)(torch.zeros(1))
     if transport.verdict is None:
         transport.give_up(Verdict(Cause.LOST, transport.processes[0]))
     return f"{type(caught.value).__name__}: {caught.value}"
@@ -500,7 +598,6 @@ def test_what_became_of_a_message(workers: Workers) -> None:
     for said, text in SAID.items():
         first, _ = workers.run(became, said)
         assert first.startswith(text)
-    workers.stop()  # these ranks have left each other behind
 
 
 def device_types(rank: int, group: dist.ProcessGroup) -> bool:

@@ -76,6 +76,18 @@ def test_a_rank_that_has_left(connect: Any, size: int) -> None:
     assert caught.value.peer == size - 1
 
 
+def test_all_leave_an_exchange_that_cannot_end(connect: Any) -> None:
+    ranks = connect(7)
+    ranks[0].shut()
+
+    def failure(rank: int) -> PeerFailure:
+        with pytest.raises(PeerFailure) as caught:
+            ranks[rank].exchange(framed([1], "x"))
+        return caught.value
+
+    assert not any(found.timed_out for found in each(7, failure))
+
+
 def test_a_rank_that_says_nothing(connect: Any) -> None:
     ranks = connect(2, seconds=0.2)
     with pytest.raises(PeerFailure) as caught:

@@ -9,7 +9,8 @@ from typing import Annotated
 
 import typer
 
-from taktline.cli.diagnosis.launch import launch, launched
+from taktline.checks import launched
+from taktline.cli.diagnosis.launch import launch
 from taktline.plan import build
 
 __all__ = ["demo"]

@@ -15,7 +15,7 @@ from taktline.checks import read
 from taktline.cli.diagnosis import links, machine, schedules
 from taktline.cli.diagnosis.meeting import Meeting, alarm
 from taktline.cli.diagnosis.report import Finding, Report, Verdict, of_ranks
-from taktline.transport import Transport, find, local
+from taktline.transport import Transport, local, transport_of
 from taktline.transport.control import share_texts
 
 __all__ = ["examine", "examine_local"]
@@ -42,7 +42,7 @@ def examine(backend: str | None, timeout: float) -> tuple[Report, int, Callable[
     try:
         with phases.begin("making a process group"):
             group = meeting.group(chosen, device)
-            transport = find(group, device)
+            transport = transport_of(group, device)
         _look(report, transport, device, group, phases)
         with phases.begin("parting"):
             dist.destroy_process_group()
@@ -97,7 +97,7 @@ def examine_local(size: int) -> Report:
 
 def _examine_local_rank(rank: int) -> Report:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    transport = find(None, device)
+    transport = transport_of(None, device)
     told = share_texts(transport, json.dumps(machine.describe(rank, "local", device)))
     ranks = [read(text, {str: object}, what="what a rank says of itself") for text in told]
     report = Report("local", ranks, list(machine.judge(ranks)))

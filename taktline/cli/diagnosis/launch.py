@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Sequence
 
-__all__ = ["called", "launch", "launched"]
+__all__ = ["called", "launch"]
 
 COMMAND = ("-m", "taktline")
 _POLL = 0.1
@@ -29,11 +29,6 @@ def called() -> str:
         return "taktline"
     relative = os.path.relpath(script)
     return script if relative.startswith(os.pardir) else relative
-
-
-def launched() -> bool:
-    """Whether a launcher such as torchrun has started this process."""
-    return {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= os.environ.keys()
 
 
 def launch(ranks: int, words: Sequence[str], patience: float) -> int:

@@ -12,7 +12,7 @@ from time import perf_counter
 import torch
 
 from taktline.checks import read
-from taktline.cli.diagnosis.report import Finding, Link, Verdict, of_ranks
+from taktline.cli.diagnosis.report import Finding, MeasuredLink, Verdict, of_ranks
 from taktline.transport import Channel, Transport
 from taktline.transport.control import share_texts
 
@@ -42,7 +42,7 @@ def pairs(ranks: int) -> list[tuple[int, int]]:
     return [*((rank, rank + 1) for rank in range(ranks - 1)), (0, ranks - 1)]
 
 
-def measure(transport: Transport, device: torch.device) -> list[Link]:
+def measure(transport: Transport, device: torch.device) -> list[MeasuredLink]:
     """The links of all pairs, in both directions; every rank takes part and gets all of them."""
     channels = [
         Channel(*ends, gradients=False)
@@ -50,7 +50,7 @@ def measure(transport: Transport, device: torch.device) -> list[Link]:
         for ends in (pair, pair[::-1])
     ]
     transport.open(channels)
-    mine: list[Link] = []
+    mine: list[MeasuredLink] = []
     for channel in channels:
         if transport.rank == channel.sender:
             mine.append(_Caller(transport, channel, device).measure())
@@ -60,10 +60,14 @@ def measure(transport: Transport, device: torch.device) -> list[Link]:
         transport.exchange([0])
     told = share_texts(transport, json.dumps([astuple(link) for link in mine]))
     shape = [(int, int, float, float, bool)]
-    return [Link(*values) for text in told for values in read(text, shape, what="links of a rank")]
+    return [
+        MeasuredLink(*values)
+        for text in told
+        for values in read(text, shape, what="links of a rank")
+    ]
 
 
-def judge(links: list[Link]) -> Iterator[Finding]:
+def judge(links: list[MeasuredLink]) -> Iterator[Finding]:
     """Whether everything arrived, and whether a link is much worse than the others."""
     broken = [link for link in links if not link.intact]
     if broken:
@@ -134,7 +138,7 @@ class _End:
 class _Caller(_End):
     """Begins: says how large the next message is, sends it, waits for the answer."""
 
-    def measure(self) -> Link:
+    def measure(self) -> MeasuredLink:
         intact = self._ask(0)  # Connects, and tells whether they can talk at all.
         trips: list[float] = []
         for _ in range(ROUND_TRIPS):
@@ -156,7 +160,7 @@ class _Caller(_End):
         self.send(self.there, self.message(-1, 0))
         # The first one is short and warms up.
         rate = median(rates[1:] or rates)
-        return Link(self.there.sender, self.there.receiver, latency, rate, intact)
+        return MeasuredLink(self.there.sender, self.there.receiver, latency, rate, intact)
 
     def _ask(self, size: int) -> bool:
         mark = 1000 * self.there.sender + self.there.receiver

@@ -16,7 +16,8 @@ import torch.distributed as dist
 
 from taktline import __version__
 from taktline.cli.diagnosis.report import Finding, Verdict, of_ranks
-from taktline.plan.words import counted
+from taktline.device import gpu_for_each_process
+from taktline.text import counted
 
 __all__ = ["describe", "judge", "wanted_backend"]
 
@@ -35,9 +36,7 @@ def wanted_backend(asked: str | None) -> str:
     """nccl if every rank of this machine can have a GPU of its own, else gloo."""
     if asked is not None:
         return asked
-    here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    enough = torch.cuda.is_available() and torch.cuda.device_count() >= here
-    return "nccl" if enough and dist.is_nccl_available() else "gloo"
+    return "nccl" if gpu_for_each_process() and dist.is_nccl_available() else "gloo"
 
 
 def describe(rank: int, backend: str, device: torch.device) -> dict[str, Any]:

@@ -7,9 +7,9 @@ from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from taktline.plan.words import counted
+from taktline.text import counted
 
-__all__ = ["Finding", "Link", "Report", "Run", "Verdict", "of_ranks"]
+__all__ = ["Finding", "MeasuredLink", "Report", "Run", "Verdict", "of_ranks"]
 
 
 class Verdict(StrEnum):
@@ -31,7 +31,7 @@ class Finding:
 
 
 @dataclass(frozen=True, slots=True)
-class Link:
+class MeasuredLink:
     """From one rank to another: seconds for a small message, bytes a second for large ones."""
 
     sender: int
@@ -71,7 +71,7 @@ class Report:
     ranks: list[dict[str, Any]] = field(default_factory=list)
     """What each rank says of itself."""
     findings: list[Finding] = field(default_factory=list)
-    links: list[Link] = field(default_factory=list)
+    links: list[MeasuredLink] = field(default_factory=list)
     runs: list[Run] = field(default_factory=list)
 
     @property

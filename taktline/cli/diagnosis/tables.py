@@ -11,8 +11,8 @@ from rich.table import Table
 from rich.text import Text
 
 from taktline.cli.diagnosis.links import ALL_PAIRS
-from taktline.cli.diagnosis.report import Finding, Link, Report, Run, Verdict
-from taktline.plan.words import counted
+from taktline.cli.diagnosis.report import Finding, MeasuredLink, Report, Run, Verdict
+from taktline.text import counted
 
 __all__ = ["show"]
 
@@ -74,7 +74,7 @@ def _matrix(report: Report) -> Table:
     return table
 
 
-def _list(links: Sequence[Link]) -> Table:
+def _list(links: Sequence[MeasuredLink]) -> Table:
     table = Table(title="Links between neighbours")
     table.add_column("from → to", justify="right")
     for heading in ("latency", "bandwidth"):
@@ -86,7 +86,7 @@ def _list(links: Sequence[Link]) -> Table:
     return table
 
 
-def _cell(link: Link | None, best: float) -> Text:
+def _cell(link: MeasuredLink | None, best: float) -> Text:
     if link is None:
         return Text("·", style="dim")
     if not link.intact:

@@ -8,7 +8,7 @@ _HERE = os.path.dirname(os.path.abspath(__file__))
 
 
 def _load(name, folders):
-    """Run the first module of that name in the folders, should there be one; gives its names."""
+    """Run the first module of that name in the folders, should there be one; returns its names."""
     spec = PathFinder.find_spec(name, folders)
     if spec is None or spec.loader is None:
         return {}

@@ -12,11 +12,11 @@ import torch
 from torch import fx, nn
 from torch.distributed import ProcessGroup
 from torch.export import ExportedProgram
-from torch.utils._pytree import tree_leaves
 
 from taktline import split
 from taktline.compat.torch_pipelining import of_torch
 from taktline.compat.torch_pipelining.stage import build_stage
+from taktline.pytree import tree_leaves
 from taktline.split import SplitPoint, pipe_split
 from taktline.split.traced.cut import cut
 from taktline.split.traced.markers import tracing
@@ -61,7 +61,7 @@ else:
 
 
 class Pipe(split.Pipe):
-    """A model in pieces; calling it gives all tensors of its output, in a tuple.
+    """A model cut into stages; calling it returns all tensors of its output, in a tuple.
 
     >>> model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
     >>> pipe = pipeline(model, (torch.zeros(2, 4),), split_spec={"1": SplitPoint.BEGINNING})
@@ -75,7 +75,7 @@ class Pipe(split.Pipe):
         super().__init__(split_gm, num_stages, has_loss_and_backward, loss_spec)
 
     def forward(self, *args, **kwargs):
-        """The tensors that the model gives."""
+        """The tensors that the model returns."""
         return tuple(tree_leaves(super().forward(*args, **kwargs)))
 
     _number_and_count_forward_stages = staticmethod(_torchs.Pipe._number_and_count_forward_stages)
@@ -120,7 +120,7 @@ class Pipe(split.Pipe):
     def build_stage(
         self, stage_index: int, device: torch.device, group: ProcessGroup | None = None
     ) -> Any:
-        """A stage to run in a schedule, once its piece is moved to a device."""
+        """A stage to run in a schedule, once its module is moved to a device."""
         super().build_stage(stage_index, device, group)
         module = self.get_stage_module(stage_index)
         return build_stage(module, stage_index, self.info(), device, group)

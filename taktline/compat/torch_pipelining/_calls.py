@@ -1,4 +1,4 @@
-"""A step by the calls that torch makes to stages, as instructions of Taktline's program.
+"""Runs a step by torch's calls to stages, each an instruction of Taktline's program.
 
 ::
 
@@ -288,7 +288,7 @@ def _fill_with_zeros(stage: Any, kind: Any, microbatch: int) -> None:
 
 
 def _as_planned(action: Any) -> Action:
-    """An action for who tells of it: as a plan has it."""
+    """An action as a plan has it, for traces and errors."""
     name, number = action.computation_type.value.removeprefix("WAIT_"), action.microbatch_index
     kind = Kind[name] if name in Kind.__members__ else Kind.F
     return Action(action.stage_index, kind, number if kind.has_microbatch else None)
@@ -326,7 +326,7 @@ def play(calls: Calls) -> None:
 def reduced(schedule: Any, stages: Sequence[Any]) -> Iterator[list[Any]]:
     """Inside, gradients begin anew; then they are reduced, scaled, and added to what was there.
 
-    Otherwise, gradients that earlier steps have left would be scaled again. Gives the stages whose
+    Otherwise, gradients that earlier steps have left would be scaled again. Yields the stages whose
     gradients an order that says nothing of it has left to be reduced.
     """
     scaled = schedule._has_backward and schedule.scale_grads

@@ -190,7 +190,7 @@ def _tuple_of(given: list[tuple[int, torch.Tensor]] | None) -> Gradients | None:
 def stage_backward_weight(
     weights: Iterator[Parameter], param_groups: list[Group], retain_graph: bool = False
 ) -> Gradients:
-    """The second half: the gradients of the weights; gives what is in their ``.grad`` then."""
+    """The second half: the gradients of the weights; returns what is in their ``.grad`` then."""
     by_node = {node: w for w in weights if (node := _get_grad_fn_or_grad_acc(w)) is not None}
     # Those with several intermediates first: their passes go through those of others.
     for group in sorted(param_groups, key=lambda g: -len(g.get("intermediates", ()))):

@@ -1,4 +1,4 @@
-"""Whether anybody has put something in the place of a method."""
+"""Finds out whether a method of a class or an object was replaced."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The order of a schedule, with the time it takes, drawn."""
+"""Draws the order of a schedule to scale."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def get_schedule_ops(
 
 
 def _stand_in(place: int, ranks: int, per_rank: int) -> Any:
-    """A stage of rank 0 that only tells its numbers."""
+    """A stage of rank 0 that only has its numbers."""
     stage = mock.create_autospec(PipelineStage, instance=True)
     stage.group_rank, stage.group_size = 0, ranks
     stage.num_stages, stage.stage_index = ranks * per_rank, place * ranks

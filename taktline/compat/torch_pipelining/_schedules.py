@@ -1,4 +1,4 @@
-"""Schedules: torch's classes, whose steps Taktline's runtime runs."""
+"""torch's schedule classes, whose steps run on Taktline's runtime."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from taktline.compat.torch_pipelining._stages import (
     like,
     undisturbed,
 )
-from taktline.compat.torch_pipelining._steps import Call, Native, run
+from taktline.compat.torch_pipelining._steps import Native, StepCall, run
 from taktline.errors import BatchError, CallOrderError, ScheduleError, StageUseError
 from taktline.plan import Plan, validate
 from taktline.runtime import get_schedule_class as find_native
@@ -37,7 +37,7 @@ class _PipelineSchedule(torchs._PipelineSchedule, metaclass=Watched):
     _plan_name: str | None = None
     """The plan of Taktline that says the same; None if there is none."""
     dynamic_shapes: bool = False
-    """Set it where what stages give depends on values, not on shapes alone."""
+    """Set it if the outputs of stages have shapes that depend on values."""
     _native: Native | None = None
     """What runs it."""
     _way: int | None = None
@@ -79,7 +79,7 @@ class _PipelineSchedule(torchs._PipelineSchedule, metaclass=Watched):
         micro-batches, in the place of ``args``, ``kwargs`` and ``target``.
         """
         batch = (args, kwargs, target, arg_mbs, kwarg_mbs, target_mbs)
-        return run(self, Call(*batch, losses, return_outputs, loss_kwargs))
+        return run(self, StepCall(*batch, losses, return_outputs, loss_kwargs))
 
     def eval(self, *args: Any, target: Any = None, losses: list | None = None, **kwargs: Any):
         """Run a batch forward only, without gradients; with a target, the losses too."""
@@ -109,7 +109,7 @@ class _PipelineSchedule(torchs._PipelineSchedule, metaclass=Watched):
             self.unsharded_stages.add(stage.stage_index)
 
     def _forget_shapes(self) -> None:
-        """Let stages find out anew what they give."""
+        """Let stages find out anew what they return."""
         for name in [name for name in vars(self) if name.endswith("ward_initialized")]:
             setattr(self, name, False)
 
@@ -206,7 +206,7 @@ class Schedule1F1B(_Single):
 class PipelineScheduleMulti(_Ordered, _PipelineSchedule, torchs.PipelineScheduleMulti):
     """A schedule that runs what ``pipeline_order`` says: for each rank, its computations in order.
 
-    A None in it is a rank that waits, which here means nothing: messages tell when to go on.
+    A None in it is a rank that waits; here that means nothing, as ranks wait for messages only.
     """
 
     _planned: tuple[Any, Any, Any] = (None, None, None)

@@ -1,4 +1,4 @@
-"""Stages: torch's, for whoever calls their methods, with what they compute done right."""
+"""torch's stages, with corrected backwards and gradient reduction."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class _PipelineStageBase(torchs._PipelineStageBase, metaclass=Watched):
     gradients_due = False
     """Whether gradients of this step wait to be reduced and scaled."""
     unprepared: Exception | None = None
-    """Why it could not find out what it gives."""
+    """Why it could not find out what it returns."""
     _native: OwnStage | None = None
     _begun: GradSync | None = None
 
@@ -203,7 +203,7 @@ class _Older:
         self._stage_meta.outputs = utils.extract_tensor_metas(outputs_meta)
 
     def _shape_inference(self, args: Any, kwargs: dict[str, Any] | None = None) -> tuple[Any, ...]:
-        """Run the module once, to see what it gives."""
+        """Run the module once, to see what it returns."""
         with undisturbed([self]):
             self._forward_metadata_inference(args, kwargs)  # pyright: ignore
         return self.get_outputs_meta()
@@ -235,7 +235,7 @@ like: Any = wraps
 
 
 class PipelineStage(_PipelineStageBase, torchs.PipelineStage, _Older):
-    """One piece of a model, cut out by hand; its arguments are those of the installed torch.
+    """One stage of a model, cut by hand; its arguments are those of the installed torch.
 
     >>> stage = PipelineStage(nn.Linear(4, 4), 0, 1, torch.device("cpu"))
     >>> stage.forward_one_chunk(0, (torch.ones(2, 4),)).shape
@@ -307,11 +307,11 @@ class PipelineStage(_PipelineStageBase, torchs.PipelineStage, _Older):
 
 
 class Unknown:
-    """Stands for what a stage gives, where that could not be found out."""
+    """Stands for what a stage returns, where that could not be found out."""
 
 
 class Elsewhere(Exception):
-    """Another stage could not find out what it gives."""
+    """Another stage could not find out what it returns."""
 
 
 def _known(value: Any) -> Any:
@@ -329,7 +329,7 @@ def _with_gradients(metas: Sequence[Any] | None) -> tuple[Any, ...] | None:
 
 
 class _PipelineStage(PipelineStage):
-    """A piece that :func:`pipeline` has cut out.
+    """A stage that :func:`pipeline` has cut.
 
     It finds out what crosses its boundaries as a stage cut out by hand does: its module has a graph
     for each mode.
@@ -357,7 +357,7 @@ class _PipelineStage(PipelineStage):
         self._move_submod_to_device()
 
     def _move_submod_to_device(self) -> None:
-        """Bring the piece, and what its graph makes, to the device."""
+        """Move the module, and what its graph makes, to the device."""
         if isinstance(self.submod, StageModule):
             self.submod.set_device(torch.device(self.device))
         self.submod.to(self.device)
@@ -368,7 +368,7 @@ class _PipelineStage(PipelineStage):
 
 @contextmanager
 def undisturbed(stages: Sequence[Any]) -> Iterator[None]:
-    """Inside, modules may run to see what they give: buffers and gradients stay as they are.
+    """Inside, modules may run to see what they return: buffers and gradients stay as they are.
 
     What went wrong in one of them is raised at the end.
     """

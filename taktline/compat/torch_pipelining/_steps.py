@@ -16,11 +16,11 @@ from typing import Any
 from weakref import proxy
 
 import torch
-from torch.utils._pytree import tree_map_only
 
 from taktline.compat.torch_pipelining import microbatch
 from taktline.compat.torch_pipelining import schedules as torchs
 from taktline.compat.torch_pipelining._calls import CallProgram, Calls, reduced
+from taktline.compat.torch_pipelining._errors import as_in_torch
 from taktline.compat.torch_pipelining._replaced import is_replaced
 from taktline.compat.torch_pipelining._stages import Elsewhere, _PipelineStageBase
 from taktline.errors import (
@@ -29,23 +29,23 @@ from taktline.errors import (
     TaktlineError,
     text_of,
 )
-from taktline.errors.as_in_torch import as_in_torch
+from taktline.pytree import tree_map_only
 from taktline.runtime.bind import Bound, Signatures
 from taktline.runtime.losses import warn_if_uneven
 from taktline.runtime.runner import Runner
 from taktline.runtime.schedule import Schedule
 from taktline.runtime.step_data import Feed
-from taktline.transport import find
+from taktline.transport import transport_of
 from taktline.transport.control import share_error
 
-__all__ = ["Call", "Native", "run"]
+__all__ = ["Native", "StepCall", "run"]
 
 Cut = tuple[list[Any], list[Any], list[Any] | None]
 """Arguments, keyword arguments and targets of each micro-batch."""
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class StepCall:
     """What a step was called with."""
 
     args: tuple[Any, ...]
@@ -95,8 +95,8 @@ class Call:
         return arg_mbs, kwarg_mbs, target_mbs
 
 
-def run(schedule: Any, call: Call) -> Any:
-    """One step; gives the outputs where the last stage is."""
+def run(schedule: Any, call: StepCall) -> Any:
+    """Run one step; returns the outputs where the last stage is."""
     trains = schedule._has_backward and getattr(schedule, "_backward_requires_autograd", True)
     if trains and not torch.is_grad_enabled():
         raise StageUseError(
@@ -120,7 +120,7 @@ def run(schedule: Any, call: Call) -> Any:
     return native.run(schedule, call)
 
 
-def _by_itself(schedule: Any, call: Call) -> Any:
+def _by_itself(schedule: Any, call: StepCall) -> Any:
     """A step that somebody has written, or one on stages that are none: nobody else is asked."""
     args, kwargs, targets = call.microbatches(schedule)
     if targets and schedule.scale_grads and not getattr(schedule, "_warned", False):
@@ -164,7 +164,7 @@ def _agreed(schedule: Any) -> int:
     ):
         mine = _BY_CALLS
     if schedule._way is None:
-        transport = find(stages[0].group, torch.device(stages[0].device))
+        transport = transport_of(stages[0].group, torch.device(stages[0].device))
         votes = transport.exchange([mine], "a schedule's first step")
         schedule._way = min(vote for (vote,) in votes)
     schedule._way = min(schedule._way, mine)
@@ -197,7 +197,7 @@ class Native(Schedule):
         """Whether nothing has changed since it was made."""
         return self._made_with == (theirs._on_ours, make_plan, *_settings(theirs).values())
 
-    def run(self, theirs: Any, call: Call) -> Any:
+    def run(self, theirs: Any, call: StepCall) -> Any:
         """One step."""
         options: dict[str, Any] = {"loss_kwargs": call.loss_kwargs}
         refusal = None
@@ -227,14 +227,14 @@ class Native(Schedule):
             self._calls = self._theirs = None
 
     def _prepare(self, theirs: Any, calls: Calls, error: TaktlineError | None) -> None:
-        """Let stages find out what they give; what goes wrong on one rank is raised on all."""
+        """Let stages find out what they return; what goes wrong on one rank is raised on all."""
         transport = self._runner.transport
         for what, act in (("a step by calls", None), ("what stages give", calls.prepare)):
             try:
                 if act is not None:
                     act()
             except Elsewhere:
-                pass  # who has failed tells why
+                pass  # the rank that has failed reports why
             except Exception as raised:
                 error = StageUseError(f"rank {transport.rank}: {_refusal(raised)}")
                 error.__cause__ = raised

@@ -1,4 +1,4 @@
-"""Join what need not be split."""
+"""Merge I and W into B where nothing runs between them."""
 
 from __future__ import annotations
 

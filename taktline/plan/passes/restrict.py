@@ -7,7 +7,7 @@ import numpy as np
 from taktline.errors import PlanError
 from taktline.plan.plan import Plan
 from taktline.plan.rows import Rows
-from taktline.plan.words import counted
+from taktline.text import counted
 
 __all__ = ["restrict"]
 

@@ -3,7 +3,7 @@
 from importlib import import_module
 
 from taktline.plan.schedules._registry import (
-    Schedule,
+    NamedSchedule,
     build,
     each_rank,
     find,
@@ -12,7 +12,7 @@ from taktline.plan.schedules._registry import (
     unregister,
 )
 
-__all__ = ["Schedule", "build", "each_rank", "find", "names", "register", "unregister"]
+__all__ = ["NamedSchedule", "build", "each_rank", "find", "names", "register", "unregister"]
 
 # In the order in which people are shown them: from the plainest on.
 for _file in (

@@ -1,4 +1,4 @@
-"""Finds a schedule by any of its usual names, and checks that the numbers fit it."""
+"""Looks up a schedule by any of its usual names, and checks the numbers it is built with."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from taktline.errors import ScheduleError
 from taktline.plan.placement import MOST_STAGES, Placement
 from taktline.plan.plan import Plan
 from taktline.plan.rows import Rows
-from taktline.plan.words import counted
+from taktline.text import counted
 
-__all__ = ["Schedule", "build", "each_rank", "find", "names", "register", "unregister"]
+__all__ = ["NamedSchedule", "build", "each_rank", "find", "names", "register", "unregister"]
 
 MOST_RANKS, MOST_FORWARDS = 2**12, 2**24
 """Of a plan that is built: with more, it takes minutes and gigabytes."""
@@ -26,7 +26,7 @@ Generator: TypeAlias = Callable[[Placement, int], list[Rows]]
 
 
 @dataclass(frozen=True, slots=True)
-class Schedule:
+class NamedSchedule:
     """A schedule: its names, what it needs, and the function that writes it down.
 
     >>> find("zbv").summary
@@ -75,8 +75,8 @@ class Schedule:
         return self.stages_per_rank
 
 
-_SCHEDULES: dict[str, Schedule] = {}
-_BY_ALIAS: dict[str, Schedule] = {}
+_SCHEDULES: dict[str, NamedSchedule] = {}
+_BY_ALIAS: dict[str, NamedSchedule] = {}
 
 
 def register(
@@ -110,7 +110,7 @@ def register(
     def decorate(generate: Generator) -> Generator:
         require_callable("a schedule", generate, ScheduleError)
         summary = (generate.__doc__ or "").strip().partition("\n")[0]
-        schedule = Schedule(name, aliases, stages_per_rank, place, generate, summary)
+        schedule = NamedSchedule(name, aliases, stages_per_rank, place, generate, summary)
         for alias in (name, *aliases):
             if _plain(alias) in _BY_ALIAS:
                 taken = _BY_ALIAS[_plain(alias)].name
@@ -162,7 +162,7 @@ def names() -> list[str]:
     return list(_SCHEDULES)
 
 
-def find(name: str) -> Schedule:
+def find(name: str) -> NamedSchedule:
     """The schedule of this name: any usual one, in any letter case.
 
     >>> find("ScheduleInterleaved1F1B").name

@@ -1,4 +1,4 @@
-"""The two ways in which the schedules here are written down: by slot, and by phase."""
+"""Two ways to write a schedule: slot by slot, and phase by phase."""
 
 from __future__ import annotations
 

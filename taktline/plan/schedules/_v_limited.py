@@ -18,6 +18,7 @@ from bisect import insort
 from collections import deque
 
 from taktline.plan.action import Action, Kind
+from taktline.plan.deps import sources
 from taktline.plan.placement import Placement
 from taktline.plan.rows import Rows
 from taktline.plan.schedules.zbv import zbv
@@ -54,7 +55,8 @@ class _Ranks:
         # Actions W of each rank whose I has run.
         self.weights: list[deque[Action]] = [deque() for _ in range(count)]
         # For each stage, the micro-batches through it and the activations held for it.
-        self.forwards, self.backwards, self.live = ([0] * (2 * count) for _ in range(3))
+        self.through = {kind: [0] * (2 * count) for kind in (Kind.F, Kind.I)}
+        self.live = [0] * (2 * count)
 
         # Due times of micro-batch 0, in whole numbers. It moves one rank in a unit on the way down,
         # and takes somewhat longer on the way up. Both stages of a rank then hold its activations
@@ -92,16 +94,14 @@ class _Ranks:
         return -1 if pending else None
 
     def _ready(self, kind: Kind, stage: int) -> bool:
-        last = len(self.live) - 1
+        number, stages = self.through[kind][stage], len(self.live)
+        if any(self.through[done][at] <= number for done, at in sources(kind, stage, stages)):
+            return False
         if kind is Kind.I:
-            number = self.backwards[stage]
-            return self.forwards[stage] > number and (
-                stage == last or self.backwards[stage + 1] > number
-            )
-        room = self.live[stage] + self.live[last - stage] < self.limit
-        if stage < self.count:
-            room = room and self.live[stage] < self.limit - 1
-        return room and (stage == 0 or self.forwards[stage - 1] > self.forwards[stage])
+            return True
+        first = stage < self.count  # which leaves room for the rank's second stage
+        on_rank = self.live[stage] + self.live[stages - 1 - stage]
+        return on_rank < self.limit and not (first and self.live[stage] >= self.limit - 1)
 
     def run(self, rank: int, place: int) -> None:
         """Write down the chosen action, and put the next of its kind into the queue."""
@@ -111,9 +111,8 @@ class _Ranks:
             self.actions[rank].append(action)
             return
         due, tie, kind, stage = self.queues[rank].pop(place)
-        through = self.forwards if kind is Kind.F else self.backwards
-        number = through[stage]
-        through[stage] += 1
+        number = self.through[kind][stage]
+        self.through[kind][stage] += 1
         if number + 1 < self.microbatches:
             insort(self.queues[rank], (due + _PERIOD * self.unit, tie, kind, stage))
         if kind is Kind.F:

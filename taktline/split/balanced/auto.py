@@ -12,13 +12,13 @@ from torch import nn
 from taktline.checks import require_flag, require_instance, require_whole
 from taktline.errors import PartitionError
 from taktline.plan import Partition, balance
-from taktline.plan.words import counted
 from taktline.split.balanced import effort
 from taktline.split.balanced.layers import find_reused, find_starts, layered, why_not
 from taktline.split.named.by_names import as_call, by_names, without_compiler
 from taktline.split.named.cuts import Cut
 from taktline.split.named.recurrent import open_recurrent, recurrent_in, tensors_of
 from taktline.split.pieces import Pieces
+from taktline.text import counted, table
 
 __all__ = ["Division", "auto"]
 
@@ -80,11 +80,10 @@ def auto(
     memory = {cut: _size(whole, cut.unit) for cut in costs}
     division = balance(_joined(costs, starts), n, memory=_joined(memory, starts), limits=limits)
     cuts = [starts[bound] for bound in division.bounds[1:-1]]
-    names = tuple(map(str, cuts))
-    pieces = by_names(model, names, example=example)
+    pieces = by_names(model, tuple(map(str, cuts)), example=example)
+    division = replace(division, stage_memory=_stage_sizes(memory, cuts))
     unit = "milliseconds" if measure else "operations"
-    sizes = _stage_sizes(memory, cuts)
-    pieces.division = Division(replace(division, stage_memory=sizes), ("", *names), unit)
+    pieces.division = Division(division, ("", *map(str, cuts)), unit)
     return pieces
 
 
@@ -109,19 +108,12 @@ class Division:
     unit: str
 
     def __str__(self) -> str:
-        table = [["stage", "from", "layers", self.unit, "bytes"]]
+        rows = [["stage", "from", "layers", self.unit, "bytes"]]
         cut = self.partition
         for stage, start in enumerate(self.starts):
             numbers = (cut.sizes[stage], cut.stage_costs[stage], (cut.stage_memory or ())[stage])
-            table.append([f"{stage}", start or "the input", *map(_text, numbers)])
-        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-        aligned = (str.rjust, str.ljust, str.rjust, str.rjust, str.rjust)
-        return "\n".join(
-            "  ".join(
-                align(text, width) for align, text, width in zip(aligned, row, widths, strict=True)
-            )
-            for row in table
-        )
+            rows.append([f"{stage}", start or "the input", *map(_text, numbers)])
+        return table(rows, left=["from"])
 
 
 def _too_many(

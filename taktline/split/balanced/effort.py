@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+from taktline import pytree
 from taktline.split.balanced.recurrent import RECURRENT
 from taktline.split.named.cuts import Cut
 from taktline.split.named.layout import Layout

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from difflib import get_close_matches
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
+from taktline import pytree
 from taktline.checks import refuse, require_instance, require_iterable
 from taktline.errors import PartitionError
+from taktline.split.example import arguments_of
 from taktline.split.named.chain import sliced
 from taktline.split.named.course import Course
 from taktline.split.named.cuts import Cut
@@ -23,6 +23,7 @@ from taktline.split.named.shape_probe import look, require_plain
 from taktline.split.named.walk import walk
 from taktline.split.pieces import Pieces
 from taktline.stage.names import unwrapped
+from taktline.text import did_you_mean
 
 __all__ = ["as_call", "by_names", "without_compiler"]
 
@@ -86,7 +87,7 @@ def without_compiler(model: nn.Module) -> nn.Module:
         return model
     _log.warning(
         "the model was compiled as a whole, and its stages run as they are; compile its blocks "
-        "(torch.compile(block)), or the stages in prepare"
+        "(block.compile()), or the stages in prepare="
     )
     return model if inside is None else inside
 
@@ -101,13 +102,9 @@ def _checked(model: nn.Module, cuts: Sequence[str]) -> tuple[Cut, ...]:
     read = [Cut.read(text, names) for text in given]
     for place, (cut, begun) in enumerate(zip([cut.unit for cut in read], read, strict=True)):
         if cut not in names:
-            close = get_close_matches(cut, names, 3)
-            listed = ", ".join(map(repr, names[:8])) + (", …" if len(names) > 8 else "")
-            hint = (
-                f"did you mean {' or '.join(map(repr, close))}?" if close else f"there are {listed}"
-            )
             raise PartitionError(
-                f"cuts name {cut!r}, but {type(model).__name__} has no such submodule; {hint}"
+                f"cuts name {cut!r}, but {type(model).__name__} has no such submodule; "
+                f"{did_you_mean(cut, names)}"
             )
         if begun in read[:place]:
             raise PartitionError(f"cuts name {begun!r} twice; a stage can begin there once")
@@ -144,27 +141,21 @@ def _dummy_course(layout: Layout, model: nn.Module) -> Course | None:
 
 def as_call(model: nn.Module, example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """The arguments of a call, where the model's tensors are."""
-    if not isinstance(example, tuple):
-        raise PartitionError(
-            f"example must be a tuple of arguments, or (args, kwargs), not a "
-            f"{type(example).__name__}"
-        )
-    if not (len(example) == 2 and isinstance(example[0], tuple) and isinstance(example[1], dict)):
-        example = (example, {})
-    for leaf in pytree.tree_leaves(example):
+    call = arguments_of(example)
+    for leaf in pytree.tree_leaves(call):
         if isinstance(leaf, torch.Tensor):
             require_plain(leaf, "the example has")
     tensors = (*model.parameters(), *model.buffers())
     device = next((tensor.device for tensor in tensors if not tensor.is_meta), None)
     if device is None:
-        return example
+        return call
 
     def moved(tensor: torch.Tensor) -> torch.Tensor:
         if tensor.is_meta:  # its shape is all that matters
             return torch.zeros_like(tensor, device=device)
         return tensor.to(device)
 
-    return pytree.tree_map_only(torch.Tensor, moved, example)
+    return pytree.tree_map_only(torch.Tensor, moved, call)
 
 
 def _without_padding(model: nn.Module, dummy: Any) -> Any:

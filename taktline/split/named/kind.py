@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
+from taktline import pytree
 from taktline.split.named.course import Course, Path, Value
 from taktline.split.named.mutable import is_constant
 from taktline.split.named.placeholder import Absent, Placeholder

@@ -11,8 +11,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
+from taktline import pytree
 from taktline.split.named.recent import Recent
 from taktline.split.named.shape_probe import look
 

@@ -23,9 +23,9 @@ from typing import Any, NamedTuple
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from taktline import pytree
 from taktline.errors import PartitionError
 from taktline.split.named.placeholder import (
     Placeholder,

@@ -8,8 +8,8 @@ from threading import local
 from typing import Any, Self
 
 import torch
-from torch.utils import _pytree as pytree
 
+from taktline import pytree
 from taktline.errors import PartitionError
 
 __all__ = [

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from torch.utils import _pytree as pytree
-
+from taktline import pytree
 from taktline.split.named.kind import found_at
 from taktline.split.named.recorded import replayed
 from taktline.split.named.script import Coming, Script, Step, is_like

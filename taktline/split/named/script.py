@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
+from taktline import pytree
 from taktline.split.named.mutable import is_constant
 from taktline.split.named.placeholder import Placeholder
 from taktline.split.named.recorded import Recorded

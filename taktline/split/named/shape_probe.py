@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
-from torch.utils import _pytree as pytree
 
+from taktline import pytree
 from taktline.errors import PartitionError
 from taktline.meta import TensorMeta
 from taktline.side_values import Aside, Skip

@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
+from taktline import pytree
 from taktline.errors import PartitionError
 from taktline.split.named import program
 from taktline.split.named.changes import Changes

@@ -17,8 +17,8 @@ from types import MappingProxyType
 from typing import Any, Self
 
 import torch
-from torch.utils import _pytree as pytree
 
+from taktline import pytree
 from taktline.errors import PartitionError
 from taktline.split.named.checkpoints import Checkpoints
 from taktline.split.named.course import Value

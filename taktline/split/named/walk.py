@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
+from taktline import pytree
 from taktline.errors import PartitionError
 from taktline.split.named.carried import find_uncarried
 from taktline.split.named.changes import Changes

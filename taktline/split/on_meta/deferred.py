@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
     _disable_current_modes,
     _get_current_dispatch_mode_stack,
 )
 
+from taktline import pytree
 from taktline.errors import StateError
 from taktline.split.on_meta.log import Log, keep, tensors_in, written
 from taktline.split.on_meta.replay import replay

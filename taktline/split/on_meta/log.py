@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils import _pytree as pytree
 
+from taktline import pytree
 from taktline.errors import StateError
 from taktline.split.on_meta.draw_log import Draw, DrawLog
 

@@ -14,11 +14,11 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from taktline.checks import refuse, require_instance
 from taktline.device import require_device
 from taktline.errors import ArgumentError, StateError
-from taktline.plan.words import counted
 from taktline.split.on_meta.log import Log, find_log
 from taktline.split.on_meta.replay import replay
 from taktline.split.traced.module import StageModule
 from taktline.stage.ties import declared
+from taktline.text import counted
 
 __all__ = ["materialise"]
 

@@ -18,8 +18,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
+from taktline import pytree
 from taktline.split.on_meta.draw_log import Draw
 from taktline.split.on_meta.log import Call, GeneratorRef, Log, Ref, tensors_in
 

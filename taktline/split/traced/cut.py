@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import fx
 from torch.fx.graph import _PyTreeCodeGen, _PyTreeInfo
-from torch.utils import _pytree as pytree
 
+from taktline import pytree
 from taktline.split.traced.alias import Aliases
 from taktline.split.traced.arguments import add_checks
 from taktline.split.traced.markers import is_marker

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from difflib import get_close_matches
 from enum import Enum
 from typing import Any
 
@@ -13,6 +12,7 @@ from torch import fx, nn
 from torch.fx.node import has_side_effect
 
 from taktline.errors import PartitionError
+from taktline.text import did_you_mean
 
 __all__ = ["SplitPoint", "is_marker", "marked", "pipe_split", "require_outside", "tracing"]
 
@@ -138,13 +138,9 @@ def marked(module: nn.Module, spec: Mapping[str, SplitPoint]) -> Iterator[None]:
 def _find(module: nn.Module, name: str) -> nn.Module:
     names = [known for known, _ in module.named_modules(remove_duplicate=False) if known]
     if name not in names:
-        close = get_close_matches(name, names, 3)
-        if close:
-            hint = f"did you mean {' or '.join(map(repr, close))}?"
-        else:
-            hint = f"there are {', '.join(map(repr, names[:8]))}{', …' if len(names) > 8 else ''}"
         raise PartitionError(
-            f"split_spec names {name!r}, but {type(module).__name__} has no such submodule; {hint}"
+            f"split_spec names {name!r}, but {type(module).__name__} has no such submodule; "
+            f"{did_you_mean(name, names)}"
         )
     return module.get_submodule(name)
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch.utils import _pytree as pytree
 
+from taktline import pytree
 from taktline.errors import PartitionError
 from taktline.split.traced.beside import recording, with_losses
 from taktline.split.traced.markers import SplitPoint, marked, require_outside, tracing
@@ -123,5 +123,6 @@ def in_mode(module: nn.Module, training: bool) -> Iterator[None]:
         module.train(training)
         yield
     finally:
+        module.train(before[module])  # a traced stage changes its graph there
         for part, mode in before.items():
             part.training = mode

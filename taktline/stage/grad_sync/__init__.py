@@ -2,9 +2,9 @@
 
 ::
 
-    find(module) ──▶ None       nothing is wrapped
-                 ──▶ DDPSync    DistributedDataParallel, or the older ``replicate`` made from it
-                 ──▶ FSDPSync   ``fully_shard``, or the newer ``replicate`` made from it
+    sync_of(module) ──▶ None       nothing is wrapped
+                    ──▶ DDPSync    DistributedDataParallel, or the older ``replicate`` made from it
+                    ──▶ FSDPSync   ``fully_shard``, or the newer ``replicate`` made from it
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from torch.nn.parallel import DistributedDataParallel
 from taktline.errors import MismatchError
 from taktline.stage.grad_sync.base import GradSync
 
-__all__ = ["GradSync", "find"]
+__all__ = ["GradSync", "sync_of"]
 
 
-def find(module: nn.Module) -> GradSync | None:
+def sync_of(module: nn.Module) -> GradSync | None:
     """What averages the gradients of a module; None for a plain one.
 
-    >>> print(find(nn.Linear(2, 2)))
+    >>> print(sync_of(nn.Linear(2, 2)))
     None
     """
     modules = list(module.modules())

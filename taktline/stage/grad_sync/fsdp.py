@@ -192,7 +192,13 @@ def _finish(root: Any) -> None:
 def _reset(root: Any) -> None:
     """Bring a root and all below it back to where a forward can begin."""
     if hasattr(root, "_reset_iter_state"):
-        root._reset_iter_state()
+        try:
+            root._reset_iter_state()
+        except RuntimeError:  # it waits for gathers that another rank has left
+            for state in root._state_ctx.all_states:
+                for group in _groups_of(state):
+                    group._all_gather_result = None
+            root._reset_iter_state()
         return
     context = root._state_ctx
     context.iter_forward_root = None

@@ -1,0 +1,136 @@
+"""``taktline explore``: a page in which schedules are planned, simulated and compared.
+
+``page.html`` holds the page, ``planner.js`` the schedules and the simulation, and the other scripts
+what people see of them. Together they are one file that loads nothing else.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from importlib.resources import files
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from taktline.cli.options import (
+    Backward,
+    Comm,
+    Forward,
+    Microbatches,
+    Ranks,
+    StagesPerRank,
+    Weight,
+    complete_name,
+)
+from taktline.plan import find, names
+from taktline.plan.io import write_text
+from taktline.render.palette import COLOURS, MEANINGS
+
+__all__ = ["explore", "page"]
+
+_SCRIPTS = ("planner.js", "chart.js", "cards.js", "plot.js", "page.js")
+
+_SETTINGS: dict[str, tuple[str, float, float, float, float]] = {
+    "ranks": ("ranks", 1, 32, 1, 4),
+    "stages_per_rank": ("stages per rank, if open", 1, 8, 1, 2),
+    "microbatches": ("micro-batches", 1, 128, 1, 8),
+    "forward": ("F: forward", 0.1, 4, 0.1, 1),
+    "backward": ("I: backward, inputs", 0.1, 4, 0.1, 1),
+    "weight": ("W: backward, weights", 0.1, 4, 0.1, 1),
+    "comm": ("link: a message", 0, 2, 0.05, 0),
+    "memory": ("memory limit, 0: none", 0, 32, 0.5, 0),
+}
+"""What can be set: the label, the least, the most, the step, and the default."""
+
+
+def explore(
+    schedules: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="NAME…",
+            help="Schedules to begin with (default 1f1b and zbv).",
+            autocompletion=complete_name,
+        ),
+    ] = None,
+    ranks: Ranks = None,
+    stages_per_rank: StagesPerRank = None,
+    microbatches: Microbatches = None,
+    forward: Forward = None,
+    backward: Backward = None,
+    weight: Weight = None,
+    comm: Comm = None,
+    memory: Annotated[
+        float | None, typer.Option(help="Activations of a micro-batch that a rank can keep.")
+    ] = None,
+    output: Annotated[Path, typer.Option("--output", "-o", help="Where to write the page.")] = Path(
+        "explorer.html"
+    ),
+) -> None:
+    """Write a page in which schedules are compared: sliders, charts, bubble over memory.
+
+    The page plans and simulates by itself; the options say what it begins with.
+
+    Examples:
+
+    - `taktline explore`
+
+    - `taktline explore 1f1b zbv v_half -r 8 -m 32 --comm 0.1 -o explorer.html`
+    """
+    if output.suffix.lower() != ".html":
+        raise typer.BadParameter(f"the page is an .html file, not {output.suffix or output.name!r}")
+    write_text(
+        output,
+        page(
+            schedules,
+            ranks=ranks,
+            stages_per_rank=stages_per_rank,
+            microbatches=microbatches,
+            forward=forward,
+            backward=backward,
+            weight=weight,
+            comm=comm,
+            memory=memory,
+        ),
+    )
+    typer.echo(f"{output}: open it in a browser")
+
+
+def page(schedules: list[str] | None = None, **settings: float | None) -> str:
+    """The page, which begins with these schedules and settings.
+
+    >>> page(["zbv"], ranks=8)[:15]
+    '<!doctype html>'
+    """
+    chosen = [find(name).name for name in schedules or ("1f1b", "zbv")]
+    if "forward_only" in chosen:
+        raise typer.BadParameter("forward_only has no backward, and no bubble to compare")
+    content: dict[str, Any] = {
+        "schedules": {name: find(name).summary for name in names() if name != "forward_only"},
+        "open": [name for name in names() if find(name).stages_per_rank is None],
+        "colours": {kind.name: colour for kind, colour in COLOURS.items()},
+        "meanings": {kind.name: meaning for kind, meaning in MEANINGS.items()},
+        "chosen": list(dict.fromkeys(chosen)),
+        "settings": [_setting(name, settings.get(name)) for name in _SETTINGS],
+    }
+    put = {
+        "data": json.dumps(content, separators=(",", ":")).replace("<", "\\u003c"),
+        "script": "\n".join(map(_text, _SCRIPTS)),
+    }
+    return re.sub(r"\{\{(\w+)\}\}", lambda match: put[match[1]], _text("page.html"))
+
+
+def _text(name: str) -> str:
+    return files("taktline.cli.explorer").joinpath(name).read_text("utf-8")
+
+
+def _setting(name: str, asked: float | None) -> dict[str, Any]:
+    label, least, most, step, default = _SETTINGS[name]
+    if asked is not None and not least <= asked <= most:
+        option = "--" + name.replace("_", "-")
+        raise typer.BadParameter(
+            f"the page goes from {least:g} to {most:g}, not to {option} {asked:g}"
+        )
+    value = default if asked is None else asked
+    return {"name": name, "label": label, "min": least, "max": most, "step": step, "value": value}

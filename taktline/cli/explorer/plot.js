@@ -1,0 +1,61 @@
+"use strict";
+// The plot: bubble over memory, and the frontier of those that no other beats in both.
+
+function plot() {
+  const svg = $("plot"), { width, height } = svg.getBoundingClientRect();
+  const left = 44, bottom = height - 34, right = width - 12, top = 10;
+  const all = [...timelines.values()];
+  const most = Math.max(settings.memory, ...all.map((t) => t.peak)) * 1.06;
+  const worst = Math.max(0.05, ...all.map((t) => t.bubble)) * 1.08;
+  const x = (memory) => left + (memory / most) * (right - left);
+  const y = (bubble) => bottom - (Math.max(0, bubble) / worst) * (bottom - top);
+  const parts = [];
+  for (const tick of ticks(worst * 100, 5)) {
+    parts.push(drawn("line", { class: "grid", x1: left, x2: right, y1: y(tick / 100), y2: y(tick / 100) }));
+    parts.push(drawn("text", { x: left - 8, y: y(tick / 100) + 4, "text-anchor": "end" }, plain(tick) + "%"));
+  }
+  for (const tick of ticks(most, 6)) {
+    parts.push(drawn("text", { x: x(tick), y: bottom + 17, "text-anchor": "middle" }, plain(tick)));
+  }
+  parts.push(drawn("text", { x: right, y: height - 2, "text-anchor": "end" }, "peak memory, in activations of a micro-batch"));
+  parts.push(drawn("text", { x: left + 6, y: top + 4 }, "bubble"));
+  if (settings.memory) {
+    const at = x(settings.memory);
+    parts.push(drawn("line", { class: "limit", x1: at, x2: at, y1: top, y2: bottom }));
+  }
+  const edge = frontier(all);
+  const steps = edge.map((t, at) => `${at ? `H${x(t.peak)}V` : `M${x(t.peak)},`}${y(t.bubble)}`);
+  if (edge.length) parts.push(drawn("path", { class: "frontier", d: steps.join("") }));
+
+  // Labels keep clear of points and of each other: each goes down until there is room.
+  const taken = all.map((t) => ({ line: y(t.bubble) + 4, from: x(t.peak) - 5, to: x(t.peak) + 5 }));
+  for (const timeline of all.toSorted((a, b) => b.bubble - a.bubble || a.peak - b.peak)) {
+    const { name } = timeline.plan, on = chosen.includes(name), long = name.length * 6.6;
+    const cx = x(timeline.peak), cy = y(timeline.bubble), before = cx + long + 10 > right;
+    const from = before ? cx - long - 8 : cx + 8;
+    let line = cy + 4;
+    while (taken.some((box) => Math.abs(box.line - line) < 13 && box.from < from + long && from < box.to)) line += 13;
+    taken.push({ line, from, to: from + long });
+    const words = `${name}: bubble ${percent(timeline.bubble)}, memory ${plain(timeline.peak)}`;
+    const point = drawn("a", {
+      class: `${on ? "on" : ""} ${timeline.over ? "over" : ""}`, tabindex: 0, role: "checkbox", "aria-checked": on,
+      "aria-label": words, "data-name": name,
+    },
+      drawn("title", {}, words), drawn("circle", { cx, cy, r: 4.5 }),
+      drawn("text", { x: before ? cx - 8 : cx + 8, y: line, "text-anchor": before ? "end" : "start" }, name));
+    parts.push(point);
+  }
+  const focused = document.activeElement?.dataset?.name;
+  svg.replaceChildren(...parts);
+  if (focused) svg.querySelector(`[data-name="${focused}"]`)?.focus();
+}
+
+/** The timelines that no other beats in both, from the least memory on. */
+function frontier(all) {
+  let least = Infinity;
+  return all.toSorted((a, b) => a.peak - b.peak || a.bubble - b.bubble).filter((timeline) => {
+    const better = timeline.bubble < least - 1e-9;
+    if (better) least = timeline.bubble;
+    return better;
+  });
+}

@@ -1,0 +1,46 @@
+"""Errors of a step as torch raises them: Taktline's own, and builtin ones at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+from taktline.errors import PipeliningMetadataError, SignatureError, TaktlineError, restore
+
+__all__ = ["as_in_torch"]
+
+
+def as_in_torch(error: TaktlineError) -> TaktlineError:
+    """The same error for code that expects what torch raises in a step.
+
+    That is a RuntimeError, and a PipeliningMetadataError if a value is not as it was.
+
+    >>> from taktline.errors import MismatchError
+    >>> error = as_in_torch(MismatchError("the ranks disagree"))
+    >>> isinstance(error, RuntimeError), isinstance(error, MismatchError)
+    (True, True)
+    """
+    args, kind = error.args, RuntimeError
+    misfit = next((e for e in (error, error.__cause__) if isinstance(e, SignatureError)), None)
+    if misfit is not None:
+        kind = PipeliningMetadataError
+        args = (f"{error} ({misfit.differs} mismatch)",) if misfit.differs else args
+    if isinstance(error, kind):
+        return error
+    return restore(_both(type(error), kind), args, vars(error))
+
+
+@cache
+def _both(cls: type[TaktlineError], kind: type[Exception]) -> type[TaktlineError]:
+    def reduce(self: TaktlineError) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return _unpickled, (cls, kind, self.args, vars(self))
+
+    attributes = {"__module__": cls.__module__, "__doc__": cls.__doc__, "__reduce__": reduce}
+    return type(cls.__name__, (cls, kind), attributes)
+
+
+def _unpickled(
+    cls: type[TaktlineError], kind: type[Exception], args: tuple[Any, ...], fields: dict[str, Any]
+) -> TaktlineError:
+    return restore(_both(cls, kind), args, fields)

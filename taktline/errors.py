@@ -1,0 +1,416 @@
+"""Every exception that Taktline raises for a reader to act on.
+
+::
+
+    TaktlineError
+    ├── ArgumentError        an argument is not what a function takes; a TypeError as well
+    ├── ActionSyntaxError    a text is not an action; knows the character where it goes wrong
+    ├── PlanFileError        a plan file cannot be read; knows path, row and column
+    ├── JsonError            a text from outside is not JSON, or not as it may be
+    ├── ScheduleError        a schedule's name is unknown, or its numbers do not fit it
+    ├── CostError            costs that make no sense, or not for this plan
+    ├── PlanError            a plan cannot be what it claims to be
+    │   ├── NoSuchRankError      a plan has no such rank; an IndexError as well
+    │   ├── InvalidPlanError     a plan broke its rules; carries every violation
+    │   ├── InvalidActionError   a text is not an action of torch's; a RuntimeError as well
+    │   └── InvalidOrderError    the same of an order written for torch; an AssertionError as well
+    ├── InstallError         torch's own package cannot be replaced any more
+    ├── UseError             a pipeline is used while it runs, or after it was closed, or copied
+    ├── StageUseError        a stage is used as it cannot be; a RuntimeError as well, as in torch
+    ├── CallOrderError       a call comes before the one it needs; an AssertionError, as in torch
+    ├── TransportError       ranks cannot talk to each other as asked
+    │   ├── DeadlockError        every rank waits for another; says who waits for what
+    │   ├── LostRankError        another rank has ended, or cannot be reached any more
+    │   └── StallError           another rank did not answer in time; says what all were doing
+    ├── BatchError           a batch cannot be cut into the micro-batches asked for
+    │   ├── BatchTypeError       micro-batches or losses are not in a list; a TypeError as well
+    │   └── InvalidBatchError    the same where torch asserts it; an AssertionError as well
+    ├── DataError            a batch cannot be read, or not in every replica; raised on every rank
+    ├── MismatchError        what the ranks bring to a step does not fit together
+    ├── SignatureError       a value at a boundary is not what was expected, or cannot cross it
+    │   └── PipeliningMetadataError  the same under torch's name; a RuntimeError as well
+    ├── SkipError            a skip connection that is put and not got, or got and not put
+    ├── LossError            the loss is not something to begin a backward with
+    ├── PartitionError       a model cannot be cut into stages as asked
+    ├── SplitError           the two halves of a backward do not fit together
+    │   └── StageBackwardError   a backward failed in code written for torch; a RuntimeError as well
+    ├── StateError           the parameters of a stage cannot be given their values
+    ├── CheckpointError      a checkpoint cannot be written, or read, or is of another model
+    └── StageError           an action failed on some rank; raised on every rank
+
+All of them are also a :class:`ValueError`, so code that does not know Taktline can catch them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+__all__ = [
+    "ActionSyntaxError",
+    "ArgumentError",
+    "BatchError",
+    "BatchTypeError",
+    "CallOrderError",
+    "CheckpointError",
+    "CostError",
+    "DataError",
+    "DeadlockError",
+    "InstallError",
+    "InvalidActionError",
+    "InvalidBatchError",
+    "InvalidOrderError",
+    "InvalidPlanError",
+    "JsonError",
+    "LossError",
+    "LostRankError",
+    "MismatchError",
+    "NoSuchRankError",
+    "PartitionError",
+    "PipeliningMetadataError",
+    "PlanError",
+    "PlanFileError",
+    "ScheduleError",
+    "SignatureError",
+    "SkipError",
+    "SplitError",
+    "StageBackwardError",
+    "StageError",
+    "StageUseError",
+    "StallError",
+    "StateError",
+    "TaktlineError",
+    "TransportError",
+    "UseError",
+]
+
+
+class TaktlineError(ValueError):
+    """The root of the tree: catch this to catch whatever Taktline says about your input.
+
+    >>> from taktline.plan import build
+    >>> try:
+    ...     build("1f1b", ranks=0, microbatches=8)
+    ... except TaktlineError as error:
+    ...     print(error)
+    1f1b: ranks must be a whole number from 1 up, not 0
+    """
+
+    recoverable: Literal["step", "reconnect", "restart"] = "step"
+    """What it takes to go on: the next step on the same objects (after ``zero_grad()``), new
+    connections (``pipe.reconnect()`` on every rank), or new processes."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Pickled by text and fields: what the constructor took is not kept.
+        return restore, (type(self), self.args, self.__dict__)
+
+
+def restore(cls: type[TaktlineError], args: tuple[Any, ...], fields: dict[str, Any]) -> Any:
+    """An error as it was on another rank or in another process."""
+    error = cls.__new__(cls, *args)
+    error.__dict__.update(fields)
+    return error
+
+
+def text_of(error: object, most: int = 1 << 16) -> str:
+    """The text of an error, whatever its own code does, and not longer than it can be shared.
+
+    >>> text_of(ValueError("no"))
+    'no'
+    """
+    try:
+        text = str(error)
+    except Exception as raised:  # a user's class may do anything
+        return f"(its text cannot be read: {type(raised).__name__})"
+    # Without halves of surrogate pairs, which cannot be sent.
+    text = text.encode(errors="replace").decode()
+    return text if len(text) <= most else f"{text[:most]} … ({len(text):,} characters)"
+
+
+class ArgumentError(TaktlineError, TypeError):
+    """An argument is not what a function takes: of another type, or out of range.
+
+    >>> from taktline.plan import validate
+    >>> validate("1f1b")
+    Traceback (most recent call last):
+    taktline.errors.ArgumentError: plan must be a Plan, not '1f1b'
+    """
+
+
+class ActionSyntaxError(TaktlineError):
+    """A text is not an action; ``position`` is the character where reading stopped."""
+
+    def __init__(self, text: str, position: int, expected: str) -> None:
+        self.text = text
+        self.position = position
+        self.expected = expected
+        # Long texts are cut around the mistake, so that the caret stays in sight.
+        left = max(0, position - 40)
+        excerpt = text[left : position + 40].replace("\n", " ").replace("\t", " ")
+        super().__init__(
+            f"not an action: expected {expected} at character {position + 1}\n"
+            f"  {excerpt}\n  {' ' * (position - left)}^"
+        )
+
+
+class BatchError(TaktlineError):
+    """A batch cannot be cut into the micro-batches asked for, or theirs not merged into one."""
+
+
+class PlanFileError(TaktlineError):
+    """A plan file cannot be read; ``row`` and ``column`` count from 1, as editors do."""
+
+    def __init__(
+        self, path: str | Path, reason: str, *, row: int | None = None, column: int | None = None
+    ) -> None:
+        self.path = Path(path)
+        self.reason = reason
+        self.row = row
+        self.column = column
+        super().__init__(f"{path}{_place(row, column)}: {reason}")
+
+
+class JsonError(TaktlineError):
+    """A text from outside is not JSON, or not as it may be; ``row`` and ``column`` if known."""
+
+    def __init__(
+        self, what: str, reason: str, *, row: int | None = None, column: int | None = None
+    ) -> None:
+        self.reason = reason
+        self.row = row
+        self.column = column
+        super().__init__(f"{what}{_place(row, column)}: {reason}")
+
+
+def _place(row: int | None, column: int | None) -> str:
+    places = (("row", row), ("column", column))
+    return "".join(f", {name} {number}" for name, number in places if number is not None)
+
+
+class ScheduleError(TaktlineError):
+    """A schedule's name is unknown, or its numbers do not fit it; the text says what would.
+
+    >>> from taktline.plan import build
+    >>> build("zbv", ranks=4, microbatches=8, stages_per_rank=3)
+    Traceback (most recent call last):
+    taktline.errors.ScheduleError: zbv runs 2 stages per rank, not 3; with 3 there are: ...
+    """
+
+
+class CostError(TaktlineError):
+    """Costs that make no sense, or that do not fit the plan they are used with.
+
+    >>> from taktline.plan import Costs
+    >>> Costs(forward=-1.0)
+    Traceback (most recent call last):
+    taktline.errors.CostError: forward must be a number from 0 up, or one for each stage, not -1.0
+    """
+
+
+class PlanError(TaktlineError):
+    """A plan cannot be what it claims to be.
+
+    >>> from taktline.plan import Plan
+    >>> Plan.from_actions([["1F0"]])
+    Traceback (most recent call last):
+    taktline.errors.PlanError: no rank computes stage 0, so where it lies is unknown; ...
+    """
+
+
+class NoSuchRankError(PlanError, IndexError):
+    """A plan has no such rank.
+
+    >>> from taktline.plan import build
+    >>> build("1f1b", ranks=2, microbatches=2)[2]
+    Traceback (most recent call last):
+    taktline.errors.NoSuchRankError: there is no rank 2: the plan has 2 ranks
+    """
+
+
+class _Violation(Protocol):
+    """What :class:`InvalidPlanError` needs to know of a violation (see ``plan.validate``)."""
+
+    def __str__(self) -> str: ...
+
+
+class InvalidPlanError(PlanError):
+    """A plan broke its rules; ``violations`` holds all of them, the text the first few.
+
+    >>> from taktline.plan import Plan, require_valid
+    >>> require_valid(Plan.from_actions([["0B0", "0F0"]]))
+    Traceback (most recent call last):
+    taktline.errors.InvalidPlanError: plan 'custom' is not valid: 1 violation
+      [order] rank 0, position 0, 0B0: needs 0F0, which comes later (rank 0, position 1)
+    """
+
+    SHOWN = 10
+
+    def __init__(self, plan_name: str, violations: Sequence[_Violation]) -> None:
+        self.violations = tuple(violations)
+        count = len(self.violations)
+        lines = [f"plan {plan_name!r} is not valid: {count} violation{'s' * (count != 1)}"]
+        lines += [f"  {violation}" for violation in self.violations[: self.SHOWN]]
+        if count > self.SHOWN:
+            lines.append(f"  and {count - self.SHOWN} more (see .violations)")
+        super().__init__("\n".join(lines))
+
+
+class PartitionError(TaktlineError):
+    """A model, or a list of layers, cannot be cut into stages as asked.
+
+    If limits cannot be kept, ``short`` is what the limit of ``stage`` lacks, or if that is None,
+    what every limit lacks.
+
+    >>> from taktline.plan import balance
+    >>> balance([1, 1, 1], 2, memory=[5, 5, 5], limits=[5, 8])
+    Traceback (most recent call last):
+    taktline.errors.PartitionError: no cut into 2 stages keeps within the limits: that of stage ...
+    """
+
+    def __init__(self, text: str, *, stage: int | None = None, short: float | None = None) -> None:
+        self.stage = stage
+        self.short = short
+        super().__init__(text)
+
+
+class MismatchError(TaktlineError):
+    """What the ranks bring to a step does not fit together; every rank raises the same."""
+
+
+class DataError(TaktlineError):
+    """A batch cannot be read; every rank raises the same, and that which reads knows the cause."""
+
+
+class SignatureError(TaktlineError):
+    """A value at the boundary of a stage is not what was expected, or cannot cross it."""
+
+    differs: str = ""
+    """Where it is a tensor that is not as expected: whether its "shape" or its "dtype" is not."""
+
+
+class SkipError(TaktlineError):
+    """A skip connection that is put and not got, or got and not put.
+
+    >>> from taktline import skip
+    >>> skip.get("level 7")
+    Traceback (most recent call last):
+    taktline.errors.SkipError: 'level 7' was not put before it is got; so far there is ...
+    """
+
+
+class LossError(TaktlineError):
+    """The loss is not something to begin a backward with."""
+
+
+class SplitError(TaktlineError):
+    """The two halves of a split backward do not fit together."""
+
+
+class UseError(TaktlineError):
+    """A pipeline is used while it runs, after it was closed, or for what it cannot do."""
+
+
+class StateError(TaktlineError):
+    """The parameters of a stage cannot be given their values; ``names`` are those of which."""
+
+    def __init__(self, text: str, *, names: Sequence[str] = ()) -> None:
+        self.names = tuple(names)
+        super().__init__(text)
+
+
+class CheckpointError(TaktlineError):
+    """A checkpoint cannot be written or read, or does not fit; every rank raises the same."""
+
+
+class StageError(TaktlineError):
+    """An action failed on some rank; every rank raises this, after taking part in the step's rest.
+
+    Gradients of that step are incomplete: call ``zero_grad()`` before the next one. On the rank
+    where it happened, ``__cause__`` is what was raised.
+    """
+
+    def __init__(
+        self, *, rank: int, stage: int, microbatch: int | None, action: str, reason: str
+    ) -> None:
+        self.rank = rank
+        self.stage = stage
+        self.microbatch = microbatch
+        self.action = action
+        self.reason = reason
+        where = f"rank {rank}, stage {stage}"
+        if microbatch is not None:
+            where += f", micro-batch {microbatch}"
+        super().__init__(f"{where} ({action}): {reason}")
+
+
+class TransportError(TaktlineError):
+    """Ranks cannot talk to each other as asked."""
+
+
+class DeadlockError(TransportError):
+    """Every rank waits for another; the text says who waits for what."""
+
+    recoverable = "restart"
+
+
+class LostRankError(TransportError):
+    """Another rank has ended, has raised and left, or cannot be reached any more.
+
+    ``peer`` is that rank among all processes of the job, if it is known.
+    """
+
+    recoverable = "restart"
+
+    def __init__(self, text: str, *, peer: int | None = None) -> None:
+        self.peer = peer
+        super().__init__(text)
+
+
+class StallError(TransportError):
+    """Another rank did not answer in time; ``peer`` is that rank in the job, if it is known."""
+
+    recoverable = "restart"
+
+    def __init__(self, text: str, *, peer: int | None = None) -> None:
+        self.peer = peer
+        super().__init__(text)
+
+
+class InstallError(TaktlineError):
+    """Taktline cannot take the place of torch.distributed.pipelining in this process."""
+
+
+# What code written for torch expects: torch raises the builtin exception of each.
+
+
+class InvalidActionError(PlanError, RuntimeError):
+    """A text is not an action as torch writes them."""
+
+
+class InvalidOrderError(PlanError, AssertionError):
+    """An order of actions that was written for torch cannot run."""
+
+
+class InvalidBatchError(BatchError, AssertionError):
+    """A batch, its chunk spec or its outputs do not fit together."""
+
+
+class BatchTypeError(BatchError, TypeError):
+    """What must be a list is none."""
+
+
+class PipeliningMetadataError(SignatureError, RuntimeError):
+    """Tensors at the boundary of a stage differ from what was announced; torch's name for it."""
+
+
+class StageBackwardError(SplitError, RuntimeError):
+    """The backward of a stage failed; the text shows what it was given."""
+
+
+class StageUseError(TaktlineError, RuntimeError):
+    """A stage or a schedule that torch's interface knows is used as it cannot be."""
+
+
+class CallOrderError(TaktlineError, AssertionError):
+    """A stage or a schedule that torch's interface knows is called before what it needs."""

@@ -1,1 +1,0 @@
-"""Plans and timelines for people to look at."""

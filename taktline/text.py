@@ -1,0 +1,75 @@
+"""Sentences and tables for people."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from difflib import get_close_matches
+
+__all__ = ["by_rank", "counted", "did_you_mean", "size_text", "table"]
+
+
+def counted(number: int, noun: str) -> str:
+    """A number with its noun in the right form.
+
+    >>> counted(1, "stage"), counted(1200, "micro-batch")
+    ('1 stage', '1,200 micro-batches')
+    """
+    ending = "" if number == 1 else "es" if noun.endswith("ch") else "s"
+    return f"{number:,} {noun}{ending}"
+
+
+def by_rank(values: Sequence[object]) -> str:
+    """What each rank has, ranks with the same together.
+
+    >>> by_rank([8, 4, 4])
+    '8 on rank 0; 4 on rank 1, 2'
+    """
+    return "; ".join(
+        f"{value} on rank {', '.join(str(r) for r, v in enumerate(values) if v == value)}"
+        for value in dict.fromkeys(values)
+    )
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """The names that are most like an unknown one, as a question; else the first that there are.
+
+    >>> did_you_mean("layer.1", ["layers.1", "head"]), did_you_mean("x", ["layers.1", "head"])
+    ("did you mean 'layers.1'?", "there are 'layers.1', 'head'")
+    """
+    names = list(known)
+    if close := get_close_matches(name, names, 3):
+        return f"did you mean {' or '.join(map(repr, close))}?"
+    return f"there are {', '.join(map(repr, names[:8]))}{', …' if len(names) > 8 else ''}"
+
+
+def size_text(count: float) -> str:
+    """Bytes for people.
+
+    >>> size_text(1536), size_text(12)
+    ('1.5 KiB', '12 B')
+    """
+    units = ("B", "KiB", "MiB", "GiB", "TiB")
+    power = 0
+    while count >= 1024 and power < len(units) - 1:
+        count, power = count / 1024, power + 1
+    return f"{count:.1f} {units[power]}" if power else f"{count:g} B"
+
+
+def table(rows: Sequence[Sequence[str]], left: Iterable[str] = ()) -> str:
+    """Columns side by side: numbers to the right, and the columns named in ``left`` to the left.
+
+    The first row has the names. A column that is empty below its name is left out.
+
+    >>> print(table([["stage", "layers", "peak"], ["0", "a, b", ""], ["12", "c", ""]], ["layers"]))
+    stage  layers
+        0  a, b
+       12  c
+    """
+    texts = set(left)
+    columns = [column for column in zip(*rows, strict=True) if any(column[1:]) or len(column) == 1]
+    padded = [
+        [(str.ljust if column[0] in texts else str.rjust)(cell, width) for cell in column]
+        for column in columns
+        for width in [max(map(len, column))]
+    ]
+    return "\n".join("  ".join(cells).rstrip() for cells in zip(*padded, strict=True))

@@ -1,0 +1,114 @@
+"""The private names of torch that the package leans on, found in its source."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+import taktline
+
+__all__ = ["ROOT", "used"]
+
+ROOT = Path(taktline.__file__).parent
+_PYTHON = frozenset(["_asdict", "_current_frames", "_exit", "_fields", "_replace"])
+"""Python's own, which are documented, or as old as Python."""
+_OF_TORCH = frozenset(dir(torch.Tensor)) | frozenset(vars(torch.nn.Module()))
+_LOOKUPS = ("getattr", "hasattr", "setattr", "delattr")
+
+
+def used() -> dict[str, set[str]]:
+    """Each name, and the rooms that use it.
+
+    What is imported has its whole path. Of an object's attribute only the name is known, as in
+    ``._version``. The shim for ``torch.distributed.pipelining`` has torch's names itself: there,
+    only what it imports counts.
+    """
+    trees = {path: ast.parse(path.read_text("utf-8")) for path in sorted(ROOT.rglob("*.py"))}
+    own = {name for tree in trees.values() for name in _defined(tree)}
+    found: dict[str, set[str]] = {}
+    for path, tree in trees.items():
+        room = path.relative_to(ROOT).parts[0].removesuffix(".py")
+        names = set(_imported(tree))
+        if room != "compat":
+            names |= {f".{name}" for name in _attributes(tree, own) if _is_private(name)}
+        for name in names:
+            found.setdefault(name, set()).add(room)
+    return found
+
+
+def _is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__")
+
+
+def _defined(tree: ast.AST) -> Iterator[str]:
+    """Names that are defined here: functions, classes, variables and fields."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.FunctionDef(name=name) | ast.ClassDef(name=name) | ast.arg(arg=name):
+                yield name
+            case ast.Name(id=name, ctx=ast.Store()):
+                yield name
+            case ast.Attribute(value=ast.Name(id="self" | "cls"), attr=name, ctx=ast.Store()):
+                yield name
+
+
+def _imported(tree: ast.AST) -> Iterator[str]:
+    """What comes from a private module of torch, or is private in a public one."""
+    modules: dict[str, str] = {}
+    for node in ast.walk(tree):
+        match node:
+            case ast.ImportFrom(module=str() as module, names=names) if _in_torch(module):
+                modules |= {name.asname or name.name: f"{module}.{name.name}" for name in names}
+            case ast.Import(names=names):
+                for name in names:
+                    if _in_torch(name.name):
+                        modules[name.asname or "torch"] = name.name if name.asname else "torch"
+    used = set(modules.values())
+    used |= {
+        ".".join([modules[path[0]], *path[1:]])
+        for node in ast.walk(tree)
+        if (path := _path(node)) and path[0] in modules
+    }
+    found = {_shortened(name) for name in used if any(map(_is_private, name.split(".")))}
+    yield from (name for name in found if not any(other.startswith(f"{name}.") for other in found))
+
+
+def _shortened(name: str) -> str:
+    """Up to the last private part, or what is taken from it if that is a module."""
+    parts = name.split(".")
+    last = max(place for place, part in enumerate(parts) if _is_private(part))
+    return ".".join(parts[: last + 1 + (".".join(parts[: last + 1]) in sys.modules)])
+
+
+def _attributes(tree: ast.AST, own: set[str]) -> Iterator[str]:
+    """Attributes of others, written out or looked up."""
+    imported = {name for path in _imported(tree) for name in path.split(".")}
+    ours = own - _OF_TORCH | imported | _PYTHON
+    for node in ast.walk(tree):
+        match node:
+            case ast.Attribute(value=ast.Name(id="self"), attr=name) if name in own:
+                pass
+            case ast.Attribute(attr=name) if name not in ours:
+                yield name
+            case ast.Call(func=ast.Name(id=function), args=[_, ast.Constant(value=name), *_]):
+                if function in _LOOKUPS and isinstance(name, str) and name not in ours:
+                    yield name
+            case ast.Constant(value=str() as name) if name in _OF_TORCH - own:
+                yield name
+
+
+def _in_torch(module: str) -> bool:
+    return module.split(".")[0] == "torch"
+
+
+def _path(node: ast.AST) -> list[str]:
+    """``a.b.c`` as its parts; nothing for anything else."""
+    parts: list[str] = []
+    while isinstance(node, ast.Attribute):
+        parts.append(node.attr)
+        node = node.value
+    return [node.id, *reversed(parts)] if isinstance(node, ast.Name) and parts else []

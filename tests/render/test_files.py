@@ -1,0 +1,96 @@
+"""Plans and timelines as files, on the screen, and in a notebook."""
+
+from __future__ import annotations
+
+import csv
+import re
+import sys
+import webbrowser
+from pathlib import Path
+
+import pytest
+
+from taktline.errors import PlanFileError
+from taktline.plan import build, read, read_timeline, simulate
+from taktline.render.files import save
+
+PLAN = build("zbv", ranks=2, microbatches=4)
+TIMELINE = simulate(PLAN)
+
+
+@pytest.mark.parametrize(
+    ("name", "beginning"),
+    [
+        ("x.html", b"<!doctype html>"),
+        ("x.svg", b"<svg "),
+        ("x.png", b"\x89PNG"),
+        ("x.PNG", b"\x89PNG"),
+        ("x.csv", b"rank,action,kind,stage,microbatch,start,end"),
+        ("x.json", b"{"),
+    ],
+)
+def test_the_ending_says_what_is_written(tmp_path: Path, name: str, beginning: bytes) -> None:
+    assert TIMELINE.save(tmp_path / name) == tmp_path / name
+    assert (tmp_path / name).read_bytes().startswith(beginning)
+
+
+def test_what_is_saved_can_be_read(tmp_path: Path) -> None:
+    assert read_timeline(TIMELINE.save(tmp_path / "x.json")).makespan == TIMELINE.makespan
+    rows = list(csv.DictReader(TIMELINE.save(tmp_path / "x.csv").read_text().splitlines()))
+    assert max(float(row["end"]) for row in rows) == TIMELINE.makespan
+    assert {row["action"] for row in rows} == {str(a) for rank in (0, 1) for a in PLAN[rank]}
+    for name in ("x.csv", "x.json"):
+        assert read(PLAN.save(tmp_path / name)) == PLAN
+    assert PLAN.save(tmp_path / "x.svg").read_text() == TIMELINE.to_svg()
+
+
+def test_a_picture_has_the_colours_of_the_drawing(tmp_path: Path) -> None:
+    image = pytest.importorskip("PIL.Image")
+    picture = image.open(TIMELINE.save(tmp_path / "x.png"))
+    colours = {colour for _, colour in picture.getcolors(1 << 20)}
+    fills = set(re.findall(r"<rect [^>]*fill='#(\w{6})' stroke", TIMELINE.to_svg()))
+    assert len(fills) > 3
+    assert colours >= {tuple(bytes.fromhex(fill)) for fill in fills}
+
+
+def test_endings_that_nobody_knows(tmp_path: Path) -> None:
+    for thing in (PLAN, TIMELINE):
+        with pytest.raises(PlanFileError, match=r"ends in \.html, \.svg, \.png, \.csv or \.json"):
+            thing.save(tmp_path / "x.pdf")
+    with pytest.raises(PlanFileError, match="holds one timeline"):
+        save([TIMELINE, TIMELINE], tmp_path / "x.csv")
+
+
+def test_a_picture_without_pillow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "PIL", None)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(PlanFileError, match=r"pip install 'taktline\[plot\]'"):
+        TIMELINE.save(tmp_path / "x.png")
+
+
+@pytest.mark.parametrize("works", [True, False])
+def test_show(
+    works: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    opened: list[str] = []
+    monkeypatch.setattr(webbrowser, "open", lambda url: opened.append(url) or works)
+    PLAN.show()
+    page = Path(opened[0].removeprefix("file://"))
+    assert page.read_text().startswith("<!doctype html>")
+    assert ("rank 0 │" in capsys.readouterr().out) == (not works)
+
+
+def test_in_a_notebook() -> None:
+    wide = simulate(build("interleaved_1f1b", ranks=8, microbatches=64))
+    for thing in (TIMELINE, PLAN, wide):
+        drawing = thing._repr_svg_()
+        assert drawing is not None
+        found = re.match(r"<svg [^>]* width='([\d.]+)'", drawing)
+        assert found is not None
+        assert float(found[1]) <= 960
+    assert simulate(build("1f1b", ranks=64, microbatches=512))._repr_svg_() is None
+
+
+def test_a_timeline_in_a_line() -> None:
+    assert repr(TIMELINE) == (
+        "Timeline(zbv, 2 ranks × 2 stages, 4 micro-batches, makespan 25, bubble 4.0%)"
+    )
