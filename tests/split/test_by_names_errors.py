@@ -243,7 +243,8 @@ def test_slices_in_another_order(cuts: list[str]) -> None:
 @pytest.mark.parametrize("name", ["output_hidden_states", "output_attentions", "use_cache"])
 def test_what_all_layers_give(name: str) -> None:
     pieces = tl.split.by_names(LANGUAGES["llama"].make(), LANGUAGES["llama"].cuts(2))
-    with pytest.raises(PartitionError, match=f"{name} asks for what the layers of all stages give"):
+    message = f"{name} asks for what the layers of all stages return"
+    with pytest.raises(PartitionError, match=message):
         pieces(texts(1)[0], **{name: True})
 
 

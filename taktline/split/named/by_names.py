@@ -16,8 +16,10 @@ from taktline.split.example import arguments_of
 from taktline.split.named.chain import sliced
 from taktline.split.named.course import Course
 from taktline.split.named.cuts import Cut
+from taktline.split.named.kind import Call
 from taktline.split.named.layout import Layout
 from taktline.split.named.piece import piece
+from taktline.split.named.recorded import hook
 from taktline.split.named.recurrent import open_recurrent
 from taktline.split.named.shape_probe import look, require_plain
 from taktline.split.named.walk import walk
@@ -66,18 +68,27 @@ def by_names(model: nn.Module, cuts: Sequence[str], *, example: Any = None) -> P
     pieces = sliced(model, begun)
     if pieces is not None:
         return Pieces(pieces)
-    layout = Layout.of(model, begun)
-    if call is None:
-        course = _dummy_course(layout, model)
-    else:
-        course = walk(layout, *call, thorough=True)
-        layout.example = look(call)
+    layout, course = _walked(model, begun, call)
+    if course is not None and course.hooked:
+        hook(map(model.get_submodule, sorted(course.hooked)))
+        layout, course = _walked(model, begun, call)
     if course is None:
         _by_definition(layout)
     else:
         layout.course = course
         _by_course(layout, course)
     return Pieces([piece(layout, model, stage) for stage in range(layout.stages)])
+
+
+def _walked(
+    model: nn.Module, cuts: Sequence[Cut], call: Call | None
+) -> tuple[Layout, Course | None]:
+    """A layout, and what the forward does with an example, or with one of the model's own."""
+    layout = Layout.of(model, cuts)
+    if call is None:
+        return layout, _dummy_course(layout, model)
+    layout.example = look(call)
+    return layout, walk(layout, *call, thorough=True)
 
 
 def without_compiler(model: nn.Module) -> nn.Module:

@@ -23,13 +23,16 @@ from taktline.split.named.mutable import (
     saved,
 )
 from taktline.split.named.placeholder import Placeholder, resolved
+from taktline.split.named.recorded import INSTALLED
 
 __all__ = ["Changes", "follow"]
 
 _SMALL = 1024
 """No forward asks for a number in a buffer that is larger."""
-_TABLES = frozenset(vars(nn.Module())) - {"training"}
+_TABLES = frozenset(vars(nn.Module())) - {"training"} | {INSTALLED}
 """Of parameters, hooks and the like."""
+_HOOKS = tuple(key for key in vars(nn.Module()) if "_hooks" in key and "full" not in key)
+"""The tables of hooks."""
 
 
 class Changes:
@@ -38,7 +41,7 @@ class Changes:
     def __init__(
         self, modules: Mapping[str, nn.Module], names: Container[str] | None = None
     ) -> None:
-        """``names`` are those that matter; by default all."""
+        """``names`` are those that matter; by default all, and hooks."""
         self._tensors: list[tuple[str, dict[str, Any], str]] = []
         """Names, and places, of buffers and of tensors in attributes."""
         self._attributes: list[tuple[str, dict[str, Any], str]] = []
@@ -46,6 +49,8 @@ class Changes:
         self._tables: list[tuple[str, dict[str, Any]]] = []
         """All that they are in, with what their names begin with."""
         self._names = names
+        self._modules = modules if names is None else {}
+        """Those whose hooks matter."""
         for path, module in modules.items():
             for table in (module._buffers, vars(module)):
                 self._tables.append((f"{path}." if path else "", table))
@@ -80,6 +85,12 @@ class Changes:
             self._copies = [
                 tensor.detach().clone() if _is_small(tensor) else None for tensor, _ in self._before
             ]
+        self._hooks = [(table, dict(table)) for table in self._hook_tables()]
+
+    def _hook_tables(self) -> list[dict[int, Any]]:
+        """The hooks of the modules."""
+        found = {id(module): module for module in self._modules.values()}
+        return [vars(module)[key] for module in found.values() for key in _HOOKS]
 
     def changed(self) -> set[str]:
         """The names of those that are others, or have other values, since."""
@@ -101,6 +112,10 @@ class Changes:
                 del table[key]
         for (_, table, key), value in zip(self._attributes, self._values, strict=True):
             table[key] = put_back(value)
+        for table, before in self._hooks:
+            if table != before:  # what is noted of them in attributes is gone, too
+                table.clear()
+                table.update(before)
         with torch.no_grad(), _disable_current_modes():
             for (_, table, key), (tensor, version), copy in zip(
                 self._tensors, self._before, self._copies, strict=True
@@ -142,9 +157,11 @@ class Changes:
 def follow(copy: nn.Module, module: nn.Module) -> None:
     """Let the copy of a module have its attributes, and its small buffers."""
     for key, value in vars(module).items():
+        if key in _TABLES:
+            continue
         if is_constant(value):
             vars(copy)[key] = value
-        elif key not in _TABLES and is_mutable(value) and not _is_same(vars(copy), key, value):
+        elif is_mutable(value) and not _is_same(vars(copy), key, value):
             vars(copy)[key] = cloned(value)
     with torch.no_grad():
         for key, buffer in copy._buffers.items():

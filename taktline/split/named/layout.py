@@ -27,7 +27,7 @@ from taktline.errors import PartitionError
 from taktline.split.named.changes import follow
 from taktline.split.named.cuts import Cut
 from taktline.split.named.placeholder import ANYWHERE, Placeholder
-from taktline.split.named.recorded import hook
+from taktline.split.named.recorded import hook_routers
 from taktline.split.named.recurrent import Layer
 from taktline.split.named.replacement import copied_unit, foreign_unit, own_unit
 from taktline.split.named.shape_probe import ShapeProbe
@@ -76,7 +76,7 @@ class Layout:
     @classmethod
     def of(cls, model: nn.Module, cuts: Sequence[Cut]) -> Layout:
         """The layout of a model; which stage has what is to be found out yet."""
-        hook(model)
+        hook_routers(model)
         made = cls(type(model), tuple(cuts), containers=containers_of(model, cuts))
         free = _without_data(model)
         units = {cut.unit for cut in cuts}
@@ -143,6 +143,14 @@ class Layout:
                     inner = nn.Module.named_modules(child)
                     found |= {joined(path, part): module for part, module in inner}
         return found
+
+    def all_of(self, model: nn.Module) -> dict[str, nn.Module]:
+        """All modules of a piece, what is inside of units included."""
+        return dict(nn.Module.named_modules(model, remove_duplicate=False))
+
+    def common_in(self, changed: Collection[str]) -> frozenset[str]:
+        """Those of the names of what is changed that are not of units."""
+        return frozenset(name for name in changed if name.rpartition(".")[0] in self.common)
 
     def follow(self, piece: nn.Module) -> None:
         """Be in training or evaluation, and have what a forward may ask for, as a piece does."""

@@ -7,13 +7,24 @@ part of what the layer returns, and where that is known, lists get their part of
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from torch import nn
 
-__all__ = ["Recorded", "hook", "lists", "recorded", "replayed", "since"]
+__all__ = [
+    "INSTALLED",
+    "Recorded",
+    "hook",
+    "hook_routers",
+    "lists",
+    "recorded",
+    "replayed",
+    "since",
+]
 
+INSTALLED = "_output_capturing_hooks_installed"
+"""The attribute of a model that says that it has its hooks."""
 _COLLECTING = "transformers.utils.output_capturing"
 
 
@@ -24,16 +35,23 @@ class Recorded(NamedTuple):
     collected: dict[str, list[Any]]
 
 
-def hook(model: nn.Module) -> None:
+def hook_routers(model: nn.Module) -> None:
     """Let a model that collects the logits of routers have its hooks before it is copied."""
     collecting: Any = sys.modules.get(_COLLECTING)
-    if collecting is None or not getattr(
+    if collecting is not None and getattr(
         getattr(model, "config", None), "output_router_logits", False
     ):
-        return
-    for part in model.modules():
-        if str(type(part)) in collecting._CAN_RECORD_REGISTRY:
-            collecting.maybe_install_capturing_hooks(part)
+        known = collecting._CAN_RECORD_REGISTRY
+        hook(part for part in model.modules() if str(type(part)) in known)
+
+
+def hook(models: Iterable[nn.Module]) -> None:
+    """Let models have their hooks before they are copied.
+
+    Copies would register them each by themselves, with layers that they share.
+    """
+    for model in models:
+        sys.modules[_COLLECTING].maybe_install_capturing_hooks(model)
 
 
 def _collector() -> Any:

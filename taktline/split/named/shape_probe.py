@@ -99,7 +99,7 @@ class ShapeProbe:
 
         With what is collected from inside of it, if the model that is running collects something.
         """
-        lately = tuple(lists())
+        lately = tuple((key, bool(part)) for key, part in lists().items())
         key = (look(args), look(kwargs), training, device.type, autocast_of(device), lately)
         parts, tree = self._known.find(key, lambda: self._learn(args, kwargs, training, device))
         if self.sizes:

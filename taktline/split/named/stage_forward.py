@@ -119,7 +119,7 @@ class StageForward:
         if not modes and not kind.changed <= self._changed:
             self._have_own(piece, kind.changed)
         # Of a run without data nothing is to stay.
-        changes = Changes(self.layout.common_of(piece)) if modes else self._changes
+        changes = Changes(self.layout.all_of(piece)) if modes else self._changes
         if changes is not None:
             changes.keep()
         made: Sequence[torch.Tensor] = ()
@@ -182,7 +182,7 @@ class StageForward:
             for module in units.values()
         )
         inner = {} if is_compiled else {**self.layout.inner, **inner_of(own)}
-        changes = Changes(self.layout.common_of(piece))
+        changes = Changes(self.layout.all_of(piece))
         changes.keep()
         tries = 0
         while True:  # with the types that are known, with none, and whatever they are
@@ -202,7 +202,8 @@ class StageForward:
                 continue
             is_watched = bool(inner) or not self.layout.inner
             if not kind.is_checked:
-                self._require_like(kind, stage_run.order, changes.changed(), is_watched=is_watched)
+                changed = self.layout.common_in(changes.changed())
+                self._require_like(kind, stage_run.order, changed, is_watched=is_watched)
                 kind.is_checked = True
             kind.script, kind.program = stage_run.script, None
             kind.is_open = kind.script is not None
@@ -283,7 +284,7 @@ class StageForward:
         self._changes = Changes(self.layout.common_of(piece), self._changed)
 
     def _require_like(
-        self, kind: Kind, order: Sequence[str], changed: set[str], *, is_watched: bool
+        self, kind: Kind, order: Sequence[str], changed: frozenset[str], *, is_watched: bool
     ) -> None:
         """Raise if a stage has not done what the forward of the whole model does up to its end."""
         missing = kind.changed - changed if self._is_last and not kind.is_guessed else set()

@@ -26,7 +26,7 @@ from taktline.split.named.cuts import Cut
 from taktline.split.named.layout import Layout
 from taktline.split.named.numbers import Guess, Numbers, Sizes
 from taktline.split.named.placeholder import ANYWHERE, Absent, Placeholder
-from taktline.split.named.recorded import replayed
+from taktline.split.named.recorded import INSTALLED, replayed
 from taktline.split.named.shape_probe import ShapeProbe
 from taktline.split.named.watch import watching
 
@@ -123,8 +123,9 @@ def _walk(
     with torch.random.fork_rng(devices=devices), _fork_random(), torch.no_grad():
         context = _Walk(course, layout, device, guess=guess, anew=anew)
         context.refused, context.at_end = refused, at_end
-        changes = Changes(layout.common)
+        changes = Changes(layout.all_of(layout.empty_model))
         changes.keep()
+        installed = _installed(layout)
         drawn = _drawn_by_now()
         with context, context.numbers, Sizes(context), watching(context, layout.inner):
             try:
@@ -138,13 +139,19 @@ def _walk(
                 )
                 raise
             finally:
-                course.changed = frozenset(changes.changed())
+                course.changed = layout.common_in(changes.changed())
+                course.hooked = frozenset(_installed(layout) - installed)
                 course.is_guessed |= bool(context.numbers.guessed) or context.numbers.is_sized
                 course.is_drawn |= course.is_guessed or drawn != _drawn_by_now()
                 kept = changes.values()
                 if at_end is None:
                     changes.undo()
         context.finish(output, [kept.get(name) for name in sorted(course.changed)])
+
+
+def _installed(layout: Layout) -> set[str]:
+    """The models in a model that have registered hooks with their layers."""
+    return {name for name, module in layout.common.items() if vars(module).get(INSTALLED)}
 
 
 def _drawn_by_now() -> tuple[Any, bytes]:
