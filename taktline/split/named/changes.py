@@ -56,7 +56,9 @@ class Changes:
                 self._tables.append((f"{path}." if path else "", table))
                 for name, key in self._named(*self._tables[-1]):
                     value = table[key]
-                    if type(value) is torch.Tensor:
+                    # Parameters of other stages lie among the attributes.
+                    is_own = table is module._buffers or not isinstance(value, Placeholder)
+                    if isinstance(value, torch.Tensor) and is_own:
                         self._tensors.append((name, table, key))
                     elif is_constant(value) or is_mutable(value):
                         self._attributes.append((name, table, key))
