@@ -36,7 +36,7 @@ class RepeatedRun(StageRun):
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Make sure that all values have come where the stage begins."""
         if self._kind.sends:
-            self._note_lists()
+            self._note_before(unit, args, kwargs)
         if self._is_in:
             return args, kwargs
         if not self._begins(unit) or next(self._steps, None) is not None:
@@ -69,8 +69,8 @@ class RepeatedRun(StageRun):
         if self._counts:
             self.count(probe.name)
         if len(args) == 1 and args[0] is step.only and not kwargs:
-            return replayed(step.output)
-        return replayed(self._played(step, args, kwargs))
+            return replayed(step.output, probe.module, args, kwargs)
+        return replayed(self._played(step, args, kwargs), probe.module, args, kwargs)
 
     call_foreign = call_again
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import cache
+from inspect import getattr_static
 from typing import Any
 
 from torch import nn
@@ -181,10 +182,31 @@ def call_of(module: nn.Module) -> tuple[type, Callable[..., Any]]:
     return kind, kind.__call__
 
 
+@cache
+def _foreign_kind(kind: type[nn.Module]) -> type:
+    """The class of what replaces modules of a class.
+
+    A default in the class must not hide what the module has itself.
+    """
+    mixin = _ForeignRow if issubclass(kind, ROWS) else _ForeignUnit
+    made = made_from(kind, mixin)
+    for name in {name for part in kind.__mro__ for name in vars(part)} - set(dir(nn.Module)):
+        if not hasattr(getattr_static(kind, name), "__get__"):
+            setattr(made, name, property(_getter(name), _setter(name)))
+    return made
+
+
+def _getter(name: str) -> Callable[[Any], Any]:
+    return lambda self: getattr(self._probe.module, name)
+
+
+def _setter(name: str) -> Callable[[Any, Any], None]:
+    return lambda self, value: setattr(self._probe.module, name, value)
+
+
 def foreign_unit(probe: ShapeProbe, kind: type[nn.Module], training: bool) -> nn.Module:
     """What is in the place of a submodule of another stage."""
-    mixin = _ForeignRow if issubclass(kind, ROWS) else _ForeignUnit
-    made = object.__new__(made_from(kind, mixin))
+    made = object.__new__(_foreign_kind(kind))
     nn.Module.__init__(made)
     vars(made)["_probe"] = probe
     vars(made)["training"] = training

@@ -135,6 +135,8 @@ def _step(event: Event, coming: Mapping[int, int]) -> Step | None:
     made = tuple(Coming(coming[id(part)]) if id(part) in coming else part for part in parts)
     whole = event.output.output if type(event.output) is Recorded else event.output
     is_shared = isinstance(whole, torch.Tensor) or type(whole) is tuple
+    if type(event.output) is Recorded and event.output.arguments:
+        is_shared = False
     remade = not is_shared or any(type(part) is Coming for part in made)
     output = None if runs or remade else event.output
     args, kwargs = _known(event.args, coming), _known(event.kwargs, coming)

@@ -19,7 +19,7 @@ from taktline.split.named.mutable import is_constant
 from taktline.split.named.numbers import NUMBERS, Number
 from taktline.split.named.placeholder import Absent, Placeholder, PlaceholderContext, as_meta, here
 from taktline.split.named.recent import Recent
-from taktline.split.named.recorded import lists, recorded
+from taktline.split.named.recorded import Before, Recorded, lists, recorded
 
 __all__ = ["ShapeProbe", "autocast_of", "look", "require_plain"]
 
@@ -77,6 +77,8 @@ class ShapeProbe:
     training: bool
     skips: dict[str, Skip]
     hooked: list[str]
+    leaves_more: bool = False
+    """Whether a call was seen to leave something behind beside its output."""
     changes_buffers: bool = False
     """Whether a call was seen to change a buffer."""
     sizes: set[tuple[int, int]] = field(default_factory=set)
@@ -185,7 +187,9 @@ class ShapeProbe:
         before = _versions(kept)
         with PlaceholderContext(device) as context, _Beside(0, self.skips), torch.no_grad():
             context.numbers = sizes
-            output = recorded(lambda: module(*args, **kwargs))
+            state = Before(self.name, module, args, kwargs)
+            output = state.left(recorded(lambda: module(*args, **kwargs)))
+        self.leaves_more |= type(output) is Recorded
         self.changes_buffers |= before != _versions(module.buffers())
         places = {id(leaf): place for place, leaf in enumerate(leaves) if not is_constant(leaf)}
         parts, tree = pytree.tree_flatten(output)

@@ -27,7 +27,7 @@ from taktline.split.named.layout import Layout
 from taktline.split.named.numbers import Numbers, Sizes
 from taktline.split.named.placeholder import Placeholder, resolved
 from taktline.split.named.program import Seen, versions_of
-from taktline.split.named.recorded import Recorded, lists, replayed, since
+from taktline.split.named.recorded import Before, Recorded, lists, refill, replayed, since
 from taktline.split.named.script import Event, Script, Surroundings, written
 from taktline.split.named.shape_probe import ShapeProbe
 
@@ -60,6 +60,8 @@ class StageRun(Checkpoints, ABC):
     is_inside = False
     _lengths: Mapping[str, int] = MappingProxyType({})
     """How much was collected before a unit has run."""
+    _before: Before | None = None
+    """All else that there was, if it matters."""
 
     def __init__(
         self,
@@ -117,13 +119,15 @@ class StageRun(Checkpoints, ABC):
     ) -> None:
         """Keep what later stages need of what a unit of this stage was given and has returned."""
         call = self.count(unit.unit)
+        if self._lengths:
+            output = Recorded(output, since(self._lengths))
+        if self._before is not None:
+            output = self._before.left(output)
         if self.numbers is not None:
             leaves = pytree.tree_leaves(output)
             self._layout.probes[unit.unit].note_sizes(leaves, self.numbers)
             for leaf in leaves:
                 self.numbers.note(leaf)
-        if self._lengths:
-            output = Recorded(output, since(self._lengths))
         for value in self._kind.sends:
             if value.unit == unit.unit and value.call == call:
                 leaves = pytree.tree_leaves(output if value.is_output else (args, kwargs))
@@ -131,9 +135,11 @@ class StageRun(Checkpoints, ABC):
                 if self.is_kept:
                     self._unsure.add(value)
 
-    def _note_lists(self) -> None:
-        """Note how much was collected before a unit runs."""
+    def _note_before(self, unit: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Note what there is before a unit runs, to see what it leaves behind."""
         self._lengths = {key: len(part) for key, part in lists().items()}
+        leaves_more = self._layout.probes[unit.unit].leaves_more
+        self._before = Before(unit.unit, unit, args, kwargs) if leaves_more else None
 
     def count(self, unit: str) -> int:
         """Which call of a unit this is."""
@@ -272,8 +278,9 @@ class FirstRun(StageRun):
             self.check_around()
         self.order.append(unit.unit)
         self.is_inside = True
-        self._note_lists()
-        args, kwargs = self.require_data((args, kwargs), f"a {kind}")
+        self._given = (args, kwargs)
+        args, kwargs = self.require_data(self._given, f"a {kind}")
+        self._note_before(unit, args, kwargs)
         if self.seen is not None:
             self._versions = versions_of((*args, *kwargs.values()))
         return args, kwargs
@@ -284,6 +291,8 @@ class FirstRun(StageRun):
         """Note what a unit of this stage has returned."""
         self.is_inside = False
         super().note_own(unit, args, kwargs, output)
+        if self._before is not None:
+            refill(self._given, (args, kwargs))
         if self.seen is not None and self._around is not None:
             after = versions_of((*args, *kwargs.values(), output))
             self.seen.append(Seen(unit, args, kwargs, self._versions, output, after))
@@ -309,6 +318,7 @@ class FirstRun(StageRun):
             if isinstance(placeholder, Placeholder):
                 placeholder.value = self._fitting(placeholder, number, str(value))
                 self._coming[id(placeholder)] = number
+        given: Any = pytree.tree_map(lambda part: part, (args, kwargs))  # lists as they are now
         output = probe.output(args, kwargs, training=training, stage=0, device=self.device)
         if self._types:
             output = pytree.tree_map_only(Placeholder, self._typed, output)
@@ -322,8 +332,8 @@ class FirstRun(StageRun):
                 leaves[leaf] = self._fitting(leaves[leaf], number, f"the output of {probe.name!r}")
                 self._coming[id(leaves[leaf])] = number
             output = pytree.tree_unflatten(leaves, spec)
-        self._events.append(Event(probe, training, args, kwargs, output))
-        return replayed(output)
+        self._events.append(Event(probe, training, given[0], given[1], output))
+        return replayed(output, probe.module, args, kwargs)
 
     def _came_with(self, unit: str, call: int, *, is_output: bool) -> list[tuple[int, Value]]:
         """What came of a call of a unit, with its number."""

@@ -311,7 +311,7 @@ class _Walk(Checkpoints):
             if isinstance(placeholder, Placeholder) and placeholder.history is None:
                 placeholder.history = self._history()
                 placeholder.history.output = Value(probe.name, call, True, leaf)
-        return replayed(output)
+        return replayed(output, probe.module, args, kwargs)
 
     def finish(self, output: Any, changed: Sequence[Any]) -> None:
         """Check what has been seen, after the last call.
