@@ -277,3 +277,10 @@ def test_an_example_without_data() -> None:
     model, x = Model(), torch.ones(2, 4)
     pieces = tl.split.by_names(model, ONE, example=(x.to("meta"),))
     assert torch.equal(pieces(x), model(x))
+
+
+def test_hooks_of_the_model_itself() -> None:
+    model = LANGUAGES["llama"].make()
+    model.register_forward_hook(lambda module, args, output: None)
+    with pytest.raises(PartitionError, match=r"LlamaForCausalLM has hooks itself, which would run"):
+        tl.split.by_names(model, LANGUAGES["llama"].cuts(2))

@@ -25,14 +25,14 @@ from taktline.split.named.mutable import (
 from taktline.split.named.placeholder import Placeholder, resolved
 from taktline.split.named.recorded import INSTALLED
 
-__all__ = ["Changes", "follow"]
+__all__ = ["HOOKS", "Changes", "follow"]
 
 _SMALL = 1024
 """No forward asks for a number in a buffer that is larger."""
 _TABLES = frozenset(vars(nn.Module())) - {"training"} | {INSTALLED}
 """Of parameters, hooks and the like."""
-_HOOKS = tuple(key for key in vars(nn.Module()) if "_hooks" in key and "full" not in key)
-"""The tables of hooks."""
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+"""The tables of hooks on calls of a module."""
 
 
 class Changes:
@@ -92,7 +92,7 @@ class Changes:
     def _hook_tables(self) -> list[dict[int, Any]]:
         """The hooks of the modules."""
         found = {id(module): module for module in self._modules.values()}
-        return [vars(module)[key] for module in found.values() for key in _HOOKS]
+        return [vars(module)[key] for module in found.values() for key in HOOKS]
 
     def changed(self) -> set[str]:
         """The names of those that are others, or have other values, since."""

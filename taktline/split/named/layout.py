@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 from taktline.errors import PartitionError
-from taktline.split.named.changes import follow
+from taktline.split.named.changes import HOOKS, follow
 from taktline.split.named.cuts import Cut
 from taktline.split.named.placeholder import ANYWHERE, Placeholder
 from taktline.split.named.recorded import hook_routers
@@ -323,6 +323,11 @@ def _without_data(model: nn.Module) -> dict[int, Any]:
 def _require_free(container: nn.Module, path: str) -> None:
     """Raise if a copy of a container would still run parts of the whole model."""
     who = f"{path!r} ({type(container).__name__})" if path else type(container).__name__
+    if not path and any(getattr(container, table) for table in HOOKS):
+        raise PartitionError(
+            f"{who} has hooks itself, which would run in every stage, on what comes from the stage "
+            "before; register them with its submodules, or after it was cut with the pieces"
+        )
     if "forward" in vars(container):
         raise PartitionError(
             f"the forward of {who} was replaced on this very object, and what replaces it knows "

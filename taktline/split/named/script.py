@@ -58,6 +58,14 @@ class Step(NamedTuple):
 
 
 _NOTHING = object()
+_Tensor: Any = torch.Tensor
+_OF_GRADIENTS = (
+    _Tensor.requires_grad.__get__,
+    _Tensor.grad_fn.__get__,
+    _Tensor.is_leaf.__get__,
+    _Tensor.retains_grad.__get__,
+)
+"""What a placeholder answers otherwise than the value that comes in its place."""
 
 
 class Script(NamedTuple):
@@ -127,7 +135,11 @@ def _step(event: Event, coming: Mapping[int, int]) -> Step | None:
             if isinstance(part, Placeholder)
         ]
         if any(id(part) in coming for part in given):
-            if tensors or not all(id(part) in coming for part in given):
+            if (
+                event.who in _OF_GRADIENTS
+                or tensors
+                or not all(id(part) in coming for part in given)
+            ):
                 raise _Unknown
             return None
     elif runs or not all(isinstance(part, torch.Tensor) or is_constant(part) for part in parts):
