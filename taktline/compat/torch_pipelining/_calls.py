@@ -274,7 +274,7 @@ def _fill_with_zeros(stage: Any, kind: Any, microbatch: int) -> None:
     if kind == torchs.SEND_B:
         infos = stage.args_recv_info[microbatch]
         # A missing gradient is sent as zeros, since 2.13.
-        later = hasattr(stage, "_stage_meta")
+        later = hasattr(stage, "_get_grad_send_meta")
         zeros = [None if later else torch.zeros_like(info.buffer) for info in infos]
         stage.bwd_cache.setdefault(microbatch, tuple(zeros))
     elif microbatch not in stage.fwd_cache:

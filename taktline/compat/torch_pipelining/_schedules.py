@@ -11,15 +11,11 @@ from typing import Any, TypeVar
 import torch
 
 from taktline.compat.torch_pipelining import schedules as torchs
+from taktline.compat.torch_pipelining._boundaries import like, undisturbed
 from taktline.compat.torch_pipelining._calls import Calls, lowered, play
 from taktline.compat.torch_pipelining._orders import Order, order_of, placement_of
 from taktline.compat.torch_pipelining._replaced import Watched, remember
-from taktline.compat.torch_pipelining._stages import (
-    PipelineStage,
-    _PipelineStage,
-    like,
-    undisturbed,
-)
+from taktline.compat.torch_pipelining._stages import PipelineStage, _PipelineStage
 from taktline.compat.torch_pipelining._steps import Native, StepCall, run
 from taktline.errors import BatchError, CallOrderError, ScheduleError, StageUseError
 from taktline.plan import Plan, validate
@@ -99,7 +95,11 @@ class _PipelineSchedule(torchs._PipelineSchedule, metaclass=Watched):
             return
         known = self._internal_losses
         known += [None] * (mb_index + 1 - len(known))
-        known[mb_index] = self._compute_loss(output, target_mbs[mb_index], loss_kwargs)
+        more = () if loss_kwargs is None else (loss_kwargs,)
+        known[mb_index] = self._compute_loss(output, target_mbs[mb_index], *more)
+
+    def _compute_loss(self, output: Any, target: Any, loss_kwargs: Any = None) -> Any:
+        return self._loss_fn(output, target, **(loss_kwargs or {}))  # before 2.13 without them
 
     def _assert_unsharded(self, stage: Any) -> None:
         """Gather the parameters of a sharded stage, if nothing has."""
@@ -189,6 +189,9 @@ class _ScheduleForwardOnly(_Single):
     """All forwards, and nothing else."""
 
     _plan_name = "gpipe"
+
+    def _get_pipeline_order(self) -> None:
+        return None
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
         """Run a batch forward."""
