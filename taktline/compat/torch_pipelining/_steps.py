@@ -220,7 +220,8 @@ class Native(Schedule):
         for stage in theirs._local_stages:
             _ = stage.native  # with the module that the stage has now
         if theirs._on_ours:
-            options |= {"losses": call.losses, "return_outputs": call.return_outputs}
+            losses = call.losses if refusal is None else None
+            options |= {"losses": losses, "return_outputs": call.return_outputs}
         else:
             context = torchs._PipelineContext(theirs, *cut, call.losses)
             self._calls = Calls(theirs, context, call.return_outputs, call.loss_kwargs)
