@@ -124,7 +124,6 @@ class Calls:
             "no gradients": self.without_gradient,
             "a target, forward only": self.forward_only,
             "an info": lambda: repr(self.t._RecvInfo("x", 3, torch.zeros(2), None)),
-            "root": lambda: repr(self.t._RecvInfo("x", None, None, None, is_root_arg=True)),
             "outputs": lambda: [
                 self.t._normalize_model_output_as_tuple(x) for x in ([1, 2], (1,), 1, None)
             ],

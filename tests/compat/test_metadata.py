@@ -43,7 +43,9 @@ def _shown(rank: int, group: dist.ProcessGroup) -> list[Any]:
             ((PART, WIDTH), (WIDTH, 1), torch.float32)
         ] * 2
         assert stage.get_outputs_meta() == meta.outputs
-        grads = [None if side is None else side[0] for side in (meta.input_grads, meta.output_grads)]
+        grads = [
+            None if side is None else side[0] for side in (meta.input_grads, meta.output_grads)
+        ]
         shown.append((meta.inputs[0].requires_grad, [grad is not None for grad in grads]))
     return shown
 

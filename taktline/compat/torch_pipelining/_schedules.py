@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 
 from taktline.compat.torch_pipelining import schedules as torchs
-from taktline.compat.torch_pipelining._boundaries import like, undisturbed
+from taktline.compat.torch_pipelining._boundaries import TELLS, like, undisturbed
 from taktline.compat.torch_pipelining._calls import Calls, lowered, play
 from taktline.compat.torch_pipelining._orders import Order, order_of, placement_of
 from taktline.compat.torch_pipelining._replaced import Watched, remember
@@ -43,6 +43,9 @@ class _PipelineSchedule(torchs._PipelineSchedule, metaclass=Watched):
 
     _compared_with: tuple[Any, ...] = ()
     """The first target of a step that somebody has written, and the arguments of its loss."""
+
+    _prepared_for: bool | None = None
+    """Whether stages were prepared for a backward; None if they were not."""
 
     # Torch has them on some schedules only.
     backward_counter = cached_property(lambda self: Counter())
@@ -108,6 +111,12 @@ class _PipelineSchedule(torchs._PipelineSchedule, metaclass=Watched):
             stage.grad_sync.unshard()
             self.unsharded_stages.add(stage.stage_index)
 
+    def _note_mode(self) -> None:
+        """Before torch 2.12, what eval() prepares knows no gradients, and would stay so."""
+        if not TELLS and self._prepared_for not in (None, self._has_backward):
+            self._forget_shapes()
+        self._prepared_for = self._has_backward
+
     def _forget_shapes(self) -> None:
         """Let stages find out anew what they return."""
         for name in [name for name in vars(self) if name.endswith("ward_initialized")]:
@@ -155,6 +164,7 @@ class PipelineScheduleSingle(_PipelineSchedule, torchs.PipelineScheduleSingle):
 
     @like(torchs.PipelineScheduleSingle._initialize_stage)
     def _initialize_stage(self, *args: Any, **kwargs: Any) -> None:
+        self._note_mode()
         with undisturbed([self._stage]):
             super()._initialize_stage(*self._with_target(args, kwargs), **kwargs)
 
@@ -216,6 +226,7 @@ class PipelineScheduleMulti(_Ordered, _PipelineSchedule, torchs.PipelineSchedule
 
     @like(torchs.PipelineScheduleMulti._initialize_stages)
     def _initialize_stages(self, *args: Any, **kwargs: Any) -> None:
+        self._note_mode()
         with undisturbed(self._stages):
             super()._initialize_stages(*self._with_target(args, kwargs), **kwargs)
 
