@@ -1,4 +1,4 @@
-"""Stages of DTensors under every schedule: the same as with torch's own package, in all they show."""
+"""Stages of DTensors under every schedule: the same as with torch's package, in all they show."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Side:
         placed = package._utils.generate_rank_to_stage_mapping(2, self.count, style)
         self.mine = placed[mesh["pp"].get_local_rank()]
         layers = make_layers(self.count)
-        self.modules = {index: layers[index] for index in self.mine}
+        self.modules: dict[int, nn.Module] = {index: layers[index] for index in self.mine}
 
     def parallelize(self, at_boundaries: Any) -> None:
         for index, layer in self.modules.items():
@@ -158,7 +158,7 @@ def told_in_advance(side: Side) -> None:
     first = side.mine == [0]
     rows = make_batch()[0].shape[0] // COUNT
 
-    def example(placement: Any, *, wants: bool = False) -> DTensor:
+    def example(placement: Any, *, wants: bool = False) -> torch.Tensor:
         value = DTensor.from_local(
             torch.ones(rows // (2 if placement == Shard(0) else 1), WIDTH), side.tp, [placement]
         )

@@ -61,7 +61,7 @@ def test_stages_show_what_crosses_their_boundaries(workers: Workers) -> None:
 
 def _modes(rank: int, group: dist.ProcessGroup) -> list[str]:
     example = torch.zeros(PART, WIDTH, requires_grad=True)
-    whole = {"input_args": example, "output_args": example}
+    whole: dict[str, Any] = {"input_args": example, "output_args": example}
     modes = []
     for first, last in (({}, {}), (whole, whole), (whole, {"input_args": example})):
         program = Program(group, 2, [rank], **(first if rank == 0 else last))

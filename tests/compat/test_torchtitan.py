@@ -13,6 +13,7 @@ from torch import nn
 from taktline.compat import install
 from tests.workers import Workers
 
+pytest.importorskip("torchtitan")
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
 
 BATCH, LENGTH, VOCABULARY = 4, 16, 2048

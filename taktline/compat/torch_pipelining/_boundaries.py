@@ -151,7 +151,7 @@ class Older:
 
 
 def show(stage: Any, inputs: Sequence[Any] | None, outputs: Sequence[Any] | None) -> None:
-    """Have a stage that Taktline has run say what crosses its boundaries, as one of torch's does."""
+    """Have a stage that Taktline has run say what crosses its boundaries, as torch's do."""
     sides = {"inputs": _metas(inputs), "outputs": _metas(outputs)}
     if not TELLS:
         stage.inputs_meta, stage._outputs_meta = sides.values()

@@ -162,6 +162,11 @@ class _PipelineStageBase(torchs._PipelineStageBase, metaclass=Watched):
                 meta.inputs = utils.extract_tensor_metas(tuple(inputs), allow_none=True)
         super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)  # pyright: ignore
 
+    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
+        """First messages to the neighbours, but for one that lies on the same rank."""
+        ops = super()._get_init_p2p_neighbors_ops()
+        return [op for op in ops if op.group_peer != self.group_rank]
+
     def scale_grads(self, grad_scale_factor: int) -> None:
         """Divide what the parameters have in ``.grad``."""
         self.gradients_due = False
@@ -207,6 +212,7 @@ class PipelineStage(_PipelineStageBase, Telling, Older):
         self.examples = given.get("input_args"), given.get("output_args")
         self.get_mesh = given.get("get_mesh")
 
+
 class _PipelineStage(PipelineStage):
     """A stage that :func:`pipeline` has cut.
 
@@ -243,5 +249,3 @@ class _PipelineStage(PipelineStage):
 
     get_stage_index_of_submod = torchs._PipelineStage.get_stage_index_of_submod
     find_dst_rank = torchs._PipelineStage.find_dst_rank
-
-
