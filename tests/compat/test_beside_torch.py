@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from tests.compat.peer import SINCE_2_12
 from tests.compat.programs import CPU, OURS, TORCHS, schedules, stages
 from tests.plan import peer
 from tests.plan.peer import StandIn
@@ -141,6 +142,7 @@ def _both(rank: int, group: dist.ProcessGroup, folder: str) -> list[dict[str, An
     return [Calls(group, source, folder).all() for source in (OURS, TORCHS)]
 
 
+@SINCE_2_12  # before, infos have fewer fields
 @pytest.mark.processes
 def test_same_answers_and_errors(workers: Workers, tmp_path: Path) -> None:
     ((ours, theirs),) = workers.run(_both, str(tmp_path), ranks=1)

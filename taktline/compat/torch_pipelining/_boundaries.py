@@ -152,14 +152,11 @@ class Older:
 
 def show(stage: Any, inputs: Sequence[Any] | None, outputs: Sequence[Any] | None) -> None:
     """Have a stage that Taktline has run say what crosses its boundaries, as torch's do."""
-    sides = {"inputs": _metas(inputs), "outputs": _metas(outputs)}
-    if not TELLS:
-        stage.inputs_meta, stage._outputs_meta = sides.values()
+    if not TELLS:  # there, what a stage knows is not found out again
         return
-    for side, tensors in sides.items():
-        metas = None if tensors is None else utils.extract_tensor_metas(tensors)
-        setattr(stage._stage_meta, side, metas)
     meta = stage._stage_meta
+    meta.inputs = utils.extract_tensor_metas(_metas(inputs))
+    meta.outputs = utils.extract_tensor_metas(_metas(outputs))
     meta.input_grads = meta.inputs and utils._derive_grad_metas(meta.inputs)
     meta.output_grads = None if stage.is_last else utils._derive_grad_metas(meta.outputs or ())
 
