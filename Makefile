@@ -17,7 +17,7 @@ export NO_MKDOCS_2_WARNING := 1
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help demo test unit lint format docs bench torture faults zoo clean
+.PHONY: help demo test unit lint format docs bench torture faults zoo versions clean
 
 help: ## List the targets
 	@echo "Usage: make TARGET [PYTHON=python3.x]"
@@ -59,6 +59,9 @@ faults: $(VENV)/.stamp-dev ## Kill, stop, interrupt and cut off ranks in every p
 
 zoo: $(VENV)/.stamp-dev ## Train every architecture of the zoo on pipelines, and write docs/models.md
 	@$(BIN)/python -m tests.zoo
+
+versions: $(VENV)/.stamp-dev ## Run the tests of the drop-in under each supported version of torch
+	@$(BIN)/python -m tests.compat.versions
 
 clean: ## Remove the venv and everything that was built
 	rm -rf $(VENV) site build dist .pytest_cache .ruff_cache .hypothesis .import_linter_cache
