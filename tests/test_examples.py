@@ -1,4 +1,4 @@
-"""The examples run, in a small size, and come to the same in one process and under torchrun."""
+"""The examples run, in a small size, and come to the same in one process and in several."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import os
 import re
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -62,20 +61,16 @@ def missing(name: str) -> bool:
 def printed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with what each example has printed, alone and on each of its ranks."""
     top = tmp_path_factory.mktemp("examples")
-
-    def launch(ranks: int) -> None:
-        words = [
-            [name, *case[0]]
-            for name, case in CASES.items()
-            if not missing(name) and ranks in (1, case[1])
+    launches: dict[int, list[list[str]]] = {
+        ranks: [
+            [name, *words]
+            for name, (words, several, _) in CASES.items()
+            if not missing(name) and ranks in (1, several)
         ]
-        words += [["resumable", *RESUMABLE]] if ranks == 1 else []
-        launcher = [*TORCHRUN, "--nproc-per-node", str(ranks)] if ranks > 1 else [sys.executable]
-        command = [*launcher, "-m", "tests.examples", ".", json.dumps(words)]
-        run(command, top / f"ranks-{ranks}")
-
-    with ThreadPoolExecutor() as all_together:
-        list(all_together.map(launch, (1, 2, 4)))
+        for ranks in (1, 2, 4)
+    }
+    launches[1].append(["resumable", *RESUMABLE])
+    run([sys.executable, "-m", "tests.examples", str(top), json.dumps(launches)], top / "in")
     return top
 
 
@@ -88,7 +83,7 @@ def test_every_example_is_tested() -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_same_in_one_process_and_under_torchrun(name: str, printed: Path) -> None:
+def test_the_same_in_one_process_and_in_several(name: str, printed: Path) -> None:
     if missing(name):
         pytest.skip(f"{NEEDS[name]} is not installed: pip install 'taktline[clients]'")
     _, ranks, text = CASES[name]
