@@ -14,6 +14,8 @@ from tests.split.transformers_models import LANGUAGES, WORDS, Language
 from tests.workers import Workers
 from tests.zoo import find
 
+pytestmark = pytest.mark.slow
+
 EXPERTS = {**LANGUAGES["llama"].sizes, "num_local_experts": 4, "num_experts_per_tok": 2}
 MODELS = {
     **LANGUAGES,
