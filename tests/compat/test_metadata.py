@@ -62,8 +62,10 @@ def test_stages_show_what_crosses_their_boundaries(workers: Workers) -> None:
 def _modes(rank: int, group: dist.ProcessGroup) -> list[str]:
     example = torch.zeros(PART, WIDTH, requires_grad=True)
     whole: dict[str, Any] = {"input_args": example, "output_args": example}
+    part: dict[str, Any] = {"input_args": example}
+    none: dict[str, Any] = {}
     modes = []
-    for first, last in (({}, {}), (whole, whole), (whole, {"input_args": example})):
+    for first, last in ((none, none), (whole, whole), (whole, part)):
         program = Program(group, 2, [rank], **(first if rank == 0 else last))
         program.step(ScheduleGPipe(program.stages[0], 4, loss_fn=loss_fn))
         modes.append(program.stages[0]._inference_mode.name)
