@@ -87,8 +87,9 @@ class Pipeline(AsModule, Gradients, Saved, ForCheckpoints):
         mesh: a device mesh with a dimension "pp", and one that begins with "dp" for replicas.
         data_parallel: ``"ddp"`` or ``"fsdp"``: what each stage is wrapped in.
         prepare: called with each stage of this process and its number, once it is on its device
-            and before it is wrapped; returns the module to use. For ``torch.compile``, activation
-            checkpointing or tensor parallelism.
+            and before it is wrapped; returns the module to use. For activation checkpointing or
+            tensor parallelism.
+        compile: compiles each stage, after ``prepare``, by :func:`taktline.compile_stages`.
         device: where to compute.
         state_dict: values for a model that was built on the meta device, of which each process
             takes those of its stages; without it, they are made as the model's constructor does
@@ -143,6 +144,7 @@ class Pipeline(AsModule, Gradients, Saved, ForCheckpoints):
         mesh: DeviceMesh | None = None,
         data_parallel: Literal["ddp", "fsdp"] | None = None,
         prepare: Prepare | None = None,
+        compile: bool = False,
         device: torch.device | str | None = None,
         state_dict: Mapping[str, torch.Tensor] | None = None,
         seed: int | None = None,
@@ -183,6 +185,7 @@ class Pipeline(AsModule, Gradients, Saved, ForCheckpoints):
             mesh=mesh,
             data_parallel=data_parallel,
             prepare=prepare,
+            compiles=require_flag("compile", compile),
             device=None if device is None else require_device(device),
             seed=seed,
             state_dict=state_dict,

@@ -22,6 +22,12 @@ class _Piece:
         forward = super().forward  # pyright: ignore[reportAttributeAccessIssue]
         return stage_forward.run(self, forward, args, kwargs)  # pyright: ignore[reportArgumentType]
 
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Compile the submodules that are here: the forward itself runs with placeholders."""
+        stage_forward: StageForward = vars(self)["_stage_forward"]
+        for name in stage_forward.layout.twins:
+            self.get_submodule(name).compile(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
+
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
         super()._apply(fn, recurse)  # pyright: ignore[reportAttributeAccessIssue]
         vars(self)["_stage_forward"].layout.retype(self, fn)
