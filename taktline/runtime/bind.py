@@ -16,6 +16,7 @@ from taktline.plan import Action, Kind, Plan
 from taktline.runtime.executor import Instruction, Program
 from taktline.runtime.join import join
 from taktline.runtime.ports import Handback, Handover, Incoming, Outgoing
+from taktline.runtime.seeds import Seeded, seeded
 from taktline.runtime.self_describing import Inbox, LearningIncoming, LearningOutgoing, Line, Outbox
 from taktline.runtime.stage_actions import Work
 from taktline.runtime.step_data import Feed
@@ -74,6 +75,8 @@ class Binding:
     """Whether the plan goes on even where a send waits until its receive is posted."""
     random: RankRandom | None = None
     """The random numbers of all ranks, where these run in one thread."""
+    seeded: Seeded = seeded
+    """Draws the numbers of a seed."""
 
 
 def channels_of(plan: Plan) -> list[Channel]:
@@ -104,7 +107,7 @@ def bind(binding: Binding, known: Signatures | None) -> Bound:
     sending = [*ends.activations_out.values(), *ends.gradients_out.values()]
     program = Program(rank_of, instructions, sending, joined)
     learned = partial(_learned, ends, binding.plan.microbatches)
-    return Bound(program, works, learned, binding.plan)
+    return Bound(program, works, learned, binding, known)
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +117,15 @@ class Bound:
     program: Program
     works: Mapping[int, Work]
     learned: Callable[[], Signatures]
-    plan: Plan
+    binding: Binding
+    """What it was made from."""
+    known: Signatures | None
+    """The signatures that it was made for; None: it learns them."""
+
+    @property
+    def plan(self) -> Plan:
+        """What it does."""
+        return self.binding.plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,6 +261,7 @@ def _work(binding: Binding, ends: _Ends, stage: int, known: Signatures | None) -
         gradients_out=ends.handed_back.get(stage - 1) or ends.gradients_out.get(stage),
         loss_fn=binding.loss_fn,
         seed=binding.seed,
+        seeded=binding.seeded,
         trains=binding.trains,
         checks=known is None,
         routes=None if known is None else known.routes,

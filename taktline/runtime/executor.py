@@ -114,6 +114,19 @@ class Program:
             self._play_on(self.position, fate)
         return failure
 
+    def run_alone(self) -> None:
+        """Run everything, and wait for what was sent; what goes wrong is raised, with its place.
+
+        Nothing is played on: for a capture, in which nothing reaches the others.
+        """
+        self._instructions, runs = self._joined, self._run
+        try:
+            for self.position, run in enumerate(runs):
+                run()
+        except Exception as error:
+            raise self._told(self._instructions[self.position], error) from error
+        self.settle()
+
     def forgo(self, fate: Fate | None = None) -> None:
         """Run nothing, but take part in every message."""
         self._play_on(0, fate)

@@ -97,6 +97,8 @@ class Pipeline(AsModule, Gradients, Saved, ForCheckpoints):
         seed: draws dropout from (seed, step, stage, micro-batch): for one cut into stages and
             micro-batches, the same under every schedule and on any number of ranks.
         dynamic_shapes: for stages whose outputs' shapes depend on values.
+        cuda_graphs: captures steps as CUDA graphs, once for each kind of batch, and replays them;
+            what cannot be captured runs as it is, with a warning that says why.
         args_chunk_spec: how positional arguments are cut; without it and the next, what is not to
             be cut along dimension 0 is guessed by comparing a batch with the example.
         kwargs_chunk_spec: how keyword arguments are cut.
@@ -149,6 +151,7 @@ class Pipeline(AsModule, Gradients, Saved, ForCheckpoints):
         state_dict: Mapping[str, torch.Tensor] | None = None,
         seed: int | None = None,
         dynamic_shapes: bool = False,
+        cuda_graphs: bool = False,
         args_chunk_spec: ArgsSpec | None = None,
         kwargs_chunk_spec: KwargsSpec | None = None,
         output_merge_spec: MergeSpec | None = None,
@@ -168,6 +171,7 @@ class Pipeline(AsModule, Gradients, Saved, ForCheckpoints):
         running = {
             "loss_fn": loss_fn or of_output,
             "dynamic_shapes": dynamic_shapes,
+            "cuda_graphs": require_flag("cuda_graphs", cuda_graphs),
             "args_chunk_spec": args_chunk_spec,
             "kwargs_chunk_spec": kwargs_chunk_spec,
             "output_merge_spec": output_merge_spec,
@@ -538,7 +542,9 @@ class Pipeline(AsModule, Gradients, Saved, ForCheckpoints):
     def __str__(self) -> str:
         if self._live is None:
             return repr(self)
-        return "\n".join(filter(None, (repr(self), str(self._live.table), str(self._live.cutting))))
+        live = self._live
+        parts = (repr(self), live.table, live.cutting, live.schedule._runner.captured)
+        return "\n".join(filter(None, map(str, parts)))
 
 
 def _names_of(cuts: Any, model: Any) -> list[str] | None:

@@ -152,5 +152,5 @@ def _copied(graph: fx.Graph) -> fx.Graph:
     made = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
     made.output(made.graph_copy(graph, copies))
-    next(reversed(made.nodes)).meta = dict(next(reversed(graph.nodes)).meta)
+    made.output_node().meta = dict(graph.output_node().meta)
     return made
