@@ -514,6 +514,20 @@ def test_which_programs_are_captured_is_printed() -> None:
     assert str(pair.pipe).endswith("  step() with 4 micro-batches: warms up")
 
 
+def test_ranks_that_are_threads_run_eagerly() -> None:
+    def run(rank: int) -> list[str]:
+        graphs, x = Graphs(), torch.ones(4, WIDTH)
+        stage = tl.PipelineStage(Stage(), rank, 2, torch.device("cpu"))
+        schedule = tl.Schedule1F1B(stage, 2, nn.functional.mse_loss)
+        schedule._runner.capture(graphs)
+        for _ in range(5):
+            schedule.step(x, target=x)
+        return graphs.log
+
+    with pytest.warns(UserWarning, match="ranks are threads, which wait for each other"):
+        assert tl.local.run(run, 2) == [[], []]
+
+
 def test_shapes_that_depend_on_values() -> None:
     graphs = Graphs()
     stage = tl.PipelineStage(Stage(), 0, 1, torch.device("cpu"))

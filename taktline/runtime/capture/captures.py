@@ -19,6 +19,7 @@ from taktline.runtime.executor import Failure
 from taktline.runtime.step_data import Feed
 from taktline.stage import PipelineStage
 from taktline.text import counted
+from taktline.transport.local import LocalTransport
 
 __all__ = ["Captures"]
 
@@ -97,6 +98,8 @@ class Captures:
         feed = bound.binding.feed
         inputs = Inputs(feed)
         told = self._refusal or inputs.refusal(self._stages[0].device)
+        if isinstance(bound.binding.transport, LocalTransport):
+            told = "ranks are threads, which wait for each other in the middle of a step"
         state = look(self._stages)
         if told is not None or isinstance(state, str):
             self._tell(told or str(state))

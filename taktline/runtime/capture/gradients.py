@@ -38,7 +38,7 @@ class _Slot:
 
     def __init__(self, parameter: nn.Parameter) -> None:
         self.parameter = parameter
-        self.buffer = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        self.buffer = _zeros(parameter) if parameter.grad is None else parameter.grad
 
     def has_place(self) -> bool:
         """Whether ``.grad`` is the buffer, or can be again; if not, it gets another buffer."""
@@ -46,7 +46,7 @@ class _Slot:
         if gradient is self.buffer:
             return True
         if _references(self) > _ALONE:  # somebody keeps what was in it
-            self.buffer = torch.zeros_like(self.parameter) if gradient is None else gradient
+            self.buffer = _zeros(self.parameter) if gradient is None else gradient
             return False
         if gradient is None:
             return True
@@ -77,7 +77,7 @@ class Pool:
         others = set(apart)
         for parameter in parameters:
             if parameter in others:
-                self._apart.setdefault(parameter, torch.zeros_like(parameter))
+                self._apart.setdefault(parameter, _zeros(parameter))
             elif parameter not in self._slots:
                 self._slots[parameter] = _Slot(parameter)
         return Buffers(
@@ -140,6 +140,10 @@ class Buffers:
             slot.parameter.grad = slot.buffer
         for parameter, buffer in self._apart.items():
             parameter.grad = buffer
+
+
+def _zeros(parameter: nn.Parameter) -> torch.Tensor:
+    return torch.zeros_like(parameter, dtype=parameter.grad_dtype, requires_grad=False)
 
 
 def _version(gradient: torch.Tensor | None) -> int:
