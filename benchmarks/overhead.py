@@ -42,10 +42,11 @@ def bare(modules: list[nn.Module], chunks: Sequence[torch.Tensor], last: bool) -
             output.backward(torch.ones_like(output))
 
 
-def measure(rank: int, ranks: int, rounds: int, microbatches: int) -> None:
+def measure(rank: int, ranks: int, rounds: int, microbatches: int, names: Sequence[str]) -> None:
     """Print a line for each schedule."""
     batch = torch.randn(2 * microbatches, WIDTH)
-    for name, per_rank in SCHEDULES.items():
+    for name in names:
+        per_rank = SCHEDULES[name]
         calls: dict[str, Callable[[], object]] = {}
         for key, runtime in RUNTIMES.items():
             schedule, modules, first, last = make_schedule(
@@ -88,8 +89,9 @@ if __name__ == "__main__":
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--microbatches", type=int, default=32)
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--schedules", nargs="+", default=list(SCHEDULES), choices=SCHEDULES)
     options = parser.parse_args()
     sizes = f"{options.microbatches} micro-batches, {options.rounds} rounds"
     print(f"µs per stage and micro-batch; {sizes}")
     for ranks in options.ranks:
-        run_ranks(measure, ranks, options.rounds, options.microbatches)
+        run_ranks(measure, ranks, options.rounds, options.microbatches, options.schedules)

@@ -14,67 +14,128 @@ import argparse
 import gc
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import nn
+from torch.nn import functional
 
 import taktline as tl
 
-LAYERS, MICROBATCHES = 8, 8
+MICROBATCHES = 8
+CUTS = ("by hand", "by itself")
 SCHEDULES = {"1f1b": 1, "interleaved_1f1b": 2, "zbv": 2, "dualpipev": 2}
 """Each schedule, and the stages a rank that it is measured with."""
 
 
-class Size(NamedTuple):
-    """How wide layers are, the rows of a micro-batch, and how many steps are timed in one go."""
+class Job(NamedTuple):
+    """What is trained, the batch and target of a step, and how many steps are timed in one go."""
 
-    width: int
-    rows: int
+    model: nn.Module
+    stages: Sequence[nn.Module]
+    """The model in eight pieces, to be cut by hand; none for a model that is cut by itself only."""
+    batch: torch.Tensor
+    target: torch.Tensor
+    loss_fn: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
     steps: int
 
 
-SIZES = {
-    "cpu": {"tiny": Size(16, 4, 4), "medium": Size(768, 32, 1)},
-    "cuda": {"tiny": Size(64, 4, 4), "medium": Size(8192, 1024, 1)},
+class Block(nn.Module):
+    """A block of a GPT."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.attention_norm, self.layers_norm = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.attention, self.joined = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.wide, self.narrow = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        parts = self.attention(self.attention_norm(x)).chunk(3, -1)
+        query, key, value = (p.unflatten(-1, (-1, 64)).transpose(1, 2) for p in parts)
+        seen = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        x = x + self.joined(seen.transpose(1, 2).flatten(2))
+        return x + self.narrow(functional.gelu(self.wide(self.layers_norm(x))))
+
+
+class GPT(nn.Module):
+    """A GPT, whose forward is written as people write it."""
+
+    def __init__(self, width: int, layers: int, words: int, length: int) -> None:
+        super().__init__()
+        self.words, self.places = nn.Embedding(words, width), nn.Embedding(length, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(layers))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, words, bias=False)
+
+    def forward(self, text: torch.Tensor) -> torch.Tensor:
+        x = self.words(text) + self.places(torch.arange(text.shape[1], device=text.device))
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+def chain(width: int, rows: int, steps: int, device: str) -> Job:
+    """Linear layers, one after the other."""
+    stages = [nn.Sequential(nn.Linear(width, width), nn.Tanh()).to(device) for _ in range(8)]
+    batch = torch.randn(rows * MICROBATCHES, width, device=device)
+    return Job(nn.Sequential(*stages), stages, batch, batch, functional.mse_loss, steps)
+
+
+def gpt(width: int, layers: int, words: int, length: int, steps: int, device: str) -> Job:
+    """A GPT in bfloat16, with two texts a micro-batch."""
+    with torch.device(device):
+        model = GPT(width, layers, words, length).bfloat16()
+        text = torch.randint(words, (2 * MICROBATCHES, length + 1))
+    return Job(model, [], text[:, :-1], text[:, 1:].contiguous(), surprise, steps)
+
+
+def surprise(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """The loss of a GPT."""
+    return functional.cross_entropy(output.flatten(0, 1), target.flatten())
+
+
+JOBS: dict[str, dict[str, Callable[[], Job]]] = {
+    "cpu": {
+        "tiny": partial(chain, 16, 4, 4, "cpu"),
+        "medium": partial(chain, 768, 32, 1, "cpu"),
+    },
+    "cuda": {
+        "tiny": partial(chain, 64, 4, 4, "cuda"),
+        "GPT 40M": partial(gpt, 512, 8, 16384, 128, 2, "cuda"),
+        "GPT 1.2B": partial(gpt, 2048, 22, 32768, 1024, 1, "cuda"),
+    },
 }
-CUTS = ("by hand", "by itself")
 
 
-def layers(width: int, device: str) -> nn.Sequential:
-    """A chain of layers."""
-    torch.manual_seed(0)
-    chain = [nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(LAYERS)]
-    return nn.Sequential(*chain).to(device)
-
-
-def loop(model: nn.Module, batch: torch.Tensor) -> Callable[[], object]:
+def loop(job: Job) -> Callable[[], object]:
     """Plain accumulation over the micro-batches."""
+    parts = [x.tensor_split(MICROBATCHES) for x in (job.batch, job.target)]
 
     def step() -> None:
-        for part in batch.tensor_split(MICROBATCHES):
-            (nn.functional.mse_loss(model(part), part) / MICROBATCHES).backward()
+        for part, target in zip(*parts, strict=True):
+            (job.loss_fn(job.model(part), target) / MICROBATCHES).backward()
 
     return step
 
 
-def pipeline(
-    model: nn.Sequential, batch: torch.Tensor, cut: str, schedule: str, ranks: int
-) -> Callable[[], object]:
+def pipeline(job: Job, cut: str, schedule: str, ranks: int) -> Callable[[], object]:
     """A step of the same on some ranks."""
-    per_stage = LAYERS // (ranks * SCHEDULES[schedule])
-    stages = [model[first : first + per_stage] for first in range(0, LAYERS, per_stage)]
+    model = job.model
+    if cut == "by hand":
+        each = len(job.stages) // (ranks * SCHEDULES[schedule])
+        firsts = range(0, len(job.stages), each)
+        model = [nn.Sequential(*job.stages[first : first + each]) for first in firsts]
     pipe = tl.Pipeline(
-        stages if cut == "by hand" else model,
-        example=(batch.tensor_split(MICROBATCHES)[0],),
+        model,
+        example=(job.batch.tensor_split(MICROBATCHES)[0],),
         schedule=schedule,
         microbatches=MICROBATCHES,
         stages_per_rank=SCHEDULES[schedule],
-        loss_fn=nn.functional.mse_loss,
+        loss_fn=job.loss_fn,
         ranks=ranks,
     )
-    return lambda: pipe.step(batch, target=batch)
+    return lambda: pipe.step(job.batch, target=job.target)
 
 
 def ratio(calls: list[Callable[[], object]], steps: int, rounds: int, device: str) -> float:
@@ -97,32 +158,30 @@ def ratio(calls: list[Callable[[], object]], steps: int, rounds: int, device: st
     return piped / plain
 
 
-def main(ranks: list[int], sizes: list[str], rounds: int, device: str) -> None:
+def main(ranks: list[int], jobs: list[str], rounds: int, device: str) -> None:
     """Print a line for each number of ranks and schedule."""
-    heads = [f"{size}, {cut}" for size in sizes for cut in CUTS]
+    made = {name: JOBS[device][name]() for name in jobs}
+    columns = [(n, cut) for n, job in made.items() for cut in CUTS if job.stages or cut != CUTS[0]]
+    heads = [f"{name}, {cut}" for name, cut in columns]
     print(f"{'ranks':>5}  {'schedule':18}" + "".join(f"{head:20}" for head in heads))
     for count in ranks:
         for schedule in SCHEDULES:
-            found = []
-            for size in sizes:
-                width, rows, steps = SIZES[device][size]
-                batch = torch.randn(rows * MICROBATCHES, width, device=device)
-                for cut in CUTS:
-                    model = layers(width, device)
-                    calls = [
-                        loop(model, batch),
-                        pipeline(model, batch, cut, schedule, count),
-                    ]
-                    found.append(ratio(calls, steps, rounds, device))
-            print(f"{count:>5}  {schedule:18}" + "".join(f"{r:<20.2f}" for r in found), flush=True)
+            print(f"{count:>5}  {schedule:18}", end="", flush=True)
+            for name, cut in columns:
+                job = made[name]
+                calls = [loop(job), pipeline(job, cut, schedule, count)]
+                print(f"{ratio(calls, job.steps, rounds, device):<20.2f}", end="", flush=True)
+            print()
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4])
-    parser.add_argument("--sizes", nargs="+", default=["tiny", "medium"])
+    parser.add_argument("--jobs", nargs="+", default=[])
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--device", default="cpu", choices=list(SIZES))
+    parser.add_argument("--device", default="cpu", choices=list(JOBS))
     options = parser.parse_args()
     torch.set_num_threads(1)
-    main(options.ranks, options.sizes, options.rounds, options.device)
+    torch.manual_seed(0)
+    names = options.jobs or list(JOBS[options.device])
+    main(options.ranks, names, options.rounds, options.device)

@@ -19,6 +19,7 @@ from taktline.errors import LossError, SkipError
 
 __all__ = [
     "Aside",
+    "Replay",
     "Skip",
     "add_loss",
     "collect_losses",
@@ -123,6 +124,19 @@ class Aside:
 
 def _listed(skips: Mapping[str, Skip]) -> str:
     return ", ".join(f"{name!r} (put by stage {skip.stage})" for name, skip in skips.items())
+
+
+class Replay(Aside):
+    """Of several stages whose blocks run a second time; ``running`` returns the one's that does."""
+
+    def __init__(self, running: Callable[[], Aside]) -> None:
+        super().__init__(0, {})
+        self.replays = True
+        self._running = running
+
+    def get(self, name: str) -> torch.Tensor:
+        """A value that was put before."""
+        return self._running().get(name)
 
 
 class _Outside(Aside):

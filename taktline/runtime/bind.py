@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
+from typing import Any
 
 import torch
 
@@ -15,12 +16,13 @@ from taktline.meta import Signature, TensorMeta, flatten
 from taktline.plan import Action, Kind, Plan
 from taktline.runtime.executor import Instruction, Program
 from taktline.runtime.join import join
+from taktline.runtime.plain_loop import plain_loop
 from taktline.runtime.ports import Handback, Handover, Incoming, Outgoing
 from taktline.runtime.seeds import Seeded, seeded
 from taktline.runtime.self_describing import Inbox, LearningIncoming, LearningOutgoing, Line, Outbox
 from taktline.runtime.stage_actions import Work
 from taktline.runtime.step_data import Feed
-from taktline.runtime.together import RankRandom, merged
+from taktline.runtime.together import Drawing, RankRandom, merged
 from taktline.side_values import handed_on, opened
 from taktline.stage import PipelineStage
 from taktline.stage.grad_sync import GradSync
@@ -73,8 +75,8 @@ class Binding:
     trains: bool = True
     sends_may_wait: bool = True
     """Whether the plan goes on even where a send waits until its receive is posted."""
-    random: RankRandom | None = None
-    """The random numbers of all ranks, where these run in one thread."""
+    drawing: Drawing | None = None
+    """Where all stages run in one thread: whether they draw, or each rank's own random numbers."""
     seeded: Seeded = seeded
     """Draws the numbers of a seed."""
 
@@ -91,21 +93,29 @@ def bind(binding: Binding, known: Signatures | None) -> Bound:
     """The program of this process; without known signatures each message describes itself."""
     make = _Learning(binding) if known is None else _Known(binding, known)
     ends = _ends(binding, make)
-    works = {index: _work(binding, ends, index, known) for index in binding.stages}
-    rank_of, random = binding.plan.placement.rank_of, binding.random
-    # With the random numbers of all ranks, this is to run all of them.
-    rows = binding.plan.rows_of(binding.transport.rank) if random is None else merged(binding.plan)
+    make_work = partial(_work, binding, known)
+    works = {index: make_work(index, **ends.of(index)) for index in binding.stages}
+    rank_of, drawing = binding.plan.placement.rank_of, binding.drawing
+    rows = merged(binding.plan) if drawing else binding.plan.rows_of(binding.transport.rank)
     instructions = [
         instruction
         for row in range(len(rows))
         if (instruction := _instruction(rows.leaf(row), binding.stages, works, ends, rank_of))
     ]
-    joined = join(instructions, binding.stages, works, alone=random is not None)
-    if random is not None:
-        instructions = list(random.between(instructions, rank_of))
-        joined = list(random.between(joined, rank_of))
+    joined = join(instructions, binding.stages, works, alone=drawing is not None)
+    loop = None
+    if drawing and known is not None and binding.trains:
+        loop = plain_loop(instructions, binding.stages, make_work)
+    if isinstance(drawing, RankRandom):
+        instructions = list(drawing.between(instructions, rank_of))
+        joined = list(drawing.between(joined, rank_of))
+
+    def quickest() -> Sequence[Instruction]:
+        # What a rank draws depends on the order in which it computes.
+        return joined if loop is None or drawing is None or drawing.draws else loop
+
     sending = [*ends.activations_out.values(), *ends.gradients_out.values()]
-    program = Program(rank_of, instructions, sending, joined)
+    program = Program(rank_of, instructions, sending, quickest)
     learned = partial(_learned, ends, binding.plan.microbatches)
     return Bound(program, works, learned, binding, known)
 
@@ -138,6 +148,15 @@ class _Ends:
     activations_out: dict[int, Outgoing | LearningOutgoing]
     gradients_in: dict[int, Incoming | LearningIncoming]
     gradients_out: dict[int, Outgoing | LearningOutgoing]
+
+    def of(self, stage: int) -> dict[str, Any]:
+        """Those of a stage."""
+        return {
+            "activations_in": self.handed_on.get(stage - 1) or self.activations_in.get(stage),
+            "activations_out": self.handed_on.get(stage) or self.activations_out.get(stage),
+            "gradients_in": self.handed_back.get(stage) or self.gradients_in.get(stage),
+            "gradients_out": self.handed_back.get(stage - 1) or self.gradients_out.get(stage),
+        }
 
 
 def _ends(binding: Binding, make: _Known | _Learning) -> _Ends:
@@ -250,21 +269,24 @@ def _learned(ends: _Ends, microbatches: int) -> Signatures:
     return Signatures(table(ends.activations_in), table(ends.activations_out))
 
 
-def _work(binding: Binding, ends: _Ends, stage: int, known: Signatures | None) -> Work:
-    return Work(
+def _work(
+    binding: Binding,
+    known: Signatures | None,
+    stage: int,
+    kind: Callable[..., Work] = Work,
+    **ports: Any,
+) -> Work:
+    return kind(
         binding.stages[stage],
         binding.feed,
         binding.plan.microbatches,
-        activations_in=ends.handed_on.get(stage - 1) or ends.activations_in.get(stage),
-        activations_out=ends.handed_on.get(stage) or ends.activations_out.get(stage),
-        gradients_in=ends.handed_back.get(stage) or ends.gradients_in.get(stage),
-        gradients_out=ends.handed_back.get(stage - 1) or ends.gradients_out.get(stage),
         loss_fn=binding.loss_fn,
         seed=binding.seed,
         seeded=binding.seeded,
         trains=binding.trains,
         checks=known is None,
         routes=None if known is None else known.routes,
+        **ports,
     )
 
 

@@ -38,6 +38,13 @@ class Instruction:
     forgo: Callable[[], None] | None
     waits: str = ""
     """Whom it may have to wait for."""
+    at: Callable[[], Action] | None = None
+    """Of one that does several actions: which it has come to."""
+
+    @property
+    def running(self) -> Action:
+        """The action that is running."""
+        return self.action if self.at is None else self.at()
 
 
 Wrap: TypeAlias = Callable[[Instruction], Callable[[], None]]
@@ -67,7 +74,7 @@ class Program:
         rank_of: Sequence[int],
         instructions: Sequence[Instruction],
         sending: Iterable[Sending],
-        joined: Sequence[Instruction] | None = None,
+        joined: Callable[[], Sequence[Instruction]] | None = None,
     ) -> None:
         """``rank_of`` tells where each stage lies; ``joined`` does the same in fewer instructions.
 
@@ -75,10 +82,9 @@ class Program:
         """
         self._rank_of = rank_of
         self._each = instructions
-        self._joined = instructions if joined is None else joined
-        self._instructions = self._joined
+        self._joined = joined
+        self._instructions = instructions
         """Those that are running."""
-        self._run = [instruction.run for instruction in self._joined]
         self._sending = list(sending)
         self.position = 0
         """The instruction that is running."""
@@ -94,8 +100,8 @@ class Program:
 
         Where the ranks cannot go on together it raises, and plays nothing on.
         """
-        self._instructions = self._joined if wrap is None else self._each
-        runs = self._run if wrap is None else [wrap(each) for each in self._instructions]
+        self._instructions = self._quickest() if wrap is None else self._each
+        runs = [each.run if wrap is None else wrap(each) for each in self._instructions]
         failure = None
         try:
             for self.position, run in enumerate(runs):
@@ -119,12 +125,12 @@ class Program:
 
         Nothing is played on: for a capture, in which nothing reaches the others.
         """
-        self._instructions, runs = self._joined, self._run
+        self._instructions = running = self._quickest()
         try:
-            for self.position, run in enumerate(runs):
-                run()
+            for self.position, instruction in enumerate(running):
+                instruction.run()
         except Exception as error:
-            raise self._told(self._instructions[self.position], error) from error
+            raise self._told(running[self.position], error) from error
         self.settle()
 
     def forgo(self, fate: Fate | None = None) -> None:
@@ -138,6 +144,9 @@ class Program:
         """
         for port in self._sending:
             port.settle_all()
+
+    def _quickest(self) -> Sequence[Instruction]:
+        return self._each if self._joined is None else self._joined()
 
     def _play_on(self, position: int, fate: Fate | None) -> None:
         """Take part in every message from here on, without computing, so that nobody hangs."""
@@ -153,7 +162,7 @@ class Program:
                     fate.judge(error, None)
 
     def _told(self, instruction: Instruction, error: Exception) -> StageError:
-        action = instruction.action
+        action = instruction.running
         told = StageError(
             rank=self._rank_of[action.stage],
             stage=action.stage,

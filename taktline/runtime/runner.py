@@ -42,7 +42,7 @@ from taktline.runtime.relay import Relay
 from taktline.runtime.replicas import Replicas
 from taktline.runtime.step_data import Facts, Feed
 from taktline.runtime.tie_gradients import Ties
-from taktline.runtime.together import RankRandom
+from taktline.runtime.together import Drawing, RankRandom
 from taktline.runtime.watchdog import STALL_SECONDS, Watch, guarded
 from taktline.stage import PipelineStage
 from taktline.text import by_rank, counted
@@ -106,6 +106,8 @@ class Runner:
         """Whether any rank was to, at the end of the latest step."""
         self._random: RankRandom | None = None
         """Those of all ranks, where they run in this process."""
+        self._drawing: Drawing | None = None
+        """The same, or what looks whether a lone rank draws."""
         self._transport: Transport | None = None
         self._watch: Watch | None = None
         self.stall_after: float | None = STALL_SECONDS
@@ -121,7 +123,7 @@ class Runner:
 
     def run_all_ranks(self, count: int) -> None:
         """Run all ranks of the plan in one thread, where they hand over what they would send."""
-        self._random = RankRandom(count, self.device)
+        self._random = self._drawing = RankRandom(count, self.device)
         self._transport = Alone()
 
     def capture(self, graphs: Graphs | None = None) -> None:
@@ -201,9 +203,9 @@ class Runner:
 
     def _note_rank(self, error: BaseException, program: Program | None) -> None:
         """Say which of several ranks in this process an error comes from."""
-        running = None if program is None else program.current
-        if len(self.ranks) > 1 and running is not None:
-            rank = self.runnable.plan.placement.rank_of[running.action.stage]
+        current = None if program is None else program.current
+        if len(self.ranks) > 1 and current is not None:
+            rank = self.runnable.plan.placement.rank_of[current.running.stage]
             error.add_note(f"on rank {rank} of {counted(len(self.ranks), 'local rank')}")
 
     def _has_verdict(self) -> bool:
@@ -296,7 +298,7 @@ class Runner:
             torch.set_grad_enabled(trains),
             torch.autograd.set_multithreading_enabled(False),
             self.replicas.step(),
-            nullcontext() if self._random is None else self._random.step(),
+            nullcontext() if self._drawing is None else self._drawing.step(),
             watching(self.recorder, bound, self.transport) as wrap,
         ):
             watch.program = bound.program
@@ -489,6 +491,8 @@ class Runner:
             channels |= set(channels_of(self.runnable.plan))
         self._channels = sorted(channels)
         self.transport.open(self._channels)
+        if self.transport.size == 1 and self._drawing is None:
+            self._drawing = Drawing(self.device)
         rank_of = self.runnable.plan.placement.rank_of
         self._ties.begin(self.transport, rank_of)
         if self.transport.size > 1 and not _on_host(self.device):
@@ -511,7 +515,7 @@ class Runner:
                 self._seed,
                 trains,
                 sends_may_wait=not trains or self.runnable.sends_may_wait,
-                random=self._random,
+                drawing=self._drawing,
             ),
             known,
         )

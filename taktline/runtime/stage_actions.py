@@ -18,12 +18,12 @@ from taktline.sharding import is_sharded, root_gradient
 from taktline.side_values import Aside, handed_on, opened, require_number
 from taktline.stage import PipelineStage
 
-__all__ = ["Work"]
+__all__ = ["Own", "Work", "uncast"]
 
-_Own: TypeAlias = tuple[Sequence[torch.Tensor], Sequence[torch.Tensor | None]]
+Own: TypeAlias = tuple[Sequence[torch.Tensor], Sequence[torch.Tensor | None]]
 """A stage's own losses, and the gradients that its backward begins with at them."""
 
-_NO_LOSS: _Own = ((), ())
+_NO_LOSS: Own = ((), ())
 
 _Kept: TypeAlias = tuple[Sequence[torch.Tensor | None], Aside | None]
 """What a backward needs of its forward: the gradients at its own losses, and what it left aside."""
@@ -90,10 +90,10 @@ class Work:
             arguments = self._feed.arguments[microbatch]
         else:
             inputs, spec = self._activations_in.take(microbatch)
-            arguments = inputs
-            if spec is not None:
-                arguments, skips = opened(pytree.tree_unflatten(inputs, spec))
-                aside = Aside(self._index, skips) if skips else aside
+            arguments, skips = opened(
+                inputs if spec is None else pytree.tree_unflatten(inputs, spec)
+            )
+            aside = Aside(self._index, skips) if skips else aside
         if self._checks:
             _check(self._stage.expected_input, arguments, "input", "input_args")
         with aside:
@@ -112,23 +112,19 @@ class Work:
         if used:
             own = self._note(microbatch, aside, own)
         if self._trains:
-            losses, gradients = own
-            self._kept[microbatch] = gradients, aside if used else None
-            self._stage.keep(
-                microbatch, _differentiable(inputs), [*_differentiable(results), *losses]
-            )
+            self._keep(microbatch, inputs, results, own, aside if used else None)
 
     def backward(self, microbatch: int) -> None:
         """B."""
-        self._uncast(self._backward, microbatch, self._stage.backward)
+        uncast(self._device_type, self._backward, microbatch, self._stage.backward)
 
     def backward_input(self, microbatch: int) -> None:
         """I."""
-        self._uncast(self._backward, microbatch, self._stage.backward_input)
+        uncast(self._device_type, self._backward, microbatch, self._stage.backward_input)
 
     def backward_weight(self, microbatch: int) -> None:
         """W."""
-        self._uncast(self._stage.backward_weight, microbatch)
+        uncast(self._device_type, self._stage.backward_weight, microbatch)
 
     @contextmanager
     def noting(self, note: Callable[[], None]) -> Iterator[None]:
@@ -142,6 +138,19 @@ class Work:
         finally:
             self._activations_in, self._gradients_in = ports
 
+    def _keep(
+        self,
+        microbatch: int,
+        inputs: Sequence[Any],
+        results: Sequence[Any],
+        own: Own,
+        aside: Aside | None,
+    ) -> None:
+        """Note what the backward needs."""
+        losses, gradients = own
+        self._kept[microbatch] = gradients, aside
+        self._stage.keep(microbatch, _differentiable(inputs), [*_differentiable(results), *losses])
+
     def _call(self, microbatch: int, arguments: Sequence[Any]) -> Any:
         keywords = self._feed.keywords[microbatch]
         if self._seed is None:
@@ -152,12 +161,15 @@ class Work:
 
     def _handed_on(self, output: Any, aside: Aside) -> Values:
         """What goes to the next stage: the output, and the skips that are got after this one."""
+        return flatten(self._with_skips(output, aside))
+
+    def _with_skips(self, output: Any, aside: Aside) -> Sequence[Any]:
         arguments = as_arguments(output)
         if aside.skips:
-            arguments = handed_on(arguments, aside.skips, self._routes, self._index)
-        return flatten(arguments)
+            return handed_on(arguments, aside.skips, self._routes, self._index)
+        return arguments
 
-    def _finish(self, microbatch: int, output: Any, aside: Aside) -> _Own:
+    def _finish(self, microbatch: int, output: Any, aside: Aside) -> Own:
         """Keep the output if it is asked for, and compute the loss, with what it counts."""
         feed = self._feed
         if aside.skips:
@@ -182,7 +194,7 @@ class Work:
         scale = feed.scale if feed.scales is None else feed.scales[microbatch]
         return (loss,), (self._root_gradient(loss, scale, (0, microbatch)),)
 
-    def _note(self, microbatch: int, aside: Aside, own: _Own) -> _Own:
+    def _note(self, microbatch: int, aside: Aside, own: Own) -> Own:
         """Note what a forward has left aside; returns the losses with those that it has added."""
         feed = self._feed
         if aside.observed:
@@ -210,14 +222,6 @@ class Work:
         return root_gradient(
             loss, scale * self._feed.grad_scale if counts is None else counts[place]
         )
-
-    def _uncast(self, run: Callable[..., None], *arguments: Any) -> None:
-        """Run without autocast: a backward has the types of its forward, as plain ones do."""
-        if not torch.is_autocast_enabled(self._device_type):
-            run(*arguments)
-            return
-        with torch.autocast(self._device_type, enabled=False):
-            run(*arguments)
 
     def _backward(self, microbatch: int, run: Callable[..., list[torch.Tensor | None]]) -> None:
         gradients, aside = self._kept[microbatch]
@@ -250,6 +254,15 @@ class _Noting:
         values = self._port.take(microbatch)
         self._note()
         return values
+
+
+def uncast(device_type: str, run: Callable[..., None], *arguments: Any) -> None:
+    """Run without autocast: a backward has the types of its forward, as plain ones do."""
+    if not torch.is_autocast_enabled(device_type):
+        run(*arguments)
+        return
+    with torch.autocast(device_type, enabled=False):
+        run(*arguments)
 
 
 def _value(loss: torch.Tensor) -> torch.Tensor:

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import chain
 from typing import cast
 
 import numpy as np
@@ -24,7 +25,7 @@ from taktline.plan.rows import Rows
 from taktline.plan.walk import waits_between_ranks
 from taktline.runtime.executor import Instruction
 
-__all__ = ["RankRandom", "merged"]
+__all__ = ["Drawing", "RankRandom", "merged"]
 
 _MESSAGES = (Kind.SEND_F, Kind.RECV_F, Kind.SEND_B, Kind.RECV_B)
 _CALLER = -1
@@ -75,7 +76,40 @@ def _order(plan: Plan) -> list[int]:
     return order
 
 
-class RankRandom:
+class Drawing:
+    """Whether steps draw random numbers.
+
+    >>> drawing = Drawing(torch.device("cpu"))
+    >>> with drawing.step():
+    ...     drawn = torch.rand(())
+    >>> drawing.draws
+    True
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._generators = [torch.default_generator]
+        if device.type == "cuda":
+            torch.cuda.init()
+            index = torch.cuda.current_device() if device.index is None else device.index
+            self._generators.append(torch.cuda.default_generators[index])
+        self.draws = False
+        """Whether one has drawn anything so far."""
+
+    def states(self) -> list[list[torch.Tensor]]:
+        """Where each generator is."""
+        return [[generator.get_state()] for generator in self._generators]
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Look on at a step."""
+        begun = self.states()
+        try:
+            yield
+        finally:
+            self.draws = self.draws or not _equal(begun, self.states())
+
+
+class RankRandom(Drawing):
     """The random numbers of ranks that share a thread: each draws what it would alone.
 
     They go on where each rank was; once the caller has drawn or seeded, all begin where it is.
@@ -89,28 +123,26 @@ class RankRandom:
     """
 
     def __init__(self, ranks: int, device: torch.device) -> None:
-        generators = [torch.default_generator]
-        if device.type == "cuda":
-            torch.cuda.init()
-            index = torch.cuda.current_device() if device.index is None else device.index
-            generators.append(torch.cuda.default_generators[index])
+        super().__init__(device)
         self.ranks = ranks
         # Each generator, and where it is for each rank; the last one is the caller's.
-        self._states = [(each, [each.get_state()] * (ranks + 1)) for each in generators]
+        self._states = [(each, [each.get_state()] * (ranks + 1)) for each in self._generators]
         self._rank = _CALLER
 
     @contextmanager
     def step(self) -> Iterator[None]:
         """Inside, ranks draw; the caller's generators go on as if nothing had been drawn."""
-        now = [generator.get_state() for generator, _ in self._states]
+        now = [generator.get_state() for generator in self._generators]
         before = [states[_CALLER] for _, states in self._states]
         if not all(map(torch.equal, now, before)):
             for (_, states), state in zip(self._states, now, strict=True):
                 states[:] = [state] * len(states)
-        try:
-            yield
-        finally:
-            self.switch(_CALLER)
+        with super().step():
+            self.switch(0)  # whoever draws without a switch
+            try:
+                yield
+            finally:
+                self.switch(_CALLER)
 
     def states(self) -> list[list[torch.Tensor]]:
         """Where each generator is for each rank, and last for the caller."""
@@ -146,3 +178,8 @@ class RankRandom:
             run()
 
         return switched
+
+
+def _equal(some: list[list[torch.Tensor]], others: list[list[torch.Tensor]]) -> bool:
+    pairs = zip(chain(*some), chain(*others), strict=True)
+    return all(a is b or torch.equal(a, b) for a, b in pairs)

@@ -73,7 +73,7 @@ class Pieces(Sequence[nn.Module]):
         return PipelineStage(module, stage_index, self.num_stages, device, group=group)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """What the model gives."""
+        """What the model returns."""
         value = self._modules[0](*args, **kwargs)
         for module in self._modules[1:]:
             value = module(*as_arguments(value))

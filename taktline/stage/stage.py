@@ -135,10 +135,12 @@ class PipelineStage:
     @property
     def may_join(self) -> bool:
         """Whether one full backward does all that I and W do: nobody else has a say in them."""
-        halves = (self.backward_input, self.backward_weight)
-        known = (PipelineStage.backward_input, PipelineStage.backward_weight)
-        replaced = tuple(getattr(half, "__func__", None) for half in halves) != known
-        return self.dw_builder is None and self.grad_sync is None and not replaced
+        names = ("keep", "backward", "backward_input", "backward_weight")
+        own = all(
+            getattr(getattr(self, name), "__func__", None) is vars(PipelineStage)[name]
+            for name in names
+        )
+        return own and self.dw_builder is None and self.grad_sync is None
 
     def begin(self) -> tuple[bool, ...]:
         """Find the parameters that get gradients; returns what else its output may depend on."""

@@ -1,8 +1,9 @@
-"""Counts what stages compute, send and keep, by a run without data."""
+"""Counts what stages compute, send and keep, by a run without data where that is possible."""
 
 from __future__ import annotations
 
 import logging
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
@@ -42,7 +43,29 @@ class StageNeeds(NamedTuple):
 
 
 def measure(modules: Sequence[nn.Module], example: Any) -> list[StageNeeds] | None:
-    """Run the stages on tensors without data; None if that does not work for them."""
+    """Run the stages without data, or else with that of the example; None if neither works."""
+    # Forwards may count their calls, and these count for nothing.
+    changes = Changes(
+        {f"{at}.{path}": part for at, m in enumerate(modules) for path, part in m.named_modules()}
+    )
+    for run in (_run_without_data, _run_with_data):
+        changes.keep()
+        try:
+            with torch.enable_grad(), _quietly():
+                return run(modules, *arguments_of(example))
+        except Exception as error:
+            # Whatever a model raises here. This is for a prediction only, and what is wrong with
+            # the model itself a step reports; here it is left in the log.
+            text = f"{type(error).__name__}: {error}"
+            _log.info("no prediction of work and memory by %s: %s", run.__name__[1:], text)
+        finally:
+            changes.undo()
+    return None
+
+
+def _run_without_data(
+    modules: Sequence[nn.Module], args: Sequence[Any], kwargs: dict[str, Any]
+) -> list[StageNeeds]:
     mode = FakeTensorMode(allow_non_fake_inputs=True)
 
     def fake(tensor: torch.Tensor) -> torch.Tensor:
@@ -51,28 +74,32 @@ def measure(modules: Sequence[nn.Module], example: Any) -> list[StageNeeds] | No
         with mode:
             return torch.empty_like(tensor, device="cpu", requires_grad=tensor.requires_grad)
 
-    # Forwards may count their calls, and this one counts for nothing.
-    changes = Changes(
-        {f"{at}.{path}": part for at, m in enumerate(modules) for path, part in m.named_modules()}
-    )
-    changes.keep()
-    try:
-        args, kwargs = pytree.tree_map_only(torch.Tensor, fake, arguments_of(example))
-        states = [
-            {name: fake(tensor) for name, tensor in (*m.named_parameters(), *m.named_buffers())}
-            for m in modules
-        ]
-        with mode, _Filled(fake), torch.enable_grad(), _quietly():
-            # What a first call does beside its work does not count.
-            _run(modules, states, args, kwargs)
-            return _run(modules, states, args, kwargs)
-    except Exception as error:
-        # Whatever a model raises on tensors without data. This is for a prediction only, and what
-        # is wrong with the model itself a step reports; here it is left in the log.
-        _log.info("no prediction of work and memory: %s: %s", type(error).__name__, error)
-        return None
-    finally:
-        changes.undo()
+    args, kwargs = pytree.tree_map_only(torch.Tensor, fake, (args, kwargs))
+    states = [
+        {name: fake(tensor) for name, tensor in (*m.named_parameters(), *m.named_buffers())}
+        for m in modules
+    ]
+    with mode, _Filled(fake):
+        # What a first call does beside its work does not count.
+        _run(modules, states, args, kwargs)
+        return _run(modules, states, args, kwargs)
+
+
+def _run_with_data(
+    modules: Sequence[nn.Module], args: Sequence[Any], kwargs: dict[str, Any]
+) -> list[StageNeeds]:
+    """The same on real tensors, as what is done, or its shapes, may depend on data."""
+    tensors = [tensor for m in modules for tensor in (*m.parameters(), *m.buffers())]
+    if any(tensor.is_meta for tensor in (*tensors, *_tensors((args, kwargs)))):
+        raise ValueError("there is no data")
+    device = tensors[0].device if tensors else torch.device("cpu")
+    args, kwargs = pytree.tree_map_only(torch.Tensor, lambda part: part.to(device), (args, kwargs))
+    states = [
+        {**dict(m.named_parameters()), **{name: part.clone() for name, part in m.named_buffers()}}
+        for m in modules
+    ]
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        return _run(modules, states, args, kwargs)
 
 
 def _run(
@@ -123,11 +150,14 @@ def _zeros(tensor: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def _quietly() -> Iterator[None]:
-    """Without what torch writes of each operation that cannot run without data."""
+    """Without compiling, and what torch writes of operations that cannot run without data."""
     log = logging.getLogger("torch._subclasses.fake_tensor")
     before, log.disabled = log.disabled, True
     try:
-        yield
+        with torch.compiler.set_stance("force_eager"), warnings.catch_warnings():
+            # Counting has hooks on all modules, which torch warns of where one is compiled.
+            warnings.filterwarnings("ignore", "Using `torch.compile\\(module\\)` when there are")
+            yield
     finally:
         log.disabled = before
 

@@ -62,7 +62,7 @@ def _own_error(model: nn.Module, example: Any) -> Exception | None:
     copies = {name: buffer.clone() for name, buffer in model.named_buffers()}
     try:
         args, kwargs = as_call(model, example)
-        with torch.random.fork_rng(), torch.no_grad():
+        with torch.random.fork_rng(), torch.enable_grad():
             functional_call(model, copies, args, kwargs)
     except Exception as error:  # whatever it is, the user's code has raised it
         return None if isinstance(error, TaktlineError) else error

@@ -239,9 +239,9 @@ def test_a_trace_has_every_rank() -> None:
 def test_the_halves_of_a_backward_are_one_in_one_process(
     monkeypatch: pytest.MonkeyPatch, ranks: int
 ) -> None:
-    """The gradients are the same; in a trace each half is seen by itself."""
+    """Where ranks draw; the gradients are the same, and a trace shows each half by itself."""
     torch.manual_seed(0)
-    stages = [nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(2 * ranks)]
+    stages = [nn.Sequential(Draws(), nn.Tanh()) for _ in range(2 * ranks)]
     pipe = tl.Pipeline(
         stages, schedule="zbv", microbatches=4, ranks=ranks, loss_fn=nn.functional.mse_loss
     )

@@ -259,6 +259,18 @@ class Offset(Chain):
         return self.norm(x)
 
 
+class Hooks(Chain):
+    """Changes gradients on their way back."""
+
+    def forward(self, x: Tensor) -> Any:
+        x = self.embed(x)
+        for layer in self.layers:
+            x = layer(x)
+            if x.requires_grad:
+                x.register_hook(lambda grad: grad * 0.5)
+        return self.norm(x)
+
+
 class Batches(Chain):
     """Has buffers that change, and random numbers in its layers."""
 
@@ -290,6 +302,7 @@ MODELS: list[Callable[[], nn.Module]] = [
         Memory,
         Checkpointed,
         Offset,
+        Hooks,
         Batches,
         Tied,
     ),

@@ -122,7 +122,9 @@ def test_stages_begin_where_they_can() -> None:
     assert str(caught.value) == (
         "Skips cannot be cut into 5 stages, but into 3 stages or fewer: its forward calls 6 layers "
         "('layers.0', 'layers.1', 'layers.2', …, 'layers.5'); no stage can begin with 'layers.1', "
-        "'layers.2', 'layers.3'"
+        "'layers.2', 'layers.3' (with 'layers.1': 'layers.4' in stage 1 uses a value that the "
+        "forward has made of 'layers.0' with random numbers in stage 0, which no other stage can "
+        "draw again; let a submodule draw them, or cut the model elsewhere)"
     )
     pieces = auto(model.eval(), 3, (x,))
     assert starts(pieces) == ("", "layers.2", "layers.4")

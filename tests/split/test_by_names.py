@@ -319,5 +319,5 @@ def test_lengths_that_keep_changing_are_forgotten() -> None:
         x = torch.ones(length, 4)
         assert torch.equal(pieces(x), model(x))
     roles = [vars(piece)["_stage_forward"] for piece in pieces]
-    known = [*roles, *roles[0].layout.twins.values()]
+    known = [*roles, *roles[0].layout.probes.values()]
     assert {len(each._known) for each in known} == {64}

@@ -192,7 +192,7 @@ def test_a_way_that_differs_from_the_example() -> None:
     pieces = tl.split.by_names(model, ["layers.2"], example=(X,))
     given = pieces[0](X)
     vars(pieces[1])["order"] = [0, 1]
-    with pytest.raises(PartitionError, match=r"a LayerNorm of stage 1 before 'layers.2', with whi"):
+    with pytest.raises(PartitionError, match=r"does not call 'layers.2', so no stage can begin"):
         pieces[1](*given)
     vars(pieces[0])["order"] = [0, 3]
     with pytest.raises(
@@ -208,7 +208,7 @@ def test_a_way_that_differs_from_the_example() -> None:
 
 def test_pieces_on_their_own() -> None:
     pieces = tl.split.by_names(Model(), ["layers.2"], example=(X,))
-    with pytest.raises(PartitionError, match=r"stage 1 takes what stage 0 gives, not the argument"):
+    with pytest.raises(PartitionError, match=r"stage 1 takes what stage 0 returns, not the arg"):
         pieces[1](X)
     with pytest.raises(PartitionError, match=r"'embed' belongs to another stage; it cannot be"):
         pieces[1].get_submodule("embed")(X)
@@ -243,7 +243,8 @@ def test_slices_in_another_order(cuts: list[str]) -> None:
 @pytest.mark.parametrize("name", ["output_hidden_states", "output_attentions", "use_cache"])
 def test_what_all_layers_give(name: str) -> None:
     pieces = tl.split.by_names(LANGUAGES["llama"].make(), LANGUAGES["llama"].cuts(2))
-    with pytest.raises(PartitionError, match=f"{name} asks for what the layers of all stages give"):
+    message = f"{name} asks for what the layers of all stages return"
+    with pytest.raises(PartitionError, match=message):
         pieces(texts(1)[0], **{name: True})
 
 
@@ -263,3 +264,23 @@ def test_every_rank_is_told() -> None:
     assert texts_of[0].startswith(
         "rank 0, stage 0, micro-batch 0 (0F0): PartitionError: the forwar"
     )
+
+
+def test_a_batch_that_a_submodule_cannot_take() -> None:
+    pieces = tl.split.by_names(Model(), ONE, example=(torch.zeros(2, 4),))
+    text = r"'embed', given float32\[2, 5\], raises RuntimeError: mat1 .* pass what fits the model"
+    with pytest.raises(PartitionError, match=text):
+        pieces(torch.zeros(2, 5))
+
+
+def test_an_example_without_data() -> None:
+    model, x = Model(), torch.ones(2, 4)
+    pieces = tl.split.by_names(model, ONE, example=(x.to("meta"),))
+    assert torch.equal(pieces(x), model(x))
+
+
+def test_hooks_of_the_model_itself() -> None:
+    model = LANGUAGES["llama"].make()
+    model.register_forward_hook(lambda module, args, output: None)
+    with pytest.raises(PartitionError, match=r"LlamaForCausalLM has hooks itself, which would run"):
+        tl.split.by_names(model, LANGUAGES["llama"].cuts(2))

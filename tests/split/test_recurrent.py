@@ -138,7 +138,7 @@ def test_their_weights_count() -> None:
 @pytest.mark.parametrize(
     ("model", "text"),
     [
-        (Packed(), r"asks for a packed sequence, which depends on the data that 'embed' gives"),
+        (Packed(), r"asks for a packed sequence, which depends on the data that 'embed' returns"),
         (PackedFirst(), r"layers of a LSTM that is given a packed sequence cannot lie in several"),
     ],
 )

@@ -118,18 +118,16 @@ class _Draws:
         self._own = self._default.graphsafe_get_state()
         # Not the default one: a capture that fails would leave it unusable.
         self._now = self._caller = self._own.clone_state()
-        self._seed, self._random = binding.seed, binding.random
-        ranks = 0 if binding.random is None else binding.random.ranks
+        self._seed = binding.seed
+        self._random = binding.drawing if isinstance(binding.drawing, RankRandom) else None
+        ranks = 0 if self._random is None else self._random.ranks
         self._of_rank = [torch.Generator(device) for _ in range(ranks)]
         self._of_call: dict[tuple[int, int], torch.Generator] = {}
         if binding.seed is not None:
             calls = product(binding.stages, range(binding.plan.microbatches))
             self._of_call = {call: torch.Generator(device) for call in calls}
-        self.binding = replace(
-            binding,
-            random=None if binding.random is None else _RankDraws(self, ranks),
-            seeded=self._seeded,
-        )
+        drawing = binding.drawing if self._random is None else _RankDraws(self, self._random)
+        self.binding = replace(binding, drawing=drawing, seeded=self._seeded)
 
     @property
     def generators(self) -> list[torch.Generator]:
@@ -152,11 +150,12 @@ class _Draws:
 
     def before(self, number: int) -> None:
         """Have everyone draw what it would draw now, in the training step of this number."""
-        self._caller.set_state(self._own.get_state())
         if self._random is not None:
+            self._random.switch(self._random.ranks)  # to the caller: no rank draws by itself
             *_, (*states, _) = self._random.states()
             for generator, state in zip(self._of_rank, states, strict=True):
                 generator.set_state(state)
+        self._caller.set_state(self._own.get_state())
         if self._seed is not None:
             for call, generator in self._of_call.items():
                 generator.manual_seed(seed_of((self._seed, number, *call)))
@@ -181,10 +180,10 @@ class _Draws:
 class _RankDraws(RankRandom):
     """Ranks that share a thread, in a graph."""
 
-    def __init__(self, draws: _Draws, ranks: int) -> None:
-        self.ranks = ranks
-        self._draws = draws
+    def __init__(self, graph: _Draws, random: RankRandom) -> None:
+        self.ranks, self.draws = random.ranks, random.draws
+        self._graph = graph
 
     def switch(self, rank: int) -> None:
         """Let a rank draw."""
-        self._draws.switch(rank)
+        self._graph.switch(rank)

@@ -13,7 +13,7 @@ from taktline.checks import require_flag, require_instance, require_whole
 from taktline.errors import PartitionError
 from taktline.plan import Partition, balance
 from taktline.split.balanced import effort
-from taktline.split.balanced.layers import find_reused, find_starts, layered
+from taktline.split.balanced.layers import find_reused, find_starts, layered, why_not
 from taktline.split.named.by_names import as_call, by_names, without_compiler
 from taktline.split.named.cuts import Cut
 from taktline.split.named.recurrent import open_recurrent, recurrent_in, tensors_of
@@ -70,7 +70,9 @@ def auto(
     costs: Mapping[Cut, float] = found.operations
     starts = find_starts(layout, list(costs), call)
     if len(starts) < n:
-        raise PartitionError(_too_many(model, n, list(costs), starts))
+        others = [cut for cut in costs if cut not in starts]
+        reason = why_not(layout, others[0], call) if others else ""
+        raise PartitionError(_too_many(model, n, list(costs), others, reason))
     if measure:
         _require_values(model)
         times = effort.measure(whole, {cut.unit for cut in costs}, call)
@@ -114,11 +116,17 @@ class Division:
         return table(rows, left=["from"])
 
 
-def _too_many(model: nn.Module, n: int, layers: Sequence[Cut], starts: Sequence[Cut]) -> str:
-    """Why a model cannot be cut into so many stages, and which numbers would do."""
-    most = len(starts)
-    others = [cut for cut in layers if cut not in starts]
-    why = f"; no stage can begin with {_listed(others)}" if others else ""
+def _too_many(
+    model: nn.Module, n: int, layers: Sequence[Cut], others: Sequence[Cut], reason: str
+) -> str:
+    """Why a model cannot be cut into so many stages, and which numbers would do.
+
+    ``others`` are the layers with which no stage can begin, and ``reason`` that of the first one.
+    """
+    most = len(layers) - len(others)
+    why = ""
+    if others:
+        why = f"; no stage can begin with {_listed(others)} (with {others[0]!r}: {reason})"
     would_do = f"{most} stages or fewer" if most > 1 else "1 stage"
     return (
         f"{type(model).__name__} cannot be cut into {n} stages, but into {would_do}: its forward "

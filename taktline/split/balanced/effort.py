@@ -36,13 +36,13 @@ class Effort(NamedTuple):
 def count(layout: Layout, call: Any) -> Effort:
     """Count the operations of all units, without data.
 
-    What multiplies no matrices counts with one operation for each number that it gives.
+    What multiplies no matrices counts with one operation for each number that it returns.
     """
     runs: Counter[str] = Counter()
     with _Operations() as counted:
-        units = ((name, twin.module) for name, twin in layout.twins.items())
+        units = ((name, probe.module) for name, probe in layout.probes.items())
         remove = _hook(units, counted.begin, counted.end)
-        stop = _hook(nn.Module.named_modules(layout.bones), lambda name: runs.update([name]))
+        stop = _hook(nn.Module.named_modules(layout.empty_model), lambda name: runs.update([name]))
         try:
             course = walk(layout, *call, anew=True)
         finally:
@@ -127,7 +127,7 @@ def _now() -> float:
 
 
 def _size(func: Any, result: Any) -> int:
-    """How many numbers an operation gives; none if it gives a view."""
+    """How many numbers an operation returns; none if it returns a view."""
     if any(made.alias_info is not None for made in func._schema.returns):
         return 0
     return sum(

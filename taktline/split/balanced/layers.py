@@ -14,9 +14,9 @@ from taktline.split.balanced.effort import Effort
 from taktline.split.named.cuts import Cut
 from taktline.split.named.layout import Layout, joined
 from taktline.split.named.recurrent import Layer, Layers
-from taktline.split.named.walk import walk
+from taktline.split.named.walk import find_refused, walk
 
-__all__ = ["find_reused", "find_starts", "layered"]
+__all__ = ["find_reused", "find_starts", "layered", "why_not"]
 
 _ROWS: tuple[type, ...] = (nn.ModuleList, nn.ModuleDict, nn.Sequential, Layers)
 _MATTERS = 10
@@ -89,20 +89,25 @@ def find_reused(model: nn.Module, seen: Effort) -> dict[str, int]:
 
 def find_starts(layout: Layout, units: Sequence[Cut], call: Any) -> list[Cut]:
     """Those of the calls of units, in their order, with which a stage can begin."""
-    starts = list(units[:1])
     calls = Counter(cut.unit for cut in units)
-    for cut in units[1:]:
-        if cut.call and calls[cut.unit] > _OFTEN:
-            continue
-        layout.cuts = (cut,)
-        try:
-            walk(layout, *call)
-        except PartitionError:
-            continue
-        finally:
-            layout.cuts = ()
-        starts.append(cut)
-    return starts
+    layout.cuts = tuple(cut for cut in units[1:] if not cut.call or calls[cut.unit] <= _OFTEN)
+    try:
+        refused = find_refused(layout, *call)
+        return [*units[:1], *(cut for cut in layout.cuts if cut not in refused)]
+    finally:
+        layout.cuts = ()
+
+
+def why_not(layout: Layout, cut: Cut, call: Any) -> str:
+    """Why no stage can begin with a call of a unit."""
+    layout.cuts = (cut,)
+    try:
+        walk(layout, *call)
+    except PartitionError as error:
+        return str(error)
+    finally:
+        layout.cuts = ()
+    return f"{cut.unit!r} is called more than {_OFTEN} times"
 
 
 def _rows(model: nn.Module) -> list[str]:

@@ -16,10 +16,12 @@ from taktline.split.example import arguments_of
 from taktline.split.named.chain import sliced
 from taktline.split.named.course import Course
 from taktline.split.named.cuts import Cut
+from taktline.split.named.kind import Call
 from taktline.split.named.layout import Layout
 from taktline.split.named.piece import piece
+from taktline.split.named.recorded import hook
 from taktline.split.named.recurrent import open_recurrent
-from taktline.split.named.twin import look, require_plain
+from taktline.split.named.shape_probe import look, require_plain
 from taktline.split.named.walk import walk
 from taktline.split.pieces import Pieces
 from taktline.stage.names import unwrapped
@@ -36,7 +38,7 @@ def by_names(model: nn.Module, cuts: Sequence[str], *, example: Any = None) -> P
 
     An ``nn.Sequential`` is sliced: a stage has its own modules alone. Of other models, what the
     forward computes by itself (masks, positions, rotary embeddings) each stage computes,
-    too; what the submodules of other stages give is handed on from stage to stage.
+    too; what the submodules of other stages return is handed on from stage to stage.
 
     Args:
         model: any module; it is left as it is, and the pieces have its own parameters. It may be
@@ -66,18 +68,27 @@ def by_names(model: nn.Module, cuts: Sequence[str], *, example: Any = None) -> P
     pieces = sliced(model, begun)
     if pieces is not None:
         return Pieces(pieces)
-    layout = Layout.of(model, begun)
-    if call is None:
-        course = _dummy_course(layout, model)
-    else:
-        course = walk(layout, *call, thorough=True)
-        layout.example = look(call)
+    layout, course = _walked(model, begun, call)
+    if course is not None and course.hooked:
+        hook(map(model.get_submodule, sorted(course.hooked)))
+        layout, course = _walked(model, begun, call)
     if course is None:
         _by_definition(layout)
     else:
         layout.course = course
         _by_course(layout, course)
     return Pieces([piece(layout, model, stage) for stage in range(layout.stages)])
+
+
+def _walked(
+    model: nn.Module, cuts: Sequence[Cut], call: Call | None
+) -> tuple[Layout, Course | None]:
+    """A layout, and what the forward does with an example, or with one of the model's own."""
+    layout = Layout.of(model, cuts)
+    if call is None:
+        return layout, _dummy_course(layout, model)
+    layout.example = look(call)
+    return layout, walk(layout, *call, thorough=True)
 
 
 def without_compiler(model: nn.Module) -> nn.Module:
@@ -149,7 +160,13 @@ def as_call(model: nn.Module, example: Any) -> tuple[tuple[Any, ...], dict[str, 
     device = next((tensor.device for tensor in tensors if not tensor.is_meta), None)
     if device is None:
         return call
-    return pytree.tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), call)
+
+    def moved(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.is_meta:  # its shape is all that matters
+            return torch.zeros_like(tensor, device=device)
+        return tensor.to(device)
+
+    return pytree.tree_map_only(torch.Tensor, moved, call)
 
 
 def _without_padding(model: nn.Module, dummy: Any) -> Any:
@@ -163,9 +180,9 @@ def _without_padding(model: nn.Module, dummy: Any) -> Any:
 def _by_course(layout: Layout, course: Course) -> None:
     """Let each unit lie in the stages that use it, as a walk has seen."""
     stage = 0
-    for name, twin in layout.twins.items():
+    for name, probe in layout.probes.items():
         called = set(course.calls.get(name, ()))
-        if len(called) > 1 and twin.changes_buffers:
+        if len(called) > 1 and probe.changes_buffers:
             raise PartitionError(
                 f"the forward calls {name!r} in the stages {_listed(called)}, and it changes its "
                 "buffers, which each stage would do by itself; cut the model where all its calls "
@@ -188,7 +205,7 @@ def _by_definition(layout: Layout) -> None:
                 "what the model is called with, to see what lies between them"
             )
     stage = 0
-    for name in layout.twins:
+    for name in layout.probes:
         if Cut(name) in layout.cuts:
             if Cut(name) != layout.start(stage + 1):
                 raise PartitionError(

@@ -14,7 +14,7 @@ from taktline.errors import PartitionError
 from taktline.split.named.cuts import Cut
 from taktline.split.named.layout import containers_of, copied, joined
 from taktline.split.named.lent import Lent
-from taktline.split.named.stand_in import made_from
+from taktline.split.named.replacement import made_from
 
 __all__ = ["sliced"]
 

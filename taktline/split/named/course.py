@@ -46,6 +46,8 @@ class Course:
     """For each cut what else comes from before it."""
     changed: frozenset[str] = frozenset()
     """The buffers and attributes that the forward changes by itself."""
+    hooked: frozenset[str] = frozenset()
+    """The models inside of the model that register hooks with their layers, to collect outputs."""
     opened: set[int] = field(default_factory=set)
     """Which checkpoints, in the order of their calls, a cut goes through."""
     numbers: list[int] = field(default_factory=list)
@@ -79,6 +81,7 @@ class Course:
         self.is_sized |= other.is_sized
         self.looks |= other.looks
         self.changed |= other.changed
+        self.hooked |= other.hooked
         self.opened |= other.opened
 
     def cuts(self) -> list[Cut]:

@@ -10,10 +10,10 @@ import torch
 
 from taktline import pytree
 from taktline.split.named.course import Course, Path, Value
+from taktline.split.named.mutable import is_constant
 from taktline.split.named.placeholder import Absent, Placeholder
 from taktline.split.named.program import Program
 from taktline.split.named.script import Script
-from taktline.split.named.twin import is_constant
 
 __all__ = ["Call", "Kind", "found_at"]
 
@@ -51,6 +51,8 @@ class Kind:
     """The checkpoints that a cut goes through."""
     needed: tuple[bool, ...] = ()
     """For each leaf of the model's arguments, whether a later stage needs its data."""
+    is_checked: bool = False
+    """Whether a stage has been seen to do what the whole model does."""
     changes: bool | None = None
     """Whether what comes from the stage before is changed in place; None: to be seen."""
     is_plain: bool = False

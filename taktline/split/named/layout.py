@@ -3,7 +3,7 @@
 ::
 
     model                 container: an ancestor of a cut; each stage has a copy
-    ├── embed_tokens      unit: lies in one stage, stand-ins are in its place elsewhere
+    ├── embed_tokens      unit: lies in one stage, foreign units replace it elsewhere
     ├── layers            container
     │   ├── 0             unit
     │   └── 1             unit; a cut begins a stage here
@@ -24,13 +24,13 @@ import torch
 from torch import nn
 
 from taktline.errors import PartitionError
-from taktline.split.named.changes import follow
+from taktline.split.named.changes import HOOKS, follow
 from taktline.split.named.cuts import Cut
 from taktline.split.named.placeholder import ANYWHERE, Placeholder
-from taktline.split.named.recorded import hook
+from taktline.split.named.recorded import hook_routers
 from taktline.split.named.recurrent import Layer
-from taktline.split.named.stand_in import gate, image, stand_in
-from taktline.split.named.twin import Twin
+from taktline.split.named.replacement import copied_unit, foreign_unit, own_unit
+from taktline.split.named.shape_probe import ShapeProbe
 from taktline.split.named.watch import inner_of
 from taktline.stage.names import unwrapped
 
@@ -54,7 +54,7 @@ class Layout:
     kind: type[nn.Module]
     cuts: tuple[Cut, ...]
     containers: frozenset[str] = frozenset()
-    twins: dict[str, Twin] = field(default_factory=dict)
+    probes: dict[str, ShapeProbe] = field(default_factory=dict)
     """Of the units, in the order in which the model has them."""
     direct: dict[str, Placeholder] = field(default_factory=dict)
     """The parameters of containers themselves."""
@@ -63,20 +63,20 @@ class Layout:
     users: dict[str, frozenset[int]] = field(default_factory=dict)
     """The stages that use each parameter of a container."""
     hooked: list[str] = field(default_factory=list)
-    """The units whose stand-ins have got hooks."""
+    """The units whose replacements have got hooks."""
     retyped: int = 0
     """How often something has got another type."""
     course: Any = None
     """What the first walk through the forward has seen, once the cuts are known."""
     example: Any = None
     """What the arguments of that walk look like."""
-    bones: nn.Module = field(init=False)
+    empty_model: nn.Module = field(init=False)
     """The model without data."""
 
     @classmethod
     def of(cls, model: nn.Module, cuts: Sequence[Cut]) -> Layout:
         """The layout of a model; which stage has what is to be found out yet."""
-        hook(model)
+        hook_routers(model)
         made = cls(type(model), tuple(cuts), containers=containers_of(model, cuts))
         free = _without_data(model)
         units = {cut.unit for cut in cuts}
@@ -86,23 +86,30 @@ class Layout:
             if name not in units and not _is_unit(module):
                 return copy.deepcopy(module, free)
             inside = unwrapped(module)  # without data there is nothing to compile
-            twin = copy.deepcopy(inside, _placeholders(name, inside))
-            made.twins[name] = Twin(name, twin, module.training, skips, made.hooked)
-            return image(made.twins[name])
+            probe = copy.deepcopy(inside, _placeholders(name, inside))
+            made.probes[name] = ShapeProbe(name, probe, module.training, skips, made.hooked)
+            return copied_unit(made.probes[name])
 
         def keep(name: str, parameter: nn.Parameter) -> Placeholder:
             made.direct[name] = Placeholder.of(parameter, name, ANYWHERE, parameter=True)
             return made.direct[name]
 
-        made.bones = copied(model, "", made.containers, note, keep)
-        made._forget_caches(made.bones)
+        made.empty_model = copied(model, "", made.containers, note, keep)
+        made._forget_caches(made.empty_model)
         for name in made.containers:
-            container = made.bones.get_submodule(name)
+            container = made.empty_model.get_submodule(name)
             container._buffers = copy.deepcopy(container._buffers, free)
         return made
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Layout:
         return self
+
+    @property
+    def advice(self) -> str:
+        """What to do where a stage misses something."""
+        if self.example is None:
+            return "call by_names with an example= of what the model is called with"
+        return "cut the model by hand, or with taktline.pipeline, which traces it"
 
     @property
     def stages(self) -> int:
@@ -117,12 +124,12 @@ class Layout:
     @cached_property
     def inner(self) -> dict[int, str]:
         """The names of what is inside of the copies of units, by their ids."""
-        return inner_of({name: twin.module for name, twin in self.twins.items()})
+        return inner_of({name: probe.module for name, probe in self.probes.items()})
 
     @cached_property
     def common(self) -> dict[str, nn.Module]:
         """What every stage runs, without data."""
-        return self.common_of(self.bones)
+        return self.common_of(self.empty_model)
 
     def common_of(self, model: nn.Module) -> dict[str, nn.Module]:
         """The same of a piece: containers, and submodules that are no units."""
@@ -132,18 +139,26 @@ class Layout:
             found[name] = container
             for key, child in container._modules.items():
                 path = joined(name, key)
-                if child is not None and path not in self.twins and path not in self.containers:
+                if child is not None and path not in self.probes and path not in self.containers:
                     inner = nn.Module.named_modules(child)
                     found |= {joined(path, part): module for part, module in inner}
         return found
+
+    def all_of(self, model: nn.Module) -> dict[str, nn.Module]:
+        """All modules of a piece, what is inside of units included."""
+        return dict(nn.Module.named_modules(model, remove_duplicate=False))
+
+    def common_in(self, changed: Collection[str]) -> frozenset[str]:
+        """Those of the names of what is changed that are not of units."""
+        return frozenset(name for name in changed if name.rpartition(".")[0] in self.common)
 
     def follow(self, piece: nn.Module) -> None:
         """Be in training or evaluation, and have what a forward may ask for, as a piece does."""
         common = self.common_of(piece)
         for name, module in self.common.items():
             follow(module, common[name])
-        for name, twin in self.twins.items():
-            twin.training = piece.get_submodule(name).training
+        for name, probe in self.probes.items():
+            probe.training = piece.get_submodule(name).training
 
     def separate(self, piece: nn.Module, changed: Collection[str]) -> None:
         """Let a piece have submodules of its own in the place of those that stages share.
@@ -154,7 +169,7 @@ class Layout:
             container = piece.get_submodule(name)
             for key, child in container._modules.items():
                 path = joined(name, key)
-                is_shared = path not in self.twins and path not in self.containers
+                is_shared = path not in self.probes and path not in self.containers
                 if child and is_shared and any(each.startswith(f"{path}.") for each in changed):
                     container._modules[key] = _separate(child)
 
@@ -171,15 +186,15 @@ class Layout:
         """The model as one stage has it, without what it does around its forward."""
 
         def child(name: str, module: nn.Module) -> nn.Module:
-            if name not in self.twins:
+            if name not in self.probes:
                 return module
             if stage in self.homes[name]:
                 begins, ends = (
                     cut.call if cut and cut.unit == name else None
                     for cut in (self.start(stage), self.start(stage + 1))
                 )
-                return gate(module, name, begins=begins, ends=ends)
-            return stand_in(self.twins[name], type(unwrapped(module)), module.training)
+                return own_unit(module, name, begins=begins, ends=ends)
+            return foreign_unit(self.probes[name], type(unwrapped(module)), module.training)
 
         def parameter(name: str, parameter: nn.Parameter) -> nn.Parameter | Placeholder:
             return parameter if stage in self.users[name] else self.direct[name]
@@ -191,7 +206,7 @@ class Layout:
     def _forget_caches(self, piece: nn.Module) -> None:
         """Keep a model of transformers inside of another one from caching keys and values.
 
-        That has no argument for it, and no stage could give the cache of all layers.
+        That has no argument for it, and no stage could return the cache of all layers.
         """
         for name in self.containers - {""} if "use_cache" not in self.arguments else ():
             container = piece.get_submodule(name)
@@ -217,16 +232,16 @@ class Layout:
                         table[key], changed = placeholder.typed(types[placeholder.dtype]), True
             return changed
 
-        for twin in self.twins.values():
-            for module in twin.module.modules():
+        for probe in self.probes.values():
+            for module in probe.module.modules():
                 for table in (module._parameters, module._buffers):
                     if follow(table):
-                        twin.forget()
+                        probe.forget()
         follow(self.direct)
         self.retyped += 1
         for name, placeholder in self.direct.items():
             path, _, key = name.rpartition(".")
-            for model in (self.bones, piece):
+            for model in (self.empty_model, piece):
                 container = vars(model.get_submodule(path))
                 if key in container:
                     container[key] = placeholder
@@ -283,7 +298,14 @@ def _is_unit(module: nn.Module) -> bool:
 def _placeholders(unit: str, module: nn.Module) -> dict[int, Any]:
     """For a copy of a unit: placeholders for all that has data."""
     memo: dict[int, Any] = {}
-    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+    computed = [
+        (key, value)
+        for part in module.modules()
+        for key, value in vars(part).items()
+        # Such as the weight that a hook makes of its direction and its length.
+        if type(value) is torch.Tensor and value.grad_fn is not None
+    ]
+    for name, tensor in (*module.named_parameters(), *module.named_buffers(), *computed):
         memo[id(tensor)] = placeholder = Placeholder.of(tensor, joined(unit, name), ANYWHERE)
         placeholder.owner = unit
     return memo
@@ -301,6 +323,11 @@ def _without_data(model: nn.Module) -> dict[int, Any]:
 def _require_free(container: nn.Module, path: str) -> None:
     """Raise if a copy of a container would still run parts of the whole model."""
     who = f"{path!r} ({type(container).__name__})" if path else type(container).__name__
+    if not path and any(getattr(container, table) for table in HOOKS):
+        raise PartitionError(
+            f"{who} has hooks itself, which would run in every stage, on what comes from the stage "
+            "before; register them with its submodules, or after it was cut with the pieces"
+        )
     if "forward" in vars(container):
         raise PartitionError(
             f"the forward of {who} was replaced on this very object, and what replaces it knows "

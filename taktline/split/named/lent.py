@@ -14,7 +14,7 @@ import torch
 
 from taktline import pytree
 from taktline.split.named.recent import Recent
-from taktline.split.named.twin import look
+from taktline.split.named.shape_probe import look
 
 __all__ = ["Lent", "copies"]
 

@@ -27,7 +27,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from taktline import pytree
 from taktline.errors import PartitionError
-from taktline.split.named.placeholder import Placeholder, Scene, depends_on_data, here, resolved
+from taktline.split.named.placeholder import (
+    Placeholder,
+    PlaceholderContext,
+    depends_on_data,
+    here,
+    resolved,
+)
 
 __all__ = ["NUMBERS", "Guess", "Number", "Numbers", "Sizes"]
 
@@ -78,16 +84,19 @@ class Numbers(TorchFunctionMode):
     """The numbers that a forward has asked for by now, outside of its units.
 
     Args:
-        scene: the forward.
+        context: the forward.
         came: those that earlier stages have noted, in the order in which they were asked for.
         guess: what to take for those that are not known; None if that is an error.
     """
 
     def __init__(
-        self, scene: Scene, came: torch.Tensor | None = None, guess: Guess | None = None
+        self,
+        context: PlaceholderContext,
+        came: torch.Tensor | None = None,
+        guess: Guess | None = None,
     ) -> None:
         super().__init__()
-        self._scene = scene
+        self._context = context
         self._count, self._came = _read(came)
         self._guess = guess
         self._noted: list[int] = []
@@ -103,8 +112,8 @@ class Numbers(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        scene: Any = self._scene
-        if func not in _TYPES or here.scene is not scene or scene.is_inside:
+        context: Any = self._context
+        if func not in _TYPES or here.context is not context or context.is_inside:
             return func(*args, **kwargs)
         args, kwargs = resolved((args, kwargs))
         tensors = [part for part in pytree.tree_leaves((args, kwargs)) if isinstance(part, _Tensor)]
@@ -112,7 +121,7 @@ class Numbers(TorchFunctionMode):
         if unknown is None:
             answer = func(*args, **kwargs)
             return pytree.tree_map(self.note, answer)
-        scene.note_asked(unknown)
+        context.note_asked(unknown)
         kind = _TYPES[func] or _type_of(unknown)
         if func is not _Tensor.tolist:
             return self.take(kind, unknown.maker)
@@ -194,16 +203,16 @@ class Numbers(TorchFunctionMode):
 class Sizes(TorchDispatchMode):
     """Notes the sizes that depend on data, of what a forward makes outside of its units."""
 
-    def __init__(self, scene: Scene) -> None:
+    def __init__(self, context: PlaceholderContext) -> None:
         super().__init__()
-        self._scene: Any = scene
+        self._context: Any = context
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = func(*args, **(kwargs or {}))
-        scene = self._scene
-        is_outside = here.scene is scene and not scene.is_inside
+        context = self._context
+        is_outside = here.context is context and not context.is_inside
         if is_outside and depends_on_data(func, args):
-            scene.numbers.note_sizes(output)
+            context.numbers.note_sizes(output)
         return output
 
 

@@ -7,8 +7,8 @@ from typing import Any, Self
 from torch import nn
 
 from taktline.split.named.layout import Layout
+from taktline.split.named.replacement import made_from
 from taktline.split.named.stage_forward import StageForward
-from taktline.split.named.stand_in import made_from
 
 __all__ = ["piece"]
 

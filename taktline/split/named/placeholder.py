@@ -12,7 +12,15 @@ import torch
 from taktline import pytree
 from taktline.errors import PartitionError
 
-__all__ = ["ANYWHERE", "Absent", "Placeholder", "Scene", "depends_on_data", "here", "resolved"]
+__all__ = [
+    "ANYWHERE",
+    "Absent",
+    "Placeholder",
+    "PlaceholderContext",
+    "depends_on_data",
+    "here",
+    "resolved",
+]
 
 ANYWHERE = 1 << 30
 """The stage of a value that every stage has."""
@@ -43,7 +51,7 @@ def depends_on_data(func: Any, args: Sequence[Any]) -> bool:
     return any(index is not None and index.dtype in _INDICES for index in args[1])
 
 
-class Scene:
+class PlaceholderContext:
     """A forward in which placeholders appear; says where what is made of them comes from."""
 
     mixed = False
@@ -54,7 +62,7 @@ class Scene:
     """Whether what is not of this stage is known from another call."""
     numbers: Any = None
     """The :class:`Numbers` that it asks for, if they are known, or to be noted."""
-    _outer: Scene | None
+    _outer: PlaceholderContext | None
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -84,27 +92,27 @@ class Scene:
         """Note that the forward asks a placeholder for a number."""
 
     def __enter__(self) -> Self:
-        self._outer = here.scene
-        here.scene = self
+        self._outer = here.context
+        here.context = self
         return self
 
     def __exit__(self, *_: object) -> None:
-        here.scene = self._outer
+        here.context = self._outer
 
 
 class _Here(local):
     """What runs on this thread."""
 
-    scene: Scene | None = None
+    context: PlaceholderContext | None = None
     """The forward that is running, if it knows placeholders."""
 
 
 here = _Here()
-_nowhere = Scene(_META)
+_nowhere = PlaceholderContext(_META)
 
 
 class Placeholder(torch.Tensor):
-    """A tensor without data: operations on it give placeholders, and cost next to nothing."""
+    """A tensor without data: operations on it return placeholders, and cost next to nothing."""
 
     meta: torch.Tensor
     _device: torch.device
@@ -188,6 +196,10 @@ class Placeholder(torch.Tensor):
     def __repr__(self) -> str:  # pyright: ignore[reportIncompatibleMethodOverride]
         return f"Placeholder({self.maker!r}, {self.dtype}, {list(self.shape)})"
 
+    def __format__(self, format_spec: str) -> str:
+        # A text for people: there is no number to be shown.
+        return repr(self) if self.value is None else format(self.value, format_spec)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Placeholder:
         # Its own attributes do not change, except that it gets its data, which a copy has not.
         return self._like(self.meta)
@@ -200,7 +212,7 @@ class Placeholder(torch.Tensor):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        return (here.scene or _nowhere).call(func, args, kwargs or {})
+        return (here.context or _nowhere).call(func, args, kwargs or {})
 
     @classmethod
     def __torch_dispatch__(
@@ -209,37 +221,37 @@ class Placeholder(torch.Tensor):
         kwargs = kwargs or {}
         leaves, spec = pytree.tree_flatten((args, kwargs))
         placeholders = [leaf for leaf in leaves if isinstance(leaf, Placeholder)]
-        scene = here.scene or Scene(placeholders[0].device)
-        source = scene.source(placeholders)
+        context = here.context or PlaceholderContext(placeholders[0].device)
+        source = context.source(placeholders)
         if func is torch.ops.aten._local_scalar_dense.default:
             raise _no_data(source, "a number")
-        if scene.mixed:
+        if context.mixed:
             _require_no_writing(func, args, kwargs, source)
         metas = [_without_data(leaf) for leaf in leaves]
         meta_args, meta_kwargs = pytree.tree_unflatten(metas, spec)
-        if scene.mixed and func.overloadpacket in _FILLED:
-            return func(*meta_args, **{**meta_kwargs, "device": scene.device})
+        if context.mixed and func.overloadpacket in _FILLED:
+            return func(*meta_args, **{**meta_kwargs, "device": context.device})
         if depends_on_data(func, args):
-            if scene.numbers is None:
+            if context.numbers is None:
                 raise _no_data(source, str(func))
             for placeholder in placeholders:
-                scene.note_asked(placeholder)
-            output = _sized(func, meta_args, meta_kwargs, scene, source.maker)
+                context.note_asked(placeholder)
+            output = _sized(func, meta_args, meta_kwargs, context, source.maker)
         else:
-            output = _made(func, meta_args, meta_kwargs, scene, source)
-        device = next((leaf for leaf in leaves if isinstance(leaf, torch.device)), scene.device)
-        # An operation in place gives the tensor itself.
+            output = _made(func, meta_args, meta_kwargs, context, source)
+        device = next((leaf for leaf in leaves if isinstance(leaf, torch.device)), context.device)
+        # An operation in place returns the tensor itself.
         same = {id(meta): leaf for meta, leaf in zip(metas, leaves, strict=True)}
 
         def as_made(meta: torch.Tensor) -> Placeholder:
             placeholder = same.get(id(meta))
             if not isinstance(placeholder, Placeholder):
                 made = Placeholder(meta, source.maker, source.stage, device)
-                scene.note_made(made, placeholders, func)
+                context.note_made(made, placeholders, func)
                 return made
             if (meta.shape, meta.stride()) != (placeholder.shape, placeholder.stride()):
-                scene.note_change()
-            scene.note_written(placeholder, placeholders, func)
+                context.note_change()
+            context.note_written(placeholder, placeholders, func)
             placeholder.maker, placeholder.meta = source.maker, meta
             return placeholder
 
@@ -290,30 +302,38 @@ def _without_data(leaf: Any) -> Any:
 
 
 def _made(
-    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], scene: Scene, source: Placeholder
+    func: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    context: PlaceholderContext,
+    source: Placeholder,
 ) -> Any:
     """What an operation returns without data; of zeros, if it cannot do without."""
     try:
         return func(*args, **kwargs)
     except Exception as error:
-        if not scene.mixed and not isinstance(error, NotImplementedError):
+        if not context.mixed and not isinstance(error, NotImplementedError):
             raise
         if func.overloadpacket is torch.ops.aten._pack_padded_sequence:
             raise _no_data(source, "a packed sequence") from error
-        if not scene.mixed or torch.Tag.data_dependent_output in func.tags:
+        if not context.mixed or torch.Tag.data_dependent_output in func.tags:
             raise _no_data(source, str(func)) from error
         return _filled(func, args, kwargs, most=False)
 
 
 def _sized(
-    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], scene: Scene, maker: str
+    func: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    context: PlaceholderContext,
+    maker: str,
 ) -> Any:
     """What an operation returns whose shape depends on data, in the sizes that it had there."""
     most, least = (_filled(func, args, kwargs, most=all_) for all_ in (True, False))
 
     def taken(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
         likely = zip(one.shape, other.shape, strict=True)
-        shape = [scene.numbers.take_size(sizes, maker) for sizes in likely]
+        shape = [context.numbers.take_size(sizes, maker) for sizes in likely]
         return torch.empty(shape, dtype=one.dtype, device=_META)
 
     return pytree.tree_map(taken, most, least)
@@ -358,7 +378,7 @@ def _require_no_writing(
 
 def _no_data(source: Placeholder, what: str) -> PartitionError:
     return PartitionError(
-        f"the forward asks for {what}, which depends on the data that {source.maker!r} gives, but "
-        "only one stage has that data, while each stage goes through the forward; cut the model "
-        "elsewhere, or by hand"
+        f"the forward asks for {what}, which depends on the data that {source.maker!r} returns, "
+        "but only one stage has that data, while each stage goes through the forward; cut the "
+        "model elsewhere, or by hand"
     )

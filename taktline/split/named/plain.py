@@ -27,8 +27,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from taktline.split.named.changes import HOOKS
+from taktline.split.named.mutable import is_constant
 from taktline.split.named.placeholder import Placeholder
-from taktline.split.named.twin import is_constant
 
 __all__ = ["Guards", "guards_of"]
 
@@ -91,7 +92,6 @@ _SIZES = ("dim", "numel", "size")
 """What is the same for all tensors that look alike."""
 _CHILDREN = ("children", "items", "keys", "named_children", "values")
 _ROWS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 class _NotPlain(Exception):
@@ -116,7 +116,7 @@ def guards_of(
     reader = _Reader(list(containers.values()), guards)
     try:
         _watch_hooks(hooked, guards)
-        for hooks in _HOOKS:
+        for hooks in HOOKS:
             _watch_hooks(getattr(nn.modules.module, f"_global{hooks}"), guards)
         for name, container in containers.items():
             owner = type(container) if name else kind
@@ -148,7 +148,7 @@ def _require_own_methods(kind: type[nn.Module]) -> None:
 def _watch(module: nn.Module, guards: Guards, *, is_container: bool) -> None:
     """Watch the hooks of a submodule; and all of one that every stage has."""
     for part in [module] if is_container else module.modules():
-        for hooks in _HOOKS:
+        for hooks in HOOKS:
             _watch_hooks(getattr(part, hooks), guards)
         if not is_container:
             if not type(part).__module__.startswith("torch.nn."):

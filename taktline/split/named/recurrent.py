@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from taktline.errors import PartitionError
-from taktline.split.named.stand_in import made_from
+from taktline.split.named.replacement import made_from
 
 __all__ = ["Layer", "Layers", "open_recurrent", "recurrent_in", "tensors_of"]
 

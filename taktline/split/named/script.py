@@ -22,9 +22,9 @@ import torch
 from torch import nn
 
 from taktline import pytree
+from taktline.split.named.mutable import is_constant
 from taktline.split.named.placeholder import Placeholder
 from taktline.split.named.recorded import Recorded
-from taktline.split.named.twin import is_constant
 
 __all__ = ["Coming", "Event", "Script", "Step", "Surroundings", "is_like", "written"]
 
@@ -58,6 +58,14 @@ class Step(NamedTuple):
 
 
 _NOTHING = object()
+_Tensor: Any = torch.Tensor
+_OF_GRADIENTS = (
+    _Tensor.requires_grad.__get__,
+    _Tensor.grad_fn.__get__,
+    _Tensor.is_leaf.__get__,
+    _Tensor.retains_grad.__get__,
+)
+"""What a placeholder answers otherwise than the value that comes in its place."""
 
 
 class Script(NamedTuple):
@@ -127,7 +135,11 @@ def _step(event: Event, coming: Mapping[int, int]) -> Step | None:
             if isinstance(part, Placeholder)
         ]
         if any(id(part) in coming for part in given):
-            if tensors or not all(id(part) in coming for part in given):
+            if (
+                event.who in _OF_GRADIENTS
+                or tensors
+                or not all(id(part) in coming for part in given)
+            ):
                 raise _Unknown
             return None
     elif runs or not all(isinstance(part, torch.Tensor) or is_constant(part) for part in parts):
@@ -135,6 +147,8 @@ def _step(event: Event, coming: Mapping[int, int]) -> Step | None:
     made = tuple(Coming(coming[id(part)]) if id(part) in coming else part for part in parts)
     whole = event.output.output if type(event.output) is Recorded else event.output
     is_shared = isinstance(whole, torch.Tensor) or type(whole) is tuple
+    if type(event.output) is Recorded and event.output.arguments:
+        is_shared = False
     remade = not is_shared or any(type(part) is Coming for part in made)
     output = None if runs or remade else event.output
     args, kwargs = _known(event.args, coming), _known(event.kwargs, coming)

@@ -1,6 +1,6 @@
 """What a piece that was cut by names does beside its modules: takes part, and hands on.
 
-The first call of a kind goes through the model's forward with placeholders (:mod:`passage`). It
+The first call of a kind goes through the model's forward with placeholders (:mod:`stage_run`). It
 leaves a script, with which others of its kind go through it quickly (:mod:`script`), and for a
 plain forward a program, with which they need not (:mod:`program`).
 """
@@ -24,14 +24,14 @@ from taktline.split.named.course import Course
 from taktline.split.named.kind import Call, Kind
 from taktline.split.named.layout import Layout
 from taktline.split.named.lent import copies
-from taktline.split.named.passage import FirstPassage, Leave, OtherTypes, Passage
 from taktline.split.named.placeholder import Absent, Placeholder
 from taktline.split.named.plain import guards_of
 from taktline.split.named.recent import Recent
-from taktline.split.named.repeat import Repeat, Unlike
+from taktline.split.named.repeated_run import RepeatedRun, Unlike
+from taktline.split.named.replacement import is_own_unit
 from taktline.split.named.script import Surroundings
-from taktline.split.named.stand_in import is_gate
-from taktline.split.named.twin import autocast_of, look
+from taktline.split.named.shape_probe import autocast_of, look
+from taktline.split.named.stage_run import FirstRun, Leave, OtherTypes, StageRun
 from taktline.split.named.walk import device_of, walk
 from taktline.split.named.watch import inner_of, watching
 from taktline.stage.names import unwrapped
@@ -79,7 +79,7 @@ class StageForward:
     stage: int
     _known: Recent[Kind] = field(default_factory=Recent)
     _types: Mapping[torch.dtype, torch.dtype] = field(default_factory=dict)
-    """Types that other stages are known to give instead of those that their submodules have."""
+    """Types that other stages are known to return instead of those that their submodules have."""
     _changes: Changes | None = None
     """What the forward changes by itself."""
     _changed: frozenset[str] = frozenset()
@@ -118,7 +118,8 @@ class StageForward:
             kind.is_open &= not modes  # in which tensors may have no data, or operations be counted
         if not modes and not kind.changed <= self._changed:
             self._have_own(piece, kind.changed)
-        changes = None if modes else self._changes
+        # Of a run without data nothing is to stay.
+        changes = Changes(self.layout.all_of(piece)) if modes else self._changes
         if changes is not None:
             changes.keep()
         made: Sequence[torch.Tensor] = ()
@@ -130,7 +131,9 @@ class StageForward:
                 output = self._first(kind, piece, forward, values, came, device)
         finally:
             self._known.keep(key, kind)
-        if changes is not None:
+            if modes and changes is not None:
+                changes.undo()
+        if changes is not None and not modes:
             changes.settle()
         if made:
             kind.changes = any(copy._version for copy in made)
@@ -144,14 +147,14 @@ class StageForward:
         came: Call,
         device: torch.device,
     ) -> Any:
-        """Do as in a call before; or tell that there is none to be followed."""
+        """Do as in a call before; or report that there is none to follow."""
         if kind.program is not None and kind.program.guards.hold():
             output = kind.program.run(values)
             return output[0] if self._is_last else kind.handed_on(output, came)
         if kind.script is not None:
             place = (self.layout, self.stage, values, device, kind)
             try:
-                return self._pass(Repeat(*place, script=kind.script), forward, kind, came)
+                return self._pass(RepeatedRun(*place, script=kind.script), forward, kind, came)
             except Unlike:
                 if self._changes is not None:
                     self._changes.undo()
@@ -170,57 +173,62 @@ class StageForward:
         containers = {name: piece.get_submodule(name) for name in sorted(self.layout.containers)}
         around = Surroundings(list(containers.values()), device) if kind.is_open else None
         versions = program.versions_of(values)
-        units = {name: piece.get_submodule(name) for name in self.layout.twins}
+        units = {name: piece.get_submodule(name) for name in self.layout.probes}
         # Not of what was put around a unit since: that calls what it likes.
-        own = {name: module for name, module in units.items() if is_gate(module)}
+        own = {name: module for name, module in units.items() if is_own_unit(module)}
         # What is compiled is not to be watched: its code would be made for that.
         is_compiled = any(
             module._compiled_call_impl or unwrapped(module) is not module
             for module in units.values()
         )
         inner = {} if is_compiled else {**self.layout.inner, **inner_of(own)}
-        changes = Changes(self.layout.common_of(piece))
+        changes = Changes(self.layout.all_of(piece))
         changes.keep()
         tries = 0
         while True:  # with the types that are known, with none, and whatever they are
             tries += 1
-            passage = FirstPassage(
+            stage_run = FirstRun(
                 *(self.layout, self.stage, values, device, kind),
                 types=self._types,
                 around=around,
                 last=tries == 3,
             )
             try:
-                with watching(passage, inner) if inner else nullcontext():
-                    output = self._pass(passage, forward, kind, came)
+                with watching(stage_run, inner) if inner else nullcontext():
+                    output = self._pass(stage_run, forward, kind, came)
             except OtherTypes as other:
                 self._types = other.types
                 changes.undo()
                 continue
             is_watched = bool(inner) or not self.layout.inner
-            self._require_like(kind, passage.order, changes.changed(), is_watched=is_watched)
-            kind.script, kind.program = passage.script, None
+            if not kind.is_checked:
+                changed = self.layout.common_in(changes.changed())
+                self._require_like(kind, stage_run.order, changed, is_watched=is_watched)
+                kind.is_checked = True
+            kind.script, kind.program = stage_run.script, None
             kind.is_open = kind.script is not None
-            passage.check_around()
-            if passage.seen is not None and kind.is_plain:
+            stage_run.check_around()
+            if stage_run.seen is not None and kind.is_plain:
                 whole = self.layout
-                plain = guards_of(whole.kind, containers, whole.twins, whole.hooked)
+                plain = guards_of(whole.kind, containers, whole.probes, whole.hooked)
                 if plain is not None:
                     returned = [output] if self._is_last else output[0]
                     kind.program = program.written(
-                        passage.seen, values, versions, returned, plain, list(containers.values())
+                        stage_run.seen, values, versions, returned, plain, list(containers.values())
                     )
             return output
 
-    def _pass(self, passage: Passage, forward: Callable[..., Any], kind: Kind, came: Call) -> Any:
+    def _pass(
+        self, stage_run: StageRun, forward: Callable[..., Any], kind: Kind, came: Call
+    ) -> Any:
         args, kwargs = kind.call(came)
-        with passage:
+        with stage_run:
             try:
                 output = forward(*args, **kwargs)
             except Leave as leave:
-                beside = passage.beside() if kind.sends or kind.asks else ()
-                return kind.packed(leave.arguments, beside, came, passage.require_handed_on)
-        return passage.finish(output)
+                beside = stage_run.beside() if kind.sends or kind.asks else ()
+                return kind.packed(leave.arguments, beside, came, stage_run.require_handed_on)
+        return stage_run.finish(output)
 
     @property
     def _is_last(self) -> bool:
@@ -234,7 +242,7 @@ class StageForward:
             return (), (args, self._without_cache(args, kwargs))
         if len(args) != 3 or not isinstance(args[0], tuple):
             raise PartitionError(
-                f"stage {self.stage} takes what stage {self.stage - 1} gives, not the arguments "
+                f"stage {self.stage} takes what stage {self.stage - 1} returns, not the arguments "
                 "of the model: those go to stage 0"
             )
         # Keywords of a rank reach all its stages; the model's have come with the rest.
@@ -276,7 +284,7 @@ class StageForward:
         self._changes = Changes(self.layout.common_of(piece), self._changed)
 
     def _require_like(
-        self, kind: Kind, order: Sequence[str], changed: set[str], *, is_watched: bool
+        self, kind: Kind, order: Sequence[str], changed: frozenset[str], *, is_watched: bool
     ) -> None:
         """Raise if a stage has not done what the forward of the whole model does up to its end."""
         missing = kind.changed - changed if self._is_last and not kind.is_guessed else set()
@@ -286,7 +294,7 @@ class StageForward:
             )
         expects = kind.order
         if expects is not None and not is_watched:
-            expects = tuple(name for name in expects if name in self.layout.twins)
+            expects = tuple(name for name in expects if name in self.layout.probes)
         if expects is None or tuple(order) == expects:
             return
         pairs = zip_longest(order, expects)
@@ -317,7 +325,7 @@ class StageForward:
     def _without_cache(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         """Keywords that keep a model of transformers from caching keys and values.
 
-        Most do so unless told otherwise. No stage could give the cache of all layers.
+        Most do so unless told otherwise. No stage could return the cache of all layers.
         """
         names = self.layout.arguments
         if "use_cache" not in names[len(args) :] or kwargs.get("use_cache") is not None:
@@ -325,14 +333,14 @@ class StageForward:
         return {**kwargs, "use_cache": False}
 
     def _require_not_recorded(self, kwargs: dict[str, Any]) -> None:
-        """Raise if a model of transformers is to collect what layers give, in all stages."""
-        config = getattr(self.layout.bones, "config", None)
+        """Raise if a model of transformers is to collect what layers return, in all stages."""
+        config = getattr(self.layout.empty_model, "config", None)
         for name in ("output_hidden_states", "output_attentions", "use_cache"):
             default = name != "use_cache" and getattr(config, name, False)
             if kwargs.get(name, default):
                 raise PartitionError(
-                    f"{name} asks for what the layers of all stages give, and each stage has only "
-                    "its own; leave it out, or register hooks with the layers of the pieces"
+                    f"{name} asks for what the layers of all stages return, and each stage has "
+                    "only its own; leave it out, or register hooks with the layers of the pieces"
                 )
         if kwargs.get("output_router_logits") and not getattr(config, "output_router_logits", True):
             raise PartitionError(
@@ -342,7 +350,7 @@ class StageForward:
 
     def _require_at_home(self, course: Course) -> None:
         """Raise if a unit or parameter is used in another stage than that which has it."""
-        text = "call by_names with an example= of what the model is called with"
+        text = self.layout.advice
         for name in {**course.calls, **course.units}:
             stages = course.calls.get(name, ())
             homes = self.layout.homes[name]

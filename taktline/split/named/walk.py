@@ -8,7 +8,7 @@ the forward has made of such values by itself is made of them again where it is 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from taktline import pytree
 from taktline.errors import PartitionError
+from taktline.split.named.carried import find_uncarried
 from taktline.split.named.changes import Changes
 from taktline.split.named.checkpoints import Checkpoints
 from taktline.split.named.course import Course, Path, Value
@@ -25,11 +26,11 @@ from taktline.split.named.cuts import Cut
 from taktline.split.named.layout import Layout
 from taktline.split.named.numbers import Guess, Numbers, Sizes
 from taktline.split.named.placeholder import ANYWHERE, Absent, Placeholder
-from taktline.split.named.recorded import replayed
-from taktline.split.named.twin import Twin
+from taktline.split.named.recorded import INSTALLED, replayed
+from taktline.split.named.shape_probe import ShapeProbe
 from taktline.split.named.watch import watching
 
-__all__ = ["device_of", "walk"]
+__all__ = ["device_of", "find_refused", "walk"]
 
 
 def walk(
@@ -64,7 +65,40 @@ def walk(
         raise failed
     for other in found[1:]:
         found[0].join(other)
-    return found[0]
+    course = found[0]
+    for error in _uncarried(course, layout, args, kwargs).values():
+        raise error
+    return course
+
+
+def find_refused(layout: Layout, args: tuple[Any, ...], kwargs: dict[str, Any]) -> set[Cut]:
+    """Those of a layout's cuts with which no stage can begin, even if it is the only cut."""
+    refused: set[Cut] = set()
+    first, guesses = Course(), [Guess(0)]
+    for guess in guesses:
+        course = first if guess is guesses[0] else Course()
+        try:
+            _walk(course, layout, args, kwargs, guess=guess, refused=refused)
+        except PartitionError:
+            return set(layout.cuts)
+        except Exception:
+            if course is first and not first.is_guessed:
+                raise  # a wrong guess leads anywhere
+        if course is first and first.is_guessed:
+            guesses += Guess.others(())
+    return refused | _uncarried(first, layout, args, kwargs).keys()
+
+
+def _uncarried(
+    course: Course, layout: Layout, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> dict[Cut, PartitionError]:
+    if not course.changed or not layout.cuts:
+        return {}
+
+    def run(at_end: Callable[[int], None]) -> None:
+        _walk(Course(), layout, args, kwargs, guess=Guess(0), refused=set(), at_end=at_end)
+
+    return find_uncarried(layout.common, course.changed, layout.cuts, run)
 
 
 def _walk(
@@ -74,20 +108,28 @@ def _walk(
     kwargs: dict[str, Any],
     *,
     guess: Guess,
-    anew: bool,
+    anew: bool = False,
+    refused: set[Cut] | None = None,
+    at_end: Callable[[int], None] | None = None,
 ) -> None:
-    """Go through the forward once."""
+    """Go through the forward once.
+
+    ``refused`` gets the cuts with which no stage can begin; without it, they raise an error.
+    ``at_end`` is called where a stage ends; what the forward changes then stays.
+    """
     device = device_of((args, kwargs))
     devices = [device] if device.type == "cuda" else []
     # Random numbers that the forward draws by itself are drawn when it runs.
     with torch.random.fork_rng(devices=devices), _fork_random(), torch.no_grad():
-        scene = _Walk(course, layout, device, guess=guess, anew=anew)
-        changes = Changes(layout.common)
+        context = _Walk(course, layout, device, guess=guess, anew=anew)
+        context.refused, context.at_end = refused, at_end
+        changes = Changes(layout.all_of(layout.empty_model))
         changes.keep()
+        installed = _installed(layout)
         drawn = _drawn_by_now()
-        with scene, scene.numbers, Sizes(scene), watching(scene, layout.inner):
+        with context, context.numbers, Sizes(context), watching(context, layout.inner):
             try:
-                output = layout.kind.forward(layout.bones, *args, **kwargs)
+                output = layout.kind.forward(layout.empty_model, *args, **kwargs)
             except PartitionError:
                 raise
             except Exception as error:
@@ -97,11 +139,19 @@ def _walk(
                 )
                 raise
             finally:
-                course.changed = frozenset(changes.changed())
-                course.is_guessed |= bool(scene.numbers.guessed) or scene.numbers.is_sized
+                course.changed = layout.common_in(changes.changed())
+                course.hooked = frozenset(_installed(layout) - installed)
+                course.is_guessed |= bool(context.numbers.guessed) or context.numbers.is_sized
                 course.is_drawn |= course.is_guessed or drawn != _drawn_by_now()
-                changes.undo()
-        scene.finish(output)
+                kept = changes.values()
+                if at_end is None:
+                    changes.undo()
+        context.finish(output, [kept.get(name) for name in sorted(course.changed)])
+
+
+def _installed(layout: Layout) -> set[str]:
+    """The models in a model that have registered hooks with their layers."""
+    return {name for name, module in layout.common.items() if vars(module).get(INSTALLED)}
 
 
 def _drawn_by_now() -> tuple[Any, bytes]:
@@ -175,9 +225,17 @@ class _Walk(Checkpoints):
     is_inside = False
 
     def __init__(
-        self, course: Course, layout: Layout, device: torch.device, *, guess: Guess, anew: bool
+        self,
+        course: Course,
+        layout: Layout,
+        device: torch.device,
+        *,
+        guess: Guess,
+        anew: bool,
     ) -> None:
         super().__init__(device)
+        self.refused: set[Cut] | None = None
+        self.at_end: Callable[[int], None] | None = None
         self.course = course
         self.numbers = Numbers(self, guess=guess)
         self._layout = layout
@@ -226,37 +284,44 @@ class _Walk(Checkpoints):
         """Note a call of what is inside of a unit."""
         self.course.order.append((name, self._stage))
 
-    def meet_foreign(
-        self, twin: Twin, training: bool, args: tuple[Any, ...], kwargs: dict[str, Any]
+    def call_foreign(
+        self, probe: ShapeProbe, training: bool, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Note a call, and give its placeholders."""
+        """Note a call, and return its placeholders."""
         leaves = pytree.tree_leaves((args, kwargs))
         placeholders = [(place, x) for place, x in enumerate(leaves) if isinstance(x, Placeholder)]
-        calls = self.course.calls.setdefault(twin.name, [])
+        calls = self.course.calls.setdefault(probe.name, [])
         call = len(calls)
-        if (twin.name, call) in self._layout.cuts:
-            self._begin(Cut(twin.name, call), args, kwargs)
+        if (probe.name, call) in self._layout.cuts:
+            self._begin(Cut(probe.name, call), args, kwargs)
         calls.append(self._stage)
-        self.course.order.append((twin.name, self._stage))
+        self.course.order.append((probe.name, self._stage))
         for place, placeholder in placeholders:
-            self._bring(placeholder, repr(twin.name))
+            self._bring(placeholder, repr(probe.name))
             if placeholder.history is not None:
                 placeholder.history.place(
-                    Value(twin.name, call, False, place), self._stage, self._now()
+                    Value(probe.name, call, False, place), self._stage, self._now()
                 )
         if self._anew:
-            twin.forget()
-        output = twin.output(args, kwargs, training=training, stage=self._stage, device=self.device)
+            probe.forget()
+        output = probe.output(
+            args, kwargs, training=training, stage=self._stage, device=self.device
+        )
         for leaf, placeholder in enumerate(pytree.tree_leaves(output)):
             if isinstance(placeholder, Placeholder) and placeholder.history is None:
                 placeholder.history = self._history()
-                placeholder.history.output = Value(twin.name, call, True, leaf)
-        return replayed(output)
+                placeholder.history.output = Value(probe.name, call, True, leaf)
+        return replayed(output, probe.module, args, kwargs)
 
-    def finish(self, output: Any) -> None:
-        """Check what has been seen, after the last call."""
+    def finish(self, output: Any, changed: Sequence[Any]) -> None:
+        """Check what has been seen, after the last call.
+
+        ``changed`` is what the forward has changed by itself.
+        """
         missing = self._layout.cuts[self._stage :]
-        if missing:
+        if self.refused is not None:
+            self.refused.update(missing)
+        elif missing:
             raise PartitionError(
                 f"the forward of {self._layout.kind.__name__} does not call "
                 f"{', '.join(map(repr, missing))}, so no stage can begin there; name "
@@ -265,6 +330,10 @@ class _Walk(Checkpoints):
         for leaf in pytree.tree_leaves(output):
             if isinstance(leaf, Placeholder):
                 self._bring(leaf, "the output of the model")
+        for value in changed:
+            # The last stage has the model's own buffers.
+            if isinstance(value, Placeholder):
+                self._bring(value, "a buffer of the model")
         self.course.beside = [[] for _ in self._layout.cuts]
         for value, (home, last) in sorted(self._needs.items()):
             for stage in range(home, last):
@@ -279,12 +348,16 @@ class _Walk(Checkpoints):
 
     def _begin(self, cut: Cut, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         stage = self._layout.cuts.index(cut) + 1
-        if stage > self._stage + 1:
+        if self.refused is not None:
+            self.refused.update(self._layout.cuts[self._stage : stage - 1])
+        elif stage > self._stage + 1:
             raise PartitionError(
                 f"the forward calls {cut!r} before {self._layout.cuts[self._stage]!r}; list the "
                 "cuts in the order of their calls"
             )
         self.course.opened.update(self.open_checkpoints)
+        if self.at_end is not None:
+            self.at_end(self._stage)
         crossing: list[Path] = []
         given: list[tuple[int, Placeholder]] = []
         for place, (path, leaf) in enumerate(pytree.tree_flatten_with_path((args, kwargs))[0]):
@@ -318,16 +391,22 @@ class _Walk(Checkpoints):
                 self.course.uses.setdefault(placeholder.maker, set()).add(self._stage)
             elif history is None:
                 if placeholder.stage < self._stage:
-                    raise self._missing(placeholder, user)
+                    self._refuse(placeholder.stage, self._missing(placeholder, user))
             elif (place := history.named(before)) is not None:
                 self._cross(place, placeholder)
             elif history.output is not None:
                 if history.stage < self._stage:
-                    raise self._written(placeholder, user)
-            elif history.is_drawn and history.stage < self._stage:
-                raise self._drawn(placeholder, user)
+                    self._refuse(history.stage, self._written(placeholder, user))
             else:
+                if history.is_drawn and history.stage < self._stage:
+                    self._refuse(history.stage, self._drawn(placeholder, user))
                 needed += [(parent, history.time) for parent in history.parents]
+
+    def _refuse(self, stage: int, error: PartitionError) -> None:
+        """Refuse all cuts between a stage and the present one."""
+        if self.refused is None:
+            raise error
+        self.refused.update(self._layout.cuts[stage : self._stage])
 
     def _cross(self, place: _Place, placeholder: Placeholder) -> None:
         if place.stage < self._stage:

@@ -23,12 +23,12 @@ class _Watching(Protocol):
 
 
 @contextmanager
-def watching(scene: _Watching, names: Mapping[int, str]) -> Iterator[None]:
-    """Have a scene note calls of modules, which are known by their ids."""
+def watching(context: _Watching, names: Mapping[int, str]) -> Iterator[None]:
+    """Have a context note calls of modules, which are known by their ids."""
 
     def note(module: nn.Module, args: Any) -> None:
-        if here.scene is scene and not scene.is_inside and id(module) in names:
-            scene.note_inner(names[id(module)])
+        if here.context is context and not context.is_inside and id(module) in names:
+            context.note_inner(names[id(module)])
 
     hook = register_module_forward_pre_hook(note)
     try:

@@ -105,7 +105,7 @@ class _Recorder(TorchDispatchMode):
         return self._log.constant(value) if real else value
 
     def _now(self, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Carry out what the meta device cannot tell the shape of; its result is a constant."""
+        """Carry out what the meta device does not know the shape of; its result is a constant."""
         args, kwargs = pytree.tree_map(lambda value: _real(self._log, value), (args, kwargs))
         result = op(*args, **kwargs)
         return pytree.tree_map(self._on_meta, result)

@@ -12,9 +12,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from taktline import pytree
 from taktline.errors import StateError
-from taktline.split.on_meta.draws import Draw, Trail
+from taktline.split.on_meta.draw_log import Draw, DrawLog
 
-__all__ = ["Call", "Die", "Log", "Ref", "find_log", "keep", "tensors_in", "written"]
+__all__ = ["Call", "GeneratorRef", "Log", "Ref", "find_log", "keep", "tensors_in", "written"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,15 +38,15 @@ class Ref:
 
 
 @dataclass(frozen=True, slots=True)
-class Die:
-    """A generator, by the number of its trail."""
+class GeneratorRef:
+    """A generator, by its number."""
 
-    trail: int
+    number: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Call:
-    """One operation; tensors and generators in it are written as Ref and Die."""
+    """One operation; tensors and generators in it are written as Ref and GeneratorRef."""
 
     op: OpOverload
     args: tuple[Any, ...]
@@ -72,14 +72,14 @@ class Log:
         self.calls: list[Call] = []
         self.constants: dict[int, torch.Tensor] = {}
         """The bytes of memory that came with its values."""
-        self.trails = [Trail(torch.default_generator)]
+        self.draw_logs = [DrawLog(torch.default_generator)]
         self._numbers: dict[StorageWeakRef, int] = {}
 
     def __contains__(self, tensor: torch.Tensor) -> bool:
         return StorageWeakRef(tensor.untyped_storage()) in self._numbers
 
     def alive(self) -> bool:
-        """Whether there is still a tensor that it tells about."""
+        """Whether there is still a tensor in it that is alive."""
         return any(not memory.expired() for memory in self._numbers)
 
     def ref(self, tensor: torch.Tensor) -> Ref:
@@ -134,21 +134,21 @@ class Log:
         return self.ref(tensor)
 
     def _draw(self, kwargs: dict[str, Any]) -> Draw:
-        number = self._trail(kwargs.get("generator") or torch.default_generator)
-        return self.trails[number].put_off(number)
+        number = self._draw_log(kwargs.get("generator") or torch.default_generator)
+        return self.draw_logs[number].put_off(number)
 
-    def _trail(self, generator: torch.Generator) -> int:
-        for number, trail in enumerate(self.trails):
-            if trail.generator is generator:
+    def _draw_log(self, generator: torch.Generator) -> int:
+        for number, draw_log in enumerate(self.draw_logs):
+            if draw_log.generator is generator:
                 return number
-        self.trails.append(Trail(generator))
-        return len(self.trails) - 1
+        self.draw_logs.append(DrawLog(generator))
+        return len(self.draw_logs) - 1
 
     def _write(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
             return self.ref(value)
         if isinstance(value, torch.Generator):
-            return Die(self._trail(value))
+            return GeneratorRef(self._draw_log(value))
         # Values are made on the CPU, wherever they go then.
         return torch.device("cpu") if isinstance(value, torch.device) else value
 
@@ -162,7 +162,7 @@ def keep(log: Log) -> None:
 
 
 def find_log(tensor: torch.Tensor) -> Log | None:
-    """The log that tells how a tensor is made."""
+    """The log of how a tensor is made."""
     return next((log for log in reversed(_logs) if tensor in log), None)
 
 

@@ -207,7 +207,7 @@ def _require_rest(wants: list[_Want], state_dict: Mapping[str, torch.Tensor] | N
 
 
 def _replay(values: dict[_Want, torch.Tensor], wants: list[_Want], device: torch.device) -> None:
-    """Make what a log tells about."""
+    """Make what is in a log."""
     by_log: dict[Log, list[_Want]] = {}
     for want in wants:
         log = find_log(want.tensor)

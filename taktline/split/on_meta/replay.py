@@ -20,14 +20,14 @@ from typing import Any
 import torch
 
 from taktline import pytree
-from taktline.split.on_meta.draws import Draw
-from taktline.split.on_meta.log import Call, Die, Log, Ref, tensors_in
+from taktline.split.on_meta.draw_log import Draw
+from taktline.split.on_meta.log import Call, GeneratorRef, Log, Ref, tensors_in
 
 __all__ = ["replay"]
 
 
 def replay(log: Log, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The values of tensors that a log tells about, on the CPU.
+    """The values of tensors that are in a log, on the CPU.
 
     Tensors that share memory there share it here. Generators are left as they are.
     """
@@ -48,13 +48,15 @@ class _Replay:
     def __init__(self, log: Log) -> None:
         self._log = log
         self._memories: dict[int, torch.UntypedStorage] = {}
-        self._dice = [torch.default_generator]
-        self._dice += [torch.Generator() for _ in log.trails[1:]]
-        for die, trail in zip(self._dice, log.trails, strict=True):
-            die.set_state(trail.start)
+        self._generators = [torch.default_generator]
+        self._generators += [torch.Generator() for _ in log.draw_logs[1:]]
+        for generator, draw_log in zip(self._generators, log.draw_logs, strict=True):
+            generator.set_state(draw_log.start)
         begins = (call.draw for call in log.calls if call.draw)
-        self._returns = {(draw.trail, draw.begin) for draw in begins if type(draw.begin) is int}
-        self._states = {(number, 0): trail.start for number, trail in enumerate(log.trails)}
+        self._returns = {(draw.generator, draw.begin) for draw in begins if type(draw.begin) is int}
+        self._states = {
+            (number, 0): draw_log.start for number, draw_log in enumerate(log.draw_logs)
+        }
 
     def run(self, asked: set[int]) -> dict[int, torch.UntypedStorage]:
         """Carry out what is needed for some memory."""
@@ -84,7 +86,7 @@ class _Replay:
                         value.size, value.stride, dtype=value.dtype, device="cpu"
                     )
                 return value.view(self._memory(value.memory))
-            return self._dice[value.trail] if isinstance(value, Die) else value
+            return self._generators[value.number] if isinstance(value, GeneratorRef) else value
 
         torch.set_default_dtype(call.dtype)
         args, kwargs = pytree.tree_map(real, (call.args, call.kwargs))
@@ -103,14 +105,14 @@ class _Replay:
     def _go_to(self, draw: Draw) -> None:
         """Set a generator to where a draw begins."""
         if isinstance(draw.begin, torch.Tensor):
-            self._dice[draw.trail].set_state(draw.begin)
+            self._generators[draw.generator].set_state(draw.begin)
         elif draw.begin is not None:
-            self._dice[draw.trail].set_state(self._states[draw.trail, draw.begin])
+            self._generators[draw.generator].set_state(self._states[draw.generator, draw.begin])
 
     def _leave(self, draw: Draw) -> None:
         """Keep the state behind a draw, if another one comes back to it."""
-        if (draw.trail, draw.number) in self._returns:
-            self._states[draw.trail, draw.number] = self._dice[draw.trail].get_state()
+        if (draw.generator, draw.number) in self._returns:
+            self._states[draw.generator, draw.number] = self._generators[draw.generator].get_state()
 
 
 def _kept(calls: Sequence[Call], asked: set[int]) -> set[int]:

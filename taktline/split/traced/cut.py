@@ -134,7 +134,7 @@ class _Builder:
         add_checks(self.piece.graph, list(self._values.values()))
 
     def take(self, values: list[fx.Node], changed: set[fx.Node]) -> None:
-        """What the stage before gives; copies of those that this stage changes in place."""
+        """What the stage before returns; copies of those that this stage changes in place."""
         for node in values:
             argument = self.piece.graph.placeholder(node.name)
             argument.meta = dict(node.meta)
@@ -160,7 +160,7 @@ class _Builder:
         )
 
     def give(self, values: list[fx.Node] | None) -> None:
-        """What the next stage takes; None: what the whole module gives."""
+        """What the next stage takes; None: what the whole module returns."""
         if values is not None:
             given = tuple(self._values[node] for node in values)
             self.piece.graph.output(given[0] if len(given) == 1 else given)

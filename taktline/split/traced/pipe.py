@@ -63,7 +63,7 @@ class Pipe(nn.Module):
         self.training = split_gm.training
 
     def forward(self, *args, **kwargs):
-        """What the model gives."""
+        """What the model returns."""
         value = self.get_stage_module(0)(*args, **kwargs)
         for stage in range(1, self.num_stages):
             value = self.get_stage_module(stage)(*as_arguments(value))
@@ -85,7 +85,7 @@ class Pipe(nn.Module):
 
     @property
     def replicated_params(self) -> list[dict[str, str]]:
-        """The same as torch tells it."""
+        """The same in the words of torch."""
         return [{f"submod_pp_{stage}": name for stage, name in tie.uses} for tie in self.ties]
 
     def info(self) -> PipeInfo:
@@ -240,7 +240,7 @@ def _difference(pieces: list[Piece], other: list[Piece]) -> str:
 
 
 def _joined(modules: list[StageModule], traced: fx.GraphModule, training: bool) -> fx.GraphModule:
-    """All pieces in a module whose graph tells how they follow each other."""
+    """All pieces in a module whose graph shows how they follow each other."""
     root = nn.Module()
     graph = fx.Graph()
     values: tuple[fx.Node, ...] = tuple(graph.placeholder(name) for name in _argument_names(traced))

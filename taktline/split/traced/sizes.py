@@ -31,7 +31,7 @@ def batch_dims(tensor: torch.Tensor) -> list[int]:
 def read_locally(
     graph: fx.Graph, stages: dict[fx.Node, int], crossing: Sequence[Sequence[fx.Node]]
 ) -> None:
-    """Let stages find out sizes themselves, as far as what they take tells them."""
+    """Let stages find out sizes themselves, as far as what they take shows them."""
     known: dict[tuple[fx.Node, int], fx.Node | None] = {}
     for node in list(graph.nodes):
         stage = stages.get(node, 0)
@@ -56,7 +56,7 @@ def _local(
     taken: Sequence[fx.Node],
     known: dict[tuple[fx.Node, int], fx.Node | None],
 ) -> fx.Node | None:
-    """The node of a stage that gives a size of an earlier one; None if it cannot tell."""
+    """The node of a stage that returns a size of an earlier one; None if it cannot."""
     if (size, stage) in known:
         return known[size, stage]
     made = None

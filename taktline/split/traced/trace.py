@@ -83,7 +83,7 @@ def _export(
 
 
 def _any_batch(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
-    """What tells torch.export that the first dimension of the tensors is that of one batch."""
+    """What lets torch.export know that the first dimension of the tensors is that of one batch."""
     from torch.export import Dim, ShapesCollection
 
     tensors = [

@@ -27,11 +27,11 @@ from taktline.split.named.layout import Layout
 from taktline.split.named.numbers import Numbers, Sizes
 from taktline.split.named.placeholder import Placeholder, resolved
 from taktline.split.named.program import Seen, versions_of
-from taktline.split.named.recorded import Recorded, lists, replayed, since
+from taktline.split.named.recorded import Before, Recorded, lists, refill, replayed, since
 from taktline.split.named.script import Event, Script, Surroundings, written
-from taktline.split.named.twin import Twin
+from taktline.split.named.shape_probe import ShapeProbe
 
-__all__ = ["FirstPassage", "Leave", "OtherTypes", "Passage"]
+__all__ = ["FirstRun", "Leave", "OtherTypes", "StageRun"]
 
 
 class Leave(BaseException):
@@ -53,13 +53,15 @@ class OtherTypes(BaseException):
         self.types = types
 
 
-class Passage(Checkpoints, ABC):
+class StageRun(Checkpoints, ABC):
     """The forward of one micro-batch in one stage."""
 
     mixed = True
     is_inside = False
     _lengths: Mapping[str, int] = MappingProxyType({})
     """How much was collected before a unit has run."""
+    _before: Before | None = None
+    """All else that there was, if it matters."""
 
     def __init__(
         self,
@@ -87,6 +89,10 @@ class Passage(Checkpoints, ABC):
             self._caught: dict[Value, torch.Tensor] = {}
             self._unsure: set[Value] = set()
 
+    def is_open(self, checkpoint: int) -> bool:
+        """Whether it has units of other stages in it, which cannot run again."""
+        return not self._is_in or super().is_open(checkpoint)
+
     def is_foreign(self, unit: Any) -> bool:
         """Whether a unit of this stage is called for another one, which has it, too."""
         if self._is_in:
@@ -97,29 +103,31 @@ class Passage(Checkpoints, ABC):
         """Whether the stage begins with this call of a unit."""
         return unit.begins is not None and unit.begins == self._calls.get(unit.unit, 0)
 
-    def meet_early(self, unit: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What a unit gives in another stage; or the way out."""
-        twin = self._layout.twins[unit.unit]
-        return self.meet_foreign(twin, unit.training, args, kwargs)
+    def call_early(self, unit: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What a unit of this stage returns that is called for another one."""
+        probe = self._layout.probes[unit.unit]
+        return self.call_foreign(probe, unit.training, args, kwargs)
 
     @abstractmethod
-    def meet_foreign(
-        self, twin: Twin, training: bool, args: tuple[Any, ...], kwargs: dict[str, Any]
+    def call_foreign(
+        self, probe: ShapeProbe, training: bool, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """What a unit of another stage gives; or the way out."""
+        """What a unit of another stage returns; raises :class:`Leave` where this stage ends."""
 
     def note_own(
         self, unit: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
     ) -> None:
         """Keep what later stages need of what a unit of this stage was given and has returned."""
         call = self.count(unit.unit)
-        if self.numbers is not None:
-            leaves = pytree.tree_leaves(output)
-            self._layout.twins[unit.unit].note_sizes(leaves, self.numbers)
-            for leaf in leaves:
-                self.numbers.note(leaf)
         if self._lengths:
             output = Recorded(output, since(self._lengths))
+        if self._before is not None:
+            output = self._before.left(output)
+        if self.numbers is not None:
+            leaves = pytree.tree_leaves(output)
+            self._layout.probes[unit.unit].note_sizes(leaves, self.numbers)
+            for leaf in leaves:
+                self.numbers.note(leaf)
         for value in self._kind.sends:
             if value.unit == unit.unit and value.call == call:
                 leaves = pytree.tree_leaves(output if value.is_output else (args, kwargs))
@@ -127,9 +135,11 @@ class Passage(Checkpoints, ABC):
                 if self.is_kept:
                     self._unsure.add(value)
 
-    def _note_lists(self) -> None:
-        """Note how much was collected before a unit runs."""
+    def _note_before(self, unit: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Note what there is before a unit runs, to see what it leaves behind."""
         self._lengths = {key: len(part) for key, part in lists().items()}
+        leaves_more = self._layout.probes[unit.unit].leaves_more
+        self._before = Before(unit.unit, unit, args, kwargs) if leaves_more else None
 
     def count(self, unit: str) -> int:
         """Which call of a unit this is."""
@@ -185,19 +195,18 @@ class Passage(Checkpoints, ABC):
             if isinstance(leaf, Placeholder):
                 raise PartitionError(
                     f"{user} in stage {self._stage} uses a value of {leaf.maker!r}, which has not "
-                    "come with what the stage begins with; call by_names with an example= of what "
-                    "the model is called with, which tells more"
+                    f"come with what the stage begins with; {self._layout.advice}"
                 )
         return tree
 
-    def require_exit(self, twin: Twin) -> None:
+    def require_exit(self, probe: ShapeProbe) -> None:
         """Raise unless the next stage begins with a submodule."""
         start = self._layout.start(self._stage + 1)
-        if start is None or start.unit != twin.name:
+        if start is None or start.unit != probe.name:
             raise PartitionError(
-                f"the forward calls {twin.name!r}, which lies in stage "
-                f"{min(self._layout.homes[twin.name])}, in the middle of stage {self._stage}; "
-                "call by_names with an example= of what the model is called with"
+                f"the forward calls {probe.name!r}, which lies in stage "
+                f"{min(self._layout.homes[probe.name])}, in the middle of stage {self._stage}; "
+                f"{self._layout.advice}"
             )
 
     def require_handed_on(self, arguments: Any) -> Any:
@@ -215,10 +224,10 @@ class Passage(Checkpoints, ABC):
         return self.require_data(output, "the output of the model")
 
 
-class FirstPassage(Passage):
+class FirstRun(StageRun):
     """A forward of which nothing is known.
 
-    ``types`` tells the types that submodules of other stages really give, where something that is
+    ``types`` are the types that submodules of other stages really return, where something that is
     not to be seen here, such as mixed precision, changes them; ``last``, not to try others.
     ``around`` is what must not change if others are to be like it.
     """
@@ -252,7 +261,7 @@ class FirstPassage(Passage):
         """Note a call of what is inside of a unit."""
         self.order.append(name)
 
-    def meet_own(
+    def before_own(
         self, unit: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The arguments for a unit of this stage, with what came from the stage before."""
@@ -269,8 +278,9 @@ class FirstPassage(Passage):
             self.check_around()
         self.order.append(unit.unit)
         self.is_inside = True
-        self._note_lists()
-        args, kwargs = self.require_data((args, kwargs), f"a {kind}")
+        self._given = (args, kwargs)
+        args, kwargs = self.require_data(self._given, f"a {kind}")
+        self._note_before(unit, args, kwargs)
         if self.seen is not None:
             self._versions = versions_of((*args, *kwargs.values()))
         return args, kwargs
@@ -281,6 +291,8 @@ class FirstPassage(Passage):
         """Note what a unit of this stage has returned."""
         self.is_inside = False
         super().note_own(unit, args, kwargs, output)
+        if self._before is not None:
+            refill(self._given, (args, kwargs))
         if self.seen is not None and self._around is not None:
             after = versions_of((*args, *kwargs.values(), output))
             self.seen.append(Seen(unit, args, kwargs, self._versions, output, after))
@@ -291,35 +303,37 @@ class FirstPassage(Passage):
         if self.seen is not None and self._around is not None and self._around.changed():
             self.seen = None
 
-    def meet_foreign(
-        self, twin: Twin, training: bool, args: tuple[Any, ...], kwargs: dict[str, Any]
+    def call_foreign(
+        self, probe: ShapeProbe, training: bool, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Placeholders, on the way in; or the way out."""
+        """Placeholders before this stage begins; raises :class:`Leave` where it ends."""
         if self._is_in:
-            self.require_exit(twin)
+            self.require_exit(probe)
             self.check_around()
             raise Leave(args, kwargs)
-        self.order.append(twin.name)
-        call = self.count(twin.name)
-        for number, value in self._came_with(twin.name, call, is_output=False):
+        self.order.append(probe.name)
+        call = self.count(probe.name)
+        for number, value in self._came_with(probe.name, call, is_output=False):
             placeholder = pytree.tree_leaves((args, kwargs))[value.leaf]
             if isinstance(placeholder, Placeholder):
                 placeholder.value = self._fitting(placeholder, number, str(value))
                 self._coming[id(placeholder)] = number
-        output = twin.output(args, kwargs, training=training, stage=0, device=self.device)
+        given: Any = pytree.tree_map(lambda part: part, (args, kwargs))  # lists as they are now
+        output = probe.output(args, kwargs, training=training, stage=0, device=self.device)
         if self._types:
             output = pytree.tree_map_only(Placeholder, self._typed, output)
         came = {
-            value.leaf: number for number, value in self._came_with(twin.name, call, is_output=True)
+            value.leaf: number
+            for number, value in self._came_with(probe.name, call, is_output=True)
         }
         if came:
             leaves, spec = pytree.tree_flatten(output)
             for leaf, number in came.items():
-                leaves[leaf] = self._fitting(leaves[leaf], number, f"the output of {twin.name!r}")
+                leaves[leaf] = self._fitting(leaves[leaf], number, f"the output of {probe.name!r}")
                 self._coming[id(leaves[leaf])] = number
             output = pytree.tree_unflatten(leaves, spec)
-        self._events.append(Event(twin, training, args, kwargs, output))
-        return replayed(output)
+        self._events.append(Event(probe, training, given[0], given[1], output))
+        return replayed(output, probe.module, args, kwargs)
 
     def _came_with(self, unit: str, call: int, *, is_output: bool) -> list[tuple[int, Value]]:
         """What came of a call of a unit, with its number."""

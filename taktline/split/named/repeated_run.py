@@ -7,19 +7,19 @@ from typing import Any
 
 from taktline import pytree
 from taktline.split.named.kind import found_at
-from taktline.split.named.passage import Leave, Passage
 from taktline.split.named.recorded import replayed
 from taktline.split.named.script import Coming, Script, Step, is_like
-from taktline.split.named.twin import Twin
+from taktline.split.named.shape_probe import ShapeProbe
+from taktline.split.named.stage_run import Leave, StageRun
 
-__all__ = ["Repeat", "Unlike"]
+__all__ = ["RepeatedRun", "Unlike"]
 
 
 class Unlike(BaseException):
     """Ends a forward that does not go the way of a script, to begin it anew."""
 
 
-class Repeat(Passage):
+class RepeatedRun(StageRun):
     """A forward that goes the way of a script."""
 
     repeats = True
@@ -31,12 +31,12 @@ class Repeat(Passage):
         self._script = script
         self._steps = iter(script.steps)
 
-    def meet_own(
+    def before_own(
         self, unit: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Make sure that all values have come where the stage begins."""
         if self._kind.sends:
-            self._note_lists()
+            self._note_before(unit, args, kwargs)
         if self._is_in:
             return args, kwargs
         if not self._begins(unit) or next(self._steps, None) is not None:
@@ -56,23 +56,23 @@ class Repeat(Passage):
         if self._counts:
             super().note_own(unit, args, kwargs, output)
 
-    def meet_again(
-        self, twin: Twin, training: bool, args: tuple[Any, ...], kwargs: dict[str, Any]
+    def call_again(
+        self, probe: ShapeProbe, training: bool, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """What the script says; or the way out."""
+        """What the script has; raises :class:`Leave` where this stage ends."""
         if self._is_in:
-            self.require_exit(twin)
+            self.require_exit(probe)
             raise Leave(args, kwargs)
         step = next(self._steps, None)
-        if step is None or step.who is not twin or step.training is not training:
+        if step is None or step.who is not probe or step.training is not training:
             raise Unlike
         if self._counts:
-            self.count(twin.name)
+            self.count(probe.name)
         if len(args) == 1 and args[0] is step.only and not kwargs:
-            return replayed(step.output)
-        return replayed(self._played(step, args, kwargs))
+            return replayed(step.output, probe.module, args, kwargs)
+        return replayed(self._played(step, args, kwargs), probe.module, args, kwargs)
 
-    meet_foreign = meet_again
+    call_foreign = call_again
 
     def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What the script says; afterwards, whatever there are placeholders for yet."""

@@ -1,4 +1,4 @@
-"""Random draws that are put off: where each began, so that it can be made later.
+"""A log of random draws that are put off: where each began, so that it can be made later.
 
 A generator stands still while nothing is drawn from it. Here it takes one step for each draw that
 is put off, so that every place on its way looks different. A generator that is found elsewhere was
@@ -15,22 +15,22 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = ["Draw", "Trail"]
+__all__ = ["Draw", "DrawLog"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Draw:
     """One operation that draws random numbers."""
 
-    trail: int
-    """The number of its generator's trail."""
+    generator: int
+    """The number of its generator."""
     number: int
     """Which draw of this generator it is, from 1 up."""
     begin: int | torch.Tensor | None
     """None to go on; else after which draw, or from which state."""
 
 
-class Trail:
+class DrawLog:
     """The draws from one generator."""
 
     def __init__(self, generator: torch.Generator) -> None:
@@ -40,7 +40,7 @@ class Trail:
         self._places = {self._place: 0}
         self._count = 0
 
-    def put_off(self, trail: int) -> Draw:
+    def put_off(self, generator: int) -> Draw:
         """Note a draw that is not made now."""
         state = self.generator.get_state()
         place = _digest(state)
@@ -49,7 +49,7 @@ class Trail:
         torch.rand((), generator=self.generator)
         self._place = _digest(self.generator.get_state())
         self._places[self._place] = self._count
-        return Draw(trail, self._count, begin)
+        return Draw(generator, self._count, begin)
 
 
 def _digest(state: torch.Tensor) -> bytes:

@@ -1,4 +1,4 @@
-"""A submodule without its data: what it gives is known by shape and type."""
+"""A submodule without its data: what it returns is known by shape and type."""
 
 from __future__ import annotations
 
@@ -13,13 +13,15 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from taktline import pytree
 from taktline.errors import PartitionError
+from taktline.meta import TensorMeta
 from taktline.side_values import Aside, Skip
+from taktline.split.named.mutable import is_constant
 from taktline.split.named.numbers import NUMBERS, Number
-from taktline.split.named.placeholder import Absent, Placeholder, Scene, as_meta, here
+from taktline.split.named.placeholder import Absent, Placeholder, PlaceholderContext, as_meta, here
 from taktline.split.named.recent import Recent
-from taktline.split.named.recorded import lists, recorded
+from taktline.split.named.recorded import Before, Recorded, lists, recorded
 
-__all__ = ["Twin", "autocast_of", "is_constant", "look", "require_plain"]
+__all__ = ["ShapeProbe", "autocast_of", "look", "require_plain"]
 
 
 class _Given(NamedTuple):
@@ -48,10 +50,10 @@ class _Likely:
 
 
 class _Beside(Aside):
-    """Skips and losses of twins: known by shape, and kept from the pipeline."""
+    """Skips and losses of probes: known by shape, and kept from the pipeline."""
 
     def put(self, name: str, value: torch.Tensor) -> None:
-        """Keep what a later twin will get."""
+        """Keep what a later probe will get."""
         self.skips[name] = Skip(Placeholder.of(value, f"skip {name}", 0), self.stage)
 
     def add(self, loss: torch.Tensor) -> None:
@@ -59,14 +61,14 @@ class _Beside(Aside):
 
 
 @dataclass(eq=False, slots=True)
-class Twin:
+class ShapeProbe:
     """A copy of a submodule in which placeholders are in the place of parameters and buffers.
 
     Args:
         name: what it is called in the model.
         module: the copy.
         training: whether the submodule was in training mode.
-        skips: what the twins of a model have put so far.
+        skips: what the probes of a model have put so far.
         hooked: the names of those that hooks were registered with, in any piece.
     """
 
@@ -75,13 +77,15 @@ class Twin:
     training: bool
     skips: dict[str, Skip]
     hooked: list[str]
+    leaves_more: bool = False
+    """Whether a call was seen to leave something behind beside its output."""
     changes_buffers: bool = False
     """Whether a call was seen to change a buffer."""
     sizes: set[tuple[int, int]] = field(default_factory=set)
     """The leaves of its output, and their dimensions, whose sizes were seen to depend on data."""
     _known: Recent[tuple[list[Any], pytree.TreeSpec]] = field(default_factory=Recent)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Twin:
+    def __deepcopy__(self, memo: dict[int, Any]) -> ShapeProbe:
         return self  # the copy of a piece can learn from the same one
 
     def output(
@@ -93,11 +97,11 @@ class Twin:
         stage: int,
         device: torch.device,
     ) -> Any:
-        """Placeholders in the arrangement of what the submodule gives for such arguments.
+        """Placeholders in the arrangement of what the submodule returns for such arguments.
 
         With what is collected from inside of it, if the model that is running collects something.
         """
-        lately = tuple(lists())
+        lately = tuple((key, bool(part)) for key, part in lists().items())
         key = (look(args), look(kwargs), training, device.type, autocast_of(device), lately)
         parts, tree = self._known.find(key, lambda: self._learn(args, kwargs, training, device))
         if self.sizes:
@@ -123,7 +127,7 @@ class Twin:
         dimensions = sorted(dimension for at, dimension in self.sizes if at == leaf)
         if not dimensions:
             return part
-        numbers = None if here.scene is None else here.scene.numbers
+        numbers = None if here.context is None else here.context.numbers
         if numbers is None:
             raise PartitionError(
                 f"the shape of what {self.name!r} returns depends on its data, which is not here"
@@ -138,7 +142,7 @@ class Twin:
             return leaves[part.place]
         if isinstance(part, torch.Tensor):
             return Placeholder(part, self.name, stage, device)
-        numbers = None if here.scene is None else here.scene.numbers
+        numbers = None if here.context is None else here.context.numbers
         if isinstance(part, _Asked):
             if numbers is None:
                 raise PartitionError(
@@ -157,7 +161,7 @@ class Twin:
                 return self._run_sized([_as_placeholder(leaf) for leaf in leaves], spec, device)
             except Exception as error:
                 # Whatever it is that cannot be done without data: try with data that is made up.
-                return self._probe(leaves, spec, device, error)
+                return self._run_with_data(leaves, spec, device, error)
 
     def _run_sized(
         self, leaves: Sequence[Any], spec: pytree.TreeSpec, device: torch.device
@@ -181,9 +185,11 @@ class Twin:
         args, kwargs = pytree.tree_unflatten(leaves, spec)
         kept = list(module.buffers())
         before = _versions(kept)
-        with Scene(device) as scene, _Beside(0, self.skips), torch.no_grad():
-            scene.numbers = sizes
-            output = recorded(lambda: module(*args, **kwargs))
+        with PlaceholderContext(device) as context, _Beside(0, self.skips), torch.no_grad():
+            context.numbers = sizes
+            state = Before(self.name, module, args, kwargs)
+            output = state.left(recorded(lambda: module(*args, **kwargs)))
+        self.leaves_more |= type(output) is Recorded
         self.changes_buffers |= before != _versions(module.buffers())
         places = {id(leaf): place for place, leaf in enumerate(leaves) if not is_constant(leaf)}
         parts, tree = pytree.tree_flatten(output)
@@ -198,7 +204,7 @@ class Twin:
                 learned.append(part)
         return learned, tree
 
-    def _probe(
+    def _run_with_data(
         self,
         leaves: Sequence[Any],
         spec: pytree.TreeSpec,
@@ -219,7 +225,7 @@ class Twin:
                 except PartitionError:
                     raise
                 except Exception as other:
-                    raise self._no_shapes(error) from other
+                    raise self._unable(leaves, other) from other
                 found.append(made)
         one, other = (([_asked(part) for part in parts], tree) for parts, tree in found)
         try:
@@ -240,6 +246,15 @@ class Twin:
                     raise ValueError("more than sizes of the output depends on data")
                 sizes = enumerate(zip(part.shape, like.shape, strict=True))
                 self.sizes |= {(leaf, dimension) for dimension, (a, b) in sizes if a != b}
+
+    def _unable(self, leaves: Sequence[Any], error: Exception) -> PartitionError:
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        given = [str(TensorMeta(tuple(tensor.shape), tensor.dtype)) for tensor in tensors]
+        return PartitionError(
+            f"{self.name!r}, given {', '.join(given) or 'no tensor'}, raises "
+            f"{type(error).__name__}: {_reason(error)}; pass what fits the model, or, if it does "
+            "take that, cut it with taktline.pipeline, which traces it, or by hand"
+        )
 
     def _no_shapes(self, error: Exception) -> PartitionError:
         return PartitionError(
@@ -287,7 +302,7 @@ def _with_data(leaf: Any, device: torch.device, *, keep: bool) -> Any:
 
 
 def _apart(leaf: Any) -> Any:
-    """An argument that is no tensor; a cache must not get what a twin gives."""
+    """An argument that is no tensor; a cache must not get what a probe returns."""
     return leaf if is_constant(leaf) else copy.deepcopy(leaf)
 
 
@@ -330,16 +345,11 @@ def look(value: Any) -> Any:
     return type(value) if spec.is_leaf() else (spec, *map(look, leaves))
 
 
-def is_constant(leaf: object) -> bool:
-    """Whether a part of an argument is all that there is to know of it."""
-    return leaf is None or isinstance(leaf, (bool, int, float, str, torch.dtype, torch.device))
-
-
 def _reason(error: Exception) -> str:
     return str(error).strip() or type(error).__name__
 
 
 def autocast_of(device: torch.device) -> torch.dtype | None:
-    """The type that autocast gives to results on a device."""
+    """The type that autocast has for results on a device."""
     kind = device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None

@@ -1,0 +1,156 @@
+"""Micro-batch by micro-batch through all stages, where these run in one thread.
+
+No rank waits for another there, so nobody gains by the order of the schedule. One forward and one
+backward of all stages cost what they cost in a plain accumulation loop::
+
+    rank 0   F0           B0 │ F1           B1 │
+    rank 1      F0     B0    │    F1     B1    │ …
+    rank 2         F0 B0     │       F1 B1     │
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from taktline.plan import Kind
+from taktline.runtime.executor import Instruction
+from taktline.runtime.ports import Handback, Values
+from taktline.runtime.stage_actions import Own, Work, uncast
+from taktline.side_values import Aside, Replay, opened
+from taktline.stage import PipelineStage
+from taktline.stage.engine import accumulate
+
+__all__ = ["plain_loop"]
+
+
+def plain_loop(
+    instructions: Sequence[Instruction],
+    stages: Mapping[int, PipelineStage],
+    make_work: Callable[..., Work],
+) -> list[Instruction] | None:
+    """The same as a plain loop; None if gradients could differ, or if others have a say in them.
+
+    ``make_work(stage, kind=…, ports…)`` makes the work of a stage.
+    """
+    order = _order(instructions)
+    if order is None or not all(stage.may_join for stage in stages.values()):
+        return None
+    actions = {
+        (each.action.stage, each.action.microbatch, each.action.kind == Kind.F): each.action
+        for each in instructions
+        if each.action.kind != Kind.W
+    }
+    last = len(stages) - 1
+    backward = _Backward(last, stages[last].device.type)
+    handed_on = [None, *(Handback() for _ in range(last)), None]
+    works = [
+        make_work(
+            stage,
+            kind=partial(_Work, backward),
+            activations_in=handed_on[stage],
+            activations_out=handed_on[stage + 1],
+        )
+        for stage in range(last + 1)
+    ]
+    loop: list[Instruction] = []
+    for m in order:
+        for stage, work in enumerate(works):
+            loop.append(Instruction(actions[stage, m, True], partial(work.forward, m), None))
+        back = [actions[stage, m, False] for stage in range(last + 1)]
+        loop.append(
+            Instruction(back[-1], backward.run, None, at=lambda back=back: back[backward.stage])
+        )
+    return loop
+
+
+def _order(instructions: Sequence[Instruction]) -> list[int] | None:
+    """In which order every stage computes and adds up gradients of micro-batches, if it is one."""
+    orders: defaultdict[tuple[int, bool], list[int | None]] = defaultdict(list)
+    for each in instructions:
+        action = each.action
+        if action.microbatch is None:
+            return None
+        if action.kind != Kind.I:
+            orders[action.stage, action.kind == Kind.F].append(action.microbatch)
+    first, *others = orders.values()
+    return [m for m in first if m is not None] if all(each == first for each in others) else None
+
+
+class _Backward:
+    """The backward of a micro-batch through all stages, as one call.
+
+    Autograd runs what was computed last first, so it goes from stage to stage. Where it is, hooks
+    note at all that leaves a stage.
+    """
+
+    def __init__(self, last: int, device_type: str) -> None:
+        self._last = last
+        self._device_type = device_type
+        self._marks = [partial(self._come_to, stage) for stage in range(last + 1)]
+        self._roots: list[torch.Tensor] = []
+        self._gradients: list[torch.Tensor] = []
+        self._asides: dict[int, Aside] = {}
+        self.stage = last
+        """Where it is."""
+
+    def keep(self, stage: int, results: Sequence[Any], own: Own, aside: Aside | None) -> None:
+        """Note what a forward has left for the backward."""
+        self._mark(stage, opened(results)[0])
+        for loss, gradient in zip(*own, strict=True):
+            if gradient is not None:
+                self._roots.append(loss)
+                self._gradients.append(gradient)
+        if aside is not None:
+            put = [skip.value for skip in aside.skips.values() if skip.stage == stage]
+            self._mark(stage, (put, aside.losses))
+            aside.replays = True
+            self._asides[stage] = aside
+
+    def run(self) -> None:
+        """Add up the gradients of all stages."""
+        roots, gradients, asides = self._roots, self._gradients, self._asides
+        self._roots, self._gradients, self._asides, self.stage = [], [], {}, self._last
+        if asides:
+            with Replay(lambda: asides.get(self.stage) or Aside(self.stage, {})):
+                uncast(self._device_type, accumulate, roots, gradients)
+        elif roots:
+            uncast(self._device_type, accumulate, roots, gradients)
+
+    def _mark(self, stage: int, tree: Any) -> None:
+        if isinstance(tree, torch.Tensor):
+            if tree.requires_grad:
+                tree.register_hook(self._marks[stage])
+        elif isinstance(tree, (tuple, list)):
+            for part in tree:
+                self._mark(stage, part)
+        elif isinstance(tree, dict):
+            self._mark(stage, list(tree.values()))
+
+    def _come_to(self, stage: int, _: torch.Tensor) -> None:
+        self.stage = stage
+
+
+class _Work(Work):
+    """The work of a stage whose output stays in the graph, and as it is."""
+
+    def __init__(self, backward: _Backward, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._joined = backward
+
+    def _handed_on(self, output: Any, aside: Aside) -> Values:
+        return self._with_skips(output, aside), None
+
+    def _keep(
+        self,
+        microbatch: int,
+        inputs: Sequence[Any],
+        results: Sequence[Any],
+        own: Own,
+        aside: Aside | None,
+    ) -> None:
+        self._joined.keep(self._index, results, own, aside)

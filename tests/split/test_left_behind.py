@@ -1,0 +1,236 @@
+"""What layers leave behind beside their outputs: in attributes, and in what they are given."""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict, deque
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import taktline as tl
+from taktline.errors import PartitionError
+
+WIDTH, PARTS = 4, 4
+
+FOUND: list[Tensor] = []
+
+
+class Layer(nn.Linear):
+    """Has a loss of its own, which it keeps, or puts where it is told to."""
+
+    own: Any = 0.0
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+
+    def forward(self, input: Tensor, into: Any = None) -> Tensor:
+        x = torch.tanh(super().forward(input))
+        self.own = x.square().mean()
+        return self.leave(x, into)
+
+    def leave(self, x: Tensor, into: Any) -> Tensor:
+        """Leave something behind."""
+        return x
+
+
+class Nested(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Layer()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.inner(x)
+
+
+class Putting(Layer):
+    def leave(self, x: Tensor, into: Any) -> Tensor:
+        if isinstance(into, dict):
+            into["last"] = x
+            into["sums"].append(x.sum())
+            into["count"] = into.get("count", 0) + 1
+        else:
+            into.append(self.own)
+        return x
+
+
+class Reading(Layer):
+    """Uses what another layer has put there."""
+
+    def leave(self, x: Tensor, into: Any) -> Tensor:
+        into[len(into)] = x
+        return x + into[len(into) - 3] if len(into) > 2 else x
+
+
+class Note:
+    own: Any = 0.0
+
+
+class Noting(Layer):
+    def leave(self, x: Tensor, into: Any) -> Tensor:
+        into.own = into.own + self.own
+        return x
+
+
+class Global(Layer):
+    def forward(self, input: Tensor, into: Any = None) -> Tensor:
+        x = super().forward(input)
+        FOUND.append(x)
+        return x
+
+
+class Model(nn.Module):
+    layer: type[nn.Module] = Layer
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(self.layer() for _ in range(6))
+
+    def run(self, x: Tensor, *into: Any) -> Tensor:
+        for layer in self.layers:
+            x = layer(x, *into)
+        return x
+
+
+class Attributes(Model):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.run(x)
+        layers: Any = self.layers
+        return x + sum(layer.own for layer in layers)
+
+
+class OneByOne(Model):
+    def forward(self, x: Tensor) -> Tensor:
+        total: Any = 0
+        for layer in self.layers:
+            x = layer(x)
+            total = total + layer.own
+        return x * total
+
+
+class Inner(Model):
+    layer = Nested
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.run(x)
+        return x + sum(part.own for part in self.modules() if isinstance(part, Layer))
+
+
+class Lists(Model):
+    layer = Putting
+
+    def forward(self, x: Tensor) -> Tensor:
+        into: list[Tensor] = []
+        x = self.run(x, into)
+        return x + sum(into)
+
+
+class Deques(Model):
+    layer = Putting
+
+    def forward(self, x: Tensor) -> Tensor:
+        into: deque[Tensor] = deque()
+        x = self.run(x, into)
+        return x + sum(into)
+
+
+class Dicts(Model):
+    layer = Putting
+
+    def forward(self, x: Tensor) -> Tensor:
+        into: Any = defaultdict(list)
+        x = self.run(x, into)
+        return x + into["last"] * into["count"] + sum(into["sums"])
+
+
+class FromLayerToLayer(Model):
+    layer = Reading
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.run(x, {})
+
+
+def loss_fn(output: Tensor, target: Tensor) -> Tensor:
+    return (output - target).square().mean()
+
+
+def pipeline(model: nn.Module, schedule: str = "1f1b") -> tl.Pipeline:
+    example = (torch.ones(2, WIDTH),)
+    return tl.Pipeline(
+        model, example=example, microbatches=PARTS, ranks=2, schedule=schedule, loss_fn=loss_fn
+    )
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
+@pytest.mark.parametrize(
+    "kind", [Attributes, OneByOne, Inner, Lists, Deques, Dicts, FromLayerToLayer]
+)
+def test_as_in_the_plain_model(kind: type[nn.Module], schedule: str) -> None:
+    torch.manual_seed(0)
+    model, x, y = kind(), torch.randn(8, WIDTH), torch.randn(8, WIDTH)
+    plain = copy.deepcopy(model)
+    pipe = pipeline(model, schedule)
+    for _ in range(2):  # a call of which nothing is known, and one like it
+        found = pipe.step(x, target=y)
+        losses = [
+            loss_fn(plain(part), target) / PARTS
+            for part, target in zip(x.chunk(PARTS), y.chunk(PARTS), strict=True)
+        ]
+        torch.stack(losses).sum().backward()
+        torch.testing.assert_close(found, sum(losses))
+    for name, parameter in plain.named_parameters():
+        torch.testing.assert_close(model.get_parameter(name).grad, parameter.grad, msg=name)
+
+
+class Objects(Model):
+    layer = Noting
+
+    def forward(self, x: Tensor) -> Tensor:
+        note = Note()
+        return self.run(x, note) + note.own
+
+
+class Globals(Model):
+    layer = Global
+
+    def forward(self, x: Tensor) -> Tensor:
+        FOUND.clear()
+        return self.run(x) + sum(FOUND)
+
+
+@pytest.mark.parametrize(
+    ("kind", "what"), [(Objects, "a Note that it is given"), (Globals, "the global 'FOUND'")]
+)
+def test_what_no_other_stage_would_know_of(kind: type[nn.Module], what: str) -> None:
+    message = rf"'layers\.0' changes {what}, which other stages would not know of; let it return"
+    with pytest.raises(PartitionError, match=message):
+        pipeline(kind())
+
+
+class Scaled(nn.Linear):
+    scale = 1.0
+
+    def __init__(self, scale: float) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.scale = scale
+
+
+class Scaling(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Scaled(2.0 + number) for number in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        layers: Any = self.layers
+        for layer in layers:
+            x = layer(x)
+        return x * sum(layer.scale for layer in layers)
+
+
+def test_a_default_in_the_class_hides_nothing() -> None:
+    torch.manual_seed(0)
+    model, x = Scaling(), torch.randn(2, WIDTH)
+    pieces = tl.split.by_names(model, ["layers.2"], example=(x,))
+    torch.testing.assert_close(pieces(x), model(x))

@@ -1,0 +1,66 @@
+"""What stages compute and send is known before the first step, whatever the forward does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import taktline as tl
+
+WIDTH = 8
+
+
+class Plain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x
+
+
+class Counted(Plain):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count += 1
+        return super().forward(x)
+
+
+class Checking(Plain):
+    """Refuses what has no data, or zeros."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not x.detach().sum().item():
+            raise ValueError("the batch is empty")
+        return super().forward(x)
+
+
+def compiled() -> nn.Module:
+    model = Plain()
+    for key, layer in model.layers.named_children():
+        block: Any = torch.compile(layer, backend="eager")
+        model.layers.register_module(key, block)
+    return model
+
+
+@pytest.mark.parametrize("make", [Plain, Counted, Checking, compiled])
+def test_work_is_counted(make: Callable[[], nn.Module]) -> None:
+    model, x = make(), torch.ones(4, WIDTH)
+    state, drawn = {k: v.clone() for k, v in model.state_dict().items()}, torch.get_rng_state()
+    pipe = tl.Pipeline(
+        model, example=(x[:2],), microbatches=2, loss_fn=nn.functional.mse_loss, ranks=2
+    )
+    assert "work as counted" in str(pipe)
+    assert pipe.boundaries[0][0].shape == (2, WIDTH)
+    assert torch.equal(torch.get_rng_state(), drawn)
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, state[name]), name
