@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import taktline as tl
 from taktline.runtime.bind import Binding
 from taktline.runtime.capture import Captures
+from taktline.runtime.capture.state import kept
 
 WIDTH = 6
 
@@ -438,7 +439,20 @@ def test_a_failed_capture_leaves_nothing_behind() -> None:
         pair.step(seed=3)
     pair.step(seed=4)
     assert pair.graphs.log == []
-    assert "step() with 4 micro-batches: eagerly, ValueError: not here" in str(pair.pipe)
+    assert "step() with 8 rows in 4 micro-batches: eagerly, ValueError: not here" in str(pair.pipe)
+
+
+def test_what_a_failed_capture_has_left_in_modules_is_put_back() -> None:
+    module = nn.BatchNorm1d(2)
+    mean, stage = module.running_mean, tl.PipelineStage(module, 0, 1, torch.device("cpu"))
+    restore = kept([stage])
+    module.running_mean = torch.full((2,), 7.0)
+    module.latest = torch.zeros(())
+    module.eps = 3.0
+    restore()
+    assert module.running_mean is mean
+    assert not hasattr(module, "latest")
+    assert module.eps == 1e-5
 
 
 class Odd(Stage):
@@ -508,10 +522,10 @@ def test_on_the_cpu_a_warning_says_why_there_is_none() -> None:
 def test_which_programs_are_captured_is_printed() -> None:
     pair = Pair()
     pair.settle()
-    assert str(pair.pipe).endswith("  step() with 4 micro-batches: captured, 1 replay")
+    assert str(pair.pipe).endswith("  step() with 8 rows in 4 micro-batches: captured, 1 replay")
     pair.step(rows=12)
     pair.step(rows=12)
-    assert str(pair.pipe).endswith("  step() with 4 micro-batches: warms up")
+    assert str(pair.pipe).endswith("  step() with 12 rows in 4 micro-batches: warms up")
 
 
 def test_ranks_that_are_threads_run_eagerly() -> None:

@@ -215,7 +215,7 @@ def test_evaluation() -> None:
     for seed in range(6):
         x = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(seed))
         assert torch.equal(*(pipe.eval(x) for pipe in pair.both))
-    assert "eval() with 4 micro-batches: captured, 3 replays" in str(pair.pipe)
+    assert "eval() with 8 rows in 4 micro-batches: captured, 3 replays" in str(pair.pipe)
 
 
 def test_compiled_stages() -> None:

@@ -251,6 +251,55 @@ def test_what_changes_in_place_is_not_divided() -> None:
     assert "changes a tensor in place (aten.add_.Tensor)" in told
 
 
+class Residual(nn.Module):
+    """Of a class of its own, so that its pieces run its forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(block() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for inner in self.blocks:
+            x = x + inner(x)
+        return x
+
+
+@pytest.mark.parametrize(
+    ("make", "cut"), [(Residual, "blocks.2"), (lambda: nn.Sequential(*Residual().blocks), "2")]
+)
+def test_pieces_of_a_model(make: Callable[[], nn.Module], cut: str) -> None:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = make()
+    plain = copy.deepcopy(model)
+    used: list[int] = []
+
+    def prepare(module: nn.Module, stage: int) -> nn.Module:
+        module.compile(backend=aot(f"stage {stage}"))
+        return module
+
+    pipe = tl.Pipeline(
+        model,
+        cuts=[cut],
+        schedule="zb_h1",
+        microbatches=2,
+        ranks=2,
+        loss_fn=nn.functional.mse_loss,
+        prepare=prepare,
+    )
+    x, target = torch.randn(2, 4, 8).unbind()
+    with pytest.MonkeyPatch.context() as patch, pipe.trace():  # which keeps I and W apart
+        run = Backward._run_first
+        patch.setattr(
+            Backward, "_run_first", lambda *args: (used.append(len(args[3])), run(*args))[1]
+        )
+        pipe.step(x, target=target)
+    nn.functional.mse_loss(plain(x), target).backward()
+    assert used
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("cuts", [True, False], ids=["cut", "by hand"])
 def test_pipeline_with_inductor(cuts: bool) -> None:

@@ -14,7 +14,7 @@ from taktline.runtime.bind import Binding, Bound, bind
 from taktline.runtime.capture.cuda import Graph, Graphs
 from taktline.runtime.capture.gradients import Buffers, Pool, Touched
 from taktline.runtime.capture.inputs import Inputs, Static
-from taktline.runtime.capture.state import look
+from taktline.runtime.capture.state import kept, look
 from taktline.runtime.executor import Failure
 from taktline.runtime.step_data import Feed
 from taktline.stage import PipelineStage
@@ -125,10 +125,7 @@ class Captures:
             if len(self._entries) >= _KINDS:
                 self._tell(f"there are more than {_KINDS} kinds of steps; the rest runs eagerly")
                 return None
-            plan, trains = bound.plan, bound.binding.trains
-            call = "step()" if trains else "eval()"
-            name = f"{call} with {counted(plan.microbatches, 'micro-batch')}"
-            entry = self._entries[kind] = _Entry(name)
+            entry = self._entries[kind] = _Entry(_name(bound))
         return entry
 
     def _warm_up(self, entry: _Entry, eagerly: Callable[[], Failure | None]) -> Failure | None:
@@ -157,6 +154,7 @@ class Captures:
         static = inputs.static(self._stages[0].device)
         static.fill(inputs, bound.binding.feed.number)
         buffers = self._pool.buffers(entry.touched, apart)
+        restore = kept(self._stages)
 
         def make(binding: Binding) -> Callable[[], None]:
             program = bind(binding, bound.known).program
@@ -176,8 +174,7 @@ class Captures:
         if look(self._stages) != state:
             told.append("its forward puts other tensors in the place of parameters or buffers")
         if graph is None or told:
-            for stage in self._stages:
-                stage.clear()
+            restore()
             self._refuse(entry, told[0])
             return False
         entry.captured = _Captured(graph, static, buffers, state)
@@ -211,6 +208,12 @@ class Captures:
 
     def _is_of_entry(self, reason: str) -> bool:
         return any(entry.refusal == reason for entry in self._entries.values())
+
+
+def _name(bound: Bound) -> str:
+    call = "step()" if bound.binding.trains else "eval()"
+    rows, parts = bound.binding.feed.rows, counted(bound.plan.microbatches, "micro-batch")
+    return f"{call} with {counted(rows, 'row')} in {parts}" if rows else f"{call} with {parts}"
 
 
 def _state(entry: _Entry) -> str:

@@ -7,6 +7,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from itertools import product
 from typing import Any, Protocol
+from weakref import WeakSet
 
 import torch
 
@@ -44,6 +45,7 @@ class CudaGraphs:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._pool: Any = None
+        self._alive: WeakSet[_Captured] = WeakSet()
 
     def refusal(self) -> str | None:
         """Why there can be none."""
@@ -56,14 +58,13 @@ class CudaGraphs:
         graph = torch.cuda.CUDAGraph()
         for generator in draws.generators:
             graph.register_generator_state(generator)
-        if self._pool is None:
+        if self._pool is None or not self._alive:  # a pool goes with the last graph that uses it
             self._pool = torch.cuda.graph_pool_handle()
-        drawn = torch.default_generator.get_state()
-        with torch.cuda.device(self._device), draws.drawing(), _fresh_casts():
+        with torch.cuda.device(self._device), draws.drawing(), _fresh_casts(), _undrawn():
             self._run(graph, run)
-        if not torch.equal(torch.default_generator.get_state(), drawn):
-            raise ScheduleError("random numbers are drawn on the CPU, which a replay would not do")
-        return _Captured(graph, draws)
+        captured = _Captured(graph, draws)
+        self._alive.add(captured)
+        return captured
 
     def _run(self, graph: torch.cuda.CUDAGraph, run: Callable[[], None]) -> None:
         """Capture what a function does."""
@@ -81,6 +82,19 @@ class CudaGraphs:
         if raised:
             self._pool = None
             raise raised[0]
+
+
+@contextmanager
+def _undrawn() -> Iterator[None]:
+    """Raise if inside random numbers are drawn on the CPU; they are not drawn, then."""
+    before = torch.default_generator.get_state()
+    try:
+        yield
+    finally:
+        drawn = not torch.equal(torch.default_generator.get_state(), before)
+        torch.default_generator.set_state(before)
+    if drawn:
+        raise ScheduleError("random numbers are drawn on the CPU, which a replay would not do")
 
 
 @contextmanager

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import nn
@@ -11,7 +11,7 @@ from torch.nn.modules.module import _has_any_global_hook
 from taktline.sharding import local
 from taktline.stage import PipelineStage
 
-__all__ = ["look"]
+__all__ = ["kept", "look"]
 
 
 def look(stages: Sequence[PipelineStage]) -> tuple[object, ...] | str:
@@ -34,6 +34,25 @@ def look(stages: Sequence[PipelineStage]) -> tuple[object, ...] | str:
         if told is not None:
             return f"stage {stage.stage_index}: {told}"
     return tuple(found)
+
+
+def kept(stages: Sequence[PipelineStage]) -> Callable[[], None]:
+    """Keep what modules have now; returns what puts it back, after a capture that failed.
+
+    What its forward has left there was never computed.
+    """
+    modules = [module for stage in stages for module in stage.submod.modules()]
+    had = [(module, dict(vars(module)), dict(module._buffers)) for module in modules]
+
+    def restore() -> None:
+        for stage in stages:
+            stage.clear()
+        for module, attributes, buffers in had:
+            vars(module).clear()
+            vars(module).update(attributes)
+            module._buffers.update(buffers)
+
+    return restore
 
 
 def _note(stage: nn.Module, found: list[object]) -> str | None:
