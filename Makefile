@@ -9,6 +9,7 @@ TORTURE_SECONDS ?= 120
 FUZZ_INPUTS ?= 100000
 # How many tests run side by side; each has one thread of its own, or they would fight for the cores.
 JOBS ?= 2
+PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(JOBS) --dist worksteal
 BENCHMARKS := $(filter-out benchmarks/_%,$(sort $(wildcard benchmarks/*.py)))
 
 # mkdocs-material prints a notice about its end of life unless told not to.
@@ -17,7 +18,7 @@ export NO_MKDOCS_2_WARNING := 1
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help demo test unit lint format docs bench torture faults zoo clean
+.PHONY: help demo test unit tests matrix lint format docs bench torture faults zoo versions clean
 
 help: ## List the targets
 	@echo "Usage: make TARGET [PYTHON=python3.x]"
@@ -28,10 +29,16 @@ help: ## List the targets
 demo: $(VENV)/.stamp-cli ## Install the package with its commands and train a small GPT
 	@$(BIN)/taktline demo
 
-test: lint unit docs ## Everything that must pass: lint, types, imports, tests, docs
+test: lint tests docs ## Everything that must pass: lint, types, imports, tests, docs
 
-unit: $(VENV)/.stamp-dev ## Run the tests and the doctests
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(JOBS) --dist worksteal
+unit: $(VENV)/.stamp-dev ## Run the quick tests, in one process each, and the doctests
+	$(PYTEST) -m "not (processes or slow or zoo or matrix)"
+
+tests: $(VENV)/.stamp-dev ## Run the tests and the doctests
+	$(PYTEST) -m "not matrix"
+
+matrix: $(VENV)/.stamp-dev ## Run all combinations of which the tests run some
+	$(PYTEST) -m matrix
 
 lint: $(VENV)/.stamp-dev ## Check style, format, types and imports
 	$(BIN)/ruff check
@@ -59,6 +66,9 @@ faults: $(VENV)/.stamp-dev ## Kill, stop, interrupt and cut off ranks in every p
 
 zoo: $(VENV)/.stamp-dev ## Train every architecture of the zoo on pipelines, and write docs/models.md
 	@$(BIN)/python -m tests.zoo
+
+versions: $(VENV)/.stamp-dev ## Run the tests of the drop-in under each supported version of torch
+	@$(BIN)/python -m tests.compat.versions
 
 clean: ## Remove the venv and everything that was built
 	rm -rf $(VENV) site build dist .pytest_cache .ruff_cache .hypothesis .import_linter_cache

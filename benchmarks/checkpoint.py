@@ -2,8 +2,9 @@
 
 Two ranks with AdamW. Rounds alternate, and medians are compared. A save is done when it is on the
 disk: both see to that. ``async_save`` shows for how long training stands still: until the call has
-returned on every rank. Memory is what a rank holds at the most beside its model and optimizer, in
-parts of these.
+returned on every rank, and then before ``optimizer.step()``, until everything is copied. Forward
+and backward in between (of ``--rows`` rows) share the cores with the copying, and take longer.
+Memory is what a rank holds at the most beside its model and optimizer, in parts of these.
 
 python benchmarks/checkpoint.py --width 2048 --rounds 5
 """
@@ -30,6 +31,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 
 import taktline as tl
 from taktline.checkpoint import background
+from taktline.checkpoint.snapshot import settle
 
 dcp: Any = importlib.import_module("torch.distributed.checkpoint")
 RANKS = 2
@@ -41,10 +43,6 @@ def make(width: int, layers: int) -> tuple[Any, torch.optim.Optimizer]:
         model, cuts=[str(layers // 2)], microbatches=2, loss_fn=nn.functional.mse_loss
     )
     optimizer = torch.optim.AdamW(pipe.parameters())
-    x = torch.ones(4, width)
-    pipe.step(x, target=x)
-    optimizer.step()
-    optimizer.zero_grad()
     return pipe, optimizer
 
 
@@ -72,6 +70,14 @@ def measure(rank: int, options: argparse.Namespace, folder: str) -> None:
     store = f"file://{folder}/store"
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=RANKS)
     pipe, optimizer = make(options.width, options.layers)
+    x = torch.ones(options.rows, options.width)
+
+    def step() -> None:
+        pipe.step(x, target=x)
+        optimizer.zero_grad()
+
+    pipe.step(x, target=x)
+    optimizer.step()
     ours, theirs, beside = Path(folder, "ours"), Path(folder, "dcp"), Path(folder, "beside")
     times: dict[str, list[tuple[float, int]]] = {}
 
@@ -93,7 +99,10 @@ def measure(rank: int, options: argparse.Namespace, folder: str) -> None:
         "dcp.save": lambda: dcp.save(dcp_state(), checkpoint_id=theirs),
         "load": lambda: pipe.load(ours, optimizer),
         "dcp.load": dcp_load,
+        "step": step,
         "async_save": lambda: pipe.save(beside, optimizer, async_save=True),
+        "step beside": step,
+        "wait": settle,  # as optimizer.step() does
     }
     for _ in range(options.rounds + 1):
         for name, do in verbs.items():
@@ -101,7 +110,7 @@ def measure(rank: int, options: argparse.Namespace, folder: str) -> None:
             if room is not None and rank == 0:
                 shutil.rmtree(room, ignore_errors=True)  # what is removed is not measured
             times.setdefault(name, []).append(timed(do))
-            background.wait(beside, rank)
+        background.wait(beside, rank)
     if rank == 0:
         size = sum(file.stat().st_size for file in ours.rglob("*.safetensors"))
         show({name: found[1:] for name, found in times.items()}, size)
@@ -120,14 +129,23 @@ def show(found: dict[str, list[tuple[float, int]]], size: int) -> None:
             f"{mine / other:.2f} of its time; "
             f"memory: {held[name]:.2f}, dcp: {held[f'dcp.{name}']:.2f}"
         )
-    still = times["async_save"] / times["save"]
-    print(f"async_save: training stands still for {still:.1%} of a save's time")
+    call, wait = times["async_save"] / times["save"], times["wait"] / times["save"]
+    print(
+        f"async_save: training stands still for {call + wait:.1%} of a save's time: {call:.1%} in "
+        f"the call, {wait:.1%} before optimizer.step()"
+    )
+    alone, beside = times["step"], times["step beside"]
+    print(
+        f"forward and backward beside it: {beside * 1e3:.0f} ms, {alone * 1e3:.0f} ms alone; "
+        f"a save: {times['save'] * 1e3:.0f} ms"
+    )
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--width", type=int, default=2048)
     parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--rows", type=int, default=64, help="of a batch")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--folder", help="on the disk to measure")
     given = parser.parse_args()

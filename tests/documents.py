@@ -76,7 +76,7 @@ def fresh(page: Path) -> str:
     if not _BLOCK.search(page.read_text()):
         return page.read_text()
     processes = multiprocessing.get_context("forkserver")
-    processes.set_forkserver_preload(["taktline.train", "taktline.cli.app"])
+    processes.set_forkserver_preload(["torch._dynamo", "taktline.train", "taktline.cli.app"])
     receiver, sender = processes.Pipe(duplex=False)
     process = processes.Process(target=_send, args=(page, sender))
     process.start()

@@ -1,4 +1,4 @@
-"""The examples run, in a small size, and come to the same in one process and under torchrun."""
+"""The examples run, in a small size, and come to the same in one process and in several."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import os
 import re
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -29,6 +28,7 @@ CASES = {
     "custom_schedule": (["--steps", "2"], 2, "step 2: loss"),
     "inference": (["--tokens", "2"], 2, "\nhij\n"),
 }
+RESUMABLE = ("--steps", "10")
 NEEDS = {"lora": "peft", "lightning_module": "pytorch_lightning"}
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
 
@@ -61,19 +61,16 @@ def missing(name: str) -> bool:
 def printed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with what each example has printed, alone and on each of its ranks."""
     top = tmp_path_factory.mktemp("examples")
-
-    def launch(ranks: int) -> None:
-        words = [
-            [name, *case[0]]
-            for name, case in CASES.items()
-            if not missing(name) and ranks in (1, case[1])
+    launches: dict[int, list[list[str]]] = {
+        ranks: [
+            [name, *words]
+            for name, (words, several, _) in CASES.items()
+            if not missing(name) and ranks in (1, several)
         ]
-        launcher = [*TORCHRUN, "--nproc-per-node", str(ranks)] if ranks > 1 else [sys.executable]
-        command = [*launcher, "-m", "tests.examples", ".", json.dumps(words)]
-        run(command, top / f"ranks-{ranks}")
-
-    with ThreadPoolExecutor() as all_together:
-        list(all_together.map(launch, (1, 2, 4)))
+        for ranks in (1, 2, 4)
+    }
+    launches[1].append(["resumable", *RESUMABLE])
+    run([sys.executable, "-m", "tests.examples", str(top), json.dumps(launches)], top / "in")
     return top
 
 
@@ -86,7 +83,7 @@ def test_every_example_is_tested() -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_same_in_one_process_and_under_torchrun(name: str, printed: Path) -> None:
+def test_the_same_in_one_process_and_in_several(name: str, printed: Path) -> None:
     if missing(name):
         pytest.skip(f"{NEEDS[name]} is not installed: pip install 'taktline[clients]'")
     _, ranks, text = CASES[name]
@@ -121,27 +118,25 @@ def test_adapters_are_all_that_is_saved(printed: Path) -> None:
         assert all(value.abs().max() > 0 for value in trained)  # where LoRA begins, they are 0
 
 
-def test_accelerate_starts_them_too(tmp_path: Path) -> None:
+def test_accelerate_starts_them_too(printed: Path, tmp_path: Path) -> None:
     pytest.importorskip("accelerate")
     command = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu"]
     command += ["--num_processes", "2", "--num_machines", "1", "--mixed_precision", "no"]
     command += ["--dynamo_backend", "no", "--main_process_port", "0"]
     command += [str(EXAMPLES / "custom_schedule.py"), "--steps", "2"]
-    with ThreadPoolExecutor() as both:
-        alone = [sys.executable, *command[-3:]]
-        plain, shown = both.map(run, [alone, command], [tmp_path / "alone", tmp_path / "both"])
-    assert losses(shown) == pytest.approx(losses(plain), rel=1e-3)
+    shown, alone = run(command, tmp_path / "both"), printed / "ranks-1" / "custom_schedule.0"
+    assert losses(shown) == pytest.approx(losses(alone.read_text()), rel=1e-3)
     assert len(losses(shown)) == 2
 
 
-def test_a_training_that_goes_on_by_itself(tmp_path: Path) -> None:
+def test_a_training_that_goes_on_by_itself(printed: Path, tmp_path: Path) -> None:
     """A rank is killed in step 7; torchrun starts anew, and all goes on from the latest save."""
-    command = [str(EXAMPLES / "resumable.py"), "--steps", "10"]
-    killed = [*TORCHRUN, "--max-restarts", "3", "--nproc-per-node", "2", *command, "--die-in", "7"]
-    with ThreadPoolExecutor() as both:
-        calm, shown = both.map(
-            run, [[sys.executable, *command], killed], [tmp_path / "calm", tmp_path / "killed"]
-        )
+    command = [*TORCHRUN, "--max-restarts", "3", "--nproc-per-node", "2"]
+    command += [str(EXAMPLES / "resumable.py"), *RESUMABLE, "--die-in", "7"]
+    calm, shown = (
+        (printed / "ranks-1" / "resumable.0").read_text(),
+        run(command, tmp_path / "killed"),
+    )
     steps = [dict(re.findall(r"step (\d+): (loss \S+)", text)) for text in (calm, shown)]
     assert steps[0] == steps[1], "to the last place"
     assert shown.count("step 7: ") + shown.count("step 8: ") > 2, "some were made twice"

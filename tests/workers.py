@@ -45,7 +45,10 @@ import torch.distributed as dist
 from taktline.train.groups import end_unused
 from taktline.transport.lifetime import planes
 
-__all__ = ["Workers", "WorkersFailed", "WorkersLost"]
+__all__ = ["PRELOADED", "Workers", "WorkersFailed", "WorkersLost"]
+
+PRELOADED = ["torch.distributed.fsdp", "torch._dynamo", "taktline.train", __name__]
+"""Whatever a process would import first: loading it takes longer than most tests."""
 
 # For what the pool does on its own account. Generous: on a busy machine torch loads slowly.
 MEETING_SECONDS = 300.0
@@ -177,8 +180,9 @@ class _Pool:
         self._folder = TemporaryDirectory(prefix="taktline-workers-")
         self._connections: list[Connection] = []
         self._processes: list[BaseProcess] = []
-        # Not fork: it copies the locks of torch's threads, but not the threads.
-        context = multiprocessing.get_context("spawn")
+        # Forked from a process that has imported torch, and has not used it yet.
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(PRELOADED)
         for rank in range(size):
             here, there = context.Pipe()
             arguments = (rank, size, group_timeout, self._stack_file(rank), there)

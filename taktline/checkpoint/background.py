@@ -12,8 +12,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
-
+from taktline.checkpoint.snapshot import Memory, Snapshot, watch
 from taktline.errors import CheckpointError, TaktlineError, text_of
 from taktline.transport.distributed import Distributed
 
@@ -84,27 +83,22 @@ class _Background:
 
 _running: dict[tuple[Path, int], _Background] = {}
 """By the folder, and the process: local ranks share this one."""
-_buffers: dict[tuple[Path, int], dict[str, torch.Tensor]] = {}
-"""Memory for the copies, kept for the next save to the same folder."""
+_memory: dict[tuple[Path, int], Memory] = {}
+"""Of the saves to a folder."""
 
 
 def is_first_to(folder: Path, place: int) -> bool:
     """Whether nothing was saved to a folder in the background yet."""
-    return (folder, place) not in _buffers
+    return (folder, place) not in _memory
 
 
 def start(folder: Path, saving: Saving) -> None:
-    """Copy what is to be saved to memory of the host, and write it in the background."""
-    key, tensors = (folder, saving.together.place), saving.tensors
-    buffers = _buffers.setdefault(key, {})
-    for name, tensor in tensors.items():
-        room = buffers.get(name)
-        if room is None or (room.dtype, room.shape) != (tensor.dtype, tensor.shape):
-            room = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
-        buffers[name] = tensors[name] = room.copy_(tensor, non_blocking=True)
-    if any(tensor.is_pinned() for tensor in tensors.values()):
-        torch.cuda.synchronize()
+    """Copy what is to be saved to memory of the host, and write it, in the background."""
+    key = folder, saving.together.place
+    memory = _memory.setdefault(key, Memory())
+    saving.snapshot = Snapshot(saving.tensors, saving.trained, saving.others, memory)
     _running[key] = _Background(saving)
+    watch(saving.snapshot)
 
 
 def wait(folder: Path, place: int = 0) -> None:

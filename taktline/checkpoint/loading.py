@@ -23,6 +23,7 @@ from taktline.checkpoint.optimizers import OptimizerState
 from taktline.checkpoint.plain import unpack
 from taktline.checkpoint.randomness import set_random_state
 from taktline.checkpoint.saving import Training
+from taktline.checkpoint.snapshot import settle
 from taktline.checkpoint.tensor_file import TensorFile
 from taktline.checks import require_path
 from taktline.errors import CheckpointError
@@ -100,6 +101,7 @@ def load(holding: Holding, folder: Any, training: Training) -> Loaded:
     together = holding.together
 
     def find() -> str:
+        settle()
         wait(folder, together.place)
         return "" if together.place else str(resolve(folder))
 

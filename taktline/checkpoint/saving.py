@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from torch.optim import Optimizer
 
 from taktline.checkpoint import folder as folders
@@ -27,6 +28,7 @@ from taktline.checkpoint.manifest import merged, read_part, sealed
 from taktline.checkpoint.optimizers import describe
 from taktline.checkpoint.plain import pack
 from taktline.checkpoint.randomness import random_state
+from taktline.checkpoint.snapshot import Snapshot
 from taktline.checkpoint.tensor_file import require_writable, write
 from taktline.checks import refuse, require_flag, require_instance, require_path, require_whole
 from taktline.errors import CheckpointError, TaktlineError, restore, text_of
@@ -74,6 +76,12 @@ class Saving:
     file: str
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
     """What this process writes."""
+    trained: set[str] = field(default_factory=set)
+    """Those of the tensors that optimizers change, and nobody else."""
+    others: set[str] = field(default_factory=set)
+    """All other parameters."""
+    snapshot: Snapshot | None = None
+    """What copies the tensors, in the background."""
     part: dict[str, Any] = field(default_factory=dict)
     """Of the manifest."""
     unfinished: Path = Path()
@@ -106,9 +114,20 @@ class Saving:
             "values": {name: pack(value, name, own) for name, value in values},
         }
         shards: list[tuple[str, int]] = []
+        in_bounds = {
+            id(module.weight)
+            for part in holding.modules
+            for module in part.modules()
+            if getattr(module, "max_norm", None) is not None
+        }  # an embedding's forward sees to that
         for name, value, priority in tensors:
-            if (key := self._add(name, value)) is not None:
-                shards.append((key, priority))
+            if (key := self._add(name, value)) is None:
+                continue
+            shards.append((key, priority))
+            if name in states or (value.requires_grad and id(value) not in in_bounds):
+                self.trained.add(name)
+            elif isinstance(value, nn.Parameter):
+                self.others.add(name)
         for name, value in own.items():
             self._add(f"values/{name}", value)
         return shards
@@ -146,9 +165,13 @@ class Saving:
 
     def write(self) -> None:
         """Write this process's part."""
+        if self.snapshot is not None:  # whatever comes then, an optimizer may wait for it
+            self.snapshot.copy()
         self.require_folder()
         if self.tensors:
             self.part["files"][self.file] = write(self.unfinished / self.file, self.tensors)
+        if self.snapshot is not None:
+            self.snapshot.require_unchanged()
         note = self.note_of(self.together.place)
         folders.write_text(note, json.dumps(self.part), lasting=False)
 

@@ -88,7 +88,8 @@ class Ties:
                 else:
                     values = self._receive(held.owner, like)
                 if values is not None:
-                    for parameter in parameters:
+                    first = transport.rank == held.owner  # which may be being saved, as it is
+                    for parameter in parameters[first:]:
                         local(parameter.detach()).copy_(values)
 
     @contextmanager

@@ -42,7 +42,7 @@ def explained(error: Exception, model: nn.Module, example: Any, plan: Plan | Non
         return told
     if plan is None or not (most := _most_stages(model, example, plan.stages)):
         return error
-    return PartitionError(f"{error}; {_would_do(name, most, plan)}")
+    return PartitionError(f"{error}; {_would_do(most, plan)}")
 
 
 def _is_from_the_model(error: Exception) -> bool:
@@ -80,12 +80,10 @@ def _most_stages(model: nn.Module, example: Any, stages: int) -> int:
     return 0
 
 
-def _would_do(name: str, most: int, plan: Plan) -> str:
+def _would_do(most: int, plan: Plan) -> str:
     """Which numbers of ranks would do."""
     each = plan.stages // plan.ranks
     ranks = most // each
     if ranks > 1:
-        advice = f"{plan.name} with {counted(each, 'stage')} a rank runs on up to {ranks} ranks"
-    else:
-        advice = f"1f1b, with one stage a rank, runs on up to {most} ranks"
-    return f"{name} can be cut into at most {most} stages: {advice}"
+        return f"{plan.name} with {counted(each, 'stage')} a rank runs on up to {ranks} ranks"
+    return f"1f1b, with one stage a rank, runs on up to {most} ranks"

@@ -80,8 +80,9 @@ class Saved(Live):
             data: what knows which batch comes next; saved on every rank that passes it.
             extra: anything else: numbers, texts, tensors, and lists or dicts of these.
             keep: how many saves to keep; by default all.
-            async_save: copy everything, and write it in the background. The next save waits for
-                that, and so does the end of the program; what goes wrong, the next save raises.
+            async_save: copy and write everything in the background. The next ``optimizer.step()``
+                waits for the copy, the next save and the end of the program for all of it; what
+                goes wrong, the next save raises.
 
         >>> import tempfile
         >>> import taktline as tl

@@ -18,6 +18,7 @@ from taktline.checkpoint.holding import (
     priority_of,
     state_of,
 )
+from taktline.checkpoint.snapshot import settle
 from taktline.checks import read
 from taktline.errors import MismatchError, TransportError
 from taktline.meta import DTYPES, name_of
@@ -147,6 +148,7 @@ def load(parts: Parts, state: Mapping[str, torch.Tensor], *, strict: bool) -> No
         for stage, module in parts.modules.items()
         for name, tensor in state_of(module).items()
     ]
+    settle()
     with torch.no_grad():
         for name, tensor in (*targets, *parts.rest.items()):
             if name in known:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -132,12 +132,24 @@ PLANS = """cases => JSON.stringify(cases.map(([name, ranks, each, microbatches, 
 }))"""
 
 
+def few(ranks: int) -> list[int]:
+    """Numbers of micro-batches between which plans change: about as many as ranks, or twice."""
+    return sorted(
+        {1, 2, ranks, *(times * ranks + more for times in (1, 2) for more in (-1, 1))} - {0}
+    )
+
+
 @pytest.mark.processes
+@pytest.mark.parametrize(
+    "numbers", [few, pytest.param(lambda _: range(1, 25), id="all", marks=pytest.mark.matrix)]
+)
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_plans_as_the_package_does(name: str, opened: Callable[..., Opened]) -> None:
-    """Thousands of plans in all: every small size, and some large ones, with drawn costs."""
+def test_plans_as_the_package_does(
+    name: str, numbers: Callable[[int], Iterable[int]], opened: Callable[..., Opened]
+) -> None:
+    """Hundreds of plans: small sizes, and some large ones, with drawn costs."""
     draw = random.Random(name)
-    sizes = [(ranks, many) for ranks in range(1, 9) for many in range(1, 25)]
+    sizes = [(ranks, many) for ranks in range(1, 9) for many in numbers(ranks)]
     sizes += [(draw.randint(9, 32), draw.randint(1, 64)) for _ in range(8)]
     cases: list[tuple[str, int, int | None, int, dict[str, float]]] = []
     for ranks, many in sizes:

@@ -8,6 +8,8 @@ import io
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
+import pytest
+
 MODULES = (
     "",
     ".schedules",
@@ -77,3 +79,12 @@ def actions(cls: Any, texts: Iterable[str]) -> list[Any]:
 def orders(cls: Any, rows: Mapping[int, Iterable[str]]) -> dict[int, list[Any]]:
     """The orders of several ranks."""
     return {rank: actions(cls, texts) for rank, texts in rows.items()}
+
+
+def _since(version: str, *, there: bool) -> pytest.MarkDecorator:
+    return pytest.mark.skipif(not there, reason=f"torch has it since {version}")
+
+
+SINCE_2_12 = _since("2.12", there=hasattr(module("._utils").peer, "InferenceMode"))
+SINCE_2_13 = _since("2.13", there=hasattr(module(".schedules").peer, "_TARGET_CHUNK_SPEC"))
+"""Tests of what earlier versions of torch do not have."""

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from taktline.compat import install
 from tests.workers import Workers
 
+pytest.importorskip("accelerate")
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
 
 

@@ -23,6 +23,7 @@ from taktline.compat.torch_pipelining.schedules import (
 )
 from taktline.compat.torch_pipelining.stage import PipelineStage
 from taktline.errors import BatchError, StageError
+from tests.compat.peer import SINCE_2_12
 from tests.compat.programs import CPU, WIDTH, Program, loss_fn, make_batch, wrapped
 from tests.compat.test_custom_schedules import order, run_forward
 from tests.workers import Workers
@@ -179,6 +180,7 @@ def _failing_at_first(rank: int, group: dist.ProcessGroup, bad: int, per_rank: i
     return told
 
 
+@SINCE_2_12  # before, a stage has no method by which it could tell its neighbours
 @pytest.mark.processes
 @pytest.mark.parametrize(("bad", "per_rank"), [(0, 1), (1, 1), (1, 2), (2, 2), (3, 2)])
 def test_every_rank_hears_of_a_stage_that_fails_at_first(

@@ -26,6 +26,7 @@ from taktline.compat.torch_pipelining.schedules import (
     _PipelineScheduleRuntime,
     _wait_batch_p2p,
 )
+from tests.compat.peer import SINCE_2_13
 from tests.compat.programs import Program, loss_fn
 from tests.workers import Workers
 
@@ -122,6 +123,7 @@ def _from_files(rank: int, group: dist.ProcessGroup, folder: str) -> None:
         program.train(plain)
 
 
+@SINCE_2_13  # defer_pp_recv
 def test_files(workers: Workers, tmp_path: Path) -> None:
     workers.run(_from_files, str(tmp_path))
 

@@ -16,10 +16,13 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from taktline.compat.torch_pipelining import microbatch, schedules
 from taktline.compat.torch_pipelining.stage import PipelineStage
+from tests.compat.peer import SINCE_2_13
 from tests.compat.programs import BATCH, CPU, WIDTH, make_batch, make_layers, wrapped
 from tests.compat.test_custom_schedules import order
 from tests.runtime.parallel import mesh_of
 from tests.workers import Workers
+
+pytestmark = SINCE_2_13
 
 
 @pytest.fixture

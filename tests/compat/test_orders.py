@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.compat.peer import Pair, actions, module, orders, outcome, require_same
+from tests.compat.peer import SINCE_2_13, Pair, actions, module, orders, outcome, require_same
 
 _schedules = module(".schedules")
 _Action: Pair = _schedules._Action
@@ -110,6 +110,7 @@ def test_the_order_of_one_rank(texts: list[str], active: int, microbatches: int)
         assert repr(given[0]) == repr(given[1])
 
 
+@SINCE_2_13
 @given(_runs())
 def test_the_orders_of_all_ranks(run: tuple[dict[int, list[str]], list[int], int]) -> None:
     rows, place, microbatches = run
@@ -129,6 +130,7 @@ def test_the_orders_of_all_ranks(run: tuple[dict[int, list[str]], list[int], int
         _require_same("_defer_recv_ops", texts, place.__getitem__)
 
 
+@SINCE_2_13
 @given(st.dictionaries(st.integers(0, 2), st.lists(_texts(), min_size=1, max_size=5), min_size=1))
 def test_orders_that_cannot_run(rows: dict[int, list[str]]) -> None:
     _require_same("_validate_schedule", rows, 3, 4, 2)
@@ -149,6 +151,7 @@ def test_kinds_of_later_versions(kind: str) -> None:
     assert pickle.loads(pickle.dumps(action)) == action
 
 
+@SINCE_2_13
 @pytest.mark.parametrize(
     "name",
     ["Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"],
@@ -210,6 +213,7 @@ def test_names_of_schedules(name: str) -> None:
         assert ours is getattr(_schedules.ours, ours.__name__)
 
 
+@SINCE_2_13
 def test_messages_go_out_one_by_one_unless_they_could_wait_for_each_other(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

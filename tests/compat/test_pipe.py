@@ -17,7 +17,7 @@ from taktline.compat.torch_pipelining import (
     pipeline,
 )
 from taktline.compat.torch_pipelining.stage import _PipelineStageBase
-from tests.compat.peer import module
+from tests.compat.peer import SINCE_2_13, module
 
 _X = torch.randn(2, 4)
 
@@ -134,6 +134,7 @@ def test_a_graph_as_modules() -> None:
     assert ours.code == theirs.code
 
 
+@SINCE_2_13
 @pytest.mark.parametrize("count", [0, 1, 3])
 def test_arguments_come_first(count: int) -> None:
     """Attributes before and between them are moved behind, in their order."""
@@ -145,13 +146,11 @@ def test_arguments_come_first(count: int) -> None:
         graph.get_attr("last")
         graph.output(None)
     for package, graph in zip(module("._IR"), graphs, strict=True):
-        if hasattr(package, "_move_placeholders_to_front"):
-            package._move_placeholders_to_front(graph)
+        package._move_placeholders_to_front(graph)
     names = [str(node.target) for node in graphs[1].nodes]
     weights = [f"weight{number}" for number in range(count)]
     assert names == [*(f"x{number}" for number in range(count)), *weights, "last", "output"]
-    if hasattr(module("._IR").peer, "_move_placeholders_to_front"):
-        assert names == [str(node.target) for node in graphs[0].nodes]
+    assert names == [str(node.target) for node in graphs[0].nodes]
 
 
 def test_an_exported_model_is_cut() -> None:

@@ -31,6 +31,7 @@ from taktline.compat.torch_pipelining.stage import (
     _RecvInfo,
 )
 from taktline.errors import StageError
+from tests.compat.peer import SINCE_2_12
 from tests.compat.programs import (
     BATCH,
     CPU,
@@ -77,6 +78,7 @@ def _mismatches(rank: int, group: dist.ProcessGroup) -> list[str]:
     return told
 
 
+@SINCE_2_12  # before, with other words
 @pytest.mark.processes
 def test_mismatches_are_seen_on_the_rank_where_they_are(workers: Workers) -> None:
     told, _ = workers.run(_mismatches)
@@ -186,6 +188,7 @@ def _derived(rank: int, group: dist.ProcessGroup) -> None:
         program.train(cls(program.stages, 4, loss_fn=loss_fn))
 
 
+@SINCE_2_12  # before, with other methods
 @pytest.mark.processes
 def test_a_stage_of_ones_own(workers: Workers) -> None:
     workers.run(_derived)
@@ -207,6 +210,7 @@ def _static(rank: int, group: dist.ProcessGroup) -> None:
             assert schedule._on_ours is not calls
 
 
+@SINCE_2_12  # before, either all stages are told or none
 @pytest.mark.processes
 def test_shapes_that_are_told(workers: Workers) -> None:
     workers.run(_static)
@@ -251,6 +255,7 @@ def _failing(rank: int, group: dist.ProcessGroup, calls: bool) -> None:
         ScheduleGPipe(stage, 4).step(*([make_batch()[0]] if rank == 0 else []))
 
 
+@SINCE_2_12  # before, a stage is checked without being prepared
 @pytest.mark.processes
 def test_a_module_that_fails_is_a_runtime_error(workers: Workers) -> None:
     """As torch raises it; on our own runtime every rank does, and knows what has failed."""

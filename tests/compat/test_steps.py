@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from tests.compat.peer import SINCE_2_12
 from tests.compat.programs import CPU, WIDTH, Program, make_batch, schedules, stages, wrapped
 from tests.workers import Workers
 
@@ -75,7 +76,7 @@ def _uneven(rank: int, group: dist.ProcessGroup, ours: bool) -> list[str]:
     return [str(warning.message) for warning in caught]
 
 
-@pytest.mark.parametrize("ours", [True, False])
+@pytest.mark.parametrize("ours", [True, pytest.param(False, marks=SINCE_2_12)])
 def test_uneven_micro_batches_count_the_same_with_a_warning(workers: Workers, ours: bool) -> None:
     # Call by call, ranks cannot exchange micro-batches of different sizes.
     *others, last = workers.run(_uneven, ours, ranks=2 if ours else 1)

@@ -11,9 +11,11 @@ import torch.distributed as dist
 from torch import nn
 
 from taktline.compat import install
+from tests.compat.peer import SINCE_2_12
 from tests.workers import Workers
 
-pytestmark = [pytest.mark.processes, pytest.mark.slow]
+pytest.importorskip("torchtitan")
+pytestmark = [SINCE_2_12, pytest.mark.processes, pytest.mark.slow]
 
 BATCH, LENGTH, VOCABULARY = 4, 16, 2048
 

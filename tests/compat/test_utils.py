@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from tests.compat.peer import Failure, module, outcome, require_same
+from tests.compat.peer import SINCE_2_12, Failure, module, outcome, require_same
 
 _utils = module("._utils")
 _TENSORS = [
@@ -53,6 +53,7 @@ def _metas(tensors: list[Any]) -> Any:
     return lambda package: package.extract_tensor_metas(tensors, allow_none=True)
 
 
+@SINCE_2_12
 @given(st.lists(_tensors, max_size=3), st.lists(_tensors, max_size=3), st.booleans())
 def test_tensors_and_what_was_announced(
     expected: list[Any], actual: list[Any], raises: bool
@@ -72,6 +73,7 @@ def test_tensors_and_what_was_announced(
         )
 
 
+@SINCE_2_12
 @given(st.lists(st.one_of(_tensors, st.just(3)), max_size=3), st.booleans())
 def test_arguments(values: list[Any], allow_none: bool) -> None:
     for shape in (tuple(values), values, values[0] if values else None, {"a": values}):
@@ -81,6 +83,7 @@ def test_arguments(values: list[Any], allow_none: bool) -> None:
     _both("flatten_args_detach", (values, {"a": values}))
 
 
+@SINCE_2_12
 @given(st.lists(st.tuples(st.sampled_from(_TENSORS), _tensors), max_size=2), st.booleans())
 def test_arguments_and_their_gradients(pairs: list[tuple[Any, Any]], is_input: bool) -> None:
     args, grads = [value for value, _ in pairs], [gradient for _, gradient in pairs]
@@ -95,6 +98,7 @@ def test_where_stages_lie(ranks: int, stages: int, style: str) -> None:
     _both("generate_rank_to_stage_mapping", ranks, stages, style)
 
 
+@SINCE_2_12
 def test_checks_as_they_were_before() -> None:
     utils, one, other = _utils.ours, torch.ones(2, 3), torch.ones(2, 4)
     utils.validate_tensors_metadata("inputs", [one], [one])
@@ -110,6 +114,7 @@ def test_detached_leaves_keep_their_wish_for_a_gradient() -> None:
     assert leaf.requires_grad
 
 
+@SINCE_2_12
 def test_tensors_from_what_is_known() -> None:
     for package in _utils:
         meta = package.extract_tensor_meta(torch.ones(3, 2, requires_grad=True).t())
@@ -119,6 +124,7 @@ def test_tensors_from_what_is_known() -> None:
         assert hash(meta) == hash(package.extract_tensor_meta(made))
 
 
+@SINCE_2_12
 def test_shards() -> None:
     mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
     wide = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
@@ -152,6 +158,7 @@ def test_shards() -> None:
             cache.get_mesh(key)
 
 
+@SINCE_2_12
 def test_whether_shapes_must_be_learned() -> None:
     mesh = init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
     sharded = DTensor.from_local(torch.ones(2, 3), mesh, [Shard(0)])

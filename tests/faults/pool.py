@@ -15,11 +15,10 @@ from typing import Any, Self
 from tests.faults.case import TIMEOUT, Case
 from tests.faults.messages import Answer, Place, Struck
 from tests.faults.worker import keep_store, work
+from tests.workers import PRELOADED
 
 __all__ = ["Job", "Report", "started", "trial"]
 
-PRELOADED = ["torch.distributed.fsdp", "torch._dynamo", "taktline.train", "tests.faults.worker"]
-"""Whatever a rank would import first, many at a time, while others wait for it."""
 START_SECONDS = 60.0
 LEAVE_SECONDS = 10.0
 PATIENCE = 2 * TIMEOUT + 2
@@ -58,7 +57,7 @@ class Job:
         self.healthy: dict[int, Answer] = {}
         self.struck: Struck | None = None
         self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(PRELOADED)
+        self._context.set_forkserver_preload([*PRELOADED, "tests.faults.worker"])
         self._places = places or [Place(quiet=quiet)] * case.ranks
         self._processes: dict[int, Any] = {}
         self._pipes: dict[int, Connection] = {}

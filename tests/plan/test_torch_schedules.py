@@ -14,6 +14,7 @@ def texts(plan: Plan) -> list[list[str]]:
     return [[str(action) for action in plan[rank]] for rank in range(plan.ranks)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "stages_per_rank", "compared"),
     [

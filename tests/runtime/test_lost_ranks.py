@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import taktline as tl
+from tests.workers import PRELOADED
 
 pytestmark = pytest.mark.processes
 
@@ -120,7 +121,7 @@ def strike(tmp_path: Path) -> Iterator[Any]:
     """Runs ranks of which one gets a signal; returns the answers of the others."""
     # Forked from a process that has imported torch, and has not used it yet.
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch.distributed", __name__])
+    context.set_forkserver_preload(PRELOADED)
     processes: list[Any] = []
 
     def run(ranks: int, victim: int, phase: str, sign: int) -> dict[int, Answer]:

@@ -131,6 +131,32 @@ class Global(Chain):
         return self.norm(x)
 
 
+def applied(layer: nn.Module, x: Tensor) -> Tensor:
+    return same(layer(x) if FLAG else layer(x * FACTOR))
+
+
+def same(x: Tensor) -> Tensor:
+    return x
+
+
+def mirrored(x: Tensor) -> Tensor:
+    return -x
+
+
+FACTOR = 0.5
+SAME = same
+
+
+class Helpers(Chain):
+    """Calls functions of its own, which are as plain as it is."""
+
+    def forward(self, x: Tensor) -> Any:
+        x = self.embed(x)
+        for layer in self.layers:
+            x = applied(layer, x)
+        return self.norm(x)
+
+
 class Draws(Chain):
     def forward(self, x: Tensor) -> Any:
         x = self.embed(x)
@@ -289,7 +315,8 @@ class Tied(Chain):
 
 
 MODELS: list[Callable[[], nn.Module]] = [
-    *(Chain, Positions, Inner, Residual, Branches, Global, Draws, DrawsInPython, Counts, InPlace),
+    *(Chain, Positions, Inner, Residual, Branches, Global, Helpers, Draws, DrawsInPython),
+    *(Counts, InPlace),
     *(
         Conditions,
         Shapes,
@@ -392,6 +419,19 @@ def toggle_global(piece: Any) -> None:
     FLAG = not FLAG
 
 
+def exchange_function(piece: Any) -> None:
+    global same
+    same = SAME if same is mirrored else mirrored
+
+
+def change_factor(piece: Any) -> None:
+    global FACTOR
+    FACTOR += 1.0
+
+
+ONCE = (toggle_global, exchange_function, change_factor)
+
+
 def evaluate(piece: Any) -> None:
     piece.drop.eval()
 
@@ -419,7 +459,8 @@ CHANGES: list[tuple[Callable[[], nn.Module], Callable[[Any], None]]] = [
     (Branches, toggle_flag), (Branches, scale), (Residual, scale), (Masks, scale),
     (Global, toggle_global), (Positions, scale), (Positions, evaluate), (Dropped, evaluate),
     (Conditions, toggle_flag), (Conditions, evaluate_all), (Chain, hook), (Chain, wrap),
-    (Chain, double), (Positions, wrap), (Residual, double), (Shapes, toggle_flag), (Shapes, scale),
+    (Chain, double), (Helpers, exchange_function), (Helpers, change_factor),
+    (Positions, wrap), (Residual, double), (Shapes, toggle_flag), (Shapes, scale),
 ]  # fmt: skip
 
 
@@ -435,7 +476,7 @@ def test_what_changes_between_calls_is_noticed(
             same_as_cold(pieces, x)
         for piece in pieces:
             change(piece)
-            if change is toggle_global:
+            if change in ONCE:
                 break
         x = x.to(next(pieces[0].parameters()).dtype)
     same_as_cold(pieces, x)
@@ -534,7 +575,7 @@ def events(function: Callable[[], object]) -> list[str]:
     return names
 
 
-@pytest.mark.parametrize("kind", [Chain, Positions, Conditions, Shapes])
+@pytest.mark.parametrize("kind", [Chain, Positions, Conditions, Shapes, Global, Helpers])
 def test_the_price_does_not_depend_on_the_layers_before(kind: type[Chain]) -> None:
     runs: list[list[str]] = []
     for before in (2, 40):

@@ -209,6 +209,25 @@ def test_what_no_other_stage_would_know_of(kind: type[nn.Module], what: str) -> 
         pipeline(kind())
 
 
+class Adding(Layer):
+    def leave(self, x: Tensor, into: Any) -> Tensor:
+        into += x.detach().mean(0)
+        return x
+
+
+class Sums(Model):
+    layer = Adding
+
+    def forward(self, x: Tensor) -> Tensor:
+        into = torch.zeros(WIDTH)
+        return self.run(x, into) + into
+
+
+def test_a_tensor_that_every_stage_has() -> None:
+    with pytest.raises(PartitionError, match=r"'layers\.0' changes in place a tensor that the for"):
+        pipeline(Sums())
+
+
 class Scaled(nn.Linear):
     scale = 1.0
 
@@ -234,3 +253,24 @@ def test_a_default_in_the_class_hides_nothing() -> None:
     model, x = Scaling(), torch.randn(2, WIDTH)
     pieces = tl.split.by_names(model, ["layers.2"], example=(x,))
     torch.testing.assert_close(pieces(x), model(x))
+
+
+class Outer(nn.Module):
+    """Keeps methods, as wrappers of models do."""
+
+    def __init__(self, of: str = "") -> None:
+        super().__init__()
+        self.inner = Attributes()
+        self.method = self.inner.get_submodule(of).forward
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.method(x)
+
+
+def test_a_method_of_what_is_cut() -> None:
+    torch.manual_seed(0)
+    model, x = Outer(), torch.randn(2, WIDTH)
+    pieces = tl.split.by_names(model, ["inner.layers.2"], example=(x,))
+    torch.testing.assert_close(pieces(x), model(x))
+    with pytest.raises(PartitionError, match=r"'method' is a method of 'inner\.layers\.1', which"):
+        tl.split.by_names(Outer("layers.1"), ["inner.layers.2"], example=(x,))

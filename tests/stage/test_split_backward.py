@@ -435,7 +435,7 @@ def gpt_block() -> nn.Module:
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")
 @pytest.mark.parametrize("whole", [True, False])
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_compiled(backend: str, whole: bool) -> None:
     if backend == "inductor" and shutil.which("g++") is None:
         pytest.skip("no C++ compiler")

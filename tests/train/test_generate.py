@@ -14,6 +14,8 @@ from tests.split.transformers_models import LANGUAGES, WORDS, Language
 from tests.workers import Workers
 from tests.zoo import find
 
+pytestmark = pytest.mark.slow
+
 EXPERTS = {**LANGUAGES["llama"].sizes, "num_local_experts": 4, "num_experts_per_tok": 2}
 MODELS = {
     **LANGUAGES,
@@ -53,6 +55,12 @@ def pipeline(name: str, **options: Any) -> tl.Pipeline:
     return tl.Pipeline(language(name), **(usual | options))
 
 
+@pytest.fixture(scope="module")
+def llama() -> tl.Pipeline:
+    """For those that do not train it."""
+    return pipeline("llama")
+
+
 def greedy(name: str, ids: Tensor, **options: Any) -> Tensor:
     return language(name).generate(ids, max_new_tokens=NEW, do_sample=False, **options)
 
@@ -80,26 +88,28 @@ def test_the_words_of_the_plain_model(name: str, schedule: str) -> None:
     assert torch.equal(found, expected)
 
 
-def test_a_text_ends_with_its_last_word() -> None:
+def test_a_text_ends_with_its_last_word(llama: tl.Pipeline) -> None:
     ids = prompts()
     free = greedy("llama", ids, eos_token_id=NEVER)
     ends = [int(free[0, LENGTH + 1]), int(free[1, LENGTH + 3])]
     expected = greedy("llama", ids, eos_token_id=ends, pad_token_id=0)
-    found = pipeline("llama").generate(ids, max_new_tokens=NEW, eos_token_id=ends)
+    found = llama.generate(ids, max_new_tokens=NEW, eos_token_id=ends)
     assert torch.equal(found, expected)
     assert (found[0, LENGTH + 2 :] == 0).all()
-    alone = pipeline("llama").generate(ids[:1], max_new_tokens=NEW, eos_token_id=ends[0])
+    alone = llama.generate(ids[:1], max_new_tokens=NEW, eos_token_id=ends[0])
     assert torch.equal(alone, free[:1, : LENGTH + 2])
 
 
-def test_without_a_cache() -> None:
-    pipe, ids = pipeline("llama"), prompts()
+def test_without_a_cache(llama: tl.Pipeline) -> None:
+    ids = prompts()
     expected = greedy("llama", ids, eos_token_id=NEVER)
-    found = pipe.generate(ids, max_new_tokens=NEW, eos_token_id=[], use_cache=False)
+    found = llama.generate(ids, max_new_tokens=NEW, eos_token_id=[], use_cache=False)
     assert torch.equal(found, expected)
 
 
-def test_a_cache_lies_where_its_layers_do(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cache_lies_where_its_layers_do(
+    llama: tl.Pipeline, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from taktline.train import kv_cache
 
     made = []
@@ -110,7 +120,7 @@ def test_a_cache_lies_where_its_layers_do(monkeypatch: pytest.MonkeyPatch) -> No
             made.append(self)
 
     monkeypatch.setattr("taktline.train.generate.Keeper", Keeper)
-    pipeline("llama", ranks=2).generate(prompts(), max_new_tokens=2)
+    llama.generate(prompts(), max_new_tokens=2)
     sizes = [
         [[layer.keys.numel() for layer in cache.layers] for cache in keeper._caches.values()]
         for keeper in made
@@ -177,9 +187,9 @@ def test_training_goes_on() -> None:
         ({"use_cache": 1}, "use_cache must be"),
     ],
 )
-def test_arguments_that_are_refused(options: dict[str, Any], text: str) -> None:
+def test_arguments_that_are_refused(options: dict[str, Any], text: str, llama: tl.Pipeline) -> None:
     with pytest.raises(tl.TaktlineError) as refused:
-        pipeline("llama").generate(**({"ids": prompts(), "max_new_tokens": NEW} | options))
+        llama.generate(**({"ids": prompts(), "max_new_tokens": NEW} | options))
     assert text in str(refused.value)
 
 

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from importlib import import_module
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed
 
@@ -53,39 +53,12 @@ from taktline.compat.torch_pipelining import _differences  # noqa: E402
 
 _differences.apply()
 
-from taktline.compat.torch_pipelining._IR import (  # noqa: E402
-    Pipe,
-    SplitPoint,
-    pipe_split,
-    pipeline,
-)
-from taktline.compat.torch_pipelining._schedules import (  # noqa: E402
-    Schedule1F1B,
-    ScheduleDualPipeV,
-    ScheduleGPipe,
-    ScheduleInterleaved1F1B,
-    ScheduleInterleavedZeroBubble,
-    ScheduleLoopedBFS,
-    ScheduleZBVZeroBubble,
-)
-from taktline.compat.torch_pipelining._schedules import (  # noqa: E402
-    _ScheduleForwardOnly as _ScheduleForwardOnly,
-)
-from taktline.compat.torch_pipelining._stages import PipelineStage  # noqa: E402
-from taktline.compat.torch_pipelining.stage import build_stage  # noqa: E402
+if TYPE_CHECKING:
 
-__all__ = [
-    "Pipe",
-    "PipelineStage",
-    "Schedule1F1B",
-    "ScheduleDualPipeV",
-    "ScheduleGPipe",
-    "ScheduleInterleaved1F1B",
-    "ScheduleInterleavedZeroBubble",
-    "ScheduleLoopedBFS",
-    "ScheduleZBVZeroBubble",
-    "SplitPoint",
-    "build_stage",
-    "pipe_split",
-    "pipeline",
-]
+    def __getattr__(name: str) -> Any: ...
+
+else:
+    # What torch's package shows, taken from these modules.
+    _shown = of_torch("__init__")
+    globals().update({k: v for k, v in vars(_shown).items() if not k.startswith("__")})
+    __all__ = _shown.__all__

@@ -59,7 +59,8 @@ class Calls:
         """Let stages find out what crosses their boundaries, if they have not yet."""
         context, targets = self.context, self.context.target_mbs
         given = (
-            context.arg_mbs[0] if context.arg_mbs else (),
+            # Before 2.12, what another rank gets anyway may not be given here.
+            context.arg_mbs[0] if context.arg_mbs and 0 in self.stages else (),
             context.kwarg_mbs[0] if context.kwarg_mbs else {},
             targets[0] if targets else None,
             self._loss_kwargs,
@@ -273,10 +274,12 @@ def _fill_with_zeros(stage: Any, kind: Any, microbatch: int) -> None:
     """Give a stage something to send for a micro-batch that it has not computed."""
     if kind == torchs.SEND_B:
         infos = stage.args_recv_info[microbatch]
-        # A missing gradient is sent as zeros, since 2.13.
-        later = hasattr(stage, "_stage_meta")
-        zeros = [None if later else torch.zeros_like(info.buffer) for info in infos]
-        stage.bwd_cache.setdefault(microbatch, tuple(zeros))
+        found = stage.bwd_cache.get(microbatch, [None] * len(infos))
+        if not hasattr(stage, "_get_grad_send_meta"):
+            # Since 2.13 a stage sends zeros for a missing gradient by itself.
+            buffers = [torch.zeros_like(info.buffer) for info in infos]
+            found = [zeros if x is None else x for x, zeros in zip(found, buffers, strict=False)]
+        stage.bwd_cache[microbatch] = tuple(found)
     elif microbatch not in stage.fwd_cache:
         told = hasattr(stage, "get_outputs_meta")
         gradients = () if told else [info.buffer for info in stage.grad_recv_info[microbatch]]

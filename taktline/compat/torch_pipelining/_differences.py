@@ -56,9 +56,9 @@ def apply() -> None:
         _utils.validate_metadata = _of_tensors(_utils.validate_metadata)
         _utils.validate_tensor_metadata = partial(_utils.validate_metadata, raise_on_mismatch=True)
     # Their bases are what they replace.
-    from taktline.compat.torch_pipelining import _schedules, _stages
+    from taktline.compat.torch_pipelining import _named, _stages
 
-    _put(*(getattr(_stages, name) for name in _stages.__all__), *_schedules.CLASSES)
+    _put(*(getattr(_stages, name) for name in _stages.__all__), *_named.CLASSES)
     stage._RootArgPlaceholder = getattr(stage, "_RootArgPlaceholder", _RootArgPlaceholder)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 from taktline.compat.torch_pipelining import of_torch
 from taktline.compat.torch_pipelining.schedules import (
@@ -19,8 +18,7 @@ from taktline.compat.torch_pipelining.schedules import (
     _add_send_recv,
     get_schedule_class,
 )
-from taktline.compat.torch_pipelining.stage import PipelineStage
-from taktline.errors import InvalidOrderError, ScheduleError
+from taktline.errors import ScheduleError
 from taktline.plan import Costs, Plan, Timeline, simulate
 
 __all__ = [
@@ -55,33 +53,18 @@ def get_schedule_ops(
     >>> get_schedule_ops("GPipe", 2, 1)
     [[0F0, 0B0, 0REDUCE_GRAD], [1F0, 1B0, 1REDUCE_GRAD]]
     """
-    if add_spacing and with_comms:
-        raise ScheduleError("Cannot add spacing and view comms at the same time")
     cls: Any = get_schedule_class(schedule) if isinstance(schedule, str) else schedule
-    single = issubclass(cls, PipelineScheduleSingle)
-    per_rank = (1 if single else 2) if num_stages_per_rank is None else num_stages_per_rank
-    if single and per_rank != 1:
-        raise InvalidOrderError(f"Expected num_stages_per_rank to be 1, got {per_rank}")
-    order: Any
-    stages = [_stand_in(place, pp_degree, per_rank) for place in range(per_rank)]
-    if single:
-        order = cls(stages[0], num_microbatches)._get_pipeline_order()
-        if with_comms:
-            order = _add_send_recv(order, lambda stage: stage, pp_degree)
-    else:
-        made = cls(stages, num_microbatches, **({"defer_pp_recv": True} if defer_pp_recv else {}))
-        order = made.pipeline_order_with_comms if with_comms else made.pipeline_order
-    rows = [list(order[rank]) for rank in range(pp_degree)]
-    return add_schedule_op_spacing(rows) if add_spacing else rows
-
-
-def _stand_in(place: int, ranks: int, per_rank: int) -> Any:
-    """A stage of rank 0 that only has its numbers."""
-    stage = mock.create_autospec(PipelineStage, instance=True)
-    stage.group_rank, stage.group_size = 0, ranks
-    stage.num_stages, stage.stage_index = ranks * per_rank, place * ranks
-    stage.submod, stage.group, stage.has_backward = None, None, True
-    return stage
+    # One stage a rank with its messages is what torch's cannot show.
+    lowers = with_comms and not add_spacing and issubclass(cls, PipelineScheduleSingle)
+    options = {"add_spacing": add_spacing, "with_comms": with_comms and not lowers}
+    options |= {"defer_pp_recv": True} if defer_pp_recv and not lowers else {}
+    rows = _torchs.get_schedule_ops(
+        cls, pp_degree, num_microbatches, num_stages_per_rank, **options
+    )
+    if not lowers:
+        return rows
+    order = _add_send_recv(dict(enumerate(rows)), lambda stage: stage, pp_degree)
+    return [order[rank] for rank in range(pp_degree)]
 
 
 def add_schedule_op_spacing(schedule: Rows) -> list[list[_Action | None]]:
@@ -121,6 +104,9 @@ def _played(schedule: Rows) -> Timeline:
         overlap=units[OVERLAP_F_B],
     )
     return simulate(plan, costs)
+
+
+_torchs.add_schedule_op_spacing = add_schedule_op_spacing
 
 
 def visualize_schedule(schedule: Rows, filename: str | None = None) -> None:

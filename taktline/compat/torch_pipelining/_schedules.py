@@ -1,33 +1,35 @@
-"""torch's schedule classes, whose steps run on Taktline's runtime."""
+"""The bases of torch's schedules, whose steps run on Taktline's runtime."""
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from functools import cache, cached_property
+from functools import cached_property
 from inspect import signature
-from typing import Any, TypeVar
+from typing import Any, TypeAlias
 
 import torch
 
 from taktline.compat.torch_pipelining import schedules as torchs
+from taktline.compat.torch_pipelining._boundaries import TELLS, like, undisturbed
 from taktline.compat.torch_pipelining._calls import Calls, lowered, play
-from taktline.compat.torch_pipelining._orders import Order, order_of, placement_of
-from taktline.compat.torch_pipelining._replaced import Watched, remember
-from taktline.compat.torch_pipelining._stages import (
-    PipelineStage,
-    _PipelineStage,
-    like,
-    undisturbed,
-)
+from taktline.compat.torch_pipelining._replaced import Watched
 from taktline.compat.torch_pipelining._steps import Native, StepCall, run
-from taktline.errors import BatchError, CallOrderError, ScheduleError, StageUseError
+from taktline.errors import BatchError, CallOrderError
 from taktline.plan import Plan, validate
-from taktline.runtime import get_schedule_class as find_native
 
-__all__ = ["CLASSES"]
+__all__ = [
+    "Order",
+    "Ordered",
+    "PipelineScheduleMulti",
+    "PipelineScheduleSingle",
+    "_PipelineSchedule",
+    "_PipelineScheduleRuntime",
+    "placement_of",
+]
 
-T = TypeVar("T", bound=type)
+Order: TypeAlias = dict[int, list[Any]]
+"""Actions by rank; a None is a rank that waits."""
 _TAKES_TARGET = "target" in signature(torchs.PipelineScheduleSingle._initialize_stage).parameters
 
 
@@ -47,6 +49,9 @@ class _PipelineSchedule(torchs._PipelineSchedule, metaclass=Watched):
 
     _compared_with: tuple[Any, ...] = ()
     """The first target of a step that somebody has written, and the arguments of its loss."""
+
+    _prepared_for: bool | None = None
+    """Whether stages were prepared for a backward; None if they were not."""
 
     # Torch has them on some schedules only.
     backward_counter = cached_property(lambda self: Counter())
@@ -99,7 +104,11 @@ class _PipelineSchedule(torchs._PipelineSchedule, metaclass=Watched):
             return
         known = self._internal_losses
         known += [None] * (mb_index + 1 - len(known))
-        known[mb_index] = self._compute_loss(output, target_mbs[mb_index], loss_kwargs)
+        more = () if loss_kwargs is None else (loss_kwargs,)
+        known[mb_index] = self._compute_loss(output, target_mbs[mb_index], *more)
+
+    def _compute_loss(self, output: Any, target: Any, loss_kwargs: Any = None) -> Any:
+        return self._loss_fn(output, target, **(loss_kwargs or {}))  # before 2.13 without them
 
     def _assert_unsharded(self, stage: Any) -> None:
         """Gather the parameters of a sharded stage, if nothing has."""
@@ -108,6 +117,12 @@ class _PipelineSchedule(torchs._PipelineSchedule, metaclass=Watched):
             stage.grad_sync.unshard()
             self.unsharded_stages.add(stage.stage_index)
 
+    def _note_mode(self) -> None:
+        """Before torch 2.12, what eval() prepares knows no gradients, and would stay so."""
+        if not TELLS and self._prepared_for not in (None, self._has_backward):
+            self._forget_shapes()
+        self._prepared_for = self._has_backward
+
     def _forget_shapes(self) -> None:
         """Let stages find out anew what they return."""
         for name in [name for name in vars(self) if name.endswith("ward_initialized")]:
@@ -115,7 +130,7 @@ class _PipelineSchedule(torchs._PipelineSchedule, metaclass=Watched):
 
     def _has_own_step(self) -> bool:
         """Whether somebody has written what is done with the micro-batches."""
-        written = type(self)._step_microbatches is not _Ordered._step_microbatches
+        written = type(self)._step_microbatches is not Ordered._step_microbatches
         return written or "_step_microbatches" in vars(self)
 
     def _with_target(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
@@ -132,22 +147,17 @@ class _PipelineSchedule(torchs._PipelineSchedule, metaclass=Watched):
         return None
 
 
-class _Ordered:
+class Ordered:
     """What each rank does is written down."""
 
+    @like(torchs.ScheduleGPipe._step_microbatches)
     def _step_microbatches(
-        self: Any,
-        arg_mbs: list | None = None,
-        kwarg_mbs: list | None = None,
-        target_mbs: list | None = None,
-        losses: list | None = None,
-        return_outputs: bool = True,
-        loss_kwargs: dict[str, Any] | None = None,
+        self: Any, args=None, kwargs=None, targets=None, losses=None, outputs=True, loss_kwargs=None
     ) -> None:
         """Run the order of this rank, action by action."""
-        arg_mbs, kwarg_mbs = self._check_inputs(arg_mbs, kwarg_mbs, target_mbs, losses)
-        context = torchs._PipelineContext(self, arg_mbs, kwarg_mbs, target_mbs, losses)
-        play(Calls(self, context, return_outputs, loss_kwargs))
+        args, kwargs = self._check_inputs(args, kwargs, targets, losses)
+        context = torchs._PipelineContext(self, args, kwargs, targets, losses)
+        play(Calls(self, context, outputs, loss_kwargs))
 
 
 class PipelineScheduleSingle(_PipelineSchedule, torchs.PipelineScheduleSingle):
@@ -155,6 +165,7 @@ class PipelineScheduleSingle(_PipelineSchedule, torchs.PipelineScheduleSingle):
 
     @like(torchs.PipelineScheduleSingle._initialize_stage)
     def _initialize_stage(self, *args: Any, **kwargs: Any) -> None:
+        self._note_mode()
         with undisturbed([self._stage]):
             super()._initialize_stage(*self._with_target(args, kwargs), **kwargs)
 
@@ -163,47 +174,7 @@ class PipelineScheduleSingle(_PipelineSchedule, torchs.PipelineScheduleSingle):
         self._initialize_stage(*args, **kwargs)
 
 
-class _Single(_Ordered, PipelineScheduleSingle):
-    """A schedule of one stage a rank that there is a plan for."""
-
-    def _get_pipeline_order(self) -> Order | None:
-        order = self._order_to_run()
-        for rank, row in order.items():
-            row.append(torchs._Action(rank, torchs.REDUCE_GRAD))
-        return order
-
-    def _order_to_run(self) -> Order:
-        return order_of(str(self._plan_name), self._num_stages, self._n_microbatches, 1)
-
-    def _plan_maker(self) -> Any:
-        return _maker(str(self._plan_name), self._num_stages, self._n_microbatches)
-
-
-class ScheduleGPipe(_Single):
-    """All forwards, then all backwards."""
-
-    _plan_name = "gpipe"
-
-
-class _ScheduleForwardOnly(_Single):
-    """All forwards, and nothing else."""
-
-    _plan_name = "gpipe"
-
-    def step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run a batch forward."""
-        if any(kwargs.get(name) is not None for name in ("target", "target_mbs", "losses")):
-            raise StageUseError("Forward-only schedule does not support loss computation")
-        return super().step(*args, **kwargs)
-
-
-class Schedule1F1B(_Single):
-    """One forward, one backward: as few micro-batches in flight as there are ranks ahead."""
-
-    _plan_name = "1f1b"
-
-
-class PipelineScheduleMulti(_Ordered, _PipelineSchedule, torchs.PipelineScheduleMulti):
+class PipelineScheduleMulti(Ordered, _PipelineSchedule, torchs.PipelineScheduleMulti):
     """A schedule that runs what ``pipeline_order`` says: for each rank, its computations in order.
 
     A None in it is a rank that waits; here that means nothing, as ranks wait for messages only.
@@ -213,6 +184,7 @@ class PipelineScheduleMulti(_Ordered, _PipelineSchedule, torchs.PipelineSchedule
 
     @like(torchs.PipelineScheduleMulti._initialize_stages)
     def _initialize_stages(self, *args: Any, **kwargs: Any) -> None:
+        self._note_mode()
         with undisturbed(self._stages):
             super()._initialize_stages(*self._with_target(args, kwargs), **kwargs)
 
@@ -286,128 +258,6 @@ class _PipelineScheduleRuntime(PipelineScheduleMulti, torchs._PipelineScheduleRu
         return actions if order is made and order == before else order
 
 
-class _Multi(_PipelineScheduleRuntime):
-    """A schedule of several stages a rank that there is a plan for."""
-
-    _in_rounds = False
-    """Whether as many micro-batches as fill the pipeline go through each stage in turn."""
-
-    def _begin(self, given: dict[str, Any]) -> None:
-        super().__init__(**given)
-        self.n_local_stages, self.num_stages = len(self._stages), self._num_stages
-        self.number_of_rounds = max(1, self._n_microbatches // self.pp_group_size)
-        self.microbatches_per_round = self._n_microbatches // self.number_of_rounds
-        self._check_sizes()
-        self.pipeline_order = self._own_order = self._order()
-        self.stage_index_to_group_rank = placement_of(self.pipeline_order)
-        for stage in self._stages:
-            stage.stage_index_to_group_rank = self.stage_index_to_group_rank
-
-    def _check_sizes(self) -> None:
-        """Raise if the schedule cannot be that large."""
-
-    def _order(self) -> Order:
-        """As torch writes it down; a plan's own, without waits, for sizes that torch refuses."""
-        ranks, count = range(self.pp_group_size), self._n_microbatches
-        if self._in_rounds and count != self.microbatches_per_round * self.number_of_rounds:
-            return order_of(str(self._plan_name), len(ranks), count, self.n_local_stages)
-        self.pipeline_order = {rank: self._calculate_single_rank_operations(rank) for rank in ranks}
-        if hasattr(self, "_add_bubbles_to_actions"):
-            return self._add_bubbles_to_actions(self._num_stages)
-        return self.pipeline_order
-
-    @cached_property
-    def pipeline_order_with_comms(self) -> Order:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Made when somebody looks: what runs on Taktline's own stages has no need of it."""
-        self._prepare_schedule_with_comms(self._own_order)
-        return vars(self)["pipeline_order_with_comms"]
-
-    def _plan_maker(self) -> Any:
-        untouched = "pipeline_order_with_comms" not in vars(self)
-        if untouched or self._order_as_data() is self._own_order:
-            return _maker(str(self._plan_name), self._num_stages, self._n_microbatches)
-        return super()._plan_maker()
-
-
-def _as_in_torch(cls: T) -> T:
-    """Give a schedule the arguments, and the order, of the installed torch's of its name."""
-    theirs = getattr(torchs, cls.__name__)
-    takes = signature(theirs.__init__)
-    for name in ("_calculate_single_rank_operations", "_add_bubbles_to_actions"):
-        if name in vars(theirs):
-            setattr(cls, name, vars(theirs)[name])
-
-    @like(theirs.__init__)
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        given = dict(takes.bind(self, *args, **kwargs).arguments)
-        del given["self"]
-        self._begin(given)
-
-    cls.__init__ = __init__
-    return cls
-
-
-@_as_in_torch
-class ScheduleLoopedBFS(_Multi):
-    """GPipe over several stages a rank: each stage runs all micro-batches before the next one."""
-
-    _plan_name = "looped_bfs"
-
-
-@_as_in_torch
-class ScheduleInterleaved1F1B(_Multi):
-    """1F1B over several stages a rank: a smaller bubble for more messages."""
-
-    _plan_name = "interleaved_1f1b"
-    _in_rounds = True
-
-
-@_as_in_torch
-class ScheduleInterleavedZeroBubble(_Multi):
-    """Interleaved 1F1B whose weight gradients fill what would be the bubble."""
-
-    _plan_name = "interleaved_zero_bubble"
-    _in_rounds = True
-
-
-class _V(_Multi):
-    """A schedule of two stages a rank."""
-
-    def _check_sizes(self) -> None:
-        if self.n_local_stages != 2:
-            raise ScheduleError(
-                f"ZBV requires exactly 2 stages per rank, but got {self.n_local_stages}."
-            )
-
-
-@_as_in_torch
-class ScheduleZBVZeroBubble(_V):
-    """Two stages a rank in the shape of a V; weight gradients fill the bubble."""
-
-    _plan_name = "zbv"
-
-
-@_as_in_torch
-class ScheduleDualPipeV(_V):
-    """Two stages a rank in the shape of a V; forwards run together with backwards."""
-
-    _plan_name = "dualpipev"
-
-    def _check_sizes(self) -> None:
-        super()._check_sizes()
-        if self._n_microbatches < self._num_stages:
-            raise ScheduleError(
-                "DualPipeV requires at least as many microbatches as stages, but got "
-                f"{self._n_microbatches} microbatches and {self._num_stages} stages."
-            )
-
-
-@cache
-def _maker(name: str, num_stages: int, microbatches: int) -> Any:
-    """Makes the plan of a name; the same one each time, so that it is known again."""
-    return lambda ranks: find_native(name)._plan(num_stages, microbatches, ranks)
-
-
 def _maker_of(rows: Sequence[Sequence[Any]], name: str) -> Any:
     """Makes a plan of what somebody has written down for each rank."""
     waits = {getattr(torchs, kind) for kind in ("WAIT_SEND_F", "WAIT_SEND_B", "WAIT_REDUCE_GRAD")}
@@ -425,20 +275,17 @@ def _maker_of(rows: Sequence[Sequence[Any]], name: str) -> Any:
     return make
 
 
-CLASSES = (
-    _PipelineSchedule,
-    PipelineScheduleSingle,
-    PipelineScheduleMulti,
-    _PipelineScheduleRuntime,
-    ScheduleGPipe,
-    _ScheduleForwardOnly,
-    Schedule1F1B,
-    ScheduleLoopedBFS,
-    ScheduleInterleaved1F1B,
-    ScheduleInterleavedZeroBubble,
-    ScheduleZBVZeroBubble,
-    ScheduleDualPipeV,
-)
-"""Those that take the places of torch's of the same names."""
+def placement_of(order: Mapping[int, Sequence[Any]]) -> dict[int, int]:
+    """The rank of each stage, by where an order computes it.
 
-remember(PipelineStage, _PipelineStage, *CLASSES)
+    >>> placement_of({0: [torchs._Action.from_str("1F0")], 1: [torchs._Action.from_str("0F0")]})
+    {1: 0, 0: 1}
+    """
+    return {
+        part.stage_index: rank
+        for rank, row in order.items()
+        for action in row
+        if action is not None
+        for part in action.sub_actions or (action,)
+        if part.is_compute_op
+    }

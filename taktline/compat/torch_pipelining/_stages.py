@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import replace
-from functools import partial, wraps
 from inspect import signature
 from typing import Any
 
@@ -15,6 +11,7 @@ from torch import nn
 
 from taktline.compat.torch_pipelining import _utils as utils
 from taktline.compat.torch_pipelining import stage as torchs
+from taktline.compat.torch_pipelining._boundaries import TELLS, Older, Telling, like
 from taktline.compat.torch_pipelining._halves import (
     Gradients,
     stage_backward,
@@ -42,9 +39,12 @@ class _RecvInfo(torchs._RecvInfo):
         *,
         is_root_arg: bool = False,
     ) -> None:
+        if not TELLS:
+            super().__init__(input_name, source, buffer)
+            return
         if tensor_meta is ...:
-            look = getattr(utils, "extract_tensor_meta", lambda example: None)
-            tensor_meta = None if buffer is None else look(buffer.detach().requires_grad_())
+            example = None if buffer is None else buffer.detach().requires_grad_()
+            tensor_meta = None if example is None else utils.extract_tensor_meta(example)
         super().__init__(input_name, source, buffer, tensor_meta, is_root_arg=is_root_arg)
 
 
@@ -59,8 +59,7 @@ class _PipelineStageBase(torchs._PipelineStageBase, metaclass=Watched):
     get_mesh: Any = None
     gradients_due = False
     """Whether gradients of this step wait to be reduced and scaled."""
-    unprepared: Exception | None = None
-    """Why it could not find out what it returns."""
+    _runtime_validate = False  # before torch 2.12 there is no such switch
     _native: OwnStage | None = None
     _begun: GradSync | None = None
 
@@ -163,6 +162,11 @@ class _PipelineStageBase(torchs._PipelineStageBase, metaclass=Watched):
                 meta.inputs = utils.extract_tensor_metas(tuple(inputs), allow_none=True)
         super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)  # pyright: ignore
 
+    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
+        """First messages to the neighbours, but for one that lies on the same rank."""
+        ops = super()._get_init_p2p_neighbors_ops()
+        return [op for op in ops if op.group_peer != self.group_rank]
+
     def scale_grads(self, grad_scale_factor: int) -> None:
         """Divide what the parameters have in ``.grad``."""
         self.gradients_due = False
@@ -184,57 +188,10 @@ class _PipelineStageBase(torchs._PipelineStageBase, metaclass=Watched):
         self.gradients_due = False
 
 
-class _Older:
-    """What stages had before torch 2.13, and some programs still call."""
-
-    _stage_meta: Any
-    stage_index: int
-
-    def get_outputs_meta(self) -> tuple[Any, ...]:
-        """Shapes and types of the outputs."""
-        if self._stage_meta.outputs is None:
-            raise utils.PipeliningMetadataError(
-                f"Stage {self.stage_index}: outputs metadata required for recv info."
-            )
-        return self._stage_meta.outputs
-
-    def _configure_outputs_meta(self, outputs_meta: tuple[torch.Tensor, ...]) -> None:
-        """Say what goes out."""
-        self._stage_meta.outputs = utils.extract_tensor_metas(outputs_meta)
-
-    def _shape_inference(self, args: Any, kwargs: dict[str, Any] | None = None) -> tuple[Any, ...]:
-        """Run the module once, to see what it returns."""
-        with undisturbed([self]):
-            self._forward_metadata_inference(args, kwargs)  # pyright: ignore
-        return self.get_outputs_meta()
-
-    def _create_act_recv_info(self) -> tuple[Any, ...]:
-        """For each input, where it comes from."""
-        self._setup_forward_recv_info(1, False)  # pyright: ignore
-        return self.args_recv_info[0]  # pyright: ignore
-
-    def _create_act_send_info(self) -> dict[int, list[int | None]]:
-        """For each output, the stages that it goes to."""
-        self._setup_forward_send_info()  # pyright: ignore
-        return self.act_send_info  # pyright: ignore
-
-    def _validate_fwd_input(self, args: tuple[Any, ...], kwargs: Any) -> None:
-        """Make sure that a micro-batch's arguments are as those of the first one were."""
-        desc = f"Stage {self.stage_index} forward inputs"
-        self._validate_stage_tensors(desc, self._stage_meta.inputs, tuple(args))  # pyright: ignore
-
-    def _validate_fwd_outputs(self, outputs: tuple[Any, ...]) -> None:
-        """Make sure that a micro-batch's outputs are as those of the first one were."""
-        desc = f"Stage {self.stage_index} forward outputs"
-        self._validate_stage_tensors(desc, self._stage_meta.outputs, outputs)  # pyright: ignore
-
-
 _TAKES = signature(torchs.PipelineStage.__init__)
-like: Any = wraps
-"""Gives a method the signature of torch's."""
 
 
-class PipelineStage(_PipelineStageBase, torchs.PipelineStage, _Older):
+class PipelineStage(_PipelineStageBase, Telling, Older):
     """One stage of a model, cut by hand; its arguments are those of the installed torch.
 
     >>> stage = PipelineStage(nn.Linear(4, 4), 0, 1, torch.device("cpu"))
@@ -254,78 +211,6 @@ class PipelineStage(_PipelineStageBase, torchs.PipelineStage, _Older):
         given = _TAKES.bind(self, *args, **kwargs).arguments
         self.examples = given.get("input_args"), given.get("output_args")
         self.get_mesh = given.get("get_mesh")
-
-    @like(torchs.PipelineStage._prepare_forward_infra)
-    def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> Any:
-        told: Any = getattr(self, "_user_meta", None)
-        metas = () if told is None else (*(told.inputs or ()), *(told.outputs or ()))
-        if told is not None and metas and not any(meta.requires_grad for meta in metas):
-            # Examples that say nothing of gradients: wherever one is possible, there is one.
-            told.inputs, told.outputs = _with_gradients(told.inputs), _with_gradients(told.outputs)
-        find = super()._prepare_forward_infra
-        return self._find_out(find, self.stage_index - 1, self.stage_index + 1, args, kwargs)
-
-    @like(torchs.PipelineStage._prepare_backward_infra)
-    def _prepare_backward_infra(self, *args: Any, **kwargs: Any) -> Any:
-        find: Any = super()._prepare_backward_infra
-        if self.unprepared is not None:
-            after = self.stage_index + 1
-            remote = after < self.num_stages and not self._is_same_rank(after)
-            find = partial(self._recv_meta, after) if remote else _fail
-            args, kwargs = (), {}
-        return self._find_out(find, self.stage_index + 1, self.stage_index - 1, args, kwargs)
-
-    def _find_out(self, find: Any, source: int, neighbour: int, args: Any, kwargs: Any) -> Any:
-        """Find out what crosses a boundary; if that fails, the neighbour is told in its place.
-
-        So all of them come to the end, where what went wrong is raised.
-        """
-        self._has_told = False
-        values = (*args, *kwargs.values())
-        near = 0 <= source < self.num_stages and self._is_same_rank(source)
-        try:
-            if near and any(isinstance(value, Unknown) for value in values):
-                _fail()
-            found = find(*map(_known, args), **{k: _known(v) for k, v in kwargs.items()})
-            if self.unprepared is None:
-                return found
-        except Exception as error:
-            self.unprepared = self.unprepared or error
-        modes = getattr(utils, "InferenceMode", None)
-        tells = modes is not None and self._inference_mode == modes.DYNAMIC and not self._has_told
-        if tells and 0 <= neighbour < self.num_stages and not self._is_same_rank(neighbour):
-            self._send_meta(Unknown(), neighbour)
-        return Unknown()
-
-    def _send_meta(self, meta: Any, dst_stage: int) -> None:
-        self._has_told = True
-        super()._send_meta(meta, dst_stage)
-
-    def _recv_meta(self, src_stage: int) -> Any:
-        meta = super()._recv_meta(src_stage)
-        return _fail() if isinstance(meta, Unknown) else meta
-
-
-class Unknown:
-    """Stands for what a stage returns, where that could not be found out."""
-
-
-class Elsewhere(Exception):
-    """Another stage could not find out what it returns."""
-
-
-def _known(value: Any) -> Any:
-    return None if isinstance(value, Unknown) else value
-
-
-def _fail() -> None:
-    raise Elsewhere("another stage has failed")
-
-
-def _with_gradients(metas: Sequence[Any] | None) -> tuple[Any, ...] | None:
-    if metas is None:
-        return None
-    return tuple(replace(meta, requires_grad=meta.dtype.is_floating_point) for meta in metas)
 
 
 class _PipelineStage(PipelineStage):
@@ -364,37 +249,3 @@ class _PipelineStage(PipelineStage):
 
     get_stage_index_of_submod = torchs._PipelineStage.get_stage_index_of_submod
     find_dst_rank = torchs._PipelineStage.find_dst_rank
-
-
-@contextmanager
-def undisturbed(stages: Sequence[Any]) -> Iterator[None]:
-    """Inside, modules may run to see what they return: buffers and gradients stay as they are.
-
-    What went wrong in one of them is raised at the end.
-    """
-    own = [stage for stage in stages if isinstance(getattr(stage, "submod", None), nn.Module)]
-    buffers = [(b, b.detach().clone()) for stage in own for b in stage.submod.buffers()]
-    gradients = [(p, p.grad) for stage in own for p in stage.submod.parameters()]
-    failed: list[Exception] = []
-    with ExitStack() as stack:
-        for stage in own:
-            stage.unprepared = None
-            sync = stage.native.grad_sync if isinstance(stage, _PipelineStageBase) else None
-            if sync is not None and not sync.shards:
-                sync.begin()
-                stack.callback(sync.end)
-        try:
-            yield
-        except Exception as error:
-            failed.append(error)
-    with torch.no_grad():
-        for buffer, value in buffers:
-            buffer.copy_(value)
-    for parameter, gradient in gradients:
-        parameter.grad = gradient
-    # What follows from it may have been raised, too.
-    causes = [stage.unprepared for stage in own if isinstance(stage.unprepared, Exception)]
-    for stage in own:
-        stage.unprepared = None
-    for error in sorted(causes or failed, key=lambda error: isinstance(error, Elsewhere)):
-        raise error

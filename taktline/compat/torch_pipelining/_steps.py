@@ -19,12 +19,15 @@ import torch
 
 from taktline.compat.torch_pipelining import microbatch
 from taktline.compat.torch_pipelining import schedules as torchs
+from taktline.compat.torch_pipelining._boundaries import Elsewhere, show
 from taktline.compat.torch_pipelining._calls import CallProgram, Calls, reduced
 from taktline.compat.torch_pipelining._errors import as_in_torch
 from taktline.compat.torch_pipelining._replaced import is_replaced
-from taktline.compat.torch_pipelining._stages import Elsewhere, _PipelineStageBase
+from taktline.compat.torch_pipelining._stages import _PipelineStageBase
 from taktline.errors import (
     BatchError,
+    BatchTypeError,
+    PipeliningMetadataError,
     StageUseError,
     TaktlineError,
     text_of,
@@ -39,6 +42,9 @@ from taktline.transport import transport_of
 from taktline.transport.control import share_error
 
 __all__ = ["Native", "StepCall", "run"]
+
+MODES: Any = getattr(torchs, "InferenceMode", None)
+"""Whether stages must find out what they return, since torch 2.12."""
 
 Cut = tuple[list[Any], list[Any], list[Any] | None]
 """Arguments, keyword arguments and targets of each micro-batch."""
@@ -67,6 +73,8 @@ class StepCall:
         ):
             if chunks is not None and whole:
                 raise BatchError(f"{name} and the whole batch were given; give one of them")
+        if self.losses is not None:
+            schedule._check_inputs(losses=self.losses)
         args, kwargs, target = self.args, self.kwargs, self.target
         if not schedule._has_backward:
             # Parts of what requires a gradient would be asked to keep theirs.
@@ -165,8 +173,12 @@ def _agreed(schedule: Any) -> int:
         mine = _BY_CALLS
     if schedule._way is None:
         transport = transport_of(stages[0].group, torch.device(stages[0].device))
-        votes = transport.exchange([mine], "a schedule's first step")
-        schedule._way = min(vote for (vote,) in votes)
+        asking = [stage for stage in stages if hasattr(stage, "_user_meta")]
+        asks = [MODES.needs_dynamic(s._user_meta, schedule._has_backward) for s in asking]
+        votes = transport.exchange([mine, any(asks)], "a schedule's first step")
+        schedule._way = min(vote for vote, _ in votes)
+        for stage in asking:
+            stage._inference_mode = MODES.DYNAMIC if any(ask for _, ask in votes) else MODES.STATIC
     schedule._way = min(schedule._way, mine)
     return schedule._way
 
@@ -180,8 +192,7 @@ class Native(Schedule):
         self._made_with = (theirs._on_ours, make_plan, *_settings(theirs).values())
         self._calls: Calls | None = None
         self._theirs: Any = None
-        if not theirs._on_ours:
-            self._runner_type = partial(_Caller, proxy(self))
+        self._runner_type = partial(_Shower if theirs._on_ours else _Caller, proxy(self))
         super().__init__(
             [stage.native for stage in theirs._local_stages],
             **_settings(theirs),
@@ -209,7 +220,8 @@ class Native(Schedule):
         for stage in theirs._local_stages:
             _ = stage.native  # with the module that the stage has now
         if theirs._on_ours:
-            options |= {"losses": call.losses, "return_outputs": call.return_outputs}
+            losses = call.losses if refusal is None else None
+            options |= {"losses": losses, "return_outputs": call.return_outputs}
         else:
             context = torchs._PipelineContext(theirs, *cut, call.losses)
             self._calls = Calls(theirs, context, call.return_outputs, call.loss_kwargs)
@@ -236,7 +248,9 @@ class Native(Schedule):
             except Elsewhere:
                 pass  # the rank that has failed reports why
             except Exception as raised:
-                error = StageUseError(f"rank {transport.rank}: {_refusal(raised)}")
+                misfit = isinstance(raised, PipeliningMetadataError)
+                kind, text = (type(raised), raised) if misfit else (StageUseError, _refusal(raised))
+                error = kind(f"rank {transport.rank}: {text}")
                 error.__cause__ = raised
             if any(failed for (failed,) in transport.exchange([int(error is not None)], what)):
                 theirs._forget_shapes()
@@ -253,12 +267,28 @@ class Native(Schedule):
         return theirs._merge_outputs(last[0].output_chunks) if last and wanted else None
 
 
-class _Caller(Runner):
-    """Runs the calls of one step, bound anew each time: anything may have been replaced."""
+class _Shower(Runner):
+    """Shows on torch's stages what crosses their boundaries, once that is known."""
 
     def __init__(self, schedule: Native, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self._schedule = schedule
+
+    def _remember(self, agreed: tuple[int, ...], known: Signatures | Bound) -> None:
+        super()._remember(agreed, known)
+        if isinstance(known, Bound):
+            return
+        feed = self._feed
+        for stage in self._schedule._theirs._local_stages:
+            sides: list[Any] = []
+            for table, values in ((known.arriving, feed.arguments), (known.leaving, feed.outputs)):
+                signatures = table.get(stage.stage_index)
+                sides.append(signatures[0].tensors if signatures else values[0] if values else None)
+            show(stage, *sides)
+
+
+class _Caller(_Shower):
+    """Runs the calls of one step, bound anew each time: anything may have been replaced."""
 
     def _bind(self, known: Signatures | None, trains: bool) -> Bound:
         calls = self._schedule._calls
@@ -282,6 +312,7 @@ def _settings(schedule: Any) -> dict[str, Any]:
 def _refusal(error: Exception) -> BatchError:
     if isinstance(error, BatchError):
         return error
-    told = BatchError(f"{type(error).__name__}: {text_of(error)}")
+    kind = BatchTypeError if isinstance(error, TypeError) else BatchError
+    told = kind(f"{type(error).__name__}: {text_of(error)}")
     told.__cause__ = error
     return told

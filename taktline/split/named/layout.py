@@ -18,6 +18,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from inspect import signature
+from types import MethodType
 from typing import Any
 
 import torch
@@ -95,6 +96,7 @@ class Layout:
             return made.direct[name]
 
         made.empty_model = copied(model, "", made.containers, note, keep)
+        made._rebind(model, made.empty_model)
         made._forget_caches(made.empty_model)
         for name in made.containers:
             container = made.empty_model.get_submodule(name)
@@ -200,8 +202,24 @@ class Layout:
             return parameter if stage in self.users[name] else self.direct[name]
 
         made = copied(model, "", self.containers, child, parameter)
+        self._rebind(model, made)
         self._forget_caches(made)
         return made
+
+    def _rebind(self, model: nn.Module, piece: nn.Module) -> None:
+        """Let methods that containers keep as attributes be those of a piece."""
+        paths = {id(part): path for path, part in model.named_modules()}
+        for name in self.containers:
+            attributes = vars(piece.get_submodule(name))
+            for key, value in attributes.items():
+                path = paths.get(id(value.__self__)) if isinstance(value, MethodType) else None
+                if path in self.containers:
+                    attributes[key] = MethodType(value.__func__, piece.get_submodule(path))
+                elif path is not None:
+                    raise PartitionError(
+                        f"the attribute {joined(name, key)!r} is a method of {path!r}, which would "
+                        "run in stages that do not have that; call it as a method of the submodule"
+                    )
 
     def _forget_caches(self, piece: nn.Module) -> None:
         """Keep a model of transformers inside of another one from caching keys and values.
@@ -336,7 +354,7 @@ def _require_free(container: nn.Module, path: str) -> None:
     for name, value in vars(container).items():
         held = value.values() if isinstance(value, dict) else value
         if name in _TABLES or not isinstance(value, (dict, list, tuple)):
-            held = (getattr(value, "__self__", None),)
+            held = () if isinstance(value, MethodType) else (getattr(value, "__self__", None),)
         if any(isinstance(part, nn.Module) and _is_unit(part) for part in held):
             raise PartitionError(
                 f"{who} keeps submodules in its attribute {name!r}, where they cannot be replaced "

@@ -1,8 +1,9 @@
 """Forwards that are plain: which submodules they call, and with what, is always the same.
 
-A plain forward has assignments, loops over its submodules, and arithmetic, but no functions except
-some of torch that look at no data. Attributes are numbers and the like, which are watched, and
-conditions depend on these and on shapes alone, or on whether something is None::
+A plain forward has assignments, loops over its submodules, and arithmetic. The functions it calls
+are as plain as itself, or some of torch that look at no data. Attributes and globals are numbers
+and the like, which are watched, and conditions depend on these and on shapes alone, or on whether
+something is None::
 
     def forward(self, tokens):
         x = self.embed(tokens) + self.position(torch.arange(tokens.shape[1]))
@@ -181,12 +182,21 @@ class _Reader:
         self._seen.add(function)
         text = _Text(_definition(function))
         for name in text.names:
-            value = function.__globals__.get(name, vars(builtins).get(name))
-            is_loop = name in _LOOPS and value is vars(builtins)[name]
-            if not is_loop and not any(value is module for module in _MODULES):
-                raise _NotPlain
+            self._read_name(function.__globals__, name)
         for name in text.attributes:
             self._read_attribute(name, name in text.conditions)
+
+    def _read_name(self, names: Mapping[str, Any], name: str) -> None:
+        value = names.get(name, vars(builtins).get(name))
+        if name in _LOOPS and value is vars(builtins)[name]:
+            return
+        if isinstance(value, FunctionType):
+            self.read(value)
+        elif not is_constant(value) and not any(value is module for module in _MODULES):
+            raise _NotPlain
+        if name not in names:
+            raise _NotPlain
+        self._guards.watch(names, name)
 
     def _read_attribute(self, name: str, is_condition: bool) -> None:
         is_known = name in _OPERATIONS or name in _CHILDREN
@@ -241,6 +251,8 @@ class _Text(ast.NodeVisitor):
         self.attributes: set[str] = set()
         self.conditions: set[str] = set()
         self.names: set[str] = set()
+        self._decisive: set[str] = set()
+        """Names that conditions depend on."""
         self._own: set[str] = set()
         self._counters: set[str] = set()
         arguments = definition.args
@@ -250,6 +262,8 @@ class _Text(ast.NodeVisitor):
             self._own.add(argument.arg)
         for part in (*arguments.defaults, *filter(None, arguments.kw_defaults), *definition.body):
             self.visit(part)
+        if self._decisive & self._own:
+            raise _NotPlain
         self.names -= self._own
 
     def generic_visit(self, node: ast.AST) -> None:
@@ -280,6 +294,9 @@ class _Text(ast.NodeVisitor):
         match node:
             case ast.Constant():
                 return
+            case ast.Name(id=name):
+                self._decisive.add(name)
+                self.visit(node)
             case ast.UnaryOp(operand=operand):
                 self._read_condition(operand)
             case ast.BoolOp(values=values):

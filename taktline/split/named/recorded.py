@@ -12,7 +12,8 @@ import operator
 import sys
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from inspect import getclosurevars, unwrap
+from functools import cache
+from inspect import getclosurevars, isfunction, unwrap
 from typing import Any, NamedTuple
 
 import torch
@@ -175,15 +176,17 @@ def _attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
 def _globals(module: nn.Module) -> Iterator[tuple[str, Any]]:
     """The lists, dicts and the like that forwards use, and are not the modules' own."""
     for kind in {type(part) for _, part in nn.Module.named_modules(module)}:
-        forward: Any = unwrap(kind.forward)
-        code = getattr(forward, "__code__", None)
-        if code is not None:
-            known = getclosurevars(forward)
-            yield from (
-                (name, value)
-                for name, value in {**known.globals, **known.nonlocals}.items()
-                if isinstance(value, _CONTAINERS)
-            )
+        yield from _globals_of(kind)
+
+
+@cache
+def _globals_of(kind: type[nn.Module]) -> list[tuple[str, Any]]:
+    forward: Any = unwrap(kind.forward)
+    if not isfunction(forward):
+        return []
+    known = getclosurevars(forward)
+    found = {**known.globals, **known.nonlocals}
+    return [(name, value) for name, value in found.items() if isinstance(value, _CONTAINERS)]
 
 
 def _has(kind: type[torch.Tensor], value: Any) -> bool:

@@ -77,6 +77,8 @@ class ShapeProbe:
     training: bool
     skips: dict[str, Skip]
     hooked: list[str]
+    writes: set[int] = field(default_factory=set)
+    """The places of tensors, among its arguments, that a call was seen to change in place."""
     leaves_more: bool = False
     """Whether a call was seen to leave something behind beside its output."""
     changes_buffers: bool = False
@@ -185,11 +187,15 @@ class ShapeProbe:
         args, kwargs = pytree.tree_unflatten(leaves, spec)
         kept = list(module.buffers())
         before = _versions(kept)
+        given = {at: leaf for at, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)}
+        versions = _versions(given.values())
         with PlaceholderContext(device) as context, _Beside(0, self.skips), torch.no_grad():
             context.numbers = sizes
             state = Before(self.name, module, args, kwargs)
             output = state.left(recorded(lambda: module(*args, **kwargs)))
         self.leaves_more |= type(output) is Recorded
+        after = zip(given, versions, _versions(given.values()), strict=True)
+        self.writes |= {at for at, version, now in after if version != now}
         self.changes_buffers |= before != _versions(module.buffers())
         places = {id(leaf): place for place, leaf in enumerate(leaves) if not is_constant(leaf)}
         parts, tree = pytree.tree_flatten(output)

@@ -123,6 +123,7 @@ def _walk(
     with torch.random.fork_rng(devices=devices), _fork_random(), torch.no_grad():
         context = _Walk(course, layout, device, guess=guess, anew=anew)
         context.refused, context.at_end = refused, at_end
+        context.arguments = set(map(id, pytree.tree_leaves((args, kwargs))))
         changes = Changes(layout.all_of(layout.empty_model))
         changes.keep()
         installed = _installed(layout)
@@ -236,6 +237,8 @@ class _Walk(Checkpoints):
         super().__init__(device)
         self.refused: set[Cut] | None = None
         self.at_end: Callable[[int], None] | None = None
+        self.arguments: set[int] = set()
+        """The ids of the tensors that the model is called with."""
         self.course = course
         self.numbers = Numbers(self, guess=guess)
         self._layout = layout
@@ -307,11 +310,23 @@ class _Walk(Checkpoints):
         output = probe.output(
             args, kwargs, training=training, stage=self._stage, device=self.device
         )
+        self._require_no_writing(probe, leaves)
         for leaf, placeholder in enumerate(pytree.tree_leaves(output)):
             if isinstance(placeholder, Placeholder) and placeholder.history is None:
                 placeholder.history = self._history()
                 placeholder.history.output = Value(probe.name, call, True, leaf)
         return replayed(output, probe.module, args, kwargs)
+
+    def _require_no_writing(self, probe: ShapeProbe, leaves: Sequence[Any]) -> None:
+        """Raise if a unit changes in place what every stage makes for itself."""
+        for place in probe.writes:
+            written = leaves[place] if place < len(leaves) else None
+            is_made = isinstance(written, torch.Tensor) and not isinstance(written, Placeholder)
+            if is_made and id(written) not in self.arguments:
+                raise PartitionError(
+                    f"{probe.name!r} changes in place a tensor that the forward has made without "
+                    "data, and that every stage has; let it return what it adds"
+                )
 
     def finish(self, output: Any, changed: Sequence[Any]) -> None:
         """Check what has been seen, after the last call.

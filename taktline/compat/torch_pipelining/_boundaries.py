@@ -1,0 +1,208 @@
+"""What crosses the boundaries of a stage: how it finds that out, and tells its neighbours."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from functools import partial, wraps
+from typing import Any
+
+import torch
+from torch import nn
+
+from taktline.compat.torch_pipelining import _utils as utils
+from taktline.compat.torch_pipelining import stage as torchs
+from taktline.meta import TensorMeta
+from taktline.pytree import tree_leaves
+
+__all__ = ["TELLS", "Elsewhere", "Older", "Telling", "like", "show", "undisturbed"]
+
+like: Any = wraps
+"""Gives a method the signature of torch's."""
+
+TELLS = hasattr(torchs.PipelineStage, "_send_meta")
+"""Whether stages tell each other what they return; before torch 2.12 they have no method for it."""
+
+
+class Telling(torchs.PipelineStage):
+    """A stage that tells its neighbours, too, if it cannot find out what it returns."""
+
+    unprepared: Exception | None = None
+    """Why it could not."""
+
+    @like(torchs.PipelineStage._prepare_forward_infra)
+    def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> Any:
+        told: Any = getattr(self, "_user_meta", None)
+        metas = () if told is None else (*(told.inputs or ()), *(told.outputs or ()))
+        if told is not None and metas and not any(meta.requires_grad for meta in metas):
+            # Examples that say nothing of gradients: wherever one is possible, there is one.
+            told.inputs, told.outputs = _with_gradients(told.inputs), _with_gradients(told.outputs)
+        find = super()._prepare_forward_infra
+        return self._find_out(find, self.stage_index - 1, self.stage_index + 1, args, kwargs)
+
+    @like(torchs.PipelineStage._prepare_backward_infra)
+    def _prepare_backward_infra(self, *args: Any, **kwargs: Any) -> Any:
+        find: Any = super()._prepare_backward_infra
+        if self.unprepared is not None:
+            after = self.stage_index + 1
+            remote = after < self.num_stages and not self._is_same_rank(after)
+            find = partial(self._recv_meta, after) if remote else _fail
+            args, kwargs = (), {}
+        return self._find_out(find, self.stage_index + 1, self.stage_index - 1, args, kwargs)
+
+    def _find_out(self, find: Any, source: int, neighbour: int, args: Any, kwargs: Any) -> Any:
+        """Find out what crosses a boundary; if that fails, the neighbour is told in its place.
+
+        So all of them come to the end, where what went wrong is raised.
+        """
+        if not TELLS:
+            return find(*args, **kwargs)
+        self._has_told = False
+        values = (*args, *kwargs.values())
+        near = 0 <= source < self.num_stages and self._is_same_rank(source)
+        try:
+            if near and any(isinstance(value, Unknown) for value in values):
+                _fail()
+            found = find(*map(_known, args), **{k: _known(v) for k, v in kwargs.items()})
+            if self.unprepared is None:
+                return found
+        except Exception as error:
+            self.unprepared = self.unprepared or error
+        tells = self._inference_mode == utils.InferenceMode.DYNAMIC and not self._has_told
+        if tells and 0 <= neighbour < self.num_stages and not self._is_same_rank(neighbour):
+            self._send_meta(Unknown(), neighbour)
+        return Unknown()
+
+    def _send_meta(self, meta: Any, dst_stage: int) -> None:
+        self._has_told = True
+        super()._send_meta(meta, dst_stage)
+
+    def _recv_meta(self, src_stage: int) -> Any:
+        meta = super()._recv_meta(src_stage)
+        return _fail() if isinstance(meta, Unknown) else meta
+
+
+class Unknown:
+    """Stands for what a stage returns, where that could not be found out."""
+
+
+class Elsewhere(Exception):
+    """Another stage could not find out what it returns."""
+
+
+def _known(value: Any) -> Any:
+    return None if isinstance(value, Unknown) else value
+
+
+def _fail() -> None:
+    raise Elsewhere("another stage has failed")
+
+
+def _with_gradients(metas: Sequence[Any] | None) -> tuple[Any, ...] | None:
+    if metas is None:
+        return None
+    return tuple(replace(meta, requires_grad=meta.dtype.is_floating_point) for meta in metas)
+
+
+class Older:
+    """What stages had before torch 2.13, and some programs still call."""
+
+    _stage_meta: Any
+    stage_index: int
+
+    def get_outputs_meta(self) -> tuple[Any, ...]:
+        """Shapes and types of the outputs."""
+        if self._stage_meta.outputs is None:
+            raise utils.PipeliningMetadataError(
+                f"Stage {self.stage_index}: outputs metadata required for recv info."
+            )
+        return self._stage_meta.outputs
+
+    def _configure_outputs_meta(self, outputs_meta: tuple[torch.Tensor, ...]) -> None:
+        """Say what goes out."""
+        self._stage_meta.outputs = utils.extract_tensor_metas(outputs_meta)
+
+    def _shape_inference(self, args: Any, kwargs: dict[str, Any] | None = None) -> tuple[Any, ...]:
+        """Run the module once, to see what it returns."""
+        with undisturbed([self]):
+            self._forward_metadata_inference(args, kwargs)  # pyright: ignore
+        return self.get_outputs_meta()
+
+    def _create_act_recv_info(self) -> tuple[Any, ...]:
+        """For each input, where it comes from."""
+        self._setup_forward_recv_info(1, False)  # pyright: ignore
+        return self.args_recv_info[0]  # pyright: ignore
+
+    def _create_act_send_info(self) -> dict[int, list[int | None]]:
+        """For each output, the stages that it goes to."""
+        self._setup_forward_send_info()  # pyright: ignore
+        return self.act_send_info  # pyright: ignore
+
+    def _validate_fwd_input(self, args: tuple[Any, ...], kwargs: Any) -> None:
+        """Make sure that a micro-batch's arguments are as those of the first one were."""
+        desc = f"Stage {self.stage_index} forward inputs"
+        self._validate_stage_tensors(desc, self._stage_meta.inputs, tuple(args))  # pyright: ignore
+
+    def _validate_fwd_outputs(self, outputs: tuple[Any, ...]) -> None:
+        """Make sure that a micro-batch's outputs are as those of the first one were."""
+        desc = f"Stage {self.stage_index} forward outputs"
+        self._validate_stage_tensors(desc, self._stage_meta.outputs, outputs)  # pyright: ignore
+
+
+def show(stage: Any, inputs: Sequence[Any] | None, outputs: Sequence[Any] | None) -> None:
+    """Have a stage that Taktline has run say what crosses its boundaries, as torch's do."""
+    if not TELLS:  # there, what a stage knows is not found out again
+        return
+    meta = stage._stage_meta
+    meta.inputs = utils.extract_tensor_metas(_metas(inputs))
+    meta.outputs = utils.extract_tensor_metas(_metas(outputs))
+    meta.input_grads = meta.inputs and utils._derive_grad_metas(meta.inputs)
+    meta.output_grads = None if stage.is_last else utils._derive_grad_metas(meta.outputs or ())
+
+
+def _metas(leaves: Sequence[Any] | None) -> tuple[torch.Tensor, ...] | None:
+    """Tensors without data that are like these; None if they lie on a mesh, or nobody knows."""
+    known = [TensorMeta.of(x) if isinstance(x, torch.Tensor) else x for x in tree_leaves(leaves)]
+    tensors = [leaf for leaf in known if isinstance(leaf, TensorMeta)]
+    if leaves is None or any(tensor.sharding is not None for tensor in tensors):
+        return None
+    return tuple(
+        torch.empty(x.shape, dtype=x.dtype, device="meta", requires_grad=x.requires_grad)
+        for x in tensors
+    )
+
+
+@contextmanager
+def undisturbed(stages: Sequence[Any]) -> Iterator[None]:
+    """Inside, modules may run to see what they return: buffers and gradients stay as they are.
+
+    What went wrong in one of them is raised at the end.
+    """
+    own = [stage for stage in stages if isinstance(getattr(stage, "submod", None), nn.Module)]
+    buffers = [(b, b.detach().clone()) for stage in own for b in stage.submod.buffers()]
+    gradients = [(p, p.grad) for stage in own for p in stage.submod.parameters()]
+    failed: list[Exception] = []
+    with ExitStack() as stack:
+        for stage in own:
+            stage.unprepared = None
+            native = getattr(stage, "native", None)
+            sync = None if native is None else native.grad_sync
+            if sync is not None and not sync.shards:
+                sync.begin()
+                stack.callback(sync.end)
+        try:
+            yield
+        except Exception as error:
+            failed.append(error)
+    with torch.no_grad():
+        for buffer, value in buffers:
+            buffer.copy_(value)
+    for parameter, gradient in gradients:
+        parameter.grad = gradient
+    # What follows from it may have been raised, too.
+    causes = [stage.unprepared for stage in own if isinstance(stage.unprepared, Exception)]
+    for stage in own:
+        stage.unprepared = None
+    for error in sorted(causes or failed, key=lambda error: isinstance(error, Elsewhere)):
+        raise error

@@ -1,0 +1,151 @@
+"""What stages know of their boundaries, and tell when it does not fit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from taktline.compat.torch_pipelining import _utils as utils
+from taktline.compat.torch_pipelining.schedules import ScheduleGPipe, _ScheduleForwardOnly
+from taktline.compat.torch_pipelining.stage import PipelineStage
+from tests.compat.peer import SINCE_2_12, SINCE_2_13
+from tests.compat.programs import BATCH, CPU, WIDTH, Program, loss_fn, wrapped
+from tests.workers import Workers
+
+PART = BATCH // 4
+
+
+@pytest.fixture
+def fake_group() -> Iterator[None]:
+    """Two ranks, of which this is the second."""
+    dist.init_process_group("fake", rank=1, world_size=2, store=FakeStore())
+    yield
+    dist.destroy_process_group()
+
+
+def _shown(rank: int, group: dist.ProcessGroup) -> list[Any]:
+    program = Program(group, 2, [rank])
+    (stage,) = program.stages
+    schedule = ScheduleGPipe(stage, 4, loss_fn=loss_fn)
+    shown = []
+    for call in ("eval", "step"):
+        program.step(schedule, call)
+        meta = stage._stage_meta
+        assert schedule._on_ours
+        assert [(tuple(x.shape), x.stride, x.dtype) for x in meta.inputs + meta.outputs] == [
+            ((PART, WIDTH), (WIDTH, 1), torch.float32)
+        ] * 2
+        assert stage.get_outputs_meta() == meta.outputs
+        grads = [
+            None if side is None else side[0] for side in (meta.input_grads, meta.output_grads)
+        ]
+        shown.append((meta.inputs[0].requires_grad, [grad is not None for grad in grads]))
+    return shown
+
+
+@SINCE_2_12
+@pytest.mark.processes
+def test_stages_show_what_crosses_their_boundaries(workers: Workers) -> None:
+    """As those of torch do, though it is the runtime that has found it out."""
+    first, last = workers.run(_shown)
+    assert first == [(False, [False, False]), (False, [False, True])]
+    assert last == [(False, [False, False]), (True, [True, False])]
+
+
+def _modes(rank: int, group: dist.ProcessGroup) -> list[str]:
+    example = torch.zeros(PART, WIDTH, requires_grad=True)
+    whole: dict[str, Any] = {"input_args": example, "output_args": example}
+    modes = []
+    for first, last in (({}, {}), (whole, whole), (whole, {"input_args": example})):
+        program = Program(group, 2, [rank], **(first if rank == 0 else last))
+        program.step(ScheduleGPipe(program.stages[0], 4, loss_fn=loss_fn))
+        modes.append(program.stages[0]._inference_mode.name)
+    return modes
+
+
+@SINCE_2_12
+@pytest.mark.processes
+def test_all_stages_agree_whether_shapes_are_known(workers: Workers) -> None:
+    assert workers.run(_modes) == [["DYNAMIC", "STATIC", "DYNAMIC"]] * 2
+
+
+def _announced_wrongly(rank: int, group: dist.ProcessGroup) -> str:
+    wrong = torch.zeros(PART + rank, WIDTH, requires_grad=True)
+    program = Program(group, 2, [rank], input_args=wrong)
+    wrapped(program.stages[0])
+    with pytest.raises(utils.PipeliningMetadataError, match="shape mismatch") as caught:
+        program.step(ScheduleGPipe(program.stages[0], 4, loss_fn=loss_fn))
+    return str(caught.value)
+
+
+@SINCE_2_12
+@pytest.mark.processes
+def test_every_rank_raises_what_torch_raises_of_a_mismatch(workers: Workers) -> None:
+    for told in workers.run(_announced_wrongly):
+        assert told.startswith("rank 1: Stage 1 input[0]: shape mismatch: torch.Size([5, 8]) vs ")
+
+
+def _losses_as_text(rank: int, group: dist.ProcessGroup) -> str:
+    program = Program(group, 2, [rank])
+    schedule = ScheduleGPipe(program.stages[0], 4, loss_fn=loss_fn)
+    x = torch.zeros(BATCH, WIDTH)
+    given = {"target": x, "losses": "all"} if rank == 1 else {}
+    with pytest.raises(TypeError) as caught:
+        schedule.step(*([x] if rank == 0 else []), **given)
+    return str(caught.value)
+
+
+@pytest.mark.processes
+def test_losses_come_into_a_list(workers: Workers) -> None:
+    for told in workers.run(_losses_as_text):
+        assert "losses must be a list but got a <class 'str'>" in told
+
+
+@pytest.mark.usefixtures("fake_group")
+def test_a_forward_only_schedule_has_no_order() -> None:
+    stage = PipelineStage(nn.Linear(2, 2), 1, 2, CPU)
+    assert _ScheduleForwardOnly(stage, 2).pipeline_order is None
+
+
+@SINCE_2_13
+@pytest.mark.usefixtures("fake_group")
+@pytest.mark.parametrize("given", ["input_grads", "inputs"])
+def test_a_missing_gradient_is_sent_as_zeros(given: str) -> None:
+    """What is known of the boundary is enough."""
+    stage = PipelineStage(nn.Linear(2, 2), 1, 2, CPU)
+    stage.has_backward, stage.chunks, stage.grad_send_info = True, 1, [0]
+    example = torch.ones(3, 2, requires_grad=given == "inputs")
+    setattr(stage._stage_meta, given, utils.extract_tensor_metas((example,)))
+    stage.bwd_cache[0] = (None,)
+    sent: list[Tensor] = []
+    with patch.object(dist, "P2POp", lambda op, tensor, *where: sent.append(tensor)):
+        stage.get_bwd_send_ops(0)
+    assert torch.equal(sent[0], torch.zeros(3, 2))
+
+
+@SINCE_2_13
+@pytest.mark.usefixtures("fake_group")
+def test_a_gradient_that_nobody_knows_of_is_refused() -> None:
+    stage = PipelineStage(nn.Linear(2, 2), 1, 2, CPU)
+    stage.has_backward, stage.chunks, stage.grad_send_info = True, 1, [0]
+    stage.bwd_cache[0] = (torch.ones(3, 2),)
+    with pytest.raises(utils.PipeliningMetadataError, match="no metadata is available for the"):
+        stage.get_bwd_send_ops(0)
+    stage.bwd_cache[0] = (torch.ones(3, 2),)
+    stage._stage_meta.input_grads = (None,)
+    with pytest.raises(utils.PipeliningMetadataError, match="grad slot is None"):
+        stage.get_bwd_send_ops(0)
+
+
+@pytest.mark.usefixtures("fake_group")
+def test_an_argument_of_later_versions() -> None:
+    PipelineStage(nn.Linear(2, 2), 1, 2, CPU, pass_pipeline_metadata=False)
+    with pytest.raises(RuntimeError, match="needs a version of torch whose stages take it"):
+        PipelineStage(nn.Linear(2, 2), 1, 2, CPU, pass_pipeline_metadata=True)
