@@ -2,6 +2,7 @@
 
     python benchmarks/split_backward.py                  on the CPU
     python benchmarks/split_backward.py --device cuda
+    python benchmarks/split_backward.py --compiled       compiled stages, against torch.compile
 
 One small linear layer, where the split is all there is to pay for; and a stage of four transformer
 blocks, once so small that launching operations takes the time, once so large that computing them
@@ -21,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 
+from taktline.stage import compile_stages
 from taktline.stage.split_backward import Splitter
 
 BLOCKS = 4
@@ -68,19 +70,25 @@ def blocks(width: int) -> nn.Module:
     return nn.Sequential(*(Block(width, 4) for _ in range(BLOCKS)))
 
 
-def measure(model: nn.Module, batch_of: Tensor, rounds: int) -> dict[str, float]:
+def measure(
+    model: nn.Module, batch_of: Tensor, rounds: int, *, compiled: bool = False
+) -> dict[str, float]:
     """Seconds of each way."""
     device = batch_of.device.type
     model = model.to(device)
+    ours = compile_stages(model) if compiled else model
+    theirs = torch.compile(model) if compiled else model
     gradient = torch.randn_like(batch_of)
     sync = torch.cuda.synchronize if device == "cuda" else (lambda: None)
     times: dict[str, list[float]] = {}
     calls = ways(model)
+    if compiled:
+        del calls["torch"]  # which does not split what is compiled
     gc.disable()
     for number in range(rounds + 3):
         for name, call in calls.items():
             x = batch_of.detach().requires_grad_()
-            y = model(x)
+            y = (ours if name == "taktline" else theirs)(x)
             sync()
             start = time.perf_counter()
             with torch.autograd.set_multithreading_enabled(False):
@@ -97,6 +105,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--rounds", type=int, default=100)
+    parser.add_argument("--compiled", action="store_true")
     options = parser.parse_args()
     large = (8, 1024, 2048) if options.device == "cuda" else (4, 128, 512)
     torch.set_num_threads(1)
@@ -105,8 +114,9 @@ if __name__ == "__main__":
         ("launch-bound", blocks(32), (2, 8, 32), options.rounds),
         ("compute-bound", blocks(large[-1]), large, max(options.rounds // 5, 5)),
     ):
-        found = measure(model, torch.randn(shape, device=options.device), rounds)
+        batch = torch.randn(shape, device=options.device)
+        found = measure(model, batch, rounds, compiled=options.compiled)
         ratios = "   ".join(
-            f"{name} {found[name] / found['plain']:.2f}" for name in ("torch", "taktline")
+            f"{name} {found[name] / found['plain']:.2f}" for name in found if name != "plain"
         )
         print(f"{options.device} {label:14} plain {found['plain'] * 1e6:8.0f} µs   I + W: {ratios}")

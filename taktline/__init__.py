@@ -59,6 +59,7 @@ if TYPE_CHECKING:
     from taktline.stage import SplitReport as SplitReport
     from taktline.stage import Tie as Tie
     from taktline.stage import check_split_backward as check_split_backward
+    from taktline.stage import compile_stages as compile_stages
     from taktline.stage import stage_backward as stage_backward
     from taktline.stage import stage_backward_input as stage_backward_input
     from taktline.stage import stage_backward_weight as stage_backward_weight
@@ -86,8 +87,8 @@ _NAMES = {
     "skip": "skip",
     "split": "Pipe SplitPoint build_stage pipe_split pipeline split",
     "stage": (
-        "PipelineStage SplitReport Tie check_split_backward stage_backward stage_backward_input "
-        "stage_backward_weight"
+        "PipelineStage SplitReport Tie check_split_backward compile_stages stage_backward "
+        "stage_backward_input stage_backward_weight"
     ),
     "train": "Pipeline",
     "transport": "local register_container",

@@ -118,12 +118,18 @@ def gradient_of(tensor: torch.Tensor) -> torch.Tensor | None:
     return gradient.redistribute(placements=wanted) if is_sharded(gradient) else gradient
 
 
-def root_gradient(loss: torch.Tensor, scale: float) -> torch.Tensor:
+def root_gradient(loss: torch.Tensor, scale: float | torch.Tensor) -> torch.Tensor:
     """What the backward of a loss begins with."""
     if not is_sharded(loss):
-        return torch.full_like(loss, scale)
+        return _filled(loss, scale)
     sharding = Sharding.of(loss).of_gradient
-    return sharding.assemble(torch.full_like(local(loss.detach()), scale), loss.device_mesh)
+    return sharding.assemble(_filled(local(loss.detach()), scale), loss.device_mesh)
+
+
+def _filled(like: torch.Tensor, value: float | torch.Tensor) -> torch.Tensor:
+    if isinstance(value, torch.Tensor):  # not to be read: that would wait for the device
+        return torch.empty_like(like, requires_grad=False).copy_(value)
+    return torch.full_like(like, value)
 
 
 def find_mesh(sharding: Sharding, module: nn.Module, get_mesh: GetMesh | None) -> DeviceMesh:

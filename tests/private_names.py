@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import sys
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -81,7 +82,14 @@ def _shortened(name: str) -> str:
     """Up to the last private part, or what is taken from it if that is a module."""
     parts = name.split(".")
     last = max(place for place, part in enumerate(parts) if _is_private(part))
-    return ".".join(parts[: last + 1 + (".".join(parts[: last + 1]) in sys.modules)])
+    return ".".join(parts[: last + 1 + _is_module(".".join(parts[: last + 1]))])
+
+
+def _is_module(name: str) -> bool:
+    try:
+        return name in sys.modules or find_spec(name) is not None
+    except ImportError:
+        return False
 
 
 def _attributes(tree: ast.AST, own: set[str]) -> Iterator[str]:

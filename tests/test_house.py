@@ -66,6 +66,7 @@ def test_trees_come_from_one_module() -> None:
     assert set().union(*rooms) == {"pytree"}, "import taktline.pytree instead"
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of modules of torch that it loads
 @pytest.mark.parametrize("name", sorted(name for name in listed() if name.startswith("torch.")))
 def test_private_names_are_still_there(name: str) -> None:
     assert pkgutil.resolve_name(name) is not None

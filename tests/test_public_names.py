@@ -51,6 +51,7 @@ def test_top_level_names() -> None:
         "check_split_backward",
         "checkpoint",
         "collect_losses",
+        "compile_stages",
         "get_schedule_class",
         "local",
         "lower",

@@ -18,6 +18,7 @@ from taktline.runtime.executor import Instruction, Program
 from taktline.runtime.join import join
 from taktline.runtime.plain_loop import plain_loop
 from taktline.runtime.ports import Handback, Handover, Incoming, Outgoing
+from taktline.runtime.seeds import Seeded, seeded
 from taktline.runtime.self_describing import Inbox, LearningIncoming, LearningOutgoing, Line, Outbox
 from taktline.runtime.stage_actions import Work
 from taktline.runtime.step_data import Feed
@@ -76,6 +77,8 @@ class Binding:
     """Whether the plan goes on even where a send waits until its receive is posted."""
     drawing: Drawing | None = None
     """Where all stages run in one thread: whether they draw, or each rank's own random numbers."""
+    seeded: Seeded = seeded
+    """Draws the numbers of a seed."""
 
 
 def channels_of(plan: Plan) -> list[Channel]:
@@ -114,7 +117,7 @@ def bind(binding: Binding, known: Signatures | None) -> Bound:
     sending = [*ends.activations_out.values(), *ends.gradients_out.values()]
     program = Program(rank_of, instructions, sending, quickest)
     learned = partial(_learned, ends, binding.plan.microbatches)
-    return Bound(program, works, learned, binding.plan)
+    return Bound(program, works, learned, binding, known)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +127,15 @@ class Bound:
     program: Program
     works: Mapping[int, Work]
     learned: Callable[[], Signatures]
-    plan: Plan
+    binding: Binding
+    """What it was made from."""
+    known: Signatures | None
+    """The signatures that it was made for; None: it learns them."""
+
+    @property
+    def plan(self) -> Plan:
+        """What it does."""
+        return self.binding.plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,6 +282,7 @@ def _work(
         binding.plan.microbatches,
         loss_fn=binding.loss_fn,
         seed=binding.seed,
+        seeded=binding.seeded,
         trains=binding.trains,
         checks=known is None,
         routes=None if known is None else known.routes,

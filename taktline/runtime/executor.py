@@ -100,10 +100,7 @@ class Program:
 
         Where the ranks cannot go on together it raises, and plays nothing on.
         """
-        if wrap is None and self._joined is not None:
-            self._instructions = self._joined()
-        else:
-            self._instructions = self._each
+        self._instructions = self._quickest() if wrap is None else self._each
         runs = [each.run if wrap is None else wrap(each) for each in self._instructions]
         failure = None
         try:
@@ -123,6 +120,19 @@ class Program:
             self._play_on(self.position, fate)
         return failure
 
+    def run_alone(self) -> None:
+        """Run everything, and wait for what was sent; what goes wrong is raised, with its place.
+
+        Nothing is played on: for a capture, in which nothing reaches the others.
+        """
+        self._instructions = running = self._quickest()
+        try:
+            for self.position, instruction in enumerate(running):
+                instruction.run()
+        except Exception as error:
+            raise self._told(running[self.position], error) from error
+        self.settle()
+
     def forgo(self, fate: Fate | None = None) -> None:
         """Run nothing, but take part in every message."""
         self._play_on(0, fate)
@@ -134,6 +144,9 @@ class Program:
         """
         for port in self._sending:
             port.settle_all()
+
+    def _quickest(self) -> Sequence[Instruction]:
+        return self._each if self._joined is None else self._joined()
 
     def _play_on(self, position: int, fate: Fate | None) -> None:
         """Take part in every message from here on, without computing, so that nobody hangs."""

@@ -58,6 +58,7 @@ class _Single(_Named):
         seed: int | None = None,
         dynamic_shapes: bool = False,
         target_chunk_spec: Any = None,
+        cuda_graphs: bool = False,
     ) -> None:
         require_instance("stage", stage, PipelineStage)
         super().__init__(
@@ -71,6 +72,7 @@ class _Single(_Named):
             seed,
             dynamic_shapes,
             target_chunk_spec=target_chunk_spec,
+            cuda_graphs=cuda_graphs,
             name=type(self).__name__,
             make_plan=lambda ranks: self._plan(stage.num_stages, n_microbatches, ranks),
         )
@@ -98,6 +100,7 @@ class _Multi(_Named):
         seed: int | None = None,
         dynamic_shapes: bool = False,
         target_chunk_spec: Any = None,
+        cuda_graphs: bool = False,
     ) -> None:
         stages = require_instances("stages", stages, PipelineStage)
         if not stages:
@@ -115,6 +118,7 @@ class _Multi(_Named):
             seed,
             dynamic_shapes,
             target_chunk_spec=target_chunk_spec,
+            cuda_graphs=cuda_graphs,
             name=type(self).__name__,
             make_plan=lambda ranks: self._plan(stages[0].num_stages, n_microbatches, ranks),
         )
@@ -184,6 +188,7 @@ class ScheduleLoopedBFS(_Multi):
         seed: int | None = None,
         dynamic_shapes: bool = False,
         target_chunk_spec: Any = None,
+        cuda_graphs: bool = False,
     ) -> None:
         super().__init__(
             stages,
@@ -196,6 +201,7 @@ class ScheduleLoopedBFS(_Multi):
             seed=seed,
             dynamic_shapes=dynamic_shapes,
             target_chunk_spec=target_chunk_spec,
+            cuda_graphs=cuda_graphs,
         )
 
 
@@ -268,6 +274,7 @@ class ScheduleFromPlan(Schedule):
         seed: int | None = None,
         dynamic_shapes: bool = False,
         target_chunk_spec: Any = None,
+        cuda_graphs: bool = False,
     ) -> None:
         stages = require_instances("stages", stages, PipelineStage)
         if not stages:
@@ -299,6 +306,7 @@ class ScheduleFromPlan(Schedule):
             seed,
             dynamic_shapes,
             target_chunk_spec=target_chunk_spec,
+            cuda_graphs=cuda_graphs,
             name=f"plan {chosen.name!r}",
             make_plan=check,
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -29,6 +30,7 @@ from taktline.runtime.agreement import (
     out_of_step,
 )
 from taktline.runtime.bind import Binding, Bound, Signatures, bind, channels_of
+from taktline.runtime.capture import Captures, CudaGraphs, Graphs
 from taktline.runtime.digest import digest_of
 from taktline.runtime.executor import Failure, Program
 from taktline.runtime.fingerprint import DataWatch
@@ -89,6 +91,7 @@ class Runner:
         self._seed = seed
         self._dynamic_shapes = dynamic_shapes
         self._feed = Feed()
+        self._captures: Captures | None = None
         self.replicas = Replicas(self._stages)
         self._ties = Ties(self._stages)
         self._relay: Relay | None = None
@@ -122,6 +125,17 @@ class Runner:
         """Run all ranks of the plan in one thread, where they hand over what they would send."""
         self._random = self._drawing = RankRandom(count, self.device)
         self._transport = Alone()
+
+    def capture(self, graphs: Graphs | None = None) -> None:
+        """Capture programs as CUDA graphs, or as what ``graphs`` makes, and replay them."""
+        self._captures = Captures(
+            graphs or CudaGraphs(self.device), self._stages, dynamic_shapes=self._dynamic_shapes
+        )
+
+    @property
+    def captured(self) -> str:
+        """Which programs are captured; nothing if none are to be."""
+        return "" if self._captures is None else str(self._captures)
 
     @property
     def ranks(self) -> range:
@@ -253,7 +267,7 @@ class Runner:
         failure = self._fitted(fit)
         with self._ties.step(trains=trains):
             output, skips = self._compute(
-                bound, failure, finish, watch, shares=shares, trains=trains
+                bound, agreed, failure, finish, watch, shares=shares, trains=trains
             )
         if self.recorder is not None:
             self.recorder.keep()
@@ -266,6 +280,7 @@ class Runner:
     def _compute(
         self,
         bound: Bound,
+        agreed: tuple[int, ...],
         failure: Failure | None,
         finish: Finish,
         watch: Watch,
@@ -288,7 +303,11 @@ class Runner:
         ):
             watch.program = bound.program
             if failure is None:
-                failure = bound.program.run(wrap, self)
+                eagerly = partial(bound.program.run, wrap, self)
+                if self._captures is None or wrap is not None:
+                    failure = eagerly()
+                else:
+                    failure = self._captures.run(agreed, bound, eagerly, self._ties.apart)
             else:
                 bound.program.forgo(self)
         watch.program, watch.doing = None, "waits for the gradients of tied weights"
@@ -548,6 +567,8 @@ class Runner:
         """Let go of a step that did not end well, and of what may be wrong because of it."""
         self._feed.clear()
         self._known.clear()
+        if self._captures is not None:
+            self._captures.forget()
         for stage in self._stages:
             stage.clear()
 

@@ -61,6 +61,7 @@ class Schedule:
         dynamic_shapes: bool,
         *,
         target_chunk_spec: Any = None,
+        cuda_graphs: bool = False,
         name: str,
         make_plan: Callable[[int], Plan],
     ) -> None:
@@ -104,6 +105,8 @@ class Schedule:
             seed=seed,
             dynamic_shapes=dynamic_shapes,
         )
+        if require_flag("cuda_graphs", cuda_graphs):
+            self._runner.capture()
 
     @property
     def stall_after(self) -> float | None:

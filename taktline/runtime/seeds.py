@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import TypeAlias
 
 import torch
 
-__all__ = ["seed_of", "seeded"]
+__all__ = ["Seeded", "seed_of", "seeded"]
+
+Seeded: TypeAlias = Callable[
+    [tuple[int, int, int, int], torch.device], AbstractContextManager[None]
+]
+"""What :func:`seeded` is, or does the same in another way."""
 
 
 def seed_of(key: tuple[int, int, int, int]) -> int:

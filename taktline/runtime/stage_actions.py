@@ -12,7 +12,7 @@ from taktline import pytree
 from taktline.errors import LossError
 from taktline.meta import Signature, as_arguments, flatten
 from taktline.runtime.ports import In, Out, Values
-from taktline.runtime.seeds import seeded
+from taktline.runtime.seeds import Seeded, seeded
 from taktline.runtime.step_data import Feed
 from taktline.sharding import is_sharded, root_gradient
 from taktline.side_values import Aside, handed_on, opened, require_number
@@ -56,6 +56,7 @@ class Work:
         gradients_out: Out | None = None,
         loss_fn: Callable[..., torch.Tensor] | None = None,
         seed: int | None = None,
+        seeded: Seeded = seeded,
         trains: bool = True,
         checks: bool = False,
         routes: Mapping[str, int] | None = None,
@@ -71,6 +72,7 @@ class Work:
         self._gradients_out = gradients_out
         self._loss_fn = loss_fn
         self._seed = seed
+        self._seeded = seeded
         self._trains = trains
         self._checks = checks
         self._routes = routes
@@ -154,7 +156,7 @@ class Work:
         if self._seed is None:
             return self._stage.submod(*arguments, **keywords)
         key = (self._seed, self._feed.number, self._index, microbatch)
-        with seeded(key, self._stage.device):
+        with self._seeded(key, self._stage.device):
             return self._stage.submod(*arguments, **keywords)
 
     def _handed_on(self, output: Any, aside: Aside) -> Values:
@@ -190,7 +192,7 @@ class Work:
                 "frozen, or the output detached? To run forward only, call eval()"
             )
         scale = feed.scale if feed.scales is None else feed.scales[microbatch]
-        return (loss,), (self._root_gradient(loss, scale),)
+        return (loss,), (self._root_gradient(loss, scale, (0, microbatch)),)
 
     def _note(self, microbatch: int, aside: Aside, own: Own) -> Own:
         """Note what a forward has left aside; returns the losses with those that it has added."""
@@ -207,11 +209,19 @@ class Work:
         scale = feed.scale if feed.row_scales is None else feed.row_scales[microbatch]
         added = [loss for loss in aside.losses if loss.requires_grad]
         losses, gradients = own
-        return (*losses, *added), (*gradients, *(self._root_gradient(x, scale) for x in added))
+        roots = (self._root_gradient(x, scale, (1, microbatch)) for x in added)
+        return (*losses, *added), (*gradients, *roots)
 
-    def _root_gradient(self, loss: torch.Tensor, scale: float) -> torch.Tensor | None:
-        # A micro-batch that does not count is left out: its loss may well be nan.
-        return root_gradient(loss, scale * self._feed.grad_scale) if scale else None
+    def _root_gradient(
+        self, loss: torch.Tensor, scale: float, place: tuple[int, int]
+    ) -> torch.Tensor | None:
+        """What the backward of a loss begins with; ``place`` is that of its count in a buffer."""
+        if not scale:
+            return None  # a micro-batch that does not count is left out: its loss may well be nan
+        counts = self._feed.counts
+        return root_gradient(
+            loss, scale * self._feed.grad_scale if counts is None else counts[place]
+        )
 
     def _backward(self, microbatch: int, run: Callable[..., list[torch.Tensor | None]]) -> None:
         gradients, aside = self._kept[microbatch]

@@ -49,6 +49,9 @@ class Feed:
     """The same for each loss that stages add, where micro-batches differ in size."""
     grad_scale: float = 1.0
     """What every gradient is multiplied with, for those that would vanish in half precision."""
+    counts: torch.Tensor | None = None
+    """All of that for each micro-batch, in a buffer on the device: for the loss, and for those that
+    stages add. Only for a step that is captured, and replayed with other numbers."""
     wants_losses: bool = False
     """Whether anybody asks for the losses."""
     losses: dict[int, torch.Tensor] = field(default_factory=dict)

@@ -56,6 +56,11 @@ class Ties:
         """Whether gradients are added up later, after several steps."""
         return self._depth > 0
 
+    @property
+    def apart(self) -> list[nn.Parameter]:
+        """Those whose gradients of before are kept while a step is running."""
+        return list(self._before or ())
+
     def check(self) -> None:
         """Find the weights that this rank's stages say they share; raise if one is not there."""
         self.uses = [

@@ -8,6 +8,7 @@ from taktline.stage.backward import (
     stage_backward_weight,
 )
 from taktline.stage.check import SplitReport, check_split_backward
+from taktline.stage.compiled import compile_stages
 from taktline.stage.stage import PipelineStage
 from taktline.stage.ties import Tie
 
@@ -16,6 +17,7 @@ __all__ = [
     "SplitReport",
     "Tie",
     "check_split_backward",
+    "compile_stages",
     "stage_backward",
     "stage_backward_input",
     "stage_backward_weight",

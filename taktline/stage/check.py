@@ -112,8 +112,9 @@ def _gradients(
     reasons: dict[str, str] = {}
     if split:
         told = explain(roots, inputs, weights)
-        reasons = {name: told[p] for name, p in parameters.items() if p in told}
         pending = Splitter().run_input(roots, gradients, inputs, weights)
+        later = set() if pending is None else set(pending.weights)
+        reasons = {name: told[p] for name, p in parameters.items() if p not in later}
         if pending is not None:
             pending.run()
     else:

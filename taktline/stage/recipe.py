@@ -32,6 +32,7 @@ _KINDS = {
 }
 _TURN, _CAST = "TBackward0", "ToCopyBackward0"
 _REENTRANT = "CheckpointFunctionBackward"
+_COMPILED = "CompiledFunctionBackward"
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +72,14 @@ class Recipe:
     """The slots of products that the engine comes to only if it is told to."""
     whole: bool = False
     """Nothing can be left out: everything is due in I."""
+    compiled: tuple[int, ...] = ()
+    """The slots of nodes that were compiled: these may leave something out themselves."""
+    inside: frozenset[torch.Tensor] = frozenset()
+    """The leaves that one such node alone uses."""
+
+    def may_wait(self, leaf: torch.Tensor) -> bool:
+        """Whether a compiled node may leave out the gradient of a leaf."""
+        return leaf in self.inside and not _hooked(leaf)
 
     def fits(self, nodes: Sequence[Node], inputs: Sequence[torch.Tensor]) -> bool:
         """Whether a graph of the same shape has the same leaves and products."""
@@ -131,10 +140,26 @@ def learn(
             later.append(leaf)
     reached = graph.leading_to(slot for slot, leaf in ends if leaf is None or leaf in reasons)
     edges = [product.slot for product in products if graph.nodes[product.slot] not in reached]
+    users = {
+        leaf: graph.consumers[graph.nodes[slot]]
+        for slot, leaf in ends
+        if leaf is not None and leaf in reasons
+    }
     recipe = Recipe(
-        graph.shape, tuple(ends), tuple(products), tuple(later), tuple(reasons), tuple(edges)
+        graph.shape,
+        tuple(ends),
+        tuple(products),
+        tuple(later),
+        tuple(reasons),
+        tuple(edges),
+        compiled=tuple(s for s, node in enumerate(graph.nodes) if node.name() == _COMPILED),
+        inside=frozenset(leaf for leaf, found in users.items() if _one_compiled(found)),
     )
     return recipe, reasons
+
+
+def _one_compiled(users: Sequence[tuple[Node, int]]) -> bool:
+    return len(users) == 1 and users[0][0].name() == _COMPILED
 
 
 def _uses(

@@ -16,12 +16,15 @@ computes them on the way. A weight is left out only if every use of it is such a
 Finding the products means walking through the graph. What was found is remembered for a shape of
 graph (a Recipe), and used again where shape and leaves are the same. That they are must be seen in
 each graph: nothing but its edges tells whether a weight has one more use than before.
+
+What is compiled is one node here, and knows by itself what to leave out: see ``compiled``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.graph import GradientEdge
@@ -38,10 +41,18 @@ _REMEMBERED = 8
 """For how many shapes of graphs there is a recipe at a time."""
 
 
+class _Compiled(NamedTuple):
+    """What a compiled node has left out."""
+
+    weights: Sequence[torch.Tensor]
+    held: list[Any]
+    run: Callable[[list[Any]], Sequence[Any]]
+
+
 class Pending:
     """What W has left to do for one micro-batch."""
 
-    __slots__ = ("_factors", "_gradients", "_recipe", "_versions")
+    __slots__ = ("_compiled", "_factors", "_gradients", "_recipe", "_versions")
 
     def __init__(self, recipe: Recipe, nodes: Sequence[Node]) -> None:
         """``nodes`` are those of the products."""
@@ -53,15 +64,34 @@ class Pending:
             self._factors.append(getattr(node, recipe.products[index].kind.factor).detach())
             node.register_prehook(partial(self._gradients.__setitem__, index))
         self._versions = [factor._version for factor in self._factors]
+        self._compiled: list[_Compiled] = []
 
     @property
     def weights(self) -> list[torch.Tensor]:
         """The weights that wait for their gradients."""
-        return list(self._recipe.weights)
+        return [*self._recipe.weights, *(w for part in self._compiled for w in part.weights)]
+
+    def may_wait(self, leaf: torch.Tensor) -> bool:
+        """Whether a compiled node may leave out the gradient of a leaf."""
+        return self._recipe.may_wait(leaf)
+
+    def take_over(
+        self,
+        weights: Sequence[torch.Tensor],
+        held: list[Any],
+        run: Callable[[list[Any]], Sequence[Any]],
+    ) -> None:
+        """Compute these weights' gradients, too, from what a compiled node holds for them."""
+        self._compiled.append(_Compiled(weights, held, run))
+        tensors = [value for value in held if isinstance(value, torch.Tensor)]
+        self._factors += tensors
+        self._versions += [tensor._version for tensor in tensors]
 
     def part_from(self, leaves: Sequence[torch.Tensor]) -> None:
         """Copy new gradients in the memory of those put aside: later ones are added to them."""
         aside = {_memory(g) for (g,) in self._gradients.values() if g is not None}
+        if self._compiled:
+            aside |= {_memory(factor) for factor in self._factors}
         for leaf in leaves:
             if leaf.grad is not None and (None in aside or _memory(leaf.grad) in (None, *aside)):
                 leaf.grad = leaf.grad.clone()
@@ -85,9 +115,15 @@ class Pending:
         for weight, total in zip(weights, totals, strict=True):
             if total is not None:
                 add_to_grad(weight, total)
+        for part in self._compiled:
+            with torch.no_grad():  # as inside of the engine
+                gradients = part.run(part.held)
+            for weight, gradient in zip(part.weights, gradients, strict=True):
+                add_to_grad(weight, gradient)
         # Who keeps an output keeps the graph, and with it what notes gradients here.
         self._factors, self._versions = [], []
         self._gradients.clear()
+        self._compiled.clear()
 
 
 class Splitter:
@@ -134,11 +170,13 @@ class Splitter:
         found = [nodes[product.slot] for product in recipe.products]
         pending = Pending(recipe, found)
         edges = [GradientEdge(nodes[slot], 0) for slot in recipe.edges]
+        for slot in recipe.compiled:
+            nodes[slot].put_off = pending
         new = [leaf for leaf in recipe.leaves if leaf.grad is None]
         accumulate(roots, gradients, (*inputs, *recipe.leaves, *edges))
         if new:
             pending.part_from(new)
-        return pending if found else None
+        return pending if found or pending.weights else None
 
     def _recipe(
         self,

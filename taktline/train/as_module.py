@@ -25,7 +25,7 @@ _INSTEAD = {
     "apply": "go over pipe.modules()",
     "requires_grad_": "go over pipe.parameters()",
     "buffers": "pipe.state_dict() has them",
-    "compile": "compile the stages in prepare=, or the model's blocks with block.compile()",
+    "compile": "say so when you make it: Pipeline(…, compile=True)",
 }
 
 

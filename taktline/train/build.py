@@ -19,7 +19,7 @@ from taktline.runtime.watchdog import guarded
 from taktline.split import Pipe, materialise
 from taktline.split.named.by_names import without_compiler
 from taktline.split.named.stage_forward import has_dynamic_shapes
-from taktline.stage import PipelineStage
+from taktline.stage import PipelineStage, compile_stages
 from taktline.stage.names import named_parameters
 from taktline.stage.ties import declared
 from taktline.train.choose_plan import ScheduleChoice, opened, plan_for
@@ -95,6 +95,7 @@ def build(
     mesh: DeviceMesh | None,
     data_parallel: str | None,
     prepare: Prepare | None,
+    compiles: bool,
     device: torch.device | None,
     seed: int | None,
     state_dict: Mapping[str, torch.Tensor] | None,
@@ -132,7 +133,7 @@ def build(
         table = Table.of(plan, parts.modules, example, here.transport)
         is_dynamic = any(map(has_dynamic_shapes, parts.modules.values()))
         parts.keep([stage for rank in here.own for stage in plan.placement.stages_of(rank)])
-        _make_ready(parts, here, state_dict, prepare, data_parallel)
+        _make_ready(parts, here, state_dict, prepare, data_parallel, compiles=compiles)
     running = {**running, "seed": None if seed is None else seed + here.replica}
     running["dynamic_shapes"] |= is_dynamic
     built = _scheduled(here, plan, parts, table, example, running)
@@ -150,12 +151,16 @@ def _make_ready(
     state_dict: Mapping[str, torch.Tensor] | None,
     prepare: Prepare | None,
     data_parallel: str | None,
+    *,
+    compiles: bool,
 ) -> None:
-    """Give the stages of this process their values, and then prepare and wrap them."""
+    """Give the stages of this process their values, and then prepare, compile and wrap them."""
     for module in parts.modules.values():
         materialise(module, ranks.device, state_dict=state_dict)
     for stage, module in parts.modules.items():
         ready = module if prepare is None else _prepared(prepare, module, stage)
+        if compiles:
+            ready = compile_stages(ready, stage)
         parts.modules[stage] = wrapped(ready, ranks, data_parallel)
 
 

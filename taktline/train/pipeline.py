@@ -87,8 +87,9 @@ class Pipeline(AsModule, Gradients, Saved, ForCheckpoints):
         mesh: a device mesh with a dimension "pp", and one that begins with "dp" for replicas.
         data_parallel: ``"ddp"`` or ``"fsdp"``: what each stage is wrapped in.
         prepare: called with each stage of this process and its number, once it is on its device
-            and before it is wrapped; returns the module to use. For ``torch.compile``, activation
-            checkpointing or tensor parallelism.
+            and before it is wrapped; returns the module to use. For activation checkpointing or
+            tensor parallelism.
+        compile: compiles each stage, after ``prepare``, by :func:`taktline.compile_stages`.
         device: where to compute.
         state_dict: values for a model that was built on the meta device, of which each process
             takes those of its stages; without it, they are made as the model's constructor does
@@ -96,6 +97,8 @@ class Pipeline(AsModule, Gradients, Saved, ForCheckpoints):
         seed: draws dropout from (seed, step, stage, micro-batch): for one cut into stages and
             micro-batches, the same under every schedule and on any number of ranks.
         dynamic_shapes: for stages whose outputs' shapes depend on values.
+        cuda_graphs: captures steps as CUDA graphs, once for each kind of batch, and replays them;
+            what cannot be captured runs as it is, with a warning that says why.
         args_chunk_spec: how positional arguments are cut; without it and the next, what is not to
             be cut along dimension 0 is guessed by comparing a batch with the example.
         kwargs_chunk_spec: how keyword arguments are cut.
@@ -143,10 +146,12 @@ class Pipeline(AsModule, Gradients, Saved, ForCheckpoints):
         mesh: DeviceMesh | None = None,
         data_parallel: Literal["ddp", "fsdp"] | None = None,
         prepare: Prepare | None = None,
+        compile: bool = False,
         device: torch.device | str | None = None,
         state_dict: Mapping[str, torch.Tensor] | None = None,
         seed: int | None = None,
         dynamic_shapes: bool = False,
+        cuda_graphs: bool = False,
         args_chunk_spec: ArgsSpec | None = None,
         kwargs_chunk_spec: KwargsSpec | None = None,
         output_merge_spec: MergeSpec | None = None,
@@ -166,6 +171,7 @@ class Pipeline(AsModule, Gradients, Saved, ForCheckpoints):
         running = {
             "loss_fn": loss_fn or of_output,
             "dynamic_shapes": dynamic_shapes,
+            "cuda_graphs": require_flag("cuda_graphs", cuda_graphs),
             "args_chunk_spec": args_chunk_spec,
             "kwargs_chunk_spec": kwargs_chunk_spec,
             "output_merge_spec": output_merge_spec,
@@ -183,6 +189,7 @@ class Pipeline(AsModule, Gradients, Saved, ForCheckpoints):
             mesh=mesh,
             data_parallel=data_parallel,
             prepare=prepare,
+            compiles=require_flag("compile", compile),
             device=None if device is None else require_device(device),
             seed=seed,
             state_dict=state_dict,
@@ -535,7 +542,9 @@ class Pipeline(AsModule, Gradients, Saved, ForCheckpoints):
     def __str__(self) -> str:
         if self._live is None:
             return repr(self)
-        return "\n".join(filter(None, (repr(self), str(self._live.table), str(self._live.cutting))))
+        live = self._live
+        parts = (repr(self), live.table, live.cutting, live.schedule._runner.captured)
+        return "\n".join(filter(None, map(str, parts)))
 
 
 def _names_of(cuts: Any, model: Any) -> list[str] | None:

@@ -94,7 +94,7 @@ def test_where_it_is() -> None:
         ("forward", r"call step\(…\) to train"),
         ("half", "convert the model before"),
         ("cuda", r'Pipeline\(…, device="cuda"\)'),
-        ("compile", r"block\.compile\(\)"),
+        ("compile", "compile=True"),
         ("nonsense", "has no 'nonsense'$"),
     ],
 )

@@ -98,7 +98,7 @@ def without_compiler(model: nn.Module) -> nn.Module:
         return model
     _log.warning(
         "the model was compiled as a whole, and its stages run as they are; compile its blocks "
-        "(block.compile()), or the stages in prepare="
+        "(block.compile()), or say compile=True"
     )
     return model if inside is None else inside
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -68,7 +69,15 @@ class _Slice:
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run this stage."""
         place: _Place = vars(self)["_place"]
-        return place.run(super().forward, vars(self)["training"], args, kwargs)  # pyright: ignore[reportAttributeAccessIssue]
+        forward = super().forward  # pyright: ignore[reportAttributeAccessIssue]
+        if place.compiled is not None:
+            forward = partial(place.compiled, self)
+        return place.run(forward, vars(self)["training"], args, kwargs)
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Compile what the slice does, but not what looks after its values."""
+        place: _Place = vars(self)["_place"]
+        place.compiled = torch.compile(nn.Sequential.forward, *args, **kwargs)
 
 
 @dataclass(eq=False, slots=True)
@@ -77,6 +86,8 @@ class _Place:
 
     stage: int
     last: bool
+    compiled: Callable[..., Any] | None = None
+    """The forward of a chain, of any one; or None."""
     _lent: Lent = field(default_factory=Lent)
 
     def run(

@@ -1,0 +1,276 @@
+"""Steps as CUDA graphs against eager steps and the plain loop, on one GPU.
+
+    python benchmarks/cuda_graphs.py                all of it
+    python benchmarks/cuda_graphs.py --only launch
+
+    launch    blocks so small that launching operations takes the time: every schedule on 1, 2 and 4
+              local ranks
+    compute   blocks so large that computing them does, and the peak of memory
+    compiled  zbv against 1f1b, both with compiled stages, on one rank
+    nccl      two processes on this GPU, which send and receive inside of the graph
+
+The plain loop accumulates the gradients of the same micro-batches with the whole model. All take
+turns; medians, as ratios to the plain loop. Gradients are compared with those of eager steps.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import os
+import socket
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.multiprocessing as mp
+from torch import Tensor, nn
+from torch.multiprocessing.spawn import spawn
+
+import taktline as tl
+
+SCHEDULES = {
+    "gpipe": 1,
+    "1f1b": 1,
+    "interleaved_1f1b": 2,
+    "looped_bfs": 2,
+    "interleaved_zero_bubble": 2,
+    "zbv": 2,
+    "dualpipev": 2,
+}
+MICROBATCHES = 16
+LOSS = nn.functional.mse_loss
+KINDS = ("launch", "compute", "compiled", "nccl")
+
+
+class Block(nn.Module):
+    """A norm and an MLP around a residual."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+
+
+def stages_of(count: int, blocks: int, width: int) -> list[nn.Module]:
+    """So many blocks in so many stages."""
+    torch.manual_seed(0)
+    made = [Block(width) for _ in range(blocks)]
+    each = blocks // count
+    found = [nn.Sequential(*made[i * each : (i + 1) * each]) for i in range(count)]
+    return [stage.to("cuda", torch.bfloat16) for stage in found]
+
+
+def plain_loop(stages: list[nn.Module], x: Tensor, target: Tensor) -> Callable[[], object]:
+    """Gradient accumulation with the whole model."""
+    model = nn.Sequential(*copy.deepcopy(stages))
+    parts = list(zip(x.chunk(MICROBATCHES), target.chunk(MICROBATCHES), strict=True))
+
+    def step() -> None:
+        for parameter in model.parameters():
+            parameter.grad = None
+        for one, other in parts:
+            (LOSS(model(one), other) / MICROBATCHES).backward()
+
+    return step
+
+
+def pipelined(pipe: tl.Pipeline, x: Tensor, target: Tensor) -> Callable[[], object]:
+    """A step of a pipeline, from no gradients."""
+
+    def step() -> None:
+        pipe.zero_grad()
+        pipe.step(x, target=target)
+
+    return step
+
+
+def measure(calls: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
+    """Milliseconds of each; they take turns."""
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for number in range(rounds + 6):
+        for name, call in calls.items():
+            torch.cuda.synchronize()
+            began = time.perf_counter()
+            call()
+            torch.cuda.synchronize()
+            if number >= 6:
+                times[name].append(1e3 * (time.perf_counter() - began))
+    return {name: statistics.median(found) for name, found in times.items()}
+
+
+def peak(call: Callable[[], object]) -> float:
+    """What the allocator holds at most during a call, in MiB: what is in graphs counts, too."""
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    call()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_reserved() / 2**20
+
+
+def exact(one: tl.Pipeline, other: tl.Pipeline) -> bool:
+    """Whether both have the same gradients."""
+    pairs = zip(one.parameters(), other.parameters(), strict=True)
+    return all(
+        p.grad is not None and q.grad is not None and torch.equal(p.grad, q.grad) for p, q in pairs
+    )
+
+
+def compare(schedule: str, ranks: int, width: int, rows: int, rounds: int, **options: Any) -> str:
+    """One schedule: plain loop, eager and captured."""
+    count = ranks * SCHEDULES[schedule]
+    stages = stages_of(count, 8, width)
+    x, target = torch.randn(2, MICROBATCHES * rows, width, device="cuda").bfloat16().unbind()
+    options |= {"schedule": schedule, "ranks": ranks, "microbatches": MICROBATCHES, "loss_fn": LOSS}
+    pipes = [
+        tl.Pipeline(copy.deepcopy(stages), cuda_graphs=graphs, **options)
+        for graphs in (False, True)
+    ]
+    calls = {
+        "plain": plain_loop(stages, x, target),
+        "eager": pipelined(pipes[0], x, target),
+        "captured": pipelined(pipes[1], x, target),
+    }
+    found = measure(calls, rounds)
+    same = "exact" if exact(*pipes) else "NOT EXACT"
+    return (
+        f"{schedule:24} {ranks} ranks  plain {found['plain']:8.2f} ms  "
+        f"eager {found['eager'] / found['plain']:.3f}  "
+        f"captured {found['captured'] / found['plain']:.3f}  {same}"
+    )
+
+
+def launch(rounds: int) -> None:
+    """Every schedule on local ranks."""
+    for schedule in SCHEDULES:
+        for ranks in (1, 2, 4):
+            print(compare(schedule, ranks, 512, 4, rounds), flush=True)
+
+
+def compute(rounds: int) -> None:
+    """Large blocks, and memory."""
+    for schedule in ("1f1b", "zbv"):
+        print(compare(schedule, 2, 4096, 512, max(5, rounds // 4)), flush=True)
+    stages = stages_of(2, 8, 4096)
+    x, target = torch.randn(2, MICROBATCHES * 512, 4096, device="cuda").bfloat16().unbind()
+    peaks: dict[bool, float] = {}
+    for graphs in (False, True):
+        pipe = tl.Pipeline(
+            copy.deepcopy(stages),
+            ranks=2,
+            microbatches=MICROBATCHES,
+            loss_fn=LOSS,
+            cuda_graphs=graphs,
+        )
+        call = pipelined(pipe, x, target)
+        for _ in range(6):
+            call()
+        peaks[graphs] = peak(call)
+        del pipe, call
+    print(
+        f"peak memory: eager {peaks[False]:.0f} MiB, "
+        f"captured {peaks[True] / peaks[False]:.3f} of it"
+    )
+
+
+def compiled(rounds: int) -> None:
+    """Compiled stages on one rank."""
+    stages = stages_of(2, 8, 2048)
+    x, target = torch.randn(2, MICROBATCHES * 256, 2048, device="cuda").bfloat16().unbind()
+    calls = {}
+    for schedule in ("1f1b", "zbv"):
+        made = copy.deepcopy(stages)
+        pipe = tl.Pipeline(
+            made if schedule == "zbv" else [nn.Sequential(*made)],
+            schedule=schedule,
+            ranks=1,
+            microbatches=MICROBATCHES,
+            loss_fn=LOSS,
+            compile=True,
+        )
+        calls[schedule] = pipelined(pipe, x, target)
+    found = measure(calls, max(5, rounds // 4))
+    print(f"compiled, one rank: zbv {found['zbv'] / found['1f1b']:.3f} of 1f1b")
+
+
+def _rank(rank: int, port: int, schedule: str, rounds: int, lines: Any) -> None:
+    """One of two processes on one GPU; nccl takes them for two hosts."""
+    os.environ |= {
+        "RANK": str(rank),
+        "WORLD_SIZE": "2",
+        "LOCAL_RANK": "0",
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": str(port),
+        "NCCL_HOSTID": str(rank),
+        "NCCL_P2P_DISABLE": "1",
+        "NCCL_SHM_DISABLE": "1",
+    }
+    torch.cuda.set_device(0)
+    torch.distributed.init_process_group("nccl")
+    stages = stages_of(2 * SCHEDULES[schedule], 8, 512)
+    x, target = torch.randn(2, MICROBATCHES * 4, 512, device="cuda").bfloat16().unbind()
+    for value in (x, target):
+        torch.distributed.broadcast(value, 0)
+    options: dict[str, Any] = {
+        "schedule": schedule,
+        "microbatches": MICROBATCHES,
+        "loss_fn": LOSS,
+        "device": "cuda:0",
+    }
+    pipes = [
+        tl.Pipeline(copy.deepcopy(stages), cuda_graphs=graphs, **options)
+        for graphs in (False, True)
+    ]
+    calls = {
+        "eager": pipelined(pipes[0], x, target),
+        "captured": pipelined(pipes[1], x, target),
+    }
+    found = measure(calls, rounds)
+    alone = measure({"plain": plain_loop(stages, x, target)}, rounds) if rank == 0 else {}
+    same = exact(*pipes)
+    if rank == 0:
+        print(pipes[1])
+        lines.put(
+            f"nccl, 2 ranks, {schedule:24} eager {found['eager'] / alone['plain']:.3f}  "
+            f"captured {found['captured'] / alone['plain']:.3f} of the plain loop  "
+            f"{'exact' if same else 'NOT EXACT'}"
+        )
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+
+
+def nccl(rounds: int) -> None:
+    """Two processes."""
+    for schedule in ("interleaved_1f1b", "interleaved_zero_bubble"):
+        with socket.socket() as free:
+            free.bind(("localhost", 0))
+            port = free.getsockname()[1]
+        lines = mp.get_context("spawn").SimpleQueue()
+        spawn(_rank, (port, schedule, rounds, lines), nprocs=2)
+        print(lines.get(), flush=True)
+
+
+def main() -> None:
+    """Run what was asked for."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else "")
+    parser.add_argument("--only", choices=KINDS)
+    parser.add_argument("--rounds", type=int, default=20)
+    options = parser.parse_args()
+    if not torch.cuda.is_available():
+        sys.exit("this benchmark needs a CUDA GPU")
+    print(torch.cuda.get_device_name(), "with torch", torch.__version__)
+    for kind in KINDS if options.only is None else (options.only,):
+        {"launch": launch, "compute": compute, "compiled": compiled, "nccl": nccl}[kind](
+            options.rounds
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,230 @@
+"""Which steps are captured, replayed, or run as they are."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Collection, Hashable, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import nn
+
+from taktline.errors import TaktlineError, text_of
+from taktline.runtime.bind import Binding, Bound, bind
+from taktline.runtime.capture.cuda import Graph, Graphs
+from taktline.runtime.capture.gradients import Buffers, Pool, Touched
+from taktline.runtime.capture.inputs import Inputs, Static
+from taktline.runtime.capture.state import kept, look
+from taktline.runtime.executor import Failure
+from taktline.runtime.step_data import Feed
+from taktline.stage import PipelineStage
+from taktline.text import counted
+from taktline.transport.local import LocalTransport
+
+__all__ = ["Captures"]
+
+_WARM_UP = 2
+"""How many steps of a kind run eagerly, once its signatures are known, before it is captured."""
+_KINDS = 8
+"""How many kinds of steps are captured; each has buffers for its batch."""
+_TRIES = 8
+"""How often a kind is captured anew before it is left alone."""
+
+
+@dataclass(slots=True)
+class _Captured:
+    """A graph, and what it works on."""
+
+    graph: Graph
+    static: Static
+    buffers: Buffers
+    state: tuple[object, ...]
+    replays: int = 0
+
+    def is_right(self, state: tuple[object, ...]) -> bool:
+        """Whether it does what an eager step would do now."""
+        return self.state == state and self.buffers.are_usable() and self.buffers.are_same()
+
+
+@dataclass(slots=True)
+class _Entry:
+    """What is known of one kind of step."""
+
+    name: str
+    warm: int = 0
+    captures: int = 0
+    touched: list[nn.Parameter] = field(default_factory=list)
+    """The parameters that get gradients."""
+    captured: _Captured | None = None
+    refusal: str | None = None
+    """Why it is run eagerly for good."""
+
+
+class Captures:
+    """The captured programs of one schedule on this rank."""
+
+    def __init__(
+        self, graphs: Graphs, stages: Sequence[PipelineStage], *, dynamic_shapes: bool = False
+    ) -> None:
+        self._graphs = graphs
+        self._stages = list(stages)
+        self._refusal = graphs.refusal()
+        if dynamic_shapes:
+            self._refusal = "shapes depend on values (dynamic_shapes), so no step is like another"
+        self._told: set[str] = set()
+        self._entries: dict[Hashable, _Entry] = {}
+        self._pool = Pool()
+
+    def forget(self) -> None:
+        """Let go of all graphs, after a step that has failed."""
+        self._entries.clear()
+        self._pool = Pool()
+
+    def run(
+        self,
+        key: Hashable,
+        bound: Bound,
+        eagerly: Callable[[], Failure | None],
+        apart: Collection[nn.Parameter],
+    ) -> Failure | None:
+        """Run a step: by a replay, or ``eagerly``.
+
+        Args:
+            key: what the ranks have agreed on for this step.
+            bound: the program of its kind.
+            eagerly: runs it.
+            apart: the parameters of whose gradients others keep what was there before.
+        """
+        feed = bound.binding.feed
+        inputs = Inputs(feed)
+        told = self._refusal or inputs.refusal(self._stages[0].device)
+        if isinstance(bound.binding.transport, LocalTransport):
+            told = "ranks are threads, which wait for each other in the middle of a step"
+        state = look(self._stages)
+        if told is not None or isinstance(state, str):
+            self._tell(told or str(state))
+            return eagerly()
+        if bound.known is None:
+            return eagerly()  # which finds out what crosses boundaries
+        entry = self._entry((key, inputs.kind), bound)
+        if entry is None or entry.refusal is not None:
+            return eagerly()
+        if entry.captured is not None and not entry.captured.is_right(state):
+            entry.captured, entry.warm = None, _WARM_UP - 1
+        if entry.captured is None and entry.warm < _WARM_UP:
+            return self._warm_up(entry, eagerly)
+        if entry.captured is None and not self._capture(entry, bound, inputs, state, apart):
+            return eagerly()
+        self._replay(entry, inputs, feed)
+        return None
+
+    def _entry(self, kind: Hashable, bound: Bound) -> _Entry | None:
+        """What is known of a kind of step; None if there are too many."""
+        entry = self._entries.get(kind)
+        if entry is None:
+            if len(self._entries) >= _KINDS:
+                self._tell(f"there are more than {_KINDS} kinds of steps; the rest runs eagerly")
+                return None
+            entry = self._entries[kind] = _Entry(_name(bound))
+        return entry
+
+    def _warm_up(self, entry: _Entry, eagerly: Callable[[], Failure | None]) -> Failure | None:
+        touched = Touched(self._stages)
+        failure = eagerly()
+        if failure is None:
+            entry.touched = touched.found()
+            entry.warm += 1
+            if any(p.grad is not None and p.grad.layout != torch.strided for p in entry.touched):
+                self._refuse(entry, "there are sparse gradients")
+        return failure
+
+    def _capture(
+        self,
+        entry: _Entry,
+        bound: Bound,
+        inputs: Inputs,
+        state: tuple[object, ...],
+        apart: Collection[nn.Parameter],
+    ) -> bool:
+        """Capture a program; returns whether that worked."""
+        entry.captures += 1
+        if entry.captures > _TRIES:
+            self._refuse(entry, f"it was captured {_TRIES} times, and something changes every time")
+            return False
+        static = inputs.static(self._stages[0].device)
+        static.fill(inputs, bound.binding.feed.number)
+        buffers = self._pool.buffers(entry.touched, apart)
+        restore = kept(self._stages)
+
+        def make(binding: Binding) -> Callable[[], None]:
+            program = bind(binding, bound.known).program
+
+            def run() -> None:
+                static.begin()
+                program.run_alone()
+
+            return run
+
+        graph = None
+        try:
+            with buffers.lent(self._stages) as told:
+                graph = self._graphs.capture(replace(bound.binding, feed=static.feed), make)
+        except Exception as error:
+            told = [_reason(error)]
+        if look(self._stages) != state:
+            told.append("its forward puts other tensors in the place of parameters or buffers")
+        if graph is None or told:
+            restore()
+            self._refuse(entry, told[0])
+            return False
+        entry.captured = _Captured(graph, static, buffers, state)
+        return True
+
+    def _replay(self, entry: _Entry, inputs: Inputs, feed: Feed) -> None:
+        captured = entry.captured
+        assert captured is not None
+        captured.static.fill(inputs, feed.number)
+        with captured.buffers.in_place():
+            captured.graph.replay(feed.number)
+        captured.static.hand_over(feed)
+        captured.replays += 1
+
+    def _refuse(self, entry: _Entry, reason: str) -> None:
+        entry.refusal, entry.captured = reason, None
+        self._tell(reason)
+
+    def _tell(self, reason: str) -> None:
+        """Warn, once for a reason."""
+        if reason not in self._told:
+            self._told.add(reason)
+            warnings.warn(
+                f"not captured as a CUDA graph, so it runs eagerly: {reason}", stacklevel=2
+            )
+
+    def __str__(self) -> str:
+        lines = [f"  {entry.name}: {_state(entry)}" for entry in self._entries.values()]
+        lines += [f"  eagerly: {reason}" for reason in self._told if not self._is_of_entry(reason)]
+        return "\n".join(["CUDA graphs:", *(lines or ["  no step has run"])])
+
+    def _is_of_entry(self, reason: str) -> bool:
+        return any(entry.refusal == reason for entry in self._entries.values())
+
+
+def _name(bound: Bound) -> str:
+    call = "step()" if bound.binding.trains else "eval()"
+    rows, parts = bound.binding.feed.rows, counted(bound.plan.microbatches, "micro-batch")
+    return f"{call} with {counted(rows, 'row')} in {parts}" if rows else f"{call} with {parts}"
+
+
+def _state(entry: _Entry) -> str:
+    if entry.refusal is not None:
+        return f"eagerly, {entry.refusal}"
+    if entry.captured is not None:
+        return f"captured, {counted(entry.captured.replays, 'replay')}"
+    return "warms up"
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, TaktlineError):
+        return text_of(error)
+    return f"{type(error).__name__}: {text_of(error)}"

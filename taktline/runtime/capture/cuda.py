@@ -1,0 +1,203 @@
+"""CUDA graphs themselves, and random numbers inside of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from itertools import product
+from typing import Any, Protocol
+from weakref import WeakSet
+
+import torch
+
+from taktline.errors import ScheduleError
+from taktline.runtime.bind import Binding
+from taktline.runtime.seeds import seed_of
+from taktline.runtime.together import RankRandom
+
+__all__ = ["CudaGraphs", "Graph", "Graphs"]
+
+
+class Graph(Protocol):
+    """A captured program."""
+
+    def replay(self, number: int) -> None:
+        """Do all of it again, in the training step of this number."""
+        ...
+
+
+class Graphs(Protocol):
+    """Makes graphs."""
+
+    def refusal(self) -> str | None:
+        """Why there can be none; None if there can."""
+        ...
+
+    def capture(self, binding: Binding, make: Callable[[Binding], Callable[[], None]]) -> Graph:
+        """Capture what is made from a binding; raises if that does not work."""
+        ...
+
+
+class CudaGraphs:
+    """Those of one GPU, which share a pool of memory: results are copied before the next replay."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pool: Any = None
+        self._alive: WeakSet[_Captured] = WeakSet()
+
+    def refusal(self) -> str | None:
+        """Why there can be none."""
+        return None if self._device.type == "cuda" else f"the stages compute on {self._device}"
+
+    def capture(self, binding: Binding, make: Callable[[Binding], Callable[[], None]]) -> Graph:
+        """Capture what is made from a binding."""
+        draws = _Draws(binding, self._device)
+        run = make(draws.binding)
+        graph = torch.cuda.CUDAGraph()
+        for generator in draws.generators:
+            graph.register_generator_state(generator)
+        if self._pool is None or not self._alive:  # a pool goes with the last graph that uses it
+            self._pool = torch.cuda.graph_pool_handle()
+        with torch.cuda.device(self._device), draws.drawing(), _fresh_casts(), _undrawn():
+            self._run(graph, run)
+        captured = _Captured(graph, draws)
+        self._alive.add(captured)
+        return captured
+
+    def _run(self, graph: torch.cuda.CUDAGraph, run: Callable[[], None]) -> None:
+        """Capture what a function does."""
+        raised: list[Exception] = []
+        try:
+            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+                try:
+                    run()
+                except Exception as error:
+                    raised.append(error)  # the capture has to be ended nonetheless
+        except Exception as error:
+            raised.append(error)
+            with suppress(RuntimeError):  # the allocator may not have heard of the end
+                torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), self._pool)
+        if raised:
+            self._pool = None
+            raise raised[0]
+
+
+@contextmanager
+def _undrawn() -> Iterator[None]:
+    """Raise if inside random numbers are drawn on the CPU; they are not drawn, then."""
+    before = torch.default_generator.get_state()
+    try:
+        yield
+    finally:
+        drawn = not torch.equal(torch.default_generator.get_state(), before)
+        torch.default_generator.set_state(before)
+    if drawn:
+        raise ScheduleError("random numbers are drawn on the CPU, which a replay would not do")
+
+
+@contextmanager
+def _fresh_casts() -> Iterator[None]:
+    """Inside, autocast casts weights itself: what was cast before would not be cast again."""
+    torch.clear_autocast_cache()
+    try:
+        yield
+    finally:
+        torch.clear_autocast_cache()
+
+
+class _Captured:
+    def __init__(self, graph: torch.cuda.CUDAGraph, draws: _Draws) -> None:
+        self._graph = graph
+        self._draws = draws
+
+    def replay(self, number: int) -> None:
+        """Run the graph."""
+        self._draws.before(number)
+        self._graph.replay()
+        self._draws.after()
+
+
+class _Draws:
+    """The random numbers of a captured program: the ones that it would draw eagerly.
+
+    Whoever draws from numbers of its own (a rank of several in this process; with a seed, a stage
+    for a micro-batch) has a generator in the graph.
+    """
+
+    def __init__(self, binding: Binding, device: torch.device) -> None:
+        index = torch.cuda.current_device() if device.index is None else device.index
+        self._default = torch.cuda.default_generators[index]
+        self._own = self._default.graphsafe_get_state()
+        # Not the default one: a capture that fails would leave it unusable.
+        self._now = self._caller = self._own.clone_state()
+        self._seed = binding.seed
+        self._random = binding.drawing if isinstance(binding.drawing, RankRandom) else None
+        ranks = 0 if self._random is None else self._random.ranks
+        self._of_rank = [torch.Generator(device) for _ in range(ranks)]
+        self._of_call: dict[tuple[int, int], torch.Generator] = {}
+        if binding.seed is not None:
+            calls = product(binding.stages, range(binding.plan.microbatches))
+            self._of_call = {call: torch.Generator(device) for call in calls}
+        drawing = binding.drawing if self._random is None else _RankDraws(self, self._random)
+        self.binding = replace(binding, drawing=drawing, seeded=self._seeded)
+
+    @property
+    def generators(self) -> list[torch.Generator]:
+        """All that a graph has to know of."""
+        return [self._caller, *self._of_rank, *self._of_call.values()]
+
+    @contextmanager
+    def drawing(self) -> Iterator[None]:
+        """Inside, the default generator draws for others."""
+        self._default.graphsafe_set_state(self._caller)
+        try:
+            yield
+        finally:
+            self._default.graphsafe_set_state(self._own)
+
+    def switch(self, rank: int) -> None:
+        """Let a rank draw."""
+        self._now = self._of_rank[rank]
+        self._default.graphsafe_set_state(self._now)
+
+    def before(self, number: int) -> None:
+        """Have everyone draw what it would draw now, in the training step of this number."""
+        if self._random is not None:
+            self._random.switch(self._random.ranks)  # to the caller: no rank draws by itself
+            *_, (*states, _) = self._random.states()
+            for generator, state in zip(self._of_rank, states, strict=True):
+                generator.set_state(state)
+        self._caller.set_state(self._own.get_state())
+        if self._seed is not None:
+            for call, generator in self._of_call.items():
+                generator.manual_seed(seed_of((self._seed, number, *call)))
+
+    def after(self) -> None:
+        """Note how far everyone has come."""
+        self._own.set_state(self._caller.get_state())
+        if self._random is not None:
+            states = self._random.states()
+            states[-1][:-1] = [generator.get_state() for generator in self._of_rank]
+            self._random.set_states(states)
+
+    @contextmanager
+    def _seeded(self, key: tuple[int, int, int, int], device: torch.device) -> Iterator[None]:
+        """The numbers of a stage and a micro-batch inside."""
+        _, _, stage, microbatch = key
+        self._default.graphsafe_set_state(self._of_call[stage, microbatch])
+        yield
+        self._default.graphsafe_set_state(self._now)
+
+
+class _RankDraws(RankRandom):
+    """Ranks that share a thread, in a graph."""
+
+    def __init__(self, graph: _Draws, random: RankRandom) -> None:
+        self.ranks, self.draws = random.ranks, random.draws
+        self._graph = graph
+
+    def switch(self, rank: int) -> None:
+        """Let a rank draw."""
+        self._graph.switch(rank)

@@ -1,0 +1,167 @@
+"""Gradients in buffers that stay, because a graph adds to the memory that it was captured with."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+
+from taktline.stage import PipelineStage
+from taktline.stage.names import parameters_of
+
+__all__ = ["Buffers", "Pool", "Touched"]
+
+
+class Touched:
+    """Which parameters get gradients in a step that runs eagerly."""
+
+    def __init__(self, stages: Sequence[PipelineStage]) -> None:
+        parameters = {p: p.grad for stage in stages for p in parameters_of(stage.submod)}
+        self._before = [(p, gradient, _version(gradient)) for p, gradient in parameters.items()]
+
+    def found(self) -> list[nn.Parameter]:
+        """Those that have got some since."""
+        return [
+            p
+            for p, gradient, version in self._before
+            if p.grad is not None and (p.grad is not gradient or p.grad._version != version)
+        ]
+
+
+class _Slot:
+    """A parameter and its buffer, which all graphs share."""
+
+    __slots__ = ("buffer", "parameter")
+
+    def __init__(self, parameter: nn.Parameter) -> None:
+        self.parameter = parameter
+        self.buffer = _zeros(parameter) if parameter.grad is None else parameter.grad
+
+    def has_place(self) -> bool:
+        """Whether ``.grad`` is the buffer, or can be again; if not, it gets another buffer."""
+        gradient = self.parameter.grad
+        if gradient is self.buffer:
+            return True
+        if _references(self) > _ALONE:  # somebody keeps what was in it
+            self.buffer = _zeros(self.parameter) if gradient is None else gradient
+            return False
+        if gradient is None:
+            return True
+        # It was made by a step that ran eagerly; or it is part of something larger.
+        if gradient._is_view() or sys.getrefcount(gradient) > _MINE:
+            self.buffer = gradient
+            return False
+        self.buffer.copy_(gradient)
+        self.parameter.grad = self.buffer
+        return True
+
+
+class Pool:
+    """The buffers of all parameters that graphs add gradients to."""
+
+    def __init__(self) -> None:
+        self._slots: dict[nn.Parameter, _Slot] = {}
+        self._apart: dict[nn.Parameter, torch.Tensor] = {}
+
+    def buffers(
+        self, parameters: Sequence[nn.Parameter], apart: Collection[nn.Parameter]
+    ) -> Buffers:
+        """Those of some parameters.
+
+        Of most, the buffer is ``.grad`` itself. Of those ``apart`` it is one of its own, from which
+        gradients are copied, because others keep what was in ``.grad`` before.
+        """
+        others = set(apart)
+        for parameter in parameters:
+            if parameter in others:
+                self._apart.setdefault(parameter, _zeros(parameter))
+            elif parameter not in self._slots:
+                self._slots[parameter] = _Slot(parameter)
+        return Buffers(
+            [self._slots[p] for p in parameters if p not in others],
+            {p: self._apart[p] for p in parameters if p in others},
+        )
+
+
+class Buffers:
+    """The gradients that one graph adds to."""
+
+    def __init__(self, own: Sequence[_Slot], apart: dict[nn.Parameter, torch.Tensor]) -> None:
+        self._own = own
+        self._apart = apart
+        self.are_usable()
+        self._places = [slot.buffer.data_ptr() for slot in own]
+
+    def are_usable(self) -> bool:
+        """Whether gradients are where the graph was captured, or can be put there."""
+        return all([slot.has_place() for slot in self._own])  # noqa: C419 -- of every one of them
+
+    def are_same(self) -> bool:
+        """Whether the buffers are those that the graph was captured with."""
+        return self._places == [slot.buffer.data_ptr() for slot in self._own]
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Inside, ``.grad`` are the buffers; where there was nothing before, these are zero."""
+        before = {parameter: parameter.grad for parameter in self._apart}
+        fresh = [slot.buffer for slot in self._own if slot.parameter.grad is None]
+        fresh += self._apart.values()
+        if fresh:
+            torch._foreach_zero_(fresh)  # pyright: ignore[reportPrivateImportUsage]
+        self._put()
+        yield
+        for parameter, buffer in self._apart.items():
+            known = before[parameter]
+            parameter.grad = buffer.clone() if known is None else known.add_(buffer)
+
+    @contextmanager
+    def lent(self, stages: Sequence[PipelineStage]) -> Iterator[list[str]]:
+        """Inside, ``.grad`` are the buffers, and nothing is added to them.
+
+        Afterwards all is as before; the list has what has kept to no buffer.
+        """
+        before = {p: p.grad for stage in stages for p in parameters_of(stage.submod)}
+        self._put()
+        lent = {p: p.grad for p in before}
+        told: list[str] = []
+        try:
+            yield told
+            if any(p.grad is not gradient for p, gradient in lent.items()):
+                told.append("a parameter gets a gradient that it did not get before")
+        finally:
+            for parameter, gradient in before.items():
+                parameter.grad = gradient
+
+    def _put(self) -> None:
+        for slot in self._own:
+            slot.parameter.grad = slot.buffer
+        for parameter, buffer in self._apart.items():
+            parameter.grad = buffer
+
+
+def _zeros(parameter: nn.Parameter) -> torch.Tensor:
+    return torch.zeros_like(parameter, dtype=parameter.grad_dtype, requires_grad=False)
+
+
+def _version(gradient: torch.Tensor | None) -> int:
+    return 0 if gradient is None else gradient._version
+
+
+def _references(slot: _Slot) -> int:
+    """How many there are to a buffer, with those from here."""
+    return sys.getrefcount(slot.buffer)
+
+
+def _of_a_gradient() -> int:
+    """How many there are to a gradient that nobody else has, with that of a local variable."""
+    parameter = nn.Parameter(torch.empty(0))
+    parameter.grad = torch.empty(0)
+    gradient = parameter.grad
+    return sys.getrefcount(gradient)
+
+
+_ALONE = _references(_Slot(nn.Parameter(torch.empty(0))))
+_MINE = _of_a_gradient()

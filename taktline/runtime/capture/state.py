@@ -1,0 +1,97 @@
+"""What a forward and a backward look at in modules, and a replay would not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+from torch import nn
+from torch.nn.modules.module import _has_any_global_hook
+
+from taktline.sharding import local
+from taktline.stage import PipelineStage
+
+__all__ = ["kept", "look"]
+
+
+def look(stages: Sequence[PipelineStage]) -> tuple[object, ...] | str:
+    """Modes, parameters and buffers, and where these lie; or why there can be no graph.
+
+    As long as it is the same, a graph is right.
+    """
+    if _has_any_global_hook():
+        return "there are hooks on all modules, which a replay would not call"
+    if torch._C._len_torch_dispatch_stack():
+        return "a mode of PyTorch looks at each operation, which a replay would not show it"
+    found: list[object] = [
+        torch.are_deterministic_algorithms_enabled(),
+        torch.get_float32_matmul_precision(),
+    ]
+    for stage in stages:
+        told = _note(stage.submod, found)
+        if stage.grad_sync is not None:
+            told = "it is wrapped in DDP or FSDP, which decide in Python what to send"
+        if told is not None:
+            return f"stage {stage.stage_index}: {told}"
+    return tuple(found)
+
+
+def kept(stages: Sequence[PipelineStage]) -> Callable[[], None]:
+    """Keep what modules have now; returns what puts it back, after a capture that failed.
+
+    What its forward has left there was never computed.
+    """
+    modules = [module for stage in stages for module in stage.submod.modules()]
+    had = [(module, dict(vars(module)), dict(module._buffers)) for module in modules]
+
+    def restore() -> None:
+        for stage in stages:
+            stage.clear()
+        for module, attributes, buffers in had:
+            vars(module).clear()
+            vars(module).update(attributes)
+            module._buffers.update(buffers)
+
+    return restore
+
+
+def _note(stage: nn.Module, found: list[object]) -> str | None:
+    """Add what is found in a stage; returns why it cannot be captured, if so."""
+    waiting = [stage]
+    seen: set[int] = set()
+    while waiting:  # not by modules(), which takes several times as long
+        module = waiting.pop()
+        if id(module) in seen:
+            continue
+        seen.add(id(module))
+        waiting += [child for child in module._modules.values() if child is not None]
+        found += (id(module), module.training)
+        if _is_hooked(module):
+            return f"its module {type(module).__name__} has hooks, which a replay would not call"
+        for name, parameter in module._parameters.items():
+            if parameter is None:
+                continue
+            if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+                return f"its parameter {name!r} has hooks, which a replay would not call"
+            found += (id(parameter), parameter.requires_grad, local(parameter.detach()).data_ptr())
+        for buffer in module._buffers.values():
+            if buffer is not None:
+                found.append(local(buffer).data_ptr())
+    return None
+
+
+def _is_hooked(module: nn.Module) -> bool:
+    return any(
+        hooks and _foreign(hooks.values())
+        for hooks in (
+            module._forward_hooks,
+            module._forward_pre_hooks,
+            module._backward_hooks,
+            module._backward_pre_hooks,
+        )
+    )
+
+
+def _foreign(hooks: Iterable[object]) -> bool:
+    """Whether there is any that is not our own, which does the same every time."""
+    return any(not type(hook).__module__.startswith("taktline.") for hook in hooks)

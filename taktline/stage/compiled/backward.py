@@ -1,0 +1,156 @@
+"""The backward of a compiled graph: whole, or with the gradients of weights put off."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeAlias
+
+import torch
+from torch import fx
+
+from taktline.errors import text_of
+from taktline.stage.compiled.divide import Division, divide
+from taktline.stage.graph import LEAF
+
+__all__ = ["Backward", "Compile", "PutOff"]
+
+_log = logging.getLogger("taktline")
+
+Call: TypeAlias = Callable[[list[Any]], Sequence[Any]]
+"""Takes a list of arguments, which it empties, so that each can go when it was used."""
+
+Compile: TypeAlias = Callable[[fx.GraphModule, Sequence[Any], Sequence[int]], Call]
+"""Compiles a graph for such arguments, of the whole backward's those with these numbers."""
+
+
+class PutOff(Protocol):
+    """Who runs a node of the graph, and takes over what it does not do at once."""
+
+    def may_wait(self, leaf: torch.Tensor) -> bool:
+        """Whether the gradient of a leaf may come later."""
+        ...
+
+    def take_over(self, weights: Sequence[torch.Tensor], held: list[Any], run: Call) -> None:
+        """Compute these weights' gradients later, from what is held."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Halves:
+    division: Division
+    first: Call
+    second: Call
+
+
+class Backward:
+    """Called by autograd with what was saved and the gradients of outputs.
+
+    The node of the graph that is running says who waits for it: if it has an attribute
+    ``put_off``, that one takes over the gradients of weights.
+    """
+
+    def __init__(
+        self,
+        graph: fx.GraphModule,
+        example: Sequence[Any],
+        compiles: Compile,
+        *,
+        where: str,
+        tensors: Sequence[bool],
+    ) -> None:
+        """``tensors`` tells which arguments of the forward are tensors."""
+        self._boxed_call = True
+        """Tells torch that it takes a list; in the instance, where torch's wrappers find it."""
+        self._graph = graph
+        self._example = example
+        self._compiles = compiles
+        self._where = where
+        self._edges = [i for i, is_tensor in enumerate(tensors) if is_tensor]
+        """Of each edge of the node, the argument of the forward that it leads to."""
+        self._whole: Call | None = None
+        # By the results that come later; None where nothing can.
+        self._halves: dict[tuple[int, ...], _Halves | None] = {}
+
+    def __call__(self, arguments: list[Any]) -> Sequence[Any]:
+        """The gradients of the forward's arguments, None where they are put off."""
+        node = torch._C._current_autograd_node()
+        off: PutOff | None = getattr(node, "put_off", None)
+        if off is not None:
+            weights = self._weights(node, off)
+            halves = self._halves_for(tuple(weights)) if weights else None
+            if halves is not None:
+                return self._run_first(halves, arguments, weights, off)
+        if self._whole is None:
+            # Compilers change the graph that they are given.
+            copied = fx.GraphModule(self._graph, _copied(self._graph.graph))
+            self._whole = self._compiles(copied, self._example, range(len(self._example)))
+        return self._whole(arguments)
+
+    def _weights(self, node: Any, off: PutOff) -> dict[int, torch.Tensor]:
+        """The weights that may wait, by their places among the forward's arguments."""
+        edges = node.next_functions
+        if len(edges) != len(self._edges):
+            return {}
+        leaves = (
+            (i, leaf.variable)
+            for i, (leaf, _) in zip(self._edges, edges, strict=True)
+            if type(leaf) is LEAF
+        )
+        return {i: leaf for i, leaf in leaves if off.may_wait(leaf)}
+
+    def _halves_for(self, later: tuple[int, ...]) -> _Halves | None:
+        if later not in self._halves:
+            made = self._made(later)
+            if isinstance(made, str):
+                _log.warning(
+                    "%s: its compiled backward stays whole, so W is empty there: %s",
+                    self._where,
+                    made,
+                )
+                made = None
+            self._halves[later] = made
+        return self._halves[later]
+
+    def _made(self, later: Collection[int]) -> _Halves | str | None:
+        division = divide(self._graph, later)
+        if division is None or isinstance(division, str):
+            return division
+        made = [node.meta["val"] for node in division.made]
+        first = [self._example[i] for i in division.takes_first]
+        second = [self._example[i] for i in division.takes_second]
+        try:
+            return _Halves(
+                division,
+                self._compiles(division.first, first, division.takes_first),
+                self._compiles(division.second, [*second, *made], division.takes_second),
+            )
+        except Exception as error:
+            return f"its halves do not compile: {type(error).__name__}: {text_of(error)}"
+
+    def _run_first(
+        self,
+        halves: _Halves,
+        arguments: list[Any],
+        weights: dict[int, torch.Tensor],
+        off: PutOff,
+    ) -> Sequence[Any]:
+        division = halves.division
+        held = [arguments[i] for i in division.takes_second]
+        taken = [arguments[i] for i in division.takes_first]
+        arguments.clear()
+        results = halves.first(taken)
+        count = len(results) - len(division.made)
+        off.take_over(
+            [weights[i] for i in division.later], [*held, *results[count:]], halves.second
+        )
+        return results[:count]
+
+
+def _copied(graph: fx.Graph) -> fx.Graph:
+    made = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    made.output(made.graph_copy(graph, copies))
+    made.output_node().meta = dict(graph.output_node().meta)
+    return made

@@ -1,0 +1,107 @@
+"""``compile_stages``: torch.compile, with a backward that can be split."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from taktline.stage.compiled.backward import Backward, Call
+
+__all__ = ["compile_stages"]
+
+
+def compile_stages(module: nn.Module, stage: int = 0, *, dynamic: bool | None = None) -> nn.Module:
+    """Compile a stage by ``torch.compile``, so that its backward splits into I and W.
+
+    For ``prepare=`` of a :class:`Pipeline`. Under plain ``torch.compile`` all of a backward is done
+    in I, and W is empty. Where a backward cannot be divided, that is so here, too, and the log
+    ("taktline") has a warning with the reason.
+
+    Args:
+        module: the stage.
+        stage: its number, for warnings.
+        dynamic: as in ``torch.compile``: whether sizes may change without compiling anew.
+
+    >>> compile_stages(nn.Linear(2, 2))
+    OptimizedModule(
+      (_orig_mod): Linear(in_features=2, out_features=2, bias=True)
+    )
+    """
+    backend = _Backend(f"stage {stage}")
+    if type(module).compile is not nn.Module.compile:  # it knows what of it can be compiled
+        module.compile(backend=backend, dynamic=dynamic)
+        return module
+    compiled = torch.compile(module, backend=backend, dynamic=dynamic)
+    assert isinstance(compiled, nn.Module)
+    return compiled
+
+
+class _Backend:
+    """What Inductor does, but for the backward."""
+
+    def __init__(self, where: str) -> None:
+        self._where = where
+
+    def __call__(self, graph: fx.GraphModule, example: Sequence[Any]) -> Callable[..., Any]:
+        """Compile a graph that was traced from a forward."""
+        # Here, because it loads the compiler.
+        from torch._functorch import config
+        from torch._inductor.compile_fx import compile_fx
+
+        inner: Any = _Inner(self._where)
+        # What W needs must not be written over in I, and what is kept in files is whole.
+        with config.patch(donated_buffer=False, enable_autograd_cache=False):
+            made: Any = compile_fx(graph, example, inner_compile=inner)
+        return made
+
+
+class _Inner:
+    """Compiles the forward of one graph, and then its backward."""
+
+    def __init__(self, where: str) -> None:
+        self._where = where
+        self._tensors: list[bool] = []
+
+    def __call__(
+        self, graph: fx.GraphModule, example: Sequence[Any], **options: Any
+    ) -> Callable[..., Any]:
+        """Compile a graph of aten operations; ``options`` are Inductor's."""
+        from torch._inductor.compile_fx import compile_fx_inner
+
+        if not options.get("is_backward"):
+            self._tensors = [isinstance(value, torch.Tensor) for value in example]
+            return compile_fx_inner(graph, example, **options)
+        later = _Later(options)
+        return Backward(graph, example, later, where=self._where, tensors=self._tensors)
+
+
+class _Later:
+    """Compiles parts of a backward when they are first needed, in the context of now."""
+
+    def __init__(self, options: dict[str, Any]) -> None:
+        from torch._guards import CompileContext, TracingContext
+        from torch._inductor.virtualized import V
+
+        self._options = options
+        self._tracing = TracingContext.try_get()
+        self._compiling = CompileContext.try_get()
+        self._fake = V.fake_mode
+
+    def __call__(self, graph: fx.GraphModule, example: Sequence[Any], takes: Sequence[int]) -> Call:
+        """Compile a graph that takes these of the whole backward's arguments, and others."""
+        from torch._guards import compile_context, tracing
+        from torch._inductor.compile_fx import compile_fx_inner
+        from torch._inductor.virtualized import V
+
+        static = set(self._options.get("static_input_idxs") or ())
+        places = [place for place, i in enumerate(takes) if i in static]
+        options: dict[str, Any] = {**self._options, "static_input_idxs": places}
+        with ExitStack() as stack:
+            stack.enter_context(tracing(self._tracing))
+            stack.enter_context(compile_context(self._compiling))
+            stack.enter_context(V.set_fake_mode(self._fake))
+            return compile_fx_inner(graph, example, **options)

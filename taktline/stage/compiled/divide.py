@@ -1,0 +1,167 @@
+"""Divides the graph of a compiled backward: what W does, and what I does before it.
+
+::
+
+    whole      saved, dY ──▶ ┌────────────────┐ ──▶ dX, db, dW
+                             └────────────────┘
+    in I       saved, dY ──▶ ┌──────────┐ ──▶ dX, db
+                             └────┬─────┘
+    in W       saved ───────▶ ┌───▼──────┐ ──▶ dW
+                              └──────────┘
+
+W gets the last products on the way to gradients of weights, and what follows from them. All else
+is done in I, where it is computed together with what it is computed from: sums for biases and norms
+cost next to nothing there, and would keep activations until W.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+__all__ = ["Division", "divide"]
+
+_aten: Any = torch.ops.aten
+
+_PRODUCTS = frozenset(
+    [
+        _aten.mm,
+        _aten.addmm,
+        _aten.bmm,
+        _aten.baddbmm,
+        _aten.convolution_backward,
+        _aten.embedding_dense_backward,
+    ]
+)
+_VIEWS = frozenset(
+    [
+        _aten.alias,
+        _aten.expand,
+        _aten.permute,
+        _aten.reshape,
+        _aten.squeeze,
+        _aten.t,
+        _aten.transpose,
+        _aten.unsqueeze,
+        _aten.view,
+    ]
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Division:
+    """The two halves of a graph, and which of its arguments each of them takes."""
+
+    first: fx.GraphModule
+    """Returns all results of the whole, None for those of the second, and then what that takes."""
+    second: fx.GraphModule
+    """Takes its arguments of the whole, and what the first has made for it."""
+    takes_first: tuple[int, ...]
+    takes_second: tuple[int, ...]
+    made: tuple[fx.Node, ...]
+    """What the first makes for the second."""
+    later: tuple[int, ...]
+    """Which results the second returns."""
+
+
+def divide(whole: fx.GraphModule, later: Collection[int]) -> Division | str | None:
+    """The halves of a graph of which these results may come later; or why there are none.
+
+    None if there is nothing to put off.
+    """
+    nodes = list(whole.graph.nodes)
+    if told := _effect(nodes):
+        return told
+    results: Sequence[Any] = nodes[-1].args[0]
+    late = _late(nodes, results, later)
+    ours = tuple(i for i in later if isinstance(results[i], fx.Node) and results[i] in late)
+    if not ours:
+        return None
+    given = [node for node in nodes if node.op == "placeholder"]
+    crossing = dict.fromkeys(
+        need for node in nodes if node in late for need in node.all_input_nodes if need not in late
+    )
+    made = [node for node in crossing if node.op not in ("placeholder", "get_attr")]
+    if not all(isinstance(node.meta.get("val"), (torch.Tensor, torch.SymInt)) for node in made):
+        return "what W would need is no tensor"
+    early = [None if i in ours else result for i, result in enumerate(results)]
+    first, takes_first = _part(whole, given, [*early, *made], ())
+    second, takes_second = _part(whole, given, [results[i] for i in ours], made)
+    return Division(first, second, takes_first, takes_second, tuple(made), ours)
+
+
+def _effect(nodes: Iterable[fx.Node]) -> str | None:
+    """What keeps a graph from being run in two parts."""
+    for node in nodes:
+        schema = getattr(node.target, "_schema", None)
+        if schema is not None and schema.is_mutable:
+            return f"its backward changes a tensor in place ({node.target})"
+    return None
+
+
+def _late(nodes: Sequence[fx.Node], results: Sequence[Any], later: Collection[int]) -> set[fx.Node]:
+    """What W does."""
+    now = _needed(result for i, result in enumerate(results) if i not in later)
+    # Gradients of weights also come from products with weights, where nobody asks for the input's.
+    now |= _needed(need for node in nodes if _is(node, _PRODUCTS) for need in node.all_input_nodes)
+    then = _needed(results[i] for i in later) - now
+    late: set[fx.Node] = set()
+    for node in nodes:
+        if node in then and (_is(node, _PRODUCTS) or any(x in late for x in node.all_input_nodes)):
+            late.add(node)
+    for node in reversed(nodes):  # a view takes no memory, but what it views would be kept besides
+        if _is(node, _VIEWS) and all(user in late for user in node.users):
+            late.add(node)
+    return late
+
+
+def _is(node: fx.Node, kinds: Collection[object]) -> bool:
+    return getattr(node.target, "overloadpacket", None) in kinds
+
+
+def _needed(results: Iterable[Any]) -> set[fx.Node]:
+    """The nodes that results are computed by; arguments are none."""
+    found: set[fx.Node] = set()
+    waiting = [node for node in results if isinstance(node, fx.Node)]
+    while waiting:
+        node = waiting.pop()
+        if node not in found and node.op not in ("placeholder", "get_attr"):
+            found.add(node)
+            waiting += node.all_input_nodes
+    return found
+
+
+def _part(
+    whole: fx.GraphModule, given: Sequence[fx.Node], results: Sequence[Any], made: Sequence[fx.Node]
+) -> tuple[fx.GraphModule, tuple[int, ...]]:
+    """What computes these results from arguments of the whole, and from what was made before."""
+    needed: set[fx.Node] = set()
+    waiting = [node for node in results if isinstance(node, fx.Node)]
+    while waiting:
+        node = waiting.pop()
+        if node not in needed:
+            needed.add(node)
+            waiting += () if node in made else node.all_input_nodes
+    # Sizes that are open are known by arguments of their own.
+    takes = [i for i, x in enumerate(given) if x in needed or _is_size(x.meta.get("val"))]
+    graph = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in [*(given[i] for i in takes), *made]:
+        copies[node] = graph.placeholder(node.name)
+        copies[node].meta = dict(node.meta)
+    for node in whole.graph.nodes:
+        if node in needed and node not in copies:
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+    output = graph.output([copies[x] if isinstance(x, fx.Node) else x for x in results])
+    # All are seen from outside, so that they have the strides that they were traced with.
+    visible = [i for i, x in enumerate(results) if isinstance(x, fx.Node)]
+    output.meta["user_visible_output_idxs"] = visible
+    return fx.GraphModule(whole, graph), tuple(takes)
+
+
+def _is_size(value: object) -> bool:
+    return isinstance(value, torch.SymInt)

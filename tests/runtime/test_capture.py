@@ -1,0 +1,550 @@
+"""Captured steps, as far as they need no GPU: a graph that runs its program again."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import taktline as tl
+from taktline.runtime.bind import Binding
+from taktline.runtime.capture import Captures
+from taktline.runtime.capture.state import kept
+
+WIDTH = 6
+
+
+class Again:
+    """A graph that is the program itself."""
+
+    def __init__(self, run: Callable[[], None], log: list[str]) -> None:
+        self._run = run
+        self._log = log
+
+    def replay(self, number: int) -> None:
+        self._log.append("replay")
+        self._run()
+
+
+class Graphs:
+    """Notes captures, which run nothing, and replays."""
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+        self.fails: Exception | None = None
+
+    def refusal(self) -> str | None:
+        return None
+
+    def capture(self, binding: Binding, make: Callable[[Binding], Callable[[], None]]) -> Again:
+        run = make(binding)
+        if self.fails is not None:
+            raise self.fails
+        self.log.append("capture")
+        return Again(run, self.log)
+
+
+class Stage(nn.Module):
+    def __init__(self, p: float = 0.0) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH)
+        self.drop = nn.Dropout(p)
+        self.unused = nn.Parameter(torch.zeros(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.drop(self.norm(self.linear(x)).tanh())
+
+
+class Pair:
+    """The same pipeline with graphs and without."""
+
+    def __init__(
+        self,
+        stages: Callable[[], Sequence[nn.Module]] | None = None,
+        *,
+        device: str = "cpu",
+        **options: Any,
+    ) -> None:
+        torch.manual_seed(0)
+        made = stages() if stages is not None else [Stage() for _ in range(4)]
+        self.graphs = Graphs()
+        options = {
+            "schedule": "interleaved_1f1b",
+            "microbatches": 4,
+            "ranks": 2,
+            "loss_fn": nn.functional.mse_loss,
+            "device": device,
+            **options,
+        }
+        self.plain = tl.Pipeline(copy.deepcopy(made), **options)
+        self.pipe = tl.Pipeline(made, cuda_graphs=device != "cpu", **options)
+        if device == "cpu":
+            self.pipe._built.schedule._runner.capture(self.graphs)
+
+    @property
+    def both(self) -> tuple[tl.Pipeline, tl.Pipeline]:
+        return self.pipe, self.plain
+
+    def each(self, do: Callable[[tl.Pipeline], Any]) -> None:
+        """Do the same with both, with the same random numbers."""
+        for pipe in self.both:
+            do(pipe)
+
+    def step(self, rows: int = 8, seed: int = 0, **options: Any) -> list[Any]:
+        """A step of both, whose results are compared."""
+        x, target = torch.randn(
+            2, rows, WIDTH, generator=torch.Generator().manual_seed(seed)
+        ).unbind()
+        found = [pipe.step(x, target=target, return_outputs=True, **options) for pipe in self.both]
+        for ours, theirs in zip(*found, strict=True):
+            assert torch.equal(ours, theirs)
+        self.compare()
+        return found[0]
+
+    def compare(self) -> None:
+        ours, theirs = (dict(pipe.named_parameters()) for pipe in self.both)
+        for name, parameter in ours.items():
+            mine, other = parameter.grad, theirs[name].grad
+            assert (mine is None) == (other is None), name
+            assert mine is None or other is None or torch.equal(mine, other), name
+
+    def settle(self, **options: Any) -> None:
+        """Run until the step is captured."""
+        for seed in range(4):
+            self.step(seed=seed, **options)
+            self.each(tl.Pipeline.zero_grad)
+        assert self.graphs.log == ["capture", "replay"]
+
+
+def count(pair: Pair, what: str) -> int:
+    return pair.graphs.log.count(what)
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved_zero_bubble", "zbv", "v_half"])
+def test_schedules(schedule: str) -> None:
+    per_rank = 1 if schedule in ("gpipe", "1f1b") else 2
+    pair = Pair(lambda: [Stage() for _ in range(2 * per_rank)], schedule=schedule)
+    pair.settle()
+    for seed in range(3):
+        pair.step(seed=seed)
+        pair.each(lambda pipe: torch.optim.SGD(pipe.parameters(), 0.1).step())
+        pair.each(tl.Pipeline.zero_grad)
+    assert pair.graphs.log == ["capture", *["replay"] * 4]
+
+
+def test_results_are_copies() -> None:
+    pair = Pair()
+    pair.settle()
+    losses: list[Tensor] = []
+    loss, output = pair.step(seed=1, losses=losses)
+    kept = [each.clone() for each in (loss, output, *losses)]
+    pair.step(seed=2)
+    for before, now in zip(kept, (loss, output, *losses), strict=True):
+        assert torch.equal(before, now)
+
+
+def test_a_kind_of_batch_has_its_own_graph() -> None:
+    pair = Pair()
+    pair.settle()
+    for _ in range(4):
+        pair.step(rows=12)
+    assert count(pair, "capture") == 2
+    pair.step(rows=8)
+    pair.step(rows=12)
+    assert count(pair, "capture") == 2
+    assert count(pair, "replay") == 4
+
+
+def test_too_many_kinds_run_eagerly(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("taktline.runtime.capture.captures._KINDS", 1)
+    pair = Pair()
+    pair.settle()
+    pair.step(rows=12)
+    with pytest.warns(UserWarning, match="there are more than 1 kinds of steps"):
+        pair.step(rows=12)
+    for _ in range(4):
+        pair.step(rows=12)
+    assert count(pair, "capture") == 1
+
+
+def test_a_changed_target_is_another_kind() -> None:
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        return (output * target).mean()
+
+    pair = Pair(loss_fn=loss)
+    x = torch.ones(8, WIDTH)
+    for shape in ((8, WIDTH), (8, 1)):
+        for seed in range(5):
+            target = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+            losses = [pipe.step(x, target=target) for pipe in pair.both]
+            assert torch.equal(*losses)
+            pair.compare()
+    assert count(pair, "capture") == 2
+
+
+def test_accumulation_and_zeroed_gradients() -> None:
+    pair = Pair()
+    pair.settle()
+    pair.step(seed=1)
+    pair.step(seed=2)
+    pair.each(lambda pipe: pipe.zero_grad(set_to_none=False))
+    pair.step(seed=3)
+    for pipe in pair.both:
+        next(iter(pipe.parameters())).grad = None
+    pair.step(seed=4)
+    assert count(pair, "capture") == 1
+    assert count(pair, "replay") == 5
+
+
+def test_a_gradient_that_is_kept_is_not_written_over() -> None:
+    pair = Pair()
+    pair.settle()
+    pair.step(seed=1)
+    kept = [[p.grad for p in pipe.parameters()] for pipe in pair.both]
+    pair.each(tl.Pipeline.zero_grad)
+    for seed in range(4):
+        pair.step(seed=seed)
+    for ours, theirs in zip(*kept, strict=True):
+        assert (ours is None) == (theirs is None)
+        assert ours is None or theirs is None or torch.equal(ours, theirs)
+    assert count(pair, "capture") == 2
+
+
+def test_gradients_that_were_replaced_are_put_back() -> None:
+    pair = Pair()
+    pair.settle()
+    pair.step(seed=1)
+    for pipe in pair.both:
+        for parameter in pipe.parameters():
+            if parameter.grad is not None:
+                parameter.grad = parameter.grad * 2
+    pair.step(seed=2)
+    assert pair.graphs.log == ["capture", *["replay"] * 3]
+
+
+def test_gradients_in_one_buffer_stay_there() -> None:
+    pair = Pair()
+    pair.settle()
+    flat = []
+    for pipe in pair.both:
+        weights = [stage.get_parameter("linear.weight") for stage in pipe.stages.values()]
+        flat.append(torch.zeros(len(weights), WIDTH, WIDTH))
+        for weight, part in zip(weights, flat[-1], strict=True):
+            weight.grad = part
+    for seed in range(4):
+        pair.step(seed=seed)
+        assert torch.equal(*flat)
+    assert count(pair, "capture") == 2
+
+
+def freeze(pipe: tl.Pipeline) -> None:
+    next(iter(pipe.parameters())).requires_grad_(False)
+
+
+def move(pipe: tl.Pipeline) -> None:
+    for parameter in pipe.parameters():
+        parameter.data = parameter.data.clone()
+
+
+def switch(pipe: tl.Pipeline) -> None:
+    stage = pipe.stages[1]
+    assert isinstance(stage, Stage)
+    stage.drop.eval()
+
+
+def replaced(pipe: tl.Pipeline) -> None:
+    stage = pipe.stages[1]
+    assert isinstance(stage, Stage)
+    stage.norm = nn.LayerNorm(WIDTH)
+
+
+@pytest.mark.parametrize("change", [freeze, move, switch, replaced])
+def test_what_has_changed_is_captured_anew(change: Callable[[tl.Pipeline], None]) -> None:
+    pair = Pair()
+    pair.settle()
+    pair.each(change)
+    for seed in range(5):
+        pair.step(seed=seed)
+        pair.each(tl.Pipeline.zero_grad)
+    assert count(pair, "capture") == 2
+    assert pair.graphs.log[-1] == "replay"
+
+
+def test_modes_of_the_whole() -> None:
+    pair = Pair(lambda: [Stage(0.5) for _ in range(4)], seed=3)
+    pair.settle()
+    pair.each(lambda pipe: pipe.train(False))
+    pair.step(seed=1)
+    pair.each(lambda pipe: pipe.train())
+    pair.step(seed=2)
+    assert count(pair, "replay") == 2
+
+
+def test_new_hooks_are_called() -> None:
+    pair, calls = Pair(), []
+    pair.settle()
+    handle = pair.pipe.stages[2].register_forward_hook(lambda *_: calls.append(1))
+    with pytest.warns(UserWarning, match=r"stage 2: its module Stage has hooks, which a replay"):
+        pair.step(seed=1)
+    pair.step(seed=2)
+    assert len(calls) == 8
+    handle.remove()
+    pair.step(seed=3)
+    assert len(calls) == 8
+    assert pair.graphs.log == ["capture", "replay", "replay"]
+
+
+def test_hooks_of_parameters() -> None:
+    pair = Pair()
+    pair.settle()
+    for pipe in pair.both:
+        weight = pipe.stages[3].get_parameter("linear.weight")
+        weight.register_hook(lambda gradient: gradient * 2)
+    with pytest.warns(UserWarning, match=r"stage 3: its parameter 'weight' has hooks"):
+        pair.step(seed=1)
+    assert count(pair, "replay") == 1
+
+
+def test_weights_and_scales_of_losses_may_change() -> None:
+    pair = Pair()
+    for seed in range(6):
+        pair.step(seed=seed, loss_weights=[1.0, 2.0 + seed, 3.0, 4.0])
+    assert count(pair, "capture") == 1
+    pair.step(seed=1, loss_weights=[1.0, 0.0, 3.0, 4.0])
+    pair.step(seed=2, loss_weights=[1.0, 9.0, 3.0, 4.0])
+    assert count(pair, "capture") == 1
+    assert count(pair, "replay") == 4
+
+
+def test_the_scale_of_a_scaler() -> None:
+    pair = Pair()
+    x, target = torch.randn(2, 8, WIDTH).unbind()
+    for number in range(6):
+        for pipe in pair.both:
+            pipe._built.schedule.step(x, target=target, grad_scale=2.0**number)
+        pair.compare()
+    assert count(pair, "replay") == 3
+
+
+class Adding(Stage):
+    def forward(self, x: Tensor) -> Tensor:
+        tl.add_loss(0.1 * x.square().mean())
+        return super().forward(x)
+
+
+def test_added_losses() -> None:
+    pair = Pair(lambda: [Adding() for _ in range(4)])
+    for _ in range(6):
+        lists: list[list[Tensor]] = [[], []]
+        x, target = torch.randn(2, 8, WIDTH).unbind()
+        for pipe, aux in zip(pair.both, lists, strict=True):
+            pipe.step(x, target=target, aux_losses=aux)
+        assert all(map(torch.equal, *lists))
+        assert len(lists[0]) == 4
+        pair.compare()
+    assert count(pair, "replay") == 3
+
+
+def test_dropout_by_a_seed() -> None:
+    pair = Pair(lambda: [Stage(0.5) for _ in range(4)], seed=7)
+    pair.settle()
+    first = pair.step(seed=1)[0]
+    assert not torch.equal(first, pair.step(seed=1)[0])
+
+
+def test_evaluation() -> None:
+    pair = Pair()
+    for seed in range(5):
+        x = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(seed))
+        assert torch.equal(*(pipe.eval(x) for pipe in pair.both))
+    assert pair.graphs.log == ["capture", "replay", "replay"]
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside, self.middle = nn.Linear(WIDTH, WIDTH, bias=False), Stage()
+        self.out = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.out.weight = self.inside.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.middle(self.inside(x)))
+
+
+def compare_tied(pipes: Sequence[tl.Pipeline], device: str = "cpu") -> None:
+    """Steps with gradients that are added up over several."""
+    for number in range(7):
+        x, target = torch.randn(2, 8, WIDTH, device=device).unbind()
+        assert torch.equal(*(pipe.step(x, target=target) for pipe in pipes))
+        ours, theirs = (dict(pipe.named_parameters()) for pipe in pipes)
+        for name, parameter in ours.items():
+            torch.testing.assert_close(parameter.grad, theirs[name].grad)
+        if number % 2:
+            for pipe in pipes:
+                pipe.zero_grad()
+
+
+def tied_pipelines(device: str = "cpu") -> list[tl.Pipeline]:
+    model = Tied().to(device)
+    options: dict[str, Any] = {
+        "cuts": ["middle", "out"],
+        "schedule": "1f1b",
+        "ranks": 3,
+        "microbatches": 4,
+        "loss_fn": nn.functional.mse_loss,
+    }
+    return [
+        tl.Pipeline(copy.deepcopy(model), cuda_graphs=graphs, **options)
+        for graphs in (device != "cpu", False)
+    ]
+
+
+def test_tied_weights() -> None:
+    pipes, graphs = tied_pipelines(), Graphs()
+    pipes[0]._built.schedule._runner.capture(graphs)
+    compare_tied(pipes)
+    assert graphs.log == ["capture", *["replay"] * 4]
+
+
+class Norm(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = tl.DeferredBatchNorm.convert(
+            nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH))
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(x)
+
+
+def test_deferred_batch_norm() -> None:
+    pair = Pair(lambda: [Norm() for _ in range(4)])
+    pair.settle()
+    pair.step(seed=9)
+    ours, theirs = (pipe.state_dict() for pipe in pair.both)
+    for name, value in ours.items():
+        assert torch.equal(value, theirs[name])
+
+
+def test_a_failed_capture_leaves_nothing_behind() -> None:
+    pair = Pair()
+    pair.graphs.fails = ValueError("not here")
+    for seed in range(3):
+        pair.step(seed=seed)
+    with pytest.warns(UserWarning, match="so it runs eagerly: ValueError: not here"):
+        pair.step(seed=3)
+    pair.step(seed=4)
+    assert pair.graphs.log == []
+    assert "step() with 8 rows in 4 micro-batches: eagerly, ValueError: not here" in str(pair.pipe)
+
+
+def test_what_a_failed_capture_has_left_in_modules_is_put_back() -> None:
+    module = nn.BatchNorm1d(2)
+    mean, stage = module.running_mean, tl.PipelineStage(module, 0, 1, torch.device("cpu"))
+    restore = kept([stage])
+    module.running_mean = torch.full((2,), 7.0)
+    module.latest = torch.zeros(())
+    module.eps = 3.0
+    restore()
+    assert module.running_mean is mean
+    assert not hasattr(module, "latest")
+    assert module.eps == 1e-5
+
+
+class Odd(Stage):
+    fails = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.fails:
+            raise ValueError("odd")
+        return super().forward(x)
+
+
+def test_a_step_that_fails_drops_the_graphs() -> None:
+    pair = Pair(lambda: [Odd() for _ in range(4)])
+    pair.settle()
+    for pipe in pair.both:
+        stage = pipe.stages[1]
+        assert isinstance(stage, Odd)
+        stage.fails = True
+        with pytest.raises(tl.TaktlineError, match="odd"):
+            pipe.step(torch.ones(12, WIDTH), target=torch.ones(12, WIDTH))
+        stage.fails = False
+        pipe.zero_grad()
+    for seed in range(4):
+        pair.step(seed=seed)
+    assert count(pair, "capture") == 2
+
+
+def test_traced_steps_run_eagerly() -> None:
+    pair = Pair()
+    pair.settle()
+    with pair.pipe.trace() as trace, pair.plain.trace():
+        pair.step(seed=1)
+    assert trace.timeline is not None
+    pair.step(seed=2)
+    assert count(pair, "replay") == 2
+
+
+def test_arguments_that_cannot_be_copied() -> None:
+    class Flag:
+        pass
+
+    class First(Stage):
+        def forward(self, x: Tensor, flag: object = None) -> Tensor:
+            return super().forward(x)
+
+    pair = Pair(lambda: [First(), Stage(), Stage(), Stage()])
+    mbs = [(torch.ones(2, WIDTH), Flag()) for _ in range(4)]
+    target = torch.zeros(8, WIDTH)
+    with pytest.warns(UserWarning, match="an argument is a Flag, which may change by itself"):
+        pair.pipe.step(arg_mbs=mbs, target=target)
+    for _ in range(4):
+        pair.pipe.step(arg_mbs=mbs, target=target)
+    assert pair.graphs.log == []
+
+
+def test_on_the_cpu_a_warning_says_why_there_is_none() -> None:
+    pipe = tl.Pipeline(
+        [Stage(), Stage()], microbatches=2, ranks=2, loss_fn=torch.dist, cuda_graphs=True
+    )
+    assert str(pipe).endswith("CUDA graphs:\n  no step has run")
+    with pytest.warns(UserWarning, match="not captured .*: the stages compute on cpu"):
+        pipe.step(torch.ones(4, WIDTH), target=torch.ones(4, WIDTH))
+    pipe.step(torch.ones(4, WIDTH), target=torch.ones(4, WIDTH))
+    assert str(pipe).endswith("CUDA graphs:\n  eagerly: the stages compute on cpu")
+
+
+def test_which_programs_are_captured_is_printed() -> None:
+    pair = Pair()
+    pair.settle()
+    assert str(pair.pipe).endswith("  step() with 8 rows in 4 micro-batches: captured, 1 replay")
+    pair.step(rows=12)
+    pair.step(rows=12)
+    assert str(pair.pipe).endswith("  step() with 12 rows in 4 micro-batches: warms up")
+
+
+def test_ranks_that_are_threads_run_eagerly() -> None:
+    def run(rank: int) -> list[str]:
+        graphs, x = Graphs(), torch.ones(4, WIDTH)
+        stage = tl.PipelineStage(Stage(), rank, 2, torch.device("cpu"))
+        schedule = tl.Schedule1F1B(stage, 2, nn.functional.mse_loss)
+        schedule._runner.capture(graphs)
+        for _ in range(5):
+            schedule.step(x, target=x)
+        return graphs.log
+
+    with pytest.warns(UserWarning, match="ranks are threads, which wait for each other"):
+        assert tl.local.run(run, 2) == [[], []]
+
+
+def test_shapes_that_depend_on_values() -> None:
+    graphs = Graphs()
+    stage = tl.PipelineStage(Stage(), 0, 1, torch.device("cpu"))
+    captures = Captures(graphs, [stage], dynamic_shapes=True)
+    assert captures._refusal is not None
+    assert "dynamic_shapes" in captures._refusal

@@ -1,0 +1,225 @@
+"""Captured steps on a GPU: the same gradients, losses and random numbers as eagerly."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import taktline as tl
+from tests.runtime.test_capture import WIDTH, Pair, Stage, compare_tied, tied_pipelines
+
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
+]
+
+SCHEDULES = {
+    "gpipe": 1,
+    "1f1b": 1,
+    "interleaved_1f1b": 2,
+    "looped_bfs": 2,
+    "interleaved_zero_bubble": 2,
+    "zbv": 2,
+    "dualpipev": 2,
+}
+
+
+def on_gpu(stages: Callable[[], Sequence[nn.Module]] | None = None, **options: Any) -> Pair:
+    return Pair(stages, device="cuda", **options)
+
+
+def train(pair: Pair, steps: int = 7, **options: Any) -> None:
+    """Compare several steps, with an optimizer between them."""
+    optimizers = [torch.optim.SGD(pipe.parameters(), 0.05) for pipe in pair.both]
+    for seed in range(steps):
+        pair.step(seed=seed, **options)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=seed % 2 == 0)
+
+
+def is_captured(pair: Pair, replays: int) -> bool:
+    return f"captured, {replays} replay" in str(pair.pipe)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_schedules(schedule: str, ranks: int) -> None:
+    count = ranks * SCHEDULES[schedule]
+    pair = on_gpu(
+        lambda: [Stage() for _ in range(count)], schedule=schedule, ranks=ranks, microbatches=8
+    )
+    train(pair)
+    assert is_captured(pair, 4), str(pair.pipe)
+
+
+@pytest.mark.parametrize("seed", [None, 7])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_dropout_draws_the_same_numbers(ranks: int, seed: int | None) -> None:
+    pair = on_gpu(lambda: [Stage(0.5) for _ in range(2 * ranks)], ranks=ranks, seed=seed)
+    optimizers = [torch.optim.SGD(pipe.parameters(), 0.05) for pipe in pair.both]
+    x, target = torch.randn(2, 8, WIDTH).unbind()
+    torch.cuda.manual_seed(3)
+    states = [torch.cuda.get_rng_state() for _ in pair.both]
+    for number in range(8):
+        found = []
+        for place, (pipe, optimizer) in enumerate(zip(pair.both, optimizers, strict=True)):
+            torch.cuda.set_rng_state(states[place])
+            if number == 6:
+                torch.cuda.manual_seed(11)
+            found.append(pipe.step(x, target=target).item())
+            found.append(torch.rand((), device="cuda").item())
+            states[place] = torch.cuda.get_rng_state()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert found[:2] == found[2:], number
+    assert is_captured(pair, 5), str(pair.pipe)
+
+
+@pytest.mark.parametrize("outside", [True, False])
+def test_autocast(outside: bool) -> None:
+    pair = on_gpu()
+    if outside:
+        with torch.autocast("cuda", torch.bfloat16):
+            for seed in range(6):
+                pair.step(seed=seed)
+    else:
+        optimizers = [torch.optim.SGD(pipe.parameters(), 0.05) for pipe in pair.both]
+        for seed in range(7):
+            with torch.autocast("cuda", torch.bfloat16):
+                pair.step(seed=seed)
+            for optimizer in optimizers:
+                optimizer.step()
+    assert "captured" in str(pair.pipe), str(pair.pipe)
+
+
+def test_a_scaler() -> None:
+    pair = on_gpu()
+    scalers = [pipe.scaler(init_scale=2.0**10, growth_interval=2) for pipe in pair.both]
+    optimizers = [torch.optim.SGD(pipe.parameters(), 0.05) for pipe in pair.both]
+    x, target = torch.randn(2, 8, WIDTH).unbind()
+    for number in range(9):
+        losses = []
+        for pipe, scaler, optimizer in zip(pair.both, scalers, optimizers, strict=True):
+            with torch.autocast("cuda", torch.float16):
+                losses.append(pipe.step(x, target=target, scaler=scaler).item())
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        assert losses[0] == losses[1], number
+    assert is_captured(pair, 6), str(pair.pipe)
+
+
+class Waiting(Stage):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) if x.sum().item() > -1e9 else x
+
+
+def test_a_stage_that_waits_for_the_device_runs_eagerly() -> None:
+    pair = on_gpu(lambda: [Stage(), Stage(), Waiting(), Stage()])
+    for seed in range(3):
+        pair.step(seed=seed)
+    with pytest.warns(UserWarning, match=r"stage 2, micro-batch 0 \(2F0\): .*captur"):
+        pair.step(seed=3)
+    for seed in range(3):
+        pair.step(seed=seed)
+    assert torch.rand(3, device="cuda").sum().item() > 0
+    other = on_gpu()
+    train(other)
+    assert is_captured(other, 4), str(other.pipe)
+
+
+class Replacing(Stage):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen = self.seen + 1
+        return super().forward(x)
+
+
+def test_a_stage_that_replaces_a_buffer_runs_eagerly() -> None:
+    pair = on_gpu(lambda: [Stage(), Replacing(), Stage(), Stage()])
+    for seed in range(3):
+        pair.step(seed=seed)
+    with pytest.warns(UserWarning, match="its forward puts other tensors in the place of"):
+        pair.step(seed=3)
+    pair.step(seed=4)
+    assert all(pipe.stages[1].get_buffer("seen").item() == 20 for pipe in pair.both)
+
+
+class Drawing(Stage):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) if torch.rand(()).item() > 2 else x * self.linear.bias
+
+
+def test_a_stage_that_draws_on_the_cpu_runs_eagerly() -> None:
+    pair = on_gpu(lambda: [Drawing(), Stage()], ranks=1)
+    for seed in range(3):
+        pair.step(seed=seed)
+    with pytest.warns(UserWarning, match="random numbers are drawn on the CPU"):
+        pair.step(seed=3)
+    pair.step(seed=4)
+
+
+class Putting(Stage):
+    def forward(self, x: Tensor) -> Tensor:
+        tl.add_loss(0.1 * x.square().mean())
+        tl.skip.put("x", x)
+        return super().forward(x)
+
+
+class Getting(Stage):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + tl.skip.get("x")
+
+
+def test_skips_added_and_weighted_losses() -> None:
+    pair = on_gpu(lambda: [Putting(), Stage(), Stage(), Getting()])
+    for seed in range(6):
+        pair.step(seed=seed, loss_weights=[1.0, 2.0 + seed, 3.0, 4.0])
+    assert is_captured(pair, 3), str(pair.pipe)
+
+
+def test_tied_weights() -> None:
+    pipes = tied_pipelines("cuda")
+    compare_tied(pipes, "cuda")
+    assert "captured, 4 replays" in str(pipes[0]), str(pipes[0])
+
+
+def test_changes_between_steps() -> None:
+    pair = on_gpu()
+    train(pair)
+    for pipe in pair.both:
+        for parameter in pipe.parameters():
+            parameter.data = parameter.data.clone()
+    train(pair)
+    for pipe in pair.both:
+        next(iter(pipe.parameters())).requires_grad_(False)
+    train(pair)
+    for rows in (12, 8, 12, 8):
+        pair.step(rows=rows)
+    assert "captured" in str(pair.pipe), str(pair.pipe)
+
+
+def test_evaluation() -> None:
+    pair = on_gpu(lambda: [Stage(0.5) for _ in range(4)])
+    for seed in range(6):
+        x = torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(seed))
+        assert torch.equal(*(pipe.eval(x) for pipe in pair.both))
+    assert "eval() with 8 rows in 4 micro-batches: captured, 3 replays" in str(pair.pipe)
+
+
+def test_compiled_stages() -> None:
+    torch._dynamo.reset()
+    pair = on_gpu(lambda: [Stage(), Stage()], schedule="zb_h1", compile=True)
+    train(pair)
+    assert is_captured(pair, 4), str(pair.pipe)

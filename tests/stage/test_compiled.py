@@ -1,0 +1,328 @@
+"""Compiled stages: their backward, whole and in halves."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx, nn
+
+import taktline as tl
+from taktline.stage.compiled.backward import Backward
+from taktline.stage.compiled.divide import Division, divide
+from taktline.stage.split_backward import Pending, Splitter
+
+# The compiler's own.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
+]
+
+
+def aot(where: str = "stage 0", fails: str = "") -> Callable[..., Any]:
+    """A backend that compiles nothing, around the same backward: as exact as eager mode."""
+    from torch._dynamo.backends.common import aot_autograd
+
+    tensors: list[bool] = []
+
+    def boxed(graph: fx.GraphModule) -> Any:
+        def call(arguments: list[Any]) -> Any:
+            taken = list(arguments)
+            arguments.clear()
+            return graph(*taken)
+
+        vars(call)["_boxed_call"] = True
+        return call
+
+    def forward(graph: fx.GraphModule, example: Sequence[Any]) -> Any:
+        tensors[:] = [isinstance(value, Tensor) for value in example]
+        return boxed(graph)
+
+    def part(graph: fx.GraphModule, example: Sequence[Any], takes: Sequence[int]) -> Any:
+        if fails and len(takes) < len(example):
+            raise RuntimeError(fails)
+        return boxed(graph)
+
+    def backward(graph: fx.GraphModule, example: Sequence[Any]) -> Any:
+        return Backward(graph, example, part, where=where, tensors=list(tensors))
+
+    return aot_autograd(fw_compiler=forward, bw_compiler=backward)
+
+
+def compiled(module: nn.Module, **options: Any) -> nn.Module:
+    torch._dynamo.reset()
+    made = torch.compile(module, backend=aot(**options))
+    assert isinstance(made, nn.Module)
+    return made
+
+
+def block(width: int = 8) -> nn.Module:
+    return nn.Sequential(
+        nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width), nn.LayerNorm(width)
+    )
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, 8)
+        self.layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(self.embed(x))
+
+
+class Scaled(nn.Module):
+    """A gradient of a parameter is the gradient of the output itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4, bias=False)
+        self.shift = nn.Parameter(torch.zeros(3, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) + self.shift
+
+
+class Broken(nn.Module):
+    """Two graphs, and a weight that both use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.twice, self.once = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.twice(x).relu()
+        torch._dynamo.graph_break()
+        return self.once(self.twice(x))
+
+
+@pytest.mark.parametrize(
+    ("make", "x", "later"),
+    [
+        (block, torch.randn(3, 8), ["0.weight", "2.weight"]),
+        (
+            Attention,
+            torch.arange(10).view(2, 5),
+            [
+                "embed.weight",
+                *(f"layer.{name}.weight" for name in ("self_attn.out_proj", "linear1", "linear2")),
+                "layer.self_attn.in_proj_weight",
+            ],
+        ),
+        (Broken, torch.randn(3, 4), ["once.weight"]),
+    ],
+)
+def test_split_as_in_eager_mode_or_better(
+    make: Callable[[], nn.Module], x: Tensor, later: list[str]
+) -> None:
+    module = make()
+    report = tl.check_split_backward(compiled(module), x)
+    found = {name.removeprefix("_orig_mod.") for name in report.later}
+    assert report.exact
+    assert found == set(later)
+    if make is not Broken:
+        assert found >= set(tl.check_split_backward(module, x).later)
+
+
+def run(
+    module: nn.Module, inputs: Sequence[Tensor], *, split: bool
+) -> tuple[list[Tensor | None], list[Tensor | None]]:
+    """Gradients of inputs and of weights; all I before all W."""
+    splitter, weights = Splitter(), [p for p in module.parameters() if p.requires_grad]
+    given = [x.clone().requires_grad_() for x in inputs]
+    pending: list[Pending | None] = []
+    outputs = [module(x) for x in given]
+    for x, output in zip(given, outputs, strict=True):
+        if split:
+            gradient = [torch.ones_like(output)]
+            pending.append(splitter.run_input([output], gradient, [x], weights))
+        else:
+            output.backward(torch.ones_like(output))
+    for each in pending:
+        if each is not None:
+            each.run()
+    return [x.grad for x in given], [p.grad for p in module.parameters()]
+
+
+def assert_alike(module: nn.Module, inputs: Sequence[Tensor], **options: Any) -> None:
+    other = copy.deepcopy(module)
+    plain = run(compiled(other, **options), inputs, split=False)
+    split = run(compiled(module, **options), inputs, split=True)
+    for ours, theirs in zip(split[0] + split[1], plain[0] + plain[1], strict=True):
+        assert (ours is None) == (theirs is None)
+        if ours is not None and theirs is not None:
+            assert torch.equal(ours, theirs)
+
+
+def test_micro_batches_in_flight() -> None:
+    assert_alike(block(), torch.randn(4, 3, 8).unbind())
+
+
+def test_a_gradient_that_w_needs_is_not_added_to() -> None:
+    assert_alike(Scaled(), torch.randn(4, 3, 4).unbind())
+
+
+def test_frozen_weights() -> None:
+    module = block()
+    next(module.parameters()).requires_grad_(False)
+    assert_alike(module, torch.randn(2, 3, 8).unbind())
+
+
+def test_sizes_that_change() -> None:
+    torch._dynamo.reset()
+    made = torch.compile(block(), backend=aot(), dynamic=True)
+    for rows in (3, 5):
+        report = tl.check_split_backward(made, torch.randn(rows, 8))  # pyright: ignore[reportArgumentType]
+        assert report.exact
+        assert len(report.later) == 2
+
+
+def test_a_weight_with_a_hook_gets_its_gradient_at_once() -> None:
+    module, seen = compiled(block()), []
+    weight = next(module.parameters())
+    assert len(tl.check_split_backward(module, torch.randn(3, 8)).later) == 2
+    weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad))
+    report = tl.check_split_backward(module, torch.randn(3, 8))
+    assert report.exact
+    assert report.later == ("_orig_mod.2.weight",)
+    assert len(seen) == 2
+
+
+def test_what_was_changed_in_place_is_refused() -> None:
+    module, x = compiled(nn.Linear(4, 4)), torch.ones(2, 4, requires_grad=True)
+    held = x * 2
+    output = module(held)
+    pending = Splitter().run_input(
+        [output], [torch.ones_like(output)], [x], list(module.parameters())
+    )
+    assert pending is not None
+    with torch.no_grad():
+        held.add_(1)
+    with pytest.raises(tl.TaktlineError, match="changed in place between"):
+        pending.run()
+
+
+def test_halves_that_do_not_compile_are_told_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING, "taktline"):
+        assert_alike(block(), torch.randn(3, 3, 8).unbind(), where="stage 3", fails="no such luck")
+    told = "stage 3: its compiled backward stays whole, so W is empty there: its halves do not"
+    assert [told in message for message in caplog.messages] == [True]
+    assert "RuntimeError: no such luck" in caplog.messages[0]
+
+
+def traced(function: Callable[..., Any], *example: Tensor) -> fx.GraphModule:
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    return make_fx(function, tracing_mode="fake")(*example)
+
+
+def test_the_products_alone_are_divided_off() -> None:
+    def backward(x: Tensor, w: Tensor, g: Tensor) -> list[Tensor]:
+        return [g @ w, g.t() @ x, g.sum(0)]
+
+    x, w, g = torch.randn(3, 4), torch.randn(5, 4), torch.randn(3, 5)
+    graph = traced(backward, x, w, g)
+    division = divide(graph, [1, 2])
+    assert isinstance(division, Division)
+    assert division.later == (1,)
+    assert division.takes_first == (1, 2)
+    assert division.takes_second == (0, 2)
+    assert division.made == ()
+    dx, nothing, db = division.first(w, g)
+    (dw,) = division.second(x, g)
+    assert nothing is None
+    for ours, theirs in zip((dx, dw, db), backward(x, w, g), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_nothing_to_put_off() -> None:
+    assert divide(traced(lambda g: [g.sum(0)], torch.ones(2, 2)), [0]) is None
+
+
+def test_what_changes_in_place_is_not_divided() -> None:
+    graph = traced(lambda x, g: [g.add_(1).t() @ x], torch.ones(2, 2), torch.ones(2, 2))
+    told = divide(graph, [0])
+    assert isinstance(told, str)
+    assert "changes a tensor in place (aten.add_.Tensor)" in told
+
+
+class Residual(nn.Module):
+    """Of a class of its own, so that its pieces run its forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(block() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for inner in self.blocks:
+            x = x + inner(x)
+        return x
+
+
+@pytest.mark.parametrize(
+    ("make", "cut"), [(Residual, "blocks.2"), (lambda: nn.Sequential(*Residual().blocks), "2")]
+)
+def test_pieces_of_a_model(make: Callable[[], nn.Module], cut: str) -> None:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = make()
+    plain = copy.deepcopy(model)
+    used: list[int] = []
+
+    def prepare(module: nn.Module, stage: int) -> nn.Module:
+        module.compile(backend=aot(f"stage {stage}"))
+        return module
+
+    pipe = tl.Pipeline(
+        model,
+        cuts=[cut],
+        schedule="zb_h1",
+        microbatches=2,
+        ranks=2,
+        loss_fn=nn.functional.mse_loss,
+        prepare=prepare,
+    )
+    x, target = torch.randn(2, 4, 8).unbind()
+    with pytest.MonkeyPatch.context() as patch, pipe.trace():  # which keeps I and W apart
+        run = Backward._run_first
+        patch.setattr(
+            Backward, "_run_first", lambda *args: (used.append(len(args[3])), run(*args))[1]
+        )
+        pipe.step(x, target=target)
+    nn.functional.mse_loss(plain(x), target).backward()
+    assert used
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("cuts", [True, False], ids=["cut", "by hand"])
+def test_pipeline_with_inductor(cuts: bool) -> None:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = nn.Sequential(block(), block())
+    plain = copy.deepcopy(model)
+    pipe = tl.Pipeline(
+        model if cuts else list(model),
+        cuts=["1"] if cuts else None,
+        schedule="zb_h1",
+        microbatches=2,
+        ranks=2,
+        loss_fn=nn.functional.mse_loss,
+        compile=True,
+    )
+    x, target = torch.randn(2, 4, 8).unbind()
+    done: list[int] = []
+    with pytest.MonkeyPatch.context() as patch, pipe.trace():  # which keeps I and W apart
+        run = Pending.run
+        patch.setattr(Pending, "run", lambda each: (done.append(len(each.weights)), run(each)))
+        pipe.step(x, target=target)
+    nn.functional.mse_loss(plain(x), target).backward()
+    assert done == [2] * 4
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad)
