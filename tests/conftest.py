@@ -34,6 +34,11 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+def pytest_unconfigure() -> None:
+    """At the end of the program, libraries look for what is left of them."""
+    gc.unfreeze()
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
     """Let no test take for ever, whether or not there is somebody to press Ctrl-C."""

@@ -358,6 +358,7 @@ def _work(
             while True:
                 connection.send(worker.answer(connection.recv()))
         worker.leave()
+        gc.unfreeze()
         faulthandler.unregister(signal.SIGUSR1)
 
 
