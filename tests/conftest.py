@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Generator, Iterator
 from typing import TYPE_CHECKING
@@ -26,6 +27,16 @@ TEST_SECONDS = 300
 
 Where Python cannot raise, as in a wait of C++, ``faulthandler_timeout`` ends the whole run later.
 """
+
+
+def pytest_collection_finish() -> None:
+    """Let no garbage collection look again at what was imported: that takes half a second."""
+    gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    """At the end of the program, libraries look for what is left of them."""
+    gc.unfreeze()
 
 
 @pytest.hookimpl(wrapper=True)

@@ -350,6 +350,7 @@ def _work(
     # Ctrl-C reaches the workers as well; how it ends them is up to their parent.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     torch.set_num_threads(1)
+    gc.freeze()  # or each collection would look at all that was imported
     worker = _Worker(rank, size, group_timeout)
     with stack_file.open("w") as stacks:
         faulthandler.register(signal.SIGUSR1, stacks)
@@ -357,6 +358,7 @@ def _work(
             while True:
                 connection.send(worker.answer(connection.recv()))
         worker.leave()
+        gc.unfreeze()
         faulthandler.unregister(signal.SIGUSR1)
 
 
