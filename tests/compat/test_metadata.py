@@ -64,7 +64,8 @@ def _modes(rank: int, group: dist.ProcessGroup) -> list[str]:
     whole: dict[str, Any] = {"input_args": example, "output_args": example}
     modes = []
     for first, last in (({}, {}), (whole, whole), (whole, {"input_args": example})):
-        program = Program(group, 2, [rank], **(first if rank == 0 else last))
+        options: dict[str, Any] = first if rank == 0 else last
+        program = Program(group, 2, [rank], **options)
         program.step(ScheduleGPipe(program.stages[0], 4, loss_fn=loss_fn))
         modes.append(program.stages[0]._inference_mode.name)
     return modes

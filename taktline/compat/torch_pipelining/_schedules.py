@@ -31,7 +31,7 @@ __all__ = [
 Order: TypeAlias = dict[int, list[Any]]
 """Actions by rank; a None is a rank that waits."""
 _TAKES = len(signature(torchs.PipelineScheduleSingle._initialize_stage).parameters) - 1
-"""What stages are initialised with: arguments, since 2.12 a target, since 2.13 those of the loss."""
+"""Arguments to initialise stages with: since 2.12 a target, too, since 2.13 those of the loss."""
 
 
 class _PipelineSchedule(torchs._PipelineSchedule, metaclass=Watched):
