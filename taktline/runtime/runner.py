@@ -505,19 +505,20 @@ class Runner:
         return [rank // len(self.ranks) for rank in rank_of]
 
     def _bind(self, known: Signatures | None, trains: bool) -> Bound:
-        return bind(
-            Binding(
-                self.runnable.program(self._feed.microbatches, trains=trains),
-                {stage.stage_index: stage for stage in self._stages},
-                self.transport,
-                self._feed,
-                self._loss_fn,
-                self._seed,
-                trains,
-                sends_may_wait=not trains or self.runnable.sends_may_wait,
-                drawing=self._drawing,
-            ),
-            known,
+        return bind(self._binding(trains), known)
+
+    def _binding(self, trains: bool) -> Binding:
+        """What the program of a step is made from."""
+        return Binding(
+            self.runnable.program(self._feed.microbatches, trains=trains),
+            {stage.stage_index: stage for stage in self._stages},
+            self.transport,
+            self._feed,
+            self._loss_fn,
+            self._seed,
+            trains,
+            sends_may_wait=not trains or self.runnable.sends_may_wait,
+            drawing=self._drawing,
         )
 
     def _conclude_with_replicas(

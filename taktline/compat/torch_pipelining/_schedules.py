@@ -30,7 +30,8 @@ __all__ = [
 
 Order: TypeAlias = dict[int, list[Any]]
 """Actions by rank; a None is a rank that waits."""
-_TAKES_TARGET = "target" in signature(torchs.PipelineScheduleSingle._initialize_stage).parameters
+_TAKES = len(signature(torchs.PipelineScheduleSingle._initialize_stage).parameters) - 1
+"""Arguments to initialise stages with: since 2.12 a target, too, since 2.13 those of the loss."""
 
 
 class _PipelineSchedule(torchs._PipelineSchedule, metaclass=Watched):
@@ -135,8 +136,8 @@ class _PipelineSchedule(torchs._PipelineSchedule, metaclass=Watched):
 
     def _with_target(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
         """What stages are initialised with; steps written for older torch leave out the target."""
-        left_out = _TAKES_TARGET and len(args) == 2 and not kwargs
-        return (*args, *self._compared_with) if left_out else args
+        left_out = len(args) == 2 and not kwargs
+        return (*args, *self._compared_with)[:_TAKES] if left_out else args
 
     def _order_to_run(self) -> Order | None:
         """What each rank does; None if that is not written down."""

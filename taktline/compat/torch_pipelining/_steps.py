@@ -293,8 +293,9 @@ class _Caller(_Shower):
     def _bind(self, known: Signatures | None, trains: bool) -> Bound:
         calls = self._schedule._calls
         assert calls is not None  # a step is running
-        plan = self.runnable.program(self._feed.microbatches, trains=trains)
-        return Bound(CallProgram(calls, plan.placement.rank_of), {}, Signatures, plan)
+        binding = self._binding(trains)
+        program = CallProgram(calls, binding.plan.placement.rank_of)
+        return Bound(program, {}, Signatures, binding, known)
 
     def _remember(self, agreed: tuple[int, ...], known: Signatures | Bound) -> None:
         """Nothing."""
