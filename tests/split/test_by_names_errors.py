@@ -281,6 +281,12 @@ def test_an_example_without_data() -> None:
 
 def test_hooks_of_the_model_itself() -> None:
     model = LANGUAGES["llama"].make()
-    model.register_forward_hook(lambda module, args, output: None)
-    with pytest.raises(PartitionError, match=r"LlamaForCausalLM has hooks itself, which would run"):
-        tl.split.by_names(model, LANGUAGES["llama"].cuts(2))
+    seen: list[Any] = []
+    model.register_forward_pre_hook(lambda module, args: seen.append(args))
+    pieces = tl.split.by_names(model, LANGUAGES["llama"].cuts(2))
+    pieces(texts(1)[0])
+    assert len(seen) == 2
+    model.register_forward_hook(lambda module, args, output: output)
+    pieces = tl.split.by_names(model, LANGUAGES["llama"].cuts(2))
+    with pytest.raises(PartitionError, match=r"a hook of LlamaForCausalLM itself changes what it"):
+        pieces(texts(1)[0])

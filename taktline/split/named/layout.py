@@ -25,7 +25,7 @@ import torch
 from torch import nn
 
 from taktline.errors import PartitionError
-from taktline.split.named.changes import HOOKS, follow
+from taktline.split.named.changes import follow
 from taktline.split.named.cuts import Cut
 from taktline.split.named.placeholder import ANYWHERE, Placeholder
 from taktline.split.named.recorded import hook_routers
@@ -204,6 +204,9 @@ class Layout:
         made = copied(model, "", self.containers, child, parameter)
         self._rebind(model, made)
         self._forget_caches(made)
+        for hooks in (made._forward_hooks, made._forward_pre_hooks):
+            for key, hook in hooks.items():
+                hooks[key] = _observing(hook, self.kind.__name__)
         return made
 
     def _rebind(self, model: nn.Module, piece: nn.Module) -> None:
@@ -341,11 +344,6 @@ def _without_data(model: nn.Module) -> dict[int, Any]:
 def _require_free(container: nn.Module, path: str) -> None:
     """Raise if a copy of a container would still run parts of the whole model."""
     who = f"{path!r} ({type(container).__name__})" if path else type(container).__name__
-    if not path and any(getattr(container, table) for table in HOOKS):
-        raise PartitionError(
-            f"{who} has hooks itself, which would run in every stage, on what comes from the stage "
-            "before; register them with its submodules, or after it was cut with the pieces"
-        )
     if "forward" in vars(container):
         raise PartitionError(
             f"the forward of {who} was replaced on this very object, and what replaces it knows "
@@ -360,6 +358,19 @@ def _require_free(container: nn.Module, path: str) -> None:
                 f"{who} keeps submodules in its attribute {name!r}, where they cannot be replaced "
                 "in the stages that do not have them; use a ModuleList or a ModuleDict"
             )
+
+
+def _observing(hook: Callable[..., Any], who: str) -> Callable[..., None]:
+    """A hook of the model itself, which every stage has: it may look at what it is given."""
+
+    def call(*args: Any) -> None:
+        if hook(*args) is not None:
+            raise PartitionError(
+                f"a hook of {who} itself changes what it is given, which in a stage is what comes "
+                "from the one before, or goes to the next; do so in a submodule"
+            )
+
+    return call
 
 
 def _separate(module: nn.Module) -> nn.Module:
