@@ -10,7 +10,8 @@ FUZZ_INPUTS ?= 100000
 # How many tests run side by side; each has one thread of its own, or they would fight for the cores.
 JOBS ?= 2
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(JOBS) --dist worksteal
-BENCHMARKS := $(filter-out benchmarks/_%,$(sort $(wildcard benchmarks/*.py)))
+# Not those of CUDA graphs, which need a GPU, nor files that begin with _, which are helpers.
+BENCHMARKS := $(filter-out benchmarks/_% benchmarks/cuda_graphs.py,$(sort $(wildcard benchmarks/*.py)))
 
 # mkdocs-material prints a notice about its end of life unless told not to.
 export NO_MKDOCS_2_WARNING := 1
@@ -54,7 +55,7 @@ format: $(VENV)/.stamp-dev ## Format the code and sort its imports
 docs: $(VENV)/.stamp-dev ## Build the documentation into site/
 	$(BIN)/mkdocs build --strict --site-dir site
 
-bench: $(VENV)/.stamp-dev ## Run each benchmark (files that begin with _ are helpers)
+bench: $(VENV)/.stamp-dev ## Run each benchmark that needs no GPU
 	@set -e; for file in $(BENCHMARKS); do echo "== $$file"; $(BIN)/python "$$file"; done
 
 torture: $(VENV)/.stamp-dev ## Run random plans, values, faults for TORTURE_SECONDS, and FUZZ_INPUTS

@@ -128,15 +128,14 @@ def build(
     if here.in_one_process and isinstance(model, nn.Module) and not isinstance(model, Pipe):
         # As a whole, before it is cut: so it goes on to share all tensors with its stages.
         materialise(model, here.device, state_dict=state_dict)
+    options = {**running, "seed": None if seed is None else seed + here.replica}
     with guarded(here.transport, "Pipeline(…)"):
         parts = take_apart(model, plan, example, cuts, here.transport)
         table = Table.of(plan, parts.modules, example, here.transport)
-        is_dynamic = any(map(has_dynamic_shapes, parts.modules.values()))
+        options["dynamic_shapes"] |= any(map(has_dynamic_shapes, parts.modules.values()))
         parts.keep([stage for rank in here.own for stage in plan.placement.stages_of(rank)])
         _make_ready(parts, here, state_dict, prepare, data_parallel, compiles=compiles)
-    running = {**running, "seed": None if seed is None else seed + here.replica}
-    running["dynamic_shapes"] |= is_dynamic
-    built = _scheduled(here, plan, parts, table, example, running)
+    built = _scheduled(here, plan, parts, table, example, options)
     here.made.keep_for(built.schedule, *parts.modules.values())
     _require_wrapped(built)
     note_replaced(given, ((name, parameter) for _, name, parameter in built.parameters()))

@@ -160,18 +160,16 @@ class Pipeline(AsModule, Gradients, Saved, ForCheckpoints):
         report_stragglers: int | None = None,
         timeout: float | timedelta | None = None,
     ) -> None:
-        _check(microbatches, stages_per_rank, mesh, seed, dynamic_shapes)
-        _check_extras(report_stragglers, state_dict)
+        _check_flags(dynamic_shapes=dynamic_shapes, cuda_graphs=cuda_graphs, compile=compile)
+        _check(microbatches, stages_per_rank, mesh, seed, report_stragglers, state_dict)
         _check_functions(loss_fn=loss_fn, prepare=prepare, on_preempt=on_preempt)
-        self._loss_fn = loss_fn
-        self._turn = Turn("this pipeline")
-        self._metrics = Metrics()
+        self._loss_fn, self._turn, self._metrics = loss_fn, Turn("this pipeline"), Metrics()
         self._report = None if report_stragglers is None else StragglerReport(report_stragglers)
         self._preemption = None if on_preempt is None else Preemption(on_preempt, self)
         running = {
             "loss_fn": loss_fn or of_output,
             "dynamic_shapes": dynamic_shapes,
-            "cuda_graphs": require_flag("cuda_graphs", cuda_graphs),
+            "cuda_graphs": cuda_graphs,
             "args_chunk_spec": args_chunk_spec,
             "kwargs_chunk_spec": kwargs_chunk_spec,
             "output_merge_spec": output_merge_spec,
@@ -189,7 +187,7 @@ class Pipeline(AsModule, Gradients, Saved, ForCheckpoints):
             mesh=mesh,
             data_parallel=data_parallel,
             prepare=prepare,
-            compiles=require_flag("compile", compile),
+            compiles=compile,
             device=None if device is None else require_device(device),
             seed=seed,
             state_dict=state_dict,
@@ -562,13 +560,6 @@ def _check_functions(**functions: Any) -> None:
             require_callable(name, function)
 
 
-def _check_extras(report_stragglers: Any, state_dict: Any) -> None:
-    if report_stragglers is not None:
-        require_whole("report_stragglers", report_stragglers, least=1)
-    if state_dict is not None and not hasattr(state_dict, "__getitem__"):
-        refuse("state_dict", "a mapping from names to tensors", state_dict)
-
-
 def _timedelta(timeout: float | timedelta | None) -> timedelta | None:
     if timeout is None or isinstance(timeout, timedelta):
         return timeout
@@ -576,19 +567,29 @@ def _timedelta(timeout: float | timedelta | None) -> timedelta | None:
     return timedelta(seconds=float(timeout))
 
 
+def _check_flags(**flags: Any) -> None:
+    for name, flag in flags.items():
+        require_flag(name, flag)
+
+
 def _check(
     microbatches: Any,
     stages_per_rank: Any,
     mesh: Any,
     seed: Any,
-    dynamic_shapes: Any,
+    report_stragglers: Any,
+    state_dict: Any,
 ) -> None:
     """Arguments that go a long way before anybody looks at them."""
-    for name, count in (("microbatches", microbatches), ("stages_per_rank", stages_per_rank)):
+    counts = {"microbatches": microbatches, "stages_per_rank": stages_per_rank}
+    for name, count in counts.items():
         if count is not None:
             require_whole(name, count, least=1, error=ScheduleError)
     if mesh is not None:
         require_instance("mesh", mesh, DeviceMesh)
     if seed is not None:
         require_whole("seed", seed)
-    require_flag("dynamic_shapes", dynamic_shapes)
+    if report_stragglers is not None:
+        require_whole("report_stragglers", report_stragglers, least=1)
+    if state_dict is not None and not hasattr(state_dict, "__getitem__"):
+        refuse("state_dict", "a mapping from names to tensors", state_dict)

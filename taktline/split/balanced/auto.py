@@ -16,6 +16,7 @@ from taktline.split.balanced import effort
 from taktline.split.balanced.layers import find_reused, find_starts, layered, why_not
 from taktline.split.named.by_names import as_call, by_names, without_compiler
 from taktline.split.named.cuts import Cut
+from taktline.split.named.layout import Layout
 from taktline.split.named.recurrent import open_recurrent, recurrent_in, tensors_of
 from taktline.split.pieces import Pieces
 from taktline.text import counted, table
@@ -62,11 +63,7 @@ def auto(
     require_flag("measure", measure, PartitionError)
     call = as_call(model, example)
     whole = open_recurrent(model, [f"{name}.0" for name in recurrent_in(model)])
-    layout = layered(whole)
-    found = effort.count(layout, call)
-    if reused := find_reused(whole, found):
-        layout = layered(whole, reused)
-        found = effort.count(layout, call)
+    layout, found = _counted(whole, call)
     costs: Mapping[Cut, float] = found.operations
     starts = find_starts(layout, list(costs), call)
     if len(starts) < n:
@@ -85,6 +82,16 @@ def auto(
     unit = "milliseconds" if measure else "operations"
     pieces.division = Division(division, ("", *map(str, cuts)), unit)
     return pieces
+
+
+def _counted(whole: nn.Module, call: Any) -> tuple[Layout, effort.Effort]:
+    """A model by its layers, with the work of each; one that is used again is several."""
+    layout = layered(whole)
+    found = effort.count(layout, call)
+    if reused := find_reused(whole, found):
+        layout = layered(whole, reused)
+        found = effort.count(layout, call)
+    return layout, found
 
 
 def _stage_sizes(memory: Mapping[Cut, int], cuts: Sequence[Cut]) -> tuple[int, ...]:
