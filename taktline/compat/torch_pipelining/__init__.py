@@ -60,5 +60,6 @@ if TYPE_CHECKING:
 else:
     # What torch's package shows, taken from these modules.
     _shown = of_torch("__init__")
-    globals().update({k: v for k, v in vars(_shown).items() if not k.startswith("__")})
-    __all__ = _shown.__all__
+    globals().update(
+        {k: v for k, v in vars(_shown).items() if k == "__all__" or not k.startswith("__")}
+    )
