@@ -8,6 +8,7 @@ import signal
 import time
 import warnings
 from collections.abc import Iterator
+from datetime import timedelta
 
 import pytest
 import torch
@@ -253,3 +254,18 @@ def test_ranks_that_have_left_each_other_meet_again(workers: Workers) -> None:
     workers.run(_leave, ranks=2)
     for ranks in (2, 3):
         assert len(workers.run(_exchange, ranks=ranks)) == ranks
+
+
+def _sum_in_a_pair(rank: int, group: dist.ProcessGroup, *pair: int) -> float:
+    """The sum of the ranks of a group that is made for it."""
+    made = dist.new_group(pair, timeout=timedelta(seconds=10))
+    total = torch.tensor(float(rank))
+    if rank in pair:
+        dist.all_reduce(total, group=made)
+    return total.item()
+
+
+def test_groups_that_only_some_ranks_have_made_before(workers: Workers) -> None:
+    """Torch counts groups, and those who have made another number would not find each other."""
+    assert workers.run(_sum_in_a_pair, 0, 1, ranks=2) == [1.0, 1.0]
+    assert workers.run(_sum_in_a_pair, 1, 2, ranks=3) == [0.0, 3.0, 3.0]

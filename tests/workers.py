@@ -33,6 +33,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import count
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -54,6 +55,9 @@ PRELOADED = ["torch.distributed.fsdp", "torch._dynamo", "taktline.train", __name
 MEETING_SECONDS = 300.0
 LEAVING_SECONDS = 10.0
 STACK_SECONDS = 1.0
+
+_GROUPS = 1000
+"""So many groups a call makes at most."""
 
 
 class WorkersFailed(Exception):
@@ -84,6 +88,7 @@ class Workers:
         self.size = size
         self.group_timeout = group_timeout
         self._pool: _Pool | None = None
+        self._numbers = count(1)
 
     def run(
         self, fn: Callable[..., Any], *args: Any, ranks: int = 2, timeout: float = 120.0
@@ -113,7 +118,7 @@ class Workers:
         if not 1 <= ranks <= self.size:
             raise ValueError(f"ranks must be from 1 to {self.size}, not {ranks}")
         # Not by the connection: it would send tensors as shared memory, which ends with a process.
-        call = _Call(pickle.dumps((fn, args)), ranks)
+        call = _Call(pickle.dumps((fn, args)), ranks, next(self._numbers))
         try:
             pool = self._met()
             answers = pool.ask(call, ranks, timeout)
@@ -156,6 +161,8 @@ class _Call:
 
     payload: bytes
     ranks: int
+    number: int
+    """Of all calls; the same for all of them."""
 
 
 @dataclass(frozen=True)
@@ -331,13 +338,15 @@ class _Worker:
             # Its own: here those who have loaded torch wait for those who have not yet.
             timeout=timedelta(seconds=MEETING_SECONDS),
         )
-        for count in range(1, self._size + 1):
+        for size in range(1, self._size + 1):
             # The timeout again: a new group does not inherit it, and would wait for half an hour.
-            self._groups.append(dist.new_group(range(count), timeout=self._timeout))
+            self._groups.append(dist.new_group(range(size), timeout=self._timeout))
 
     def _call(self, call: _Call) -> Any:
         fn, args = pickle.loads(call.payload)
         torch.manual_seed(0)
+        # Groups are named by their number, and others may have made more of them than this one.
+        dist.distributed_c10d._world.group_count = _GROUPS * call.number
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             return fn(self._rank, self._groups[call.ranks - 1], *args)
