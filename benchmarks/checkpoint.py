@@ -96,8 +96,8 @@ def measure(rank: int, options: argparse.Namespace, folder: str) -> None:
 
     verbs: dict[str, Callable[[], object]] = {
         "save": lambda: pipe.save(ours, optimizer),
+        "load": lambda: pipe.load(ours, optimizer),  # each after its own save: a disk goes on
         "dcp.save": lambda: dcp.save(dcp_state(), checkpoint_id=theirs),
-        "load": lambda: pipe.load(ours, optimizer),
         "dcp.load": dcp_load,
         "step": step,
         "async_save": lambda: pipe.save(beside, optimizer, async_save=True),
