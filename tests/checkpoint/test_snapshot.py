@@ -176,6 +176,7 @@ def test_a_save_that_fails_holds_up_nobody(tmp_path: Path) -> None:
         pipe.save(tmp_path)
 
 
+@pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 def test_on_a_gpu(tmp_path: Path) -> None:
     torch.manual_seed(0)
