@@ -266,10 +266,7 @@ def measure(case: Case, call: str, *, calls: int = CALLS) -> tuple[Live, Live]:
 
     gc.collect()
     gc.freeze()  # hides all that is there already: it is not ours, and looking at it takes long
-    try:
-        after, _ = tl.local.run(main, case.ranks)
-    finally:
-        gc.unfreeze()
+    after, _ = tl.local.run(main, case.ranks)
     peak = Live(max(live.messages for live in seen), max(live.bytes for live in seen))
     return peak, after
 
@@ -277,7 +274,7 @@ def measure(case: Case, call: str, *, calls: int = CALLS) -> tuple[Live, Live]:
 @pytest.mark.parametrize("call", ["step", "eval"])
 @pytest.mark.parametrize("schedule", LIMITED)
 def test_memory_does_not_grow_with_the_number_of_microbatches(schedule: str, call: str) -> None:
-    few, many = 8, 64
+    few, many = 8, 32
     per_rank = 1 if schedule == "Schedule1F1B" else 2
     peak, after = measure(Case(schedule, 2, per_rank, few), call)
     many_peak, many_after = measure(Case(schedule, 2, per_rank, many), call)
