@@ -161,7 +161,8 @@ class Captures:
 
             def run() -> None:
                 static.begin()
-                program.run_alone()
+                with buffers.adding(self._stages) as added:
+                    program.run_alone(added)
 
             return run
 
