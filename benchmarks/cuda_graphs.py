@@ -7,7 +7,9 @@
               local ranks
     compute   blocks so large that computing them does, and the peak of memory
     compiled  zbv against 1f1b, both with compiled stages, on one rank
-    nccl      two processes on this GPU, which send and receive inside of the graph
+    nccl      two processes on this GPU, which send and receive inside of the graph; under NVIDIA's
+              Multi-Process Service if there is one: else only one of them computes at a time, and
+              one that waits for a message keeps the other from sending it
 
 The plain loop accumulates the gradients of the same micro-batches with the whole model. All take
 turns; medians, as ratios to the plain loop. Gradients are compared with those of eager steps.
@@ -18,11 +20,15 @@ from __future__ import annotations
 import argparse
 import copy
 import os
+import shutil
 import socket
 import statistics
+import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -246,6 +252,25 @@ def _rank(rank: int, port: int, schedule: str, rounds: int, lines: Any) -> None:
     torch.distributed.destroy_process_group()
 
 
+@contextmanager
+def sharing() -> Iterator[None]:
+    """Inside, processes compute on this GPU at the same time, where the service is installed."""
+    control = shutil.which("nvidia-cuda-mps-control")
+    print("nccl: with" if control else "nccl: without", "Multi-Process Service", flush=True)
+    if control is None:
+        yield
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ |= {"CUDA_MPS_PIPE_DIRECTORY": folder, "CUDA_MPS_LOG_DIRECTORY": folder}
+        subprocess.run([control, "-d"], check=True)
+        try:
+            yield
+        finally:
+            subprocess.run([control], input="quit\n", text=True, check=False)
+            del os.environ["CUDA_MPS_PIPE_DIRECTORY"], os.environ["CUDA_MPS_LOG_DIRECTORY"]
+
+
+@sharing()
 def nccl(rounds: int) -> None:
     """Two processes."""
     for schedule in ("interleaved_1f1b", "interleaved_zero_bubble"):

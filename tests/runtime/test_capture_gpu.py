@@ -218,6 +218,7 @@ def test_evaluation() -> None:
     assert "eval() with 8 rows in 4 micro-batches: captured, 3 replays" in str(pair.pipe)
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # the compiler's own
 def test_compiled_stages() -> None:
     torch._dynamo.reset()
     pair = on_gpu(lambda: [Stage(), Stage()], schedule="zb_h1", compile=True)

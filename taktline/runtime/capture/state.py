@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn.modules.module import _has_any_global_hook
 
-from taktline.sharding import local
+from taktline.sharding import is_sharded, local
 from taktline.stage import PipelineStage
 
 __all__ = ["kept", "look"]
@@ -73,11 +73,16 @@ def _note(stage: nn.Module, found: list[object]) -> str | None:
                 continue
             if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
                 return f"its parameter {name!r} has hooks, which a replay would not call"
-            found += (id(parameter), parameter.requires_grad, local(parameter.detach()).data_ptr())
+            found += (id(parameter), parameter.requires_grad, _place(parameter))
         for buffer in module._buffers.values():
             if buffer is not None:
-                found.append(local(buffer).data_ptr())
+                found.append(_place(buffer))
     return None
+
+
+def _place(tensor: torch.Tensor) -> int:
+    """Where this rank's part of it lies."""
+    return (local(tensor.detach()) if is_sharded(tensor) else tensor).data_ptr()
 
 
 def _is_hooked(module: nn.Module) -> bool:
