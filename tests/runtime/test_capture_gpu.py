@@ -218,7 +218,9 @@ def test_evaluation() -> None:
     assert "eval() with 8 rows in 4 micro-batches: captured, 3 replays" in str(pair.pipe)
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # the compiler's own
+# The compiler's own.
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores")
 def test_compiled_stages() -> None:
     torch._dynamo.reset()
     pair = on_gpu(lambda: [Stage(), Stage()], schedule="zb_h1", compile=True)
