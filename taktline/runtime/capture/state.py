@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
+from itertools import chain
 
 import torch
 from torch import nn
@@ -86,17 +87,10 @@ def _place(tensor: torch.Tensor) -> int:
 
 
 def _is_hooked(module: nn.Module) -> bool:
-    return any(
-        hooks and _foreign(hooks.values())
-        for hooks in (
-            module._forward_hooks,
-            module._forward_pre_hooks,
-            module._backward_hooks,
-            module._backward_pre_hooks,
-        )
-    )
-
-
-def _foreign(hooks: Iterable[object]) -> bool:
-    """Whether there is any that is not our own, which does the same every time."""
+    """Whether it has hooks that are not our own, which do the same every time."""
+    forward, before = module._forward_hooks, module._forward_pre_hooks
+    backward, before_it = module._backward_hooks, module._backward_pre_hooks
+    if not (forward or before or backward or before_it):
+        return False  # most have none
+    hooks = chain(forward.values(), before.values(), backward.values(), before_it.values())
     return any(not type(hook).__module__.startswith("taktline.") for hook in hooks)
