@@ -585,6 +585,20 @@ def test_gradients_are_added_many_at_a_time(schedule: str, monkeypatch: pytest.M
     assert min(added) >= 8
 
 
+def test_large_gradients_are_added_as_they_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in ("taktline.stage.engine", "taktline.runtime.capture.adding"):
+        monkeypatch.setattr(f"{module}.SMALL", 4 * WIDTH)  # bytes of a bias
+    pair = Pair()
+    added: list[int] = []
+    add: Any = torch._foreach_add_  # pyright: ignore[reportPrivateImportUsage]
+    monkeypatch.setattr(
+        torch, "_foreach_add_", lambda *both: (added.append(both[0][0].dim()), add(*both))
+    )
+    for seed in range(6):
+        pair.step(seed=seed)
+    assert set(added) == {1}
+
+
 def test_few_gradients_wait_to_be_added(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("taktline.runtime.capture.adding._MOST", 4 * WIDTH)
     pair = Pair()

@@ -1,12 +1,11 @@
-"""Adds gradients to their buffers, many at a time.
+"""Adds small gradients to their buffers, many at a time.
 
-Autograd adds each one by itself. For small parameters that is a third of all kernels of a graph,
-each of which takes longer to begin than to run.
+Autograd adds each one by itself: of a model with small parameters, these are a third of all kernels
+of a graph, each of which takes longer to begin than to run. Large ones are left to autograd.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -14,6 +13,8 @@ from functools import partial
 import torch
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
+
+from taktline.stage.engine import SMALL, add_all
 
 __all__ = ["Adding"]
 
@@ -32,7 +33,11 @@ class Adding:
     """
 
     def __init__(self, buffers: Mapping[nn.Parameter, torch.Tensor]) -> None:
-        self._buffers = {p: buffer for p, buffer in buffers.items() if p.requires_grad}
+        self._buffers = {
+            parameter: buffer
+            for parameter, buffer in buffers.items()
+            if parameter.requires_grad and buffer.nbytes <= SMALL
+        }
         self._waiting: dict[nn.Parameter, torch.Tensor] = {}
         self._bytes = 0
 
@@ -69,12 +74,6 @@ class Adding:
             self._add()
 
     def _add(self) -> None:
-        alike: defaultdict[object, list[tuple[torch.Tensor, torch.Tensor]]] = defaultdict(list)
-        for parameter, gradient in self._waiting.items():
-            pair = self._buffers[parameter], gradient
-            alike[tuple((type(each), each.dtype) for each in pair)].append(pair)
-        for pairs in alike.values():
-            buffers, gradients = zip(*pairs, strict=True)
-            torch._foreach_add_(buffers, gradients)  # pyright: ignore[reportPrivateImportUsage]
+        add_all([self._buffers[p] for p in self._waiting], list(self._waiting.values()))
         self._waiting.clear()
         self._bytes = 0
