@@ -6,8 +6,11 @@
     launch    blocks so small that launching operations takes the time: every schedule on 1, 2 and 4
               local ranks
     compute   blocks so large that computing them does, and the peak of memory
-    compiled  zbv against 1f1b, both with compiled stages, on one rank
-    nccl      two processes on this GPU, which send and receive inside of the graph
+    compiled  I and W of a compiled stage against its whole backward, on this GPU and on the CPU;
+              zbv against 1f1b, both with compiled stages, on one rank
+    nccl      two processes on this GPU, which send and receive inside of the graph; under NVIDIA's
+              Multi-Process Service if there is one: else only one of them computes at a time, and
+              one that waits for a message keeps the other from sending it
 
 The plain loop accumulates the gradients of the same micro-batches with the whole model. All take
 turns; medians, as ratios to the plain loop. Gradients are compared with those of eager steps.
@@ -18,11 +21,15 @@ from __future__ import annotations
 import argparse
 import copy
 import os
+import shutil
 import socket
 import statistics
+import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -91,11 +98,15 @@ def pipelined(pipe: tl.Pipeline, x: Tensor, target: Tensor) -> Callable[[], obje
     return step
 
 
-def measure(calls: dict[str, Callable[[], object]], rounds: int) -> dict[str, float]:
-    """Milliseconds of each; they take turns."""
+def measure(
+    calls: dict[str, Callable[[], object]], rounds: int, before: Callable[[], object] | None = None
+) -> dict[str, float]:
+    """Milliseconds of each, without what is called ``before`` it; they take turns."""
     times: dict[str, list[float]] = {name: [] for name in calls}
     for number in range(rounds + 6):
         for name, call in calls.items():
+            if before is not None:
+                before()
             torch.cuda.synchronize()
             began = time.perf_counter()
             call()
@@ -180,24 +191,62 @@ def compute(rounds: int) -> None:
     )
 
 
+def halves(device: str, width: int, rows: int, rounds: int) -> str:
+    """I and W of a compiled stage against its whole backward."""
+    torch._dynamo.reset()
+    kind = torch.bfloat16 if device == "cuda" else torch.float32
+    made = nn.Sequential(*(Block(width) for _ in range(4))).to(device, kind)
+    stage = tl.PipelineStage(tl.compile_stages(made), 0, 1, torch.device(device))
+    stage.begin()
+    x = torch.randn(rows, width, device=device, dtype=kind, requires_grad=True)
+    gradient = [torch.ones_like(x)]
+
+    def whole() -> None:
+        for microbatch in range(8):
+            stage.backward(microbatch, gradient)
+
+    def split() -> None:
+        for microbatch in range(8):
+            stage.backward_input(microbatch, gradient)
+            stage.backward_weight(microbatch)
+
+    def forward() -> None:
+        for microbatch in range(8):
+            stage.keep(microbatch, [x], [stage.submod(x)])
+
+    with torch.autograd.set_multithreading_enabled(False):
+        found = measure({"whole": whole, "split": split}, rounds, before=forward)
+    ratio = found["split"] / found["whole"]
+    return f"compiled, {device}, {rows} rows of width {width}: I + W {ratio:.3f} of B"
+
+
 def compiled(rounds: int) -> None:
-    """Compiled stages on one rank."""
-    stages = stages_of(2, 8, 2048)
-    x, target = torch.randn(2, MICROBATCHES * 256, 2048, device="cuda").bfloat16().unbind()
-    calls = {}
-    for schedule in ("1f1b", "zbv"):
-        made = copy.deepcopy(stages)
-        pipe = tl.Pipeline(
-            made if schedule == "zbv" else [nn.Sequential(*made)],
-            schedule=schedule,
-            ranks=1,
-            microbatches=MICROBATCHES,
-            loss_fn=LOSS,
-            compile=True,
+    """Compiled stages: I and W, and what they cost on one rank, where nobody waits."""
+    for device, width, rows in (("cuda", 2048, 256), ("cuda", 4096, 2048), ("cpu", 256, 128)):
+        print(halves(device, width, rows, rounds), flush=True)
+    for graphs, width in ((False, 4096), (True, 4096), (False, 2048), (True, 2048)):
+        torch._dynamo.reset()
+        stages, rows = stages_of(2, 8, width), width // 8
+        x, target = torch.randn(2, MICROBATCHES * rows, width, device="cuda").bfloat16().unbind()
+        calls = {}
+        for schedule in ("1f1b", "zbv"):
+            made = copy.deepcopy(stages)
+            pipe = tl.Pipeline(
+                made if schedule == "zbv" else [nn.Sequential(*made)],
+                schedule=schedule,
+                ranks=1,
+                microbatches=MICROBATCHES,
+                loss_fn=LOSS,
+                compile=True,
+                cuda_graphs=graphs,
+            )
+            calls[schedule] = pipelined(pipe, x, target)
+        found = measure(calls, rounds)
+        print(
+            f"compiled, one rank, {rows} rows of width {width}, "
+            f"{'captured' if graphs else 'eager'}: zbv {found['zbv'] / found['1f1b']:.3f} of 1f1b",
+            flush=True,
         )
-        calls[schedule] = pipelined(pipe, x, target)
-    found = measure(calls, max(5, rounds // 4))
-    print(f"compiled, one rank: zbv {found['zbv'] / found['1f1b']:.3f} of 1f1b")
 
 
 def _rank(rank: int, port: int, schedule: str, rounds: int, lines: Any) -> None:
@@ -246,6 +295,25 @@ def _rank(rank: int, port: int, schedule: str, rounds: int, lines: Any) -> None:
     torch.distributed.destroy_process_group()
 
 
+@contextmanager
+def sharing() -> Iterator[None]:
+    """Inside, processes compute on this GPU at the same time, where the service is installed."""
+    control = shutil.which("nvidia-cuda-mps-control")
+    print("nccl: with" if control else "nccl: without", "Multi-Process Service", flush=True)
+    if control is None:
+        yield
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ |= {"CUDA_MPS_PIPE_DIRECTORY": folder, "CUDA_MPS_LOG_DIRECTORY": folder}
+        subprocess.run([control, "-d"], check=True)
+        try:
+            yield
+        finally:
+            subprocess.run([control], input="quit\n", text=True, check=False)
+            del os.environ["CUDA_MPS_PIPE_DIRECTORY"], os.environ["CUDA_MPS_LOG_DIRECTORY"]
+
+
+@sharing()
 def nccl(rounds: int) -> None:
     """Two processes."""
     for schedule in ("interleaved_1f1b", "interleaved_zero_bubble"):

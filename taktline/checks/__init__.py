@@ -19,6 +19,7 @@ from taktline.checks.arguments import (
 from taktline.checks.environment import launched, seconds_in_environment
 from taktline.checks.json_text import loads
 from taktline.checks.shape import Either, conform, read
+from taktline.checks.warn import warn
 
 __all__ = [
     "Either",
@@ -39,4 +40,5 @@ __all__ = [
     "require_whole",
     "seconds_in_environment",
     "shown",
+    "warn",
 ]

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 import os
-import warnings
 
 from taktline.checks.arguments import shown
+from taktline.checks.warn import warn
 
 __all__ = ["launched", "seconds_in_environment"]
 
@@ -32,10 +32,9 @@ def seconds_in_environment(name: str, default: float) -> float:
     if math.isfinite(seconds) and seconds > 0:
         return seconds
     # A warning, as this may be read while modules are imported, where an error helps nobody.
-    warnings.warn(
+    warn(
         f"{name}={shown(text)} is ignored: it must be a number of seconds, more than 0; "
         f"{default:g} are used",
         RuntimeWarning,
-        stacklevel=3,
     )
     return default

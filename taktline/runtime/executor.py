@@ -120,15 +120,17 @@ class Program:
             self._play_on(self.position, fate)
         return failure
 
-    def run_alone(self) -> None:
+    def run_alone(self, after: Callable[[], None]) -> None:
         """Run everything, and wait for what was sent; what goes wrong is raised, with its place.
 
-        Nothing is played on: for a capture, in which nothing reaches the others.
+        Nothing is played on: for a capture, in which nothing reaches the others. ``after`` is
+        called after each instruction.
         """
         self._instructions = running = self._quickest()
         try:
             for self.position, instruction in enumerate(running):
                 instruction.run()
+                after()
         except Exception as error:
             raise self._told(running[self.position], error) from error
         self.settle()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -12,7 +11,7 @@ from typing import Any, TypeAlias
 import torch
 
 from taktline import pytree
-from taktline.checks import require_flag
+from taktline.checks import require_flag, warn
 from taktline.errors import BatchError
 from taktline.runtime.leaves import bounds
 from taktline.runtime.step_data import Feed
@@ -105,12 +104,11 @@ def warn_if_uneven(rows: int, targets: Sequence[Any]) -> bool:
     if len(set(sizes)) == 1:
         return False
     shown = ", ".join(map(str, sizes[:8])) + (", …" if count > 8 else "")
-    warnings.warn(
+    warn(
         f"micro-batches differ in size ({shown} rows), and each of them counts the same: the loss "
         f"and its gradients are not those of the whole batch. Give batches that {count} "
         "micro-batches divide, pass loss_weights=… to a schedule of Taktline, or use its Pipeline "
-        "with whole batches, which counts rows",
-        stacklevel=2,
+        "with whole batches, which counts rows"
     )
     return True
 

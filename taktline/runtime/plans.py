@@ -7,6 +7,7 @@ from functools import cached_property
 
 import numpy as np
 
+from taktline.checks import warn
 from taktline.plan import Kind, Level, Plan, lower, require_valid, restrict, validate
 from taktline.plan.rows import Rows
 
@@ -39,11 +40,10 @@ class Runnable:
         self._shards = shards
         self._reduces = reduces
         if not self.sends_may_wait:
-            warnings.warn(
+            warn(
                 f"plan {plan.name!r} can deadlock where a send waits until its receive is posted: "
                 f"{validate(plan)[0]}. It runs with sends that do not wait; leave out its SEND and "
-                "RECV, and safe ones are added",
-                stacklevel=2,
+                "RECV, and safe ones are added"
             )
 
     def with_wrapped(self, *, shards: bool, reduces: bool) -> Runnable:

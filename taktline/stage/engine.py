@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch.autograd import Variable
 
-__all__ = ["accumulate", "add_to_grad"]
+__all__ = ["SMALL", "accumulate", "add_all", "add_to_grad", "add_to_grads"]
+
+SMALL = 4 * 2**20
+"""How many bytes a gradient may have for which an operation takes longer to begin than to run.
+
+To add many at once is slower for larger ones."""
 
 # What torch.autograd.backward() calls in the end. Its own checks and conversions cost as much as
 # the whole backward of a small stage, and what they check is known here.
@@ -38,3 +44,29 @@ def add_to_grad(leaf: torch.Tensor, gradient: torch.Tensor) -> None:
         (known.data if known.requires_grad else known).add_(gradient)
     else:
         leaf.grad = gradient if leaf.grad_dtype is None else gradient.to(leaf.grad_dtype)
+
+
+def add_to_grads(leaves: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> None:
+    """The same for many leaves, in few operations where they have gradients."""
+    known = [leaf.grad for leaf in leaves]
+    ready = [each for each in known if each is not None and not each.requires_grad]
+    if len(ready) == len(known):
+        add_all(ready, gradients)
+        return
+    for leaf, gradient in zip(leaves, gradients, strict=True):
+        add_to_grad(leaf, gradient)
+
+
+def add_all(buffers: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> None:
+    """Add gradients to buffers: the small ones of a kind by one operation."""
+    alike: defaultdict[object, tuple[list[torch.Tensor], list[torch.Tensor]]]
+    alike = defaultdict(lambda: ([], []))
+    for buffer, gradient in zip(buffers, gradients, strict=True):
+        if buffer.nbytes > SMALL:
+            buffer.add_(gradient)
+            continue
+        kind = type(buffer), buffer.dtype, type(gradient), gradient.dtype
+        alike[kind][0].append(buffer)
+        alike[kind][1].append(gradient)
+    for ours, theirs in alike.values():
+        torch._foreach_add_(ours, theirs)  # pyright: ignore[reportPrivateImportUsage]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -10,7 +10,7 @@ import torch
 
 from taktline.stage.graph import LEAF, Graph, Node, Shape
 
-__all__ = ["Product", "Recipe", "is_among", "learn"]
+__all__ = ["Inside", "Product", "Recipe", "is_among", "learn"]
 
 
 class _Kind(NamedTuple):
@@ -56,6 +56,16 @@ class Product:
         return product.to(self.weight) if _CAST in self.chain else product
 
 
+class Inside(NamedTuple):
+    """A node that was compiled, and may itself leave out the gradients of leaves."""
+
+    slot: int
+    edges: int
+    """How many it has."""
+    leaves: dict[int, torch.Tensor]
+    """Those that no other node leads to, by its edge."""
+
+
 @dataclass(frozen=True, slots=True)
 class Recipe:
     """How to split graphs of one shape."""
@@ -72,14 +82,7 @@ class Recipe:
     """The slots of products that the engine comes to only if it is told to."""
     whole: bool = False
     """Nothing can be left out: everything is due in I."""
-    compiled: tuple[int, ...] = ()
-    """The slots of nodes that were compiled: these may leave something out themselves."""
-    inside: frozenset[torch.Tensor] = frozenset()
-    """The leaves that one such node alone uses."""
-
-    def may_wait(self, leaf: torch.Tensor) -> bool:
-        """Whether a compiled node may leave out the gradient of a leaf."""
-        return leaf in self.inside and not _hooked(leaf)
+    compiled: tuple[Inside, ...] = ()
 
     def fits(self, nodes: Sequence[Node], inputs: Sequence[torch.Tensor]) -> bool:
         """Whether a graph of the same shape has the same leaves and products."""
@@ -90,6 +93,10 @@ class Recipe:
         for product in self.products:
             if _hooked(product.weight) or _hindrance(product.kind, nodes[product.slot]):
                 return False
+        for inside in self.compiled:
+            for leaf in inside.leaves.values():
+                if _hooked(leaf):
+                    return False
         return True
 
 
@@ -140,11 +147,6 @@ def learn(
             later.append(leaf)
     reached = graph.leading_to(slot for slot, leaf in ends if leaf is None or leaf in reasons)
     edges = [product.slot for product in products if graph.nodes[product.slot] not in reached]
-    users = {
-        leaf: graph.consumers[graph.nodes[slot]]
-        for slot, leaf in ends
-        if leaf is not None and leaf in reasons
-    }
     recipe = Recipe(
         graph.shape,
         tuple(ends),
@@ -152,14 +154,24 @@ def learn(
         tuple(later),
         tuple(reasons),
         tuple(edges),
-        compiled=tuple(s for s, node in enumerate(graph.nodes) if node.name() == _COMPILED),
-        inside=frozenset(leaf for leaf, found in users.items() if _one_compiled(found)),
+        compiled=tuple(
+            _inside(graph, slot, reasons)
+            for slot, node in enumerate(graph.nodes)
+            if node.name() == _COMPILED
+        ),
     )
     return recipe, reasons
 
 
-def _one_compiled(users: Sequence[tuple[Node, int]]) -> bool:
-    return len(users) == 1 and users[0][0].name() == _COMPILED
+def _inside(graph: Graph, slot: int, leaves: Collection[torch.Tensor]) -> Inside:
+    edges = graph.nodes[slot].next_functions
+    alone = {
+        edge: node.variable
+        for edge, (node, _) in enumerate(edges)
+        if type(node) is LEAF and len(graph.consumers[node]) == 1
+    }
+    found = {edge: leaf for edge, leaf in alone.items() if leaf in leaves and not _hooked(leaf)}
+    return Inside(slot, len(edges), found)
 
 
 def _uses(

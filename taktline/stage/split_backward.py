@@ -22,7 +22,7 @@ What is compiled is one node here, and knows by itself what to leave out: see ``
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -31,7 +31,7 @@ from torch.autograd.graph import GradientEdge
 
 from taktline.errors import SplitError
 from taktline.sharding import local
-from taktline.stage.engine import accumulate, add_to_grad
+from taktline.stage.engine import accumulate, add_to_grad, add_to_grads
 from taktline.stage.graph import Graph, Node, Shape
 from taktline.stage.recipe import Recipe, is_among, learn
 
@@ -46,6 +46,8 @@ class _Compiled(NamedTuple):
 
     weights: Sequence[torch.Tensor]
     held: list[Any]
+    versions: Sequence[int]
+    """Of the tensors that it holds."""
     run: Callable[[list[Any]], Sequence[Any]]
 
 
@@ -63,17 +65,13 @@ class Pending:
         for index, node in enumerate(nodes):
             self._factors.append(getattr(node, recipe.products[index].kind.factor).detach())
             node.register_prehook(partial(self._gradients.__setitem__, index))
-        self._versions = [factor._version for factor in self._factors]
+        self._versions = _versions(self._factors)
         self._compiled: list[_Compiled] = []
 
     @property
     def weights(self) -> list[torch.Tensor]:
         """The weights that wait for their gradients."""
         return [*self._recipe.weights, *(w for part in self._compiled for w in part.weights)]
-
-    def may_wait(self, leaf: torch.Tensor) -> bool:
-        """Whether a compiled node may leave out the gradient of a leaf."""
-        return self._recipe.may_wait(leaf)
 
     def take_over(
         self,
@@ -82,23 +80,21 @@ class Pending:
         run: Callable[[list[Any]], Sequence[Any]],
     ) -> None:
         """Compute these weights' gradients, too, from what a compiled node holds for them."""
-        self._compiled.append(_Compiled(weights, held, run))
-        tensors = [value for value in held if isinstance(value, torch.Tensor)]
-        self._factors += tensors
-        self._versions += [tensor._version for tensor in tensors]
+        self._compiled.append(_Compiled(weights, held, _versions(held), run))
 
     def part_from(self, leaves: Sequence[torch.Tensor]) -> None:
         """Copy new gradients in the memory of those put aside: later ones are added to them."""
         aside = {_memory(g) for (g,) in self._gradients.values() if g is not None}
-        if self._compiled:
-            aside |= {_memory(factor) for factor in self._factors}
+        aside |= {_memory(x) for part in self._compiled for x in _tensors(part.held)}
         for leaf in leaves:
             if leaf.grad is not None and (None in aside or _memory(leaf.grad) in (None, *aside)):
                 leaf.grad = leaf.grad.clone()
 
     def run(self) -> None:
         """Do the products; those of one weight are summed first, in the engine's order."""
-        if [factor._version for factor in self._factors] != self._versions:
+        if _versions(self._factors) != self._versions or any(
+            _versions(part.held) != part.versions for part in self._compiled
+        ):
             raise SplitError(
                 "an input of a linear layer was changed in place between the backward for the "
                 "inputs (I) and that for the weights (W)"
@@ -117,9 +113,7 @@ class Pending:
                 add_to_grad(weight, total)
         for part in self._compiled:
             with torch.no_grad():  # as inside of the engine
-                gradients = part.run(part.held)
-            for weight, gradient in zip(part.weights, gradients, strict=True):
-                add_to_grad(weight, gradient)
+                add_to_grads(part.weights, part.run(part.held))
         # Who keeps an output keeps the graph, and with it what notes gradients here.
         self._factors, self._versions = [], []
         self._gradients.clear()
@@ -170,10 +164,12 @@ class Splitter:
         found = [nodes[product.slot] for product in recipe.products]
         pending = Pending(recipe, found)
         edges = [GradientEdge(nodes[slot], 0) for slot in recipe.edges]
-        for slot in recipe.compiled:
-            nodes[slot].put_off = pending
+        for inside in recipe.compiled:
+            nodes[inside.slot].put_off = pending, inside
         new = [leaf for leaf in recipe.leaves if leaf.grad is None]
-        accumulate(roots, gradients, (*inputs, *recipe.leaves, *edges))
+        # The engine runs quicker if it is not told where to go.
+        everywhere = not found and all(x.is_leaf for x in inputs)
+        accumulate(roots, gradients, () if everywhere else (*inputs, *recipe.leaves, *edges))
         if new:
             pending.part_from(new)
         return pending if found or pending.weights else None
@@ -200,6 +196,14 @@ class Splitter:
                 del self._recipes[next(iter(self._recipes))]
         self._latest = recipe
         return recipe, graph.nodes
+
+
+def _tensors(values: Iterable[object]) -> Iterator[torch.Tensor]:
+    return (value for value in values if isinstance(value, torch.Tensor))
+
+
+def _versions(values: Iterable[object]) -> list[int]:
+    return [tensor._version for tensor in _tensors(values)]
 
 
 def _memory(tensor: torch.Tensor) -> int | None:

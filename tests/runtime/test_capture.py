@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import taktline as tl
 from taktline.runtime.bind import Binding
@@ -548,3 +549,59 @@ def test_shapes_that_depend_on_values() -> None:
     captures = Captures(graphs, [stage], dynamic_shapes=True)
     assert captures._refusal is not None
     assert "dynamic_shapes" in captures._refusal
+
+
+class Twice(Stage):
+    """Adds two gradients to its weights in one backward, one after the other."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(2):
+            x = checkpoint(super().forward, x.requires_grad_(), use_reentrant=True)
+        return x
+
+
+def test_gradients_are_added_in_their_order() -> None:
+    pair = Pair(lambda: [Stage(), Twice(), Stage(), Twice()])
+    for seed in range(6):  # without zero_grad, so that each addition rounds
+        pair.step(seed=seed)
+    assert count(pair, "replay") == 3
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved_zero_bubble", "looped_bfs"])
+def test_gradients_are_added_many_at_a_time(schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    stages = 2 if schedule == "1f1b" else 4
+    pair = Pair(lambda: [Stage() for _ in range(stages)], schedule=schedule)
+    pair.settle()
+    added: list[int] = []
+    add: Any = torch._foreach_add_  # pyright: ignore[reportPrivateImportUsage]
+
+    def note(buffers: Any, gradients: Any) -> None:
+        added.append(len(buffers))
+        add(buffers, gradients)
+
+    monkeypatch.setattr(torch, "_foreach_add_", note)
+    pair.step()
+    assert sum(added) == 4 * stages * 4  # each parameter's, once a micro-batch
+    assert min(added) >= 8
+
+
+def test_large_gradients_are_added_as_they_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in ("taktline.stage.engine", "taktline.runtime.capture.adding"):
+        monkeypatch.setattr(f"{module}.SMALL", 4 * WIDTH)  # bytes of a bias
+    pair = Pair()
+    added: list[int] = []
+    add: Any = torch._foreach_add_  # pyright: ignore[reportPrivateImportUsage]
+    monkeypatch.setattr(
+        torch, "_foreach_add_", lambda *both: (added.append(both[0][0].dim()), add(*both))
+    )
+    for seed in range(6):
+        pair.step(seed=seed)
+    assert set(added) == {1}
+
+
+def test_few_gradients_wait_to_be_added(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("taktline.runtime.capture.adding._MOST", 4 * WIDTH)
+    pair = Pair()
+    for seed in range(6):
+        pair.step(seed=seed)
+    assert count(pair, "replay") == 3

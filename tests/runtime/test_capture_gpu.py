@@ -218,6 +218,18 @@ def test_evaluation() -> None:
     assert "eval() with 8 rows in 4 micro-batches: captured, 3 replays" in str(pair.pipe)
 
 
+def test_steps_under_nvtx_run_eagerly() -> None:
+    pair = on_gpu()
+    for seed in range(5):
+        pair.step(seed=seed)
+    with torch.autograd.profiler.emit_nvtx():
+        pair.step(seed=5)
+    assert is_captured(pair, 2), str(pair.pipe)
+
+
+# The compiler's own.
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores")
 def test_compiled_stages() -> None:
     torch._dynamo.reset()
     pair = on_gpu(lambda: [Stage(), Stage()], schedule="zb_h1", compile=True)

@@ -41,6 +41,7 @@ from tests.runtime.parallel import (
     texts,
     whole,
 )
+from tests.stage.test_compiled import aot
 from tests.workers import Workers
 
 SPLIT = ("Schedule1F1B", "ScheduleZBVZeroBubble")
@@ -123,6 +124,12 @@ def compiled(module: nn.Sequential, mesh: DeviceMesh) -> Any:
     return in_nested_fsdp(module, mesh)
 
 
+def compiled_in_halves(module: nn.Sequential, mesh: DeviceMesh) -> Any:
+    """As ``compile=True`` and ``data_parallel="fsdp"`` do, but for what Inductor makes of it."""
+    warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf")
+    return in_fsdp(torch.compile(module, backend=aot()), mesh)  # pyright: ignore
+
+
 def checkpointed(module: nn.Sequential, mesh: DeviceMesh) -> Any:
     for index, layer in enumerate(module):
         module[index] = checkpoint_wrapper(layer)
@@ -137,7 +144,7 @@ def checkpointed_around(module: nn.Sequential, mesh: DeviceMesh) -> Any:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("wrap", [compiled, checkpointed, checkpointed_around])
+@pytest.mark.parametrize("wrap", [compiled, compiled_in_halves, checkpointed, checkpointed_around])
 @pytest.mark.parametrize("schedule", SPLIT)
 def test_compiled_and_checkpointed_blocks(workers: Workers, schedule: str, wrap: Wrap) -> None:
     case = Case(schedule, wrap, ("step", "step"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -205,6 +206,27 @@ def test_what_was_changed_in_place_is_refused() -> None:
         held.add_(1)
     with pytest.raises(tl.TaktlineError, match="changed in place between"):
         pending.run()
+
+
+def test_what_w_holds_can_go_as_soon_as_it_was_used() -> None:
+    module, x = compiled(block()), torch.ones(3, 8, requires_grad=True)
+    output = module(x)
+    pending = Splitter().run_input(
+        [output], [torch.ones_like(output)], [x], list(module.parameters())
+    )
+    assert pending is not None
+    (part,) = pending._compiled
+    left: list[int] = []
+
+    def run(held: list[Any]) -> Sequence[Any]:
+        known = [weakref.ref(value) for value in held]
+        results = part.run(held)
+        left.append(sum(ref() is not None for ref in known))
+        return results
+
+    pending._compiled[:] = [part._replace(run=run)]
+    pending.run()
+    assert left == [1]  # the input, which is the caller's
 
 
 def test_halves_that_do_not_compile_are_told_of_once(caplog: pytest.LogCaptureFixture) -> None:

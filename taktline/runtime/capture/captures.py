@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Collection, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
 from torch import nn
 
+from taktline.checks import warn
 from taktline.errors import TaktlineError, text_of
 from taktline.runtime.bind import Binding, Bound, bind
 from taktline.runtime.capture.cuda import Graph, Graphs
@@ -161,7 +161,8 @@ class Captures:
 
             def run() -> None:
                 static.begin()
-                program.run_alone()
+                with buffers.adding(self._stages) as added:
+                    program.run_alone(added)
 
             return run
 
@@ -197,9 +198,7 @@ class Captures:
         """Warn, once for a reason."""
         if reason not in self._told:
             self._told.add(reason)
-            warnings.warn(
-                f"not captured as a CUDA graph, so it runs eagerly: {reason}", stacklevel=2
-            )
+            warn(f"not captured as a CUDA graph, so it runs eagerly: {reason}")
 
     def __str__(self) -> str:
         lines = [f"  {entry.name}: {_state(entry)}" for entry in self._entries.values()]

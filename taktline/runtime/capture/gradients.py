@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 from torch import nn
 
+from taktline.runtime.capture.adding import Adding
 from taktline.stage import PipelineStage
 from taktline.stage.names import parameters_of
 
@@ -116,6 +117,18 @@ class Buffers:
         for parameter, buffer in self._apart.items():
             known = before[parameter]
             parameter.grad = buffer.clone() if known is None else known.add_(buffer)
+
+    @contextmanager
+    def adding(self, stages: Sequence[PipelineStage]) -> Iterator[Callable[[], None]]:
+        """Inside, gradients are added to the buffers; what is yielded is called after each action.
+
+        Many at a time, unless somebody else has a say in how they are added.
+        """
+        ours = all(stage.may_join for stage in stages)
+        own = {slot.parameter: slot.buffer for slot in self._own}
+        adding = Adding(own | self._apart if ours else {})
+        with adding.instead():
+            yield adding.take_all
 
     @contextmanager
     def lent(self, stages: Sequence[PipelineStage]) -> Iterator[list[str]]:

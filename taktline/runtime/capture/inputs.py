@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ class Inputs:
             None if feed.targets is None else list(feed.targets),
             dict(feed.loss_keywords),
         )
-        self.leaves, self._spec = pytree.tree_flatten(self._tree)
+        self.leaves, self._structure = _taken_apart(self._tree)
         self.counts = _counts(feed)
 
     def refusal(self, device: torch.device) -> str | None:
@@ -53,7 +54,7 @@ class Inputs:
             for leaf in self.leaves
         )
         counted = tuple(bool(count) for count in self.counts)
-        return (str(self._spec), looks, counted, feed.outputs is None, feed.wants_losses)
+        return (self._structure, looks, counted, feed.outputs is None, feed.wants_losses)
 
     def static(self, device: torch.device) -> Static:
         """Buffers for steps of this kind."""
@@ -62,7 +63,8 @@ class Inputs:
             if isinstance(leaf, torch.Tensor) and id(leaf) not in made:
                 made[id(leaf)] = torch.empty_like(leaf)
         leaves = [made.get(id(leaf), leaf) for leaf in self.leaves]
-        arguments, keywords, targets, loss_keywords = pytree.tree_unflatten(leaves, self._spec)
+        spec = pytree.tree_structure(self._tree)
+        arguments, keywords, targets, loss_keywords = pytree.tree_unflatten(leaves, spec)
         feed = replace(
             self._feed,
             arguments=arguments,
@@ -108,6 +110,18 @@ class Static:
         feed.losses, feed.aux_losses = _copies(mine.losses), _copies(mine.aux_losses)
         feed.observed = mine.observed
         feed.outputs = pytree.tree_map_only(torch.Tensor, torch.Tensor.clone, mine.outputs)
+
+
+def _taken_apart(tree: tuple[Any, ...]) -> tuple[list[Any], Hashable]:
+    """The leaves of a batch, and what else two batches can differ in."""
+    arguments, keywords, targets, loss_keywords = tree
+    leaves = [*chain(*arguments), *([None] if targets is None else targets)]
+    usual = not any(keywords) and not loss_keywords
+    if usual and {torch.Tensor, type(None)}.issuperset(map(type, leaves)):
+        # To take it apart as a tree would take longer than all else before a replay.
+        return leaves, (*map(len, arguments), targets is None)
+    leaves, spec = pytree.tree_flatten(tree)
+    return leaves, str(spec)
 
 
 def _counts(feed: Feed) -> list[float]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
+from itertools import chain
 
 import torch
 from torch import nn
 from torch.nn.modules.module import _has_any_global_hook
 
-from taktline.sharding import local
+from taktline.sharding import is_sharded, local
 from taktline.stage import PipelineStage
 
 __all__ = ["kept", "look"]
@@ -73,25 +74,23 @@ def _note(stage: nn.Module, found: list[object]) -> str | None:
                 continue
             if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
                 return f"its parameter {name!r} has hooks, which a replay would not call"
-            found += (id(parameter), parameter.requires_grad, local(parameter.detach()).data_ptr())
+            found += (id(parameter), parameter.requires_grad, _place(parameter))
         for buffer in module._buffers.values():
             if buffer is not None:
-                found.append(local(buffer).data_ptr())
+                found.append(_place(buffer))
     return None
 
 
+def _place(tensor: torch.Tensor) -> int:
+    """Where this rank's part of it lies."""
+    return (local(tensor.detach()) if is_sharded(tensor) else tensor).data_ptr()
+
+
 def _is_hooked(module: nn.Module) -> bool:
-    return any(
-        hooks and _foreign(hooks.values())
-        for hooks in (
-            module._forward_hooks,
-            module._forward_pre_hooks,
-            module._backward_hooks,
-            module._backward_pre_hooks,
-        )
-    )
-
-
-def _foreign(hooks: Iterable[object]) -> bool:
-    """Whether there is any that is not our own, which does the same every time."""
+    """Whether it has hooks that are not our own, which do the same every time."""
+    forward, before = module._forward_hooks, module._forward_pre_hooks
+    backward, before_it = module._backward_hooks, module._backward_pre_hooks
+    if not (forward or before or backward or before_it):
+        return False  # most have none
+    hooks = chain(forward.values(), before.values(), backward.values(), before_it.values())
     return any(not type(hook).__module__.startswith("taktline.") for hook in hooks)

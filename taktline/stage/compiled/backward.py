@@ -12,7 +12,7 @@ from torch import fx
 
 from taktline.errors import text_of
 from taktline.stage.compiled.divide import Division, divide
-from taktline.stage.graph import LEAF
+from taktline.stage.recipe import Inside
 
 __all__ = ["Backward", "Compile", "PutOff"]
 
@@ -27,10 +27,6 @@ Compile: TypeAlias = Callable[[fx.GraphModule, Sequence[Any], Sequence[int]], Ca
 
 class PutOff(Protocol):
     """Who runs a node of the graph, and takes over what it does not do at once."""
-
-    def may_wait(self, leaf: torch.Tensor) -> bool:
-        """Whether the gradient of a leaf may come later."""
-        ...
 
     def take_over(self, weights: Sequence[torch.Tensor], held: list[Any], run: Call) -> None:
         """Compute these weights' gradients later, from what is held."""
@@ -48,7 +44,7 @@ class Backward:
     """Called by autograd with what was saved and the gradients of outputs.
 
     The node of the graph that is running says who waits for it: if it has an attribute
-    ``put_off``, that one takes over the gradients of weights.
+    ``put_off``, that one takes over the gradients of weights, of those that may wait.
     """
 
     def __init__(
@@ -76,9 +72,10 @@ class Backward:
     def __call__(self, arguments: list[Any]) -> Sequence[Any]:
         """The gradients of the forward's arguments, None where they are put off."""
         node = torch._C._current_autograd_node()
-        off: PutOff | None = getattr(node, "put_off", None)
-        if off is not None:
-            weights = self._weights(node, off)
+        put_off: tuple[PutOff, Inside] | None = getattr(node, "put_off", None)
+        if put_off is not None:
+            off, inside = put_off
+            weights = self._weights(inside)
             halves = self._halves_for(tuple(weights)) if weights else None
             if halves is not None:
                 return self._run_first(halves, arguments, weights, off)
@@ -88,17 +85,11 @@ class Backward:
             self._whole = self._compiles(copied, self._example, range(len(self._example)))
         return self._whole(arguments)
 
-    def _weights(self, node: Any, off: PutOff) -> dict[int, torch.Tensor]:
+    def _weights(self, inside: Inside) -> dict[int, torch.Tensor]:
         """The weights that may wait, by their places among the forward's arguments."""
-        edges = node.next_functions
-        if len(edges) != len(self._edges):
+        if inside.edges != len(self._edges):
             return {}
-        leaves = (
-            (i, leaf.variable)
-            for i, (leaf, _) in zip(self._edges, edges, strict=True)
-            if type(leaf) is LEAF
-        )
-        return {i: leaf for i, leaf in leaves if off.may_wait(leaf)}
+        return {self._edges[edge]: leaf for edge, leaf in inside.leaves.items()}
 
     def _halves_for(self, later: tuple[int, ...]) -> _Halves | None:
         if later not in self._halves:
