@@ -482,6 +482,26 @@ def test_what_changes_between_calls_is_noticed(
     same_as_cold(pieces, x)
 
 
+class Late(Chain):
+    """A condition on data that only counts once an attribute is another."""
+
+    def forward(self, x: Tensor) -> Any:
+        x = self.embed(x)
+        for layer in self.layers:
+            x = layer(x)
+        return self.norm(x) if self.flag or x[0, 0] > 0 else self.norm(self.norm(x))
+
+
+def test_a_condition_on_data_that_an_attribute_brings() -> None:
+    torch.manual_seed(0)
+    pieces = tl.split.by_names(Late(), ["layers.5"], example=(torch.zeros(3, WIDTH),))
+    for turn in range(4):
+        for sign in (1, -1, 1):
+            same_as_cold(pieces, sign * torch.full((3, WIDTH), 9.0))
+        if turn % 2 == 0:
+            toggle_flag(pieces[1])
+
+
 def test_another_mode_is_another_kind() -> None:
     torch.manual_seed(0)
     model = Chain()

@@ -60,8 +60,10 @@ class Course:
     """Whether the size of a tensor was guessed, of the numbers that cross."""
     is_guessed: bool = False
     """Whether a number was guessed, so that another micro-batch may go another way."""
-    is_drawn: bool = False
-    """Whether what is called may depend on random numbers, or on data."""
+    is_asking: bool = False
+    """Whether the forward asks any tensor for a number, also one that every stage has."""
+    is_drawing: bool = False
+    """Whether the forward draws random numbers by itself."""
 
     def join(self, other: Course) -> None:
         """Let this be what either of two walks has seen, which have guessed otherwise."""

@@ -56,7 +56,7 @@ class Kind:
     changes: bool | None = None
     """Whether what comes from the stage before is changed in place; None: to be seen."""
     is_plain: bool = False
-    """Whether the model's arguments are tensors and numbers and the like."""
+    """Whether the forward may be left out, as what it calls depends on shapes and numbers alone."""
     is_open: bool = True
     """Whether there may be a script."""
     script: Script | None = None
@@ -97,16 +97,18 @@ class Kind:
             self.crossing = course.crossings[stage]
             self.sends = tuple(course.beside[stage])
             self.asks = course.numbers[stage]
-        if not course.is_drawn:
+        is_fixed = not (course.is_guessed or course.is_drawing)
+        if is_fixed:
             self.order = tuple(name for name, where in course.order if where <= stage)
         self.is_sized = course.is_sized
         self.changed = course.changed
         self.opened = frozenset(course.opened)
-        self.is_plain = self.is_plain and not (self.takes or self.sends or self.changed)
+        if self.takes or self.sends or self.changed or course.is_asking or course.is_drawing:
+            self.is_plain = False
         self.is_guessed = course.is_guessed
         if course.is_guessed:
             self.looks = course.looks
-        self.is_open = not (self.asked or self.asks)
+        self.is_open = not (self.asked or self.asks or course.is_drawing)
 
     def call(self, came: Call) -> Call:
         """The arguments of the model, with placeholders for those whose data has not come."""

@@ -1,9 +1,8 @@
 """Forwards that are plain: which submodules they call, and with what, is always the same.
 
-A plain forward has assignments, loops over its submodules, and arithmetic. The functions it calls
-are as plain as itself, or some of torch that look at no data. Attributes and globals are numbers
-and the like, which are watched, and conditions depend on these and on shapes alone, or on whether
-something is None::
+A plain forward has assignments, conditions, loops over its submodules, and arithmetic. What it
+calls is as plain as itself, or a function of torch that looks at no data. Attributes and globals
+are numbers and the like, which are watched::
 
     def forward(self, tokens):
         x = self.embed(tokens) + self.position(torch.arange(tokens.shape[1]))
@@ -11,14 +10,15 @@ something is None::
             x = layer(x)
         return self.head(self.norm(x))
 
-So what one call has shown holds for all that look alike.
+So what one call has shown holds for all that look alike, if a walk has seen that the forward asks
+no tensor for a number, as in a condition, and draws no random ones.
 """
 
 from __future__ import annotations
 
 import ast
 import builtins
-from collections.abc import Container, Mapping, Sequence, Sized
+from collections.abc import Container, Iterator, Mapping, Sequence, Sized
 from dis import get_instructions
 from inspect import getattr_static, getsource
 from textwrap import dedent
@@ -64,33 +64,20 @@ class Guards:
 
 
 _NODES = (
-    *(ast.arguments, ast.arg, ast.Assign, ast.AugAssign, ast.For, ast.Return, ast.Expr),
-    *(ast.Name, ast.Constant, ast.Tuple, ast.Attribute, ast.Call, ast.keyword, ast.Subscript),
-    *(ast.Slice, ast.BinOp, ast.UnaryOp, ast.operator, ast.unaryop, ast.expr_context),
+    *(ast.FunctionDef, ast.arguments, ast.arg, ast.Assign, ast.AnnAssign, ast.AugAssign, ast.Expr),
+    *(ast.For, ast.If, ast.Return, ast.Name, ast.Constant, ast.Tuple, ast.Attribute, ast.Call),
+    *(ast.keyword, ast.Subscript, ast.Slice, ast.IfExp, ast.BoolOp, ast.BinOp, ast.UnaryOp),
+    *(ast.Compare, ast.boolop, ast.operator, ast.unaryop, ast.cmpop, ast.expr_context),
 )
 _MODULES = (torch, nn.functional)
 _LOOPS = ("range", "enumerate", "zip", "reversed", "len")
 _OPERATIONS = (
     *("arange", "cat", "contiguous", "device", "dim", "dropout", "dtype", "expand", "flatten"),
-    *(
-        "gelu",
-        "mean",
-        "ndim",
-        "numel",
-        "ones",
-        "permute",
-        "relu",
-        "reshape",
-        "shape",
-        "size",
-        "softmax",
-    ),
-    *("sqrt", "squeeze", "stack", "sum", "tanh", "transpose", "unsqueeze", "view", "zeros"),
+    *("gelu", "mean", "ndim", "numel", "ones", "permute", "relu", "reshape", "shape", "size"),
+    *("softmax", "sqrt", "squeeze", "stack", "sum", "tanh", "transpose", "unsqueeze", "view"),
+    "zeros",
 )
 """Functions and attributes of torch that look at no data, and change nothing but generators."""
-_LOOKS = ("device", "dtype", "ndim", "shape")
-_SIZES = ("dim", "numel", "size")
-"""What is the same for all tensors that look alike."""
 _CHILDREN = ("children", "items", "keys", "named_children", "values")
 _ROWS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
@@ -180,11 +167,11 @@ class _Reader:
         if function in self._seen:
             return
         self._seen.add(function)
-        text = _Text(_definition(function))
-        for name in text.names:
+        names, attributes = _reads(_definition(function))
+        for name in names:
             self._read_name(function.__globals__, name)
-        for name in text.attributes:
-            self._read_attribute(name, name in text.conditions)
+        for name in attributes:
+            self._read_attribute(name)
 
     def _read_name(self, names: Mapping[str, Any], name: str) -> None:
         value = names.get(name, vars(builtins).get(name))
@@ -198,7 +185,7 @@ class _Reader:
             raise _NotPlain
         self._guards.watch(names, name)
 
-    def _read_attribute(self, name: str, is_condition: bool) -> None:
+    def _read_attribute(self, name: str) -> None:
         is_known = name in _OPERATIONS or name in _CHILDREN
         for container in self._containers:
             tables = (container._modules, container._parameters, container._buffers)
@@ -206,12 +193,9 @@ class _Reader:
                 value = vars(container)[name]
                 if is_constant(value):
                     self._guards.watch(vars(container), name)
-                elif is_condition or not isinstance(value, Placeholder):
+                elif not isinstance(value, Placeholder):
                     raise _NotPlain
-            elif any(name in table for table in tables):
-                if is_condition:
-                    raise _NotPlain
-            else:
+            elif not any(name in table for table in tables):
                 value = getattr_static(type(container), name, None)
                 if value is None or (name in _CHILDREN and type(container) in _ROWS):
                     continue
@@ -242,148 +226,47 @@ def _operations(code: CodeType) -> list[Any]:
     return [code.co_names, *(name for name in names if name not in ("PRECALL", "PUSH_NULL"))]
 
 
-class _Text(ast.NodeVisitor):
-    """What a function reads: attributes, also as conditions, and names that are not its own."""
-
-    def __init__(self, definition: ast.AST) -> None:
-        if not isinstance(definition, ast.FunctionDef) or definition.decorator_list:
-            raise _NotPlain
-        self.attributes: set[str] = set()
-        self.conditions: set[str] = set()
-        self.names: set[str] = set()
-        self._decisive: set[str] = set()
-        """Names that conditions depend on."""
-        self._own: set[str] = set()
-        self._counters: set[str] = set()
-        arguments = definition.args
-        if arguments.vararg or arguments.kwarg:
-            raise _NotPlain
-        for argument in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs):
-            self._own.add(argument.arg)
-        for part in (*arguments.defaults, *filter(None, arguments.kw_defaults), *definition.body):
-            self.visit(part)
-        if self._decisive & self._own:
-            raise _NotPlain
-        self.names -= self._own
-
-    def generic_visit(self, node: ast.AST) -> None:
-        """Go on, in what is plain."""
-        if not isinstance(node, _NODES):
-            raise _NotPlain
-        super().generic_visit(node)
-
-    def visit_AnnAssign(self, node: ast.AnnAssign) -> None:
-        """An assignment; its type is for readers."""
-        for part in filter(None, (node.target, node.value)):
-            self.visit(part)
-
-    def visit_If(self, node: ast.If) -> None:
-        """A condition that depends on no data."""
-        self._read_condition(node.test)
-        for part in (*node.body, *node.orelse):
-            self.visit(part)
-
-    def visit_IfExp(self, node: ast.IfExp) -> None:
-        """One of two values."""
-        self._read_condition(node.test)
-        self.visit(node.body)
-        self.visit(node.orelse)
-
-    def _read_condition(self, node: ast.expr) -> None:
-        """Take note of what a condition, or a number in it, depends on: shapes and attributes."""
+def _reads(definition: ast.AST) -> tuple[set[str], set[str]]:
+    """The names that are not a function's own, and the attributes, that it reads."""
+    if not isinstance(definition, ast.FunctionDef) or definition.decorator_list:
+        raise _NotPlain
+    own: set[str] = set()
+    names: set[str] = set()
+    attributes: set[str] = set()
+    for node in _nodes(definition):
         match node:
-            case ast.Constant():
-                return
-            case ast.Name(id=name):
-                self._decisive.add(name)
-                self.visit(node)
-            case ast.UnaryOp(operand=operand):
-                self._read_condition(operand)
-            case ast.BoolOp(values=values):
-                self._read_all(values)
-            case ast.BinOp(left=left, right=right):
-                self._read_all([left, right])
-            case ast.Attribute(attr=name):
-                # Of a tensor, what depends on no data; else what an attribute of the model is.
-                if name not in _LOOKS:
-                    self.conditions.add(name)
-                self.visit(node)
-            case ast.Subscript(value=ast.Attribute(attr=name), slice=part) if name in _LOOKS:
-                self._read_condition(part)
-                self.visit(node.value)
-            case ast.Call(func=ast.Attribute(attr=name), args=args, keywords=[]) if name in _SIZES:
-                self._read_all(args)
-                self.visit(node)
-            case ast.Compare(left=left, ops=ops, comparators=others):
-                if all(isinstance(each, (ast.Is, ast.IsNot)) for each in ops):
-                    if not all(isinstance(each, ast.Constant) for each in others):
-                        raise _NotPlain
-                    self.visit(left)
-                else:
-                    self._read_all([left, *others])
-            case _:
+            case ast.FunctionDef() if node is not definition:
                 raise _NotPlain
-
-    def _read_all(self, nodes: Sequence[ast.expr]) -> None:
-        for node in nodes:
-            self._read_condition(node)
-
-    def visit_For(self, node: ast.For) -> None:
-        """A loop, which may count."""
-        called = node.iter.func if isinstance(node.iter, ast.Call) else None
-        name = called.id if isinstance(called, ast.Name) else ""
-        target = node.target
-        if name == "enumerate" and isinstance(target, ast.Tuple):
-            target = target.elts[0]
-        if name in ("enumerate", "range") and isinstance(target, ast.Name):
-            self._counters.add(target.id)
-        self.generic_visit(node)
-
-    def visit_Assign(self, node: ast.Assign | ast.AugAssign) -> None:
-        """An assignment, which must not be to what a loop counts."""
-        targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-        named = {
-            part.id for each in targets for part in ast.walk(each) if isinstance(part, ast.Name)
-        }
-        if named & self._counters:
-            raise _NotPlain
-        self.generic_visit(node)
-
-    visit_AugAssign = visit_Assign
-
-    def visit_Name(self, node: ast.Name) -> None:
-        """A name that is read or given a value."""
-        (self.names if isinstance(node.ctx, ast.Load) else self._own).add(node.id)
-
-    def visit_Attribute(self, node: ast.Attribute) -> None:
-        """An attribute, which must not be given a value."""
-        if not isinstance(node.ctx, ast.Load):
-            raise _NotPlain
-        self.attributes.add(node.attr)
-        self.generic_visit(node)
-
-    def visit_Subscript(self, node: ast.Subscript) -> None:
-        """An element in a place that depends on no data."""
-        if not isinstance(node.ctx, ast.Load) or not self._is_fixed(node.slice):
-            raise _NotPlain
-        self.generic_visit(node)
-
-    def visit_Call(self, node: ast.Call) -> None:
-        """A call; how often a loop runs depends on no data."""
-        if isinstance(node.func, ast.Name) and node.func.id == "range":
-            for part in node.args:
-                is_length = isinstance(part, ast.Call) and ast.unparse(part.func) == "len"
-                if not is_length and not self._is_fixed(part):
+            case ast.arguments(vararg=several, kwarg=named) if several or named:
+                raise _NotPlain
+            case ast.arg(arg=name):
+                own.add(name)
+            case ast.Name(id=name, ctx=context):
+                (names if isinstance(context, ast.Load) else own).add(name)
+            case ast.Attribute(attr=name, ctx=ast.Load()):
+                attributes.add(name)
+            case ast.Attribute() | ast.In() | ast.NotIn():
+                raise _NotPlain
+            case ast.Subscript(ctx=context) if not isinstance(context, ast.Load):
+                raise _NotPlain
+            case ast.Compare(ops=ops, comparators=others) if _is_identity(ops):
+                # Which of two arguments is the same object may differ each time.
+                if not all(isinstance(each, ast.Constant) for each in others):
                     raise _NotPlain
-        self.generic_visit(node)
+            case _ if not isinstance(node, _NODES):
+                raise _NotPlain
+    return names - own, attributes
 
-    def _is_fixed(self, node: ast.AST | None) -> bool:
-        if isinstance(node, ast.Name):
-            return node.id in self._counters
-        if isinstance(node, ast.Tuple):
-            return all(map(self._is_fixed, node.elts))
-        if isinstance(node, ast.Slice):
-            return all(map(self._is_fixed, (node.lower, node.upper, node.step)))
-        if isinstance(node, ast.UnaryOp):
-            return self._is_fixed(node.operand)
-        return node is None or isinstance(node, ast.Constant)
+
+def _is_identity(ops: Sequence[ast.cmpop]) -> bool:
+    return any(isinstance(each, (ast.Is, ast.IsNot)) for each in ops)
+
+
+def _nodes(node: ast.AST) -> Iterator[ast.AST]:
+    """A node and all in it, but for types, which are for readers."""
+    yield node
+    for name, value in ast.iter_fields(node):
+        if name not in ("annotation", "returns"):
+            for part in value if isinstance(value, list) else [value]:
+                if isinstance(part, ast.AST):
+                    yield from _nodes(part)

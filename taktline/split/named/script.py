@@ -14,19 +14,17 @@ tensors with data.
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
 
 from taktline import pytree
 from taktline.split.named.mutable import is_constant
 from taktline.split.named.placeholder import Placeholder
 from taktline.split.named.recorded import Recorded
 
-__all__ = ["Coming", "Event", "Script", "Step", "Surroundings", "is_like", "written"]
+__all__ = ["Coming", "Event", "Script", "Step", "is_like", "written"]
 
 
 class Event(NamedTuple):
@@ -220,39 +218,3 @@ def _all_like(known: Iterable[Any], found: Iterable[Any], values: Sequence[Any])
         if one is not other and not is_like(one, other, values):
             return False
     return True
-
-
-class Surroundings:
-    """What a forward changes beside its tensors; if it does, it must not be begun anew."""
-
-    def __init__(self, containers: Sequence[nn.Module], device: torch.device) -> None:
-        self._containers = containers
-        self._device = device
-        self.renew()
-
-    def renew(self) -> None:
-        """Look again."""
-        self._before = self._attributes(), random.getstate(), *self._generators()
-
-    def changed(self) -> bool:
-        """Whether random numbers were drawn, or an attribute of the model is another."""
-        attributes, drawn, *generators = self._before
-        return (
-            attributes != self._attributes()
-            or drawn != random.getstate()
-            or not all(map(torch.equal, generators, self._generators()))
-        )
-
-    def _attributes(self) -> list[Any]:
-        return [
-            (key, value if is_constant(value) else list(map(id, value)))
-            for container in self._containers
-            for key, value in vars(container).items()
-            if is_constant(value) or type(value) in (tuple, list, dict, set)
-        ]
-
-    def _generators(self) -> list[torch.Tensor]:
-        states = [torch.get_rng_state()]
-        if self._device.type == "cuda":
-            states.append(torch.cuda.get_rng_state(self._device))
-        return states

@@ -29,7 +29,6 @@ from taktline.split.named.plain import guards_of
 from taktline.split.named.recent import Recent
 from taktline.split.named.repeated_run import RepeatedRun, Unlike
 from taktline.split.named.replacement import is_own_unit
-from taktline.split.named.script import Surroundings
 from taktline.split.named.shape_probe import autocast_of, look
 from taktline.split.named.stage_run import FirstRun, Leave, OtherTypes, StageRun
 from taktline.split.named.walk import device_of, walk
@@ -148,9 +147,11 @@ class StageForward:
         device: torch.device,
     ) -> Any:
         """Do as in a call before; or report that there is none to follow."""
-        if kind.program is not None and kind.program.guards.hold():
-            output = kind.program.run(values)
-            return output[0] if self._is_last else kind.handed_on(output, came)
+        if kind.program is not None:
+            if kind.program.guards.hold():
+                output = kind.program.run(values)
+                return output[0] if self._is_last else kind.handed_on(output, came)
+            kind.program = None
         if kind.script is not None:
             place = (self.layout, self.stage, values, device, kind)
             try:
@@ -171,7 +172,6 @@ class StageForward:
     ) -> Any:
         """Go through the forward with placeholders, and note what may help others of its kind."""
         containers = {name: piece.get_submodule(name) for name in sorted(self.layout.containers)}
-        around = Surroundings(list(containers.values()), device) if kind.is_open else None
         versions = program.versions_of(values)
         units = {name: piece.get_submodule(name) for name in self.layout.probes}
         # Not of what was put around a unit since: that calls what it likes.
@@ -184,39 +184,35 @@ class StageForward:
         inner = {} if is_compiled else {**self.layout.inner, **inner_of(own)}
         changes = Changes(self.layout.all_of(piece))
         changes.keep()
+        place = (self.layout, self.stage, values, device, kind)
         tries = 0
         while True:  # with the types that are known, with none, and whatever they are
             tries += 1
-            stage_run = FirstRun(
-                *(self.layout, self.stage, values, device, kind),
-                types=self._types,
-                around=around,
-                last=tries == 3,
-            )
+            stage_run = FirstRun(*place, types=self._types, last=tries == 3)
             try:
                 with watching(stage_run, inner) if inner else nullcontext():
                     output = self._pass(stage_run, forward, kind, came)
+                break
             except OtherTypes as other:
                 self._types = other.types
                 changes.undo()
-                continue
-            is_watched = bool(inner) or not self.layout.inner
-            if not kind.is_checked:
-                changed = self.layout.common_in(changes.changed())
-                self._require_like(kind, stage_run.order, changed, is_watched=is_watched)
-                kind.is_checked = True
-            kind.script, kind.program = stage_run.script, None
-            kind.is_open = kind.script is not None
-            stage_run.check_around()
-            if stage_run.seen is not None and kind.is_plain:
-                whole = self.layout
-                plain = guards_of(whole.kind, containers, whole.probes, whole.hooked)
-                if plain is not None:
-                    returned = [output] if self._is_last else output[0]
-                    kind.program = program.written(
-                        stage_run.seen, values, versions, returned, plain, list(containers.values())
-                    )
+        kind.script = stage_run.script
+        kind.is_open = kind.script is not None
+        if kind.is_checked:
             return output
+        kind.is_checked = True
+        changed = self.layout.common_in(changes.changed())
+        is_watched = bool(inner) or not self.layout.inner
+        self._require_like(kind, stage_run.order, changed, is_watched=is_watched)
+        if stage_run.seen is not None:
+            whole = self.layout
+            plain = guards_of(whole.kind, containers, whole.probes, whole.hooked)
+            if plain is not None:
+                returned = [output] if self._is_last else output[0]
+                kind.program = program.written(
+                    stage_run.seen, values, versions, returned, plain, list(containers.values())
+                )
+        return output
 
     def _pass(
         self, stage_run: StageRun, forward: Callable[..., Any], kind: Kind, came: Call

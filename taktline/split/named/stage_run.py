@@ -28,7 +28,7 @@ from taktline.split.named.numbers import Numbers, Sizes
 from taktline.split.named.placeholder import Placeholder, resolved
 from taktline.split.named.program import Seen, versions_of
 from taktline.split.named.recorded import Before, Recorded, lists, refill, replayed, since
-from taktline.split.named.script import Event, Script, Surroundings, written
+from taktline.split.named.script import Event, Script, written
 from taktline.split.named.shape_probe import ShapeProbe
 
 __all__ = ["FirstRun", "Leave", "OtherTypes", "StageRun"]
@@ -229,19 +229,17 @@ class FirstRun(StageRun):
 
     ``types`` are the types that submodules of other stages really return, where something that is
     not to be seen here, such as mixed precision, changes them; ``last``, not to try others.
-    ``around`` is what must not change if others are to be like it.
     """
 
     script: Script | None = None
     """The way to where the stage begins."""
     seen: list[Seen] | None = None
-    """The calls of own submodules, unless the forward has done something else between them."""
+    """The calls of own submodules, if the forward may be left out."""
 
     def __init__(
         self,
         *place: Any,
         types: Mapping[torch.dtype, torch.dtype],
-        around: Surroundings | None,
         last: bool,
     ) -> None:
         super().__init__(*place)
@@ -249,12 +247,12 @@ class FirstRun(StageRun):
         """The calls of units, and of what is inside of units."""
         self._types = types
         self._last = last
-        self._around = around
+        self._is_open = self._kind.is_open
         self._events: list[Event] = []
         self._versions: dict[int, int] = {}
         self._coming: dict[int, int] = {}
         """The numbers of values that have come, by the ids of their placeholders, or their own."""
-        if self._is_in and around is not None:
+        if self._is_in and self._is_open:
             self.script = Script((), ())
 
     def note_inner(self, name: str) -> None:
@@ -274,8 +272,6 @@ class FirstRun(StageRun):
                     "micro-batch must take the same way through the stages"
                 )
             self._enter((args, kwargs))
-        else:
-            self.check_around()
         self.order.append(unit.unit)
         self.is_inside = True
         self._given = (args, kwargs)
@@ -293,15 +289,9 @@ class FirstRun(StageRun):
         super().note_own(unit, args, kwargs, output)
         if self._before is not None:
             refill(self._given, (args, kwargs))
-        if self.seen is not None and self._around is not None:
+        if self.seen is not None:
             after = versions_of((*args, *kwargs.values(), output))
             self.seen.append(Seen(unit, args, kwargs, self._versions, output, after))
-            self._around.renew()
-
-    def check_around(self) -> None:
-        """Forget what was seen if the forward has done something beside its submodules."""
-        if self.seen is not None and self._around is not None and self._around.changed():
-            self.seen = None
 
     def call_foreign(
         self, probe: ShapeProbe, training: bool, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -309,7 +299,6 @@ class FirstRun(StageRun):
         """Placeholders before this stage begins; raises :class:`Leave` where it ends."""
         if self._is_in:
             self.require_exit(probe)
-            self.check_around()
             raise Leave(args, kwargs)
         self.order.append(probe.name)
         call = self.count(probe.name)
@@ -353,7 +342,7 @@ class FirstRun(StageRun):
     def note_change(self) -> None:
         """A placeholder looks otherwise than when it was made, so a script cannot return it."""
         if not self._is_in:
-            self._around = None
+            self._is_open = False
 
     def _enter(self, arguments: Any) -> None:
         """Give the placeholders among the arguments of the first unit their data."""
@@ -383,10 +372,10 @@ class FirstRun(StageRun):
         places = [
             (path, self._coming[id(leaf)]) for path, leaf in given if id(leaf) in self._coming
         ]
-        if not types and self._around is not None and not self._around.changed():
+        if not types and self._is_open:
             self.script = written(self._events, self._coming, places)
-            self.seen = None if self.script is None or torch.is_inference_mode_enabled() else []
-            self._around.renew()
+            if self.script and self._kind.is_plain and not torch.is_inference_mode_enabled():
+                self.seen = []
         self._events.clear()
         for _, placeholder in given:
             if isinstance(placeholder, Placeholder):

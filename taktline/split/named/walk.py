@@ -127,7 +127,7 @@ def _walk(
         changes = Changes(layout.all_of(layout.empty_model))
         changes.keep()
         installed = _installed(layout)
-        drawn = _drawn_by_now()
+        drawn = _drawn_by_now(device)
         with context, context.numbers, Sizes(context), watching(context, layout.inner):
             try:
                 output = layout.kind.forward(layout.empty_model, *args, **kwargs)
@@ -143,7 +143,8 @@ def _walk(
                 course.changed = layout.common_in(changes.changed())
                 course.hooked = frozenset(_installed(layout) - installed)
                 course.is_guessed |= bool(context.numbers.guessed) or context.numbers.is_sized
-                course.is_drawn |= course.is_guessed or drawn != _drawn_by_now()
+                course.is_asking |= len(context.numbers) > 0
+                course.is_drawing |= drawn != _drawn_by_now(device)
                 kept = changes.values()
                 if at_end is None:
                     changes.undo()
@@ -155,10 +156,12 @@ def _installed(layout: Layout) -> set[str]:
     return {name for name, module in layout.common.items() if vars(module).get(INSTALLED)}
 
 
-def _drawn_by_now() -> tuple[Any, bytes]:
+def _drawn_by_now(device: torch.device) -> list[Any]:
     """Changes when random numbers are drawn."""
     with _disable_current_modes():
-        return random.getstate(), torch.get_rng_state().numpy().tobytes()
+        states = [torch.get_rng_state()]
+        states += [torch.cuda.get_rng_state(device)] if device.type == "cuda" else []
+        return [random.getstate(), *(state.numpy().tobytes() for state in states)]
 
 
 @contextmanager
