@@ -13,8 +13,10 @@ from torch import nn
 from taktline.errors import PartitionError
 from taktline.split.named.cuts import Cut
 from taktline.split.named.layout import containers_of, copied, joined
-from taktline.split.named.lent import Lent
+from taktline.split.named.mutable import copies
+from taktline.split.named.recent import Recent
 from taktline.split.named.replacement import made_from
+from taktline.split.named.shape_probe import look
 
 __all__ = ["sliced"]
 
@@ -88,7 +90,8 @@ class _Place:
     last: bool
     compiled: Callable[..., Any] | None = None
     """The forward of a chain, of any one; or None."""
-    _lent: Lent = field(default_factory=Lent)
+    _changed: Recent[bool] = field(default_factory=Recent)
+    """Whether calls of a kind change in place what they are given."""
 
     def run(
         self,
@@ -102,7 +105,7 @@ class _Place:
             output = forward(*args, **kwargs)
         elif len(args) == 1:
             # Keywords of a rank reach all its stages; the model's are for the first.
-            output = self._lent.run(forward, args[0], training)
+            output = self._run_later(forward, args[0], training)
         else:
             raise PartitionError(
                 f"stage {self.stage} takes the one value that stage {self.stage - 1} returns, not "
@@ -110,6 +113,20 @@ class _Place:
             )
         # The next stage would take a tuple for several arguments.
         return output if self.last or isinstance(output, torch.Tensor) else (output,)
+
+    def _run_later(self, forward: Callable[[Any], Any], value: Any, training: bool) -> Any:
+        """Run a later stage with its value, or with a copy of it, which can be changed in place."""
+        if isinstance(value, torch.Tensor) and not value.requires_grad:
+            return forward(value)
+        kind = (look(value), training)
+        changed = self._changed.get(kind)
+        if changed is False:
+            return forward(value)
+        value, made = copies(value)
+        output = forward(value)
+        if changed is None:
+            self._changed.keep(kind, any(copy._version for copy in made))
+        return output
 
 
 def _is_chain(container: nn.Module) -> bool:

@@ -10,7 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
-__all__ = ["cloned", "is_constant", "is_mutable", "look_at", "put_back", "saved"]
+from taktline import pytree
+
+__all__ = ["cloned", "copies", "is_constant", "is_mutable", "look_at", "put_back", "saved"]
 
 _CONTAINERS = (list, dict, set, deque)
 _NOT_OBJECTS = (
@@ -114,3 +116,19 @@ def _fill(value: Any, parts: list[tuple[Any, Any]]) -> None:
         table.update(part for _, part in parts)
     else:
         table.extend(part for _, part in parts)
+
+
+def copies(tree: Any) -> tuple[Any, list[torch.Tensor]]:
+    """A tree with copies of what autograd keeps from being changed in place; and these.
+
+    It refuses to change what a backward ends with; versions of copies show whether a stage does.
+    """
+    made: list[torch.Tensor] = []
+
+    def copied(tensor: torch.Tensor) -> torch.Tensor:
+        if not tensor.requires_grad:
+            return tensor
+        made.append(tensor.clone())
+        return made[-1]
+
+    return pytree.tree_map_only(torch.Tensor, copied, tree), made

@@ -23,7 +23,7 @@ from taktline.split.named.changes import Changes
 from taktline.split.named.course import Course
 from taktline.split.named.kind import Call, Kind
 from taktline.split.named.layout import Layout
-from taktline.split.named.lent import copies
+from taktline.split.named.mutable import copies
 from taktline.split.named.placeholder import Absent, Placeholder
 from taktline.split.named.plain import guards_of
 from taktline.split.named.recent import Recent

@@ -28,7 +28,7 @@ from taktline.split.named.numbers import Numbers, Sizes
 from taktline.split.named.placeholder import Placeholder, resolved
 from taktline.split.named.program import Seen, versions_of
 from taktline.split.named.recorded import Before, Recorded, lists, refill, replayed, since
-from taktline.split.named.script import Event, Script, written
+from taktline.split.named.script import Script, Step, written
 from taktline.split.named.shape_probe import ShapeProbe
 
 __all__ = ["FirstRun", "Leave", "OtherTypes", "StageRun"]
@@ -248,7 +248,7 @@ class FirstRun(StageRun):
         self._types = types
         self._last = last
         self._is_open = self._kind.is_open
-        self._events: list[Event] = []
+        self._steps: list[Step] = []
         self._versions: dict[int, int] = {}
         self._coming: dict[int, int] = {}
         """The numbers of values that have come, by the ids of their placeholders, or their own."""
@@ -321,7 +321,7 @@ class FirstRun(StageRun):
                 leaves[leaf] = self._fitting(leaves[leaf], number, f"the output of {probe.name!r}")
                 self._coming[id(leaves[leaf])] = number
             output = pytree.tree_unflatten(leaves, spec)
-        self._events.append(Event(probe, training, given[0], given[1], output))
+        self._steps.append(Step(probe, training, given[0], given[1], output))
         return replayed(output, probe.module, args, kwargs)
 
     def _came_with(self, unit: str, call: int, *, is_output: bool) -> list[tuple[int, Value]]:
@@ -336,7 +336,7 @@ class FirstRun(StageRun):
         """Call a function of torch that is given placeholders."""
         output = super().call(func, args, kwargs)
         if not self._is_in:
-            self._events.append(Event(func, None, args, kwargs, output))
+            self._steps.append(Step(func, None, args, kwargs, output))
         return output
 
     def note_change(self) -> None:
@@ -373,10 +373,10 @@ class FirstRun(StageRun):
             (path, self._coming[id(leaf)]) for path, leaf in given if id(leaf) in self._coming
         ]
         if not types and self._is_open:
-            self.script = written(self._events, self._coming, places)
+            self.script = written(self._steps, self._coming, places)
             if self.script and self._kind.is_plain and not torch.is_inference_mode_enabled():
                 self.seen = []
-        self._events.clear()
+        self._steps.clear()
         for _, placeholder in given:
             if isinstance(placeholder, Placeholder):
                 placeholder.value = self._values[self._coming[id(placeholder)]]
