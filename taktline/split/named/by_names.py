@@ -12,11 +12,10 @@ from torch import nn
 from taktline import pytree
 from taktline.checks import refuse, require_instance, require_iterable
 from taktline.errors import PartitionError
-from taktline.split.example import arguments_of
+from taktline.split.example import Call, arguments_of
 from taktline.split.named.chain import sliced
 from taktline.split.named.course import Course
 from taktline.split.named.cuts import Cut
-from taktline.split.named.kind import Call
 from taktline.split.named.layout import Layout
 from taktline.split.named.piece import piece
 from taktline.split.named.recorded import hook
@@ -150,7 +149,7 @@ def _dummy_course(layout: Layout, model: nn.Module) -> Course | None:
         return None
 
 
-def as_call(model: nn.Module, example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def as_call(model: nn.Module, example: Any) -> Call:
     """The arguments of a call, where the model's tensors are."""
     call = arguments_of(example)
     for leaf in pytree.tree_leaves(call):

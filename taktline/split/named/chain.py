@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from taktline.errors import PartitionError
+from taktline.split.example import Args, Kwargs
 from taktline.split.named.cuts import Cut
 from taktline.split.named.layout import containers_of, copied, joined
 from taktline.split.named.mutable import copies
@@ -97,8 +98,8 @@ class _Place:
         self,
         forward: Callable[..., Any],
         training: bool,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        args: Args,
+        kwargs: Kwargs,
     ) -> Any:
         """The output of a slice, as one value."""
         if self.stage == 0:

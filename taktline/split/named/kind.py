@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from taktline import pytree
+from taktline.split.example import Call
 from taktline.split.named.course import Course, Path, Value
 from taktline.split.named.mutable import is_constant
 from taktline.split.named.placeholder import Absent, Placeholder
@@ -16,9 +17,6 @@ from taktline.split.named.program import Program
 from taktline.split.named.script import Script
 
 __all__ = ["Call", "Kind", "found_at"]
-
-Call = tuple[tuple[Any, ...], dict[str, Any]]
-"""The arguments of a call of the model; :class:`Absent` is in the place of data that stays away."""
 
 
 @dataclass(slots=True)

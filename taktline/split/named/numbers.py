@@ -27,6 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from taktline import pytree
 from taktline.errors import PartitionError
+from taktline.split.example import Args
 from taktline.split.named.placeholder import (
     Placeholder,
     PlaceholderContext,
@@ -109,7 +110,7 @@ class Numbers(TorchFunctionMode):
         return len(self._noted)
 
     def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+        self, func: Callable[..., Any], types: Any, args: Args = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
         context: Any = self._context

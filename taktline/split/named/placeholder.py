@@ -11,6 +11,7 @@ import torch
 
 from taktline import pytree
 from taktline.errors import PartitionError
+from taktline.split.example import Args, Kwargs
 
 __all__ = [
     "ANYWHERE",
@@ -79,7 +80,7 @@ class PlaceholderContext:
     ) -> None:
         """Note that an operation on placeholders has changed one of them in place."""
 
-    def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call(self, func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
         """Call a function of torch that is given placeholders."""
         args, kwargs = resolved((args, kwargs))
         with torch._C.DisableTorchFunctionSubclass():
@@ -209,15 +210,13 @@ class Placeholder(torch.Tensor):
         cls,
         func: Callable[..., Any],
         types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
+        args: Args = (),
+        kwargs: Kwargs | None = None,
     ) -> Any:
         return (here.context or _nowhere).call(func, args, kwargs or {})
 
     @classmethod
-    def __torch_dispatch__(
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Args = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         leaves, spec = pytree.tree_flatten((args, kwargs))
         placeholders = [leaf for leaf in leaves if isinstance(leaf, Placeholder)]
@@ -303,8 +302,8 @@ def _without_data(leaf: Any) -> Any:
 
 def _made(
     func: Any,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    args: Args,
+    kwargs: Kwargs,
     context: PlaceholderContext,
     source: Placeholder,
 ) -> Any:
@@ -323,8 +322,8 @@ def _made(
 
 def _sized(
     func: Any,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    args: Args,
+    kwargs: Kwargs,
     context: PlaceholderContext,
     maker: str,
 ) -> Any:
@@ -339,7 +338,7 @@ def _sized(
     return pytree.tree_map(taken, most, least)
 
 
-def _filled(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, most: bool) -> Any:
+def _filled(func: Any, args: Args, kwargs: Kwargs, *, most: bool) -> Any:
     """What an operation that needs data returns for zeros; or for data that makes most of it."""
     device = torch.device("cpu")
 
@@ -358,9 +357,7 @@ def _filled(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, most: b
         return pytree.tree_map_only(torch.Tensor, as_meta, func(*args, **kwargs))
 
 
-def _require_no_writing(
-    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], source: Placeholder
-) -> None:
+def _require_no_writing(func: Any, args: Args, kwargs: Kwargs, source: Placeholder) -> None:
     """Raise if an operation would write what is not here into a tensor that is."""
     if not func._schema.is_mutable:
         return

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 
 from taktline import pytree
+from taktline.split.example import Args, Kwargs
 from taktline.split.named.mutable import is_constant
 from taktline.split.named.placeholder import Placeholder
 from taktline.split.named.recorded import Recorded
@@ -36,9 +37,9 @@ class Step(NamedTuple):
     who: Any
     training: bool | None
     """Of a submodule."""
-    args: tuple[Any, ...]
+    args: Args
     """In a script: placeholders are these very ones, a tensor with data is a :class:`_Look`."""
-    kwargs: dict[str, Any]
+    kwargs: Kwargs
     output: Any
     makes: tuple[tuple[Any, ...], pytree.TreeSpec] | None = None
     """The parts of the output, if it must be put together anew."""

@@ -15,6 +15,7 @@ from taktline import pytree
 from taktline.errors import PartitionError
 from taktline.meta import TensorMeta
 from taktline.side_values import Aside, Skip
+from taktline.split.example import Args, Kwargs
 from taktline.split.named.mutable import is_constant
 from taktline.split.named.numbers import NUMBERS, Number
 from taktline.split.named.placeholder import Absent, Placeholder, PlaceholderContext, as_meta, here
@@ -92,8 +93,8 @@ class ShapeProbe:
 
     def output(
         self,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        args: Args,
+        kwargs: Kwargs,
         *,
         training: bool,
         stage: int,
@@ -154,7 +155,7 @@ class ShapeProbe:
         return part if numbers is None else numbers.note(part)
 
     def _learn(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], training: bool, device: torch.device
+        self, args: Args, kwargs: Kwargs, training: bool, device: torch.device
     ) -> tuple[list[Any], pytree.TreeSpec]:
         leaves, spec = pytree.tree_flatten((args, kwargs))
         self.module.train(training)

@@ -14,12 +14,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 
 from taktline import pytree
 from taktline.errors import PartitionError
+from taktline.split.example import Args, Call, Kwargs
 from taktline.split.named.checkpoints import Checkpoints
 from taktline.split.named.course import Value
 from taktline.split.named.kind import Kind
@@ -31,7 +32,7 @@ from taktline.split.named.recorded import Before, Recorded, lists, refill, repla
 from taktline.split.named.script import Script, Step, written
 from taktline.split.named.shape_probe import ShapeProbe
 
-__all__ = ["FirstRun", "Leave", "OtherTypes", "StageRun"]
+__all__ = ["FirstRun", "Given", "Leave", "OtherTypes", "StageRun"]
 
 
 class Leave(BaseException):
@@ -40,7 +41,7 @@ class Leave(BaseException):
     Not an Exception: no handler in the forward is meant for it.
     """
 
-    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def __init__(self, args: Args, kwargs: Kwargs) -> None:
         super().__init__()
         self.arguments = (args, kwargs)
 
@@ -53,6 +54,18 @@ class OtherTypes(BaseException):
         self.types = types
 
 
+class Given(NamedTuple):
+    """What one call of a stage is given."""
+
+    values: Sequence[Any]
+    """What comes from the stage before."""
+    came: Call
+    """The arguments of the model."""
+    device: torch.device
+    kind: Kind
+    """What is known of such calls."""
+
+
 class StageRun(Checkpoints, ABC):
     """The forward of one micro-batch in one stage."""
 
@@ -63,15 +76,9 @@ class StageRun(Checkpoints, ABC):
     _before: Before | None = None
     """All else that there was, if it matters."""
 
-    def __init__(
-        self,
-        layout: Layout,
-        stage: int,
-        values: Sequence[Any],
-        device: torch.device,
-        kind: Kind,
-    ) -> None:
-        self.device = device
+    def __init__(self, layout: Layout, stage: int, given: Given) -> None:
+        values, _, self.device, kind = given
+        self.given = given
         self.opened = kind.opened
         self._layout = layout
         self._stage = stage
@@ -103,20 +110,16 @@ class StageRun(Checkpoints, ABC):
         """Whether the stage begins with this call of a unit."""
         return unit.begins is not None and unit.begins == self._calls.get(unit.unit, 0)
 
-    def call_early(self, unit: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call_early(self, unit: Any, args: Args, kwargs: Kwargs) -> Any:
         """What a unit of this stage returns that is called for another one."""
         probe = self._layout.probes[unit.unit]
         return self.call_foreign(probe, unit.training, args, kwargs)
 
     @abstractmethod
-    def call_foreign(
-        self, probe: ShapeProbe, training: bool, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def call_foreign(self, probe: ShapeProbe, training: bool, args: Args, kwargs: Kwargs) -> Any:
         """What a unit of another stage returns; raises :class:`Leave` where this stage ends."""
 
-    def note_own(
-        self, unit: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
-    ) -> None:
+    def note_own(self, unit: Any, args: Args, kwargs: Kwargs, output: Any) -> None:
         """Keep what later stages need of what a unit of this stage was given and has returned."""
         call = self.count(unit.unit)
         if self._lengths:
@@ -135,7 +138,7 @@ class StageRun(Checkpoints, ABC):
                 if self.is_kept:
                     self._unsure.add(value)
 
-    def _note_before(self, unit: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _note_before(self, unit: Any, args: Args, kwargs: Kwargs) -> None:
         """Note what there is before a unit runs, to see what it leaves behind."""
         self._lengths = {key: len(part) for key, part in lists().items()}
         leaves_more = self._layout.probes[unit.unit].leaves_more
@@ -238,11 +241,14 @@ class FirstRun(StageRun):
 
     def __init__(
         self,
-        *place: Any,
+        layout: Layout,
+        stage: int,
+        given: Given,
+        *,
         types: Mapping[torch.dtype, torch.dtype],
         last: bool,
     ) -> None:
-        super().__init__(*place)
+        super().__init__(layout, stage, given)
         self.order: list[str] = []
         """The calls of units, and of what is inside of units."""
         self._types = types
@@ -259,9 +265,7 @@ class FirstRun(StageRun):
         """Note a call of what is inside of a unit."""
         self.order.append(name)
 
-    def before_own(
-        self, unit: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def before_own(self, unit: Any, args: Args, kwargs: Kwargs) -> Call:
         """The arguments for a unit of this stage, with what came from the stage before."""
         kind = type(unit).__name__
         if not self._is_in:
@@ -281,9 +285,7 @@ class FirstRun(StageRun):
             self._versions = versions_of((*args, *kwargs.values()))
         return args, kwargs
 
-    def note_own(
-        self, unit: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
-    ) -> None:
+    def note_own(self, unit: Any, args: Args, kwargs: Kwargs, output: Any) -> None:
         """Note what a unit of this stage has returned."""
         self.is_inside = False
         super().note_own(unit, args, kwargs, output)
@@ -293,9 +295,7 @@ class FirstRun(StageRun):
             after = versions_of((*args, *kwargs.values(), output))
             self.seen.append(Seen(unit, args, kwargs, self._versions, output, after))
 
-    def call_foreign(
-        self, probe: ShapeProbe, training: bool, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def call_foreign(self, probe: ShapeProbe, training: bool, args: Args, kwargs: Kwargs) -> Any:
         """Placeholders before this stage begins; raises :class:`Leave` where it ends."""
         if self._is_in:
             self.require_exit(probe)
@@ -332,7 +332,7 @@ class FirstRun(StageRun):
             if value[:3] == (unit, call, is_output)
         ]
 
-    def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call(self, func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
         """Call a function of torch that is given placeholders."""
         output = super().call(func, args, kwargs)
         if not self._is_in:

@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from taktline import pytree
 from taktline.errors import PartitionError
+from taktline.split.example import Args, Kwargs
 from taktline.split.named.carried import find_uncarried
 from taktline.split.named.changes import Changes
 from taktline.split.named.course import Course
@@ -27,8 +28,8 @@ __all__ = ["device_of", "find_refused", "walk"]
 
 def walk(
     layout: Layout,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    args: Args,
+    kwargs: Kwargs,
     *,
     anew: bool = False,
     thorough: bool = False,
@@ -47,7 +48,7 @@ def walk(
     return course
 
 
-def find_refused(layout: Layout, args: tuple[Any, ...], kwargs: dict[str, Any]) -> set[Cut]:
+def find_refused(layout: Layout, args: Args, kwargs: Kwargs) -> set[Cut]:
     """Those of a layout's cuts with which no stage can begin, even if it is the only cut."""
     refused: set[Cut] = set()
     try:
@@ -59,8 +60,8 @@ def find_refused(layout: Layout, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
 def _courses(
     layout: Layout,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    args: Args,
+    kwargs: Kwargs,
     *,
     thorough: bool = False,
     **options: Any,
@@ -86,7 +87,7 @@ def _courses(
 
 
 def _uncarried(
-    course: Course, layout: Layout, args: tuple[Any, ...], kwargs: dict[str, Any]
+    course: Course, layout: Layout, args: Args, kwargs: Kwargs
 ) -> dict[Cut, PartitionError]:
     if not course.changed or not layout.cuts:
         return {}
@@ -100,8 +101,8 @@ def _uncarried(
 def _walk(
     course: Course,
     layout: Layout,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    args: Args,
+    kwargs: Kwargs,
     *,
     guess: Guess,
     anew: bool = False,

@@ -15,6 +15,7 @@ import torch
 
 from taktline import pytree
 from taktline.errors import PartitionError
+from taktline.split.example import Args, Kwargs
 from taktline.split.named.checkpoints import Checkpoints
 from taktline.split.named.course import Course, Path, Value
 from taktline.split.named.cuts import Cut
@@ -136,9 +137,7 @@ class Walk(Checkpoints):
         """Note a call of what is inside of a unit."""
         self.course.order.append((name, self._stage))
 
-    def call_foreign(
-        self, probe: ShapeProbe, training: bool, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def call_foreign(self, probe: ShapeProbe, training: bool, args: Args, kwargs: Kwargs) -> Any:
         """Note a call, and return its placeholders."""
         leaves = pytree.tree_leaves((args, kwargs))
         placeholders = [(place, x) for place, x in enumerate(leaves) if isinstance(x, Placeholder)]
@@ -210,7 +209,7 @@ class Walk(Checkpoints):
         self._time += 1
         return self._time
 
-    def _begin(self, cut: Cut, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _begin(self, cut: Cut, args: Args, kwargs: Kwargs) -> None:
         stage = self._layout.cuts.index(cut) + 1
         if self.refused is not None:
             self.refused.update(self._layout.cuts[self._stage : stage - 1])

@@ -22,8 +22,7 @@ __all__ = ["Draw", "DrawLog"]
 class Draw:
     """One operation that draws random numbers."""
 
-    generator: int
-    """The number of its generator."""
+    generator: torch.Generator
     number: int
     """Which draw of this generator it is, from 1 up."""
     begin: int | torch.Tensor | None
@@ -40,7 +39,7 @@ class DrawLog:
         self._places = {self._place: 0}
         self._count = 0
 
-    def put_off(self, generator: int) -> Draw:
+    def put_off(self) -> Draw:
         """Note a draw that is not made now."""
         state = self.generator.get_state()
         place = _digest(state)
@@ -49,7 +48,7 @@ class DrawLog:
         torch.rand((), generator=self.generator)
         self._place = _digest(self.generator.get_state())
         self._places[self._place] = self._count
-        return Draw(generator, self._count, begin)
+        return Draw(self.generator, self._count, begin)
 
 
 def _digest(state: torch.Tensor) -> bytes:

@@ -12,9 +12,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from taktline import pytree
 from taktline.errors import StateError
+from taktline.split.example import Args, Kwargs
 from taktline.split.on_meta.draw_log import Draw, DrawLog
 
-__all__ = ["Call", "GeneratorRef", "Log", "Ref", "find_log", "keep", "tensors_in", "written"]
+__all__ = ["Call", "Log", "Ref", "find_log", "keep", "tensors_in", "written"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,20 +38,13 @@ class Ref:
         return torch.ops.aten._neg_view.default(tensor) if self.negative else tensor
 
 
-@dataclass(frozen=True, slots=True)
-class GeneratorRef:
-    """A generator, by its number."""
-
-    number: int
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Call:
-    """One operation; tensors and generators in it are written as Ref and GeneratorRef."""
+    """One operation; tensors in it are written as Ref."""
 
     op: OpOverload
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
+    args: Args
+    kwargs: Kwargs
     made: tuple[Ref | None, ...]
     """Of each tensor that it returns: what it is known as later, if its memory is new."""
     reads: frozenset[int]
@@ -72,7 +66,7 @@ class Log:
         self.calls: list[Call] = []
         self.constants: dict[int, torch.Tensor] = {}
         """The bytes of memory that came with its values."""
-        self.draw_logs = [DrawLog(torch.default_generator)]
+        self.draw_logs: dict[torch.Generator, DrawLog] = {}
         self._numbers: dict[StorageWeakRef, int] = {}
 
     def __contains__(self, tensor: torch.Tensor) -> bool:
@@ -110,9 +104,7 @@ class Log:
         self._numbers[StorageWeakRef(whole.untyped_storage())] = ref.memory
         return ref.view(whole.untyped_storage())
 
-    def add(
-        self, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
-    ) -> None:
+    def add(self, op: OpOverload, args: Args, kwargs: Kwargs, result: Any) -> None:
         """Write down an operation, unless it only looks at memory in another way."""
         draw = self._draw(kwargs) if torch.Tag.nondeterministic_seeded in op.tags else None
         reads = frozenset(self.ref(tensor).memory for tensor in tensors_in((args, kwargs)))
@@ -133,22 +125,15 @@ class Log:
         self._number(StorageWeakRef(tensor.untyped_storage()))
         return self.ref(tensor)
 
-    def _draw(self, kwargs: dict[str, Any]) -> Draw:
-        number = self._draw_log(kwargs.get("generator") or torch.default_generator)
-        return self.draw_logs[number].put_off(number)
-
-    def _draw_log(self, generator: torch.Generator) -> int:
-        for number, draw_log in enumerate(self.draw_logs):
-            if draw_log.generator is generator:
-                return number
-        self.draw_logs.append(DrawLog(generator))
-        return len(self.draw_logs) - 1
+    def _draw(self, kwargs: Kwargs) -> Draw:
+        generator = kwargs.get("generator") or torch.default_generator
+        if generator not in self.draw_logs:
+            self.draw_logs[generator] = DrawLog(generator)
+        return self.draw_logs[generator].put_off()
 
     def _write(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
             return self.ref(value)
-        if isinstance(value, torch.Generator):
-            return GeneratorRef(self._draw_log(value))
         # Values are made on the CPU, wherever they go then.
         return torch.device("cpu") if isinstance(value, torch.device) else value
 
@@ -171,9 +156,7 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
     return (leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor))
 
 
-def written(
-    op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Iterator[torch.Tensor]:
+def written(op: OpOverload, args: Args, kwargs: Kwargs) -> Iterator[torch.Tensor]:
     """The tensors that an operation changes in place."""
     for place, argument in enumerate(op._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:

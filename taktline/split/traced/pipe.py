@@ -14,6 +14,7 @@ from torch import fx, nn
 from taktline.checks import require_callable, require_instance, require_whole, shown
 from taktline.errors import PartitionError
 from taktline.meta import as_arguments
+from taktline.split.example import Args, Kwargs
 from taktline.split.on_meta.materialise import materialise
 from taktline.split.pieces import Pieces
 from taktline.split.traced.cut import Piece, cut
@@ -144,8 +145,8 @@ def build_stage(
 
 def pipeline(
     module: nn.Module,
-    mb_args: tuple[Any, ...],
-    mb_kwargs: dict[str, Any] | None = None,
+    mb_args: Args,
+    mb_kwargs: Kwargs | None = None,
     split_spec: dict[str, SplitPoint] | None = None,
     split_policy: Callable[[fx.GraphModule], fx.GraphModule] | None = None,
 ) -> Pipe:
@@ -214,8 +215,8 @@ def assembled(
 
 def _other_mode(
     module: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any] | None,
+    args: Args,
+    kwargs: Kwargs | None,
     spec: dict[str, SplitPoint],
     policy: Policy | None,
     state: State,

@@ -12,6 +12,7 @@ from torch import fx, nn
 
 from taktline import pytree
 from taktline.errors import PartitionError
+from taktline.split.example import Args, Kwargs
 from taktline.split.traced.beside import recording, with_losses
 from taktline.split.traced.markers import SplitPoint, marked, require_outside, tracing
 from taktline.split.traced.sizes import batch_dims
@@ -25,8 +26,8 @@ Policy = Callable[[fx.GraphModule], fx.GraphModule]
 
 def trace(
     module: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any] | None,
+    args: Args,
+    kwargs: Kwargs | None,
     spec: Mapping[str, SplitPoint],
     policy: Policy | None,
 ) -> fx.GraphModule:
@@ -50,9 +51,7 @@ def trace(
     return traced
 
 
-def _export(
-    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None
-) -> torch.export.ExportedProgram:
+def _export(module: nn.Module, args: Args, kwargs: Kwargs | None) -> torch.export.ExportedProgram:
     """Export a module for any size of the batch, or for the one of the example if that fails."""
     # Here, because it loads the compiler.
     from torch.export import export
@@ -82,7 +81,7 @@ def _export(
             ) from error
 
 
-def _any_batch(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
+def _any_batch(module: nn.Module, args: Args, kwargs: Kwargs | None) -> Any:
     """What lets torch.export know that the first dimension of the tensors is that of one batch."""
     from torch.export import Dim, ShapesCollection
 
