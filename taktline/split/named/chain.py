@@ -12,12 +12,11 @@ from torch import nn
 
 from taktline.errors import PartitionError
 from taktline.split.example import Args, Kwargs
-from taktline.split.named.cuts import Cut
-from taktline.split.named.layout import containers_of, copied, joined
+from taktline.split.named.containers import containers_of, copied, joined
+from taktline.split.named.course import Cut
+from taktline.split.named.looks import Recent, look
 from taktline.split.named.mutable import copies
-from taktline.split.named.recent import Recent
 from taktline.split.named.replacement import made_from
-from taktline.split.named.shape_probe import look
 
 __all__ = ["sliced"]
 

@@ -28,13 +28,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from taktline import pytree
 from taktline.errors import PartitionError
 from taktline.split.example import Args
-from taktline.split.named.placeholder import (
-    Placeholder,
-    PlaceholderContext,
-    depends_on_data,
-    here,
-    resolved,
-)
+from taktline.split.named.operations import depends_on_data
+from taktline.split.named.placeholder import Placeholder, PlaceholderContext, here, resolved
 
 __all__ = ["NUMBERS", "Guess", "Number", "Numbers", "Sizes"]
 

@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 from taktline.split.example import Args, Kwargs
+from taktline.split.named.mutable import is_constant
 from taktline.split.named.plain import Guards
 from taktline.split.named.replacement import call_of
-from taktline.split.named.shape_probe import is_constant
 
 __all__ = ["Program", "Seen", "versions_of", "written"]
 

@@ -22,16 +22,17 @@ from taktline.split.example import Args, Call, Kwargs
 from taktline.split.named import program
 from taktline.split.named.changes import Changes
 from taktline.split.named.course import Course
+from taktline.split.named.first_run import FirstRun, OtherTypes
 from taktline.split.named.kind import Kind
 from taktline.split.named.layout import Layout
+from taktline.split.named.looks import Recent, autocast_of, look
 from taktline.split.named.mutable import copies
+from taktline.split.named.of_transformers import require_not_collected, without_cache
 from taktline.split.named.placeholder import Absent, Placeholder
 from taktline.split.named.plain import guards_of
-from taktline.split.named.recent import Recent
 from taktline.split.named.repeated_run import RepeatedRun, Unlike
 from taktline.split.named.replacement import is_own_unit
-from taktline.split.named.shape_probe import autocast_of, look
-from taktline.split.named.stage_run import FirstRun, Given, Leave, OtherTypes, StageRun
+from taktline.split.named.stage_run import Given, Leave, StageRun
 from taktline.split.named.walk import device_of, walk
 from taktline.split.named.watch import inner_of, watching
 from taktline.stage.names import unwrapped
@@ -48,22 +49,21 @@ def crossings_of(piece: nn.Module) -> list[str]:
 
     Nothing for other modules, or if no call was seen yet.
     """
-    stage_forward: StageForward | None = vars(piece).get("_stage_forward")
-    course = None if stage_forward is None else stage_forward.layout.course
-    if stage_forward is None or course is None or stage_forward._is_last:
+    forward: StageForward | None = vars(piece).get("_stage_forward")
+    if forward is None or forward.layout.course is None or forward._is_last:
         return []
-    begun = f"{stage_forward.layout.cuts[stage_forward.stage]} (an argument)"
+    course, stage = forward.layout.course, forward.stage
     return [
-        *([begun] * len(course.crossings[stage_forward.stage])),
-        *map(str, course.beside[stage_forward.stage]),
-        *(["numbers that the forward asks for"] if course.numbers[stage_forward.stage] else []),
+        *([f"{forward.layout.cuts[stage]} (an argument)"] * len(course.crossings[stage])),
+        *map(str, course.beside[stage]),
+        *(["numbers that the forward asks for"] if course.numbers[stage] else []),
     ]
 
 
 def has_dynamic_shapes(piece: nn.Module) -> bool:
     """Whether the shapes of what crosses boundaries depend on data, as an example has shown."""
-    stage_forward: StageForward | None = vars(piece).get("_stage_forward")
-    course = None if stage_forward is None else stage_forward.layout.course
+    forward: StageForward | None = vars(piece).get("_stage_forward")
+    course = None if forward is None else forward.layout.course
     return course is not None and course.is_sized
 
 
@@ -228,7 +228,7 @@ class StageForward:
     def _received(self, args: Args, kwargs: Kwargs) -> tuple[tuple[Any, ...], Call]:
         """What came from the stage before, and what the model was called with."""
         if self.stage == 0:
-            return (), (args, self._without_cache(args, kwargs))
+            return (), (args, without_cache(self.layout.arguments[len(args) :], kwargs))
         if len(args) != 3 or not isinstance(args[0], tuple):
             raise PartitionError(
                 f"stage {self.stage} takes what stage {self.stage - 1} returns, not the arguments "
@@ -244,7 +244,7 @@ class StageForward:
         """
         kind = Kind.of(came, device)
         call = kind.call(came)
-        self._require_not_recorded(call[1])
+        require_not_collected(self.layout.empty_model, call[1])
         whole = self.layout
         if is_measured and whole.course is not None and whole.example == look(call):
             course = whole.course
@@ -310,32 +310,6 @@ class StageForward:
         except Exception:
             return True  # somebody looks at its data
         return _crossing(without) != _crossing(course)
-
-    def _without_cache(self, args: Args, kwargs: Kwargs) -> dict[str, Any]:
-        """Keywords that keep a model of transformers from caching keys and values.
-
-        Most do so unless told otherwise. No stage could return the cache of all layers.
-        """
-        names = self.layout.arguments
-        if "use_cache" not in names[len(args) :] or kwargs.get("use_cache") is not None:
-            return kwargs
-        return {**kwargs, "use_cache": False}
-
-    def _require_not_recorded(self, kwargs: Kwargs) -> None:
-        """Raise if a model of transformers is to collect what layers return, in all stages."""
-        config = getattr(self.layout.empty_model, "config", None)
-        for name in ("output_hidden_states", "output_attentions", "use_cache"):
-            default = name != "use_cache" and getattr(config, name, False)
-            if kwargs.get(name, default):
-                raise PartitionError(
-                    f"{name} asks for what the layers of all stages return, and each stage has "
-                    "only its own; leave it out, or register hooks with the layers of the pieces"
-                )
-        if kwargs.get("output_router_logits") and not getattr(config, "output_router_logits", True):
-            raise PartitionError(
-                "output_router_logits asks for what is inside of the layers; say so before the "
-                "model is cut: model.config.output_router_logits = True"
-            )
 
     def _require_at_home(self, course: Course) -> None:
         """Raise if a unit or parameter is used in another stage than that which has it."""

@@ -15,11 +15,10 @@ from taktline.errors import PartitionError
 from taktline.split.example import Args, Kwargs
 from taktline.split.named.carried import find_uncarried
 from taktline.split.named.changes import Changes
-from taktline.split.named.course import Course
-from taktline.split.named.cuts import Cut
+from taktline.split.named.course import Course, Cut
 from taktline.split.named.layout import Layout
 from taktline.split.named.numbers import Guess, Sizes
-from taktline.split.named.recorded import INSTALLED
+from taktline.split.named.of_transformers import INSTALLED
 from taktline.split.named.walk_context import Walk
 from taktline.split.named.watch import watching
 
@@ -118,8 +117,9 @@ def _walk(
     devices = [device] if device.type == "cuda" else []
     # Random numbers that the forward draws by itself are drawn when it runs.
     with torch.random.fork_rng(devices=devices), _fork_random(), torch.no_grad():
-        context = Walk(course, layout, device, guess=guess, anew=anew)
-        context.refused, context.at_end = refused, at_end
+        context = Walk(
+            course, layout, device, guess=guess, anew=anew, refused=refused, at_end=at_end
+        )
         context.arguments = set(map(id, pytree.tree_leaves((args, kwargs))))
         changes = Changes(layout.all_of(layout.empty_model))
         changes.keep()

@@ -17,8 +17,7 @@ from taktline import pytree
 from taktline.errors import PartitionError
 from taktline.split.example import Args, Kwargs
 from taktline.split.named.checkpoints import Checkpoints
-from taktline.split.named.course import Course, Path, Value
-from taktline.split.named.cuts import Cut
+from taktline.split.named.course import Course, Cut, Path, Value
 from taktline.split.named.layout import Layout
 from taktline.split.named.numbers import Guess, Numbers
 from taktline.split.named.placeholder import ANYWHERE, Absent, Placeholder
@@ -83,10 +82,12 @@ class Walk(Checkpoints):
         *,
         guess: Guess,
         anew: bool,
+        refused: set[Cut] | None,
+        at_end: Callable[[int], None] | None,
     ) -> None:
         super().__init__(device)
-        self.refused: set[Cut] | None = None
-        self.at_end: Callable[[int], None] | None = None
+        self.refused = refused
+        self.at_end = at_end
         self.arguments: set[int] = set()
         """The ids of the tensors that the model is called with."""
         self.course = course

@@ -21,8 +21,7 @@ from typing import Any
 import torch
 
 from taktline import pytree
-from taktline.split.on_meta.draw_log import Draw
-from taktline.split.on_meta.log import Call, Log, Ref, tensors_in
+from taktline.split.on_meta.log import Call, Draw, Log, Ref, tensors_in
 
 __all__ = ["replay"]
 
