@@ -95,8 +95,7 @@ class Kind:
             self.crossing = course.crossings[stage]
             self.sends = tuple(course.beside[stage])
             self.asks = course.numbers[stage]
-        is_fixed = not (course.is_guessed or course.is_drawing)
-        if is_fixed:
+        if not (course.is_guessed or course.is_drawing):
             self.order = tuple(name for name, where in course.order if where <= stage)
         self.is_sized = course.is_sized
         self.changed = course.changed
@@ -106,7 +105,8 @@ class Kind:
         self.is_guessed = course.is_guessed
         if course.is_guessed:
             self.looks = course.looks
-        self.is_open = not (self.asked or self.asks or course.is_drawing)
+        # A later stage that finds itself on another way than its script begins anew.
+        self.is_open = not (self.asked or self.asks or (stage and course.is_drawing))
 
     def call(self, came: Call) -> Call:
         """The arguments of the model, with placeholders for those whose data has not come."""

@@ -16,13 +16,11 @@ no tensor for a number, as in a condition, and draws no random ones.
 
 from __future__ import annotations
 
-import ast
 import builtins
-from collections.abc import Container, Iterator, Mapping, Sequence, Sized
+from collections.abc import Container, Mapping, Sequence, Sized
 from dis import get_instructions
-from inspect import getattr_static, getsource
-from textwrap import dedent
-from types import CodeType, FunctionType
+from inspect import CO_VARARGS, CO_VARKEYWORDS, getattr_static
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -63,12 +61,15 @@ class Guards:
         return list(map(len, self._parts)) == self._sizes
 
 
-_NODES = (
-    *(ast.FunctionDef, ast.arguments, ast.arg, ast.Assign, ast.AnnAssign, ast.AugAssign, ast.Expr),
-    *(ast.For, ast.If, ast.Return, ast.Name, ast.Constant, ast.Tuple, ast.Attribute, ast.Call),
-    *(ast.keyword, ast.Subscript, ast.Slice, ast.IfExp, ast.BoolOp, ast.BinOp, ast.UnaryOp),
-    *(ast.Compare, ast.boolop, ast.operator, ast.unaryop, ast.cmpop, ast.expr_context),
+_CODES = (
+    *("RESUME", "NOP", "NOT_TAKEN", "CACHE", "EXTENDED_ARG", "COPY", "SWAP", "PUSH_NULL"),
+    *("POP_TOP", "LOAD_GLOBAL", "LOAD_ATTR", "LOAD_METHOD", "PRECALL", "KW_NAMES", "CALL"),
+    *("CALL_KW", "GET_ITER", "FOR_ITER", "END_FOR", "POP_ITER", "UNPACK_SEQUENCE", "BUILD_TUPLE"),
+    *("BUILD_SLICE", "COMPARE_OP", "IS_OP", "TO_BOOL", "RETURN_VALUE", "RETURN_CONST"),
 )
+_FAMILIES = ("LOAD_FAST", "STORE_FAST", "BINARY_", "UNARY_", "JUMP_", "POP_JUMP_")
+_CONSTANTS = ("LOAD_CONST", "LOAD_SMALL_INT")
+"""What plain code does, as Python 3.11 and later call it: it sets nothing but its own names."""
 _MODULES = (torch, nn.functional)
 _LOOPS = ("range", "enumerate", "zip", "reversed", "len")
 _OPERATIONS = (
@@ -162,12 +163,12 @@ class _Reader:
 
     def read(self, function: object) -> None:
         """Take note of what a function depends on; raise if it is not plain."""
-        if not isinstance(function, FunctionType) or function.__code__.co_freevars:
+        if not isinstance(function, FunctionType):
             raise _NotPlain
         if function in self._seen:
             return
         self._seen.add(function)
-        names, attributes = _reads(_definition(function))
+        names, attributes = _reads(function)
         for name in names:
             self._read_name(function.__globals__, name)
         for name in attributes:
@@ -207,66 +208,26 @@ class _Reader:
             raise _NotPlain
 
 
-def _definition(function: FunctionType) -> ast.AST:
-    """The text of a function, if it is that of its code."""
-    try:
-        parsed = ast.parse(dedent(getsource(function.__code__)))
-    except (OSError, SyntaxError) as error:
-        raise _NotPlain from error
-    compiled = compile(parsed, "", "exec", dont_inherit=True)
-    codes = [part for part in compiled.co_consts if isinstance(part, CodeType)]
-    if _operations(function.__code__) not in map(_operations, codes):
-        raise _NotPlain  # written anew since it was loaded, or part of something else
-    return parsed.body[0]
-
-
-def _operations(code: CodeType) -> list[Any]:
-    """What code does; how it calls methods depends on where it was compiled."""
-    names = (each.opname.replace("METHOD", "ATTR") for each in get_instructions(code))
-    return [code.co_names, *(name for name in names if name not in ("PRECALL", "PUSH_NULL"))]
-
-
-def _reads(definition: ast.AST) -> tuple[set[str], set[str]]:
-    """The names that are not a function's own, and the attributes, that it reads."""
-    if not isinstance(definition, ast.FunctionDef) or definition.decorator_list:
+def _reads(function: FunctionType) -> tuple[set[str], set[str]]:
+    """The globals and the attributes that a function reads."""
+    whole = function.__code__
+    defaults = (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
+    has_any = whole.co_flags & (CO_VARARGS | CO_VARKEYWORDS)
+    if has_any or whole.co_freevars or not all(map(is_constant, defaults)):
         raise _NotPlain
-    own: set[str] = set()
     names: set[str] = set()
     attributes: set[str] = set()
-    for node in _nodes(definition):
-        match node:
-            case ast.FunctionDef() if node is not definition:
-                raise _NotPlain
-            case ast.arguments(vararg=several, kwarg=named) if several or named:
-                raise _NotPlain
-            case ast.arg(arg=name):
-                own.add(name)
-            case ast.Name(id=name, ctx=context):
-                (names if isinstance(context, ast.Load) else own).add(name)
-            case ast.Attribute(attr=name, ctx=ast.Load()):
-                attributes.add(name)
-            case ast.Attribute() | ast.In() | ast.NotIn():
-                raise _NotPlain
-            case ast.Subscript(ctx=context) if not isinstance(context, ast.Load):
-                raise _NotPlain
-            case ast.Compare(ops=ops, comparators=others) if _is_identity(ops):
-                # Which of two arguments is the same object may differ each time.
-                if not all(isinstance(each, ast.Constant) for each in others):
-                    raise _NotPlain
-            case _ if not isinstance(node, _NODES):
-                raise _NotPlain
-    return names - own, attributes
-
-
-def _is_identity(ops: Sequence[ast.cmpop]) -> bool:
-    return any(isinstance(each, (ast.Is, ast.IsNot)) for each in ops)
-
-
-def _nodes(node: ast.AST) -> Iterator[ast.AST]:
-    """A node and all in it, but for types, which are for readers."""
-    yield node
-    for name, value in ast.iter_fields(node):
-        if name not in ("annotation", "returns"):
-            for part in value if isinstance(value, list) else [value]:
-                if isinstance(part, ast.AST):
-                    yield from _nodes(part)
+    before = ""
+    for step in get_instructions(whole):
+        code = step.opname
+        if code not in (*_CODES, *_CONSTANTS) and not code.startswith(_FAMILIES):
+            raise _NotPlain
+        # Which of two arguments is the same object may differ each time.
+        if code == "IS_OP" and before not in _CONSTANTS:
+            raise _NotPlain
+        if code == "LOAD_GLOBAL":
+            names.add(step.argval)
+        elif code in ("LOAD_ATTR", "LOAD_METHOD"):
+            attributes.add(step.argval)
+        before = code
+    return names, attributes
