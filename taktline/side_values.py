@@ -6,7 +6,7 @@ where checkpointed blocks run a second time: what they hand over then is known a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from threading import local
@@ -257,23 +257,19 @@ class Bundle:
     arguments: tuple[Any, ...]
     skips: dict[str, Skip]
 
-    @staticmethod
-    def flatten(bundle: Bundle) -> tuple[list[Any], Any]:
-        """Its parts, and what else there is to know."""
-        named = [[name, skip.stage, skip.taken] for name, skip in bundle.skips.items()]
-        return [bundle.arguments, *(skip.value for skip in bundle.skips.values())], named
 
-    @staticmethod
-    def unflatten(parts: Sequence[Any], named: Sequence[Sequence[Any]]) -> Bundle:
-        """From its parts."""
-        arguments, *values = parts
-        return Bundle(
-            arguments,
-            {
-                name: Skip(value, stage, taken)
-                for value, (name, stage, taken) in zip(values, named, strict=True)
-            },
-        )
+def _flattened(bundle: Bundle) -> tuple[list[Any], Any]:
+    named = [[name, skip.stage, skip.taken] for name, skip in bundle.skips.items()]
+    return [bundle.arguments, *(skip.value for skip in bundle.skips.values())], named
+
+
+def _unflattened(parts: Iterable[Any], named: Sequence[Sequence[Any]]) -> Bundle:
+    arguments, *values = parts
+    pairs = zip(values, named, strict=True)
+    return Bundle(arguments, {name: Skip(value, *rest) for value, (name, *rest) in pairs})
+
+
+pytree.register_pytree_node(Bundle, _flattened, _unflattened)
 
 
 def handed_on(
@@ -297,8 +293,3 @@ def opened(arguments: Sequence[Any]) -> tuple[Sequence[Any], dict[str, Skip]]:
     if len(arguments) == 1 and isinstance(arguments[0], Bundle):
         return arguments[0].arguments, arguments[0].skips
     return arguments, {}
-
-
-pytree.register_pytree_node(
-    Bundle, Bundle.flatten, lambda parts, named: Bundle.unflatten(list(parts), named)
-)

@@ -1,4 +1,4 @@
-"""The arguments of one micro-batch, as users write them."""
+"""The arguments of a call, and how users write them."""
 
 from __future__ import annotations
 
@@ -9,10 +9,14 @@ import torch
 
 from taktline.errors import PartitionError
 
-__all__ = ["arguments_of"]
+__all__ = ["Args", "Call", "Kwargs", "arguments_of"]
+
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any]
+Call = tuple[Args, Kwargs]
 
 
-def arguments_of(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def arguments_of(example: Any) -> Call:
     """An example as positional and keyword arguments.
 
     >>> arguments_of(((1, 2), {"scale": 3})), arguments_of((1, 2)), arguments_of({"scale": 3})

@@ -17,7 +17,7 @@ from taktline.stage import PipelineStage
 from taktline.stage.ties import Tie, declare, find_ties
 from taktline.text import counted
 
-__all__ = ["Pieces", "by_hand"]
+__all__ = ["Pieces", "by_hand", "require_stage"]
 
 
 class Pieces(Sequence[nn.Module]):
@@ -55,12 +55,7 @@ class Pieces(Sequence[nn.Module]):
 
     def get_stage_module(self, stage_idx: int) -> nn.Module:
         """The piece of one stage."""
-        if not 0 <= require_whole("stage_idx", stage_idx) < self.num_stages:
-            raise PartitionError(
-                f"there is no stage {shown(stage_idx)}: stages are numbered from 0 to "
-                f"{self.num_stages - 1}"
-            )
-        return self._modules[stage_idx]
+        return self._modules[require_stage(stage_idx, self.num_stages)]
 
     def build_stage(
         self, stage_index: int, device: torch.device, group: ProcessGroup | None = None
@@ -101,6 +96,15 @@ class Pieces(Sequence[nn.Module]):
 
     def __str__(self) -> str:
         return repr(self) if self.division is None else f"{self!r}\n{self.division}"
+
+
+def require_stage(stage: int, count: int) -> int:
+    """The number of a stage, if it is one of so many."""
+    if not 0 <= require_whole("stage_idx", stage) < count:
+        raise PartitionError(
+            f"there is no stage {shown(stage)}: stages are numbered from 0 to {count - 1}"
+        )
+    return stage
 
 
 def by_hand(modules: Iterable[nn.Module]) -> Pieces:

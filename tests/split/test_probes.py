@@ -101,7 +101,7 @@ def loss_fn(output: Any, target: Tensor) -> Tensor:
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # by DeBERTa
-@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
+@pytest.mark.parametrize("schedule", [pytest.param("1f1b", marks=pytest.mark.matrix), "zbv"])
 @pytest.mark.parametrize(
     "make",
     [mixtral, lambda: mixtral(output_router_logits=True), deberta, xlnet],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -18,6 +19,13 @@ CPU = torch.device("cpu")
 
 
 TRACED = ("gpt2", "llama", "qwen2", "gemma2", "bert")
+OFTEN = ("gpt2", "llama", "bert")
+
+
+def some(names: Iterable[str]) -> list[Any]:
+    """Names of models, of which most run in the matrix alone."""
+    rare = [pytest.mark.matrix]
+    return [pytest.param(name, marks=[] if name in OFTEN else rare) for name in names]
 
 
 def cut(name: str, stages: int, attention: str, traced: bool) -> tl.split.Pieces | tl.Pipe:
@@ -78,17 +86,22 @@ def check(name: str, ranks: list[dict[str, Tensor]], expected: dict[str, Tensor]
             assert torch.equal(found[key], gradient), key
 
 
-@pytest.mark.parametrize("name", LANGUAGES)
-@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+# Each with the attention that it has by default; transformers has no sdpa for Gemma2.
+BY_NAME = [(name, "eager" if name == "gemma2" else "sdpa") for name in LANGUAGES]
+EAGER = [(name, "eager") for name in LANGUAGES if (name, "eager") not in BY_NAME]
+
+
+@pytest.mark.parametrize(
+    ("name", "attention"),
+    [*BY_NAME, *(pytest.param(*each, marks=pytest.mark.matrix) for each in EAGER)],
+)
 def test_four_stages_by_name(name: str, attention: str) -> None:
-    if (name, attention) == ("gemma2", "sdpa"):
-        pytest.skip("transformers has no sdpa for Gemma2")
     pieces = [cut(name, 4, attention, traced=False) for _ in range(2)]
     ranks = tl.local.run(lambda rank: train(rank, None, pieces[rank]), 2)
     check(name, ranks, plain(name, attention))
 
 
-@pytest.mark.parametrize("name", TRACED)
+@pytest.mark.parametrize("name", some(TRACED))
 def test_four_traced_stages(name: str) -> None:
     pieces = cut(name, 4, "eager", traced=True)
     ranks = tl.local.run(lambda rank: train(rank, None, pieces), 2)
@@ -106,9 +119,9 @@ def reference(rank: int, group: dist.ProcessGroup, name: str, attention: str) ->
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("name", LANGUAGES)
+@pytest.mark.parametrize("name", some(LANGUAGES))
 def test_over_gloo(workers: Workers, name: str) -> None:
-    attention = "eager" if name == "gemma2" else "sdpa"
+    attention = dict(BY_NAME)[name]
     # The reference there, too: a process with another number of threads adds up otherwise.
     (expected,) = workers.run(reference, name, attention, ranks=1)
     for stages in (2, 4):

@@ -25,19 +25,18 @@ SAMPLE = [
 
 
 @pytest.mark.zoo
+@pytest.mark.parametrize("place", [pytest.param(PLACES[0], marks=pytest.mark.matrix), PLACES[-1]])
 @pytest.mark.parametrize("name", SAMPLE)
-def test_trains_as_the_plain_model(name: str) -> None:
+def test_trains_as_the_plain_model(name: str, place: Place) -> None:
     architecture = find(name)
-    expected = plain(architecture)
-    for place in (PLACES[0], PLACES[-1]):
-        compare(train(architecture, place), expected)
+    compare(train(architecture, place), plain(architecture))
 
 
-EXPERTS = ["MixtralForCausalLM", "DeepseekV3ForCausalLM"]
+MIXTRAL, DEEPSEEK = "MixtralForCausalLM", "DeepseekV3ForCausalLM"
 
 
 @pytest.mark.zoo
-@pytest.mark.parametrize("name", EXPERTS)
+@pytest.mark.parametrize("name", [MIXTRAL, pytest.param(DEEPSEEK, marks=pytest.mark.matrix)])
 def test_experts_in_low_precision(name: str) -> None:
     architecture = find(name)
     low = replace(architecture, build=lambda: architecture.build().to(torch.bfloat16))
@@ -45,7 +44,7 @@ def test_experts_in_low_precision(name: str) -> None:
 
 
 @pytest.mark.zoo
-@pytest.mark.parametrize("name", EXPERTS)
+@pytest.mark.parametrize("name", [pytest.param(MIXTRAL, marks=pytest.mark.matrix), DEEPSEEK])
 def test_experts_in_mixed_precision(name: str) -> None:
     architecture = find(name)
     expected = plain(architecture, torch.bfloat16)

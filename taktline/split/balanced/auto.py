@@ -15,7 +15,7 @@ from taktline.plan import Partition, balance
 from taktline.split.balanced import effort
 from taktline.split.balanced.layers import find_reused, find_starts, layered, why_not
 from taktline.split.named.by_names import as_call, by_names, without_compiler
-from taktline.split.named.cuts import Cut
+from taktline.split.named.course import Cut
 from taktline.split.named.layout import Layout
 from taktline.split.named.recurrent import open_recurrent, recurrent_in, tensors_of
 from taktline.split.pieces import Pieces

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +15,7 @@ from torch.utils.flop_counter import flop_registry
 
 from taktline import pytree
 from taktline.split.balanced.recurrent import RECURRENT
-from taktline.split.named.cuts import Cut
+from taktline.split.named.course import Cut
 from taktline.split.named.layout import Layout
 from taktline.split.named.walk import walk
 from taktline.split.traced.trace import in_mode
@@ -39,15 +40,14 @@ def count(layout: Layout, call: Any) -> Effort:
     What multiplies no matrices counts with one operation for each number that it returns.
     """
     runs: Counter[str] = Counter()
-    with _Operations() as counted:
-        units = ((name, probe.module) for name, probe in layout.probes.items())
-        remove = _hook(units, counted.begin, counted.end)
-        stop = _hook(nn.Module.named_modules(layout.empty_model), lambda name: runs.update([name]))
-        try:
-            course = walk(layout, *call, anew=True)
-        finally:
-            stop()
-            remove()
+    units = {name: probe.module for name, probe in layout.probes.items()}
+    every = dict(nn.Module.named_modules(layout.empty_model))
+    with (
+        _Operations() as counted,
+        _watched(units, counted.begin, counted.end),
+        _watched(every, lambda cut: runs.update([cut.unit])),
+    ):
+        course = walk(layout, *call, anew=True)
     return Effort({cut: counted.counts.get(cut, 0) for cut in course.cuts()}, runs)
 
 
@@ -57,18 +57,22 @@ def measure(model: nn.Module, units: Iterable[str], call: Any) -> dict[Cut, floa
     The shortest of a few runs, after one to warm up.
     """
     args, kwargs = call
+    named = {name: model.get_submodule(name) for name in units}
     best: dict[Cut, float] = {}
+    times: dict[Cut, float] = {}
+
+    def begin(cut: Cut) -> None:
+        times[cut] = _now()
+
+    def end(cut: Cut) -> None:
+        times[cut] = 1e3 * (_now() - times[cut])
+
     with in_mode(model, False), torch.random.fork_rng(devices=[]), torch.no_grad():
         for run in range(_RUNS + 1):
-            clock = _Clock()
-            named = ((name, model.get_submodule(name)) for name in units)
-            remove = _hook(named, clock.begin, clock.end)
-            try:
+            with _watched(named, begin, end):
                 model(*args, **kwargs)
-            finally:
-                remove()
             if run:
-                best = {cut: min(t, best.get(cut, t)) for cut, t in clock.times.items()}
+                best = {cut: min(took, best.get(cut, took)) for cut, took in times.items()}
     return best
 
 
@@ -78,16 +82,14 @@ class _Operations(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.counts: dict[Cut, int] = {}
-        self._calls: Counter[str] = Counter()
         self._now: Cut | None = None
 
-    def begin(self, name: str) -> None:
+    def begin(self, cut: Cut) -> None:
         """A unit runs."""
-        self._now = Cut(name, self._calls[name])
+        self._now = cut
 
-    def end(self, name: str) -> None:
+    def end(self, cut: Cut) -> None:
         """It has run."""
-        self._calls[name] += 1
         self._now = None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -100,24 +102,6 @@ class _Operations(TorchDispatchMode):
                 known(*args, **kwargs, out_val=result) if known else _size(func, result)
             )
         return result
-
-
-class _Clock:
-    """Takes the time of each unit."""
-
-    def __init__(self) -> None:
-        self.times: dict[Cut, float] = {}
-        self._calls: Counter[str] = Counter()
-        self._since = 0.0
-
-    def begin(self, name: str) -> None:
-        """A unit runs."""
-        self._since = _now()
-
-    def end(self, name: str) -> None:
-        """It has run."""
-        self.times[Cut(name, self._calls[name])] = 1e3 * (_now() - self._since)
-        self._calls[name] += 1
 
 
 def _now() -> float:
@@ -135,20 +119,28 @@ def _size(func: Any, result: Any) -> int:
     )
 
 
-def _hook(
-    units: Iterable[tuple[str, nn.Module]],
-    begin: Callable[[str], None],
-    end: Callable[[str], None] | None = None,
-) -> Callable[[], None]:
-    """Call something around each module's forward; returns what ends that."""
-    handles: list[Any] = []
-    for name, module in units:
-        handles.append(module.register_forward_pre_hook(lambda *_, name=name: begin(name)))
-        if end is not None:
-            handles.append(module.register_forward_hook(lambda *_, name=name: end(name)))
+@contextmanager
+def _watched(
+    units: Mapping[str, nn.Module],
+    begin: Callable[[Cut], None],
+    end: Callable[[Cut], None] = lambda cut: None,
+) -> Iterator[None]:
+    """Call something around each call of some modules."""
+    calls: Counter[str] = Counter()
 
-    def remove() -> None:
+    def before(name: str) -> None:
+        begin(Cut(name, calls[name]))
+
+    def after(name: str) -> None:
+        end(Cut(name, calls[name]))
+        calls[name] += 1
+
+    handles: list[Any] = []
+    for name, module in units.items():
+        handles.append(module.register_forward_pre_hook(lambda *_, name=name: before(name)))
+        handles.append(module.register_forward_hook(lambda *_, name=name: after(name)))
+    try:
+        yield
+    finally:
         for handle in handles:
             handle.remove()
-
-    return remove

@@ -11,8 +11,9 @@ from torch import nn
 
 from taktline.errors import PartitionError
 from taktline.split.balanced.effort import Effort
-from taktline.split.named.cuts import Cut
-from taktline.split.named.layout import Layout, joined
+from taktline.split.named.containers import joined
+from taktline.split.named.course import Cut
+from taktline.split.named.layout import Layout
 from taktline.split.named.recurrent import Layer, Layers
 from taktline.split.named.walk import find_refused, walk
 

@@ -12,16 +12,15 @@ from torch import nn
 from taktline import pytree
 from taktline.checks import refuse, require_instance, require_iterable
 from taktline.errors import PartitionError
-from taktline.split.example import arguments_of
+from taktline.split.example import Call, arguments_of
 from taktline.split.named.chain import sliced
-from taktline.split.named.course import Course
-from taktline.split.named.cuts import Cut
-from taktline.split.named.kind import Call
+from taktline.split.named.course import Course, Cut
 from taktline.split.named.layout import Layout
+from taktline.split.named.looks import look
+from taktline.split.named.of_transformers import hook, without_padding
 from taktline.split.named.piece import piece
-from taktline.split.named.recorded import hook
 from taktline.split.named.recurrent import open_recurrent
-from taktline.split.named.shape_probe import look, require_plain
+from taktline.split.named.shape_probe import require_plain
 from taktline.split.named.walk import walk
 from taktline.split.pieces import Pieces
 from taktline.stage.names import unwrapped
@@ -138,7 +137,7 @@ def _dummy_course(layout: Layout, model: nn.Module) -> Course | None:
     dummies = getattr(model, "dummy_inputs", None)
     if not isinstance(dummies, dict):
         return None
-    call = {name: _without_padding(model, dummy) for name, dummy in dummies.items()}
+    call = {name: without_padding(model, dummy) for name, dummy in dummies.items()}
     try:
         return walk(layout, *as_call(model, ((), call)))
     except PartitionError:
@@ -150,7 +149,7 @@ def _dummy_course(layout: Layout, model: nn.Module) -> Course | None:
         return None
 
 
-def as_call(model: nn.Module, example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def as_call(model: nn.Module, example: Any) -> Call:
     """The arguments of a call, where the model's tensors are."""
     call = arguments_of(example)
     for leaf in pytree.tree_leaves(call):
@@ -167,14 +166,6 @@ def as_call(model: nn.Module, example: Any) -> tuple[tuple[Any, ...], dict[str, 
         return tensor.to(device)
 
     return pytree.tree_map_only(torch.Tensor, moved, call)
-
-
-def _without_padding(model: nn.Module, dummy: Any) -> Any:
-    """An example of words in which none is what fills up short texts: models warn of these."""
-    padding = getattr(getattr(model, "config", None), "pad_token_id", None)
-    if not isinstance(dummy, torch.Tensor) or not isinstance(padding, int):
-        return dummy
-    return dummy.where(dummy != padding, padding + 1)
 
 
 def _by_course(layout: Layout, course: Course) -> None:

@@ -16,11 +16,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from taktline import pytree
 from taktline.errors import PartitionError
 from taktline.split.named.changes import Changes
-from taktline.split.named.cuts import Cut
-from taktline.split.named.mutable import is_mutable, look_at
+from taktline.split.named.course import Cut
+from taktline.split.named.mutable import look_at
 from taktline.split.named.placeholder import Placeholder
 
 __all__ = ["find_uncarried"]
@@ -84,24 +83,15 @@ def find_uncarried(
 
 
 def _looks(state: Changes) -> dict[str, Any]:
-    """What values are like, by their names: small tensors by what is in them."""
-    return {name: _look(value) for name, value in state.values().items()}
-
-
-def _look(value: Any) -> Any:
-    leaves = [value] if isinstance(value, torch.Tensor) else []
-    if is_mutable(value) or isinstance(value, tuple):
-        # Tensors in containers differ each time: by their shapes.
-        value = pytree.tree_map_only(torch.Tensor, _tensor_look, value)
-        return look_at(value)
-    return _tensor_look(leaves[0]) if leaves else look_at(value)
+    """What values are like, by their names; small tensors by what is in them."""
+    return {name: look_at(value, _tensor_look) for name, value in state.values().items()}
 
 
 def _tensor_look(tensor: torch.Tensor) -> Any:
     is_here = not isinstance(tensor, Placeholder) and not tensor.is_meta
     if is_here and tensor.numel() <= _SMALL:
         return str(tensor.tolist())
-    return f"{is_here} {list(tensor.shape)} {tensor.dtype} {tensor._version if is_here else ''}"
+    return (is_here, tuple(tensor.shape), tensor.dtype, tensor._version if is_here else 0)
 
 
 @contextmanager

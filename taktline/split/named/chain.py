@@ -11,9 +11,11 @@ import torch
 from torch import nn
 
 from taktline.errors import PartitionError
-from taktline.split.named.cuts import Cut
-from taktline.split.named.layout import containers_of, copied, joined
-from taktline.split.named.lent import Lent
+from taktline.split.example import Args, Kwargs
+from taktline.split.named.containers import containers_of, copied, joined
+from taktline.split.named.course import Cut
+from taktline.split.named.looks import Recent, look
+from taktline.split.named.mutable import copies
 from taktline.split.named.replacement import made_from
 
 __all__ = ["sliced"]
@@ -88,21 +90,22 @@ class _Place:
     last: bool
     compiled: Callable[..., Any] | None = None
     """The forward of a chain, of any one; or None."""
-    _lent: Lent = field(default_factory=Lent)
+    _changed: Recent[bool] = field(default_factory=Recent)
+    """Whether calls of a kind change in place what they are given."""
 
     def run(
         self,
         forward: Callable[..., Any],
         training: bool,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        args: Args,
+        kwargs: Kwargs,
     ) -> Any:
         """The output of a slice, as one value."""
         if self.stage == 0:
             output = forward(*args, **kwargs)
         elif len(args) == 1:
             # Keywords of a rank reach all its stages; the model's are for the first.
-            output = self._lent.run(forward, args[0], training)
+            output = self._run_later(forward, args[0], training)
         else:
             raise PartitionError(
                 f"stage {self.stage} takes the one value that stage {self.stage - 1} returns, not "
@@ -110,6 +113,20 @@ class _Place:
             )
         # The next stage would take a tuple for several arguments.
         return output if self.last or isinstance(output, torch.Tensor) else (output,)
+
+    def _run_later(self, forward: Callable[[Any], Any], value: Any, training: bool) -> Any:
+        """Run a later stage with its value, or with a copy of it, which can be changed in place."""
+        if isinstance(value, torch.Tensor) and not value.requires_grad:
+            return forward(value)
+        kind = (look(value), training)
+        changed = self._changed.get(kind)
+        if changed is False:
+            return forward(value)
+        value, made = copies(value)
+        output = forward(value)
+        if changed is None:
+            self._changed.keep(kind, any(copy._version for copy in made))
+        return output
 
 
 def _is_chain(container: nn.Module) -> bool:

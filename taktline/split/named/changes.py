@@ -22,8 +22,8 @@ from taktline.split.named.mutable import (
     put_back,
     saved,
 )
+from taktline.split.named.of_transformers import INSTALLED
 from taktline.split.named.placeholder import Placeholder, resolved
-from taktline.split.named.recorded import INSTALLED
 
 __all__ = ["HOOKS", "Changes", "follow"]
 

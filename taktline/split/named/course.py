@@ -1,18 +1,44 @@
-"""What goes on in a model's forward, and what crosses its cuts, as a walk through it has seen."""
+"""Where stages begin, what goes on in a model's forward, and what crosses, as a walk has seen."""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Container
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from taktline.split.named.cuts import Cut
 from taktline.split.named.placeholder import Absent
 
-__all__ = ["Course", "Path", "Value"]
+__all__ = ["Course", "Cut", "Path", "Value"]
 
 Path = tuple[Any, ...]
 """A place among the arguments of a call, as pytree has it."""
+
+
+class Cut(NamedTuple):
+    """A call of a submodule, with which a stage begins.
+
+    >>> Cut.read("encoder.layer@3", ["encoder.layer"])
+    'encoder.layer@3'
+    """
+
+    unit: str
+    call: int = 0
+    """Which call of the submodule, from 0 up."""
+
+    @classmethod
+    def read(cls, text: str, names: Container[str]) -> Cut:
+        """What a text says; ``names`` are those of submodules, which may have an @ themselves."""
+        unit, _, call = text.rpartition("@")
+        if text in names or not (unit and call.isdecimal()):
+            return cls(text)
+        return cls(unit, int(call))
+
+    def __str__(self) -> str:
+        return f"{self.unit}@{self.call}" if self.call else self.unit
+
+    def __repr__(self) -> str:
+        return repr(str(self))
 
 
 class Value(NamedTuple):
@@ -60,8 +86,10 @@ class Course:
     """Whether the size of a tensor was guessed, of the numbers that cross."""
     is_guessed: bool = False
     """Whether a number was guessed, so that another micro-batch may go another way."""
-    is_drawn: bool = False
-    """Whether what is called may depend on random numbers, or on data."""
+    is_asking: bool = False
+    """Whether the forward asks any tensor for a number, also one that every stage has."""
+    is_drawing: bool = False
+    """Whether the forward draws random numbers by itself."""
 
     def join(self, other: Course) -> None:
         """Let this be what either of two walks has seen, which have guessed otherwise."""

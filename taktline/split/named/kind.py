@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from taktline import pytree
+from taktline.split.example import Call
 from taktline.split.named.course import Course, Path, Value
 from taktline.split.named.mutable import is_constant
 from taktline.split.named.placeholder import Absent, Placeholder
@@ -16,9 +17,6 @@ from taktline.split.named.program import Program
 from taktline.split.named.script import Script
 
 __all__ = ["Call", "Kind", "found_at"]
-
-Call = tuple[tuple[Any, ...], dict[str, Any]]
-"""The arguments of a call of the model; :class:`Absent` is in the place of data that stays away."""
 
 
 @dataclass(slots=True)
@@ -56,7 +54,7 @@ class Kind:
     changes: bool | None = None
     """Whether what comes from the stage before is changed in place; None: to be seen."""
     is_plain: bool = False
-    """Whether the model's arguments are tensors and numbers and the like."""
+    """Whether the forward may be left out, as what it calls depends on shapes and numbers alone."""
     is_open: bool = True
     """Whether there may be a script."""
     script: Script | None = None
@@ -97,16 +95,18 @@ class Kind:
             self.crossing = course.crossings[stage]
             self.sends = tuple(course.beside[stage])
             self.asks = course.numbers[stage]
-        if not course.is_drawn:
+        if not (course.is_guessed or course.is_drawing):
             self.order = tuple(name for name, where in course.order if where <= stage)
         self.is_sized = course.is_sized
         self.changed = course.changed
         self.opened = frozenset(course.opened)
-        self.is_plain = self.is_plain and not (self.takes or self.sends or self.changed)
+        if self.takes or self.sends or self.changed or course.is_asking or course.is_drawing:
+            self.is_plain = False
         self.is_guessed = course.is_guessed
         if course.is_guessed:
             self.looks = course.looks
-        self.is_open = not (self.asked or self.asks)
+        # A later stage that finds itself on another way than its script begins anew.
+        self.is_open = not (self.asked or self.asks or (stage and course.is_drawing))
 
     def call(self, came: Call) -> Call:
         """The arguments of the model, with placeholders for those whose data has not come."""

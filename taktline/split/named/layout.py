@@ -26,21 +26,16 @@ from torch import nn
 
 from taktline.errors import PartitionError
 from taktline.split.named.changes import follow
-from taktline.split.named.cuts import Cut
+from taktline.split.named.containers import containers_of, copied, is_unit, joined, separated
+from taktline.split.named.course import Cut
+from taktline.split.named.of_transformers import forget_caches, hook_routers
 from taktline.split.named.placeholder import ANYWHERE, Placeholder
-from taktline.split.named.recorded import hook_routers
-from taktline.split.named.recurrent import Layer
 from taktline.split.named.replacement import copied_unit, foreign_unit, own_unit
 from taktline.split.named.shape_probe import ShapeProbe
 from taktline.split.named.watch import inner_of
 from taktline.stage.names import unwrapped
 
-__all__ = ["Layout", "containers_of", "copied", "joined"]
-
-# Of buffers, hooks and the like: what is registered with a copy does not concern the model.
-_TABLES = {key for key, value in vars(nn.Module()).items() if isinstance(value, (dict, set))}
-
-Substitute = Callable[[str, nn.Module], nn.Module | None]
+__all__ = ["Layout"]
 
 
 @dataclass(eq=False)
@@ -84,7 +79,7 @@ class Layout:
         skips: dict[str, Any] = {}
 
         def note(name: str, module: nn.Module) -> nn.Module:
-            if name not in units and not _is_unit(module):
+            if name not in units and not is_unit(module):
                 return copy.deepcopy(module, free)
             inside = unwrapped(module)  # without data there is nothing to compile
             probe = copy.deepcopy(inside, _placeholders(name, inside))
@@ -173,7 +168,7 @@ class Layout:
                 path = joined(name, key)
                 is_shared = path not in self.probes and path not in self.containers
                 if child and is_shared and any(each.startswith(f"{path}.") for each in changed):
-                    container._modules[key] = _separate(child)
+                    container._modules[key] = separated(child)
 
     def start(self, stage: int) -> Cut | None:
         """The call with which a stage begins; None for the first one, and after the last one."""
@@ -225,16 +220,8 @@ class Layout:
                     )
 
     def _forget_caches(self, piece: nn.Module) -> None:
-        """Keep a model of transformers inside of another one from caching keys and values.
-
-        That has no argument for it, and no stage could return the cache of all layers.
-        """
         for name in self.containers - {""} if "use_cache" not in self.arguments else ():
-            container = piece.get_submodule(name)
-            config: Any = copy.copy(vars(container).get("config"))
-            if getattr(config, "use_cache", False):
-                config.use_cache = False
-                vars(container)["config"] = config
+            forget_caches(piece.get_submodule(name))
 
     def retype(self, piece: nn.Module, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Follow what is done to the parameters of a piece, as far as it changes their types."""
@@ -268,54 +255,6 @@ class Layout:
                     container[key] = placeholder
 
 
-def copied(
-    container: nn.Module,
-    path: str,
-    containers: frozenset[str],
-    child: Substitute,
-    parameter: Callable[[str, nn.Parameter], nn.Parameter | Placeholder] = lambda _, own: own,
-) -> nn.Module:
-    """A container with tables of its own, and others, or none, in the place of its units."""
-    _require_free(container, path)
-    made = object.__new__(type(container))
-    made.__dict__ = _own_tables(container)
-    made._compiled_call_impl = None  # which is that of the whole model
-    made._modules, made._parameters = {}, {}
-    for key, module in container._modules.items():
-        name = joined(path, key)
-        if module is None:
-            made._modules[key] = None
-        elif name in containers:
-            made._modules[key] = copied(module, name, containers, child, parameter)
-        elif (substitute := child(name, module)) is not None:
-            made._modules[key] = substitute
-    for key, value in container._parameters.items():
-        substitute = value if value is None else parameter(joined(path, key), value)
-        if isinstance(substitute, Placeholder):
-            vars(made)[key] = substitute
-        else:
-            made._parameters[key] = substitute
-    return made
-
-
-def containers_of(model: nn.Module, cuts: Sequence[Cut]) -> frozenset[str]:
-    """All ancestors of the cuts, and what has no forward of its own, such as lists of modules."""
-    found = {""}
-    for cut in cuts:
-        parts = cut.unit.split(".")
-        found |= {".".join(parts[:length]) for length in range(1, len(parts))}
-    for name, module in model.named_modules(remove_duplicate=False):
-        parent, _, _ = name.rpartition(".")
-        if parent in found and type(unwrapped(module)).forward is nn.Module.forward:
-            found.add(name)
-    return frozenset(found)
-
-
-def _is_unit(module: nn.Module) -> bool:
-    """Whether a submodule has something to train or to save, so that one stage must have it."""
-    return isinstance(module, Layer) or bool(module.state_dict(keep_vars=True))
-
-
 def _placeholders(unit: str, module: nn.Module) -> dict[int, Any]:
     """For a copy of a unit: placeholders for all that has data."""
     memo: dict[int, Any] = {}
@@ -341,25 +280,6 @@ def _without_data(model: nn.Module) -> dict[int, Any]:
     }
 
 
-def _require_free(container: nn.Module, path: str) -> None:
-    """Raise if a copy of a container would still run parts of the whole model."""
-    who = f"{path!r} ({type(container).__name__})" if path else type(container).__name__
-    if "forward" in vars(container):
-        raise PartitionError(
-            f"the forward of {who} was replaced on this very object, and what replaces it knows "
-            "nothing of pieces; cut the model before something wraps its forward"
-        )
-    for name, value in vars(container).items():
-        held = value.values() if isinstance(value, dict) else value
-        if name in _TABLES or not isinstance(value, (dict, list, tuple)):
-            held = () if isinstance(value, MethodType) else (getattr(value, "__self__", None),)
-        if any(isinstance(part, nn.Module) and _is_unit(part) for part in held):
-            raise PartitionError(
-                f"{who} keeps submodules in its attribute {name!r}, where they cannot be replaced "
-                "in the stages that do not have them; use a ModuleList or a ModuleDict"
-            )
-
-
 def _observing(hook: Callable[..., Any], who: str) -> Callable[..., None]:
     """A hook of the model itself, which every stage has: it may look at what it is given."""
 
@@ -371,24 +291,3 @@ def _observing(hook: Callable[..., Any], who: str) -> Callable[..., None]:
             )
 
     return call
-
-
-def _separate(module: nn.Module) -> nn.Module:
-    """A module with tables of its own, and the same tensors."""
-    made = object.__new__(type(module))
-    made.__dict__ = _own_tables(module)
-    made._modules = {
-        key: None if child is None else _separate(child) for key, child in module._modules.items()
-    }
-    return made
-
-
-def _own_tables(module: nn.Module) -> dict[str, Any]:
-    return {
-        key: copy.copy(value) if key in _TABLES else value for key, value in vars(module).items()
-    }
-
-
-def joined(path: str, key: str) -> str:
-    """The name of something in a module of a name."""
-    return ".".join(filter(None, (path, key)))

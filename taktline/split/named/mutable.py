@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import copy
 from collections import deque
+from collections.abc import Callable
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
 from torch import nn
 
-__all__ = ["cloned", "is_constant", "is_mutable", "look_at", "put_back", "saved"]
+from taktline import pytree
+
+__all__ = ["cloned", "copies", "is_constant", "is_mutable", "look_at", "put_back", "saved"]
 
 _CONTAINERS = (list, dict, set, deque)
 _NOT_OBJECTS = (
@@ -48,17 +51,26 @@ def _parts(value: Any) -> list[tuple[Any, Any]]:
     return list(vars(value).items()) if _is_object(value) else []
 
 
-def look_at(value: Any, memo: frozenset[int] = frozenset()) -> Any:
+def _tensor_look(tensor: torch.Tensor) -> Any:
+    version = 0 if tensor.is_inference() else tensor._version
+    return (type(tensor), tuple(tensor.shape), tensor.dtype, id(tensor), version)
+
+
+def look_at(
+    value: Any,
+    of_tensor: Callable[[torch.Tensor], Any] = _tensor_look,
+    memo: frozenset[int] = frozenset(),
+) -> Any:
     """What a value is like, to be compared; tensors by what they are and how often they changed."""
     if is_constant(value):
         return (type(value), value)
     if isinstance(value, torch.Tensor):
-        version = 0 if value.is_inference() else value._version
-        return (type(value), tuple(value.shape), value.dtype, id(value), version)
+        return of_tensor(value)
     if id(value) in memo or not (is_mutable(value) or isinstance(value, tuple)):
         return id(value)
     inside = memo | {id(value)}
-    return (type(value), *((_key(key), look_at(part, inside)) for key, part in _parts(value)))
+    parts = ((_key(key), look_at(part, of_tensor, inside)) for key, part in _parts(value))
+    return (type(value), *parts)
 
 
 def _key(key: Any) -> Any:
@@ -114,3 +126,19 @@ def _fill(value: Any, parts: list[tuple[Any, Any]]) -> None:
         table.update(part for _, part in parts)
     else:
         table.extend(part for _, part in parts)
+
+
+def copies(tree: Any) -> tuple[Any, list[torch.Tensor]]:
+    """A tree with copies of what autograd keeps from being changed in place; and these.
+
+    It refuses to change what a backward ends with; versions of copies show whether a stage does.
+    """
+    made: list[torch.Tensor] = []
+
+    def copied(tensor: torch.Tensor) -> torch.Tensor:
+        if not tensor.requires_grad:
+            return tensor
+        made.append(tensor.clone())
+        return made[-1]
+
+    return pytree.tree_map_only(torch.Tensor, copied, tree), made

@@ -27,13 +27,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from taktline import pytree
 from taktline.errors import PartitionError
-from taktline.split.named.placeholder import (
-    Placeholder,
-    PlaceholderContext,
-    depends_on_data,
-    here,
-    resolved,
-)
+from taktline.split.example import Args
+from taktline.split.named.operations import depends_on_data
+from taktline.split.named.placeholder import Placeholder, PlaceholderContext, here, resolved
 
 __all__ = ["NUMBERS", "Guess", "Number", "Numbers", "Sizes"]
 
@@ -109,7 +105,7 @@ class Numbers(TorchFunctionMode):
         return len(self._noted)
 
     def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+        self, func: Callable[..., Any], types: Any, args: Args = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
         context: Any = self._context

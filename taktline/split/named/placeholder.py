@@ -11,13 +11,15 @@ import torch
 
 from taktline import pytree
 from taktline.errors import PartitionError
+from taktline.split.example import Args, Kwargs
+from taktline.split.named.operations import META, depends_on_data, made, no_data, on_meta, sized
 
 __all__ = [
     "ANYWHERE",
     "Absent",
     "Placeholder",
     "PlaceholderContext",
-    "depends_on_data",
+    "as_meta",
     "here",
     "resolved",
 ]
@@ -25,7 +27,6 @@ __all__ = [
 ANYWHERE = 1 << 30
 """The stage of a value that every stage has."""
 
-_META = torch.device("meta")
 
 # What is to be seen of a tensor here is its shape alone, so the result is no placeholder.
 _FILLED = {
@@ -36,19 +37,6 @@ _FILLED = {
     torch.ops.aten.ones_like,
     torch.ops.aten.zeros_like,
 }
-
-
-_INDICES = (torch.bool, torch.uint8)
-"""The types of an index whose data decides how much is taken."""
-
-
-def depends_on_data(func: Any, args: Sequence[Any]) -> bool:
-    """Whether the shape of what an operation returns depends on data."""
-    if torch.Tag.dynamic_output_shape not in func.tags:
-        return False
-    if func is not torch.ops.aten.index.Tensor:
-        return True
-    return any(index is not None and index.dtype in _INDICES for index in args[1])
 
 
 class PlaceholderContext:
@@ -79,7 +67,7 @@ class PlaceholderContext:
     ) -> None:
         """Note that an operation on placeholders has changed one of them in place."""
 
-    def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call(self, func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
         """Call a function of torch that is given placeholders."""
         args, kwargs = resolved((args, kwargs))
         with torch._C.DisableTorchFunctionSubclass():
@@ -108,7 +96,7 @@ class _Here(local):
 
 
 here = _Here()
-_nowhere = PlaceholderContext(_META)
+_nowhere = PlaceholderContext(META)
 
 
 class Placeholder(torch.Tensor):
@@ -209,22 +197,20 @@ class Placeholder(torch.Tensor):
         cls,
         func: Callable[..., Any],
         types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
+        args: Args = (),
+        kwargs: Kwargs | None = None,
     ) -> Any:
         return (here.context or _nowhere).call(func, args, kwargs or {})
 
     @classmethod
-    def __torch_dispatch__(
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Args = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         leaves, spec = pytree.tree_flatten((args, kwargs))
         placeholders = [leaf for leaf in leaves if isinstance(leaf, Placeholder)]
         context = here.context or PlaceholderContext(placeholders[0].device)
         source = context.source(placeholders)
         if func is torch.ops.aten._local_scalar_dense.default:
-            raise _no_data(source, "a number")
+            raise no_data(source, "a number")
         if context.mixed:
             _require_no_writing(func, args, kwargs, source)
         metas = [_without_data(leaf) for leaf in leaves]
@@ -233,12 +219,12 @@ class Placeholder(torch.Tensor):
             return func(*meta_args, **{**meta_kwargs, "device": context.device})
         if depends_on_data(func, args):
             if context.numbers is None:
-                raise _no_data(source, str(func))
+                raise no_data(source, str(func))
             for placeholder in placeholders:
                 context.note_asked(placeholder)
-            output = _sized(func, meta_args, meta_kwargs, context, source.maker)
+            output = sized(func, meta_args, meta_kwargs, context, source.maker)
         else:
-            output = _made(func, meta_args, meta_kwargs, context, source)
+            output = made(func, meta_args, meta_kwargs, context, source)
         device = next((leaf for leaf in leaves if isinstance(leaf, torch.device)), context.device)
         # An operation in place returns the tensor itself.
         same = {id(meta): leaf for meta, leaf in zip(metas, leaves, strict=True)}
@@ -246,9 +232,9 @@ class Placeholder(torch.Tensor):
         def as_made(meta: torch.Tensor) -> Placeholder:
             placeholder = same.get(id(meta))
             if not isinstance(placeholder, Placeholder):
-                made = Placeholder(meta, source.maker, source.stage, device)
-                context.note_made(made, placeholders, func)
-                return made
+                new = Placeholder(meta, source.maker, source.stage, device)
+                context.note_made(new, placeholders, func)
+                return new
             if (meta.shape, meta.stride()) != (placeholder.shape, placeholder.stride()):
                 context.note_change()
             context.note_written(placeholder, placeholders, func)
@@ -280,9 +266,14 @@ pytree.register_pytree_node(
 
 def as_meta(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor on the meta device with the same shape, strides and type."""
-    if isinstance(tensor, Placeholder):
-        return tensor.meta
-    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=_META)
+    return tensor.meta if isinstance(tensor, Placeholder) else on_meta(tensor)
+
+
+def _without_data(leaf: Any) -> Any:
+    if isinstance(leaf, torch.Tensor):
+        # Several may have one meta tensor in common, and some operations change its shape.
+        return as_meta(leaf).detach()
+    return META if isinstance(leaf, torch.device) else leaf
 
 
 def resolved(tree: Any) -> Any:
@@ -294,73 +285,7 @@ def resolved(tree: Any) -> Any:
     )
 
 
-def _without_data(leaf: Any) -> Any:
-    if isinstance(leaf, torch.Tensor):
-        # Several may have one meta tensor in common, and some operations change its shape.
-        return as_meta(leaf).detach()
-    return _META if isinstance(leaf, torch.device) else leaf
-
-
-def _made(
-    func: Any,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    context: PlaceholderContext,
-    source: Placeholder,
-) -> Any:
-    """What an operation returns without data; of zeros, if it cannot do without."""
-    try:
-        return func(*args, **kwargs)
-    except Exception as error:
-        if not context.mixed and not isinstance(error, NotImplementedError):
-            raise
-        if func.overloadpacket is torch.ops.aten._pack_padded_sequence:
-            raise _no_data(source, "a packed sequence") from error
-        if not context.mixed or torch.Tag.data_dependent_output in func.tags:
-            raise _no_data(source, str(func)) from error
-        return _filled(func, args, kwargs, most=False)
-
-
-def _sized(
-    func: Any,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    context: PlaceholderContext,
-    maker: str,
-) -> Any:
-    """What an operation returns whose shape depends on data, in the sizes that it had there."""
-    most, least = (_filled(func, args, kwargs, most=all_) for all_ in (True, False))
-
-    def taken(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-        likely = zip(one.shape, other.shape, strict=True)
-        shape = [context.numbers.take_size(sizes, maker) for sizes in likely]
-        return torch.empty(shape, dtype=one.dtype, device=_META)
-
-    return pytree.tree_map(taken, most, least)
-
-
-def _filled(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, most: bool) -> Any:
-    """What an operation that needs data returns for zeros; or for data that makes most of it."""
-    device = torch.device("cpu")
-
-    def filled(leaf: Any) -> Any:
-        if isinstance(leaf, torch.Tensor):
-            is_mask = leaf.dtype in _INDICES
-            # Other places than the first may be beyond the end.
-            is_place = func is torch.ops.aten.index.Tensor and not is_mask
-            if is_mask or is_place or not most:
-                return torch.full(tuple(leaf.shape), most and is_mask, dtype=leaf.dtype)
-            return torch.arange(leaf.numel(), dtype=leaf.dtype).view(leaf.shape)
-        return device if isinstance(leaf, torch.device) else leaf
-
-    args, kwargs = pytree.tree_map(filled, (args, kwargs))
-    with torch._C.DisableTorchFunctionSubclass():
-        return pytree.tree_map_only(torch.Tensor, as_meta, func(*args, **kwargs))
-
-
-def _require_no_writing(
-    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], source: Placeholder
-) -> None:
+def _require_no_writing(func: Any, args: Args, kwargs: Kwargs, source: Placeholder) -> None:
     """Raise if an operation would write what is not here into a tensor that is."""
     if not func._schema.is_mutable:
         return
@@ -374,11 +299,3 @@ def _require_no_writing(
                 "stage has, but only one stage has that value; make a new tensor instead, or cut "
                 "the model with taktline.pipeline, which traces it"
             )
-
-
-def _no_data(source: Placeholder, what: str) -> PartitionError:
-    return PartitionError(
-        f"the forward asks for {what}, which depends on the data that {source.maker!r} returns, "
-        "but only one stage has that data, while each stage goes through the forward; cut the "
-        "model elsewhere, or by hand"
-    )

@@ -1,9 +1,8 @@
 """Forwards that are plain: which submodules they call, and with what, is always the same.
 
-A plain forward has assignments, loops over its submodules, and arithmetic. The functions it calls
-are as plain as itself, or some of torch that look at no data. Attributes and globals are numbers
-and the like, which are watched, and conditions depend on these and on shapes alone, or on whether
-something is None::
+A plain forward has assignments, conditions, loops over its submodules, and arithmetic. What it
+calls is as plain as itself, or a function of torch that looks at no data. Attributes and globals
+are numbers and the like, which are watched::
 
     def forward(self, tokens):
         x = self.embed(tokens) + self.position(torch.arange(tokens.shape[1]))
@@ -11,18 +10,17 @@ something is None::
             x = layer(x)
         return self.head(self.norm(x))
 
-So what one call has shown holds for all that look alike.
+So what one call has shown holds for all that look alike, if a walk has seen that the forward asks
+no tensor for a number, as in a condition, and draws no random ones.
 """
 
 from __future__ import annotations
 
-import ast
 import builtins
 from collections.abc import Container, Mapping, Sequence, Sized
 from dis import get_instructions
-from inspect import getattr_static, getsource
-from textwrap import dedent
-from types import CodeType, FunctionType
+from inspect import CO_VARARGS, CO_VARKEYWORDS, getattr_static
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -63,34 +61,24 @@ class Guards:
         return list(map(len, self._parts)) == self._sizes
 
 
-_NODES = (
-    *(ast.arguments, ast.arg, ast.Assign, ast.AugAssign, ast.For, ast.Return, ast.Expr),
-    *(ast.Name, ast.Constant, ast.Tuple, ast.Attribute, ast.Call, ast.keyword, ast.Subscript),
-    *(ast.Slice, ast.BinOp, ast.UnaryOp, ast.operator, ast.unaryop, ast.expr_context),
+_CODES = (
+    *("RESUME", "NOP", "NOT_TAKEN", "CACHE", "EXTENDED_ARG", "COPY", "SWAP", "PUSH_NULL"),
+    *("POP_TOP", "LOAD_GLOBAL", "LOAD_ATTR", "LOAD_METHOD", "PRECALL", "KW_NAMES", "CALL"),
+    *("CALL_KW", "GET_ITER", "FOR_ITER", "END_FOR", "POP_ITER", "UNPACK_SEQUENCE", "BUILD_TUPLE"),
+    *("BUILD_SLICE", "COMPARE_OP", "IS_OP", "TO_BOOL", "RETURN_VALUE", "RETURN_CONST"),
 )
+_FAMILIES = ("LOAD_FAST", "STORE_FAST", "BINARY_", "UNARY_", "JUMP_", "POP_JUMP_")
+_CONSTANTS = ("LOAD_CONST", "LOAD_SMALL_INT")
+"""What plain code does, as Python 3.11 and later call it: it sets nothing but its own names."""
 _MODULES = (torch, nn.functional)
 _LOOPS = ("range", "enumerate", "zip", "reversed", "len")
 _OPERATIONS = (
     *("arange", "cat", "contiguous", "device", "dim", "dropout", "dtype", "expand", "flatten"),
-    *(
-        "gelu",
-        "mean",
-        "ndim",
-        "numel",
-        "ones",
-        "permute",
-        "relu",
-        "reshape",
-        "shape",
-        "size",
-        "softmax",
-    ),
-    *("sqrt", "squeeze", "stack", "sum", "tanh", "transpose", "unsqueeze", "view", "zeros"),
+    *("gelu", "mean", "ndim", "numel", "ones", "permute", "relu", "reshape", "shape", "size"),
+    *("softmax", "sqrt", "squeeze", "stack", "sum", "tanh", "transpose", "unsqueeze", "view"),
+    "zeros",
 )
 """Functions and attributes of torch that look at no data, and change nothing but generators."""
-_LOOKS = ("device", "dtype", "ndim", "shape")
-_SIZES = ("dim", "numel", "size")
-"""What is the same for all tensors that look alike."""
 _CHILDREN = ("children", "items", "keys", "named_children", "values")
 _ROWS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
@@ -175,16 +163,16 @@ class _Reader:
 
     def read(self, function: object) -> None:
         """Take note of what a function depends on; raise if it is not plain."""
-        if not isinstance(function, FunctionType) or function.__code__.co_freevars:
+        if not isinstance(function, FunctionType):
             raise _NotPlain
         if function in self._seen:
             return
         self._seen.add(function)
-        text = _Text(_definition(function))
-        for name in text.names:
+        names, attributes = _reads(function)
+        for name in names:
             self._read_name(function.__globals__, name)
-        for name in text.attributes:
-            self._read_attribute(name, name in text.conditions)
+        for name in attributes:
+            self._read_attribute(name)
 
     def _read_name(self, names: Mapping[str, Any], name: str) -> None:
         value = names.get(name, vars(builtins).get(name))
@@ -198,7 +186,7 @@ class _Reader:
             raise _NotPlain
         self._guards.watch(names, name)
 
-    def _read_attribute(self, name: str, is_condition: bool) -> None:
+    def _read_attribute(self, name: str) -> None:
         is_known = name in _OPERATIONS or name in _CHILDREN
         for container in self._containers:
             tables = (container._modules, container._parameters, container._buffers)
@@ -206,12 +194,9 @@ class _Reader:
                 value = vars(container)[name]
                 if is_constant(value):
                     self._guards.watch(vars(container), name)
-                elif is_condition or not isinstance(value, Placeholder):
+                elif not isinstance(value, Placeholder):
                     raise _NotPlain
-            elif any(name in table for table in tables):
-                if is_condition:
-                    raise _NotPlain
-            else:
+            elif not any(name in table for table in tables):
                 value = getattr_static(type(container), name, None)
                 if value is None or (name in _CHILDREN and type(container) in _ROWS):
                     continue
@@ -223,167 +208,26 @@ class _Reader:
             raise _NotPlain
 
 
-def _definition(function: FunctionType) -> ast.AST:
-    """The text of a function, if it is that of its code."""
-    try:
-        parsed = ast.parse(dedent(getsource(function.__code__)))
-    except (OSError, SyntaxError) as error:
-        raise _NotPlain from error
-    compiled = compile(parsed, "", "exec", dont_inherit=True)
-    codes = [part for part in compiled.co_consts if isinstance(part, CodeType)]
-    if _operations(function.__code__) not in map(_operations, codes):
-        raise _NotPlain  # written anew since it was loaded, or part of something else
-    return parsed.body[0]
-
-
-def _operations(code: CodeType) -> list[Any]:
-    """What code does; how it calls methods depends on where it was compiled."""
-    names = (each.opname.replace("METHOD", "ATTR") for each in get_instructions(code))
-    return [code.co_names, *(name for name in names if name not in ("PRECALL", "PUSH_NULL"))]
-
-
-class _Text(ast.NodeVisitor):
-    """What a function reads: attributes, also as conditions, and names that are not its own."""
-
-    def __init__(self, definition: ast.AST) -> None:
-        if not isinstance(definition, ast.FunctionDef) or definition.decorator_list:
+def _reads(function: FunctionType) -> tuple[set[str], set[str]]:
+    """The globals and the attributes that a function reads."""
+    whole = function.__code__
+    defaults = (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
+    has_any = whole.co_flags & (CO_VARARGS | CO_VARKEYWORDS)
+    if has_any or whole.co_freevars or not all(map(is_constant, defaults)):
+        raise _NotPlain
+    names: set[str] = set()
+    attributes: set[str] = set()
+    before = ""
+    for step in get_instructions(whole):
+        code = step.opname
+        if code not in (*_CODES, *_CONSTANTS) and not code.startswith(_FAMILIES):
             raise _NotPlain
-        self.attributes: set[str] = set()
-        self.conditions: set[str] = set()
-        self.names: set[str] = set()
-        self._decisive: set[str] = set()
-        """Names that conditions depend on."""
-        self._own: set[str] = set()
-        self._counters: set[str] = set()
-        arguments = definition.args
-        if arguments.vararg or arguments.kwarg:
+        # Which of two arguments is the same object may differ each time.
+        if code == "IS_OP" and before not in _CONSTANTS:
             raise _NotPlain
-        for argument in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs):
-            self._own.add(argument.arg)
-        for part in (*arguments.defaults, *filter(None, arguments.kw_defaults), *definition.body):
-            self.visit(part)
-        if self._decisive & self._own:
-            raise _NotPlain
-        self.names -= self._own
-
-    def generic_visit(self, node: ast.AST) -> None:
-        """Go on, in what is plain."""
-        if not isinstance(node, _NODES):
-            raise _NotPlain
-        super().generic_visit(node)
-
-    def visit_AnnAssign(self, node: ast.AnnAssign) -> None:
-        """An assignment; its type is for readers."""
-        for part in filter(None, (node.target, node.value)):
-            self.visit(part)
-
-    def visit_If(self, node: ast.If) -> None:
-        """A condition that depends on no data."""
-        self._read_condition(node.test)
-        for part in (*node.body, *node.orelse):
-            self.visit(part)
-
-    def visit_IfExp(self, node: ast.IfExp) -> None:
-        """One of two values."""
-        self._read_condition(node.test)
-        self.visit(node.body)
-        self.visit(node.orelse)
-
-    def _read_condition(self, node: ast.expr) -> None:
-        """Take note of what a condition, or a number in it, depends on: shapes and attributes."""
-        match node:
-            case ast.Constant():
-                return
-            case ast.Name(id=name):
-                self._decisive.add(name)
-                self.visit(node)
-            case ast.UnaryOp(operand=operand):
-                self._read_condition(operand)
-            case ast.BoolOp(values=values):
-                self._read_all(values)
-            case ast.BinOp(left=left, right=right):
-                self._read_all([left, right])
-            case ast.Attribute(attr=name):
-                # Of a tensor, what depends on no data; else what an attribute of the model is.
-                if name not in _LOOKS:
-                    self.conditions.add(name)
-                self.visit(node)
-            case ast.Subscript(value=ast.Attribute(attr=name), slice=part) if name in _LOOKS:
-                self._read_condition(part)
-                self.visit(node.value)
-            case ast.Call(func=ast.Attribute(attr=name), args=args, keywords=[]) if name in _SIZES:
-                self._read_all(args)
-                self.visit(node)
-            case ast.Compare(left=left, ops=ops, comparators=others):
-                if all(isinstance(each, (ast.Is, ast.IsNot)) for each in ops):
-                    if not all(isinstance(each, ast.Constant) for each in others):
-                        raise _NotPlain
-                    self.visit(left)
-                else:
-                    self._read_all([left, *others])
-            case _:
-                raise _NotPlain
-
-    def _read_all(self, nodes: Sequence[ast.expr]) -> None:
-        for node in nodes:
-            self._read_condition(node)
-
-    def visit_For(self, node: ast.For) -> None:
-        """A loop, which may count."""
-        called = node.iter.func if isinstance(node.iter, ast.Call) else None
-        name = called.id if isinstance(called, ast.Name) else ""
-        target = node.target
-        if name == "enumerate" and isinstance(target, ast.Tuple):
-            target = target.elts[0]
-        if name in ("enumerate", "range") and isinstance(target, ast.Name):
-            self._counters.add(target.id)
-        self.generic_visit(node)
-
-    def visit_Assign(self, node: ast.Assign | ast.AugAssign) -> None:
-        """An assignment, which must not be to what a loop counts."""
-        targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-        named = {
-            part.id for each in targets for part in ast.walk(each) if isinstance(part, ast.Name)
-        }
-        if named & self._counters:
-            raise _NotPlain
-        self.generic_visit(node)
-
-    visit_AugAssign = visit_Assign
-
-    def visit_Name(self, node: ast.Name) -> None:
-        """A name that is read or given a value."""
-        (self.names if isinstance(node.ctx, ast.Load) else self._own).add(node.id)
-
-    def visit_Attribute(self, node: ast.Attribute) -> None:
-        """An attribute, which must not be given a value."""
-        if not isinstance(node.ctx, ast.Load):
-            raise _NotPlain
-        self.attributes.add(node.attr)
-        self.generic_visit(node)
-
-    def visit_Subscript(self, node: ast.Subscript) -> None:
-        """An element in a place that depends on no data."""
-        if not isinstance(node.ctx, ast.Load) or not self._is_fixed(node.slice):
-            raise _NotPlain
-        self.generic_visit(node)
-
-    def visit_Call(self, node: ast.Call) -> None:
-        """A call; how often a loop runs depends on no data."""
-        if isinstance(node.func, ast.Name) and node.func.id == "range":
-            for part in node.args:
-                is_length = isinstance(part, ast.Call) and ast.unparse(part.func) == "len"
-                if not is_length and not self._is_fixed(part):
-                    raise _NotPlain
-        self.generic_visit(node)
-
-    def _is_fixed(self, node: ast.AST | None) -> bool:
-        if isinstance(node, ast.Name):
-            return node.id in self._counters
-        if isinstance(node, ast.Tuple):
-            return all(map(self._is_fixed, node.elts))
-        if isinstance(node, ast.Slice):
-            return all(map(self._is_fixed, (node.lower, node.upper, node.step)))
-        if isinstance(node, ast.UnaryOp):
-            return self._is_fixed(node.operand)
-        return node is None or isinstance(node, ast.Constant)
+        if code == "LOAD_GLOBAL":
+            names.add(step.argval)
+        elif code in ("LOAD_ATTR", "LOAD_METHOD"):
+            attributes.add(step.argval)
+        before = code
+    return names, attributes

@@ -12,9 +12,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from taktline.split.example import Args, Kwargs
+from taktline.split.named.mutable import is_constant
 from taktline.split.named.plain import Guards
 from taktline.split.named.replacement import call_of
-from taktline.split.named.shape_probe import is_constant
 
 __all__ = ["Program", "Seen", "versions_of", "written"]
 
@@ -62,8 +63,8 @@ class Seen(NamedTuple):
     """A call of a submodule of this stage, as it was seen."""
 
     module: nn.Module
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
+    args: Args
+    kwargs: Kwargs
     before: Mapping[int, int]
     """The versions of its arguments."""
     output: Any

@@ -9,9 +9,8 @@ of a submodule of another stage is known, all this is put where the forward look
 from __future__ import annotations
 
 import operator
-import sys
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from inspect import getclosurevars, isfunction, unwrap
 from typing import Any, NamedTuple
@@ -22,26 +21,20 @@ from torch import nn
 from taktline import pytree
 from taktline.errors import PartitionError
 from taktline.split.named.mutable import is_mutable, look_at
+from taktline.split.named.of_transformers import lists
 from taktline.split.named.placeholder import Placeholder
 
 __all__ = [
-    "INSTALLED",
     "Before",
     "Recorded",
-    "hook",
-    "hook_routers",
-    "lists",
     "recorded",
     "refill",
     "replayed",
     "since",
 ]
 
-INSTALLED = "_output_capturing_hooks_installed"
-"""The attribute of a model that says that it has its hooks."""
 _TABLES = frozenset(vars(nn.Module()))
 _CONTAINERS = (list, dict, deque)
-_COLLECTING = "transformers.utils.output_capturing"
 
 
 class Recorded(NamedTuple):
@@ -54,36 +47,6 @@ class Recorded(NamedTuple):
     """Tensors that it has kept in attributes of its own, by their names."""
     arguments: tuple[Any, ...] = ()
     """Its arguments, if it has changed lists or dicts among them."""
-
-
-def hook_routers(model: nn.Module) -> None:
-    """Let a model that collects the logits of routers have its hooks before it is copied."""
-    collecting: Any = sys.modules.get(_COLLECTING)
-    if collecting is not None and getattr(
-        getattr(model, "config", None), "output_router_logits", False
-    ):
-        known = collecting._CAN_RECORD_REGISTRY
-        hook(part for part in model.modules() if str(type(part)) in known)
-
-
-def hook(models: Iterable[nn.Module]) -> None:
-    """Let models have their hooks before they are copied.
-
-    Copies would register them each by themselves, with layers that they share.
-    """
-    for model in models:
-        sys.modules[_COLLECTING].maybe_install_capturing_hooks(model)
-
-
-def _collector() -> Any:
-    return getattr(sys.modules.get(_COLLECTING), "_active_collector", None)
-
-
-def lists() -> dict[str, list[Any]]:
-    """The lists of the model that is running, by the names of what they collect."""
-    collector = _collector()
-    found = None if collector is None else collector.get()
-    return {} if not found else {key: part for key, part in found.items() if type(part) is list}
 
 
 def since(lengths: Mapping[str, int]) -> dict[str, list[Any]]:

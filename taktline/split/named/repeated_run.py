@@ -6,11 +6,13 @@ from collections.abc import Callable
 from typing import Any
 
 from taktline import pytree
+from taktline.split.example import Args, Call, Kwargs
 from taktline.split.named.kind import found_at
+from taktline.split.named.layout import Layout
 from taktline.split.named.recorded import replayed
-from taktline.split.named.script import Coming, Script, Step, is_like
+from taktline.split.named.script import Coming, Step, is_like
 from taktline.split.named.shape_probe import ShapeProbe
-from taktline.split.named.stage_run import Leave, StageRun
+from taktline.split.named.stage_run import Given, Leave, StageRun
 
 __all__ = ["RepeatedRun", "Unlike"]
 
@@ -24,16 +26,14 @@ class RepeatedRun(StageRun):
 
     repeats = True
 
-    def __init__(self, *place: Any, script: Script) -> None:
-        super().__init__(*place)
+    def __init__(self, layout: Layout, stage: int, given: Given) -> None:
+        super().__init__(layout, stage, given)
         self._counts = bool(self._kind.sends) or self._layout.is_shared(self._stage)
         self.bare = self._is_in and not self._counts
-        self._script = script
-        self._steps = iter(script.steps)
+        self._script: Any = given.kind.script
+        self._steps = iter(self._script.steps)
 
-    def before_own(
-        self, unit: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def before_own(self, unit: Any, args: Args, kwargs: Kwargs) -> Call:
         """Make sure that all values have come where the stage begins."""
         if self._kind.sends:
             self._note_before(unit, args, kwargs)
@@ -49,16 +49,12 @@ class RepeatedRun(StageRun):
         self.bare = not self._counts
         return arguments
 
-    def note_own(
-        self, unit: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any
-    ) -> None:
+    def note_own(self, unit: Any, args: Args, kwargs: Kwargs, output: Any) -> None:
         """Keep what later stages need."""
         if self._counts:
             super().note_own(unit, args, kwargs, output)
 
-    def call_again(
-        self, probe: ShapeProbe, training: bool, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def call_again(self, probe: ShapeProbe, training: bool, args: Args, kwargs: Kwargs) -> Any:
         """What the script has; raises :class:`Leave` where this stage ends."""
         if self._is_in:
             self.require_exit(probe)
@@ -74,7 +70,7 @@ class RepeatedRun(StageRun):
 
     call_foreign = call_again
 
-    def call(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def call(self, func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
         """What the script says; afterwards, whatever there are placeholders for yet."""
         if self._is_in:
             return super().call(func, args, kwargs)
@@ -83,7 +79,7 @@ class RepeatedRun(StageRun):
             raise Unlike
         return self._played(step, args, kwargs)
 
-    def _played(self, step: Step, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _played(self, step: Step, args: Args, kwargs: Kwargs) -> Any:
         """The output of a step, if these are its arguments."""
         values = self._values
         if not is_like(step.args, args, values) or (

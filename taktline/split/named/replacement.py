@@ -192,16 +192,15 @@ def _foreign_kind(kind: type[nn.Module]) -> type:
     made = made_from(kind, mixin)
     for name in {name for part in kind.__mro__ for name in vars(part)} - set(dir(nn.Module)):
         if not hasattr(getattr_static(kind, name), "__get__"):
-            setattr(made, name, property(_getter(name), _setter(name)))
+            setattr(made, name, _of_probe(name))
     return made
 
 
-def _getter(name: str) -> Callable[[Any], Any]:
-    return lambda self: getattr(self._probe.module, name)
-
-
-def _setter(name: str) -> Callable[[Any, Any], None]:
-    return lambda self, value: setattr(self._probe.module, name, value)
+def _of_probe(name: str) -> property:
+    return property(
+        lambda self: getattr(self._probe.module, name),
+        lambda self, value: setattr(self._probe.module, name, value),
+    )
 
 
 def foreign_unit(probe: ShapeProbe, kind: type[nn.Module], training: bool) -> nn.Module:

@@ -14,50 +14,41 @@ tensors with data.
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
 
 from taktline import pytree
+from taktline.split.example import Args, Kwargs
 from taktline.split.named.mutable import is_constant
 from taktline.split.named.placeholder import Placeholder
 from taktline.split.named.recorded import Recorded
 
-__all__ = ["Coming", "Event", "Script", "Step", "Surroundings", "is_like", "written"]
-
-
-class Event(NamedTuple):
-    """A call of a submodule of another stage, or of a function of torch with placeholders."""
-
-    who: object
-    training: bool | None
-    """Of a submodule."""
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    output: Any
-
-
-class Step(NamedTuple):
-    """An event, as it is to be known again."""
-
-    who: Any
-    training: bool | None
-    args: tuple[Any, ...]
-    """Placeholders are these very ones; a tensor with data is a :class:`_Look`."""
-    kwargs: dict[str, Any]
-    output: Any
-    makes: tuple[tuple[Any, ...], pytree.TreeSpec] | None
-    """The parts of the output, if it must be put together anew."""
-    runs: bool
-    """Whether the output has data, so that the function must run."""
-    only: object
-    """The one argument, if it is a placeholder and no more need be looked at."""
+__all__ = ["Coming", "Script", "Step", "is_like", "written"]
 
 
 _NOTHING = object()
+
+
+class Step(NamedTuple):
+    """A call of a submodule of another stage, or of a function of torch with placeholders."""
+
+    who: Any
+    training: bool | None
+    """Of a submodule."""
+    args: Args
+    """In a script: placeholders are these very ones, a tensor with data is a :class:`_Look`."""
+    kwargs: Kwargs
+    output: Any
+    makes: tuple[tuple[Any, ...], pytree.TreeSpec] | None = None
+    """The parts of the output, if it must be put together anew."""
+    runs: bool = False
+    """Whether the output has data, so that the function must run."""
+    only: object = _NOTHING
+    """The one argument, if it is a placeholder and no more need be looked at."""
+
+
 _Tensor: Any = torch.Tensor
 _OF_GRADIENTS = (
     _Tensor.requires_grad.__get__,
@@ -69,7 +60,7 @@ _OF_GRADIENTS = (
 
 
 class Script(NamedTuple):
-    """All events up to where a stage begins."""
+    """All steps up to where a stage begins."""
 
     steps: tuple[Step, ...]
     places: tuple[tuple[tuple[Any, ...], int], ...]
@@ -97,73 +88,63 @@ class _Unknown(Exception):
 
 
 def written(
-    events: Iterable[Event],
+    seen: Iterable[Step],
     coming: Mapping[int, int],
     places: Sequence[tuple[tuple[Any, ...], int]],
 ) -> Script | None:
-    """The script of some events, after which a stage begins with values in these places.
+    """The script of what was seen, after which a stage begins with values in these places.
 
     ``coming`` are the values that come, by the ids of their placeholders, or of themselves. None if
-    there can be no script: values that come must be what an event returns, and placeholders of them
+    there can be no script: values that come must be what a step returns, and placeholders of them
     not go into operations before the stage begins, which would be done with their data.
     """
     made: set[int] = set()
     steps: list[Step] = []
-    for event in events:
+    for step in seen:
         try:
-            step = _step(event, coming)
+            known = _known_again(step, coming)
         except _Unknown:
             return None
-        if step is not None:
-            steps.append(step)
-            made.update(id(part) for part in pytree.tree_leaves(event.output))
+        if known is not None:
+            steps.append(known)
+            made.update(id(part) for part in pytree.tree_leaves(step.output))
     if not coming.keys() <= made:
         return None
     return Script(tuple(steps), tuple(places))
 
 
-def _step(event: Event, coming: Mapping[int, int]) -> Step | None:
-    """An event as a step; None if it will not be noticed, as it has placeholders no more."""
-    parts, tree = pytree.tree_flatten(event.output)
+def _known_again(step: Step, coming: Mapping[int, int]) -> Step | None:
+    """A step as it is to be known; None if it will go unnoticed, as it has no placeholders then."""
+    parts, tree = pytree.tree_flatten(step.output)
     tensors = [part for part in parts if isinstance(part, torch.Tensor)]
-    is_function = event.training is None
     runs = any(not isinstance(part, Placeholder) and id(part) not in coming for part in tensors)
-    if is_function:
-        given = [
-            part
-            for part in pytree.tree_leaves((event.args, event.kwargs))
-            if isinstance(part, Placeholder)
-        ]
-        if any(id(part) in coming for part in given):
-            if (
-                event.who in _OF_GRADIENTS
-                or tensors
-                or not all(id(part) in coming for part in given)
-            ):
+    if step.training is None:
+        leaves = pytree.tree_leaves((step.args, step.kwargs))
+        given = [id(part) in coming for part in leaves if isinstance(part, Placeholder)]
+        if any(given):
+            if step.who in _OF_GRADIENTS or tensors or not all(given):
                 raise _Unknown
             return None
     elif runs or not all(isinstance(part, torch.Tensor) or is_constant(part) for part in parts):
         raise _Unknown
     made = tuple(Coming(coming[id(part)]) if id(part) in coming else part for part in parts)
-    whole = event.output.output if type(event.output) is Recorded else event.output
+    is_recorded = type(step.output) is Recorded
+    whole = step.output.output if is_recorded else step.output
     is_shared = isinstance(whole, torch.Tensor) or type(whole) is tuple
-    if type(event.output) is Recorded and event.output.arguments:
-        is_shared = False
-    remade = not is_shared or any(type(part) is Coming for part in made)
-    output = None if runs or remade else event.output
-    args, kwargs = _known(event.args, coming), _known(event.kwargs, coming)
-    is_simple = (
-        len(args) == 1 and isinstance(args[0], Placeholder) and not (kwargs or remade or runs)
+    remade = (
+        not is_shared
+        or (is_recorded and step.output.arguments)
+        or any(type(part) is Coming for part in made)
     )
-    return Step(
-        event.who,
-        event.training,
-        args,
-        kwargs,
-        output,
-        (made, tree) if remade else None,
-        runs,
-        args[0] if is_simple else _NOTHING,
+    args, kwargs = _known(step.args, coming), _known(step.kwargs, coming)
+    is_simple = len(args) == 1 and isinstance(args[0], Placeholder)
+    return step._replace(
+        args=args,
+        kwargs=kwargs,
+        output=None if runs or remade else step.output,
+        makes=(made, tree) if remade else None,
+        runs=runs,
+        only=args[0] if is_simple and not (kwargs or remade or runs) else _NOTHING,
     )
 
 
@@ -220,39 +201,3 @@ def _all_like(known: Iterable[Any], found: Iterable[Any], values: Sequence[Any])
         if one is not other and not is_like(one, other, values):
             return False
     return True
-
-
-class Surroundings:
-    """What a forward changes beside its tensors; if it does, it must not be begun anew."""
-
-    def __init__(self, containers: Sequence[nn.Module], device: torch.device) -> None:
-        self._containers = containers
-        self._device = device
-        self.renew()
-
-    def renew(self) -> None:
-        """Look again."""
-        self._before = self._attributes(), random.getstate(), *self._generators()
-
-    def changed(self) -> bool:
-        """Whether random numbers were drawn, or an attribute of the model is another."""
-        attributes, drawn, *generators = self._before
-        return (
-            attributes != self._attributes()
-            or drawn != random.getstate()
-            or not all(map(torch.equal, generators, self._generators()))
-        )
-
-    def _attributes(self) -> list[Any]:
-        return [
-            (key, value if is_constant(value) else list(map(id, value)))
-            for container in self._containers
-            for key, value in vars(container).items()
-            if is_constant(value) or type(value) in (tuple, list, dict, set)
-        ]
-
-    def _generators(self) -> list[torch.Tensor]:
-        states = [torch.get_rng_state()]
-        if self._device.type == "cuda":
-            states.append(torch.cuda.get_rng_state(self._device))
-        return states

@@ -15,13 +15,15 @@ from taktline import pytree
 from taktline.errors import PartitionError
 from taktline.meta import TensorMeta
 from taktline.side_values import Aside, Skip
+from taktline.split.example import Args, Kwargs
+from taktline.split.named.looks import Recent, autocast_of, look
 from taktline.split.named.mutable import is_constant
 from taktline.split.named.numbers import NUMBERS, Number
-from taktline.split.named.placeholder import Absent, Placeholder, PlaceholderContext, as_meta, here
-from taktline.split.named.recent import Recent
-from taktline.split.named.recorded import Before, Recorded, lists, recorded
+from taktline.split.named.of_transformers import lists
+from taktline.split.named.placeholder import Placeholder, PlaceholderContext, as_meta, here
+from taktline.split.named.recorded import Before, Recorded, recorded
 
-__all__ = ["ShapeProbe", "autocast_of", "look", "require_plain"]
+__all__ = ["ShapeProbe", "require_plain"]
 
 
 class _Given(NamedTuple):
@@ -92,8 +94,8 @@ class ShapeProbe:
 
     def output(
         self,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        args: Args,
+        kwargs: Kwargs,
         *,
         training: bool,
         stage: int,
@@ -154,7 +156,7 @@ class ShapeProbe:
         return part if numbers is None else numbers.note(part)
 
     def _learn(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], training: bool, device: torch.device
+        self, args: Args, kwargs: Kwargs, training: bool, device: torch.device
     ) -> tuple[list[Any], pytree.TreeSpec]:
         leaves, spec = pytree.tree_flatten((args, kwargs))
         self.module.train(training)
@@ -330,32 +332,5 @@ def require_plain(tensor: torch.Tensor, whence: str) -> None:
         )
 
 
-def look(value: Any) -> Any:
-    """What a forward can see of an argument without its data, to be compared.
-
-    Without pytree where possible: this runs for every submodule before a stage, each time.
-    """
-    kind = type(value)
-    if kind is tuple or kind is list:
-        return (kind, *[look(part) for part in value])
-    if kind is dict:
-        return (kind, *[(key, look(part)) for key, part in value.items()])
-    if kind is Absent:
-        return value
-    if isinstance(value, torch.Tensor):
-        plain = value.meta if isinstance(value, Placeholder) else value  # which answers faster
-        return (plain.shape, plain.stride(), plain.dtype)
-    if is_constant(value):
-        return (kind, value)
-    leaves, spec = pytree.tree_flatten(value)
-    return type(value) if spec.is_leaf() else (spec, *map(look, leaves))
-
-
 def _reason(error: Exception) -> str:
     return str(error).strip() or type(error).__name__
-
-
-def autocast_of(device: torch.device) -> torch.dtype | None:
-    """The type that autocast has for results on a device."""
-    kind = device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None

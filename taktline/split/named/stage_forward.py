@@ -18,20 +18,21 @@ from torch import nn
 
 from taktline import pytree
 from taktline.errors import PartitionError
+from taktline.split.example import Args, Call, Kwargs
 from taktline.split.named import program
 from taktline.split.named.changes import Changes
 from taktline.split.named.course import Course
-from taktline.split.named.kind import Call, Kind
+from taktline.split.named.first_run import FirstRun, OtherTypes
+from taktline.split.named.kind import Kind
 from taktline.split.named.layout import Layout
-from taktline.split.named.lent import copies
+from taktline.split.named.looks import Recent, autocast_of, look
+from taktline.split.named.mutable import copies
+from taktline.split.named.of_transformers import require_not_collected, without_cache
 from taktline.split.named.placeholder import Absent, Placeholder
 from taktline.split.named.plain import guards_of
-from taktline.split.named.recent import Recent
 from taktline.split.named.repeated_run import RepeatedRun, Unlike
 from taktline.split.named.replacement import is_own_unit
-from taktline.split.named.script import Surroundings
-from taktline.split.named.shape_probe import autocast_of, look
-from taktline.split.named.stage_run import FirstRun, Leave, OtherTypes, StageRun
+from taktline.split.named.stage_run import Given, Leave, StageRun
 from taktline.split.named.walk import device_of, walk
 from taktline.split.named.watch import inner_of, watching
 from taktline.stage.names import unwrapped
@@ -48,22 +49,21 @@ def crossings_of(piece: nn.Module) -> list[str]:
 
     Nothing for other modules, or if no call was seen yet.
     """
-    stage_forward: StageForward | None = vars(piece).get("_stage_forward")
-    course = None if stage_forward is None else stage_forward.layout.course
-    if stage_forward is None or course is None or stage_forward._is_last:
+    forward: StageForward | None = vars(piece).get("_stage_forward")
+    if forward is None or forward.layout.course is None or forward._is_last:
         return []
-    begun = f"{stage_forward.layout.cuts[stage_forward.stage]} (an argument)"
+    course, stage = forward.layout.course, forward.stage
     return [
-        *([begun] * len(course.crossings[stage_forward.stage])),
-        *map(str, course.beside[stage_forward.stage]),
-        *(["numbers that the forward asks for"] if course.numbers[stage_forward.stage] else []),
+        *([f"{forward.layout.cuts[stage]} (an argument)"] * len(course.crossings[stage])),
+        *map(str, course.beside[stage]),
+        *(["numbers that the forward asks for"] if course.numbers[stage] else []),
     ]
 
 
 def has_dynamic_shapes(piece: nn.Module) -> bool:
     """Whether the shapes of what crosses boundaries depend on data, as an example has shown."""
-    stage_forward: StageForward | None = vars(piece).get("_stage_forward")
-    course = None if stage_forward is None else stage_forward.layout.course
+    forward: StageForward | None = vars(piece).get("_stage_forward")
+    course = None if forward is None else forward.layout.course
     return course is not None and course.is_sized
 
 
@@ -92,8 +92,8 @@ class StageForward:
         self,
         piece: nn.Module,
         forward: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        args: Args,
+        kwargs: Kwargs,
     ) -> Any:
         """The forward of this stage: what the next one needs, or the model's output."""
         values, came = self._received(args, kwargs)
@@ -125,10 +125,11 @@ class StageForward:
         made: Sequence[torch.Tensor] = ()
         if kind.changes is not False and any(value.requires_grad for value in values):
             values, made = copies(values)
+        given = Given(values, came, device, kind)
         try:
-            output = self._again(kind, forward, values, came, device)
+            output = self._again(given, forward)
             if output is _UNKNOWN:
-                output = self._first(kind, piece, forward, values, came, device)
+                output = self._first(given, piece, forward)
         finally:
             self._known.keep(key, kind)
             if modes and changes is not None:
@@ -139,40 +140,25 @@ class StageForward:
             kind.changes = any(copy._version for copy in made)
         return output
 
-    def _again(
-        self,
-        kind: Kind,
-        forward: Callable[..., Any],
-        values: Sequence[Any],
-        came: Call,
-        device: torch.device,
-    ) -> Any:
+    def _again(self, given: Given, forward: Callable[..., Any]) -> Any:
         """Do as in a call before; or report that there is none to follow."""
-        if kind.program is not None and kind.program.guards.hold():
-            output = kind.program.run(values)
-            return output[0] if self._is_last else kind.handed_on(output, came)
+        kind = given.kind
+        if kind.program is not None:
+            if kind.program.guards.hold():
+                output = kind.program.run(given.values)
+                return output[0] if self._is_last else kind.handed_on(output, given.came)
+            kind.program = None
         if kind.script is not None:
-            place = (self.layout, self.stage, values, device, kind)
             try:
-                return self._pass(RepeatedRun(*place, script=kind.script), forward, kind, came)
+                return self._pass(RepeatedRun(self.layout, self.stage, given), forward)
             except Unlike:
                 if self._changes is not None:
                     self._changes.undo()
         return _UNKNOWN
 
-    def _first(
-        self,
-        kind: Kind,
-        piece: nn.Module,
-        forward: Callable[..., Any],
-        values: Sequence[Any],
-        came: Call,
-        device: torch.device,
-    ) -> Any:
+    def _first(self, given: Given, piece: nn.Module, forward: Callable[..., Any]) -> Any:
         """Go through the forward with placeholders, and note what may help others of its kind."""
-        containers = {name: piece.get_submodule(name) for name in sorted(self.layout.containers)}
-        around = Surroundings(list(containers.values()), device) if kind.is_open else None
-        versions = program.versions_of(values)
+        kind, versions = given.kind, program.versions_of(given.values)
         units = {name: piece.get_submodule(name) for name in self.layout.probes}
         # Not of what was put around a unit since: that calls what it likes.
         own = {name: module for name, module in units.items() if is_own_unit(module)}
@@ -187,59 +173,62 @@ class StageForward:
         tries = 0
         while True:  # with the types that are known, with none, and whatever they are
             tries += 1
-            stage_run = FirstRun(
-                *(self.layout, self.stage, values, device, kind),
-                types=self._types,
-                around=around,
-                last=tries == 3,
-            )
+            run = FirstRun(self.layout, self.stage, given, types=self._types, last=tries == 3)
             try:
-                with watching(stage_run, inner) if inner else nullcontext():
-                    output = self._pass(stage_run, forward, kind, came)
+                with watching(run, inner) if inner else nullcontext():
+                    output = self._pass(run, forward)
+                break
             except OtherTypes as other:
                 self._types = other.types
                 changes.undo()
-                continue
+        kind.script = run.script
+        kind.is_open = kind.script is not None
+        if not kind.is_checked:
+            kind.is_checked = True
+            changed = self.layout.common_in(changes.changed())
             is_watched = bool(inner) or not self.layout.inner
-            if not kind.is_checked:
-                changed = self.layout.common_in(changes.changed())
-                self._require_like(kind, stage_run.order, changed, is_watched=is_watched)
-                kind.is_checked = True
-            kind.script, kind.program = stage_run.script, None
-            kind.is_open = kind.script is not None
-            stage_run.check_around()
-            if stage_run.seen is not None and kind.is_plain:
-                whole = self.layout
-                plain = guards_of(whole.kind, containers, whole.probes, whole.hooked)
-                if plain is not None:
-                    returned = [output] if self._is_last else output[0]
-                    kind.program = program.written(
-                        stage_run.seen, values, versions, returned, plain, list(containers.values())
-                    )
-            return output
+            self._require_like(kind, run.order, changed, is_watched=is_watched)
+            if run.seen is not None:
+                kind.program = self._program(piece, run.seen, given, versions, output)
+        return output
 
-    def _pass(
-        self, stage_run: StageRun, forward: Callable[..., Any], kind: Kind, came: Call
-    ) -> Any:
+    def _program(
+        self,
+        piece: nn.Module,
+        seen: Sequence[program.Seen],
+        given: Given,
+        versions: Mapping[int, int],
+        output: Any,
+    ) -> program.Program | None:
+        """What to do without the forward in later calls, if that is plain."""
+        layout = self.layout
+        containers = {name: piece.get_submodule(name) for name in sorted(layout.containers)}
+        guards = guards_of(layout.kind, containers, layout.probes, layout.hooked)
+        if guards is None:
+            return None
+        returned = [output] if self._is_last else output[0]
+        places = list(containers.values())
+        return program.written(seen, given.values, versions, returned, guards, places)
+
+    def _pass(self, run: StageRun, forward: Callable[..., Any]) -> Any:
+        kind, came = run.given.kind, run.given.came
         args, kwargs = kind.call(came)
-        with stage_run:
+        with run:
             try:
                 output = forward(*args, **kwargs)
             except Leave as leave:
-                beside = stage_run.beside() if kind.sends or kind.asks else ()
-                return kind.packed(leave.arguments, beside, came, stage_run.require_handed_on)
-        return stage_run.finish(output)
+                beside = run.beside() if kind.sends or kind.asks else ()
+                return kind.packed(leave.arguments, beside, came, run.require_handed_on)
+        return run.finish(output)
 
     @property
     def _is_last(self) -> bool:
         return self.stage == self.layout.stages - 1
 
-    def _received(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], Call]:
+    def _received(self, args: Args, kwargs: Kwargs) -> tuple[tuple[Any, ...], Call]:
         """What came from the stage before, and what the model was called with."""
         if self.stage == 0:
-            return (), (args, self._without_cache(args, kwargs))
+            return (), (args, without_cache(self.layout.arguments[len(args) :], kwargs))
         if len(args) != 3 or not isinstance(args[0], tuple):
             raise PartitionError(
                 f"stage {self.stage} takes what stage {self.stage - 1} returns, not the arguments "
@@ -255,7 +244,7 @@ class StageForward:
         """
         kind = Kind.of(came, device)
         call = kind.call(came)
-        self._require_not_recorded(call[1])
+        require_not_collected(self.layout.empty_model, call[1])
         whole = self.layout
         if is_measured and whole.course is not None and whole.example == look(call):
             course = whole.course
@@ -321,32 +310,6 @@ class StageForward:
         except Exception:
             return True  # somebody looks at its data
         return _crossing(without) != _crossing(course)
-
-    def _without_cache(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Keywords that keep a model of transformers from caching keys and values.
-
-        Most do so unless told otherwise. No stage could return the cache of all layers.
-        """
-        names = self.layout.arguments
-        if "use_cache" not in names[len(args) :] or kwargs.get("use_cache") is not None:
-            return kwargs
-        return {**kwargs, "use_cache": False}
-
-    def _require_not_recorded(self, kwargs: dict[str, Any]) -> None:
-        """Raise if a model of transformers is to collect what layers return, in all stages."""
-        config = getattr(self.layout.empty_model, "config", None)
-        for name in ("output_hidden_states", "output_attentions", "use_cache"):
-            default = name != "use_cache" and getattr(config, name, False)
-            if kwargs.get(name, default):
-                raise PartitionError(
-                    f"{name} asks for what the layers of all stages return, and each stage has "
-                    "only its own; leave it out, or register hooks with the layers of the pieces"
-                )
-        if kwargs.get("output_router_logits") and not getattr(config, "output_router_logits", True):
-            raise PartitionError(
-                "output_router_logits asks for what is inside of the layers; say so before the "
-                "model is cut: model.config.output_router_logits = True"
-            )
 
     def _require_at_home(self, course: Course) -> None:
         """Raise if a unit or parameter is used in another stage than that which has it."""

@@ -1,33 +1,25 @@
-"""A run through a model's forward without data, to see what is called when and what crosses.
-
-A stage begins with a unit, and gets what the forward hands to it. What it uses beside that, of what
-earlier stages have made, crosses too: what a unit has returned, or was given, under its name; what
-the forward has made of such values by itself is made of them again where it is used.
-"""
+"""A run through a model's forward without data, to see what is called when and what crosses."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from taktline import pytree
 from taktline.errors import PartitionError
+from taktline.split.example import Args, Kwargs
 from taktline.split.named.carried import find_uncarried
 from taktline.split.named.changes import Changes
-from taktline.split.named.checkpoints import Checkpoints
-from taktline.split.named.course import Course, Path, Value
-from taktline.split.named.cuts import Cut
+from taktline.split.named.course import Course, Cut
 from taktline.split.named.layout import Layout
-from taktline.split.named.numbers import Guess, Numbers, Sizes
-from taktline.split.named.placeholder import ANYWHERE, Absent, Placeholder
-from taktline.split.named.recorded import INSTALLED, replayed
-from taktline.split.named.shape_probe import ShapeProbe
+from taktline.split.named.numbers import Guess, Sizes
+from taktline.split.named.of_transformers import INSTALLED
+from taktline.split.named.walk_context import Walk
 from taktline.split.named.watch import watching
 
 __all__ = ["device_of", "find_refused", "walk"]
@@ -35,8 +27,8 @@ __all__ = ["device_of", "find_refused", "walk"]
 
 def walk(
     layout: Layout,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    args: Args,
+    kwargs: Kwargs,
     *,
     anew: bool = False,
     thorough: bool = False,
@@ -47,50 +39,54 @@ def walk(
     whether to try each of them by itself. ``anew`` is whether every call of a unit is to run, also
     one that is like another.
     """
-    found: list[Course] = []
-    failed: Exception | None = None
-    guesses = [Guess(0)]
-    for guess in guesses:
-        course = Course()
-        try:
-            _walk(course, layout, args, kwargs, guess=guess, anew=anew)
-            found.append(course)
-        except PartitionError:
-            raise
-        except Exception as error:  # a wrong guess leads anywhere
-            failed = failed or error
-        if course.is_guessed and guess is guesses[0]:
-            guesses += Guess.others(course.guessed if thorough else ())
-    if failed is not None and not found:
-        raise failed
-    for other in found[1:]:
-        found[0].join(other)
-    course = found[0]
+    course, *others = _courses(layout, args, kwargs, thorough=thorough, anew=anew)
+    for other in others:
+        course.join(other)
     for error in _uncarried(course, layout, args, kwargs).values():
         raise error
     return course
 
 
-def find_refused(layout: Layout, args: tuple[Any, ...], kwargs: dict[str, Any]) -> set[Cut]:
+def find_refused(layout: Layout, args: Args, kwargs: Kwargs) -> set[Cut]:
     """Those of a layout's cuts with which no stage can begin, even if it is the only cut."""
     refused: set[Cut] = set()
-    first, guesses = Course(), [Guess(0)]
+    try:
+        course, *_ = _courses(layout, args, kwargs, refused=refused)
+    except PartitionError:
+        return set(layout.cuts)
+    return refused | _uncarried(course, layout, args, kwargs).keys()
+
+
+def _courses(
+    layout: Layout,
+    args: Args,
+    kwargs: Kwargs,
+    *,
+    thorough: bool = False,
+    **options: Any,
+) -> list[Course]:
+    """What walks with several guesses have seen."""
+    found: list[Course] = []
+    failed: list[Exception] = []
+    guesses = [Guess(0)]
     for guess in guesses:
-        course = first if guess is guesses[0] else Course()
+        course = Course()
         try:
-            _walk(course, layout, args, kwargs, guess=guess, refused=refused)
+            _walk(course, layout, args, kwargs, guess=guess, **options)
+            found.append(course)
         except PartitionError:
-            return set(layout.cuts)
-        except Exception:
-            if course is first and not first.is_guessed:
-                raise  # a wrong guess leads anywhere
-        if course is first and first.is_guessed:
-            guesses += Guess.others(())
-    return refused | _uncarried(first, layout, args, kwargs).keys()
+            raise
+        except Exception as error:  # a wrong guess leads anywhere
+            failed.append(error)
+        if course.is_guessed and guess is guesses[0]:
+            guesses += Guess.others(course.guessed if thorough else ())
+    if not found:
+        raise failed[0]
+    return found
 
 
 def _uncarried(
-    course: Course, layout: Layout, args: tuple[Any, ...], kwargs: dict[str, Any]
+    course: Course, layout: Layout, args: Args, kwargs: Kwargs
 ) -> dict[Cut, PartitionError]:
     if not course.changed or not layout.cuts:
         return {}
@@ -104,8 +100,8 @@ def _uncarried(
 def _walk(
     course: Course,
     layout: Layout,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    args: Args,
+    kwargs: Kwargs,
     *,
     guess: Guess,
     anew: bool = False,
@@ -121,13 +117,14 @@ def _walk(
     devices = [device] if device.type == "cuda" else []
     # Random numbers that the forward draws by itself are drawn when it runs.
     with torch.random.fork_rng(devices=devices), _fork_random(), torch.no_grad():
-        context = _Walk(course, layout, device, guess=guess, anew=anew)
-        context.refused, context.at_end = refused, at_end
+        context = Walk(
+            course, layout, device, guess=guess, anew=anew, refused=refused, at_end=at_end
+        )
         context.arguments = set(map(id, pytree.tree_leaves((args, kwargs))))
         changes = Changes(layout.all_of(layout.empty_model))
         changes.keep()
         installed = _installed(layout)
-        drawn = _drawn_by_now()
+        drawn = _drawn_by_now(device)
         with context, context.numbers, Sizes(context), watching(context, layout.inner):
             try:
                 output = layout.kind.forward(layout.empty_model, *args, **kwargs)
@@ -143,7 +140,8 @@ def _walk(
                 course.changed = layout.common_in(changes.changed())
                 course.hooked = frozenset(_installed(layout) - installed)
                 course.is_guessed |= bool(context.numbers.guessed) or context.numbers.is_sized
-                course.is_drawn |= course.is_guessed or drawn != _drawn_by_now()
+                course.is_asking |= len(context.numbers) > 0
+                course.is_drawing |= drawn != _drawn_by_now(device)
                 kept = changes.values()
                 if at_end is None:
                     changes.undo()
@@ -155,10 +153,12 @@ def _installed(layout: Layout) -> set[str]:
     return {name for name, module in layout.common.items() if vars(module).get(INSTALLED)}
 
 
-def _drawn_by_now() -> tuple[Any, bytes]:
+def _drawn_by_now(device: torch.device) -> list[Any]:
     """Changes when random numbers are drawn."""
     with _disable_current_modes():
-        return random.getstate(), torch.get_rng_state().numpy().tobytes()
+        states = [torch.get_rng_state()]
+        states += [torch.cuda.get_rng_state(device)] if device.type == "cuda" else []
+        return [random.getstate(), *(state.numpy().tobytes() for state in states)]
 
 
 @contextmanager
@@ -176,274 +176,3 @@ def device_of(tree: Any) -> torch.device:
     tensors = (leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor))
     first = next(tensors, None)
     return torch.device("cpu") if first is None else first.device
-
-
-class _Place(NamedTuple):
-    """Where a placeholder was seen as an argument of a unit."""
-
-    value: Value
-    stage: int
-    time: int
-
-
-@dataclass(slots=True, eq=False)
-class _History:
-    """Where a placeholder comes from."""
-
-    stage: int
-    time: int
-    parents: Sequence[Placeholder] = ()
-    """What an operation has made it of."""
-    is_drawn: bool = False
-    """Whether the operation draws random numbers."""
-    is_view: bool = False
-    """Whether it has its data in common with what it is made of."""
-    output: Value | None = None
-    """The output of a unit that it is."""
-    places: list[_Place] = field(default_factory=list)
-    """Its first place in each stage."""
-    written: int = 0
-    """When it was changed in place."""
-
-    def named(self, before: int) -> _Place | None:
-        """By which name it is to be had, to make of it what was made at a time."""
-        found = [place for place in self.places if self.written <= place.time < before]
-        if self.output is not None and not self.written:
-            found.insert(0, _Place(self.output, self.stage, self.time))
-        # In the last stage that has it; there, as early as possible.
-        return next((place for place in found if place.stage == found[-1].stage), None)
-
-    def place(self, value: Value, stage: int, time: int) -> None:
-        """Note a place."""
-        if not self.places or self.places[-1].stage < stage or self.places[-1].time < self.written:
-            self.places.append(_Place(value, stage, time))
-
-
-class _Walk(Checkpoints):
-    """The forward of a model in which all is foreign, and the stage that it has come to."""
-
-    mixed = True
-    is_inside = False
-
-    def __init__(
-        self,
-        course: Course,
-        layout: Layout,
-        device: torch.device,
-        *,
-        guess: Guess,
-        anew: bool,
-    ) -> None:
-        super().__init__(device)
-        self.refused: set[Cut] | None = None
-        self.at_end: Callable[[int], None] | None = None
-        self.arguments: set[int] = set()
-        """The ids of the tensors that the model is called with."""
-        self.course = course
-        self.numbers = Numbers(self, guess=guess)
-        self._layout = layout
-        self._anew = anew
-        self._stage = 0
-        self._time = 1
-        self._needs: dict[Value, tuple[int, int]] = {}
-        """Of values that cross: the stages that has and that last needs it."""
-
-    def source(self, placeholders: Sequence[Placeholder]) -> Placeholder:
-        """One that is made by a stage, if there is any."""
-        for placeholder in placeholders:
-            if placeholder.parameter:
-                self.course.uses.setdefault(placeholder.maker, set()).add(self._stage)
-        return min(placeholders, key=lambda placeholder: placeholder.stage)
-
-    def note_made(self, made: Placeholder, placeholders: Sequence[Placeholder], func: Any) -> None:
-        """Note what a placeholder is made of."""
-        made.history = self._history(tuple(placeholders))
-        made.history.is_drawn = torch.Tag.nondeterministic_seeded in func.tags
-        made.history.is_view = any(part.alias_info is not None for part in func._schema.returns)
-
-    def note_written(
-        self, placeholder: Placeholder, placeholders: Sequence[Placeholder], func: Any
-    ) -> None:
-        """Note that a placeholder was changed in place, and what it is a view of."""
-        others = tuple(other for other in placeholders if other is not placeholder)
-        written = [placeholder]
-        while written:
-            history: _History | None = written.pop().history
-            if history is not None:
-                history.written = self._now()
-                history.is_drawn |= torch.Tag.nondeterministic_seeded in func.tags
-                written += history.parents if history.is_view else ()
-                history.parents = (*history.parents, *others)
-
-    def note_asked(self, placeholder: Placeholder) -> None:
-        """See to it that a stage which asks for a number has the data."""
-        self._bring(placeholder, "the forward")
-
-    def is_open(self, checkpoint: int) -> bool:
-        """Always: there is no data to be kept."""
-        return True
-
-    def note_inner(self, name: str) -> None:
-        """Note a call of what is inside of a unit."""
-        self.course.order.append((name, self._stage))
-
-    def call_foreign(
-        self, probe: ShapeProbe, training: bool, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
-        """Note a call, and return its placeholders."""
-        leaves = pytree.tree_leaves((args, kwargs))
-        placeholders = [(place, x) for place, x in enumerate(leaves) if isinstance(x, Placeholder)]
-        calls = self.course.calls.setdefault(probe.name, [])
-        call = len(calls)
-        if (probe.name, call) in self._layout.cuts:
-            self._begin(Cut(probe.name, call), args, kwargs)
-        calls.append(self._stage)
-        self.course.order.append((probe.name, self._stage))
-        for place, placeholder in placeholders:
-            self._bring(placeholder, repr(probe.name))
-            if placeholder.history is not None:
-                placeholder.history.place(
-                    Value(probe.name, call, False, place), self._stage, self._now()
-                )
-        if self._anew:
-            probe.forget()
-        output = probe.output(
-            args, kwargs, training=training, stage=self._stage, device=self.device
-        )
-        self._require_no_writing(probe, leaves)
-        for leaf, placeholder in enumerate(pytree.tree_leaves(output)):
-            if isinstance(placeholder, Placeholder) and placeholder.history is None:
-                placeholder.history = self._history()
-                placeholder.history.output = Value(probe.name, call, True, leaf)
-        return replayed(output, probe.module, args, kwargs)
-
-    def _require_no_writing(self, probe: ShapeProbe, leaves: Sequence[Any]) -> None:
-        """Raise if a unit changes in place what every stage makes for itself."""
-        for place in probe.writes:
-            written = leaves[place] if place < len(leaves) else None
-            is_made = isinstance(written, torch.Tensor) and not isinstance(written, Placeholder)
-            if is_made and id(written) not in self.arguments:
-                raise PartitionError(
-                    f"{probe.name!r} changes in place a tensor that the forward has made without "
-                    "data, and that every stage has; let it return what it adds"
-                )
-
-    def finish(self, output: Any, changed: Sequence[Any]) -> None:
-        """Check what has been seen, after the last call.
-
-        ``changed`` is what the forward has changed by itself.
-        """
-        missing = self._layout.cuts[self._stage :]
-        if self.refused is not None:
-            self.refused.update(missing)
-        elif missing:
-            raise PartitionError(
-                f"the forward of {self._layout.kind.__name__} does not call "
-                f"{', '.join(map(repr, missing))}, so no stage can begin there; name "
-                "submodules that it calls"
-            )
-        for leaf in pytree.tree_leaves(output):
-            if isinstance(leaf, Placeholder):
-                self._bring(leaf, "the output of the model")
-        for value in changed:
-            # The last stage has the model's own buffers.
-            if isinstance(value, Placeholder):
-                self._bring(value, "a buffer of the model")
-        self.course.beside = [[] for _ in self._layout.cuts]
-        for value, (home, last) in sorted(self._needs.items()):
-            for stage in range(home, last):
-                self.course.beside[stage].append(value)
-
-    def _history(self, parents: Sequence[Placeholder] = ()) -> _History:
-        return _History(self._stage, self._now(), parents)
-
-    def _now(self) -> int:
-        self._time += 1
-        return self._time
-
-    def _begin(self, cut: Cut, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        stage = self._layout.cuts.index(cut) + 1
-        if self.refused is not None:
-            self.refused.update(self._layout.cuts[self._stage : stage - 1])
-        elif stage > self._stage + 1:
-            raise PartitionError(
-                f"the forward calls {cut!r} before {self._layout.cuts[self._stage]!r}; list the "
-                "cuts in the order of their calls"
-            )
-        self.course.opened.update(self.open_checkpoints)
-        if self.at_end is not None:
-            self.at_end(self._stage)
-        crossing: list[Path] = []
-        given: list[tuple[int, Placeholder]] = []
-        for place, (path, leaf) in enumerate(pytree.tree_flatten_with_path((args, kwargs))[0]):
-            if isinstance(leaf, Placeholder) and leaf.stage != ANYWHERE:
-                self._bring(leaf, repr(cut))
-                crossing.append(path)
-                given.append((place, leaf))
-        self._stage = stage
-        for place, leaf in given:
-            if leaf.history is not None:
-                leaf.history.place(Value(*cut, False, place), stage, self._now())
-        self.course.crossings.append(frozenset(crossing))
-        self.course.guessed = list(self.numbers.guessed)
-        self.course.is_sized = self.numbers.is_sized
-        is_asked = self.course.guessed or self.course.is_sized
-        self.course.numbers.append(len(self.numbers) if is_asked else 0)
-
-    def _bring(self, placeholder: Placeholder, user: str) -> None:
-        """See to it that the present stage has a value."""
-        seen: set[tuple[int, int]] = set()
-        needed = [(placeholder, self._now())]
-        while needed:
-            placeholder, before = needed.pop()
-            if (id(placeholder), before) in seen:
-                continue
-            seen.add((id(placeholder), before))
-            history: _History | None = placeholder.history
-            if placeholder.owner:
-                self.course.units.setdefault(placeholder.owner, set()).add(self._stage)
-            elif placeholder.parameter:
-                self.course.uses.setdefault(placeholder.maker, set()).add(self._stage)
-            elif history is None:
-                if placeholder.stage < self._stage:
-                    self._refuse(placeholder.stage, self._missing(placeholder, user))
-            elif (place := history.named(before)) is not None:
-                self._cross(place, placeholder)
-            elif history.output is not None:
-                if history.stage < self._stage:
-                    self._refuse(history.stage, self._written(placeholder, user))
-            else:
-                if history.is_drawn and history.stage < self._stage:
-                    self._refuse(history.stage, self._drawn(placeholder, user))
-                needed += [(parent, history.time) for parent in history.parents]
-
-    def _refuse(self, stage: int, error: PartitionError) -> None:
-        """Refuse all cuts between a stage and the present one."""
-        if self.refused is None:
-            raise error
-        self.refused.update(self._layout.cuts[stage : self._stage])
-
-    def _cross(self, place: _Place, placeholder: Placeholder) -> None:
-        if place.stage < self._stage:
-            self._needs[place.value] = place.stage, self._stage
-            self.course.looks[place.value] = Absent(tuple(placeholder.shape), placeholder.dtype)
-
-    def _written(self, made: Placeholder, user: str) -> PartitionError:
-        return PartitionError(
-            f"{user} in stage {self._stage} uses {made.history.output} of stage "
-            f"{made.history.stage}, which the forward has changed in place since; make a new "
-            "tensor instead"
-        )
-
-    def _missing(self, made: Placeholder, user: str) -> PartitionError:
-        return PartitionError(
-            f"{user} in stage {self._stage} uses the data of {made.maker!r}, which only stage "
-            f"{made.stage} has"
-        )
-
-    def _drawn(self, made: Placeholder, user: str) -> PartitionError:
-        return PartitionError(
-            f"{user} in stage {self._stage} uses a value that the forward has made of "
-            f"{made.maker!r} with random numbers in stage {made.history.stage}, which no other "
-            "stage can draw again; let a submodule draw them, or cut the model elsewhere"
-        )

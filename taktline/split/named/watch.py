@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
@@ -14,17 +14,9 @@ from taktline.split.named.placeholder import here
 __all__ = ["inner_of", "watching"]
 
 
-class _Watching(Protocol):
-    is_inside: bool
-    """Whether a unit runs, so that what is in it is its own affair."""
-
-    def note_inner(self, name: str) -> None:
-        """Note a call of what is inside of a unit."""
-
-
 @contextmanager
-def watching(context: _Watching, names: Mapping[int, str]) -> Iterator[None]:
-    """Have a context note calls of modules, which are known by their ids."""
+def watching(context: Any, names: Mapping[int, str]) -> Iterator[None]:
+    """Have a forward note calls of modules, which are known by their ids, outside of units."""
 
     def note(module: nn.Module, args: Any) -> None:
         if here.context is context and not context.is_inside and id(module) in names:

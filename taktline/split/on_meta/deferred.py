@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import (
 
 from taktline import pytree
 from taktline.errors import StateError
+from taktline.split.example import Args, Kwargs
 from taktline.split.on_meta.log import Log, keep, tensors_in, written
 from taktline.split.on_meta.replay import replay
 
@@ -77,7 +78,7 @@ class _Recorder(TorchDispatchMode):
         with torch._C.DisableTorchFunction():
             return self._record(func, args, dict(kwargs or {}))
 
-    def _record(self, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _record(self, op: OpOverload, args: Args, kwargs: Kwargs) -> Any:
         given = list(tensors_in((args, kwargs)))
         if op is torch.ops.aten.lift_fresh.default and not given[0].is_meta:
             return self._log.constant(given[0])
@@ -104,7 +105,7 @@ class _Recorder(TorchDispatchMode):
         real = isinstance(value, torch.Tensor) and not value.is_meta
         return self._log.constant(value) if real else value
 
-    def _now(self, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _now(self, op: OpOverload, args: Args, kwargs: Kwargs) -> Any:
         """Carry out what the meta device does not know the shape of; its result is a constant."""
         args, kwargs = pytree.tree_map(lambda value: _real(self._log, value), (args, kwargs))
         result = op(*args, **kwargs)
@@ -118,9 +119,7 @@ class _Disguise(TorchFunctionMode):
         super().__init__()
         self._log = log
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Args = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func == _DEVICE:
             return torch.device("cpu") if args[0].is_meta else args[0].device

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -12,9 +13,54 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from taktline import pytree
 from taktline.errors import StateError
-from taktline.split.on_meta.draw_log import Draw, DrawLog
+from taktline.split.example import Args, Kwargs
 
-__all__ = ["Call", "GeneratorRef", "Log", "Ref", "find_log", "keep", "tensors_in", "written"]
+__all__ = ["Call", "Draw", "Log", "Ref", "find_log", "keep", "tensors_in", "written"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Draw:
+    """One operation that draws random numbers."""
+
+    generator: torch.Generator
+    number: int
+    """Which draw of this generator it is, from 1 up."""
+    begin: int | torch.Tensor | None
+    """None to go on; else after which draw, or from which state."""
+
+
+class DrawLog:
+    """The draws from one generator that are put off.
+
+    A generator stands still while nothing is drawn from it. Here it takes one step for each draw,
+    so that every place on its way looks different. A generator that is found elsewhere was seeded
+    (a state not seen before), or set back to where it had been (a state that was)::
+
+        draw 0 ─ draw 1 ─ seed(7) ─ draw 2 ─ set back ─ draw 3
+           └───────┴─────────────────────────────┴────────┘   3 goes on where 1 ended
+    """
+
+    def __init__(self, generator: torch.Generator) -> None:
+        self.generator = generator
+        self.start = generator.get_state()
+        self._place = _digest(self.start)
+        self._places = {self._place: 0}
+        self._count = 0
+
+    def put_off(self) -> Draw:
+        """Note a draw that is not made now."""
+        state = self.generator.get_state()
+        place = _digest(state)
+        begin = None if place == self._place else self._places.get(place, state)
+        self._count += 1
+        torch.rand((), generator=self.generator)
+        self._place = _digest(self.generator.get_state())
+        self._places[self._place] = self._count
+        return Draw(self.generator, self._count, begin)
+
+
+def _digest(state: torch.Tensor) -> bytes:
+    return hashlib.blake2b(state.numpy().tobytes(), digest_size=16).digest()
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,20 +83,13 @@ class Ref:
         return torch.ops.aten._neg_view.default(tensor) if self.negative else tensor
 
 
-@dataclass(frozen=True, slots=True)
-class GeneratorRef:
-    """A generator, by its number."""
-
-    number: int
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Call:
-    """One operation; tensors and generators in it are written as Ref and GeneratorRef."""
+    """One operation; tensors in it are written as Ref."""
 
     op: OpOverload
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
+    args: Args
+    kwargs: Kwargs
     made: tuple[Ref | None, ...]
     """Of each tensor that it returns: what it is known as later, if its memory is new."""
     reads: frozenset[int]
@@ -72,7 +111,7 @@ class Log:
         self.calls: list[Call] = []
         self.constants: dict[int, torch.Tensor] = {}
         """The bytes of memory that came with its values."""
-        self.draw_logs = [DrawLog(torch.default_generator)]
+        self.draw_logs: dict[torch.Generator, DrawLog] = {}
         self._numbers: dict[StorageWeakRef, int] = {}
 
     def __contains__(self, tensor: torch.Tensor) -> bool:
@@ -110,9 +149,7 @@ class Log:
         self._numbers[StorageWeakRef(whole.untyped_storage())] = ref.memory
         return ref.view(whole.untyped_storage())
 
-    def add(
-        self, op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
-    ) -> None:
+    def add(self, op: OpOverload, args: Args, kwargs: Kwargs, result: Any) -> None:
         """Write down an operation, unless it only looks at memory in another way."""
         draw = self._draw(kwargs) if torch.Tag.nondeterministic_seeded in op.tags else None
         reads = frozenset(self.ref(tensor).memory for tensor in tensors_in((args, kwargs)))
@@ -133,22 +170,15 @@ class Log:
         self._number(StorageWeakRef(tensor.untyped_storage()))
         return self.ref(tensor)
 
-    def _draw(self, kwargs: dict[str, Any]) -> Draw:
-        number = self._draw_log(kwargs.get("generator") or torch.default_generator)
-        return self.draw_logs[number].put_off(number)
-
-    def _draw_log(self, generator: torch.Generator) -> int:
-        for number, draw_log in enumerate(self.draw_logs):
-            if draw_log.generator is generator:
-                return number
-        self.draw_logs.append(DrawLog(generator))
-        return len(self.draw_logs) - 1
+    def _draw(self, kwargs: Kwargs) -> Draw:
+        generator = kwargs.get("generator") or torch.default_generator
+        if generator not in self.draw_logs:
+            self.draw_logs[generator] = DrawLog(generator)
+        return self.draw_logs[generator].put_off()
 
     def _write(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
             return self.ref(value)
-        if isinstance(value, torch.Generator):
-            return GeneratorRef(self._draw_log(value))
         # Values are made on the CPU, wherever they go then.
         return torch.device("cpu") if isinstance(value, torch.device) else value
 
@@ -171,9 +201,7 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
     return (leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor))
 
 
-def written(
-    op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> Iterator[torch.Tensor]:
+def written(op: OpOverload, args: Args, kwargs: Kwargs) -> Iterator[torch.Tensor]:
     """The tensors that an operation changes in place."""
     for place, argument in enumerate(op._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -58,19 +58,19 @@ def materialise(
     device = require_device(device)
     if state_dict is not None and not hasattr(state_dict, "__getitem__"):
         refuse("state_dict", "a mapping from names to tensors", state_dict)
-    missing = [] if device.type == "meta" else _missing(piece)
-    values = {want: value for want in missing if (value := _known(want, device)) is not None}
+    wants = [] if device.type == "meta" else _wanted(piece)
+    for want in wants:
+        want.value = _known(want, device)
     if state_dict is not None:
-        for want in _without(values, missing):
-            value = _looked_up(want, state_dict)
-            if value is not None:
-                values[want] = torch.empty_like(want.tensor, device=device).copy_(value)
-    _require_parameters(_without(values, missing), state_dict)
-    _replay(values, _without(values, missing), device)
-    _initialise(piece, values, _without(values, missing), device)
-    _require_rest(_without(values, missing), state_dict)
-    for want, value in values.items():
-        want.install(value)
+        for want in _open(wants):
+            if (value := _looked_up(want, state_dict)) is not None:
+                want.value = torch.empty_like(want.tensor, device=device).copy_(value)
+        _require_parameters(_open(wants))
+    _replay(_open(wants), device)
+    _initialise(piece, _open(wants), device)
+    _require_all(_open(wants), state_dict)
+    for want in wants:
+        want.install()
     for part in piece.modules():
         if isinstance(part, StageModule):
             part.set_device(device)
@@ -99,9 +99,10 @@ class _Place:
 
 @dataclass(slots=True, eq=False)
 class _Want:
-    """A tensor on the meta device: where it is to be replaced, and its names."""
+    """A tensor on the meta device: where it is to be replaced, its names, and its value."""
 
     tensor: torch.Tensor
+    value: torch.Tensor | None = None
     places: list[_Place] = field(default_factory=list)
     names: list[str] = field(default_factory=list)
 
@@ -110,8 +111,9 @@ class _Want:
         """Whether it must have a value of its own; the others can be computed."""
         return isinstance(self.tensor, nn.Parameter)
 
-    def install(self, value: torch.Tensor) -> None:
+    def install(self) -> None:
         """Put its value into its places."""
+        value: Any = self.value
         if self.is_parameter and not isinstance(value, nn.Parameter):
             made: Any = nn.Parameter(value, requires_grad=self.tensor.requires_grad)
             made.__class__ = type(self.tensor)
@@ -142,7 +144,7 @@ def _known(want: _Want, device: torch.device) -> torch.Tensor | None:
     return value if value is not None and value.device == here else None
 
 
-def _missing(piece: nn.Module) -> list[_Want]:
+def _wanted(piece: nn.Module) -> list[_Want]:
     """All tensors of a piece that are on the meta device, each once."""
     wants: dict[int, _Want] = {}
     for prefix, module in piece.named_modules(remove_duplicate=False):
@@ -162,8 +164,9 @@ def _missing(piece: nn.Module) -> list[_Want]:
     return list(wants.values())
 
 
-def _without(values: Mapping[_Want, object], wants: Iterable[_Want]) -> list[_Want]:
-    return [want for want in wants if want not in values]
+def _open(wants: Iterable[_Want]) -> list[_Want]:
+    """Those that have no value yet."""
+    return [want for want in wants if want.value is None]
 
 
 def _looked_up(want: _Want, state_dict: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
@@ -181,10 +184,10 @@ def _looked_up(want: _Want, state_dict: Mapping[str, torch.Tensor]) -> torch.Ten
     return value
 
 
-def _require_parameters(wants: list[_Want], state_dict: Mapping[str, torch.Tensor] | None) -> None:
-    """Raise if parameters are not in the state dict."""
+def _require_parameters(wants: list[_Want]) -> None:
+    """Raise if parameters were not in the state dict."""
     names = [want.names[0] for want in wants if want.is_parameter]
-    if names and state_dict is not None:
+    if names:
         raise StateError(
             f"the state dict lacks {counted(len(names), 'parameter')} of this piece: "
             f"{', '.join(names)}; it must have the model's own names",
@@ -192,13 +195,11 @@ def _require_parameters(wants: list[_Want], state_dict: Mapping[str, torch.Tenso
         )
 
 
-def _require_rest(wants: list[_Want], state_dict: Mapping[str, torch.Tensor] | None) -> None:
+def _require_all(wants: list[_Want], state_dict: Mapping[str, torch.Tensor] | None) -> None:
     """Raise if there is no way to a value."""
     names = [want.names[0] for want in wants]
     if names:
-        source = (
-            "is neither in the state dict nor told" if state_dict is not None else "is not told"
-        )
+        source = "is not told" if state_dict is None else "is neither in the state dict nor told"
         raise StateError(
             f"how these tensors are made {source}: {', '.join(names)}; build the model in "
             "taktline.split.deferred(), and change nothing of it behind that",
@@ -206,7 +207,7 @@ def _require_rest(wants: list[_Want], state_dict: Mapping[str, torch.Tensor] | N
         )
 
 
-def _replay(values: dict[_Want, torch.Tensor], wants: list[_Want], device: torch.device) -> None:
+def _replay(wants: list[_Want], device: torch.device) -> None:
     """Make what is in a log."""
     by_log: dict[Log, list[_Want]] = {}
     for want in wants:
@@ -217,32 +218,23 @@ def _replay(values: dict[_Want, torch.Tensor], wants: list[_Want], device: torch
         made = replay(log, [want.tensor for want in told])
         for want in reversed(told):
             # One at a time, so that no piece is on two devices at once.
-            values[want] = made.pop().to(device)
+            want.value = made.pop().to(device)
 
 
-def _initialise(
-    piece: nn.Module,
-    values: dict[_Want, torch.Tensor],
-    wants: list[_Want],
-    device: torch.device,
-) -> None:
+def _initialise(piece: nn.Module, wants: list[_Want], device: torch.device) -> None:
     """Make buffers as models of transformers do, which know how to for each of their modules."""
-    for want in wants:
-        if want.is_parameter:
-            continue
-        empty, place = torch.empty_like(want.tensor, device=device), want.places[0]
-        for host in _hosts(piece, place.module):
-            version = empty._version
-            place.put(empty)
-            with torch.no_grad(), torch.random.fork_rng(devices=[]):
-                host._init_weights(place.module)  # pyright: ignore[reportCallIssue]
-            value = place.get()
-            place.put(want.tensor)
-            if value is not None and (value is not empty or value._version > version):
-                values[want] = value
-
-
-def _hosts(piece: nn.Module, module: nn.Module) -> Iterator[nn.Module]:
-    """The innermost model that can initialise a module."""
     hosts = [part for part in piece.modules() if hasattr(part, "_init_weights")]
-    yield from [host for host in hosts if any(part is module for part in host.modules())][-1:]
+    for want in wants:
+        place = want.places[0]
+        around = [host for host in hosts if any(part is place.module for part in host.modules())]
+        if want.is_parameter or not around:
+            continue
+        empty = torch.empty_like(want.tensor, device=device)
+        version = empty._version
+        place.put(empty)
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            around[-1]._init_weights(place.module)  # pyright: ignore[reportCallIssue]
+        value = place.get()
+        place.put(want.tensor)
+        if value is not empty or empty._version > version:
+            want.value = value

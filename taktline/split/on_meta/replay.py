@@ -14,14 +14,14 @@ they draw is dropped at once::
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 
 from taktline import pytree
-from taktline.split.on_meta.draw_log import Draw
-from taktline.split.on_meta.log import Call, GeneratorRef, Log, Ref, tensors_in
+from taktline.split.on_meta.log import Call, Draw, Log, Ref, tensors_in
 
 __all__ = ["replay"]
 
@@ -48,15 +48,16 @@ class _Replay:
     def __init__(self, log: Log) -> None:
         self._log = log
         self._memories: dict[int, torch.UntypedStorage] = {}
-        self._generators = [torch.default_generator]
-        self._generators += [torch.Generator() for _ in log.draw_logs[1:]]
-        for generator, draw_log in zip(self._generators, log.draw_logs, strict=True):
-            generator.set_state(draw_log.start)
-        begins = (call.draw for call in log.calls if call.draw)
-        self._returns = {(draw.generator, draw.begin) for draw in begins if type(draw.begin) is int}
-        self._states = {
-            (number, 0): draw_log.start for number, draw_log in enumerate(log.draw_logs)
-        }
+        self._generators: dict[torch.Generator, torch.Generator] = {}
+        self._states: dict[tuple[torch.Generator, object], torch.Tensor] = {}
+        """Where generators stood after some of their draws, to which others come back."""
+        for generator, draw_log in log.draw_logs.items():
+            is_default = generator is torch.default_generator
+            self._generators[generator] = generator if is_default else torch.Generator()
+            self._generators[generator].set_state(draw_log.start)
+            self._states[generator, 0] = draw_log.start
+        draws = (call.draw for call in log.calls if call.draw)
+        self._returns = {(draw.generator, draw.begin) for draw in draws if type(draw.begin) is int}
 
     def run(self, asked: set[int]) -> dict[int, torch.UntypedStorage]:
         """Carry out what is needed for some memory."""
@@ -66,11 +67,7 @@ class _Replay:
         for at, call in enumerate(calls):
             if at not in kept and not (call.draw and at < drawing):
                 continue
-            if call.draw:
-                self._go_to(call.draw)
             self._do(call, scratch=at not in kept)
-            if call.draw:
-                self._leave(call.draw)
             for memory in (call.reads | call.writes) - asked if at in kept else ():
                 if last[memory] == at:
                     del self._memories[memory]
@@ -86,11 +83,12 @@ class _Replay:
                         value.size, value.stride, dtype=value.dtype, device="cpu"
                     )
                 return value.view(self._memory(value.memory))
-            return self._generators[value.number] if isinstance(value, GeneratorRef) else value
+            return self._generators[value] if isinstance(value, torch.Generator) else value
 
         torch.set_default_dtype(call.dtype)
         args, kwargs = pytree.tree_map(real, (call.args, call.kwargs))
-        result = call.op(*args, **kwargs)
+        with self._drawing(call.draw) if call.draw else nullcontext():
+            result = call.op(*args, **kwargs)
         if scratch:
             return
         for ref, tensor in zip(call.made, tensors_in(result), strict=True):
@@ -102,17 +100,17 @@ class _Replay:
             self._memories[number] = self._log.constants[number].clone().untyped_storage()
         return self._memories[number]
 
-    def _go_to(self, draw: Draw) -> None:
-        """Set a generator to where a draw begins."""
+    @contextmanager
+    def _drawing(self, draw: Draw) -> Iterator[None]:
+        """Set a generator to where a draw begins; keep where it ends, if another comes back."""
+        generator = self._generators[draw.generator]
         if isinstance(draw.begin, torch.Tensor):
-            self._generators[draw.generator].set_state(draw.begin)
+            generator.set_state(draw.begin)
         elif draw.begin is not None:
-            self._generators[draw.generator].set_state(self._states[draw.generator, draw.begin])
-
-    def _leave(self, draw: Draw) -> None:
-        """Keep the state behind a draw, if another one comes back to it."""
+            generator.set_state(self._states[draw.generator, draw.begin])
+        yield
         if (draw.generator, draw.number) in self._returns:
-            self._states[draw.generator, draw.number] = self._generators[draw.generator].get_state()
+            self._states[draw.generator, draw.number] = generator.get_state()
 
 
 def _kept(calls: Sequence[Call], asked: set[int]) -> set[int]:

@@ -12,6 +12,7 @@ from torch import fx, nn
 from torch.fx.node import map_aggregate
 
 from taktline.errors import PartitionError
+from taktline.split.example import Args, Call, Kwargs
 from taktline.split.traced.cut import Piece
 
 __all__ = ["StageModule", "WithoutKeywords"]
@@ -23,9 +24,7 @@ class WithoutKeywords:
 
     names: frozenset[str]
 
-    def __call__(
-        self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def __call__(self, module: nn.Module, args: Args, kwargs: Kwargs) -> Call:
         """Arguments without what only the first stage takes."""
         return args, {name: value for name, value in kwargs.items() if name not in self.names}
 

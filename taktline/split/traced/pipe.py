@@ -11,11 +11,12 @@ import torch
 import torch.distributed as dist
 from torch import fx, nn
 
-from taktline.checks import require_callable, require_instance, require_whole, shown
+from taktline.checks import require_callable, require_instance
 from taktline.errors import PartitionError
 from taktline.meta import as_arguments
+from taktline.split.example import Args, Kwargs
 from taktline.split.on_meta.materialise import materialise
-from taktline.split.pieces import Pieces
+from taktline.split.pieces import Pieces, require_stage
 from taktline.split.traced.cut import Piece, cut
 from taktline.split.traced.markers import SplitPoint, is_marker
 from taktline.split.traced.module import StageModule, WithoutKeywords
@@ -71,12 +72,8 @@ class Pipe(nn.Module):
 
     def get_stage_module(self, stage_idx: int) -> nn.Module:
         """The piece of one stage; its parameters and buffers are those of the model."""
-        if not 0 <= require_whole("stage_idx", stage_idx) < self.num_stages:
-            raise PartitionError(
-                f"there is no stage {shown(stage_idx)}: stages are numbered from 0 to "
-                f"{self.num_stages - 1}"
-            )
-        return self.split_gm.get_submodule(f"submod_pp_{stage_idx}")
+        stage = require_stage(stage_idx, self.num_stages)
+        return self.split_gm.get_submodule(f"submod_pp_{stage}")
 
     @property
     def ties(self) -> tuple[Tie, ...]:
@@ -144,8 +141,8 @@ def build_stage(
 
 def pipeline(
     module: nn.Module,
-    mb_args: tuple[Any, ...],
-    mb_kwargs: dict[str, Any] | None = None,
+    mb_args: Args,
+    mb_kwargs: Kwargs | None = None,
     split_spec: dict[str, SplitPoint] | None = None,
     split_policy: Callable[[fx.GraphModule], fx.GraphModule] | None = None,
 ) -> Pipe:
@@ -214,8 +211,8 @@ def assembled(
 
 def _other_mode(
     module: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any] | None,
+    args: Args,
+    kwargs: Kwargs | None,
     spec: dict[str, SplitPoint],
     policy: Policy | None,
     state: State,

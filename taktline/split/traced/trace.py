@@ -9,10 +9,12 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.fx.node import has_side_effect
 
 from taktline import pytree
 from taktline.errors import PartitionError
-from taktline.split.traced.beside import recording, with_losses
+from taktline.side_values import Aside, add_loss
+from taktline.split.example import Args, Kwargs
 from taktline.split.traced.markers import SplitPoint, marked, require_outside, tracing
 from taktline.split.traced.sizes import batch_dims
 
@@ -22,11 +24,18 @@ _log = logging.getLogger("taktline")
 
 Policy = Callable[[fx.GraphModule], fx.GraphModule]
 
+# A loss leaves its mark in the graph, and the piece that computes it adds it.
+_library = torch.library.Library("taktline", "FRAGMENT")
+_library.define("add_loss(Tensor loss) -> ()")
+_library.impl("add_loss", lambda loss: None, "CompositeExplicitAutograd")
+_LOSS = torch.ops.taktline.add_loss.default
+has_side_effect(_LOSS)
+
 
 def trace(
     module: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any] | None,
+    args: Args,
+    kwargs: Kwargs | None,
     spec: Mapping[str, SplitPoint],
     policy: Policy | None,
 ) -> fx.GraphModule:
@@ -40,7 +49,7 @@ def trace(
     if not isinstance(traced, fx.GraphModule):
         raise PartitionError(f"torch.export gave a {type(traced).__name__}, not a graph")
     require_outside(traced)
-    traced = with_losses(traced)
+    traced = _with_losses(traced)
     if policy is not None:
         traced = policy(traced)
         if not isinstance(traced, fx.GraphModule):
@@ -50,15 +59,41 @@ def trace(
     return traced
 
 
-def _export(
-    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None
-) -> torch.export.ExportedProgram:
+class _Recorder(Aside):
+    """The aside of a forward that is traced."""
+
+    def add(self, loss: torch.Tensor) -> None:
+        """Leave a mark."""
+        _LOSS(loss)
+
+
+@contextmanager
+def _recording() -> Iterator[None]:
+    """Record what a forward adds; what it puts, it must get."""
+    with _Recorder(0, {}) as aside:
+        yield
+    aside.finish()
+
+
+def _with_losses(traced: fx.GraphModule) -> fx.GraphModule:
+    """The graph, adding losses where it has marks."""
+    for part in traced.modules():
+        if isinstance(part, fx.GraphModule):
+            marks = [node for node in part.graph.nodes if node.target is _LOSS]
+            for node in marks:
+                node.target = add_loss
+            if marks:
+                part.recompile()
+    return traced
+
+
+def _export(module: nn.Module, args: Args, kwargs: Kwargs | None) -> torch.export.ExportedProgram:
     """Export a module for any size of the batch, or for the one of the example if that fails."""
     # Here, because it loads the compiler.
     from torch.export import export
 
     try:
-        with recording():
+        with _recording():
             shapes = _any_batch(module, args, kwargs)
             program = export(module, args, kwargs, dynamic_shapes=shapes, strict=False)
             if not _has_guards(program):
@@ -68,7 +103,7 @@ def _export(
         # with the model itself is raised again below; otherwise only batches of other sizes are
         # lost, and the log says why.
         _log.info("traced for one size of batch: %s: %s", type(error).__name__, error)
-    with recording():
+    with _recording():
         try:
             return export(module, args, kwargs, strict=False)
         except Exception as error:
@@ -82,7 +117,7 @@ def _export(
             ) from error
 
 
-def _any_batch(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Any:
+def _any_batch(module: nn.Module, args: Args, kwargs: Kwargs | None) -> Any:
     """What lets torch.export know that the first dimension of the tensors is that of one batch."""
     from torch.export import Dim, ShapesCollection
 
