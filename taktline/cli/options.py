@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
@@ -23,9 +23,12 @@ from taktline.plan import (
     read_timeline,
     simulate,
 )
+from taktline.plan.timeline_io import is_timeline
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
 
 __all__ = [
     "MEMORY",
@@ -48,7 +51,8 @@ __all__ = [
     "is_file",
     "load",
     "make_costs",
-    "read_timelines",
+    "rich_table",
+    "timelines_of",
     "waiting",
 ]
 
@@ -171,10 +175,56 @@ def make_costs(
     return Costs.from_dict(values)
 
 
-def read_timelines(target: str, predict: bool) -> list[Timeline]:
-    """The timeline in a file, behind the one that is simulated with its costs if that is asked."""
-    timeline = read_timeline(target)
-    return [simulate(timeline.plan, timeline.costs), timeline] if predict else [timeline]
+def timelines_of(
+    targets: Sequence[str],
+    ranks: int | None,
+    stages_per_rank: int | None,
+    microbatches: int | None,
+    times: tuple[float | None, float | None, float | None, float | None],
+    *,
+    predict: bool,
+) -> list[Timeline]:
+    """The timelines in files, and those that are simulated of plans and schedules.
+
+    ``times`` are the last four of :func:`make_costs`. With ``predict``, what a file's costs predict
+    comes before its timeline. Files keep their own numbers, which are meant for the schedules
+    beside them; and a number of stages is for the schedules that leave it open.
+    """
+    timelines: list[Timeline] = []
+    with waiting("simulating") as now:
+        for target in targets:
+            now(target)
+            if is_file(target) and is_timeline(target):
+                timeline = read_timeline(target)
+                timelines += [simulate(timeline.plan, timeline.costs)] * predict + [timeline]
+                continue
+            numbers = (ranks, stages_per_rank, microbatches)
+            if is_file(target) and not all(map(is_file, targets)):
+                numbers = (None, None, None)
+            elif len(targets) > 1 and not is_file(target) and find(target).stages_per_rank:
+                numbers = (ranks, None, microbatches)
+            plan, known = load(target, *numbers)
+            timelines.append(simulate(plan, make_costs(plan, known, *times)))
+    return timelines
+
+
+def rich_table(
+    headings: Sequence[str],
+    rows: Iterable[Sequence[str | Text]],
+    left: Container[str] = (),
+    **style: Any,
+) -> Table:
+    """A table for a console: the columns named in ``left`` to the left, the others to the right."""
+    from rich.table import Table
+
+    table = Table(**style)
+    for heading in headings:
+        text = heading in left
+        justify, overflow = ("left", "fold") if text else ("right", "ellipsis")
+        table.add_column(heading, justify=justify, overflow=overflow)
+    for row in rows:
+        table.add_row(*row)
+    return table
 
 
 def console(colour: bool | None) -> Console:

@@ -23,6 +23,7 @@ from taktline.cli.options import (
     echo_json,
     load,
     make_costs,
+    rich_table,
 )
 from taktline.plan import simulate as run
 from taktline.plan.timeline import Timeline
@@ -80,27 +81,25 @@ def simulate(
 
 
 def _show(timeline: Timeline, screen: Console) -> None:
-    from rich.table import Table
-
     plan = timeline.plan
     microbatches = counted(plan.microbatches, "micro-batch")
-    table = Table(title=f"{plan.name}: {plan.placement}, {microbatches}")
-    headings = ["rank", "stages", "busy", "idle", "span", "utilisation", "memory"]
-    kept = [0, 1, 2, 3, 6] if screen.width < NARROW else range(7)
-    for place in kept:
-        table.add_column(headings[place], justify="right")
+    rows = [["rank", "stages", "busy", "idle", "span", "utilisation", "memory"]]
     for rank in range(plan.ranks):
-        texts = [
-            str(rank),
-            " ".join(map(str, plan.placement.stages_of(rank))),
-            f"{timeline.busy[rank]:.4g}",
-            f"{timeline.makespan - timeline.busy[rank]:.4g}",
-            f"{timeline.rank_spans[rank]:.4g}",
-            f"{timeline.utilisation[rank]:.1%}",
-            f"{timeline.peak_memory[rank]:.4g}",
-        ]
-        table.add_row(*(texts[place] for place in kept))
-    screen.print(table)
+        rows.append(
+            [
+                str(rank),
+                " ".join(map(str, plan.placement.stages_of(rank))),
+                f"{timeline.busy[rank]:.4g}",
+                f"{timeline.makespan - timeline.busy[rank]:.4g}",
+                f"{timeline.rank_spans[rank]:.4g}",
+                f"{timeline.utilisation[rank]:.1%}",
+                f"{timeline.peak_memory[rank]:.4g}",
+            ]
+        )
+    if screen.width < NARROW:
+        rows = [[row[at] for at in (0, 1, 2, 3, 6)] for row in rows]
+    title = f"{plan.name}: {plan.placement}, {microbatches}"
+    screen.print(rich_table(rows[0], rows[1:], title=title))
     unit = f" {timeline.costs.unit}" if timeline.costs.unit else ""
     typer.echo(
         f"makespan {timeline.makespan:.6g}{unit}; bubble {timeline.bubble():.2%} of it, "

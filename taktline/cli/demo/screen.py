@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rich.console import Console
-from rich.table import Table
+
+from taktline.cli.options import rich_table
 
 __all__ = ["Screen"]
 
@@ -26,9 +27,4 @@ class Screen:
 
     def table(self, headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         """Words to the left, numbers to the right."""
-        table = Table()
-        for place, heading in enumerate(headings):
-            table.add_column(heading, justify="right" if place else "left")
-        for row in rows:
-            table.add_row(*row)
-        self._console.print(table)
+        self._console.print(rich_table(headings, rows, left=headings[:1]))
