@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from taktline import split
-from taktline.checkpoint.holding import state_of
+from taktline.checkpoint.holding import Held, priority_of, state_of
 from taktline.checkpoint.names import joined, same, tied_names
 from taktline.checks import read
 from taktline.errors import PartitionError
@@ -49,13 +49,17 @@ class Parts:
         """What the model calls something in a stage."""
         return f"{stage}.{name}" if self.prefixes else name
 
-    def first_names(self) -> dict[str, str]:
-        """The later names of a weight that has several, and the one that the model lists first."""
-        here = {
-            self.name(stage, name): value
+    def held(self) -> list[Held]:
+        """The parameters and lasting buffers of all stages here, by their names in the model."""
+        return [
+            Held(self.name(stage, name), value, priority_of(value, stage))
             for stage, module in self.modules.items()
             for name, value in state_of(module).items()
-        }
+        ]
+
+    def first_names(self) -> dict[str, str]:
+        """The later names of a weight that has several, and the one that the model lists first."""
+        here = {name: value for name, value, _ in self.held()}
         ties = {tie for module in self.modules.values() for tie in declared(module)}
         uses = ([self.name(*use) for use in tie.uses] for tie in ties)
         alike: dict[str, set[str]] = {}
