@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import ast
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -21,6 +22,7 @@ _OF_TORCH = frozenset(dir(torch.Tensor)) | frozenset(vars(torch.nn.Module()))
 _LOOKUPS = ("getattr", "hasattr", "setattr", "delattr")
 
 
+@cache
 def used() -> dict[str, set[str]]:
     """Each name, and the rooms that use it.
 
@@ -28,14 +30,17 @@ def used() -> dict[str, set[str]]:
     ``._version``. The shim for ``torch.distributed.pipelining`` has torch's names itself: there,
     only what it imports counts.
     """
-    trees = {path: ast.parse(path.read_text("utf-8")) for path in sorted(ROOT.rglob("*.py"))}
-    own = {name for tree in trees.values() for name in _defined(tree)}
+    # Listed once: to walk a tree takes longer than to look at what is in it.
+    files = {
+        path: list(ast.walk(ast.parse(path.read_text("utf-8")))) for path in ROOT.rglob("*.py")
+    }
+    own = {name for nodes in files.values() for name in _defined(nodes)}
     found: dict[str, set[str]] = {}
-    for path, tree in trees.items():
+    for path, nodes in files.items():
         room = path.relative_to(ROOT).parts[0].removesuffix(".py")
-        names = set(_imported(tree))
+        names = set(_imported(nodes))
         if room != "compat":
-            names |= {f".{name}" for name in _attributes(tree, own) if _is_private(name)}
+            names |= {f".{name}" for name in _attributes(nodes, own, names) if _is_private(name)}
         for name in names:
             found.setdefault(name, set()).add(room)
     return found
@@ -45,9 +50,9 @@ def _is_private(name: str) -> bool:
     return name.startswith("_") and not name.startswith("__")
 
 
-def _defined(tree: ast.AST) -> Iterator[str]:
+def _defined(nodes: Sequence[ast.AST]) -> Iterator[str]:
     """Names that are defined here: functions, classes, variables and fields."""
-    for node in ast.walk(tree):
+    for node in nodes:
         match node:
             case ast.FunctionDef(name=name) | ast.ClassDef(name=name) | ast.arg(arg=name):
                 yield name
@@ -57,10 +62,10 @@ def _defined(tree: ast.AST) -> Iterator[str]:
                 yield name
 
 
-def _imported(tree: ast.AST) -> Iterator[str]:
+def _imported(nodes: Sequence[ast.AST]) -> Iterator[str]:
     """What comes from a private module of torch, or is private in a public one."""
     modules: dict[str, str] = {}
-    for node in ast.walk(tree):
+    for node in nodes:
         match node:
             case ast.ImportFrom(module=str() as module, names=names) if _in_torch(module):
                 modules |= {name.asname or name.name: f"{module}.{name.name}" for name in names}
@@ -71,7 +76,7 @@ def _imported(tree: ast.AST) -> Iterator[str]:
     used = set(modules.values())
     used |= {
         ".".join([modules[path[0]], *path[1:]])
-        for node in ast.walk(tree)
+        for node in nodes
         if (path := _path(node)) and path[0] in modules
     }
     found = {_shortened(name) for name in used if any(map(_is_private, name.split(".")))}
@@ -92,11 +97,11 @@ def _is_module(name: str) -> bool:
         return False
 
 
-def _attributes(tree: ast.AST, own: set[str]) -> Iterator[str]:
+def _attributes(nodes: Sequence[ast.AST], own: set[str], imports: set[str]) -> Iterator[str]:
     """Attributes of others, written out or looked up."""
-    imported = {name for path in _imported(tree) for name in path.split(".")}
-    ours = own - _OF_TORCH | imported | _PYTHON
-    for node in ast.walk(tree):
+    imported = {name for path in imports for name in path.split(".")}
+    ours, theirs = own - _OF_TORCH | imported | _PYTHON, _OF_TORCH - own
+    for node in nodes:
         match node:
             case ast.Attribute(value=ast.Name(id="self"), attr=name) if name in own:
                 pass
@@ -105,7 +110,7 @@ def _attributes(tree: ast.AST, own: set[str]) -> Iterator[str]:
             case ast.Call(func=ast.Name(id=function), args=[_, ast.Constant(value=name), *_]):
                 if function in _LOOKUPS and isinstance(name, str) and name not in ours:
                     yield name
-            case ast.Constant(value=str() as name) if name in _OF_TORCH - own:
+            case ast.Constant(value=str() as name) if name in theirs:
                 yield name
 
 

@@ -135,6 +135,24 @@ class Timeline:
         """The time of that cost in which an average rank is idle."""
         return self.cost(by) - float(self.busy.mean())
 
+    def durations(self, *kinds: Kind) -> FloatArray:
+        """How long each stage took for each micro-batch, actions of several kinds together.
+
+        It is nan where there is none. An overlapped pair says nothing of its halves.
+
+        >>> from taktline.plan import build, simulate
+        >>> simulate(build("1f1b", ranks=2, microbatches=3)).durations(Kind.B)
+        array([[2., 2., 2.],
+               [2., 2., 2.]])
+        """
+        rows = self.plan.rows
+        at = np.flatnonzero(np.isin(rows.kind, kinds) & ~rows.joined & ~rows.second_of_pair())
+        table = np.full((self.plan.stages, self.plan.microbatches), np.nan)
+        place = (rows.stage[at], rows.microbatch[at])
+        table[place] = 0.0
+        np.add.at(table, place, (self.end - self.start)[at])
+        return table
+
     def spans(self, rank: int) -> Iterator[Span]:
         """What a rank did, in order; the two halves of an overlapped pair one after the other."""
         self.plan.require_rank(rank)

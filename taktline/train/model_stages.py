@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,7 +13,6 @@ from torch import nn
 from taktline import split
 from taktline.checkpoint.holding import Held, priority_of, state_of
 from taktline.checkpoint.names import joined, same, tied_names
-from taktline.checks import read
 from taktline.errors import PartitionError
 from taktline.plan import Plan
 from taktline.split import Pipe
@@ -22,7 +20,7 @@ from taktline.stage.ties import declared
 from taktline.text import counted
 from taktline.train.refusal import explained
 from taktline.transport import Transport
-from taktline.transport.control import share_texts
+from taktline.transport.control import share_values
 
 __all__ = ["Model", "Parts", "stages_in", "take_apart"]
 
@@ -190,13 +188,9 @@ def _note_names_of_stages(parts: Parts) -> None:
 
 def _note_names_of_all(parts: Parts, transport: Transport) -> None:
     """The same where each process knows only its own stages."""
-    mine = {stage: list(state_of(module)) for stage, module in parts.modules.items()}
-    texts = share_texts(transport, json.dumps(list(mine.items())), "Pipeline(…)")
-    by_stage = {
-        stage: names
-        for rank, text in enumerate(texts)
-        for stage, names in read(text, [(int, [str])], what=f"the stages of rank {rank}")
-    }
+    mine = [(stage, list(state_of(module))) for stage, module in parts.modules.items()]
+    told = share_values(transport, mine, [(int, [str])], "Pipeline(…)", what="the stages")
+    by_stage = {stage: names for stages in told for stage, names in stages}
     counts = Counter(name for names in by_stage.values() for name in names)
     ties = [tie for module in parts.modules.values() for tie in declared(module)]
     tied = {name for tie in ties for _, name in tie.uses}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Mapping, Sequence
 from math import prod
@@ -12,7 +11,6 @@ import torch.distributed as dist
 
 from taktline.checkpoint.holding import Holding, Together, foremost
 from taktline.checkpoint.snapshot import settle
-from taktline.checks import read
 from taktline.errors import MismatchError, TransportError
 from taktline.meta import DTYPES, name_of
 from taktline.sharding import is_sharded
@@ -21,7 +19,7 @@ from taktline.text import counted
 from taktline.train.build import Built
 from taktline.train.model_stages import Parts
 from taktline.train.ranks import Ranks
-from taktline.transport.control import share_texts
+from taktline.transport.control import share_values
 
 __all__ = ["gathered", "holding", "load", "own"]
 
@@ -72,7 +70,8 @@ def gathered(parts: Parts, ranks: Ranks) -> dict[str, torch.Tensor]:
         (name, list(value.shape), name_of(value.dtype), priorities.get(name, -1))
         for name, value in mine.items()
     ]
-    told = share_texts(ranks.transport, json.dumps(kinds), "state_dict(gathered=True)")
+    call, shape = "state_dict(gathered=True)", [(str, [int], str, int)]
+    told = share_values(ranks.transport, kinds, shape, call, what="the state")
     if not first:
         for value in mine.values():
             dist.send(value.to(ranks.device).contiguous(), group=ranks.group, group_dst=0)
@@ -90,9 +89,10 @@ def gathered(parts: Parts, ranks: Ranks) -> dict[str, torch.Tensor]:
     return {name: state[name] for name in (*parts.names, *state) if name in state}
 
 
-def _kinds(text: str, rank: int) -> list[tuple[str, list[int], torch.dtype, int]]:
+def _kinds(
+    kinds: list[tuple[str, list[int], str, int]], rank: int
+) -> list[tuple[str, list[int], torch.dtype, int]]:
     """The name, shape, type and priority of each tensor that a rank sends."""
-    kinds = read(text, [(str, [int], str, int)], what=f"the state of rank {rank}")
     for name, shape, dtype, _ in kinds:
         if dtype not in DTYPES or min(shape, default=0) < 0:
             raise TransportError(f"rank {rank} has no tensor {name} of {dtype}{shape}")
