@@ -12,15 +12,10 @@ import typer
 
 from taktline.cli.options import (
     MEMORY,
-    Backward,
     Colour,
-    Comm,
-    Forward,
-    Microbatches,
     Predict,
-    Ranks,
-    StagesPerRank,
-    Weight,
+    Size,
+    Times,
     complete,
     timelines_of,
 )
@@ -50,13 +45,9 @@ def show(
             autocompletion=complete,
         ),
     ],
-    ranks: Ranks = None,
-    stages_per_rank: StagesPerRank = None,
-    microbatches: Microbatches = None,
-    forward: Forward = None,
-    backward: Backward = None,
-    weight: Weight = None,
-    comm: Comm = None,
+    *,
+    size: Size,
+    times: Times,
     predict: Predict = False,
     output: Annotated[
         Path | None,
@@ -91,8 +82,7 @@ def show(
 
     - `taktline show dualpipev -r 4 -m 10 --forward 1 --backward 1.1 --comm 0.1 -o plan.svg`
     """
-    times = (forward, backward, weight, comm)
-    timelines = timelines_of(targets, ranks, stages_per_rank, microbatches, times, predict=predict)
+    timelines = timelines_of(targets, size, times, predict=predict)
     if output is None:
         _print(timelines, by, width, colour)
     else:

@@ -9,20 +9,13 @@ import typer
 from taktline.cli.options import (
     MEMORY,
     NARROW,
-    Backward,
     Colour,
-    Comm,
-    Forward,
     Json,
-    Microbatches,
-    Ranks,
-    StagesPerRank,
-    Weight,
+    Size,
+    Times,
     complete,
     console,
     echo_json,
-    load,
-    make_costs,
     rich_table,
 )
 from taktline.plan import simulate as run
@@ -40,13 +33,9 @@ def simulate(
         str,
         typer.Argument(metavar="FILE|NAME", help="A plan or a schedule.", autocompletion=complete),
     ],
-    ranks: Ranks = None,
-    stages_per_rank: StagesPerRank = None,
-    microbatches: Microbatches = None,
-    forward: Forward = None,
-    backward: Backward = None,
-    weight: Weight = None,
-    comm: Comm = None,
+    *,
+    size: Size,
+    times: Times,
     json: Json = False,
     colour: Colour = None,
 ) -> None:
@@ -60,8 +49,8 @@ def simulate(
 
     Costs in a file are those of its stages, and stay as they are.
     """
-    plan, known = load(target, ranks, stages_per_rank, microbatches)
-    timeline = run(plan, make_costs(plan, known, forward, backward, weight, comm))
+    plan, known = size.load(target)
+    timeline = run(plan, times.costs(plan, known))
     if json:
         echo_json(
             {

@@ -25,7 +25,7 @@ from taktline.plan.costs import Costs
 from taktline.plan.deps import needs
 from taktline.plan.memory import peak_memory
 from taktline.plan.plan import Plan
-from taktline.plan.rows import FloatArray, IntArray
+from taktline.plan.rows import FloatArray, IntArray, as_numbers
 from taktline.plan.validate import require_valid
 from taktline.text import counted
 
@@ -283,11 +283,7 @@ class Timeline:
 
 def _checked(name: str, column: Any, rows: int) -> FloatArray:
     """One finite number for each row."""
-    try:
-        numbers = np.asarray(column)
-    except (TypeError, ValueError):  # a ragged list, or what says that it is an array and is none
-        numbers = np.asarray("")
-    fits = numbers.dtype.kind in "iuf" and numbers.shape == (rows,)
-    if not (fits and np.isfinite(numbers).all()):
+    numbers = as_numbers(column)
+    if numbers is None or numbers.shape != (rows,):
         refuse(name, f"an array of {rows:,} numbers, one for each row of the plan", column)
     return numbers.astype(np.float64, copy=False)

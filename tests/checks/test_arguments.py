@@ -21,7 +21,7 @@ from taktline.errors import ArgumentError
             lambda: checks.require_number("n", math.nan, least=0),
             "a number from 0 up, not",
         ),
-        (lambda: checks.require_number("n", 10**999), "n must be a number, not an int"),
+        (lambda: checks.require_number("n", 10**999), "n must be a number, not 1000"),
         (lambda: checks.require_flag("n", "no"), "n must be True or False, not 'no'"),
         (lambda: checks.require_text("n", b"x"), "n must be a text, not b'x'"),
         (
