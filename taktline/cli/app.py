@@ -59,17 +59,14 @@ def _main(
 
 def _as_command(command: Callable[..., None]) -> Callable[..., None]:
     """A function as a command: with the fields of its groups of options, and errors in a line."""
-    own = inspect.signature(command, eval_str=True).parameters.values()
-    groups = {option.name: option.annotation for option in own if option.annotation in _GROUPS}
-    options = [
-        each.replace(kind=inspect.Parameter.KEYWORD_ONLY)
-        for option in own
-        for each in (
-            inspect.signature(option.annotation, eval_str=True).parameters.values()
-            if option.name in groups
-            else [option]
-        )
-    ]
+    own = inspect.signature(command, eval_str=True).parameters
+    groups = {n: each.annotation for n, each in own.items() if each.annotation in (Size, Times)}
+    options: list[inspect.Parameter] = []
+    for name, option in own.items():
+        inner = {name: option}
+        if name in groups:
+            inner = inspect.signature(groups[name], eval_str=True).parameters
+        options += [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in inner.values()]
 
     @wraps(command)
     def told(**given: Any) -> None:
@@ -85,8 +82,6 @@ def _as_command(command: Callable[..., None]) -> Callable[..., None]:
     told.__annotations__ = {option.name: option.annotation for option in options}
     return told
 
-
-_GROUPS = (Size, Times)
 
 for _command in (plan, check, show, simulate, compare, explore, balance, demo, doctor):
     app.command()(_as_command(_command))
