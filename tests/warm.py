@@ -26,8 +26,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from tests.workers import PRELOADED
-
 __all__ = ["commands", "install"]
 
 COMMAND = f"""#!{sys.executable} -SE
@@ -54,6 +52,9 @@ sys.exit(code)
 @contextmanager
 def commands() -> Iterator[Path]:
     """The same for a process that has not imported everything: a folder with the commands."""
+    # Here, as it imports torch, which whoever installs the commands itself has by then.
+    from tests.workers import PRELOADED
+
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     folder = Path(tempfile.mkdtemp())
