@@ -19,7 +19,7 @@ from taktline.checks import (
     require_number,
     require_whole,
 )
-from taktline.errors import PartitionError, ScheduleError
+from taktline.errors import MismatchError, PartitionError, ScheduleError
 from taktline.train.layout import cuts_of
 
 __all__ = ["as_timedelta", "check", "names_of"]
@@ -28,6 +28,11 @@ __all__ = ["as_timedelta", "check", "names_of"]
 def _require_state(name: str, value: Any) -> None:
     if not hasattr(value, "__getitem__"):
         refuse(name, "a mapping from names to tensors", value)
+
+
+def _require_way(name: str, value: Any) -> None:
+    if not isinstance(value, str) or value not in ("ddp", "fsdp"):
+        raise MismatchError(f'{name} is "ddp", "fsdp" or None, not {value!r}')
 
 
 _CHECKS: dict[str, Callable[[str, Any], object]] = {
@@ -39,6 +44,7 @@ _CHECKS: dict[str, Callable[[str, Any], object]] = {
     "seed": require_whole,
     "mesh": partial(require_instance, kind=DeviceMesh),
     "state_dict": _require_state,
+    "data_parallel": _require_way,
 }
 
 

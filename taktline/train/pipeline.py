@@ -151,6 +151,7 @@ class Pipeline(AsModule, Gradients, Saved, ForCheckpoints, Watching, Lifetime):
             seed=seed,
             mesh=mesh,
             state_dict=state_dict,
+            data_parallel=data_parallel,
         )
         self._begin(loss_fn, on_preempt, report_stragglers)
         running = {

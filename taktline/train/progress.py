@@ -8,6 +8,7 @@ from contextlib import contextmanager, nullcontext
 from typing import Any, TypeAlias, TypeVar
 
 from taktline.text import size_text
+from taktline.train.loader import length_of
 
 __all__ = ["progress"]
 
@@ -20,10 +21,7 @@ _Show: TypeAlias = Callable[[int, Mapping[str, float] | None], None]
 
 def progress(pipe: Any, batches: Iterable[T], every: int, *, measured: bool) -> Iterator[T]:
     """The batches of a pipeline; a bar on a terminal, and lines elsewhere, on the first rank."""
-    try:
-        total: int | None = len(batches)  # pyright: ignore[reportArgumentType]
-    except TypeError:
-        total = None
+    total = length_of(batches)
     with _shown(total, silent=not pipe.is_first) as show:
         for done, batch in enumerate(batches, start=1):
             # The second one: the first learns shapes.
