@@ -108,13 +108,7 @@ def balance(
     stages = _checked(stages, layers)
     if memory is None and limits is not None:
         raise PartitionError("limits are given, but not the memory that each layer needs")
-    needs = [0] * layers if memory is None else _exact("memory", memory)
-    if len(needs) != layers:
-        raise PartitionError(
-            f"memory is given for {counted(len(needs), 'layer')}, "
-            f"costs for {counted(layers, 'layer')}"
-        )
-    most = _for_each(limits, stages)
+    needs, most = _needs(memory, layers), _for_each(limits, stages)
     # Whole multiples of one unit, as whole numbers are quick.
     unit = math.lcm(*(size.denominator for size in sizes))
     costs_to, needs_to = _sums([int(size * unit) for size in sizes]), _sums(needs)
@@ -140,6 +134,17 @@ def balance(
         stage_costs=_totals(sizes, bounds),
         stage_memory=None if memory is None else _totals(needs, bounds),
     )
+
+
+def _needs(memory: Iterable[float] | None, layers: int) -> list[int] | list[Fraction]:
+    """What each layer needs."""
+    needs = [0] * layers if memory is None else _exact("memory", memory)
+    if len(needs) != layers:
+        raise PartitionError(
+            f"memory is given for {counted(len(needs), 'layer')}, "
+            f"costs for {counted(layers, 'layer')}"
+        )
+    return needs
 
 
 def _cheapest(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -48,11 +48,11 @@ _CHECKS: dict[str, Callable[[str, Any], object]] = {
 }
 
 
-def check(**given: Any) -> None:
+def check(given: Mapping[str, Any]) -> None:
     """Raise unless each argument is what it takes; all but flags may be None."""
-    for name, value in given.items():
-        if value is not None or _CHECKS[name] is require_flag:
-            _CHECKS[name](name, value)
+    for name, require in _CHECKS.items():
+        if given[name] is not None or require is require_flag:
+            require(name, given[name])
 
 
 def names_of(cuts: Any, model: Any) -> list[str] | None:

@@ -138,21 +138,7 @@ class Pipeline(AsModule, Gradients, Saved, ForCheckpoints, Watching, Lifetime):
         report_stragglers: int | None = None,
         timeout: float | timedelta | None = None,
     ) -> None:
-        check(
-            dynamic_shapes=dynamic_shapes,
-            cuda_graphs=cuda_graphs,
-            compile=compile,
-            loss_fn=loss_fn,
-            prepare=prepare,
-            on_preempt=on_preempt,
-            microbatches=microbatches,
-            stages_per_rank=stages_per_rank,
-            report_stragglers=report_stragglers,
-            seed=seed,
-            mesh=mesh,
-            state_dict=state_dict,
-            data_parallel=data_parallel,
-        )
+        check(locals())  # which are all arguments by now
         self._begin(loss_fn, on_preempt, report_stragglers)
         running = {
             "loss_fn": loss_fn or of_output,

@@ -74,7 +74,9 @@ class Plane:
         self._selector = selectors.DefaultSelector()
         self._wake_end, self._wake_fd = open_pipe()
         self._closing = self._forgotten = False
-        self._selector.register(self._wake_end, selectors.EVENT_READ, self._woken)
+        self._selector.register(
+            self._wake_end, selectors.EVENT_READ, lambda end: os.read(end, 4096)
+        )
         self._peers = Peers(meeting, self._selector, self)
         self._thread = threading.Thread(target=self._run, name="taktline control", daemon=True)
         self._thread.start()
@@ -268,9 +270,6 @@ class Plane:
             for process in processes:
                 self._peers.write(process, message)
             done.set()
-
-    def _woken(self, end: int) -> None:
-        os.read(end, 4096)
 
     def greet(self, process: int) -> list[Message]:
         """What a process is told that has just connected: whatever the others know."""
