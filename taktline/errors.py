@@ -1,42 +1,17 @@
-"""Every exception that Taktline raises for a reader to act on.
+"""Every exception that Taktline raises for a reader to act on; each says what it is for.
 
 ::
 
     TaktlineError
-    ├── ArgumentError        an argument is not what a function takes; a TypeError as well
-    ├── ActionSyntaxError    a text is not an action; knows the character where it goes wrong
-    ├── PlanFileError        a plan file cannot be read; knows path, row and column
-    ├── JsonError            a text from outside is not JSON, or not as it may be
-    ├── ScheduleError        a schedule's name is unknown, or its numbers do not fit it
-    ├── CostError            costs that make no sense, or not for this plan
-    ├── PlanError            a plan cannot be what it claims to be
-    │   ├── NoSuchRankError      a plan has no such rank; an IndexError as well
-    │   ├── InvalidPlanError     a plan broke its rules; carries every violation
-    │   ├── InvalidActionError   a text is not an action of torch's; a RuntimeError as well
-    │   └── InvalidOrderError    the same of an order written for torch; an AssertionError as well
-    ├── InstallError         torch's own package cannot be replaced any more
-    ├── UseError             a pipeline is used while it runs, or after it was closed, or copied
-    ├── StageUseError        a stage is used as it cannot be; a RuntimeError as well, as in torch
-    ├── CallOrderError       a call comes before the one it needs; an AssertionError, as in torch
-    ├── TransportError       ranks cannot talk to each other as asked
-    │   ├── DeadlockError        every rank waits for another; says who waits for what
-    │   ├── LostRankError        another rank has ended, or cannot be reached any more
-    │   └── StallError           another rank did not answer in time; says what all were doing
-    ├── BatchError           a batch cannot be cut into the micro-batches asked for
-    │   ├── BatchTypeError       micro-batches or losses are not in a list; a TypeError as well
-    │   └── InvalidBatchError    the same where torch asserts it; an AssertionError as well
-    ├── DataError            a batch cannot be read, or not in every replica; raised on every rank
-    ├── MismatchError        what the ranks bring to a step does not fit together
-    ├── SignatureError       a value at a boundary is not what was expected, or cannot cross it
-    │   └── PipeliningMetadataError  the same under torch's name; a RuntimeError as well
-    ├── SkipError            a skip connection that is put and not got, or got and not put
-    ├── LossError            the loss is not something to begin a backward with
-    ├── PartitionError       a model cannot be cut into stages as asked
-    ├── SplitError           the two halves of a backward do not fit together
-    │   └── StageBackwardError   a backward failed in code written for torch; a RuntimeError as well
-    ├── StateError           the parameters of a stage cannot be given their values
-    ├── CheckpointError      a checkpoint cannot be written, or read, or is of another model
-    └── StageError           an action failed on some rank; raised on every rank
+    ├── PlanError           NoSuchRankError, InvalidPlanError, InvalidActionError, InvalidOrderError
+    ├── TransportError      DeadlockError, LostRankError, StallError
+    ├── BatchError          BatchTypeError, InvalidBatchError
+    ├── SignatureError      PipeliningMetadataError
+    ├── SplitError          StageBackwardError
+    ├── of a call           ArgumentError, UseError, StageUseError, CallOrderError, InstallError
+    ├── of numbers          ScheduleError, CostError, PartitionError
+    ├── of texts and files  ActionSyntaxError, PlanFileError, JsonError, CheckpointError
+    └── of a step           StageError, MismatchError, DataError, LossError, SkipError, StateError
 
 All of them are also a :class:`ValueError`, so code that does not know Taktline can catch them.
 """
@@ -45,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 __all__ = [
     "ActionSyntaxError",
@@ -129,13 +104,7 @@ def text_of(error: object, most: int = 1 << 16) -> str:
 
 
 class ArgumentError(TaktlineError, TypeError):
-    """An argument is not what a function takes: of another type, or out of range.
-
-    >>> from taktline.plan import validate
-    >>> validate("1f1b")
-    Traceback (most recent call last):
-    taktline.errors.ArgumentError: plan must be a Plan, not '1f1b'
-    """
+    """An argument is not what a function takes: of another type, or out of range."""
 
 
 class ActionSyntaxError(TaktlineError):
@@ -189,64 +158,27 @@ def _place(row: int | None, column: int | None) -> str:
 
 
 class ScheduleError(TaktlineError):
-    """A schedule's name is unknown, or its numbers do not fit it; the text says what would.
-
-    >>> from taktline.plan import build
-    >>> build("zbv", ranks=4, microbatches=8, stages_per_rank=3)
-    Traceback (most recent call last):
-    taktline.errors.ScheduleError: zbv runs 2 stages per rank, not 3; with 3 there are: ...
-    """
+    """A schedule's name is unknown, or its numbers do not fit it; the text says what would."""
 
 
 class CostError(TaktlineError):
-    """Costs that make no sense, or that do not fit the plan they are used with.
-
-    >>> from taktline.plan import Costs
-    >>> Costs(forward=-1.0)
-    Traceback (most recent call last):
-    taktline.errors.CostError: forward must be a number from 0 up, or one for each stage, not -1.0
-    """
+    """Costs that make no sense, or that do not fit the plan they are used with."""
 
 
 class PlanError(TaktlineError):
-    """A plan cannot be what it claims to be.
-
-    >>> from taktline.plan import Plan
-    >>> Plan.from_actions([["1F0"]])
-    Traceback (most recent call last):
-    taktline.errors.PlanError: no rank computes stage 0, so where it lies is unknown; ...
-    """
+    """A plan cannot be what it claims to be."""
 
 
 class NoSuchRankError(PlanError, IndexError):
-    """A plan has no such rank.
-
-    >>> from taktline.plan import build
-    >>> build("1f1b", ranks=2, microbatches=2)[2]
-    Traceback (most recent call last):
-    taktline.errors.NoSuchRankError: there is no rank 2: the plan has 2 ranks
-    """
-
-
-class _Violation(Protocol):
-    """What :class:`InvalidPlanError` needs to know of a violation (see ``plan.validate``)."""
-
-    def __str__(self) -> str: ...
+    """A plan has no such rank."""
 
 
 class InvalidPlanError(PlanError):
-    """A plan broke its rules; ``violations`` holds all of them, the text the first few.
-
-    >>> from taktline.plan import Plan, require_valid
-    >>> require_valid(Plan.from_actions([["0B0", "0F0"]]))
-    Traceback (most recent call last):
-    taktline.errors.InvalidPlanError: plan 'custom' is not valid: 1 violation
-      [order] rank 0, position 0, 0B0: needs 0F0, which comes later (rank 0, position 1)
-    """
+    """A plan broke its rules; ``violations`` holds all of them, the text the first few."""
 
     SHOWN = 10
 
-    def __init__(self, plan_name: str, violations: Sequence[_Violation]) -> None:
+    def __init__(self, plan_name: str, violations: Sequence[object]) -> None:
         self.violations = tuple(violations)
         count = len(self.violations)
         lines = [f"plan {plan_name!r} is not valid: {count} violation{'s' * (count != 1)}"]
@@ -261,11 +193,6 @@ class PartitionError(TaktlineError):
 
     If limits cannot be kept, ``short`` is what the limit of ``stage`` lacks, or if that is None,
     what every limit lacks.
-
-    >>> from taktline.plan import balance
-    >>> balance([1, 1, 1], 2, memory=[5, 5, 5], limits=[5, 8])
-    Traceback (most recent call last):
-    taktline.errors.PartitionError: no cut into 2 stages keeps within the limits: that of stage ...
     """
 
     def __init__(self, text: str, *, stage: int | None = None, short: float | None = None) -> None:
@@ -290,13 +217,7 @@ class SignatureError(TaktlineError):
 
 
 class SkipError(TaktlineError):
-    """A skip connection that is put and not got, or got and not put.
-
-    >>> from taktline import skip
-    >>> skip.get("level 7")
-    Traceback (most recent call last):
-    taktline.errors.SkipError: 'level 7' was not put before it is got; so far there is ...
-    """
+    """A skip connection that is put and not got, or got and not put."""
 
 
 class LossError(TaktlineError):
@@ -345,7 +266,14 @@ class StageError(TaktlineError):
 
 
 class TransportError(TaktlineError):
-    """Ranks cannot talk to each other as asked."""
+    """Ranks cannot talk to each other as asked; ``peer`` is whom it is about, if that is known.
+
+    That is its number among all processes of the job.
+    """
+
+    def __init__(self, text: str, *, peer: int | None = None) -> None:
+        self.peer = peer
+        super().__init__(text)
 
 
 class DeadlockError(TransportError):
@@ -355,26 +283,15 @@ class DeadlockError(TransportError):
 
 
 class LostRankError(TransportError):
-    """Another rank has ended, has raised and left, or cannot be reached any more.
-
-    ``peer`` is that rank among all processes of the job, if it is known.
-    """
+    """Another rank has ended, has raised and left, or cannot be reached any more."""
 
     recoverable = "restart"
-
-    def __init__(self, text: str, *, peer: int | None = None) -> None:
-        self.peer = peer
-        super().__init__(text)
 
 
 class StallError(TransportError):
-    """Another rank did not answer in time; ``peer`` is that rank in the job, if it is known."""
+    """Another rank did not answer in time; the text says what all were doing."""
 
     recoverable = "restart"
-
-    def __init__(self, text: str, *, peer: int | None = None) -> None:
-        self.peer = peer
-        super().__init__(text)
 
 
 class InstallError(TaktlineError):

@@ -14,11 +14,14 @@ import io
 import multiprocessing
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
 from multiprocessing.connection import Connection
 from pathlib import Path
+
+from tests.warm import install
 
 __all__ = ["PAGES", "ROOT", "fresh"]
 
@@ -42,8 +45,17 @@ def with_outputs(text: str) -> str:
         output = _tidy(printed.getvalue())
         return f"```python\n{code}```" + (f"\n\n```text\n{output}```" if output else "")
 
-    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
-        return _BLOCK.sub(run, text)
+    # Not a TemporaryDirectory, which every program that is forked from here would remove.
+    folder = Path(tempfile.mkdtemp())
+    (commands := folder / ".bin").mkdir()
+    os.environ["PATH"] = os.pathsep.join([str(commands), os.environ["PATH"]])
+    try:
+        if "```console" in text:
+            install(commands)
+        with contextlib.chdir(folder):
+            return _BLOCK.sub(run, text)
+    finally:
+        shutil.rmtree(folder)
 
 
 def _run_console(code: str) -> str:
@@ -51,11 +63,8 @@ def _run_console(code: str) -> str:
     commands = [line[2:] for line in code.splitlines() if line.startswith("$ ")]
     mark = "--- end of output ---"
     script = "".join(f"{line}\nstatus=$?\necho '{mark}'\n(exit $status)\n" for line in commands)
-    folder = str(Path(sys.executable).parent)
-    environment = os.environ | {"PATH": os.pathsep.join([folder, os.environ["PATH"]])}
     result = subprocess.run(
         ["bash", "-c", script],
-        env=environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -8,10 +8,12 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests import warm
 from tests.documents import ROOT
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
@@ -30,7 +32,6 @@ CASES = {
 }
 RESUMABLE = ("--steps", "10")
 NEEDS = {"lora": "peft", "lightning_module": "pytorch_lightning"}
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
 
 
 def run(command: list[str], folder: Path) -> str:
@@ -72,6 +73,12 @@ def printed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     launches[1].append(["resumable", *RESUMABLE])
     run([sys.executable, "-m", "tests.examples", str(top), json.dumps(launches)], top / "in")
     return top
+
+
+@pytest.fixture(scope="module")
+def python() -> Iterator[str]:
+    with warm.commands() as folder:
+        yield str(folder / "python")
 
 
 def losses(shown: str) -> list[float]:
@@ -118,9 +125,9 @@ def test_adapters_are_all_that_is_saved(printed: Path) -> None:
         assert all(value.abs().max() > 0 for value in trained)  # where LoRA begins, they are 0
 
 
-def test_accelerate_starts_them_too(printed: Path, tmp_path: Path) -> None:
+def test_accelerate_starts_them_too(printed: Path, python: str, tmp_path: Path) -> None:
     pytest.importorskip("accelerate")
-    command = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu"]
+    command = [python, "-m", "accelerate.commands.launch", "--multi_gpu"]
     command += ["--num_processes", "2", "--num_machines", "1", "--mixed_precision", "no"]
     command += ["--dynamo_backend", "no", "--main_process_port", "0"]
     command += [str(EXAMPLES / "custom_schedule.py"), "--steps", "2"]
@@ -129,9 +136,18 @@ def test_accelerate_starts_them_too(printed: Path, tmp_path: Path) -> None:
     assert len(losses(shown)) == 2
 
 
-def test_a_training_that_goes_on_by_itself(printed: Path, tmp_path: Path) -> None:
+def test_a_training_that_goes_on_by_itself(printed: Path, python: str, tmp_path: Path) -> None:
     """A rank is killed in step 7; torchrun starts anew, and all goes on from the latest save."""
-    command = [*TORCHRUN, "--max-restarts", "3", "--nproc-per-node", "2"]
+    command = [
+        python,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--max-restarts",
+        "3",
+        "--nproc-per-node",
+        "2",
+    ]
     command += [str(EXAMPLES / "resumable.py"), *RESUMABLE, "--die-in", "7"]
     calm, shown = (
         (printed / "ranks-1" / "resumable.0").read_text(),

@@ -6,7 +6,9 @@ cannot be used.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
+from dataclasses import fields
 from functools import wraps
 from typing import Annotated, Any
 
@@ -19,6 +21,7 @@ from taktline.cli.compare import compare
 from taktline.cli.demo import demo
 from taktline.cli.doctor import doctor
 from taktline.cli.explorer import explore
+from taktline.cli.options import Size, Times
 from taktline.cli.plan import plan
 from taktline.cli.show import show
 from taktline.cli.simulate import simulate
@@ -54,17 +57,31 @@ def _main(
 ) -> None: ...
 
 
-def _tell_errors(command: Callable[..., None]) -> Callable[..., None]:
+def _as_command(command: Callable[..., None]) -> Callable[..., None]:
+    """A function as a command: with the fields of its groups of options, and errors in a line."""
+    own = inspect.signature(command, eval_str=True).parameters
+    groups = {n: each.annotation for n, each in own.items() if each.annotation in (Size, Times)}
+    options: list[inspect.Parameter] = []
+    for name, option in own.items():
+        inner = {name: option}
+        if name in groups:
+            inner = inspect.signature(groups[name], eval_str=True).parameters
+        options += [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in inner.values()]
+
     @wraps(command)
-    def told(*args: Any, **kwargs: Any) -> None:
+    def told(**given: Any) -> None:
+        for name, group in groups.items():
+            given[name] = group(**{field.name: given.pop(field.name) for field in fields(group)})
         try:
-            command(*args, **kwargs)
+            command(**given)
         except (TaktlineError, typer.BadParameter) as error:
             typer.echo(f"error: {error}", err=True)
             raise typer.Exit(1 if isinstance(error, InvalidPlanError) else 2) from None
 
+    told.__dict__["__signature__"] = inspect.Signature(options)
+    told.__annotations__ = {option.name: option.annotation for option in options}
     return told
 
 
 for _command in (plan, check, show, simulate, compare, explore, balance, demo, doctor):
-    app.command()(_tell_errors(_command))
+    app.command()(_as_command(_command))

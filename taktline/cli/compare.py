@@ -9,27 +9,18 @@ import typer
 from taktline.cli.options import (
     MEMORY,
     NARROW,
-    Backward,
     Colour,
-    Comm,
-    Forward,
     Json,
-    Microbatches,
     Predict,
-    Ranks,
-    StagesPerRank,
-    Weight,
+    Size,
+    Times,
     complete,
     console,
     echo_json,
-    is_file,
-    load,
-    make_costs,
-    read_timelines,
-    waiting,
+    rich_table,
+    timelines_of,
 )
-from taktline.plan import Timeline, find, names, simulate
-from taktline.plan.timeline_io import is_timeline
+from taktline.plan import Timeline, names
 from taktline.render.scale import shared_axis
 from taktline.text import counted
 
@@ -48,13 +39,9 @@ def compare(
             autocompletion=complete,
         ),
     ] = None,
-    ranks: Ranks = None,
-    stages_per_rank: StagesPerRank = None,
-    microbatches: Microbatches = None,
-    forward: Forward = None,
-    backward: Backward = None,
-    weight: Weight = None,
-    comm: Comm = None,
+    *,
+    size: Size,
+    times: Times,
     predict: Predict = False,
     json: Json = False,
     colour: Colour = None,
@@ -73,21 +60,12 @@ def compare(
 
     - `taktline compare measured.json --predict`
     """
-    timelines: list[Timeline] = []
-    times = (forward, backward, weight, comm)
-    with waiting("simulating") as now:
-        for target in schedules or [name for name in names() if name != "forward_only"]:
-            now(target)
-            if is_file(target) and is_timeline(target):
-                timelines += read_timelines(target, predict)
-                continue
-            numbers = (ranks, stages_per_rank, microbatches)
-            if is_file(target):
-                numbers = (None, None, None)  # it has its own
-            elif find(target).stages_per_rank:
-                numbers = (ranks, None, microbatches)  # meant for those that leave it open
-            plan, known = load(target, *numbers)
-            timelines.append(simulate(plan, make_costs(plan, known, *times)))
+    timelines = timelines_of(
+        schedules or [name for name in names() if name != "forward_only"],
+        size,
+        times,
+        predict=predict,
+    )
     shared_axis(timelines)  # raises if they cannot be compared
     if json:
         echo_json([_as_dict(timeline) for timeline in timelines])
@@ -97,30 +75,25 @@ def compare(
 
 def _print_table(timelines: list[Timeline], screen: Console) -> None:
     """Print timelines as a table, a row each; the best figure of a column stands out."""
-    from rich.table import Table
-
-    plan = timelines[0].plan
+    plan, unit = timelines[0].plan, timelines[0].costs.unit
     shapes = {(t.plan.ranks, t.plan.microbatches) for t in timelines}
     ranks, microbatches = counted(plan.ranks, "rank"), counted(plan.microbatches, "micro-batch")
     title = f"{ranks}, {microbatches}" if len(shapes) == 1 else None
-    table = Table(title=title, caption=MEMORY, caption_justify="left")
-    narrow = screen.width < NARROW
-    table.add_column("schedule", no_wrap=not narrow, overflow="fold")
-    unit = timelines[0].costs.unit
     makespan = f"makespan/{unit}" if unit else "makespan"
-    headings = ["stages/rank", "bubble", "by span", makespan, "memory"]
-    kept = [1, 3, 4] if narrow else range(5)
-    for place in kept:
-        table.add_column(headings[place], justify="right")
-    rows = [_figures(timeline) for timeline in timelines]
-    best = [min(column) for column in zip(*rows, strict=True)]
-    for timeline, row in zip(timelines, rows, strict=True):
+    headings = ["schedule", "stages/rank", "bubble", "by span", makespan, "memory"]
+    figures = [_figures(timeline) for timeline in timelines]
+    best = [min(column) for column in zip(*figures, strict=True)]
+    rows: list[list[str]] = []
+    for timeline, row in zip(timelines, figures, strict=True):
         texts = [f"{row[0]}", f"{row[1]:.1%}", f"{row[2]:.1%}", f"{row[3]:.4g}", f"{row[4]:.4g}"]
         for place in range(1, 5):
             if row[place] <= best[place] + 1e-9 and len(timelines) > 1:
                 texts[place] = f"[bold green]{texts[place]}[/]"
-        table.add_row(timeline.name, *(texts[place] for place in kept))
-    screen.print(table)
+        rows.append([timeline.name, *texts])
+    if screen.width < NARROW:
+        headings, *rows = ([row[at] for at in (0, 2, 4, 5)] for row in (headings, *rows))
+    style = {"title": title, "caption": MEMORY, "caption_justify": "left"}
+    screen.print(rich_table(headings, rows, ["schedule"], **style))
 
 
 def _figures(timeline: Timeline) -> tuple[int, float, float, float, float]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from json import dumps
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NamedTuple
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -18,13 +18,6 @@ if TYPE_CHECKING:
     from taktline.cli.diagnosis.report import Report
 
 __all__ = ["doctor"]
-
-
-class Told(NamedTuple):
-    """Where the findings go: into a file, and as JSON instead of tables."""
-
-    output: Path | None
-    json: bool
 
 
 def doctor(
@@ -67,11 +60,13 @@ def doctor(
     if launched():
         if ranks is not None or local:
             raise typer.BadParameter("a launcher has started the ranks; leave out --ranks, --local")
-        well = _as_one_of_many(backend, timeout, Told(output, json))
+        well = _as_one_of_many(backend, timeout, output, json)
     elif local:
         if backend is not None:
             raise typer.BadParameter("local ranks need no --backend")
-        well = _as_local_ranks(ranks or 2, Told(output, json))
+        from taktline.cli.diagnosis.examine import examine_local
+
+        well = _tell(examine_local(ranks or 2), output, json)
     else:
         words = ["doctor", "--backend", backend or "gloo", "--timeout", str(timeout)]
         words += [] if output is None else ["--output", str(output)]
@@ -81,8 +76,8 @@ def doctor(
         raise typer.Exit(1)
 
 
-def _as_one_of_many(backend: str | None, timeout: float, told: Told) -> bool:
-    """This process is a rank that a launcher has started."""
+def _as_one_of_many(backend: str | None, timeout: float, output: Path | None, json: bool) -> bool:
+    """Examine as a rank that a launcher has started; returns whether all is well."""
     # Before torch is loaded: what goes wrong is told here, without a trace of C++ frames.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
     from taktline.cli.diagnosis.examine import examine
@@ -93,29 +88,22 @@ def _as_one_of_many(backend: str | None, timeout: float, told: Told) -> bool:
         typer.echo(f"error: {error}", err=True)
         return False
     if rank == 0:
-        _tell(report, told)
+        _tell(report, output, json)
     part()
     return report.well
 
 
-def _as_local_ranks(ranks: int, told: Told) -> bool:
-    """All ranks in this process."""
-    from taktline.cli.diagnosis.examine import examine_local
-
-    report = examine_local(ranks)
-    _tell(report, told)
-    return report.well
-
-
-def _tell(report: Report, told: Told) -> None:
+def _tell(report: Report, output: Path | None, json: bool) -> bool:
+    """Print the findings, and write them to a file if asked to; returns whether all is well."""
     from rich.console import Console
 
     from taktline.cli.diagnosis.tables import show
 
-    if told.json:
+    if json:
         echo_json(report.to_dict())
     else:
         show(report, Console())
-    if told.output is not None:
-        write_text(told.output, dumps(report.to_dict(), indent=2) + "\n")
-        typer.echo(f"{told.output}: the findings", err=told.json)
+    if output is not None:
+        write_text(output, dumps(report.to_dict(), indent=2) + "\n")
+        typer.echo(f"{output}: the findings", err=json)
+    return report.well

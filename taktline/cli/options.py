@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
@@ -23,32 +24,28 @@ from taktline.plan import (
     read_timeline,
     simulate,
 )
+from taktline.plan.timeline_io import is_timeline
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
 
 __all__ = [
     "MEMORY",
     "NARROW",
-    "Backward",
     "Colour",
-    "Comm",
-    "Forward",
     "Json",
-    "Microbatches",
     "Predict",
-    "Ranks",
-    "StagesPerRank",
-    "Weight",
-    "build_by_name",
+    "Size",
+    "Times",
     "complete",
     "complete_name",
     "console",
     "echo_json",
     "is_file",
-    "load",
-    "make_costs",
-    "read_timelines",
+    "rich_table",
+    "timelines_of",
     "waiting",
 ]
 
@@ -57,32 +54,92 @@ NARROW = 72
 
 MEMORY = "memory: the most activations that a rank keeps, in those of a micro-batch"
 
-Ranks: TypeAlias = Annotated[
-    int | None, typer.Option("--ranks", "-r", help="How many ranks, devices (default 4).")
-]
-StagesPerRank: TypeAlias = Annotated[
-    int | None,
-    typer.Option(
-        "--stages-per-rank",
-        "-s",
-        help="How many stages each rank holds, for schedules that leave it open.",
-    ),
-]
-Microbatches: TypeAlias = Annotated[
-    int | None, typer.Option("--microbatches", "-m", help="How many micro-batches (default 8).")
-]
-Forward: TypeAlias = Annotated[
-    float | None, typer.Option(help="Time of a rank's forward (default 1).")
-]
-Backward: TypeAlias = Annotated[
-    float | None, typer.Option(help="Time of a rank's backward for the inputs (default 1).")
-]
-Weight: TypeAlias = Annotated[
-    float | None, typer.Option(help="Time of a rank's backward for the weights (default 1).")
-]
-Comm: TypeAlias = Annotated[
-    float | None, typer.Option(help="Time of a message between ranks (default 0).")
-]
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """How large a plan of a schedule is; each field is an option."""
+
+    ranks: Annotated[
+        int | None, typer.Option("--ranks", "-r", help="How many ranks, devices (default 4).")
+    ] = None
+    stages_per_rank: Annotated[
+        int | None,
+        typer.Option(
+            "--stages-per-rank",
+            "-s",
+            help="How many stages each rank holds, for schedules that leave it open.",
+        ),
+    ] = None
+    microbatches: Annotated[
+        int | None, typer.Option("--microbatches", "-m", help="How many micro-batches (default 8).")
+    ] = None
+
+    def build(self, name: str) -> Plan:
+        """The plan of a schedule, by default on 4 ranks with 8 micro-batches."""
+        ranks = 4 if self.ranks is None else self.ranks
+        microbatches = 8 if self.microbatches is None else self.microbatches
+        return find(name).build(ranks, microbatches, self.stages_per_rank)
+
+    def load(self, target: str) -> tuple[Plan, Costs | None]:
+        """The plan in a file, or of a schedule of this name; and the costs that the file knows."""
+        if is_file(target):
+            if self != Size():
+                raise typer.BadParameter(
+                    f"{target} is a file and has its own numbers; leave out --ranks, "
+                    "--stages-per-rank and --microbatches"
+                )
+            return read(target), read_costs(target)
+        try:
+            find(target)
+        except ScheduleError as error:
+            raise ScheduleError(f"{error}; a file's name ends in .csv or .json") from None
+        return self.build(target), None
+
+
+@dataclass(frozen=True, slots=True)
+class Times:
+    """How long actions take; each field is an option."""
+
+    forward: Annotated[float | None, typer.Option(help="Time of a rank's forward (default 1).")] = (
+        None
+    )
+    backward: Annotated[
+        float | None, typer.Option(help="Time of a rank's backward for the inputs (default 1).")
+    ] = None
+    weight: Annotated[
+        float | None, typer.Option(help="Time of a rank's backward for the weights (default 1).")
+    ] = None
+    comm: Annotated[
+        float | None, typer.Option(help="Time of a message between ranks (default 0).")
+    ] = None
+
+    def costs(self, plan: Plan, known: Costs | None) -> Costs:
+        """The known costs with what was asked for in their place.
+
+        If none are known, times and memory are those of a rank's whole share of the model, of which
+        each of its stages takes a part: so one plan takes equally long in all commands.
+        """
+        values = (known or Costs()).to_dict()
+        asked = {
+            "forward": self.forward,
+            "backward_input": self.backward,
+            "backward_weight": self.weight,
+        }
+        for name, time in asked.items():
+            if time is not None:
+                values[name] = time
+                if name != "forward":
+                    values.pop("backward", None)
+                values.pop("overlap", None)
+        share = plan.stages // plan.ranks
+        if share > 1 and known is None:
+            for name in (*asked, "activation"):
+                values[name] = values.get(name, 1.0) / share
+        if self.comm is not None:
+            values["link"] = {"latency": self.comm}
+        return Costs.from_dict(values)
+
+
 Predict: TypeAlias = Annotated[
     bool,
     typer.Option("--predict", help="Beside each timeline, what its own costs predict."),
@@ -114,67 +171,50 @@ def is_file(target: str) -> bool:
     return target.lower().endswith((".csv", ".json")) or os.path.exists(target)
 
 
-def load(
-    target: str, ranks: int | None, stages_per_rank: int | None, microbatches: int | None
-) -> tuple[Plan, Costs | None]:
-    """The plan in a file, or of a schedule of this name; and the costs that the file knows."""
-    if is_file(target):
-        if (ranks, stages_per_rank, microbatches) != (None, None, None):
-            raise typer.BadParameter(
-                f"{target} is a file and has its own numbers; leave out --ranks, "
-                "--stages-per-rank and --microbatches"
-            )
-        return read(target), read_costs(target)
-    try:
-        find(target)
-    except ScheduleError as error:
-        raise ScheduleError(f"{error}; a file's name ends in .csv or .json") from None
-    return build_by_name(target, ranks, stages_per_rank, microbatches), None
+def timelines_of(
+    targets: Sequence[str], size: Size, times: Times, *, predict: bool
+) -> list[Timeline]:
+    """The timelines in files, and those that are simulated of plans and schedules.
 
-
-def build_by_name(
-    name: str, ranks: int | None, stages_per_rank: int | None, microbatches: int | None
-) -> Plan:
-    """The plan of a schedule, by default on 4 ranks with 8 micro-batches."""
-    ranks = 4 if ranks is None else ranks
-    microbatches = 8 if microbatches is None else microbatches
-    return find(name).build(ranks, microbatches, stages_per_rank)
-
-
-def make_costs(
-    plan: Plan,
-    known: Costs | None,
-    forward: float | None,
-    backward: float | None,
-    weight: float | None,
-    comm: float | None,
-) -> Costs:
-    """The known costs with what was asked for in their place.
-
-    If none are known, times and memory are those of a rank's whole share of the model, of which
-    each of its stages takes a part: so one plan takes equally long in all commands.
+    With ``predict``, what a file's costs predict comes before its timeline. Files keep their own
+    size, which is meant for the schedules beside them; and a number of stages is for the schedules
+    that leave it open.
     """
-    values = (known or Costs()).to_dict()
-    asked = {"forward": forward, "backward_input": backward, "backward_weight": weight}
-    for name, time in asked.items():
-        if time is not None:
-            values[name] = time
-            if name != "forward":
-                values.pop("backward", None)
-            values.pop("overlap", None)
-    share = plan.stages // plan.ranks
-    if share > 1 and known is None:
-        for name in (*asked, "activation"):
-            values[name] = values.get(name, 1.0) / share
-    if comm is not None:
-        values["link"] = {"latency": comm}
-    return Costs.from_dict(values)
+    timelines: list[Timeline] = []
+    with waiting("simulating") as now:
+        for target in targets:
+            now(target)
+            if is_file(target) and is_timeline(target):
+                timeline = read_timeline(target)
+                timelines += [simulate(timeline.plan, timeline.costs)] * predict + [timeline]
+                continue
+            meant = size
+            if is_file(target) and not all(map(is_file, targets)):
+                meant = Size()
+            elif len(targets) > 1 and not is_file(target) and find(target).stages_per_rank:
+                meant = replace(size, stages_per_rank=None)
+            plan, known = meant.load(target)
+            timelines.append(simulate(plan, times.costs(plan, known)))
+    return timelines
 
 
-def read_timelines(target: str, predict: bool) -> list[Timeline]:
-    """The timeline in a file, behind the one that is simulated with its costs if that is asked."""
-    timeline = read_timeline(target)
-    return [simulate(timeline.plan, timeline.costs), timeline] if predict else [timeline]
+def rich_table(
+    headings: Sequence[str],
+    rows: Iterable[Sequence[str | Text]],
+    left: Container[str] = (),
+    **style: Any,
+) -> Table:
+    """A table for a console: the columns named in ``left`` to the left, the others to the right."""
+    from rich.table import Table
+
+    table = Table(**style)
+    for heading in headings:
+        text = heading in left
+        justify, overflow = ("left", "fold") if text else ("right", "ellipsis")
+        table.add_column(heading, justify=justify, overflow=overflow)
+    for row in rows:
+        table.add_row(*row)
+    return table
 
 
 def console(colour: bool | None) -> Console:

@@ -9,10 +9,7 @@ import typer
 
 from taktline.cli.options import (
     Json,
-    Microbatches,
-    Ranks,
-    StagesPerRank,
-    build_by_name,
+    Size,
     complete_name,
     echo_json,
 )
@@ -31,9 +28,8 @@ def plan(
             autocompletion=complete_name,
         ),
     ] = None,
-    ranks: Ranks = None,
-    stages_per_rank: StagesPerRank = None,
-    microbatches: Microbatches = None,
+    *,
+    size: Size,
     output: Annotated[
         Path | None,
         typer.Option("--output", "-o", help="Write to this .csv or .json file instead."),
@@ -56,7 +52,7 @@ def plan(
     if name is None:
         _list(json)
         return
-    result = build_by_name(name, ranks, stages_per_rank, microbatches)
+    result = size.build(name)
     if lowered:
         result = lower(result)
     if output is not None:

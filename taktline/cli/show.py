@@ -6,33 +6,22 @@ import os
 import sys
 from enum import StrEnum, auto
 from pathlib import Path
-from typing import Annotated, TypeAlias
+from typing import Annotated
 
 import typer
 
 from taktline.cli.options import (
     MEMORY,
-    Backward,
     Colour,
-    Comm,
-    Forward,
-    Microbatches,
     Predict,
-    Ranks,
-    StagesPerRank,
-    Weight,
+    Size,
+    Times,
     complete,
-    is_file,
-    load,
-    make_costs,
-    read_timelines,
+    timelines_of,
 )
-from taktline.plan import Timeline, find, simulate
+from taktline.plan import Timeline
 from taktline.plan.io import write_text
-from taktline.plan.timeline_io import is_timeline
 from taktline.render.files import save
-from taktline.render.html import to_html
-from taktline.render.svg import to_svg
 from taktline.render.text import chart, grid, legend
 from taktline.render.trace import to_trace
 from taktline.text import counted
@@ -56,13 +45,9 @@ def show(
             autocompletion=complete,
         ),
     ],
-    ranks: Ranks = None,
-    stages_per_rank: StagesPerRank = None,
-    microbatches: Microbatches = None,
-    forward: Forward = None,
-    backward: Backward = None,
-    weight: Weight = None,
-    comm: Comm = None,
+    *,
+    size: Size,
+    times: Times,
     predict: Predict = False,
     output: Annotated[
         Path | None,
@@ -97,39 +82,11 @@ def show(
 
     - `taktline show dualpipev -r 4 -m 10 --forward 1 --backward 1.1 --comm 0.1 -o plan.svg`
     """
-    numbers = (ranks, stages_per_rank, microbatches)
-    timelines: list[Timeline] = []
-    for target in targets:
-        if is_file(target) and is_timeline(target):
-            timelines += read_timelines(target, predict)
-            continue
-        plan, known = load(target, *_numbers_for(target, targets, numbers))
-        costs = make_costs(plan, known, forward, backward, weight, comm)
-        timelines.append(simulate(plan, costs))
-    _draw(timelines, output, by, width, colour)
-
-
-def _draw(
-    timelines: list[Timeline], output: Path | None, by: By, width: int | None, colour: bool | None
-) -> None:
+    timelines = timelines_of(targets, size, times, predict=predict)
     if output is None:
         _print(timelines, by, width, colour)
     else:
         _write(timelines, output, width)
-
-
-_Numbers: TypeAlias = tuple[int | None, int | None, int | None]
-"""Ranks, stages per rank, micro-batches."""
-
-
-def _numbers_for(target: str, targets: list[str], given: _Numbers) -> _Numbers:
-    """Those of the numbers that are meant for one of several targets."""
-    ranks, _, microbatches = given
-    if is_file(target) and not all(map(is_file, targets)):
-        return (None, None, None)  # they are meant for the schedules beside it
-    if len(targets) > 1 and not is_file(target) and find(target).stages_per_rank:
-        return (ranks, None, microbatches)  # meant for those that leave it open
-    return given
 
 
 def _print(timelines: list[Timeline], by: By, width: int | None, colour: bool | None) -> None:
@@ -147,19 +104,12 @@ def _print(timelines: list[Timeline], by: By, width: int | None, colour: bool | 
 
 def _write(timelines: list[Timeline], output: Path, width: int | None) -> None:
     ending = output.suffix.lower()
-    if ending == ".png":
-        save(timelines, output)
-        typer.echo(f"{output}: {counted(len(timelines), 'timeline')}")
-        return
-    if ending == ".svg":
-        text = to_svg(timelines, width=width)
-    elif ending == ".html":
-        text = to_html(timelines)
-    elif ending == ".json":
-        text = to_trace(timelines)
+    if ending == ".json":
+        write_text(output, to_trace(timelines))
+    elif ending in (".svg", ".png", ".html"):
+        save(timelines, output, width=width)
     else:
         raise typer.BadParameter(
             f"drawings are .svg, .png, .html or .json (for Perfetto), not {ending or output.name!r}"
         )
-    write_text(output, text)
     typer.echo(f"{output}: {counted(len(timelines), 'timeline')}")

@@ -9,20 +9,14 @@ import typer
 from taktline.cli.options import (
     MEMORY,
     NARROW,
-    Backward,
     Colour,
-    Comm,
-    Forward,
     Json,
-    Microbatches,
-    Ranks,
-    StagesPerRank,
-    Weight,
+    Size,
+    Times,
     complete,
     console,
     echo_json,
-    load,
-    make_costs,
+    rich_table,
 )
 from taktline.plan import simulate as run
 from taktline.plan.timeline import Timeline
@@ -39,13 +33,9 @@ def simulate(
         str,
         typer.Argument(metavar="FILE|NAME", help="A plan or a schedule.", autocompletion=complete),
     ],
-    ranks: Ranks = None,
-    stages_per_rank: StagesPerRank = None,
-    microbatches: Microbatches = None,
-    forward: Forward = None,
-    backward: Backward = None,
-    weight: Weight = None,
-    comm: Comm = None,
+    *,
+    size: Size,
+    times: Times,
     json: Json = False,
     colour: Colour = None,
 ) -> None:
@@ -59,8 +49,8 @@ def simulate(
 
     Costs in a file are those of its stages, and stay as they are.
     """
-    plan, known = load(target, ranks, stages_per_rank, microbatches)
-    timeline = run(plan, make_costs(plan, known, forward, backward, weight, comm))
+    plan, known = size.load(target)
+    timeline = run(plan, times.costs(plan, known))
     if json:
         echo_json(
             {
@@ -80,27 +70,25 @@ def simulate(
 
 
 def _show(timeline: Timeline, screen: Console) -> None:
-    from rich.table import Table
-
     plan = timeline.plan
     microbatches = counted(plan.microbatches, "micro-batch")
-    table = Table(title=f"{plan.name}: {plan.placement}, {microbatches}")
-    headings = ["rank", "stages", "busy", "idle", "span", "utilisation", "memory"]
-    kept = [0, 1, 2, 3, 6] if screen.width < NARROW else range(7)
-    for place in kept:
-        table.add_column(headings[place], justify="right")
+    rows = [["rank", "stages", "busy", "idle", "span", "utilisation", "memory"]]
     for rank in range(plan.ranks):
-        texts = [
-            str(rank),
-            " ".join(map(str, plan.placement.stages_of(rank))),
-            f"{timeline.busy[rank]:.4g}",
-            f"{timeline.makespan - timeline.busy[rank]:.4g}",
-            f"{timeline.rank_spans[rank]:.4g}",
-            f"{timeline.utilisation[rank]:.1%}",
-            f"{timeline.peak_memory[rank]:.4g}",
-        ]
-        table.add_row(*(texts[place] for place in kept))
-    screen.print(table)
+        rows.append(
+            [
+                str(rank),
+                " ".join(map(str, plan.placement.stages_of(rank))),
+                f"{timeline.busy[rank]:.4g}",
+                f"{timeline.makespan - timeline.busy[rank]:.4g}",
+                f"{timeline.rank_spans[rank]:.4g}",
+                f"{timeline.utilisation[rank]:.1%}",
+                f"{timeline.peak_memory[rank]:.4g}",
+            ]
+        )
+    if screen.width < NARROW:
+        rows = [[row[at] for at in (0, 1, 2, 3, 6)] for row in rows]
+    title = f"{plan.name}: {plan.placement}, {microbatches}"
+    screen.print(rich_table(rows[0], rows[1:], title=title))
     unit = f" {timeline.costs.unit}" if timeline.costs.unit else ""
     typer.echo(
         f"makespan {timeline.makespan:.6g}{unit}; bubble {timeline.bubble():.2%} of it, "

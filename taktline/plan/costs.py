@@ -24,7 +24,7 @@ from taktline.plan.above import above
 from taktline.plan.action import Kind
 from taktline.plan.placement import MOST_STAGES
 from taktline.plan.plan import Plan
-from taktline.plan.rows import FloatArray
+from taktline.plan.rows import FloatArray, as_numbers
 
 if TYPE_CHECKING:
     from taktline.plan.timeline import Timeline
@@ -37,15 +37,8 @@ PerStage: TypeAlias = float | tuple[float, ...]
 
 def _checked(name: str, value: Any) -> PerStage:
     """A number, or a tuple of them, all finite and from 0 up."""
-    try:
-        numbers = np.asarray(value)
-    except (TypeError, ValueError):  # a ragged list, or what says that it is an array and is none
-        numbers = np.asarray("")
-    if (
-        numbers.dtype.kind not in "iuf"
-        or numbers.ndim > 1
-        or not (np.isfinite(numbers) & (numbers >= 0)).all()
-    ):
+    numbers = as_numbers(value)
+    if numbers is None or numbers.ndim > 1 or (numbers < 0).any():
         refuse(name, "a number from 0 up, or one for each stage", value, CostError)
     return tuple(map(float, numbers)) if numbers.ndim else float(numbers)
 

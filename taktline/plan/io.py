@@ -16,7 +16,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, cast
 
-from taktline.checks import loads, require_instance, require_path, require_text, shown
+from taktline.checks import conform, require_instance, require_path, require_text, shown
+from taktline.checks import read as read_json
 from taktline.errors import ActionSyntaxError, CostError, JsonError, PlanError, PlanFileError
 from taktline.plan.action import Action, Overlap, parse
 from taktline.plan.costs import Costs
@@ -161,30 +162,26 @@ def from_json(text: str, path: str | os.PathLike[str] = "<text>") -> Plan:
     return plan_from(json_object(text, path), path)
 
 
+_PLAN = {"ranks": [[str]], "level": str, "placement": [int], "microbatches": int, "origin": str}
+
+
 def plan_from(data: dict[str, Any], path: Path) -> Plan:
     """The plan that these fields describe."""
-    rows = expect(data.get("ranks"), list, "ranks", path)
+    fields = take(data, _PLAN, path)
+    rows, level = fields["ranks"], fields["level"]
     if len(rows) > MOST_RANKS:
         raise PlanFileError(path, f"a plan has at most {MOST_RANKS:,} ranks, not {len(rows):,}")
-    ranks = [
-        list(_parse_cells(expect(row, list, f"ranks[{rank}]", path), path, rank + 1))
-        for rank, row in enumerate(rows)
-    ]
+    ranks = [list(_parse_cells(row, path, rank)) for rank, row in enumerate(rows, start=1)]
     levels = {level.name.lower(): level for level in Level}
-    level = expect(data.get("level"), str, "level", path)
     if level not in levels:
         raise PlanFileError(path, f"level is one of {', '.join(levels)}, not {shown(level)}")
-    rank_of = [
-        expect(rank, int, "placement", path)
-        for rank in expect(data.get("placement"), list, "placement", path)
-    ]
     try:
         return Plan.from_actions(
             ranks,
-            Placement.custom(rank_of, len(ranks)),
-            expect(data.get("microbatches"), int, "microbatches", path),
+            Placement.custom(fields["placement"], len(ranks)),
+            fields["microbatches"],
             level=levels[level],
-            name=expect(data.get("origin"), str, "origin", path),
+            name=fields["origin"],
         )
     except PlanError as error:
         raise PlanFileError(path, str(error)) from None
@@ -192,11 +189,10 @@ def plan_from(data: dict[str, Any], path: Path) -> Plan:
 
 def costs_from(data: dict[str, Any], path: Path) -> Costs | None:
     """The costs that these fields describe, if they do."""
-    values = data.get("costs")
-    if values is None:
+    if data.get("costs") is None:
         return None
     try:
-        return Costs.from_dict(expect(values, dict, "costs", path))
+        return Costs.from_dict(take(data, {"costs": {str: object}}, path)["costs"])
     except CostError as error:
         raise PlanFileError(path, f"costs: {error}") from None
 
@@ -204,10 +200,9 @@ def costs_from(data: dict[str, Any], path: Path) -> Costs | None:
 def json_object(text: str, path: Path) -> dict[str, Any]:
     """The fields of a file, of a format and a version that are known here."""
     try:
-        data = loads(require_text("text", text), what=str(path))
+        data = read_json(require_text("text", text), {str: object}, what=str(path))
     except JsonError as error:
         raise PlanFileError(path, error.reason, row=error.row, column=error.column) from None
-    expect(data, dict, "the file", path)
     if data.get("format") not in (FORMAT, TIMELINE_FORMAT):
         raise PlanFileError(path, f'not a plan: expected "format": "{FORMAT}"')
     version = data.get("version")
@@ -220,30 +215,17 @@ def json_object(text: str, path: Path) -> dict[str, Any]:
     return data
 
 
-def expect(value: Any, kind: type[Any], what: str, path: Path) -> Any:
-    """The value, if it is of this kind; True and False are no numbers."""
-    if type(value) is not kind:
-        raise PlanFileError(
-            path, f"{what} must be {_KIND_NAMES[kind]}, not {json.dumps(value)[:60]}"
-        )
-    return value
+def take(data: dict[str, Any], shape: dict[str, Any], path: Path) -> dict[str, Any]:
+    """Some of the fields of a file, if they have this shape."""
+    try:
+        return conform({name: data.get(name) for name in shape}, shape, what=str(path))
+    except JsonError as error:
+        raise PlanFileError(path, error.reason) from None
 
 
-_KIND_NAMES: dict[type[Any], str] = {
-    dict: "an object",
-    list: "a list",
-    str: "a text",
-    int: "a whole number",
-    bool: "true or false",
-}
-
-
-def _parse_cells(cells: Iterable[Any], path: Path, row: int) -> Iterable[Action | Overlap]:
+def _parse_cells(cells: Iterable[str], path: Path, row: int) -> Iterable[Action | Overlap]:
     for column, cell in enumerate(cells, start=1):
-        if not isinstance(cell, str):
-            raise PlanFileError(path, "an action is a text", row=row, column=column)
-        text = cell.strip()
-        if text:
+        if text := cell.strip():
             try:
                 yield parse(text)
             except (ActionSyntaxError, PlanError) as error:

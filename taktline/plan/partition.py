@@ -103,60 +103,55 @@ def balance(
     >>> balance([1] * 7, 4, memory=[8] * 7, limits=[8, 24, 24, 8]).sizes
     (1, 2, 3, 1)
     """
-    amounts = _Amounts.of(costs=costs)
-    layers = len(amounts.numbers)
+    sizes = _exact("costs", costs)
+    layers = len(sizes)
     stages = _checked(stages, layers)
-    needs = _needs(memory, limits, layers, stages)
-    costs_to, needed_to = _sums(amounts.numbers), _sums(needs.numbers)
+    if memory is None and limits is not None:
+        raise PartitionError("limits are given, but not the memory that each layer needs")
+    needs, most = _needs(memory, layers), _for_each(limits, stages)
+    # Whole multiples of one unit, as whole numbers are quick.
+    unit = math.lcm(*(size.denominator for size in sizes))
+    costs_to, needs_to = _sums([int(size * unit) for size in sizes]), _sums(needs)
 
     def within(cap: int) -> Callable[[int, int], int]:
         return lambda stage, end: max(
-            bisect_left(needed_to, needed_to[end] - needs.limits[stage]),
+            bisect_left(needs_to, needs_to[end] - most[stage]),
             bisect_left(costs_to, costs_to[end] - cap),
         )
 
     # Without limits there is a cut within the first cap, which spares most of the work.
-    for cap in (costs_to[-1] // stages + max(amounts.numbers), costs_to[-1]):
-        rough = _cheapest(costs_to, stages, within(cap), max)
+    for cap in (costs_to[-1] // stages + int(max(sizes) * unit), costs_to[-1]):
+        rough = _cheapest(costs_to, stages, within(cap), lambda _, before, cost: max(before, cost))
         if rough is not None:
             break
     else:
-        raise _too_small(needs, one=not isinstance(limits, Iterable))
+        raise _too_small(needs, most, one=not isinstance(limits, Iterable))
     largest = max(costs_to[end] - costs_to[start] for start, end in pairwise(rough))
-    bounds = _cheapest(costs_to, stages, within(largest), _add_square)
+    bounds = _cheapest(costs_to, stages, within(largest), lambda _, before, cost: before + cost**2)
     assert bounds is not None  # the rough cut is one
     return Partition(
         bounds=bounds,
-        stage_costs=amounts.of_stages(bounds),
-        stage_memory=None if memory is None else needs.of_stages(bounds),
+        stage_costs=_totals(sizes, bounds),
+        stage_memory=None if memory is None else _totals(needs, bounds),
     )
 
 
-def _needs(
-    memory: Iterable[float] | None,
-    limits: float | Iterable[float] | None,
-    layers: int,
-    stages: int,
-) -> _Amounts:
-    """What each layer needs, and what each stage can hold of it."""
-    if memory is None and limits is not None:
-        raise PartitionError("limits are given, but not the memory that each layer needs")
-    needs = _Amounts.of(
-        memory=[0] * layers if memory is None else memory, limits=_for_each(limits, stages)
-    )
-    if len(needs.numbers) != layers:
+def _needs(memory: Iterable[float] | None, layers: int) -> list[int] | list[Fraction]:
+    """What each layer needs."""
+    needs = [0] * layers if memory is None else _exact("memory", memory)
+    if len(needs) != layers:
         raise PartitionError(
-            f"memory is given for {counted(len(needs.numbers), 'layer')}, "
+            f"memory is given for {counted(len(needs), 'layer')}, "
             f"costs for {counted(layers, 'layer')}"
         )
     return needs
 
 
 def _cheapest(
-    costs_to: Sequence[int],
+    costs_to: Sequence[Any],
     stages: int,
     first_start: Callable[[int, int], int],
-    join: Callable[[int, int], int],
+    join: Callable[[int, Any, Any], Any],
 ) -> tuple[int, ...] | None:
     """The bounds of the cheapest cut, by dynamic programming; None if there is no cut.
 
@@ -167,15 +162,15 @@ def _cheapest(
     layers = len(costs_to) - 1
     best, picks = {0: 0}, list[dict[int, int]]()
     for stage in range(stages):
-        starts, found, pick = list(best), dict[int, int](), dict[int, int]()
+        starts, found, pick = list(best), dict[int, Any](), dict[int, int]()
         for end in range(stage + 1, layers - stages + stage + 2):
             least = math.inf
             first, last = first_start(stage, end), bisect_left(starts, end)
             for start in reversed(starts[bisect_left(starts, first) : last]):
                 cost = costs_to[end] - costs_to[start]
-                if join(0, cost) > least:
+                if join(stage, 0, cost) > least:
                     break  # and so is every longer stage
-                if (joined := join(best[start], cost)) <= least:
+                if (joined := join(stage, best[start], cost)) <= least:
                     least = found[end] = joined
                     pick[end] = start
         best = found
@@ -188,65 +183,24 @@ def _cheapest(
     return tuple(reversed(bounds))
 
 
-def _add_square(before: int, cost: int) -> int:
-    return before + cost**2
+def _exact(name: str, values: Iterable[float]) -> list[int] | list[Fraction]:
+    """Numbers as what they hold, so that sums are exact; whole ones stay whole."""
+    given = require_iterable(name, values, "a list of numbers, one for each layer", CostError)
+    numbers = [_number(f"{name} of layer {layer}", value) for layer, value in enumerate(given)]
+    try:
+        float(sum(numbers))
+    except OverflowError:
+        raise CostError(f"{name}: the sum of all layers is too large for a float") from None
+    return list(map(int, numbers)) if all(isinstance(v, Integral) for v in given) else numbers
 
 
-def _sums(numbers: Iterable[int]) -> list[int]:
-    return list(accumulate(numbers, initial=0))
-
-
-@dataclass(frozen=True, slots=True)
-class _Amounts:
-    """Numbers as whole multiples of a unit that all of them share, so that sums are exact."""
-
-    numbers: list[int]
-    limits: list[int]
-    unit: Fraction
-    whole: bool
-    """Whether whole numbers were given, so that their sums are to be whole numbers too."""
-
-    @classmethod
-    def of(cls, limits: Sequence[float] = (), **named: Iterable[float]) -> _Amounts:
-        """The numbers, under the name that errors use, and limits on their sums."""
-        ((name, values),) = named.items()
-        given = require_iterable(name, values, "a list of numbers, one for each layer", CostError)
-        exact = [_exact(f"{name} of layer {layer}", value) for layer, value in enumerate(given)]
-        total = sum(exact, Fraction(0))
-        bounded = [
-            # No stage needs more than all, and infinity has no fraction.
-            total if limit == math.inf else _exact(f"the limit of stage {stage}", limit)
-            for stage, limit in enumerate(limits)
-        ]
-        below = math.lcm(*(number.denominator for number in (*exact, *bounded)))
-        tops = [int(number * below) for number in (*exact, *bounded)]
-        shared = math.gcd(*tops) or 1
-        tops = [top // shared for top in tops]
-        whole = all(isinstance(value, Integral) for value in given)
-        amounts = cls(tops[: len(exact)], tops[len(exact) :], Fraction(shared, below), whole)
-        try:
-            amounts.plain(sum(amounts.numbers))
-        except OverflowError:
-            raise CostError(f"{name}: the sum of all layers is too large for a float") from None
-        return amounts
-
-    def plain(self, number: int) -> float:
-        """A multiple of the unit as the number it stands for, rounded once."""
-        value = number * self.unit
-        return int(value) if self.whole and value.denominator == 1 else float(value)
-
-    def of_stages(self, bounds: Sequence[int]) -> tuple[float, ...]:
-        """What the layers of each stage have together."""
-        return tuple(self.plain(sum(self.numbers[start:end])) for start, end in pairwise(bounds))
-
-
-def _exact(what: str, value: Any) -> Fraction:
+def _number(what: str, value: Any) -> Fraction:
     """What a number holds; an error unless it is finite and from 0 up."""
     try:
         if isinstance(value, bool):
             raise TypeError
         # NumPy's integers have no ratio of their own.
-        exact = Fraction(int(value)) if isinstance(value, Integral) else Fraction(*_ratio(value))
+        exact = Fraction(*(int(value) if isinstance(value, Integral) else value).as_integer_ratio())
     except (TypeError, ValueError, OverflowError, AttributeError):
         exact = Fraction(-1)
     if exact < 0:
@@ -254,9 +208,17 @@ def _exact(what: str, value: Any) -> Fraction:
     return exact
 
 
-def _ratio(value: Any) -> tuple[int, int]:
-    over, under = value.as_integer_ratio()
-    return over, under
+def _sums(numbers: Iterable[Any]) -> list[Any]:
+    return list(accumulate(numbers, initial=0))
+
+
+def _totals(numbers: Sequence[Any], bounds: Sequence[int]) -> tuple[float, ...]:
+    """What the layers of each stage have together."""
+    return tuple(_plain(sum(numbers[start:end])) for start, end in pairwise(bounds))
+
+
+def _plain(number: float | Fraction) -> float:
+    return float(number) if isinstance(number, Fraction) else number
 
 
 def _checked(stages: Any, layers: int) -> int:
@@ -271,70 +233,68 @@ def _checked(stages: Any, layers: int) -> int:
     return stages
 
 
-def _for_each(limits: float | Iterable[float] | None, stages: int) -> list[float]:
+def _for_each(limits: float | Iterable[float] | None, stages: int) -> list[float | Fraction]:
     """One limit for each stage."""
-    if limits is None:
-        return [math.inf] * stages
-    if not isinstance(limits, Iterable):
-        return [limits] * stages
-    each = require_iterable("limits", limits, "a number, or one for each stage", PartitionError)
+    if limits is None or not isinstance(limits, Iterable):
+        each = [math.inf if limits is None else limits] * stages
+    else:
+        each = require_iterable("limits", limits, "a number, or one for each stage", PartitionError)
     if len(each) != stages:
         raise PartitionError(
             f"limits are given for {counted(len(each), 'stage')}, but there are {stages}; "
             "give one number for all, or one for each"
         )
-    return each
+    return [
+        limit if limit == math.inf else _number(f"the limit of stage {stage}", limit)
+        for stage, limit in enumerate(each)
+    ]
 
 
-def _too_small(needs: _Amounts, *, one: bool) -> PartitionError:
+def _too_small(needs: Sequence[Any], limits: Sequence[Any], *, one: bool) -> PartitionError:
     """What to say of limits that no cut keeps within; ``one`` if it is one limit for all stages."""
-    limits = needs.limits
     no_cut = f"no cut into {counted(len(limits), 'stage')} keeps within the limit"
-    together = _raise_all(needs.numbers, limits)
-    short = needs.plain(together)
-    if one:
-        least = needs.plain(together + limits[0])
-        heaviest = max(range(len(needs.numbers)), key=needs.numbers.__getitem__)
-        alone = needs.plain(needs.numbers[heaviest]) == least
-        who = f"layer {heaviest} alone needs" if alone else "the best cut needs"
+    raised = None if one else _raise_one(needs, limits)
+    if raised is not None:
+        short, stage = raised
         return PartitionError(
-            f"{no_cut} of {_text(needs.plain(limits[0]))}: it is too small by {_text(short)}, "
-            f"as {who} {_text(least)}",
-            short=short,
+            f"{no_cut}s: that of stage {stage}, {_text(limits[stage])}, is too small by "
+            f"{_text(short)}",
+            stage=stage,
+            short=_plain(short),
         )
-    raised = _raise_one(needs.numbers, limits)
-    if raised is None:
-        return PartitionError(
-            f"{no_cut}s; raising one of them does not help, raising each by {_text(short)} does",
-            short=short,
-        )
-    more, stage = raised
-    short, limit = needs.plain(more), needs.plain(limits[stage])
+    short = _raise_all(needs, limits)
+    if not one:
+        text = f"{no_cut}s; raising one of them does not help, raising each by {_text(short)} does"
+        return PartitionError(text, short=_plain(short))
+    least, heaviest = short + limits[0], max(range(len(needs)), key=needs.__getitem__)
+    who = f"layer {heaviest} alone needs" if needs[heaviest] == least else "the best cut needs"
     return PartitionError(
-        f"{no_cut}s: that of stage {stage}, {_text(limit)}, is too small by {_text(short)}",
-        stage=stage,
-        short=short,
+        f"{no_cut} of {_text(limits[0])}: it is too small by {_text(short)}, as {who} "
+        f"{_text(least)}",
+        short=_plain(short),
     )
 
 
-def _raise_all(numbers: Sequence[int], limits: Sequence[int]) -> int:
+def _raise_all(needs: Sequence[Any], limits: Sequence[Any]) -> Any:
     """The least by which all limits together have to be raised, to let a cut through."""
-    low, high = 0, sum(numbers)
-    while low < high:
-        middle = (low + high) // 2
-        if len(numbers) in _reached(numbers, [limit + middle for limit in limits])[-1]:
-            high = middle
-        else:
-            low = middle + 1
-    return low
+    to = _sums(needs)
+    bounds = _cheapest(
+        to,
+        len(limits),
+        lambda stage, end: 0,
+        lambda stage, before, cost: max(before, cost - limits[stage]),
+    )
+    assert bounds is not None  # without limits every cut is one
+    stages = zip(pairwise(bounds), limits, strict=True)
+    return max(to[end] - to[start] - limit for (start, end), limit in stages)
 
 
-def _raise_one(numbers: Sequence[int], limits: Sequence[int]) -> tuple[int, int] | None:
+def _raise_one(needs: Sequence[Any], limits: Sequence[Any]) -> tuple[Any, int] | None:
     """The least that lets a cut through if one limit is raised by it, and that of which stage."""
-    to, layers = _sums(numbers), len(numbers)
-    ahead = _reached(numbers, limits)
-    behind = _reached(numbers[::-1], limits[::-1])[::-1]
-    found: list[tuple[int, int]] = []
+    to, layers = _sums(needs), len(needs)
+    ahead = _reached(needs, limits)
+    behind = _reached(needs[::-1], limits[::-1])[::-1]
+    found: list[tuple[Any, int]] = []
     for stage, limit in enumerate(limits):
         for end in (layers - rest for rest in behind[stage + 1]):
             # From the last start before it: the shortest stage lacks the least.
@@ -343,9 +303,9 @@ def _raise_one(numbers: Sequence[int], limits: Sequence[int]) -> tuple[int, int]
     return min(found, default=None)
 
 
-def _reached(numbers: Sequence[int], limits: Sequence[int]) -> list[list[int]]:
+def _reached(needs: Sequence[Any], limits: Sequence[Any]) -> list[list[int]]:
     """How many layers the first stages can hold: none of them, one, and so on."""
-    to = _sums(numbers)
+    to = _sums(needs)
     reached = [[0]]
     for limit in limits:
         # The shortest stage is the lightest: if it does not fit, none does.
@@ -360,5 +320,6 @@ def _reached(numbers: Sequence[int], limits: Sequence[int]) -> list[list[int]]:
     return reached
 
 
-def _text(number: float) -> str:
-    return f"{number:,}" if isinstance(number, int) else f"{number:,.6g}"
+def _text(number: float | Fraction) -> str:
+    whole = number == int(number) if isinstance(number, Fraction) else isinstance(number, int)
+    return f"{int(number):,}" if whole else f"{float(number):,.6g}"

@@ -15,11 +15,20 @@ import numpy.typing as npt
 
 from taktline.plan.action import Action, Kind, Overlap
 
-__all__ = ["BoolArray", "FloatArray", "IntArray", "Rows"]
+__all__ = ["BoolArray", "FloatArray", "IntArray", "Rows", "as_numbers"]
 
 IntArray: TypeAlias = npt.NDArray[np.integer[Any]]
 FloatArray: TypeAlias = npt.NDArray[np.float64]
 BoolArray: TypeAlias = npt.NDArray[np.bool_]
+
+
+def as_numbers(value: Any) -> npt.NDArray[Any] | None:
+    """A number, or a list of them, as an array; None if it is anything else, or not finite."""
+    try:
+        numbers = np.asarray(value)
+    except (TypeError, ValueError):  # a ragged list, or what says that it is an array and is none
+        return None
+    return numbers if numbers.dtype.kind in "iuf" and np.isfinite(numbers).all() else None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

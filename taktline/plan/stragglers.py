@@ -12,7 +12,7 @@ from taktline.errors import PlanError
 from taktline.plan.action import Kind
 from taktline.plan.costs import Costs
 from taktline.plan.plan import Plan
-from taktline.plan.rows import FloatArray, IntArray
+from taktline.plan.rows import FloatArray
 from taktline.plan.timeline import Timeline
 
 __all__ = ["Straggler", "stragglers"]
@@ -22,6 +22,8 @@ _LEAST = 0.01
 _SHOWN = 3
 """How many micro-batches are named."""
 _WORDS = {Kind.F: "forward", Kind.B: "backward"}
+_PARTS = {Kind.F: (Kind.F,), Kind.B: (Kind.B, Kind.I, Kind.W)}
+"""The halves of a backward count together: where nothing can be split, one has all the work."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +100,7 @@ def stragglers(
                 kind,
                 float(spent[stage]),
                 float(times[stage]),
-                _slowest(latest, kind, stage),
+                _slowest(latest[-1], kind, stage),
                 unit,
                 basis,
             )
@@ -123,35 +125,15 @@ def _by_work(plan: Plan, work: Costs, kind: Kind, spent: FloatArray) -> FloatArr
 
 def _medians(timelines: Sequence[Timeline], kind: Kind, stages: int) -> FloatArray:
     """For each stage the median over all micro-batches, or nan."""
-    parts = [_durations(timeline, kind) for timeline in timelines]
     medians = np.full(stages, np.nan)
     for stage in range(stages):
-        mine = [time for at, _, times in parts for time in times[at == stage].tolist()]
-        if mine:
-            medians[stage] = np.median(mine)
+        times = [time for t in timelines for time in t.durations(*_PARTS[kind])[stage].tolist()]
+        if known := [time for time in times if time == time]:  # that are no nan
+            medians[stage] = np.median(known)
     return medians
 
 
-def _slowest(timelines: Sequence[Timeline], kind: Kind, stage: int) -> tuple[int, ...]:
-    at, microbatch, lasting = _durations(timelines[-1], kind)
-    mine = np.flatnonzero(at == stage)
-    order = mine[np.argsort(-lasting[mine], kind="stable")][:_SHOWN]
-    return tuple(microbatch[order].tolist())
-
-
-def _durations(timeline: Timeline, kind: Kind) -> tuple[IntArray, IntArray, FloatArray]:
-    """How long each stage took for each micro-batch: stages, micro-batches, times.
-
-    The halves of a backward count together: where nothing can be split, one has all the work. An
-    overlapped pair says nothing of its halves.
-    """
-    plan, rows = timeline.plan, timeline.plan.rows
-    kinds = [Kind.F] if kind is Kind.F else [Kind.B, Kind.I, Kind.W]
-    mine = np.isin(rows.kind, kinds) & ~rows.joined & ~rows.second_of_pair()
-    at = np.flatnonzero(mine)
-    table = np.full((plan.stages, plan.microbatches), np.nan)
-    place = (rows.stage[at], rows.microbatch[at])
-    table[place] = 0.0
-    np.add.at(table, place, (timeline.end - timeline.start)[at])
-    stage, microbatch = np.nonzero(~np.isnan(table))
-    return stage, microbatch, table[stage, microbatch]
+def _slowest(timeline: Timeline, kind: Kind, stage: int) -> tuple[int, ...]:
+    times = timeline.durations(*_PARTS[kind])[stage]
+    order = np.argsort(-times, kind="stable")[:_SHOWN]  # what is nan comes last
+    return tuple(order[~np.isnan(times[order])].tolist())

@@ -25,7 +25,7 @@ from taktline.plan.costs import Costs
 from taktline.plan.deps import needs
 from taktline.plan.memory import peak_memory
 from taktline.plan.plan import Plan
-from taktline.plan.rows import FloatArray, IntArray
+from taktline.plan.rows import FloatArray, IntArray, as_numbers
 from taktline.plan.validate import require_valid
 from taktline.text import counted
 
@@ -134,6 +134,24 @@ class Timeline:
     def idle(self, by: By = "makespan") -> float:
         """The time of that cost in which an average rank is idle."""
         return self.cost(by) - float(self.busy.mean())
+
+    def durations(self, *kinds: Kind) -> FloatArray:
+        """How long each stage took for each micro-batch, actions of several kinds together.
+
+        It is nan where there is none. An overlapped pair says nothing of its halves.
+
+        >>> from taktline.plan import build, simulate
+        >>> simulate(build("1f1b", ranks=2, microbatches=3)).durations(Kind.B)
+        array([[2., 2., 2.],
+               [2., 2., 2.]])
+        """
+        rows = self.plan.rows
+        at = np.flatnonzero(np.isin(rows.kind, kinds) & ~rows.joined & ~rows.second_of_pair())
+        table = np.full((self.plan.stages, self.plan.microbatches), np.nan)
+        place = (rows.stage[at], rows.microbatch[at])
+        table[place] = 0.0
+        np.add.at(table, place, (self.end - self.start)[at])
+        return table
 
     def spans(self, rank: int) -> Iterator[Span]:
         """What a rank did, in order; the two halves of an overlapped pair one after the other."""
@@ -265,11 +283,7 @@ class Timeline:
 
 def _checked(name: str, column: Any, rows: int) -> FloatArray:
     """One finite number for each row."""
-    try:
-        numbers = np.asarray(column)
-    except (TypeError, ValueError):  # a ragged list, or what says that it is an array and is none
-        numbers = np.asarray("")
-    fits = numbers.dtype.kind in "iuf" and numbers.shape == (rows,)
-    if not (fits and np.isfinite(numbers).all()):
+    numbers = as_numbers(column)
+    if numbers is None or numbers.shape != (rows,):
         refuse(name, f"an array of {rows:,} numbers, one for each row of the plan", column)
     return numbers.astype(np.float64, copy=False)

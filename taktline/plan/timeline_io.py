@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from taktline.checks import require_instance, require_path
+from taktline.checks import Either, require_instance, require_path
 from taktline.errors import InvalidPlanError, PlanFileError
 from taktline.plan.costs import Costs
 from taktline.plan.io import (
     TIMELINE_FORMAT,
     costs_from,
-    expect,
     json_object,
     layout,
     plan_fields,
     plan_from,
     read_text,
+    take,
     write_text,
 )
 from taktline.plan.plan import Plan
@@ -27,6 +26,9 @@ from taktline.plan.rows import FloatArray
 from taktline.plan.timeline import Timeline
 
 __all__ = ["is_timeline", "read_timeline", "write_timeline"]
+
+_COLUMN = [[float]]
+_TIMES = {"start": _COLUMN, "end": _COLUMN, "arrival": Either(None, _COLUMN), "measured": bool}
 
 
 def write_timeline(timeline: Timeline, path: str | os.PathLike[str]) -> None:
@@ -64,14 +66,13 @@ def read_timeline(path: str | os.PathLike[str]) -> Timeline:
     if data["format"] != TIMELINE_FORMAT:
         raise PlanFileError(path, "holds a plan and no times; taktline.plan.read reads it")
     plan = plan_from(data, path)
-    start, end = (_column(data.get(name), name, plan, path) for name in ("start", "end"))
+    fields = take({"measured": False, **data}, _TIMES, path)
+    start, end = (_column(fields[name], name, plan, path) for name in ("start", "end"))
     if (end < start).any():
         raise PlanFileError(path, "an action ends before it starts")
-    arrival = None
-    if data.get("arrival") is not None:
-        arrival = _column(data["arrival"], "arrival", plan, path)
-    costs = costs_from(data, path) or Costs()
-    measured = expect(data.get("measured", False), bool, "measured", path)
+    late = fields["arrival"]
+    arrival = None if late is None else _column(late, "arrival", plan, path)
+    costs, measured = costs_from(data, path) or Costs(), fields["measured"]
     try:
         return Timeline(plan, start, end, costs, arrival, measured=measured)
     except InvalidPlanError as error:
@@ -86,20 +87,12 @@ def is_timeline(path: str | os.PathLike[str]) -> bool:
     return json_object(read_text(path), path)["format"] == TIMELINE_FORMAT
 
 
-def _column(value: Any, name: str, plan: Plan, path: Path) -> FloatArray:
+def _column(parts: list[list[float]], name: str, plan: Plan, path: Path) -> FloatArray:
     """One number a row; an overlapped pair has two rows."""
-    parts = [
-        expect(part, list, f"{name}[{rank}]", path)
-        for rank, part in enumerate(expect(value, list, name, path))
-    ]
     if [len(part) for part in parts] != np.diff(plan.offsets).tolist():
         raise PlanFileError(path, f"{name} must have a number for each action of each rank")
-    numbers = [number for part in parts for number in part]
-    # Type by type: NumPy would take "1" and true for numbers.
-    if not {type(number) for number in numbers} <= {int, float}:
-        raise PlanFileError(path, f"{name} must hold numbers only")
     try:
-        return np.array(numbers, np.float64)
+        return np.array([number for part in parts for number in part], np.float64)
     except OverflowError:
         raise PlanFileError(path, f"{name} holds a number that is too large") from None
 

@@ -31,10 +31,13 @@ _MOST = 20_000
 """Actions that a browser draws at once without effort."""
 
 
-def save(timelines: Sequence[Timeline], path: str | os.PathLike[str]) -> Path:
+def save(
+    timelines: Sequence[Timeline], path: str | os.PathLike[str], *, width: float | None = None
+) -> Path:
     """Write timelines to a file, whose ending says how: .html, .svg, .png, .csv or .json.
 
-    The last two hold a single timeline; .json is what ``read_timeline`` reads.
+    The last two hold a single timeline; .json is what ``read_timeline`` reads. ``width`` is that of
+    a picture, in pixels.
     """
     path = require_path("path", path)
     ending = path.suffix.lower()
@@ -43,9 +46,10 @@ def save(timelines: Sequence[Timeline], path: str | os.PathLike[str]) -> Path:
     if ending == ".html":
         write_text(path, to_html(timelines))
     elif ending == ".svg":
-        write_text(path, to_svg(timelines))
+        write_text(path, to_svg(timelines, width=width))
     elif ending == ".png":
-        path.write_bytes(to_png(to_svg(timelines, width=min(natural_width(timelines), 4_000))))
+        width = width or min(natural_width(timelines), 4_000)
+        path.write_bytes(to_png(to_svg(timelines, width=width)))
     elif ending == ".csv":
         write_text(path, to_csv(timelines[0]))
     elif ending == ".json":

@@ -9,6 +9,7 @@ from typing import Any, NoReturn, Self
 import torch
 from torch import nn
 
+from taktline.checks import require_flag
 from taktline.errors import UseError
 from taktline.stage.names import named_modules
 from taktline.train.live import Live
@@ -52,6 +53,18 @@ class AsModule(Live, ABC):
                 "forward and backward; or eval(x), or this under torch.no_grad(), for outputs"
             )
         return self.eval(*args, **kwargs)
+
+    @property
+    def stages(self) -> dict[int, nn.Module]:
+        """The stages of this process, by their number, as they are run."""
+        return {stage.stage_index: stage.submod for stage in self._built.schedule._stages}
+
+    def train(self, mode: bool = True) -> Self:
+        """Put the modules into training mode, or with False into that of evaluation."""
+        require_flag("mode", mode)
+        for module in self.stages.values():
+            module.train(mode)
+        return self
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients of this process, as ``optimizer.zero_grad()`` does."""

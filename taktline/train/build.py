@@ -28,7 +28,7 @@ from taktline.train.model_stages import Model, Parts, stages_in, take_apart
 from taktline.train.ranks import Ranks, find_ranks
 from taktline.train.stale import note_replaced
 from taktline.train.table import Table
-from taktline.train.wrap import Prepare, check_choice, wrapped
+from taktline.train.wrap import Prepare, wrapped
 
 __all__ = ["Built", "build"]
 
@@ -105,7 +105,6 @@ def build(
 
     ``running`` goes on to the schedule; for the others see :class:`taktline.Pipeline`.
     """
-    check_choice(data_parallel)
     if isinstance(model, nn.Module) and "_orig_mod" in model._modules:
         model = without_compiler(model)
     chosen = opened(schedule)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from torch import nn
 
-from taktline.checkpoint.holding import state_of
 from taktline.train.build import Built
+from taktline.train.live import Live
 
 __all__ = ["ForCheckpoints"]
 
@@ -24,10 +23,9 @@ class _AnyName:
         return {}
 
 
-class ForCheckpoints:
+class ForCheckpoints(Live):
     """A module without children, whose parameters have the model's names, dots and all."""
 
-    _built: Any
     _names = _AnyName()
     _non_persistent_buffers_set: frozenset[str] = frozenset()
 
@@ -53,8 +51,4 @@ class ForCheckpoints:
 
 def _held(built: Built) -> dict[str, torch.Tensor]:
     first = built.parts.first_names()
-    return {
-        first.get(name, name): value
-        for stage, module in built.parts.modules.items()
-        for name, value in ((built.parts.name(stage, n), v) for n, v in state_of(module).items())
-    }
+    return {first.get(name, name): value for name, value, _ in built.parts.held()}

@@ -6,6 +6,7 @@ import torch
 
 from taktline.errors import UseError
 from taktline.train.build import Built
+from taktline.train.metrics import Metrics
 from taktline.train.ranks import Ranks
 from taktline.transport.turn import Turn
 
@@ -17,6 +18,7 @@ class Live:
 
     _live: Built | None
     _turn: Turn
+    _metrics: Metrics
 
     @property
     def _built(self) -> Built:

@@ -16,7 +16,7 @@ from taktline.train.ranks import Ranks
 from taktline.transport import transport_of
 from taktline.transport.control import share_error
 
-__all__ = ["SharedLoader"]
+__all__ = ["SharedLoader", "length_of"]
 
 _FAILED = 2
 """Exchanged in place of the number of values found, 0 or 1."""
@@ -48,10 +48,10 @@ class SharedLoader:
         self._within = [groups[name] for name in names if name not in ranks.data_dims]
         self._replicas = [transport_of(groups[name], ranks.device) for name in ranks.data_dims]
         self._reads = all(group.rank() == 0 for group in self._within)
-        (self._length,) = self._agreed(lambda: [_length(_checked(batches))], "the loader")
+        (self._length,) = self._agreed(lambda: [length_of(_checked(batches))], "the loader")
 
     def __len__(self) -> int:
-        length = _length(self._batches) if self._reads else self._length
+        length = length_of(self._batches) if self._reads else self._length
         if length is None:
             raise TypeError("the loader that is read has no length")
         return length
@@ -138,7 +138,7 @@ def _checked(batches: Any) -> Iterable[Any]:
     return batches
 
 
-def _length(batches: Any) -> int | None:
+def length_of(batches: Any) -> int | None:
     """How many batches there are, None if they do not say."""
     try:
         return len(batches)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,9 +11,8 @@ import torch
 from torch import nn
 
 from taktline import split
-from taktline.checkpoint.holding import state_of
+from taktline.checkpoint.holding import Held, priority_of, state_of
 from taktline.checkpoint.names import joined, same, tied_names
-from taktline.checks import read
 from taktline.errors import PartitionError
 from taktline.plan import Plan
 from taktline.split import Pipe
@@ -22,7 +20,7 @@ from taktline.stage.ties import declared
 from taktline.text import counted
 from taktline.train.refusal import explained
 from taktline.transport import Transport
-from taktline.transport.control import share_texts
+from taktline.transport.control import share_values
 
 __all__ = ["Model", "Parts", "stages_in", "take_apart"]
 
@@ -49,13 +47,17 @@ class Parts:
         """What the model calls something in a stage."""
         return f"{stage}.{name}" if self.prefixes else name
 
-    def first_names(self) -> dict[str, str]:
-        """The later names of a weight that has several, and the one that the model lists first."""
-        here = {
-            self.name(stage, name): value
+    def held(self) -> list[Held]:
+        """The parameters and lasting buffers of all stages here, by their names in the model."""
+        return [
+            Held(self.name(stage, name), value, priority_of(value, stage))
             for stage, module in self.modules.items()
             for name, value in state_of(module).items()
-        }
+        ]
+
+    def first_names(self) -> dict[str, str]:
+        """The later names of a weight that has several, and the one that the model lists first."""
+        here = {name: value for name, value, _ in self.held()}
         ties = {tie for module in self.modules.values() for tie in declared(module)}
         uses = ([self.name(*use) for use in tie.uses] for tie in ties)
         alike: dict[str, set[str]] = {}
@@ -186,13 +188,9 @@ def _note_names_of_stages(parts: Parts) -> None:
 
 def _note_names_of_all(parts: Parts, transport: Transport) -> None:
     """The same where each process knows only its own stages."""
-    mine = {stage: list(state_of(module)) for stage, module in parts.modules.items()}
-    texts = share_texts(transport, json.dumps(list(mine.items())), "Pipeline(…)")
-    by_stage = {
-        stage: names
-        for rank, text in enumerate(texts)
-        for stage, names in read(text, [(int, [str])], what=f"the stages of rank {rank}")
-    }
+    mine = [(stage, list(state_of(module))) for stage, module in parts.modules.items()]
+    told = share_values(transport, mine, [(int, [str])], "Pipeline(…)", what="the stages")
+    by_stage = {stage: names for stages in told for stage, names in stages}
     counts = Counter(name for names in by_stage.values() for name in names)
     ties = [tie for module in parts.modules.values() for tie in declared(module)]
     tied = {name for tie in ties for _, name in tie.uses}

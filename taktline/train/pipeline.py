@@ -2,67 +2,45 @@
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from datetime import timedelta
-from html import escape
-from typing import Any, ClassVar, Literal, NoReturn, Self, TypeVar
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from taktline.checkpoint import pretrained
-from taktline.checks import (
-    refuse,
-    require_callable,
-    require_flag,
-    require_instance,
-    require_iterable,
-    require_number,
-    require_whole,
-)
+from taktline.checks import require_number
 from taktline.device import require_device
-from taktline.errors import PartitionError, ScheduleError, UseError
-from taktline.plan import Kind, Plan
-from taktline.runtime import Trace
+from taktline.errors import ScheduleError
+from taktline.plan import Kind
 from taktline.runtime.schedule import ArgsSpec, KwargsSpec, LossFn, MergeSpec, Schedule
 from taktline.split.example import arguments_of
+from taktline.train.arguments import as_timedelta, check, names_of
 from taktline.train.as_module import AsModule
-from taktline.train.boundaries import Boundaries
-from taktline.train.build import Built, build
+from taktline.train.build import build
 from taktline.train.choose_plan import ScheduleChoice
 from taktline.train.comparison import Verification
 from taktline.train.for_checkpoints import ForCheckpoints
 from taktline.train.generate import Request, generate
 from taktline.train.gradients import Gradients
-from taktline.train.layout import cuts_of
+from taktline.train.lifetime import Lifetime
 from taktline.train.loader import SharedLoader
-from taktline.train.metrics import Metrics
 from taktline.train.model_stages import Model
 from taktline.train.own_loss import asked, of_output, with_own_loss
 from taktline.train.plainly import plainly
-from taktline.train.preempt import PREEMPTED, Preemption
-from taktline.train.progress import progress
-from taktline.train.report import StragglerReport
+from taktline.train.preempt import PREEMPTED
 from taktline.train.saved import Saved
 from taktline.train.steps import Outputs, evaluating, run
 from taktline.train.verify import verify
+from taktline.train.watching import Watching
 from taktline.train.wrap import Prepare
-from taktline.transport.turn import Turn
 
 __all__ = ["Pipeline"]
 
-T = TypeVar("T")
 
-_NO_COPY = (
-    "it cannot be copied or pickled; save pipe.state_dict(gathered=True), make another "
-    "pipeline, and load it there"
-)
-
-
-class Pipeline(AsModule, Gradients, Saved, ForCheckpoints):
+class Pipeline(AsModule, Gradients, Saved, ForCheckpoints, Watching, Lifetime):
     """A model, cut into stages, on its ranks; it trains as the model does.
 
     Started by torchrun, each process is a rank. Without a launcher all ranks live in this process,
@@ -160,12 +138,8 @@ class Pipeline(AsModule, Gradients, Saved, ForCheckpoints):
         report_stragglers: int | None = None,
         timeout: float | timedelta | None = None,
     ) -> None:
-        _check_flags(dynamic_shapes=dynamic_shapes, cuda_graphs=cuda_graphs, compile=compile)
-        _check(microbatches, stages_per_rank, mesh, seed, report_stragglers, state_dict)
-        _check_functions(loss_fn=loss_fn, prepare=prepare, on_preempt=on_preempt)
-        self._loss_fn, self._turn, self._metrics = loss_fn, Turn("this pipeline"), Metrics()
-        self._report = None if report_stragglers is None else StragglerReport(report_stragglers)
-        self._preemption = None if on_preempt is None else Preemption(on_preempt, self)
+        check(locals())  # which are all arguments by now
+        self._begin(loss_fn, on_preempt, report_stragglers)
         running = {
             "loss_fn": loss_fn or of_output,
             "dynamic_shapes": dynamic_shapes,
@@ -175,7 +149,7 @@ class Pipeline(AsModule, Gradients, Saved, ForCheckpoints):
             "output_merge_spec": output_merge_spec,
             "target_chunk_spec": target_chunk_spec,
         }
-        self._live: Built | None = build(
+        self._live = build(
             model,
             None if example is None else arguments_of(example),
             running,
@@ -183,7 +157,7 @@ class Pipeline(AsModule, Gradients, Saved, ForCheckpoints):
             microbatches=microbatches,
             ranks=ranks,
             stages_per_rank=stages_per_rank,
-            cuts=_names_of(cuts, model),
+            cuts=names_of(cuts, model),
             mesh=mesh,
             data_parallel=data_parallel,
             prepare=prepare,
@@ -191,39 +165,9 @@ class Pipeline(AsModule, Gradients, Saved, ForCheckpoints):
             device=None if device is None else require_device(device),
             seed=seed,
             state_dict=state_dict,
-            timeout=_timedelta(timeout),
+            timeout=as_timedelta(timeout),
         )
         self._listen()
-
-    @property
-    def plan(self) -> Plan:
-        """What each rank does, in order."""
-        return self._built.plan
-
-    @property
-    def boundaries(self) -> Boundaries:
-        """What goes from each stage to the next one for the example; print it."""
-        return self._built.table.boundaries
-
-    @property
-    def is_first(self) -> bool:
-        """Whether this process is the one to print, and to save what was gathered."""
-        return 0 in self._ranks.own and self._ranks.is_first
-
-    @property
-    def replica(self) -> int:
-        """Which of the replicas of the pipeline this one is, from 0 up."""
-        return self._ranks.replica
-
-    @property
-    def replicas(self) -> int:
-        """How many replicas of the pipeline there are, each on data of its own."""
-        return self._ranks.replicas
-
-    @property
-    def stages(self) -> dict[int, nn.Module]:
-        """The stages of this process, by their number, as they are run."""
-        return {stage.stage_index: stage.submod for stage in self._built.schedule._stages}
 
     @property
     def schedules(self) -> dict[int, Schedule]:
@@ -381,13 +325,6 @@ class Pipeline(AsModule, Gradients, Saved, ForCheckpoints):
         with self._turn, evaluating(self.stages.values()):
             return generate(self._built, request)
 
-    def train(self, mode: bool = True) -> Pipeline:
-        """Put the modules into training mode, or with False into that of evaluation."""
-        require_flag("mode", mode)
-        for module in self.stages.values():
-            module.train(mode)
-        return self
-
     def loader(self, batches: Iterable[Any] | None) -> SharedLoader:
         """The batches of a DataLoader, or any other iterable, for all ranks.
 
@@ -400,196 +337,3 @@ class Pipeline(AsModule, Gradients, Saved, ForCheckpoints):
         [torch.Size([4, 1]), torch.Size([6, 1])]
         """
         return SharedLoader(batches, self._ranks)
-
-    def progress(self, batches: Iterable[T], *, every: int = 10) -> Iterator[T]:
-        """The same batches, while the first rank shows how training goes.
-
-        On a terminal that is a bar (with rich), elsewhere a line: loss, tokens or rows a second,
-        the bubble, and this process's peak memory. Every rank iterates.
-
-        Args:
-            batches: a list, a ``DataLoader``, or :meth:`loader` of one.
-            every: after so many steps the numbers are read, and where ranks are processes, one
-                step of these is traced to measure the bubble.
-
-        >>> pipe = Pipeline([nn.Linear(2, 2), nn.Linear(2, 1)], microbatches=2, ranks=2)
-        >>> for x in pipe.progress([torch.ones(4, 2)] * 3, every=5):  # doctest: +ELLIPSIS
-        ...     output = pipe.eval(x)
-        step    3  peak ...
-        """
-        require_whole("every", every, least=1)
-        apart = not self._ranks.in_one_process
-        return progress(self, batches, every, measured=apart)
-
-    def metrics(self) -> dict[str, float]:
-        """Numbers for a log: the same names each time, as far as they are known.
-
-        ``step``, ``loss`` (of the latest step), ``step_ms``, ``rows_per_s`` and ``tokens_per_s``
-        (of all replicas, over the last 20 steps), ``bubble`` (of the latest step that
-        :meth:`progress` has measured), ``peak_memory`` (bytes of this process).
-
-        >>> pipe = Pipeline([nn.Linear(2, 2), nn.Linear(2, 1)], microbatches=2, ranks=2)
-        >>> sorted(pipe.metrics())
-        ['peak_memory', 'step']
-        """
-        return self._metrics.read(self._built.schedule.steps, self.replicas, self.device)
-
-    @contextmanager
-    def trace(self) -> Iterator[Trace]:
-        """Note what runs when inside of the block, on every rank; see :meth:`Schedule.trace`."""
-        with self._built.schedule.trace() as trace:
-            trace.work = self._built.table.work
-            yield trace
-
-    @classmethod
-    def from_pretrained(cls, source: Any, **options: Any) -> Self:
-        """A pipeline of a model of transformers, of which each process reads its own part.
-
-        Args:
-            source: a folder with a config and safetensors files; or a config, for a model with new
-                values.
-            options: what :class:`Pipeline` takes beside the model.
-        """
-        model, files = pretrained.build(source)
-        return cls(model, **({} if files is None else {"state_dict": files}), **options)
-
-    def reconnect(self) -> None:
-        """Make new connections between the same ranks; every rank calls it.
-
-        For errors whose ``recoverable`` says "reconnect": a rank was interrupted, or stood still
-        for too long, and all processes are still there. Begin with ``zero_grad()`` then. Raises a
-        :class:`MismatchError` if the latest step has ended on some of them only.
-        """
-        for transport in self._ranks.transports:
-            transport.reconnect()
-        self._built.schedule._runner.restart(self._built.schedule.steps)
-
-    def close(self) -> None:
-        """Free all but the model: connections to other ranks, and groups that it has made.
-
-        It cannot be used from then on, and nor can tensors that it has sharded. Every rank closes
-        its own, and waits for nobody. ``with Pipeline(…) as pipe:`` closes it at the end; so
-        does Python, once nobody uses it or its stages any more.
-
-        >>> stages = [nn.Linear(2, 2), nn.Linear(2, 2)]
-        >>> with Pipeline(stages, microbatches=2, ranks=2) as pipe:
-        ...     output = pipe.eval(torch.ones(4, 2))
-        >>> pipe
-        Pipeline(closed)
-        """
-        with self._turn:
-            if self._live is None:
-                return
-            alone = self._ranks.group is None
-            if self._preemption is not None:
-                self._preemption.close()
-            self._ranks.made.close()
-            self._live = None
-            if not alone:
-                gc.collect()  # wrapped stages and their hooks hold each other, and connections
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Pipeline:
-        """In one process: a pipeline of its own, with copies of the model's modules."""
-        if self._ranks.group is not None:
-            raise UseError(f"this pipeline runs over several processes, so {_NO_COPY}")
-        made = Pipeline.__new__(Pipeline)
-        made._loss_fn = self._loss_fn
-        made._turn = Turn("this pipeline")
-        made._metrics = Metrics()
-        asked = self._preemption
-        made._preemption = None if asked is None else Preemption(asked.on_preempt, made)
-        made._report = None if self._report is None else StragglerReport(self._report.every)
-        made._live = self._built.copied(memo)
-        made._listen()
-        return made
-
-    def __reduce__(self) -> NoReturn:
-        raise UseError(f"a pipeline belongs to its process, so {_NO_COPY}")
-
-    def _listen(self) -> None:
-        """Let every step ask whether it is the last."""
-        if self._preemption is not None:
-            self._built.schedule._runner.asks_to_stop = self._preemption.heard
-
-    def _end_if_preempted(self) -> None:
-        """End this process if a signal has reached any rank; all of them are here."""
-        preemption, ranks = self._preemption, self._ranks
-        if preemption is None or preemption.ending:
-            return
-        if ranks.in_any_pipeline(self._built.schedule._runner.preempted, "whether to end"):
-            preemption.end(self, lambda: ranks.on_any_rank(True, "the end of on_preempt"))
-
-    def __repr__(self) -> str:
-        if self._live is None:
-            return "Pipeline(closed)"
-        return (
-            f"Pipeline({self.plan.name} on {self._ranks}: {self.plan.stages} stages, "
-            f"{self.plan.microbatches} micro-batches, {self.device})"
-        )
-
-    def _repr_html_(self) -> str:
-        drawing = None if self._live is None else self._live.table.predicted()._repr_svg_()
-        return f"<pre>{escape(str(self))}</pre>{drawing or ''}"
-
-    def __str__(self) -> str:
-        if self._live is None:
-            return repr(self)
-        live = self._live
-        parts = (repr(self), live.table, live.cutting, live.schedule._runner.captured)
-        return "\n".join(filter(None, map(str, parts)))
-
-
-def _names_of(cuts: Any, model: Any) -> list[str] | None:
-    """Where stages begin, from a layout or a list."""
-    if isinstance(cuts, str):
-        cuts = cuts_of(cuts, require_instance("model", model, nn.Module))
-    if cuts is None:
-        return None
-    return require_iterable("cuts", cuts, "a list of names of submodules", PartitionError)
-
-
-def _check_functions(**functions: Any) -> None:
-    for name, function in functions.items():
-        if function is not None:
-            require_callable(name, function)
-
-
-def _timedelta(timeout: float | timedelta | None) -> timedelta | None:
-    if timeout is None or isinstance(timeout, timedelta):
-        return timeout
-    require_number("timeout", timeout, least=0.001)
-    return timedelta(seconds=float(timeout))
-
-
-def _check_flags(**flags: Any) -> None:
-    for name, flag in flags.items():
-        require_flag(name, flag)
-
-
-def _check(
-    microbatches: Any,
-    stages_per_rank: Any,
-    mesh: Any,
-    seed: Any,
-    report_stragglers: Any,
-    state_dict: Any,
-) -> None:
-    """Arguments that go a long way before anybody looks at them."""
-    counts = {"microbatches": microbatches, "stages_per_rank": stages_per_rank}
-    for name, count in counts.items():
-        if count is not None:
-            require_whole(name, count, least=1, error=ScheduleError)
-    if mesh is not None:
-        require_instance("mesh", mesh, DeviceMesh)
-    if seed is not None:
-        require_whole("seed", seed)
-    if report_stragglers is not None:
-        require_whole("report_stragglers", report_stragglers, least=1)
-    if state_dict is not None and not hasattr(state_dict, "__getitem__"):
-        refuse("state_dict", "a mapping from names to tensors", state_dict)

@@ -3,40 +3,25 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Protocol, TypeVar
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from typing import Any, TypeAlias, TypeVar
 
-from taktline.runtime import Trace
 from taktline.text import size_text
-from taktline.train.metrics import Metrics
+from taktline.train.loader import length_of
 
 __all__ = ["progress"]
 
 T = TypeVar("T")
 
 
-class _Show(Protocol):
-    def __call__(self, done: int, numbers: Mapping[str, float] | None) -> None: ...
+_Show: TypeAlias = Callable[[int, Mapping[str, float] | None], None]
+"""Shows how many batches are done and, now and then, the numbers."""
 
 
-class _Trained(Protocol):
-    """What is watched: a pipeline."""
-
-    _metrics: Metrics
-
-    @property
-    def is_first(self) -> bool: ...
-    def metrics(self) -> dict[str, float]: ...
-    def trace(self) -> AbstractContextManager[Trace]: ...
-
-
-def progress(pipe: _Trained, batches: Iterable[T], every: int, *, measured: bool) -> Iterator[T]:
-    """The batches; a bar on a terminal, and lines elsewhere, on the first rank."""
-    try:
-        total: int | None = len(batches)  # pyright: ignore[reportArgumentType]
-    except TypeError:
-        total = None
+def progress(pipe: Any, batches: Iterable[T], every: int, *, measured: bool) -> Iterator[T]:
+    """The batches of a pipeline; a bar on a terminal, and lines elsewhere, on the first rank."""
+    total = length_of(batches)
     with _shown(total, silent=not pipe.is_first) as show:
         for done, batch in enumerate(batches, start=1):
             # The second one: the first learns shapes.

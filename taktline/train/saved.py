@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import torch
 from torch.optim import Optimizer
@@ -138,3 +138,16 @@ class Saved(Live):
         """
         with self._turn:
             pretrained.save_pretrained(state.holding(self._built), folder, max_shard_bytes)
+
+    @classmethod
+    def from_pretrained(cls, source: Any, **options: Any) -> Self:
+        """A pipeline of a model of transformers, of which each process reads its own part.
+
+        Args:
+            source: a folder with a config and safetensors files; or a config, for a model with new
+                values.
+            options: what :class:`Pipeline` takes beside the model.
+        """
+        model, files = pretrained.build(source)
+        pipeline: Any = cls
+        return pipeline(model, **({} if files is None else {"state_dict": files}), **options)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Mapping, Sequence
 from math import prod
@@ -10,16 +9,8 @@ from math import prod
 import torch
 import torch.distributed as dist
 
-from taktline.checkpoint.holding import (
-    Held,
-    Holding,
-    Together,
-    foremost,
-    priority_of,
-    state_of,
-)
+from taktline.checkpoint.holding import Holding, Together, foremost
 from taktline.checkpoint.snapshot import settle
-from taktline.checks import read
 from taktline.errors import MismatchError, TransportError
 from taktline.meta import DTYPES, name_of
 from taktline.sharding import is_sharded
@@ -28,7 +19,7 @@ from taktline.text import counted
 from taktline.train.build import Built
 from taktline.train.model_stages import Parts
 from taktline.train.ranks import Ranks
-from taktline.transport.control import share_texts
+from taktline.transport.control import share_values
 
 __all__ = ["gathered", "holding", "load", "own"]
 
@@ -42,11 +33,7 @@ def holding(built: Built) -> Holding:
     parts, ranks = built.parts, built.ranks
     first = parts.first_names()
     return Holding(
-        [
-            Held(first.get(name, name), value, priority_of(value, stage))
-            for stage, module in parts.modules.items()
-            for name, value in ((parts.name(stage, n), v) for n, v in state_of(module).items())
-        ],
+        [each._replace(name=first.get(each.name, each.name)) for each in parts.held()],
         list(parts.modules.values()),
         {name: known for name, known in first.items() if name != known},
         parts.names,
@@ -59,19 +46,11 @@ def holding(built: Built) -> Holding:
 
 def own(parts: Parts, *, with_rest: bool) -> dict[str, torch.Tensor]:
     """What this process holds, in the model's order; the tensors themselves."""
-    held = {name: each.tensor.detach() for name, each in _held(parts).items()}
+    held = {name: each.tensor.detach() for name, each in foremost(parts.held()).items()}
     held |= {name: held[known] for name, known in parts.aliases.items() if known in held}
     if with_rest:
         held |= parts.rest
     return {name: held[name] for name in (*parts.names, *held) if name in held}
-
-
-def _held(parts: Parts) -> dict[str, Held]:
-    return foremost(
-        Held(parts.name(stage, name), value, priority_of(value, stage))
-        for stage, module in parts.modules.items()
-        for name, value in state_of(module).items()
-    )
 
 
 def gathered(parts: Parts, ranks: Ranks) -> dict[str, torch.Tensor]:
@@ -86,12 +65,13 @@ def gathered(parts: Parts, ranks: Ranks) -> dict[str, torch.Tensor]:
     if ranks.group is None:
         _say_size(sum(value.nbytes for value in mine.values()))
         return {name: _snapshot(value) for name, value in mine.items()}
-    priorities = {name: each.priority for name, each in _held(parts).items()}
+    priorities = {name: each.priority for name, each in foremost(parts.held()).items()}
     kinds = [
         (name, list(value.shape), name_of(value.dtype), priorities.get(name, -1))
         for name, value in mine.items()
     ]
-    told = share_texts(ranks.transport, json.dumps(kinds), "state_dict(gathered=True)")
+    call, shape = "state_dict(gathered=True)", [(str, [int], str, int)]
+    told = share_values(ranks.transport, kinds, shape, call, what="the state")
     if not first:
         for value in mine.values():
             dist.send(value.to(ranks.device).contiguous(), group=ranks.group, group_dst=0)
@@ -109,9 +89,10 @@ def gathered(parts: Parts, ranks: Ranks) -> dict[str, torch.Tensor]:
     return {name: state[name] for name in (*parts.names, *state) if name in state}
 
 
-def _kinds(text: str, rank: int) -> list[tuple[str, list[int], torch.dtype, int]]:
+def _kinds(
+    kinds: list[tuple[str, list[int], str, int]], rank: int
+) -> list[tuple[str, list[int], torch.dtype, int]]:
     """The name, shape, type and priority of each tensor that a rank sends."""
-    kinds = read(text, [(str, [int], str, int)], what=f"the state of rank {rank}")
     for name, shape, dtype, _ in kinds:
         if dtype not in DTYPES or min(shape, default=0) < 0:
             raise TransportError(f"rank {rank} has no tensor {name} of {dtype}{shape}")
@@ -143,14 +124,9 @@ def load(parts: Parts, state: Mapping[str, torch.Tensor], *, strict: bool) -> No
         foreign = [name for name in state if name not in parts.names and name not in held]
         if foreign:
             raise MismatchError(f"{_told(foreign)} in the state, but not in the model; {_ADVICE}")
-    targets = [
-        (parts.name(stage, name), tensor)
-        for stage, module in parts.modules.items()
-        for name, tensor in state_of(module).items()
-    ]
     settle()
     with torch.no_grad():
-        for name, tensor in (*targets, *parts.rest.items()):
+        for name, tensor in (*(each[:2] for each in parts.held()), *parts.rest.items()):
             if name in known:
                 _copy(tensor, known[name], name)
 

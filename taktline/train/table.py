@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -11,14 +10,13 @@ from typing import Any
 
 from torch import nn
 
-from taktline.checks import read
 from taktline.plan import Costs, Plan, Timeline, peak_memory, simulate
 from taktline.stage.names import named_parameters
 from taktline.text import size_text, table
 from taktline.train.boundaries import Boundaries
 from taktline.train.measure import StageNeeds, measure
 from taktline.transport import Transport
-from taktline.transport.control import share_texts
+from taktline.transport.control import share_values
 
 __all__ = ["Row", "Table"]
 
@@ -62,16 +60,9 @@ class Table:
             rows = [Row.of(s, listed[s], found[s]) for s in range(plan.stages)]
             return cls(plan, rows, Boundaries.of(modules, found))
         mine = [asdict(Row.of(stage, module, None)) for stage, module in modules.items()]
-        texts = share_texts(transport, json.dumps(mine), "Pipeline(…)")
         shape = [{"stage": int, "layers": str, "parameters": int, "needs": None}]
-        return cls(
-            plan,
-            [
-                Row(**row)
-                for rank, text in enumerate(texts)
-                for row in read(text, shape, what=f"the stages of rank {rank}")
-            ],
-        )
+        told = share_values(transport, mine, shape, "Pipeline(…)", what="the stages")
+        return cls(plan, [Row(**row) for rows in told for row in rows])
 
     @property
     def costs(self) -> Costs:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
@@ -13,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
 
-from taktline.checks import read, require_instance
+from taktline.checks import Either, require_instance
 from taktline.errors import UseError
 from taktline.plan import Kind
 from taktline.runtime.watchdog import guarded
@@ -24,7 +23,7 @@ from taktline.train.comparison import Comparison, Difference, Expected, Verifica
 from taktline.train.outputs import shared
 from taktline.train.steps import run
 from taktline.train.tape import Tape
-from taktline.transport.control import share_texts
+from taktline.transport.control import share_values
 
 __all__ = ["verify"]
 
@@ -155,15 +154,11 @@ def _without_dropout(module: nn.Module) -> Iterator[None]:
 def _together(built: Built, found: Comparison) -> Verification:
     """What all ranks have found, on each of them."""
     first = None if found.first is None else asdict(found.first)
-    mine = {"compared": found.compared, "first": [] if first is None else [first]}
-    texts = [json.dumps(mine)]
-    if built.ranks.group is not None:
-        texts = share_texts(built.ranks.transport, texts[0], "verify()")
     fields = {"phase": int, "place": int, "microbatch": int, "stage": int}
-    shape = {"compared": int, "first": [fields | {"name": str, "error": float, "advice": str}]}
-    told = [
-        read(text, shape, what=f"what rank {rank} has found") for rank, text in enumerate(texts)
-    ]
-    differences = [Difference(**each) for one in told for each in one["first"]]
-    compared = sum(one["compared"] for one in told)
+    shape = (int, Either(None, fields | {"name": str, "error": float, "advice": str}))
+    told = share_values(
+        built.ranks.transport, (found.compared, first), shape, "verify()", what="the differences"
+    )
+    differences = [Difference(**each) for _, each in told if each is not None]
+    compared = sum(count for count, _ in told)
     return Verification(compared, min(differences, key=Difference.order, default=None))

@@ -12,18 +12,10 @@ from taktline.errors import MismatchError
 from taktline.split.traced.module import StageModule
 from taktline.train.ranks import Ranks
 
-__all__ = ["Prepare", "check_choice", "wrapped"]
+__all__ = ["Prepare", "wrapped"]
 
 Prepare: TypeAlias = Callable[[nn.Module, int], nn.Module]
 """Makes a module and the number of its stage ready: compiles it, checkpoints, splits layers."""
-
-WAYS = ("ddp", "fsdp")
-
-
-def check_choice(data_parallel: str | None) -> None:
-    """Raise unless there is such a way of data parallelism."""
-    if data_parallel is not None and not (isinstance(data_parallel, str) and data_parallel in WAYS):
-        raise MismatchError(f'data_parallel is "ddp", "fsdp" or None, not {data_parallel!r}')
 
 
 def wrapped(module: nn.Module, ranks: Ranks, data_parallel: str | None) -> nn.Module:

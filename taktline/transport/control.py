@@ -14,7 +14,7 @@ from taktline.checks import Either, read
 from taktline.errors import JsonError, TaktlineError, TransportError, text_of
 from taktline.transport.base import Transport
 
-__all__ = ["as_floats", "as_integers", "share_error", "share_floats", "share_texts"]
+__all__ = ["as_floats", "as_integers", "share_error", "share_floats", "share_texts", "share_values"]
 
 _MOST = 1 << 16
 """As many characters of an error are shared; the rank that raised it has all of them."""
@@ -65,6 +65,19 @@ def share_texts(transport: Transport, text: str, what: str = "an exchange of tex
     words = np.frombuffer(data.ljust(-(-len(data) // 8) * 8, b"\0"), "<i8").tolist()
     rows = transport.exchange([len(data), *words], what, ragged=True)
     return [_text_in(row, rank, what) for rank, row in enumerate(rows)]
+
+
+def share_values(
+    transport: Transport, value: Any, shape: Any, call: str, *, what: str
+) -> list[Any]:
+    """Give every rank the JSON value of every rank, each of a shape; all ranks take part.
+
+    >>> from taktline.transport.one_rank import Alone
+    >>> share_values(Alone(), {"step": 3}, {"step": int}, "an example", what="the step")
+    [{'step': 3}]
+    """
+    texts = share_texts(transport, json.dumps(value), call)
+    return [read(text, shape, what=f"{what} of rank {rank}") for rank, text in enumerate(texts)]
 
 
 def _text_in(row: list[int], rank: int, what: str) -> str:

@@ -22,7 +22,6 @@ import threading
 import time
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
-from typing import Protocol
 from weakref import WeakSet, finalize
 
 import torch.distributed as dist
@@ -30,11 +29,12 @@ import torch.distributed as dist
 from taktline.errors import text_of
 from taktline.transport.lifetime import planes
 from taktline.transport.meeting import Meeting, Message
+from taktline.transport.member import Member, Watched
 from taktline.transport.news import News
-from taktline.transport.peers import Peers, close_sockets
+from taktline.transport.peers import Peers, close_sockets, open_pipe
 from taktline.transport.verdict import OUTSIDE, Cause, Verdict
 
-__all__ = ["Member", "Plane", "Watched"]
+__all__ = ["Plane"]
 
 TICK_SECONDS, HURRY_SECONDS = 0.25, 0.05
 """How often steps are looked at, and how often while one of them is to be left."""
@@ -45,34 +45,6 @@ _LAPSE_SECONDS = 1.0
 _SENDING_SECONDS = 1.0
 
 _log = logging.getLogger("taktline")
-
-
-class Member:
-    """What has to know of a verdict: something that works with a group of processes.
-
-    Args:
-        processes: the group.
-        leave: called once, on the plane's thread, so that whoever waits for the group leaves.
-    """
-
-    def __init__(self, processes: Sequence[int], leave: Callable[[Verdict], None]) -> None:
-        self.processes = list(processes)
-        self.leave = leave
-        self.verdict: Verdict | None = None
-        self.told = threading.Event()
-        """Set once there is a verdict."""
-        self.place = ""
-        """Where its processes meet again."""
-        self.absent: set[int] = set()
-        """Those of them who have not come there yet."""
-
-
-class Watched(Protocol):
-    """A step that is running."""
-
-    def tick(self) -> None:
-        """Look at it; called some times a second."""
-        ...
 
 
 class Plane:
@@ -100,9 +72,11 @@ class Plane:
         self._arrived = threading.Condition(self._lock)
         self._outgoing: list[tuple[Message, Collection[int], threading.Event]] = []
         self._selector = selectors.DefaultSelector()
-        self._wake_end, self._wake_fd = _pipe()
+        self._wake_end, self._wake_fd = open_pipe()
         self._closing = self._forgotten = False
-        self._selector.register(self._wake_end, selectors.EVENT_READ, self._woken)
+        self._selector.register(
+            self._wake_end, selectors.EVENT_READ, lambda end: os.read(end, 4096)
+        )
         self._peers = Peers(meeting, self._selector, self)
         self._thread = threading.Thread(target=self._run, name="taktline control", daemon=True)
         self._thread.start()
@@ -297,9 +271,6 @@ class Plane:
                 self._peers.write(process, message)
             done.set()
 
-    def _woken(self, end: int) -> None:
-        os.read(end, 4096)
-
     def greet(self, process: int) -> list[Message]:
         """What a process is told that has just connected: whatever the others know."""
         with self._lock:
@@ -381,10 +352,3 @@ class Plane:
     def _touches(self, member: Member, verdict: Verdict, source: int) -> bool:
         named = verdict.process in member.processes or source in member.processes
         return named and source not in member.absent
-
-
-def _pipe() -> tuple[int, int]:
-    read, write = os.pipe()
-    os.set_blocking(read, False)
-    os.set_blocking(write, False)
-    return read, write

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import os
-import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any, Protocol, TypeAlias
 from weakref import WeakKeyDictionary, ref
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, Store
+from torch._C._distributed_c10d import PrefixStore
 
 from taktline.errors import (
     LostRankError,
@@ -20,10 +18,12 @@ from taktline.errors import (
     TransportError,
     text_of,
 )
-from taktline.transport.base import Channel, Handle, Post
-from taktline.transport.control_plane import Member, Plane
+from taktline.transport.base import Channel, Post
+from taktline.transport.control_plane import Plane
 from taktline.transport.frames import agreed, framed
 from taktline.transport.lanes import Lane, lanes_between
+from taktline.transport.links import Link, backend_of, ends_of, symptoms_of, timeout_of
+from taktline.transport.member import Member
 from taktline.transport.sockets import PeerFailure, Sockets
 from taktline.transport.verdict import OUTSIDE, Cause, Verdict
 
@@ -36,26 +36,11 @@ _NEWS_SECONDS, _LATE_NEWS_SECONDS = 1.0, 0.25
 _FOREIGN_NEWS_SECONDS = 3.0
 """The same where it is not ours: without news, nothing is known but what torch says."""
 
-_Failed: TypeAlias = Callable[[RuntimeError, int | None, object], TaktlineError]
-
 _known: WeakKeyDictionary[dist.ProcessGroup, dict[str, Distributed]] = WeakKeyDictionary()
 """By group and type of device."""
 
 _made: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
 """How many transports this process has made for a group; as many as all others have."""
-
-_LOST = re.compile(
-    r"connection|connect |socket|broken pipe|remote process|pair\.cc|network|communicator|aborted",
-    re.IGNORECASE,
-)
-"""What gloo and nccl say when the other end is gone; all else has other reasons."""
-
-
-class _Link(Protocol):
-    """What a process group and its backends have in common."""
-
-    def send(self, tensors: list[torch.Tensor], dstRank: int, tag: int, /) -> dist.Work: ...
-    def recv(self, tensors: list[torch.Tensor], srcRank: int, tag: int, /) -> dist.Work: ...
 
 
 class Distributed:
@@ -86,11 +71,11 @@ class Distributed:
         self.plane = Plane.current()
         # Weak, so that a group that the program has dropped is not kept by what is known of it.
         self._weak_group = ref(group)
-        self._backend = _backend(group, device)
+        self._backend = backend_of(group, device)
         self._has_lanes = self._backend == "gloo" if lanes is None else lanes
         self._lanes: dict[tuple[int, ...], Sequence[Lane]] = {}
         """By the two ranks."""
-        self._links: dict[Channel, _Link] = {}
+        self._links: dict[Channel, Link] = {}
         """Where there are no lanes."""
         self._sockets: Sockets | None = None
         self._generation = 0
@@ -168,8 +153,7 @@ class Distributed:
         """The first cause of an error in another group's wait; None if it has its own."""
         if not isinstance(error, RuntimeError) or isinstance(error, TransportError):
             return None
-        text = str(error).lower()
-        timed_out, lost = "timed out" in text or "timeout" in text, bool(_LOST.search(text))
+        timed_out, lost = symptoms_of(error)
         if lost and not timed_out:
             self._member.told.wait(_FOREIGN_NEWS_SECONDS)
         if self.verdict is None and not timed_out:
@@ -207,12 +191,8 @@ class Distributed:
         """End every wait for these ranks; on the plane's thread."""
         if self._sockets is not None and not self._still_exchanges(verdict):
             self._sockets.shut()
-        for lane in self._all_lanes():
-            lane.shut()
-        for link in self._links.values():
-            abort = getattr(link, "abort", None)
-            if self._backend == "nccl" and abort is not None:
-                abort()
+        for connection in (*self._all_lanes(), *self._links.values()):
+            connection.shut()
 
     def _still_exchanges(self, verdict: Verdict) -> bool:
         """Whether numbers are exchanged as far as they come: the rank has sent all of its own.
@@ -265,11 +245,11 @@ class Distributed:
         for channel in channels:
             if self.rank not in (channel.sender, channel.receiver):
                 continue
-            ends = _ends(channel)
+            ends = ends_of(channel)
             if self._has_lanes and ends not in self._lanes:
                 self._lanes[ends] = self._lanes_between(ends)
             elif not self._has_lanes and channel not in self._links:
-                self._links[channel] = self._connect(channel)
+                self._links[channel] = self._link(channel)
                 self._greet(channel)
 
     def _lanes_between(self, ends: tuple[int, ...]) -> Sequence[Lane]:
@@ -286,38 +266,27 @@ class Distributed:
             lambda timed_out: self.first_cause(peer, what, timed_out=timed_out),
         )
 
-    def _connect(self, channel: Channel) -> _Link:
-        """A link, which only its two ends take part in making.
-
-        Not ``new_group``: that is for all ranks of the program at once or, made by its members
-        alone, is named after how many groups a member is in, which differs along a pipeline.
-        """
-        make = {"gloo": _made_by_gloo, "nccl": _made_by_nccl}.get(self._backend)
-        if make is None:
-            raise TransportError(
-                f"there are channels for gloo and nccl, but none for {self._backend!r} yet"
-            )
+    def _link(self, channel: Channel) -> Link:
+        """A link for a channel of this rank, which its other end makes, too."""
         if self.verdict is not None:
             raise self._error(self.verdict)
-        ends = _ends(channel)
         store = PrefixStore(f"{channel}/{self._generation}", self._store)
-        try:
-            return make(store, ends.index(self.rank), self.timeout)
-        except RuntimeError as error:
-            peer = sum(ends) - self.rank
-            raise self._failed(error, peer, "connecting") from error
+        return Link.connect(self._backend, store, channel, self.rank, self.timeout, self._failed)
 
     def sender(self, channel: Channel, *, eager: bool = False) -> Post:
         """What sends a buffer without waiting."""
-        if lanes := self._lanes.get(_ends(channel)):
-            return lanes[channel.gradients].send
-        return self._poster(self._link(channel).send, channel, channel.receiver)
+        return self._opened(channel).send
 
     def receiver(self, channel: Channel) -> Post:
         """What receives into a buffer without waiting."""
-        if lanes := self._lanes.get(_ends(channel)):
-            return lanes[channel.gradients].receive
-        return self._poster(self._link(channel).recv, channel, channel.sender)
+        return self._opened(channel).receive
+
+    def _opened(self, channel: Channel) -> Lane | Link:
+        if lanes := self._lanes.get(ends_of(channel)):
+            return lanes[channel.gradients]
+        if channel not in self._links:
+            raise TransportError(f"{channel}: rank {self.rank} has not opened this channel")
+        return self._links[channel]
 
     def exchange(
         self, numbers: Sequence[int], what: str = "an exchange", *, ragged: bool = False
@@ -339,36 +308,9 @@ class Distributed:
         post = self.sender(channel) if channel.sender == self.rank else self.receiver(channel)
         post(byte).wait()
 
-    def _link(self, channel: Channel) -> _Link:
-        if channel not in self._links:
-            raise TransportError(f"{channel}: rank {self.rank} has not opened this channel")
-        return self._links[channel]
-
-    def _poster(
-        self,
-        post: Callable[[list[torch.Tensor], int, int], dist.Work | None],
-        channel: Channel,
-        peer: int,
-    ) -> Post:
-        """What sends or receives buffers on a link."""
-        address = _ends(channel).index(peer)
-
-        def posted(buffer: torch.Tensor) -> Handle:
-            try:
-                work = post([buffer], address, 0)
-            except RuntimeError as error:
-                raise self._failed(error, peer, channel) from error
-            if work is None:
-                raise TransportError("the link took a message without giving a handle for it")
-            return _Message(work, channel, peer, self._failed)
-
-        return posted
-
     def _failed(self, error: RuntimeError, peer: int | None, what: object) -> TaktlineError:
         """What became of a message: by the first cause, if these ranks have a verdict."""
-        text = str(error)
-        timed_out = "timed out" in text.lower() or "timeout" in text.lower()
-        lost = isinstance(error, dist.DistNetworkError) or _LOST.search(text) is not None
+        timed_out, lost = symptoms_of(error)
         if not timed_out and not lost and self.verdict is None:
             who = "another rank" if peer is None else f"rank {peer}"
             return TransportError(f"rank {self.rank} cannot talk to {who} ({what}): {error}")
@@ -397,59 +339,3 @@ class Distributed:
         verdict = self.verdict
         assert verdict is not None  # this rank is one of those whom it concerns
         return self._error(verdict)
-
-
-def _ends(channel: Channel) -> tuple[int, ...]:
-    """The two ranks of a channel, the lower one first."""
-    return tuple(sorted((channel.sender, channel.receiver)))
-
-
-def _made_by_nccl(store: Store, rank: int, timeout: timedelta) -> Any:
-    options = dist.ProcessGroupNCCL.Options()
-    options._timeout = timeout
-    return dist.ProcessGroupNCCL(store, rank, 2, options)
-
-
-def _made_by_gloo(store: Store, rank: int, timeout: timedelta) -> Any:
-    """As by nccl, for whoever has no GPU to try that on."""
-    return dist.ProcessGroupGloo(store, rank, 2, timeout)
-
-
-def _backend(group: dist.ProcessGroup, device: torch.device) -> str:
-    """The backend that carries tensors of a device."""
-    config = dist.get_backend_config(group)
-    backends = dict(part.split(":") for part in config.split(","))
-    if device.type not in backends or (backends[device.type] == "gloo" and device.type != "cpu"):
-        raise TransportError(
-            f"the process group ({config}) does not carry tensors on {device}; initialise it with "
-            "a backend that does, such as nccl, or run several ranks on one GPU with local.run"
-        )
-    return backends[device.type]
-
-
-class _Message:
-    """A message under way; if it fails, its handle tells why."""
-
-    __slots__ = ("_failed", "_peer", "_what", "_work")
-
-    def __init__(self, work: dist.Work, what: object, peer: int, failed: _Failed) -> None:
-        self._work = work
-        self._what = what
-        self._peer = peer
-        self._failed = failed
-
-    def wait(self) -> object:
-        """Return once the buffer may be used."""
-        try:
-            return self._work.wait()
-        except RuntimeError as error:
-            raise self._failed(error, self._peer, self._what) from error
-
-
-def timeout_of(group: dist.ProcessGroup) -> timedelta:
-    """After how long a wait in a group is given up."""
-    for device in group._device_types:
-        timeout = getattr(getattr(group._get_backend(device), "options", None), "_timeout", None)
-        if isinstance(timeout, timedelta):
-            return timeout
-    return timedelta(minutes=30)

@@ -25,7 +25,6 @@ Sockets = dict[int, int]
 """Descriptors, each with the inode that it has as long as it is the same socket."""
 
 _TASKS = Path("/proc/self/task")
-_DESCRIPTORS = Path("/proc/self/fd")
 _INFOS = Path("/proc/self/fdinfo")
 _EPOLL_WAITS = {"232", "281", "22"}
 """The numbers of epoll_wait and epoll_pwait on x86 and ARM."""

@@ -25,7 +25,8 @@ import torch
 from taktline.errors import TaktlineError
 from taktline.transport.base import Handle
 from taktline.transport.connect import Door, call, events
-from taktline.transport.control_plane import Member, Plane
+from taktline.transport.control_plane import Plane
+from taktline.transport.member import Member
 
 __all__ = ["Lane", "lanes_between"]
 

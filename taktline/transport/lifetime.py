@@ -7,23 +7,17 @@ import os
 import sys
 from contextlib import suppress
 from multiprocessing.util import Finalize
-from typing import Any, Protocol
+from typing import Any
 from weakref import WeakKeyDictionary
 
 __all__ = ["planes"]
-
-
-class _Plane(Protocol):
-    def raised(self, error: BaseException) -> None: ...
-    def close(self) -> None: ...
-    def let_go(self) -> None: ...
 
 
 planes: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 """By the default process group."""
 
 
-def _all() -> list[_Plane]:
+def _all() -> list[Any]:
     return list(planes.values())
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import selectors
 import socket
 import time
@@ -10,7 +11,7 @@ from typing import Protocol
 
 from taktline.transport.meeting import Meeting, Message, Peer
 
-__all__ = ["Owner", "Peers", "close_sockets"]
+__all__ = ["Owner", "Peers", "close_sockets", "open_pipe"]
 
 _CHECKS = (0.0, 0.3, 1.0)
 """How many seconds after its socket has ended it is looked whether a process lives."""
@@ -159,3 +160,11 @@ def close_sockets(selector: selectors.BaseSelector) -> None:
         if isinstance(key.fileobj, socket.socket):
             key.fileobj.close()
     selector.close()
+
+
+def open_pipe() -> tuple[int, int]:
+    """The two ends of a pipe, on which nobody waits."""
+    read, write = os.pipe()
+    os.set_blocking(read, False)
+    os.set_blocking(write, False)
+    return read, write

@@ -21,8 +21,9 @@ from contextlib import suppress
 from weakref import finalize
 
 from taktline.transport.connect import Door, call, events
-from taktline.transport.control_plane import Member, Plane
+from taktline.transport.control_plane import Plane
 from taktline.transport.frames import Frame
+from taktline.transport.member import Member
 
 __all__ = ["PeerFailure", "Sockets"]
 

@@ -16,6 +16,7 @@ import pytest
 from taktline.cli.demo.rivals import Rival, conclusion
 from taktline.cli.diagnosis.launch import called
 from taktline.plan import Costs, build, simulate
+from tests import warm
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
 
@@ -23,11 +24,12 @@ COMMAND = [sys.executable, "-m", "taktline", "demo"]
 
 
 def shown(*words: str) -> str:
-    command = [*COMMAND, "--steps", "3", "--microbatches", "2", *words]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        command, env=environment, capture_output=True, text=True, timeout=240, check=False
-    )
+    with warm.commands() as folder:
+        command = [str(folder / "taktline"), "demo", "--steps", "3", "--microbatches", "2", *words]
+        done = subprocess.run(
+            command, env=environment, capture_output=True, text=True, timeout=240, check=False
+        )
     assert done.returncode == 0, done.stderr
     return done.stdout
 

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from io import StringIO
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -21,11 +22,15 @@ from taktline.cli.diagnosis import links, machine, schedules
 from taktline.cli.diagnosis.launch import launch
 from taktline.cli.diagnosis.report import Finding, MeasuredLink, Report, Run, Verdict
 from taktline.cli.diagnosis.tables import show
+from taktline.errors import TransportError
+from taktline.train import Pipeline
+from taktline.train.comparison import Difference, Verification
 from taktline.transport import local
+from tests import warm
 from tests.runtime.cases import SCHEDULES
 
 COMMAND = (sys.executable, "-m", "taktline", "doctor")
-TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone")
+TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone")
 LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -52,14 +57,12 @@ def healthy(found: dict[str, Any], ranks: int) -> None:
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize(
-    "command",
-    [(*COMMAND, "--ranks", "2"), (*TORCHRUN, "-m", "taktline", "doctor")],
-    ids=["on its own", "torchrun"],
-)
-def test_a_healthy_machine(tmp_path: Path, command: tuple[str, ...]) -> None:
+@pytest.mark.parametrize("launcher", [(), TORCHRUN], ids=["on its own", "torchrun"])
+def test_a_healthy_machine(tmp_path: Path, launcher: tuple[str, ...]) -> None:
     file = tmp_path / "found.json"
-    result = run([*command, "--output", str(file)])
+    with warm.commands() as folder:
+        command = [str(folder / "python"), *launcher, "-m", "taktline", "doctor"]
+        result = run([*command, "--output", str(file)])
     assert result.returncode == 0, result.stdout + result.stderr
     healthy(json.loads(file.read_text()), 2)
     # One rank speaks for all.
@@ -252,26 +255,22 @@ def test_a_link_that_is_slow() -> None:
 
 
 def test_gradients_that_are_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = schedules._plain
-
-    def doubled(modules: Any, *rest: Any) -> Any:
-        found = plain(modules, *rest)
-        return [*found[:-1], [2 * gradient for gradient in found[-1]]]
-
-    monkeypatch.setattr(schedules, "_plain", doubled)
-
-    def main(rank: int) -> Run:
-        transport = local.current()
-        assert transport is not None
-        return schedules.try_schedule(
-            next(iter(schedules.SCHEDULES)), transport, torch.device("cpu"), None
-        )
-
-    first, second = local.run(main, 2)
-    assert first.wrong == second.wrong == (1,)
-    (finding,) = schedules.judge([first])
+    found = Difference(3, 0, -1, 1, "1.0.weight", 0.5)
+    monkeypatch.setattr(Pipeline, "verify", lambda *_, **__: Verification(9, found))
+    run = schedules.try_schedule("ScheduleGPipe", 2, torch.device("cpu"))
+    (finding,) = schedules.judge([run])
     assert finding.verdict == Verdict.FAILED
-    assert finding.text == "ScheduleGPipe: other gradients than the plain model on rank 1"
+    assert finding.text == f"ScheduleGPipe: differs from the plain model: {found}"
+
+
+def test_a_schedule_that_does_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Pipeline, "step", Mock(side_effect=TransportError("rank 1 is gone")))
+    run = schedules.try_schedule("ScheduleGPipe", 2, torch.device("cpu"))
+    (finding,) = schedules.judge([run])
+    assert (finding.verdict, finding.text) == (
+        Verdict.FAILED,
+        "ScheduleGPipe: rank 1 is gone",
+    )
 
 
 def test_all_that_is_wrong_is_shown() -> None:
@@ -281,7 +280,7 @@ def test_all_that_is_wrong_is_shown() -> None:
         ranks,
         [Finding("x [y]", Verdict.FAILED, "no [luck]", "have [some]")],
         [MeasuredLink(a, b, 2e-5, 3e8) for pair in links.pairs(9) for a, b in (pair, pair[::-1])],
-        [Run("ScheduleGPipe", 1, None, None, error="no"), Run("Schedule1F1B", 1, 1.5, 0.5, (2,))],
+        [Run("ScheduleGPipe", 1, error="no"), Run("Schedule1F1B", 1, 1.5, "stage 2")],
     )
     out = StringIO()
     show(report, Console(file=out, width=100))

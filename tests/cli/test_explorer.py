@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from taktline.cli.app import app
 from taktline.cli.explorer import page
-from taktline.cli.options import make_costs
+from taktline.cli.options import Times
 from taktline.plan import Kind, Plan, Timeline, build, find, names, read, simulate
 from tests.browser import browser
 
@@ -159,7 +159,7 @@ def test_plans_as_the_package_does(
     for case, there in zip(cases, json.loads(opened().page.evaluate(PLANS, cases)), strict=True):
         _, ranks, each, many, costs = case
         plan = build(name, ranks=ranks, microbatches=many, stages_per_rank=each)
-        assert_same(plan, simulate(plan, make_costs(plan, None, **costs)), there)
+        assert_same(plan, simulate(plan, Times(**costs).costs(plan, None)), there)
 
 
 def assert_same(plan: Plan, timeline: Timeline, there: dict[str, Any]) -> None:

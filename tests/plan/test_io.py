@@ -126,22 +126,23 @@ class TestMistakes:
             ({"version": [[]] * 1000}, "has version [[], [], "),
             ({"ranks": [[]] * 2_000_000}, "a plan has at most 65,536 ranks, not 2,000,000"),
             ({"placement": [0] * 2_000_000}, "at least one stage and at most 1,048,576"),
-            ({"placement": [10**600]}, "stage 0 is placed on rank"),
-            ({"microbatches": 10**600}, "at most 2,147,483,647"),
-            ({"microbatches": 1e3}, "microbatches must be a whole number"),
+            ({"placement": [10**600]}, "placement[0] has more than 64 bits"),
+            ({"microbatches": 10**600}, "microbatches has more than 64 bits"),
+            ({"microbatches": 10**10}, "at most 2,147,483,647"),
+            ({"microbatches": 1e3}, "microbatches is a number, not a whole number"),
             ({"ranks": [["0F99999999999"], ["1F0"]]}, "row 1, column 1: stages and micro-batches"),
             ({"origin": "\ud800"}, "holds half of a surrogate pair"),
-            ({"ranks": None}, "ranks must be a list, not null"),
-            ({"ranks": [["0F0"], "1F0"]}, r"ranks[1] must be a list"),
-            ({"ranks": [["0F0"], [7]]}, "row 2, column 1: an action is a text"),
+            ({"ranks": None}, "ranks is null, not a list"),
+            ({"ranks": [["0F0"], "1F0"]}, "ranks[1] is a text, not a list"),
+            ({"ranks": [["0F0"], [7]]}, "ranks[1][0] is a whole number, not a text"),
             ({"ranks": [["0F0"], ["1F0", "oops"]]}, "row 2, column 2"),
-            ({"placement": [0, "1"]}, 'placement must be a whole number, not "1"'),
+            ({"placement": [0, "1"]}, "placement[1] is a text, not a whole number"),
             ({"placement": [0, 2]}, "stage 1 is placed on rank 2 of 2"),
             ({"microbatches": 0}, "at least one micro-batch"),
-            ({"microbatches": True}, "microbatches must be a whole number"),
+            ({"microbatches": True}, "microbatches is true or false, not a whole number"),
             ({"level": "deep"}, "level is one of compute, sharded, lowered, not 'deep'"),
             ({"level": "compute", "ranks": [["0SEND_F0"], ["1F0"]]}, "may not contain SEND_F"),
-            ({"origin": 3}, "origin must be a text"),
+            ({"origin": 3}, "origin is a whole number, not a text"),
         ],
     )
     def test_in_json(self, change: dict[str, object], message: str) -> None:
@@ -154,7 +155,7 @@ class TestMistakes:
         file.write_text('{\n  "format" 3}')
         with pytest.raises(PlanFileError, match=r"bad\.json, row 2, column 12: not JSON"):
             read(file)
-        with pytest.raises(PlanFileError, match="the file must be an object"):
+        with pytest.raises(PlanFileError, match="the value is a list, not an object"):
             from_json("[]")
 
     @pytest.mark.parametrize(

@@ -4,61 +4,67 @@ from __future__ import annotations
 
 import copy
 import gc
+import multiprocessing
 import os
 import signal
-import subprocess
-import sys
 import threading
+import time
 from collections.abc import Iterator
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import taktline as tl
 from taktline.errors import ArgumentError, UseError
 from taktline.train import preempt
+from tests.workers import PRELOADED
 
-SCRIPT = """
-import sys, time
-import torch
-import torch.distributed as dist
-from torch import nn
-import taktline as tl
-
-store, rank, world, copies, call = sys.argv[1], *map(int, sys.argv[2:5]), sys.argv[5]
-torch.set_num_threads(1)
 
 class Slow(nn.Linear):
-    def forward(self, input):
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
         time.sleep(0.005)
         return super().forward(input)
 
-def saved(pipe):
-    # What is done inside is no reason to end once more.
-    pipe.eval(x)
-    same = all(torch.equal(p.grad, first[n]) for n, p in pipe.named_parameters())
-    print("saved", step, same, len(pipe.state_dict()), flush=True)
 
-if world > 1:
+def train(store: str, rank: int, world: int, copies: int, call: str, told: Connection) -> None:
+    """Train for ever as one rank; tells when it runs, and what it saves."""
+    torch.set_num_threads(1)
+    x, first, step = torch.ones(8, 4), dict[str, Any](), 0
+
+    def saved(pipe: tl.Pipeline) -> None:
+        pipe.eval(x)  # what is done inside is no reason to end once more
+        same = all(torch.equal(_grad(p), first[n]) for n, p in pipe.named_parameters())
+        told.send(("saved", step, same))
+
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
-torch.manual_seed(0)
-options = {"data_parallel": "ddp"} if copies > 1 else {}
-pipe = tl.Pipeline([Slow(4, 4), Slow(4, 4)], microbatches=4, loss_fn=nn.functional.mse_loss,
-                   ranks=2, on_preempt=saved, **options)
-x, first = torch.ones(8, 4), {}
-for step in range(100_000):
-    if call == "step" or not step:
-        pipe.train(), [setattr(p, "grad", None) for p in pipe.parameters()]
-        pipe.step(x, target=2 * x)
-    else:
-        pipe.eval(x, target=2 * x)
-    first = first or {n: p.grad.clone() for n, p in pipe.named_parameters()}
-    if step == 2:
-        print("runs", flush=True)
-"""
+    torch.manual_seed(0)
+    pipe = tl.Pipeline(
+        [Slow(4, 4), Slow(4, 4)],
+        microbatches=4,
+        loss_fn=nn.functional.mse_loss,
+        ranks=2,
+        on_preempt=saved,
+        data_parallel="ddp" if copies > 1 else None,
+    )
+    for step in range(100_000):
+        if call == "step" or not step:
+            pipe.train().zero_grad()
+            pipe.step(x, target=2 * x)
+        else:
+            pipe.eval(x, target=2 * x)
+        first = first or {n: _grad(p).clone() for n, p in pipe.named_parameters()}
+        if step == 2:
+            told.send("runs")
+
+
+def _grad(parameter: nn.Parameter) -> torch.Tensor:
+    assert parameter.grad is not None
+    return parameter.grad
 
 
 @pytest.mark.processes
@@ -73,35 +79,32 @@ for step in range(100_000):
 def test_all_ranks_end_after_the_same_step(
     world: int, copies: int, signalled: list[int], call: str, tmp_path: Path
 ) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(SCRIPT)
-    numbers = [[str(number) for number in (rank, world, copies)] for rank in range(world)]
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    store, pipes = str(tmp_path / "store"), [context.Pipe(duplex=False) for _ in range(world)]
     processes = [
-        subprocess.Popen(
-            [sys.executable, str(script), str(tmp_path / "store"), *mine, call],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "PYTHONPATH": os.getcwd()},
-        )
-        for mine in numbers
+        context.Process(target=train, args=(store, rank, world, copies, call, told))
+        for rank, (_, told) in enumerate(pipes)
     ]
     try:
         for process in processes:
-            assert process.stdout is not None
-            assert process.stdout.readline() == "runs\n"
+            process.start()
+        assert [heard.recv() for heard, _ in pipes] == ["runs"] * world
         for rank in signalled:
-            processes[rank].send_signal(signal.SIGTERM)
-        ends = [process.communicate(timeout=60) for process in processes]
+            pid = processes[rank].pid
+            assert pid is not None
+            os.kill(pid, signal.SIGTERM)
+        for process in processes:
+            process.join(60)
     finally:
         for process in processes:
             process.kill()
-            process.wait()
-    assert [process.returncode for process in processes] == [83] * world, ends
-    words = [output.split() for output, _ in ends]
+            process.join()
+    assert [process.exitcode for process in processes] == [83] * world
     # Once on each, after the same step, with whole gradients.
-    assert {tuple(found[:3]) for found in words} == {("saved", words[0][1], "True")}
-    assert all(len(found) == 4 for found in words)
+    found = [heard.recv() for heard, _ in pipes]
+    assert set(found) == {("saved", found[0][1], True)}
+    assert not any(heard.poll() for heard, _ in pipes)
 
 
 X = torch.ones(4, 2)

@@ -15,8 +15,9 @@ from torch._C._distributed_c10d import HashStore
 
 from taktline.errors import JsonError, LostRankError, StageError, StallError
 from taktline.transport import gloo, lifetime
-from taktline.transport.control_plane import Member, Plane
+from taktline.transport.control_plane import Plane
 from taktline.transport.meeting import Meeting, Message, Peer
+from taktline.transport.member import Member
 from taktline.transport.verdict import Cause, Verdict
 
 SOON = 20.0

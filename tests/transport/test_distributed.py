@@ -6,6 +6,7 @@ import struct
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ from taktline.transport import (
     transport_of,
 )
 from taktline.transport.distributed import Distributed
+from taktline.transport.links import Link
 from taktline.transport.local import LocalTransport
 from taktline.transport.one_rank import Alone
 from taktline.transport.sockets import PeerFailure
@@ -583,11 +585,10 @@ def became(rank: int, group: dist.ProcessGroup, said: str) -> str:
         transport._member.told.wait(20.0)  # stays until the other one is done with it
         return ""
 
-    def post(*_: Any) -> Any:
-        raise RuntimeError(said)
-
+    communicator = Mock(send=Mock(side_effect=RuntimeError(said)))
+    link = Link(communicator, Channel(0, 1, False), 0, transport._failed)
     with pytest.raises(TransportError) as caught:
-        transport._poster(post, Channel(0, 1, False), 1)(torch.zeros(1))
+        link.send(torch.zeros(1))
     if transport.verdict is None:
         transport.give_up(Verdict(Cause.LOST, transport.processes[0]))
     return f"{type(caught.value).__name__}: {caught.value}"

@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 from torch._C._distributed_c10d import HashStore
 
-from taktline.transport.control_plane import Member, Plane
+from taktline.transport.control_plane import Plane
 from taktline.transport.frames import framed
 from taktline.transport.meeting import Meeting
+from taktline.transport.member import Member
 from taktline.transport.sockets import PeerFailure, Sockets
 from taktline.transport.verdict import Cause, Verdict
 

@@ -67,13 +67,10 @@ class Rival:
 
 def durations(timeline: Timeline) -> Costs:
     """How long each stage computes, without any waiting."""
-    rows, lasts = timeline.plan.rows, timeline.end - timeline.start
 
     def mean(kind: Kind) -> tuple[float, ...] | None:
-        found = [
-            lasts[(rows.kind == kind) & (rows.stage == s)] for s in range(timeline.plan.stages)
-        ]
-        return tuple(float(np.mean(f)) for f in found) if all(map(len, found)) else None
+        table = timeline.durations(kind)
+        return None if np.isnan(table).all(axis=1).any() else tuple(np.nanmean(table, axis=1))
 
     backward = mean(Kind.B)
     halves = tuple(time / 2 for time in backward or ())

@@ -6,11 +6,12 @@ import os
 from pathlib import Path
 
 import torch
+from rich.console import Console
 
 from taktline.cli.demo.gpt import GPT, Text, loss_fn
 from taktline.cli.demo.rivals import HEADINGS, Rival, conclusion
-from taktline.cli.demo.screen import Screen
 from taktline.cli.diagnosis.launch import called
+from taktline.cli.options import rich_table
 from taktline.plan import Timeline, find
 from taktline.train import Pipeline
 
@@ -51,26 +52,30 @@ class Tour:
         self._output = output
         self._size = _SAMPLES * microbatches
         self._text = Text()
-        self._screen = Screen(silent=silent)
+        self._console = Console(quiet=silent, highlight=False)
         self._silent = silent
         self._apart = "WORLD_SIZE" in os.environ
         """Whether each rank has a process, and so a time, of its own."""
 
     def run(self) -> None:
         """All parts, one after the other."""
-        self._screen.title("1. A model, cut into stages")
+        self._title("1. A model, cut into stages")
         pipe = self._pipeline(self._schedule)
         letters, files = len(self._text.letters), self._text.files
-        self._screen.say(
-            f"{pipe}\n\nIts text: the {files} files of this package, {letters:,} letters."
-        )
-        self._screen.title(f"2. It trains, {self._steps} steps")
+        self._say(f"{pipe}\n\nIts text: the {files} files of this package, {letters:,} letters.")
+        self._title(f"2. It trains, {self._steps} steps")
         losses = self._train(pipe)
-        self._screen.title("3. The same without a pipeline")
+        self._title("3. The same without a pipeline")
         self._compare(losses)
-        self._screen.title("4. Three schedules, side by side")
+        self._title("4. Three schedules, side by side")
         timelines = self._measure()
         self._say_goodbye(timelines)
+
+    def _title(self, text: str) -> None:
+        self._console.print(f"\n[bold]{text}[/]\n")
+
+    def _say(self, text: str) -> None:
+        self._console.print(text, markup=False, soft_wrap=True)
 
     def _pipeline(self, schedule: str) -> Pipeline:
         """The model at its beginning, with two layers for each rank: enough for any schedule."""
@@ -114,9 +119,9 @@ class Tour:
             difference = abs(plain.item() - loss)
             largest = max(largest, difference)
             rows.append([str(step + 1), f"{loss:.6f}", f"{plain.item():.6f}", f"{difference:.0e}"])
-        self._screen.table(["step", "pipeline", "plain", "difference"], rows)
+        self._console.print(rich_table(["step", "pipeline", "plain", "difference"], rows, ["step"]))
         verdict = "equal, but for rounding" if largest < _ROUNDING else "NOT EQUAL"
-        self._screen.say(f"The losses are {verdict}.")
+        self._say(f"The losses are {verdict}.")
 
     def _measure(self) -> list[Timeline]:
         """Rounds in which the schedules take turns, so that what disturbs one disturbs all."""
@@ -132,8 +137,8 @@ class Tour:
         rivals = [
             Rival(pipe.plan, ran, self._apart) for pipe, ran in zip(pipes, measured, strict=True)
         ]
-        self._screen.table(HEADINGS, [rival.row() for rival in rivals])
-        self._screen.say(conclusion(rivals, self._apart))
+        self._console.print(rich_table(HEADINGS, [rival.row() for rival in rivals], HEADINGS[:1]))
+        self._say(conclusion(rivals, self._apart))
         return [rival.middle for rival in rivals]
 
     def _step(self, pipe: Pipeline, step: int) -> None:
@@ -147,9 +152,9 @@ class Tour:
             first, *others = timelines
             self._output.write_text(first.to_html(*others), encoding="utf-8")
         command = called()
-        self._screen.title("What next")
-        self._screen.say(f"These steps, to zoom and hover:  {self._output.resolve()}")
-        self._screen.say(f"Another schedule:  {command} demo --ranks 4 --schedule zbv --local")
-        self._screen.say(f"All of them:       {command} compare")
-        self._screen.say("Your own model, in Python:")
-        self._screen.say(_YOUR_OWN)
+        self._title("What next")
+        self._say(f"These steps, to zoom and hover:  {self._output.resolve()}")
+        self._say(f"Another schedule:  {command} demo --ranks 4 --schedule zbv --local")
+        self._say(f"All of them:       {command} compare")
+        self._say("Your own model, in Python:")
+        self._say(_YOUR_OWN)

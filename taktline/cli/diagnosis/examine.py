@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Callable
@@ -11,12 +10,10 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 import torch.distributed as dist
 
-from taktline.checks import read
 from taktline.cli.diagnosis import links, machine, schedules
 from taktline.cli.diagnosis.meeting import Meeting, alarm
-from taktline.cli.diagnosis.report import Finding, Report, Verdict, of_ranks
-from taktline.transport import Transport, local, transport_of
-from taktline.transport.control import share_texts
+from taktline.cli.diagnosis.report import Finding, MeasuredLink, Report, Verdict, of_ranks
+from taktline.transport import local, transport_of
 
 __all__ = ["examine", "examine_local"]
 
@@ -38,32 +35,22 @@ def examine(backend: str | None, timeout: float) -> tuple[Report, int, Callable[
     report.findings += machine.judge(ranks)
     if any(f.verdict == Verdict.FAILED and f.check in _NEEDED for f in report.findings):
         return report, meeting.rank, meeting.part
-    phases = _Phases(meeting.rank, timeout)
+    doing = ""
+
+    def begin(phase: str) -> AbstractContextManager[None]:
+        nonlocal doing
+        doing = phase
+        return alarm(meeting.rank, phase, timeout)
+
     try:
-        with phases.begin("making a process group"):
-            group = meeting.group(chosen, device)
-            transport = transport_of(group, device)
-        _look(report, transport, device, group, phases)
-        with phases.begin("parting"):
+        with begin("making a process group"):
+            transport = transport_of(meeting.group(chosen, device), device)
+        _look(report, lambda: links.measure(transport, device), device, begin)
+        with begin("parting"):
             dist.destroy_process_group()
     except Exception as error:
-        report.findings.append(_broken(meeting.rank, phases.doing, error))
+        report.findings.append(_broken(meeting.rank, doing, error))
     return report, meeting.rank, meeting.part
-
-
-class _Phases:
-    """What is going on, and how long it may."""
-
-    def __init__(self, rank: int, timeout: float | None) -> None:
-        self._rank = rank
-        self._timeout = timeout
-        self.doing = ""
-
-    def begin(self, doing: str) -> AbstractContextManager[None]:
-        """Around each phase."""
-        self.doing = doing
-        # Local ranks notice by themselves that nobody can go on.
-        return nullcontext() if self._timeout is None else alarm(self._rank, doing, self._timeout)
 
 
 def _broken(rank: int, doing: str, error: Exception) -> Finding:
@@ -91,34 +78,29 @@ def _missing(meeting: Meeting) -> Finding:
 
 
 def examine_local(size: int) -> Report:
-    """As local ranks, which take turns in this process."""
-    return local.run(_examine_local_rank, size)[0]
-
-
-def _examine_local_rank(rank: int) -> Report:
+    """As ranks that take turns in this process."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    transport = transport_of(None, device)
-    told = share_texts(transport, json.dumps(machine.describe(rank, "local", device)))
-    ranks = [read(text, {str: object}, what="what a rank says of itself") for text in told]
+    ranks = [machine.describe(rank, "local", device) for rank in range(size)]
     report = Report("local", ranks, list(machine.judge(ranks)))
-    _look(report, transport, device, None, _Phases(rank, None))
+    # Local ranks notice by themselves that nobody can go on.
+    found = local.run(lambda _: links.measure(transport_of(None, device), device), size)
+    _look(report, lambda: found[0], device, lambda _: nullcontext())
     return report
 
 
 def _look(
     report: Report,
-    transport: Transport,
+    measured: Callable[[], list[MeasuredLink]],
     device: torch.device,
-    group: dist.ProcessGroup | None,
-    phases: _Phases,
+    begin: Callable[[str], AbstractContextManager[None]],
 ) -> None:
-    """What takes all ranks together: links, then pipelines."""
-    with phases.begin("measuring links"):
-        report.links = links.measure(transport, device)
+    """What takes all ranks together: links, then pipelines; ``begin`` is around each."""
+    with begin("measuring links"):
+        report.links = measured()
     report.findings += links.judge(report.links)
     for schedule in schedules.SCHEDULES:
-        with phases.begin(f"running {schedule.__name__}"):
-            report.runs.append(schedules.try_schedule(schedule, transport, device, group))
+        with begin(f"running {schedule}"):
+            report.runs.append(schedules.try_schedule(schedule, len(report.ranks), device))
     report.findings += schedules.judge(report.runs)
 
 

@@ -92,21 +92,22 @@ def _grouped(ranks: Ranks, key: Callable[[dict[str, Any]], Any]) -> dict[Any, li
     return dict(groups)
 
 
+def _told(groups: dict[Any, list[int]]) -> str:
+    return "; ".join(f"{value} on {of_ranks(who)}" for value, who in groups.items())
+
+
 def _same(ranks: Ranks, key: str, name: str, severity: Verdict) -> Finding:
     groups = _grouped(ranks, lambda facts: facts[key])
     if len(groups) == 1:
         return Finding(name, Verdict.OK, f"{next(iter(groups))} on every rank")
-    told = "; ".join(f"{value} on {of_ranks(who)}" for value, who in groups.items())
-    return Finding(name, severity, told, "install the same version everywhere")
+    return Finding(name, severity, _told(groups), "install the same version everywhere")
 
 
 def _judge_devices(ranks: Ranks) -> Iterator[Finding]:
     backends = _grouped(ranks, lambda facts: facts["backend"])
     if len(backends) > 1:
-        told = "; ".join(f"{name} on {of_ranks(who)}" for name, who in backends.items())
-        yield Finding(
-            "backend", Verdict.FAILED, f"the ranks disagree: {told}", "choose one with --backend"
-        )
+        text = f"the ranks disagree: {_told(backends)}"
+        yield Finding("backend", Verdict.FAILED, text, "choose one with --backend")
         return
     (backend,) = backends
     if backend == "nccl":
@@ -146,9 +147,8 @@ def _judge_gpus(ranks: Ranks) -> Iterator[Finding]:
         )
     kinds = _grouped(ranks, lambda facts: facts["gpu"])
     if len(kinds) > 1:
-        told = "; ".join(f"{name} on {of_ranks(who)}" for name, who in kinds.items())
         advice = "cut the model so that slower ranks get less of it"
-        yield Finding("GPUs", Verdict.WARNING, told, advice)
+        yield Finding("GPUs", Verdict.WARNING, _told(kinds), advice)
     elif not shared:
         yield Finding("backend", Verdict.OK, f"nccl, on {next(iter(kinds))}")
     few = [rank for rank, facts in enumerate(ranks) if facts["connections"] == "1"]

@@ -48,12 +48,10 @@ class Run:
 
     schedule: str
     stages_per_rank: int
-    seconds: float | None
+    seconds: float | None = None
     """For one step."""
-    difference: float | None
-    """The largest one between a gradient and the plain model's."""
-    wrong: tuple[int, ...] = ()
-    """The ranks with other gradients than the plain model."""
+    wrong: str = ""
+    """Where it differs from the plain model."""
     error: str = ""
 
     @property

@@ -12,6 +12,7 @@ from rich.text import Text
 
 from taktline.cli.diagnosis.links import ALL_PAIRS
 from taktline.cli.diagnosis.report import Finding, MeasuredLink, Report, Run, Verdict
+from taktline.cli.options import rich_table
 from taktline.text import counted
 
 __all__ = ["show"]
@@ -40,50 +41,40 @@ def show(report: Report, console: Console) -> None:
 def _ranks(report: Report) -> Table:
     hosts = len({facts["host"] for facts in report.ranks})
     way = "local ranks of one process" if report.way == "local" else report.way
-    title = f"{counted(len(report.ranks), 'rank')} on {counted(hosts, 'host')}, {way}"
-    table = Table(title=title)
-    table.add_column("rank", justify="right")
-    table.add_column("host", overflow="fold")
-    table.add_column("device", overflow="fold")
-    for heading in ("cores", "threads"):
-        table.add_column(heading, justify="right")
-    for facts in report.ranks:
-        gpu = f" {facts['gpu']}" if facts["gpu"] else ""
-        table.add_row(
+    rows = [
+        [
             str(facts["rank"]),
             escape(facts["host"]),
-            escape(f"{facts['device']}{gpu}"),
+            escape(f"{facts['device']} {facts['gpu'] or ''}".strip()),
             str(facts["cores"]),
             str(facts["threads"]),
-        )
-    return table
+        ]
+        for facts in report.ranks
+    ]
+    title = f"{counted(len(report.ranks), 'rank')} on {counted(hosts, 'host')}, {way}"
+    headings = ["rank", "host", "device", "cores", "threads"]
+    return rich_table(headings, rows, ["host", "device"], title=title)
 
 
 def _matrix(report: Report) -> Table:
     known = {(link.sender, link.receiver): link for link in report.links}
-    table = Table(title="Links: latency and bandwidth", show_lines=True)
-    table.add_column("from", justify="right")
-    for receiver in range(len(report.ranks)):
-        table.add_column(f"to rank {receiver}", justify="right")
     best = max(link.bandwidth for link in report.links)
-    for sender in range(len(report.ranks)):
-        cells = [
-            _cell(known.get((sender, receiver)), best) for receiver in range(len(report.ranks))
-        ]
-        table.add_row(f"rank {sender}", *cells)
-    return table
+    ranks = range(len(report.ranks))
+    rows = [
+        [f"rank {sender}", *(_cell(known.get((sender, receiver)), best) for receiver in ranks)]
+        for sender in ranks
+    ]
+    headings = ["from", *(f"to rank {receiver}" for receiver in ranks)]
+    return rich_table(headings, rows, title="Links: latency and bandwidth", show_lines=True)
 
 
 def _list(links: Sequence[MeasuredLink]) -> Table:
-    table = Table(title="Links between neighbours")
-    table.add_column("from → to", justify="right")
-    for heading in ("latency", "bandwidth"):
-        table.add_column(heading, justify="right")
     best = max(link.bandwidth for link in links)
-    for link in sorted(links, key=lambda link: (link.sender, link.receiver)):
-        parts = _cell(link, best).split("\n")
-        table.add_row(f"{link.sender} → {link.receiver}", *parts)
-    return table
+    rows = [
+        [f"{link.sender} → {link.receiver}", *_cell(link, best).split("\n")]
+        for link in sorted(links, key=lambda link: (link.sender, link.receiver))
+    ]
+    return rich_table(["from → to", "latency", "bandwidth"], rows, title="Links between neighbours")
 
 
 def _cell(link: MeasuredLink | None, best: float) -> Text:
@@ -96,32 +87,28 @@ def _cell(link: MeasuredLink | None, best: float) -> Text:
 
 
 def _runs(runs: Sequence[Run]) -> Table:
-    table = Table(title="A tiny pipeline under each schedule")
-    table.add_column("schedule", no_wrap=True)
-    table.add_column("stages/rank", justify="right")
-    table.add_column("gradients")
-    table.add_column("a step", justify="right")
+    rows: list[list[str]] = []
     for run in runs:
         gradients = "[green]right[/]" if run.good else "[bold red]wrong[/]"
         if run.error:
             gradients = "[bold red]did not run[/]"
         seconds = "" if run.seconds is None else _amount(run.seconds, _UNITS)
-        table.add_row(run.schedule, str(run.stages_per_rank), gradients, seconds)
-    return table
+        rows.append([run.schedule, str(run.stages_per_rank), gradients, seconds])
+    headings = ["schedule", "stages/rank", "gradients", "a step"]
+    title = "A tiny pipeline under each schedule"
+    return rich_table(headings, rows, ["schedule", "gradients"], title=title)
 
 
 def _findings(findings: Sequence[Finding]) -> Table:
-    table = Table(title="Checks")
-    table.add_column("")
-    table.add_column("check", no_wrap=True)
-    table.add_column("found, and what to do", overflow="fold")
+    rows: list[list[Text]] = []
     for finding in findings:
         mark, colour = _MARKS[finding.verdict]
         text = Text(finding.text)
         if finding.advice:
             text.append(f"\n→ {finding.advice}", style=colour)
-        table.add_row(Text(mark, style=colour), finding.check, text)
-    return table
+        rows.append([Text(mark, style=colour), Text(finding.check, no_wrap=True), text])
+    headings = ["", "check", "found, and what to do"]
+    return rich_table(headings, rows, headings, title="Checks")
 
 
 def _conclusion(report: Report) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import asdict
 from importlib.resources import files
 from pathlib import Path
 from typing import Annotated, Any
@@ -15,13 +16,8 @@ from typing import Annotated, Any
 import typer
 
 from taktline.cli.options import (
-    Backward,
-    Comm,
-    Forward,
-    Microbatches,
-    Ranks,
-    StagesPerRank,
-    Weight,
+    Size,
+    Times,
     complete_name,
 )
 from taktline.plan import find, names
@@ -54,13 +50,9 @@ def explore(
             autocompletion=complete_name,
         ),
     ] = None,
-    ranks: Ranks = None,
-    stages_per_rank: StagesPerRank = None,
-    microbatches: Microbatches = None,
-    forward: Forward = None,
-    backward: Backward = None,
-    weight: Weight = None,
-    comm: Comm = None,
+    *,
+    size: Size,
+    times: Times,
     memory: Annotated[
         float | None, typer.Option(help="Activations of a micro-batch that a rank can keep.")
     ] = None,
@@ -82,17 +74,7 @@ def explore(
         raise typer.BadParameter(f"the page is an .html file, not {output.suffix or output.name!r}")
     write_text(
         output,
-        page(
-            schedules,
-            ranks=ranks,
-            stages_per_rank=stages_per_rank,
-            microbatches=microbatches,
-            forward=forward,
-            backward=backward,
-            weight=weight,
-            comm=comm,
-            memory=memory,
-        ),
+        page(schedules, **asdict(size), **asdict(times), memory=memory),
     )
     typer.echo(f"{output}: open it in a browser")
 

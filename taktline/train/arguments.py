@@ -1,0 +1,71 @@
+"""Checks arguments of a pipeline that go a long way before anybody looks at them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from taktline.checks import (
+    refuse,
+    require_callable,
+    require_flag,
+    require_instance,
+    require_iterable,
+    require_number,
+    require_whole,
+)
+from taktline.errors import MismatchError, PartitionError, ScheduleError
+from taktline.train.layout import cuts_of
+
+__all__ = ["as_timedelta", "check", "names_of"]
+
+
+def _require_state(name: str, value: Any) -> None:
+    if not hasattr(value, "__getitem__"):
+        refuse(name, "a mapping from names to tensors", value)
+
+
+def _require_way(name: str, value: Any) -> None:
+    if not isinstance(value, str) or value not in ("ddp", "fsdp"):
+        raise MismatchError(f'{name} is "ddp", "fsdp" or None, not {value!r}')
+
+
+_CHECKS: dict[str, Callable[[str, Any], object]] = {
+    **dict.fromkeys(("dynamic_shapes", "cuda_graphs", "compile"), require_flag),
+    **dict.fromkeys(("loss_fn", "prepare", "on_preempt"), require_callable),
+    "microbatches": partial(require_whole, least=1, error=ScheduleError),
+    "stages_per_rank": partial(require_whole, least=1, error=ScheduleError),
+    "report_stragglers": partial(require_whole, least=1),
+    "seed": require_whole,
+    "mesh": partial(require_instance, kind=DeviceMesh),
+    "state_dict": _require_state,
+    "data_parallel": _require_way,
+}
+
+
+def check(given: Mapping[str, Any]) -> None:
+    """Raise unless each argument is what it takes; all but flags may be None."""
+    for name, require in _CHECKS.items():
+        if given[name] is not None or require is require_flag:
+            require(name, given[name])
+
+
+def names_of(cuts: Any, model: Any) -> list[str] | None:
+    """Where stages begin, from a layout or a list."""
+    if isinstance(cuts, str):
+        cuts = cuts_of(cuts, require_instance("model", model, nn.Module))
+    if cuts is None:
+        return None
+    return require_iterable("cuts", cuts, "a list of names of submodules", PartitionError)
+
+
+def as_timedelta(timeout: float | timedelta | None) -> timedelta | None:
+    """A timeout, given in seconds or as it is."""
+    if timeout is None or isinstance(timeout, timedelta):
+        return timeout
+    return timedelta(seconds=require_number("timeout", timeout, least=0.001))
