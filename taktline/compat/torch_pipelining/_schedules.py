@@ -192,10 +192,14 @@ class PipelineScheduleMulti(Ordered, _PipelineSchedule, torchs.PipelineScheduleM
     @like(torchs.PipelineScheduleMulti._initialize_stages)
     def _prepare(self, *args: Any, **kwargs: Any) -> None:
         # Whoever has only set an order has said with it where stages are.
-        self.stage_index_to_group_rank |= placement_of(self._order_to_run())
+        self._place_stages(self._order_to_run())
+        self._initialize_stages(*args, **kwargs)
+
+    def _place_stages(self, order: Order) -> None:
+        """Note on which ranks an order computes the stages."""
+        self.stage_index_to_group_rank |= placement_of(order)
         for stage in self._stages:
             stage.stage_index_to_group_rank = self.stage_index_to_group_rank
-        self._initialize_stages(*args, **kwargs)
 
     def _get_pipeline_order(self) -> Order | None:
         """What each rank computes."""
