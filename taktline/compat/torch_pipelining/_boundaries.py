@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from functools import partial, wraps
+from functools import wraps
 from typing import Any
 
 import torch
@@ -38,20 +38,14 @@ class Telling(torchs.PipelineStage):
         if told is not None and metas and not any(meta.requires_grad for meta in metas):
             # Examples that say nothing of gradients: wherever one is possible, there is one.
             told.inputs, told.outputs = _with_gradients(told.inputs), _with_gradients(told.outputs)
-        find = super()._prepare_forward_infra
-        return self._find_out(find, self.stage_index - 1, self.stage_index + 1, args, kwargs)
+        return self._find_out(super()._prepare_forward_infra, 1, args, kwargs)
 
     @like(torchs.PipelineStage._prepare_backward_infra)
     def _prepare_backward_infra(self, *args: Any, **kwargs: Any) -> Any:
-        find: Any = super()._prepare_backward_infra
-        if self.unprepared is not None:
-            after = self.stage_index + 1
-            remote = after < self.num_stages and not self._is_same_rank(after)
-            find = partial(self._recv_meta, after) if remote else _fail
-            args, kwargs = (), {}
-        return self._find_out(find, self.stage_index + 1, self.stage_index - 1, args, kwargs)
+        find = super()._prepare_backward_infra if self.unprepared is None else self._only_listen
+        return self._find_out(find, -1, args, kwargs)
 
-    def _find_out(self, find: Any, source: int, neighbour: int, args: Any, kwargs: Any) -> Any:
+    def _find_out(self, find: Any, way: int, args: Any, kwargs: Any) -> Any:
         """Find out what crosses a boundary; if that fails, the neighbour is told in its place.
 
         So all of them come to the end, where what went wrong is raised.
@@ -59,20 +53,26 @@ class Telling(torchs.PipelineStage):
         if not TELLS:
             return find(*args, **kwargs)
         self._has_told = False
-        values = (*args, *kwargs.values())
-        near = 0 <= source < self.num_stages and self._is_same_rank(source)
         try:
-            if near and any(isinstance(value, Unknown) for value in values):
-                _fail()
-            found = find(*map(_known, args), **{k: _known(v) for k, v in kwargs.items()})
-            if self.unprepared is None:
-                return found
+            return find(*args, **kwargs)
         except Exception as error:
-            self.unprepared = self.unprepared or error
-        tells = self._inference_mode == utils.InferenceMode.DYNAMIC and not self._has_told
-        if tells and 0 <= neighbour < self.num_stages and not self._is_same_rank(neighbour):
-            self._send_meta(Unknown(), neighbour)
-        return Unknown()
+            told = [value for value in (*args, *kwargs.values()) if isinstance(value, Elsewhere)]
+            self.unprepared = self.unprepared or (told or [error])[0]
+        neighbour = self.stage_index + way
+        if not self._has_told and self._listens(neighbour):
+            self._send_meta(Elsewhere(), neighbour)
+        return Elsewhere()
+
+    def _only_listen(self, *_: Any, **__: Any) -> None:
+        """Take what the next stage tells, and fail."""
+        if self._listens(self.stage_index + 1):
+            self._recv_meta(self.stage_index + 1)
+        raise Elsewhere
+
+    def _listens(self, stage: int) -> bool:
+        """Whether there is such a stage, and messages are how it is told."""
+        there = 0 <= stage < self.num_stages and not self._is_same_rank(stage)
+        return there and self._inference_mode == utils.InferenceMode.DYNAMIC
 
     def _send_meta(self, meta: Any, dst_stage: int) -> None:
         self._has_told = True
@@ -80,23 +80,13 @@ class Telling(torchs.PipelineStage):
 
     def _recv_meta(self, src_stage: int) -> Any:
         meta = super()._recv_meta(src_stage)
-        return _fail() if isinstance(meta, Unknown) else meta
-
-
-class Unknown:
-    """Stands for what a stage returns, where that could not be found out."""
+        if isinstance(meta, Elsewhere):
+            raise meta
+        return meta
 
 
 class Elsewhere(Exception):
-    """Another stage could not find out what it returns."""
-
-
-def _known(value: Any) -> Any:
-    return None if isinstance(value, Unknown) else value
-
-
-def _fail() -> None:
-    raise Elsewhere("another stage has failed")
+    """Another stage could not find out what it returns; stands for that, too."""
 
 
 def _with_gradients(metas: Sequence[Any] | None) -> tuple[Any, ...] | None:

@@ -13,8 +13,9 @@ outputs, or an output depends on weights alone; there torch's own halves differ.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
@@ -110,18 +111,12 @@ def stage_backward_input(
         for group in groups:
             for place, node in enumerate(group["intermediates"]):
                 if group["grads"][place] is None:
-                    handle = node.register_prehook(_keeper(group["grads"], place))
-                    hooks.callback(handle.remove)
-        wanted = {i: value for i, value in enumerate(input_values) if _wants_gradient(value)}
-        given = (
-            ()
-            if not wanted
-            else torch.autograd.grad(
-                roots, [*wanted.values()], gradients, retain_graph=True, allow_unused=True
-            )
-        )
-        by_place = dict(zip(wanted, given, strict=True))
-        found = tuple(by_place.get(place) for place in range(len(input_values)))
+                    keep = partial(group["grads"].__setitem__, place)
+                    hooks.callback(node.register_prehook(keep).remove)
+        wanted = [value for value in input_values if _wants_gradient(value)]
+        keeping = {"retain_graph": True, "allow_unused": True}
+        made = iter(torch.autograd.grad(roots, wanted, gradients, **keeping) if wanted else ())
+    found = tuple(next(made) if _wants_gradient(value) else None for value in input_values)
     for value, gradient in zip(input_values, found, strict=True):
         if gradient is not None:
             known = _grad_of(value)
@@ -139,13 +134,6 @@ def _wants_gradient(value: Any) -> bool:
 def _grad_of(tensor: torch.Tensor) -> torch.Tensor | None:
     """Its gradient; asking for that of what keeps none would warn."""
     return tensor.grad if tensor.is_leaf or tensor.retains_grad else None
-
-
-def _keeper(kept: list[Any], place: int) -> Callable[[Any], None]:
-    def keep(gradients: Any) -> None:
-        kept[place] = gradients
-
-    return keep
 
 
 def _groups(
@@ -221,7 +209,8 @@ def _weight_gradients(group: Group, retain_graph: bool) -> Gradients:
             if len(nodes) > 1 and group["stops"][place]:
                 # Each has its whole gradient already: what it would hand to another below it
                 # would be counted twice.
-                hooks.callback(node.register_hook(_stopper(group["stops"][place])).remove)
+                stop = partial(_without, group["stops"][place])
+                hooks.callback(node.register_hook(stop).remove)
         if not edges:
             return (None,) * len(group["params"])
         ends = [GradientEdge(node, 0) for node in group["params"]]
@@ -230,8 +219,5 @@ def _weight_gradients(group: Group, retain_graph: bool) -> Gradients:
         return torch.autograd.grad(edges, ends, gradients, retain_graph=keep, allow_unused=True)
 
 
-def _stopper(stops: tuple[int, ...]) -> Callable[[Any, Any], Gradients]:
-    def stop(gradients: Any, _: Any) -> Gradients:
-        return tuple(None if i in stops else gradient for i, gradient in enumerate(gradients))
-
-    return stop
+def _without(stops: Sequence[int], gradients: Gradients, _: Any) -> Gradients:
+    return tuple(None if i in stops else gradient for i, gradient in enumerate(gradients))

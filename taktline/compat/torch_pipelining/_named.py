@@ -7,6 +7,7 @@ from typing import Any
 
 from taktline.compat.torch_pipelining import schedules as torchs
 from taktline.compat.torch_pipelining._boundaries import like
+from taktline.compat.torch_pipelining._calls import lowered
 from taktline.compat.torch_pipelining._replaced import remember
 from taktline.compat.torch_pipelining._schedules import (
     Order,
@@ -38,13 +39,17 @@ class _Single(Ordered, PipelineScheduleSingle):
     """A schedule of one stage a rank that there is a plan for."""
 
     def _get_pipeline_order(self) -> Order | None:
-        order = self._order_to_run()
+        order = self._computations()
         for rank, row in order.items():
             row.append(torchs._Action(rank, torchs.REDUCE_GRAD))
         return order
 
-    def _order_to_run(self) -> Order:
+    def _computations(self) -> Order:
         return order_of(str(self._plan_name), self._num_stages, self._n_microbatches, 1)
+
+    def _order_to_run(self) -> Order:
+        order = self._computations()
+        return lowered(order, self._rank_of, self._num_stages, self._n_microbatches)
 
     def _plan_maker(self) -> Any:
         return _maker(str(self._plan_name), self._num_stages, self._n_microbatches)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
 from taktline.compat.torch_pipelining import of_torch
+from taktline.compat.torch_pipelining._boundaries import like
 from taktline.compat.torch_pipelining.schedules import (
     OVERLAP_F_B,
     B,
@@ -39,32 +41,22 @@ _ComputationTypeVisual = _torchs._ComputationTypeVisual
 action_type_to_color_mapping = _torchs.action_type_to_color_mapping
 
 
-def get_schedule_ops(
-    schedule: str | type,
-    pp_degree: int,
-    num_microbatches: int,
-    num_stages_per_rank: int | None = None,
-    add_spacing: bool = False,
-    with_comms: bool = False,
-    defer_pp_recv: bool = False,
-) -> list[list[_Action | None]]:
+@like(_torchs.get_schedule_ops)
+def get_schedule_ops(schedule: str | type, *sizes: Any, **options: Any) -> Any:
     """What each rank does under a schedule, given by its name or class.
 
     >>> get_schedule_ops("GPipe", 2, 1)
     [[0F0, 0B0, 0REDUCE_GRAD], [1F0, 1B0, 1REDUCE_GRAD]]
     """
     cls: Any = get_schedule_class(schedule) if isinstance(schedule, str) else schedule
+    given = signature(_torchs.get_schedule_ops).bind(cls, *sizes, **options).arguments
+    lowers = given.get("with_comms") and not given.get("add_spacing")
+    if not lowers or not issubclass(cls, PipelineScheduleSingle):
+        return _torchs.get_schedule_ops(**given)
     # One stage a rank with its messages is what torch's cannot show.
-    lowers = with_comms and not add_spacing and issubclass(cls, PipelineScheduleSingle)
-    options = {"add_spacing": add_spacing, "with_comms": with_comms and not lowers}
-    options |= {"defer_pp_recv": True} if defer_pp_recv and not lowers else {}
-    rows = _torchs.get_schedule_ops(
-        cls, pp_degree, num_microbatches, num_stages_per_rank, **options
-    )
-    if not lowers:
-        return rows
-    order = _add_send_recv(dict(enumerate(rows)), lambda stage: stage, pp_degree)
-    return [order[rank] for rank in range(pp_degree)]
+    rows = _torchs.get_schedule_ops(**given | {"with_comms": False})
+    order = _add_send_recv(dict(enumerate(rows)), lambda stage: stage, len(rows))
+    return [order[rank] for rank in range(len(rows))]
 
 
 def add_schedule_op_spacing(schedule: Rows) -> list[list[_Action | None]]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from inspect import signature
 from typing import Any, TypeAlias
@@ -12,7 +13,7 @@ import torch
 
 from taktline.compat.torch_pipelining import schedules as torchs
 from taktline.compat.torch_pipelining._boundaries import TELLS, like, undisturbed
-from taktline.compat.torch_pipelining._calls import Calls, lowered, play
+from taktline.compat.torch_pipelining._calls import Calls, leaves, lowered, play
 from taktline.compat.torch_pipelining._replaced import Watched
 from taktline.compat.torch_pipelining._steps import Native, StepCall, run
 from taktline.errors import BatchError, CallOrderError
@@ -84,8 +85,8 @@ class _PipelineSchedule(torchs._PipelineSchedule, metaclass=Watched):
         Beside what torch takes, ``arg_mbs``, ``kwarg_mbs`` and ``target_mbs`` are lists of ready
         micro-batches, in the place of ``args``, ``kwargs`` and ``target``.
         """
-        batch = (args, kwargs, target, arg_mbs, kwarg_mbs, target_mbs)
-        return run(self, StepCall(*batch, losses, return_outputs, loss_kwargs))
+        whole, parts = (args, kwargs, target), (arg_mbs, kwarg_mbs, target_mbs)
+        return run(self, StepCall(whole, parts, losses, return_outputs, loss_kwargs))
 
     def eval(self, *args: Any, target: Any = None, losses: list | None = None, **kwargs: Any):
         """Run a batch forward only, without gradients; with a target, the losses too."""
@@ -118,11 +119,16 @@ class _PipelineSchedule(torchs._PipelineSchedule, metaclass=Watched):
             stage.grad_sync.unshard()
             self.unsharded_stages.add(stage.stage_index)
 
-    def _note_mode(self) -> None:
-        """Before torch 2.12, what eval() prepares knows no gradients, and would stay so."""
+    @contextmanager
+    def _initializing(self, args: Sequence[Any], kwargs: Any) -> Iterator[Sequence[Any]]:
+        """Inside, stages find out what they return; yields what to call them with."""
         if not TELLS and self._prepared_for not in (None, self._has_backward):
-            self._forget_shapes()
+            self._forget_shapes()  # before 2.12, those of eval() know no gradients, and would stay
         self._prepared_for = self._has_backward
+        # Steps that were written for older torch leave out the target.
+        left_out = len(args) == 2 and not kwargs
+        with undisturbed(self._local_stages):
+            yield (*args, *self._compared_with)[:_TAKES] if left_out else args
 
     def _forget_shapes(self) -> None:
         """Let stages find out anew what they return."""
@@ -133,11 +139,6 @@ class _PipelineSchedule(torchs._PipelineSchedule, metaclass=Watched):
         """Whether somebody has written what is done with the micro-batches."""
         written = type(self)._step_microbatches is not Ordered._step_microbatches
         return written or "_step_microbatches" in vars(self)
-
-    def _with_target(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-        """What stages are initialised with; steps written for older torch leave out the target."""
-        left_out = len(args) == 2 and not kwargs
-        return (*args, *self._compared_with)[:_TAKES] if left_out else args
 
     def _order_to_run(self) -> Order | None:
         """What each rank does; None if that is not written down."""
@@ -166,13 +167,18 @@ class PipelineScheduleSingle(_PipelineSchedule, torchs.PipelineScheduleSingle):
 
     @like(torchs.PipelineScheduleSingle._initialize_stage)
     def _initialize_stage(self, *args: Any, **kwargs: Any) -> None:
-        self._note_mode()
-        with undisturbed([self._stage]):
-            super()._initialize_stage(*self._with_target(args, kwargs), **kwargs)
+        with self._initializing(args, kwargs) as given:
+            super()._initialize_stage(*given, **kwargs)
 
-    @like(torchs.PipelineScheduleSingle._initialize_stage)
-    def _prepare(self, *args: Any, **kwargs: Any) -> None:
-        self._initialize_stage(*args, **kwargs)
+    def _prepare(self, *given: Any) -> None:
+        self._initialize_stage(*given[:_TAKES])
+
+    def _rank_of(self, stage: int) -> int:
+        return stage
+
+    @property
+    def _own_rank(self) -> int:
+        return self._stage.stage_index
 
 
 class PipelineScheduleMulti(Ordered, _PipelineSchedule, torchs.PipelineScheduleMulti):
@@ -185,15 +191,13 @@ class PipelineScheduleMulti(Ordered, _PipelineSchedule, torchs.PipelineScheduleM
 
     @like(torchs.PipelineScheduleMulti._initialize_stages)
     def _initialize_stages(self, *args: Any, **kwargs: Any) -> None:
-        self._note_mode()
-        with undisturbed(self._stages):
-            super()._initialize_stages(*self._with_target(args, kwargs), **kwargs)
+        with self._initializing(args, kwargs) as given:
+            super()._initialize_stages(*given, **kwargs)
 
-    @like(torchs.PipelineScheduleMulti._initialize_stages)
-    def _prepare(self, *args: Any, **kwargs: Any) -> None:
+    def _prepare(self, *given: Any) -> None:
         # Whoever has only set an order has said with it where stages are.
         self._place_stages(self._order_to_run())
-        self._initialize_stages(*args, **kwargs)
+        self._initialize_stages(*given[:_TAKES])
 
     def _place_stages(self, order: Order) -> None:
         """Note on which ranks an order computes the stages."""
@@ -207,6 +211,10 @@ class PipelineScheduleMulti(Ordered, _PipelineSchedule, torchs.PipelineScheduleM
 
     def _rank_of(self, stage: int) -> int:
         return self.stage_index_to_group_rank[stage]
+
+    @property
+    def _own_rank(self) -> int:
+        return self.rank
 
     def _order_to_run(self) -> Order:
         order = self.pipeline_order
@@ -289,8 +297,6 @@ def placement_of(order: Mapping[int, Sequence[Any]]) -> dict[int, int]:
     return {
         part.stage_index: rank
         for rank, row in order.items()
-        for action in row
-        if action is not None
-        for part in action.sub_actions or (action,)
+        for part in leaves(row)
         if part.is_compute_op
     }

@@ -30,22 +30,12 @@ __all__ = ["PipelineStage", "_PipelineStage", "_PipelineStageBase", "_RecvInfo"]
 class _RecvInfo(torchs._RecvInfo):
     """One input of one micro-batch; what is known of it may be left out."""
 
-    def __init__(
-        self,
-        input_name: str,
-        source: int | None,
-        buffer: torch.Tensor | None,
-        tensor_meta: Any = ...,
-        *,
-        is_root_arg: bool = False,
-    ) -> None:
-        if not TELLS:
-            super().__init__(input_name, source, buffer)
-            return
-        if tensor_meta is ...:
+    @like(torchs._RecvInfo.__init__)
+    def __init__(self, input_name: str, source: Any, buffer: Any, *meta: Any, **more: Any) -> None:
+        if TELLS and not meta and "tensor_meta" not in more:
             example = None if buffer is None else buffer.detach().requires_grad_()
-            tensor_meta = None if example is None else utils.extract_tensor_meta(example)
-        super().__init__(input_name, source, buffer, tensor_meta, is_root_arg=is_root_arg)
+            more["tensor_meta"] = None if example is None else utils.extract_tensor_meta(example)
+        super().__init__(input_name, source, buffer, *meta, **more)
 
 
 class _PipelineStageBase(torchs._PipelineStageBase, metaclass=Watched):

@@ -52,55 +52,50 @@ Cut = tuple[list[Any], list[Any], list[Any] | None]
 
 @dataclass(frozen=True, slots=True)
 class StepCall:
-    """What a step was called with."""
+    """What a step was called with: arguments, keyword arguments and target, whole or in parts."""
 
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    target: Any
-    arg_mbs: list[Any] | None
-    kwarg_mbs: list[Any] | None
-    target_mbs: list[Any] | None
+    whole: tuple[tuple[Any, ...], dict[str, Any], Any]
+    parts: tuple[list[Any] | None, list[Any] | None, list[Any] | None]
     losses: list[Any] | None
     return_outputs: bool
     loss_kwargs: dict[str, Any] | None
 
     def microbatches(self, schedule: Any) -> Cut:
         """The batch in parts, each argument by itself, whatever the others' sizes."""
-        for name, chunks, whole in (
-            ("arg_mbs", self.arg_mbs, bool(self.args)),
-            ("kwarg_mbs", self.kwarg_mbs, bool(self.kwargs)),
-            ("target_mbs", self.target_mbs, self.target is not None),
-        ):
-            if chunks is not None and whole:
+        names, given = ("arg_mbs", "kwarg_mbs", "target_mbs"), [*map(_is_given, self.whole)]
+        for name, parts, whole in zip(names, self.parts, given, strict=True):
+            if parts is not None and whole:
                 raise BatchError(f"{name} and the whole batch were given; give one of them")
         if self.losses is not None:
             schedule._check_inputs(losses=self.losses)
-        args, kwargs, target = self.args, self.kwargs, self.target
+        batch = self.whole
         if not schedule._has_backward:
             # Parts of what requires a gradient would be asked to keep theirs.
-            args, kwargs, target = tree_map_only(
-                torch.Tensor, torch.Tensor.detach, (args, kwargs, target)
-            )
+            batch = tree_map_only(torch.Tensor, torch.Tensor.detach, batch)
+        args, kwargs, target = batch
         count = schedule._n_microbatches
-        arg_mbs, kwarg_mbs = schedule._split_inputs(args, kwargs)
-        target_mbs = self.target_mbs
-        if target_mbs is None and isinstance(target, torch.Tensor):
-            spec = getattr(torchs, "_TARGET_CHUNK_SPEC", microbatch.TensorChunkSpec(0))
-            target_mbs = [*microbatch._split_tensor(target, spec, count)]
-        elif target_mbs is None and target is not None:
-            cut, _ = microbatch.split_args_kwargs_into_chunks((target,), None, count)
-            target_mbs = [part for (part,) in cut]
-        if self.arg_mbs is not None:
-            arg_mbs = self.arg_mbs
-        if self.kwarg_mbs is not None:
-            kwarg_mbs = self.kwarg_mbs
-        for name, chunks in (("args", arg_mbs), ("kwargs", kwarg_mbs), ("target", target_mbs)):
+        made = (*schedule._split_inputs(args, kwargs), _parts_of_target(target, count))
+        cut: Any = [m if p is None else p for m, p in zip(made, self.parts, strict=True)]
+        for name, chunks in zip(("args", "kwargs", "target"), cut, strict=True):
             if chunks is not None and len(chunks) != count:
                 raise BatchError(
                     f"{name} make {len(chunks)} micro-batches, but the schedule runs {count}; the "
                     f"batch has {len(chunks)} along dimension 0: give at least {count}"
                 )
-        return arg_mbs, kwarg_mbs, target_mbs
+        return tuple(cut)
+
+
+def _is_given(value: Any) -> bool:
+    return bool(value) if isinstance(value, (tuple, dict)) else value is not None
+
+
+def _parts_of_target(target: Any, count: int) -> list[Any] | None:
+    if isinstance(target, torch.Tensor):
+        spec = getattr(torchs, "_TARGET_CHUNK_SPEC", microbatch.TensorChunkSpec(0))
+        return [*microbatch._split_tensor(target, spec, count)]
+    if target is None:
+        return None
+    return [part for (part,) in microbatch.split_args_kwargs_into_chunks((target,), None, count)[0]]
 
 
 def run(schedule: Any, call: StepCall) -> Any:
