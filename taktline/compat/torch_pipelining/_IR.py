@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
 from operator import attrgetter
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
@@ -24,31 +24,17 @@ from taktline.split.traced.pipe import assembled
 from taktline.split.traced.state import State
 
 
-@contextmanager
-def _own_operator() -> Iterator[None]:
-    """Inside, torch's module may define its operator, which a process can have but once."""
-    library = torch.library.Library("pippy", "FRAGMENT")
-
-    def define(name: str, schema: str) -> None:
-        with suppress(RuntimeError):  # somebody has torch's own module
-            library.define(name.partition("::")[2] + schema)
-
-    try:
-        with patch.multiple(
-            torch.library,
-            define=define,
-            impl=lambda *_: lambda function: function,
-            register_fake=lambda *_: lambda function: function,
-        ):
-            yield
-    finally:
-        library._destroy()
+def _as_it_is(*_: Any) -> Callable[[Any], Any]:
+    return lambda function: function
 
 
-with _own_operator():
+# Torch's module defines an operator, which a process can have but once; here it is our own.
+_operators = SimpleNamespace(_pipe_split=torch.ops.taktline.pipe_split)
+with (
+    patch.multiple(torch.library, define=_as_it_is, impl=_as_it_is, register_fake=_as_it_is),
+    patch.object(torch.ops, "pippy", _operators),
+):
     _torchs = of_torch("_IR")
-# What a split policy puts into a graph.
-aten_pipe_split_alias = torch.ops.taktline.pipe_split.default
 # Torch's functions are to mark with ours, too.
 _torchs.pipe_split, _torchs.SplitPoint = pipe_split, SplitPoint
 
@@ -68,11 +54,6 @@ class Pipe(split.Pipe):
     >>> pipe.num_stages, len(pipe(torch.zeros(2, 4)))
     (2, 1)
     """
-
-    def __init__(
-        self, split_gm: fx.GraphModule, num_stages: int, has_loss_and_backward: bool, loss_spec
-    ):
-        super().__init__(split_gm, num_stages, has_loss_and_backward, loss_spec)
 
     def forward(self, *args, **kwargs):
         """The tensors that the model returns."""

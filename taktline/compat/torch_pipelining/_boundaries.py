@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import wraps
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -16,13 +17,20 @@ from taktline.compat.torch_pipelining import stage as torchs
 from taktline.meta import TensorMeta
 from taktline.pytree import tree_leaves
 
-__all__ = ["TELLS", "Elsewhere", "Older", "Telling", "like", "show", "undisturbed"]
+__all__ = ["TELLS", "Elsewhere", "Older", "Telling", "is_whole", "like", "show", "undisturbed"]
 
 like: Any = wraps
 """Gives a method the signature of torch's."""
 
+_NOTHING = SimpleNamespace(inputs=None, outputs=None)
+
 TELLS = hasattr(torchs.PipelineStage, "_send_meta")
 """Whether stages tell each other what they return; before torch 2.12 they have no method for it."""
+
+
+def is_whole(stage: Any) -> bool:
+    """Whether a stage has a module to run; one that stands in for a stage may have none."""
+    return isinstance(getattr(stage, "submod", None), nn.Module)
 
 
 class Telling(torchs.PipelineStage):
@@ -33,11 +41,11 @@ class Telling(torchs.PipelineStage):
 
     @like(torchs.PipelineStage._prepare_forward_infra)
     def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> Any:
-        told: Any = getattr(self, "_user_meta", None)
-        metas = () if told is None else (*(told.inputs or ()), *(told.outputs or ()))
-        if told is not None and metas and not any(meta.requires_grad for meta in metas):
+        told: Any = getattr(self, "_user_meta", _NOTHING)
+        metas = (*(told.inputs or ()), *(told.outputs or ()))
+        if metas and not any(meta.requires_grad for meta in metas):
             # Examples that say nothing of gradients: wherever one is possible, there is one.
-            told.inputs, told.outputs = _with_gradients(told.inputs), _with_gradients(told.outputs)
+            told.inputs, told.outputs = map(_with_gradients, (told.inputs, told.outputs))
         return self._find_out(super()._prepare_forward_infra, 1, args, kwargs)
 
     @like(torchs.PipelineStage._prepare_backward_infra)
@@ -89,10 +97,8 @@ class Elsewhere(Exception):
     """Another stage could not find out what it returns; stands for that, too."""
 
 
-def _with_gradients(metas: Sequence[Any] | None) -> tuple[Any, ...] | None:
-    if metas is None:
-        return None
-    return tuple(replace(meta, requires_grad=meta.dtype.is_floating_point) for meta in metas)
+def _with_gradients(metas: Any) -> Any:
+    return metas and tuple(replace(m, requires_grad=m.dtype.is_floating_point) for m in metas)
 
 
 class Older:
@@ -169,7 +175,7 @@ def undisturbed(stages: Sequence[Any]) -> Iterator[None]:
 
     What went wrong in one of them is raised at the end.
     """
-    own = [stage for stage in stages if isinstance(getattr(stage, "submod", None), nn.Module)]
+    own = [stage for stage in stages if is_whole(stage)]
     buffers = [(b, b.detach().clone()) for stage in own for b in stage.submod.buffers()]
     gradients = [(p, p.grad) for stage in own for p in stage.submod.parameters()]
     failed: list[Exception] = []

@@ -13,25 +13,24 @@ If a rank fails it still takes part in every message, with zeros in its own, so 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.profiler import record_function
 
 from taktline.compat.torch_pipelining import schedules as torchs
-from taktline.compat.torch_pipelining._stages import _PipelineStageBase
+from taktline.compat.torch_pipelining._stages import reduced
 from taktline.errors import CallOrderError, ScheduleError
 from taktline.plan import Action, Kind
 from taktline.runtime.executor import Failure, Fate, Instruction, Program, Wrap
 
-__all__ = ["CallProgram", "Calls", "forwards_of", "leaves", "lowered", "play", "reduced"]
+__all__ = ["CallProgram", "Calls", "Order", "lowered", "placement_of", "play"]
 
 Order = Mapping[int, Sequence[Any]]
+"""Actions by rank; a None is a rank that waits."""
 
 _OPS = {
     torchs.SEND_F: "get_fwd_send_ops",
@@ -53,6 +52,7 @@ class Calls:
 
     def __post_init__(self) -> None:
         schedule = self.schedule
+        self.functions = getattr(schedule, "_comp_type_to_function_map", {})
         self.stages = {stage.stage_index: stage for stage in schedule._local_stages}
         self.underway: dict[Any, dict[tuple[int, int | None], Any]] = {
             torchs.RECV_F: schedule.fwd_recv_ops,
@@ -68,14 +68,13 @@ class Calls:
     def prepare(self) -> None:
         """Let stages find out what crosses their boundaries, if they have not yet."""
         context, targets = self.context, self.context.target_mbs
-        given = (
+        self.schedule._prepare(
             # Before 2.12, what another rank gets anyway may not be given here.
             context.arg_mbs[0] if context.arg_mbs and 0 in self.stages else (),
             context.kwarg_mbs[0] if context.kwarg_mbs else {},
             targets[0] if targets else None,
             self.loss_kwargs,
         )
-        self.schedule._prepare(*given)
 
     def finish(self) -> None:
         """Fill the caller's list of losses."""
@@ -86,24 +85,24 @@ class Calls:
         schedule = self.schedule
         order = schedule._order_to_run()
         if not schedule._has_backward:
-            order = lowered(forwards_of(order), schedule._rank_of, schedule._num_stages, 0)
-        return [action for action in order[schedule._own_rank] if action is not None]
+            forwards = {
+                rank: [part for part in leaves(row) if part.computation_type == torchs.FORWARD]
+                for rank, row in order.items()
+            }
+            order = lowered(forwards, schedule._rank_of, schedule._num_stages, 0)
+        return [action for action in order[schedule.rank] if action is not None]
 
     def instructions(self) -> Iterator[Instruction]:
         """Each action, with what it does and what others need of it if this rank has failed."""
         for action in self.row():
-            whole = action.computation_type in self._functions
+            whole = action.computation_type in self.functions
             for part in (action,) if whole else _parts(action):
                 planned = _as_planned(_parts(part)[0])
                 yield Instruction(planned, partial(self._run, part), partial(self._forgo, part))
 
-    @property
-    def _functions(self) -> Mapping[Any, Callable[[Any, Any], None]]:
-        return getattr(self.schedule, "_comp_type_to_function_map", {})
-
     def _run(self, action: Any) -> None:
         with record_function(torchs._get_profiler_function_name(action)):
-            custom = self._functions.get(action.computation_type)
+            custom = self.functions.get(action.computation_type)
             if custom is not None:
                 custom(action, self.context)
             elif action.stage_index not in self.stages:
@@ -115,17 +114,15 @@ class Calls:
         match action.computation_type:
             case torchs.FORWARD:
                 self._forward(action, stage)
-            case torchs.FULL_BACKWARD | torchs.BACKWARD_INPUT:
+            case torchs.FULL_BACKWARD | torchs.BACKWARD_INPUT | torchs.BACKWARD_WEIGHT:
                 self._backward(action, stage)
-            case torchs.BACKWARD_WEIGHT:
-                self._weight(action, stage)
             case torchs.SEND_F | torchs.SEND_B | torchs.RECV_F | torchs.RECV_B:
                 self._start(action, stage)
             case torchs.UNSHARD | torchs.RESHARD:
                 self._shard(action, stage)
             case torchs.REDUCE_GRAD:
                 if self.schedule._has_backward:
-                    stage.perform_reduce_grad(self.factor)
+                    stage.perform_reduce_grad(self.schedule._grad_factor)
             case torchs.WAIT_SEND_F:
                 self._wait(torchs.SEND_F, action)
             case torchs.WAIT_SEND_B:
@@ -134,11 +131,6 @@ class Calls:
                 pass  # reduced when REDUCE_GRAD has ended
             case _:
                 raise ScheduleError(f"{action=} is unknown or unsupported")
-
-    @property
-    def factor(self) -> int:
-        """What gradients are divided by."""
-        return self.schedule._n_microbatches if self.schedule.scale_grads else 1
 
     def _start(self, action: Any, stage: Any) -> None:
         """Start the messages of an action; each has a number, so that no order matters."""
@@ -187,45 +179,36 @@ class Calls:
             after.set_local_fwd_input(output, microbatch)
 
     def _backward(self, action: Any, stage: Any) -> None:
-        schedule, microbatch = self.schedule, action.microbatch_index
+        schedule, kind, microbatch = self.schedule, action.computation_type, action.microbatch_index
         schedule._assert_unsharded(stage)
-        full = action.computation_type == torchs.FULL_BACKWARD
-        if not stage.is_last:
+        if kind != torchs.BACKWARD_WEIGHT and not stage.is_last:
             self._receive(torchs.RECV_B, action, action.stage_index + 1)
-        schedule.backward_counter[action.stage_index] += full
+        schedule.backward_counter[action.stage_index] += kind != torchs.BACKWARD_INPUT
+        done = schedule.backward_counter[action.stage_index] == schedule._n_microbatches
+        if kind == torchs.BACKWARD_WEIGHT:
+            stage.backward_weight_one_chunk(microbatch, last_backward=done)
+            return
+        full = kind == torchs.FULL_BACKWARD
         stage.backward_one_chunk(
             microbatch,
             loss=schedule._maybe_get_loss(stage, microbatch),
             full_backward=full,
-            last_backward=full and self._is_last(action),
+            last_backward=full and done,
         )
         before = self.stages.get(action.stage_index - 1)
         if before is not None:
             before.set_local_bwd_input(stage.get_local_bwd_output(microbatch), microbatch)
 
-    def _weight(self, action: Any, stage: Any) -> None:
-        self.schedule._assert_unsharded(stage)
-        self.schedule.backward_counter[action.stage_index] += 1
-        stage.backward_weight_one_chunk(
-            action.microbatch_index, last_backward=self._is_last(action)
-        )
-
-    def _is_last(self, action: Any) -> bool:
-        done = self.schedule.backward_counter[action.stage_index]
-        return done == self.schedule._n_microbatches
-
     def _shard(self, action: Any, stage: Any) -> None:
-        sync = getattr(stage, "grad_sync", None)
-        if getattr(sync, "shards", None) is not True:
+        schedule, stage_idx = self.schedule, action.stage_index
+        if not schedule._is_sharded(stage):
             return
-        ready, stage_idx = self.schedule.unsharded_stages, action.stage_index
         if action.computation_type == torchs.UNSHARD:
-            if stage_idx in ready:
+            if stage_idx in schedule.unsharded_stages:
                 raise CallOrderError(f"Unsharding the same {stage_idx=} twice")
-            stage.grad_sync.unshard()
-            ready.add(stage_idx)
-        elif stage_idx in ready:
-            ready.remove(stage_idx)
+            schedule._assert_unsharded(stage)
+        elif stage_idx in schedule.unsharded_stages:
+            schedule.unsharded_stages.remove(stage_idx)
             stage.grad_sync.reshard()
 
     def _forgo(self, action: Any) -> None:
@@ -270,12 +253,10 @@ def _fill_with_zeros(stage: Any, kind: Any, microbatch: int) -> None:
             found = [zeros if x is None else x for x, zeros in zip(found, buffers, strict=False)]
         stage.bwd_cache[microbatch] = tuple(found)
     elif microbatch not in stage.fwd_cache:
-        told = hasattr(stage, "get_outputs_meta")
-        gradients = () if told else [info.buffer for info in stage.grad_recv_info[microbatch]]
-        zeros = [
-            torch.zeros(meta.shape, dtype=meta.dtype, device=stage.device)
-            for meta in (stage.get_outputs_meta() if told else gradients)
-        ]
+        tells = hasattr(stage, "get_outputs_meta")
+        gradients = () if tells else [info.buffer for info in stage.grad_recv_info[microbatch]]
+        metas = stage.get_outputs_meta() if tells else gradients
+        zeros = (torch.zeros(x.shape, dtype=x.dtype, device=stage.device) for x in metas)
         stage.fwd_cache[microbatch] = tuple(zeros), []
 
 
@@ -314,37 +295,6 @@ def play(calls: Calls) -> None:
     calls.finish()
 
 
-@contextmanager
-def reduced(schedule: Any, stages: Sequence[Any]) -> Iterator[list[Any]]:
-    """Inside, gradients begin anew; then they are reduced, scaled, and added to what was there.
-
-    Otherwise, gradients that earlier steps have left would be scaled again. Yields the stages whose
-    gradients an order that says nothing of it has left to be reduced.
-    """
-    scaled = schedule._has_backward and schedule.scale_grads
-    earlier = [(p, p.grad) for p in _parameters(stages) if p.grad is not None] if scaled else []
-    for parameter, _ in earlier:
-        parameter.grad = None
-    known = [stage for stage in stages if isinstance(stage, _PipelineStageBase)]
-    due = [*known]
-    try:
-        yield due
-        for stage in due:
-            if stage.gradients_due:
-                stage.perform_reduce_grad(schedule._n_microbatches if schedule.scale_grads else 1)
-    finally:
-        for stage in known:
-            stage.end_sync()
-        for parameter, gradient in earlier:
-            parameter.grad = gradient if parameter.grad is None else gradient.add_(parameter.grad)
-
-
-def _parameters(stages: Sequence[Any]) -> Iterator[nn.Parameter]:
-    for stage in stages:
-        if isinstance(submod := getattr(stage, "submod", None), nn.Module):
-            yield from submod.parameters()
-
-
 def lowered(order: Order, rank_of: Callable[[int], int], num_stages: int, reduces: int) -> Any:
     """An order of computations, with its messages and all that wrapped stages need.
 
@@ -357,14 +307,20 @@ def lowered(order: Order, rank_of: Callable[[int], int], num_stages: int, reduce
     return torchs._add_send_recv(plain, rank_of, num_stages)
 
 
-def forwards_of(order: Order) -> dict[int, list[Any]]:
-    """The forwards of an order alone."""
-    return {
-        rank: [part for part in leaves(row) if part.computation_type == torchs.FORWARD]
-        for rank, row in order.items()
-    }
-
-
 def leaves(row: Sequence[Any]) -> list[Any]:
     """What a rank does, one by one."""
     return [part for action in row if action is not None for part in _parts(action)]
+
+
+def placement_of(order: Order) -> dict[int, int]:
+    """The rank of each stage, by where an order computes it.
+
+    >>> placement_of({0: [torchs._Action.from_str("1F0")], 1: [torchs._Action.from_str("0F0")]})
+    {1: 0, 0: 1}
+    """
+    return {
+        part.stage_index: rank
+        for rank, row in order.items()
+        for part in leaves(row)
+        if part.is_compute_op
+    }

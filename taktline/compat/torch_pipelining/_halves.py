@@ -26,17 +26,13 @@ from taktline.compat.torch_pipelining import _backward as _torchs
 from taktline.errors import SplitError
 from taktline.stage.engine import add_to_grad
 
-__all__ = ["get_param_groups", "stage_backward", "stage_backward_input", "stage_backward_weight"]
+__all__ = ["get_param_groups", "stage_backward_input", "stage_backward_weight"]
 
 Gradients = tuple[torch.Tensor | None, ...]
 Reverse = Mapping[Node, Sequence[Node]]
 Group = dict[str, Any]
 
-stage_backward = _torchs.stage_backward
-construct_reverse_graph = _torchs.construct_reverse_graph
-reverse_closure = _torchs.reverse_closure
-_get_grad_fn_or_grad_acc = _torchs._get_grad_fn_or_grad_acc
-_null_coalesce_accumulate = _torchs._null_coalesce_accumulate
+reverse_closure, _node_of = _torchs.reverse_closure, _torchs._get_grad_fn_or_grad_acc
 
 
 def get_param_groups(
@@ -144,20 +140,23 @@ def _groups(
 ) -> list[Group]:
     """The groups, each with its intermediates, and with the edges at which W has to stop."""
     edges = [root if isinstance(root, GradientEdge) else get_gradient_edge(root) for root in roots]
-    reverse = construct_reverse_graph([edge.node for edge in edges])
+    reverse = _torchs.construct_reverse_graph([edge.node for edge in edges])
     tensors = [value for value in inputs if isinstance(value, torch.Tensor)]
-    starts = [node for node in map(_get_grad_fn_or_grad_acc, tensors) if node is not None]
+    starts = [node for node in map(_node_of, tensors) if node is not None]
     part, _ = reverse_closure(starts, set(), reverse)
     # A root that nothing of the inputs comes to has its gradient already.
-    alone = {edge.node: [] for edge in edges if edge.node not in part}
+    alone: dict[Node, list[torch.Tensor | None]] = {}
     for edge, gradient in zip(edges, gradients, strict=True):
-        if edge.node in alone:
-            alone[edge.node].append((edge.output_nr, gradient))
-    params = [node for node in map(_get_grad_fn_or_grad_acc, weights) if node is not None]
+        if edge.node not in part:
+            known = alone.setdefault(edge.node, [])
+            known += [None] * (edge.output_nr + 1 - len(known))
+            before = known[edge.output_nr]
+            known[edge.output_nr] = gradient if before is None else before + gradient
+    params = [node for node in map(_node_of, weights) if node is not None]
     groups = groups_meeting(part, set(alone), params, reverse)
     for group in groups:
         group["intermediates"] = list(group["intermediates"])
-        group["grads"] = [_tuple_of(alone.get(node)) for node in group["intermediates"]]
+        group["grads"] = [alone.get(node) for node in group["intermediates"]]
         group["stops"] = [
             tuple(i for i, (below, _) in enumerate(node.next_functions) if below in part)
             for node in group["intermediates"]
@@ -165,21 +164,11 @@ def _groups(
     return groups
 
 
-def _tuple_of(given: list[tuple[int, torch.Tensor]] | None) -> Gradients | None:
-    """The gradients of a node's outputs by their numbers, of which one may come twice."""
-    if not given:
-        return None
-    result: list[torch.Tensor | None] = [None] * (max(number for number, _ in given) + 1)
-    for number, gradient in given:
-        result[number] = _null_coalesce_accumulate(result[number], gradient)
-    return tuple(result)
-
-
 def stage_backward_weight(
     weights: Iterator[Parameter], param_groups: list[Group], retain_graph: bool = False
 ) -> Gradients:
     """The second half: the gradients of the weights; returns what is in their ``.grad`` then."""
-    by_node = {node: w for w in weights if (node := _get_grad_fn_or_grad_acc(w)) is not None}
+    by_node = {node: w for w in weights if (node := _node_of(w)) is not None}
     # Those with several intermediates first: their passes go through those of others.
     for group in sorted(param_groups, key=lambda g: -len(g.get("intermediates", ()))):
         if "grads" not in group:

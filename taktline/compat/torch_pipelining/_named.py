@@ -7,25 +7,31 @@ from typing import Any
 
 from taktline.compat.torch_pipelining import schedules as torchs
 from taktline.compat.torch_pipelining._boundaries import like
-from taktline.compat.torch_pipelining._calls import lowered
-from taktline.compat.torch_pipelining._replaced import remember
+from taktline.compat.torch_pipelining._calls import Order, lowered
 from taktline.compat.torch_pipelining._schedules import (
-    Order,
-    Ordered,
     PipelineScheduleMulti,
     PipelineScheduleSingle,
-    _PipelineSchedule,
     _PipelineScheduleRuntime,
 )
-from taktline.compat.torch_pipelining._stages import PipelineStage, _PipelineStage
 from taktline.errors import StageUseError
 from taktline.plan import build
 from taktline.runtime import get_schedule_class as find_native
 
-__all__ = ["CLASSES"]
+__all__ = [
+    "Schedule1F1B",
+    "ScheduleDualPipeV",
+    "ScheduleGPipe",
+    "ScheduleInterleaved1F1B",
+    "ScheduleInterleavedZeroBubble",
+    "ScheduleLoopedBFS",
+    "ScheduleZBVZeroBubble",
+    "_ScheduleForwardOnly",
+]
 
 
-def order_of(name: str, ranks: int, microbatches: int, stages_per_rank: int) -> Order:
+def order_of(
+    name: str, ranks: int, microbatches: int, stages_per_rank: int
+) -> dict[int, list[Any]]:
     """What the plan of a name has each rank compute.
 
     >>> order_of("gpipe", 2, 1, 1)
@@ -35,8 +41,10 @@ def order_of(name: str, ranks: int, microbatches: int, stages_per_rank: int) -> 
     return {rank: [torchs._Action.from_str(str(a)) for a in plan[rank]] for rank in range(ranks)}
 
 
-class _Single(Ordered, PipelineScheduleSingle):
+class _Single(PipelineScheduleSingle):
     """A schedule of one stage a rank that there is a plan for."""
+
+    _step_microbatches = PipelineScheduleMulti._step_microbatches
 
     def _get_pipeline_order(self) -> Order | None:
         order = self._computations()
@@ -44,7 +52,7 @@ class _Single(Ordered, PipelineScheduleSingle):
             row.append(torchs._Action(rank, torchs.REDUCE_GRAD))
         return order
 
-    def _computations(self) -> Order:
+    def _computations(self) -> dict[int, list[Any]]:
         return order_of(str(self._plan_name), self._num_stages, self._n_microbatches, 1)
 
     def _order_to_run(self) -> Order:
@@ -158,22 +166,3 @@ class ScheduleDualPipeV(_Multi, torchs.ScheduleDualPipeV):
 def _maker(name: str, num_stages: int, microbatches: int) -> Any:
     """Makes the plan of a name; the same one each time, so that it is known again."""
     return lambda ranks: find_native(name)._plan(num_stages, microbatches, ranks)
-
-
-CLASSES = (
-    _PipelineSchedule,
-    PipelineScheduleSingle,
-    PipelineScheduleMulti,
-    _PipelineScheduleRuntime,
-    ScheduleGPipe,
-    _ScheduleForwardOnly,
-    Schedule1F1B,
-    ScheduleLoopedBFS,
-    ScheduleInterleaved1F1B,
-    ScheduleInterleavedZeroBubble,
-    ScheduleZBVZeroBubble,
-    ScheduleDualPipeV,
-)
-"""Those that take the places of torch's of the same names."""
-
-remember(PipelineStage, _PipelineStage, *CLASSES)

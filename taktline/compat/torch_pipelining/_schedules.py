@@ -7,30 +7,25 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from inspect import signature
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 
 from taktline.compat.torch_pipelining import schedules as torchs
 from taktline.compat.torch_pipelining._boundaries import TELLS, like, undisturbed
-from taktline.compat.torch_pipelining._calls import Calls, leaves, lowered, play
+from taktline.compat.torch_pipelining._calls import Calls, Order, lowered, placement_of, play
 from taktline.compat.torch_pipelining._replaced import Watched
 from taktline.compat.torch_pipelining._steps import Native, StepCall, run
 from taktline.errors import BatchError, CallOrderError
 from taktline.plan import Plan, validate
 
 __all__ = [
-    "Order",
-    "Ordered",
     "PipelineScheduleMulti",
     "PipelineScheduleSingle",
     "_PipelineSchedule",
     "_PipelineScheduleRuntime",
-    "placement_of",
 ]
 
-Order: TypeAlias = dict[int, list[Any]]
-"""Actions by rank; a None is a rank that waits."""
 _TAKES = len(signature(torchs.PipelineScheduleSingle._initialize_stage).parameters) - 1
 """Arguments to initialise stages with: since 2.12 a target, too, since 2.13 those of the loss."""
 
@@ -67,6 +62,11 @@ class _PipelineSchedule(torchs._PipelineSchedule, metaclass=Watched):
         """The stages of this rank."""
         several = vars(self).get("_stages")
         return [self._stage] if several is None else several
+
+    @property
+    def _grad_factor(self) -> int:
+        """What gradients are divided by."""
+        return self._n_microbatches if self.scale_grads else 1
 
     def step(
         self,
@@ -114,10 +114,13 @@ class _PipelineSchedule(torchs._PipelineSchedule, metaclass=Watched):
 
     def _assert_unsharded(self, stage: Any) -> None:
         """Gather the parameters of a sharded stage, if nothing has."""
-        sync = getattr(stage, "grad_sync", None)
-        if getattr(sync, "shards", None) is True and stage.stage_index not in self.unsharded_stages:
+        if self._is_sharded(stage) and stage.stage_index not in self.unsharded_stages:
             stage.grad_sync.unshard()
             self.unsharded_stages.add(stage.stage_index)
+
+    def _is_sharded(self, stage: Any) -> bool:
+        # A mock has every attribute.
+        return getattr(getattr(stage, "grad_sync", None), "shards", None) is True
 
     @contextmanager
     def _initializing(self, args: Sequence[Any], kwargs: Any) -> Iterator[Sequence[Any]]:
@@ -137,29 +140,12 @@ class _PipelineSchedule(torchs._PipelineSchedule, metaclass=Watched):
 
     def _has_own_step(self) -> bool:
         """Whether somebody has written what is done with the micro-batches."""
-        written = type(self)._step_microbatches is not Ordered._step_microbatches
+        written = type(self)._step_microbatches is not PipelineScheduleMulti._step_microbatches
         return written or "_step_microbatches" in vars(self)
-
-    def _order_to_run(self) -> Order | None:
-        """What each rank does; None if that is not written down."""
-        return None
 
     def _plan_maker(self) -> Any:
         """Makes the plan that says the same, for a number of ranks; None if nothing does."""
         return None
-
-
-class Ordered:
-    """What each rank does is written down."""
-
-    @like(torchs.ScheduleGPipe._step_microbatches)
-    def _step_microbatches(
-        self: Any, args=None, kwargs=None, targets=None, losses=None, outputs=True, loss_kwargs=None
-    ) -> None:
-        """Run the order of this rank, action by action."""
-        args, kwargs = self._check_inputs(args, kwargs, targets, losses)
-        context = torchs._PipelineContext(self, args, kwargs, targets, losses)
-        play(Calls(self, context, outputs, loss_kwargs))
 
 
 class PipelineScheduleSingle(_PipelineSchedule, torchs.PipelineScheduleSingle):
@@ -177,17 +163,27 @@ class PipelineScheduleSingle(_PipelineSchedule, torchs.PipelineScheduleSingle):
         return stage
 
     @property
-    def _own_rank(self) -> int:
+    def rank(self) -> int:
+        """The rank in the pipeline, which other schedules have as an attribute."""
         return self._stage.stage_index
 
 
-class PipelineScheduleMulti(Ordered, _PipelineSchedule, torchs.PipelineScheduleMulti):
+class PipelineScheduleMulti(_PipelineSchedule, torchs.PipelineScheduleMulti):
     """A schedule that runs what ``pipeline_order`` says: for each rank, its computations in order.
 
     A None in it is a rank that waits; here that means nothing, as ranks wait for messages only.
     """
 
     _planned: tuple[Any, Any, Any] = (None, None, None)
+
+    @like(torchs.ScheduleGPipe._step_microbatches)
+    def _step_microbatches(
+        self, args=None, kwargs=None, targets=None, losses=None, outputs=True, loss_kwargs=None
+    ) -> None:
+        """Run the order of this rank, action by action."""
+        args, kwargs = self._check_inputs(args, kwargs, targets, losses)
+        context = torchs._PipelineContext(self, args, kwargs, targets, losses)
+        play(Calls(self, context, outputs, loss_kwargs))
 
     @like(torchs.PipelineScheduleMulti._initialize_stages)
     def _initialize_stages(self, *args: Any, **kwargs: Any) -> None:
@@ -212,11 +208,8 @@ class PipelineScheduleMulti(Ordered, _PipelineSchedule, torchs.PipelineScheduleM
     def _rank_of(self, stage: int) -> int:
         return self.stage_index_to_group_rank[stage]
 
-    @property
-    def _own_rank(self) -> int:
-        return self.rank
-
     def _order_to_run(self) -> Order:
+        """All that each rank does."""
         order = self.pipeline_order
         self.stage_index_to_group_rank |= placement_of(order)
         return lowered(order, self._rank_of, self._num_stages, self._n_microbatches)
@@ -286,17 +279,3 @@ def _maker_of(rows: Sequence[Sequence[Any]], name: str) -> Any:
         return without(waits | sends) if validate(plan) else plan
 
     return make
-
-
-def placement_of(order: Mapping[int, Sequence[Any]]) -> dict[int, int]:
-    """The rank of each stage, by where an order computes it.
-
-    >>> placement_of({0: [torchs._Action.from_str("1F0")], 1: [torchs._Action.from_str("0F0")]})
-    {1: 0, 0: 1}
-    """
-    return {
-        part.stage_index: rank
-        for rank, row in order.items()
-        for part in leaves(row)
-        if part.is_compute_op
-    }

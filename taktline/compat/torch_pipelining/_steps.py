@@ -9,7 +9,6 @@ with the same agreement before it and the same outcome on every rank after it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -19,11 +18,11 @@ import torch
 
 from taktline.compat.torch_pipelining import microbatch
 from taktline.compat.torch_pipelining import schedules as torchs
-from taktline.compat.torch_pipelining._boundaries import Elsewhere, show
-from taktline.compat.torch_pipelining._calls import CallProgram, Calls, reduced
+from taktline.compat.torch_pipelining._boundaries import Elsewhere, is_whole, show
+from taktline.compat.torch_pipelining._calls import CallProgram, Calls
 from taktline.compat.torch_pipelining._errors import as_in_torch
 from taktline.compat.torch_pipelining._replaced import is_replaced
-from taktline.compat.torch_pipelining._stages import _PipelineStageBase
+from taktline.compat.torch_pipelining._stages import _PipelineStageBase, reduced
 from taktline.errors import (
     BatchError,
     BatchTypeError,
@@ -62,17 +61,17 @@ class StepCall:
 
     def microbatches(self, schedule: Any) -> Cut:
         """The batch in parts, each argument by itself, whatever the others' sizes."""
-        names, given = ("arg_mbs", "kwarg_mbs", "target_mbs"), [*map(_is_given, self.whole)]
+        args, kwargs, target = self.whole
+        names, given = ("arg_mbs", "kwarg_mbs", "target_mbs"), (args, kwargs, target is not None)
         for name, parts, whole in zip(names, self.parts, given, strict=True):
             if parts is not None and whole:
                 raise BatchError(f"{name} and the whole batch were given; give one of them")
         if self.losses is not None:
             schedule._check_inputs(losses=self.losses)
-        batch = self.whole
         if not schedule._has_backward:
             # Parts of what requires a gradient would be asked to keep theirs.
-            batch = tree_map_only(torch.Tensor, torch.Tensor.detach, batch)
-        args, kwargs, target = batch
+            detached = tree_map_only(torch.Tensor, torch.Tensor.detach, self.whole)
+            args, kwargs, target = detached
         count = schedule._n_microbatches
         made = (*schedule._split_inputs(args, kwargs), _parts_of_target(target, count))
         cut: Any = [m if p is None else p for m, p in zip(made, self.parts, strict=True)]
@@ -83,10 +82,6 @@ class StepCall:
                     f"batch has {len(chunks)} along dimension 0: give at least {count}"
                 )
         return tuple(cut)
-
-
-def _is_given(value: Any) -> bool:
-    return bool(value) if isinstance(value, (tuple, dict)) else value is not None
 
 
 def _parts_of_target(target: Any, count: int) -> list[Any] | None:
@@ -112,14 +107,14 @@ def run(schedule: Any, call: StepCall) -> Any:
         stage.chunks = schedule._n_microbatches
         stage.clear_runtime_states()
     make_plan = schedule._plan_maker()
-    own = all(isinstance(stage, _PipelineStageBase) and stage.is_whole for stage in stages)
+    own = all(isinstance(stage, _PipelineStageBase) and is_whole(stage) for stage in stages)
     way = _agreed(schedule) if make_plan is not None and own else _ALONE
     schedule._on_ours = way == _NATIVELY
     if make_plan is None or way == _ALONE:
         return _by_itself(schedule, call)
-    native = schedule._native
-    if native is None or not native.fits(schedule, make_plan):
-        native = schedule._native = Native(schedule, make_plan)
+    native, made_with = schedule._native, (schedule._on_ours, _settings(schedule, make_plan))
+    if native is None or native.made_with != made_with:
+        native = schedule._native = Native(schedule, *made_with)
     return native.run(schedule, call)
 
 
@@ -183,25 +178,14 @@ class Native(Schedule):
 
     _compared = ()  # in torch, ranks may be given what they do not use
 
-    def __init__(self, theirs: Any, make_plan: Callable[[int], Any]) -> None:
-        self._made_with = (theirs._on_ours, make_plan, *_settings(theirs).values())
+    def __init__(self, theirs: Any, natively: bool, settings: dict[str, Any]) -> None:
+        self.made_with = (natively, settings)
         self._calls: Calls | None = None
         self._theirs: Any = None
-        self._runner_type = partial(_Shower if theirs._on_ours else _Caller, proxy(self))
-        super().__init__(
-            [stage.native for stage in theirs._local_stages],
-            **_settings(theirs),
-            args_chunk_spec=None,
-            kwargs_chunk_spec=None,
-            output_merge_spec=None,
-            seed=None,
-            name=type(theirs).__name__,
-            make_plan=make_plan,
-        )
-
-    def fits(self, theirs: Any, make_plan: Callable[[int], Any]) -> bool:
-        """Whether nothing has changed since it was made."""
-        return self._made_with == (theirs._on_ours, make_plan, *_settings(theirs).values())
+        self._runner_type = partial(_Shower if natively else _Caller, proxy(self))
+        nothing = ("args_chunk_spec", "kwargs_chunk_spec", "output_merge_spec", "seed")
+        stages = [stage.native for stage in theirs._local_stages]
+        super().__init__(stages, **settings, **dict.fromkeys(nothing))
 
     def run(self, theirs: Any, call: StepCall) -> Any:
         """One step."""
@@ -296,8 +280,10 @@ class _Caller(_Shower):
         """Nothing."""
 
 
-def _settings(schedule: Any) -> dict[str, Any]:
+def _settings(schedule: Any, make_plan: Any) -> dict[str, Any]:
     return {
+        "name": type(schedule).__name__,
+        "make_plan": make_plan,
         "n_microbatches": schedule._n_microbatches,
         "loss_fn": schedule._loss_fn,
         "scale_grads": schedule.scale_grads,
