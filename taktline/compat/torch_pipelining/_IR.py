@@ -15,7 +15,10 @@ from torch.export import ExportedProgram
 
 from taktline import split
 from taktline.compat.torch_pipelining import of_torch
+from taktline.compat.torch_pipelining._boundaries import like
+from taktline.compat.torch_pipelining._errors import as_in_torch
 from taktline.compat.torch_pipelining.stage import build_stage
+from taktline.errors import PartitionError
 from taktline.pytree import tree_leaves
 from taktline.split import SplitPoint, pipe_split
 from taktline.split.traced.cut import cut
@@ -62,14 +65,11 @@ class Pipe(split.Pipe):
     _number_and_count_forward_stages = staticmethod(_torchs.Pipe._number_and_count_forward_stages)
 
     @staticmethod
-    def _trace_with_export(
-        mod: nn.Module,
-        example_args: tuple[Any, ...],
-        example_kwargs: dict[str, Any] | None = None,
-    ) -> ExportedProgram:
+    @like(_torchs.Pipe._trace_with_export)
+    def _trace_with_export(*args: Any, **kwargs: Any) -> ExportedProgram:
         """A model as torch.export sees it, with its calls of :func:`pipe_split`."""
         with tracing():
-            return torch.export.export(mod, example_args, example_kwargs)
+            return _torchs.Pipe._trace_with_export(*args, **kwargs)
 
     @staticmethod
     def _from_traced(
@@ -126,7 +126,10 @@ def pipeline(
         split_spec = {}
     for name in split_spec or ():
         attrgetter(name)(module)  # an AttributeError for a name that there is not, as in torch
-    return _as_in_torch(split.pipeline(module, mb_args, mb_kwargs, split_spec, split_policy))
+    try:
+        return _as_in_torch(split.pipeline(module, mb_args, mb_kwargs, split_spec, split_policy))
+    except PartitionError as error:
+        raise as_in_torch(error) from error.__cause__
 
 
 def _as_in_torch(pipe: split.Pipe) -> Pipe:

@@ -32,14 +32,6 @@ __all__ = ["CallProgram", "Calls", "Order", "lowered", "placement_of", "play"]
 Order = Mapping[int, Sequence[Any]]
 """Actions by rank; a None is a rank that waits."""
 
-_OPS = {
-    torchs.SEND_F: "get_fwd_send_ops",
-    torchs.RECV_F: "get_fwd_recv_ops",
-    torchs.SEND_B: "get_bwd_send_ops",
-    torchs.RECV_B: "get_bwd_recv_ops",
-}
-"""The method of a stage that makes the messages of an action."""
-
 
 @dataclass
 class Calls:
@@ -134,19 +126,19 @@ class Calls:
 
     def _start(self, action: Any, stage: Any) -> None:
         """Start the messages of an action; each has a number, so that no order matters."""
-        kind, microbatch = action.computation_type, action.microbatch_index
-        stage_idx, mb_index = key = (action.stage_index, microbatch)
-        name = {torchs.RECV_F: "forward", torchs.RECV_B: "backward"}.get(kind)
-        if name is not None and key in self.underway[kind]:
+        kind, count = action.computation_type, self.schedule._n_microbatches
+        stage_idx, mb_index = key = (action.stage_index, action.microbatch_index)
+        verb, way = kind.value.split("_")
+        name = "forward" if way == "F" else "backward"
+        if verb == "RECV" and key in self.underway[kind]:
             raise CallOrderError(
                 f"Recv twice for {stage_idx=} {mb_index=} without executing {name}"
             )
-        ops = getattr(stage, _OPS[kind])(microbatch)
-        boundary = action.stage_index - (kind in (torchs.RECV_F, torchs.SEND_B))
-        back, count = kind in (torchs.SEND_B, torchs.RECV_B), self.schedule._n_microbatches
+        ops = getattr(stage, f"get_{name[0]}wd_{verb.lower()}_ops")(mb_index)
+        boundary = stage_idx - (kind in (torchs.RECV_F, torchs.SEND_B))
         for op in ops:
             if isinstance(op, dist.P2POp):
-                op.tag = 1 + (2 * boundary + back) * count + microbatch
+                op.tag = 1 + (2 * boundary + (way == "B")) * count + mb_index
         self.underway[kind][key] = torchs._batch_p2p(ops)
 
     def _wait(self, kind: Any, action: Any) -> None:

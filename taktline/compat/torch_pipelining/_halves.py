@@ -23,7 +23,7 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.nn import Parameter
 
 from taktline.compat.torch_pipelining import _backward as _torchs
-from taktline.errors import SplitError
+from taktline.errors import SplitError, StageBackwardError
 from taktline.stage.engine import add_to_grad
 
 __all__ = ["get_param_groups", "stage_backward_input", "stage_backward_weight"]
@@ -86,10 +86,22 @@ def stage_backward_input(
     >>> stage_backward_weight(layer.parameters(), groups)[1]
     tensor([3., 3.])
     """
-    given = output_grads or [None] * len(stage_outputs_or_loss)
+    given = (stage_outputs_or_loss, output_grads, input_values)
+    try:
+        return _first_half(*given, weights)
+    except Exception as error:
+        outputs, gradients, inputs = map(_torchs.map_debug_info, given)
+        raise StageBackwardError(
+            f"Failed to run stage backward input: {error}\n"
+            f"Stage output: {outputs}\nOutput gradient: {gradients}\nInput: {inputs}"
+        ) from error
+
+
+def _first_half(outputs: Any, output_grads: Any, input_values: Any, weights: Any) -> Any:
+    given = output_grads or [None] * len(outputs)
     roots: list[Any] = []
     gradients: list[torch.Tensor] = []
-    for output, gradient in zip(stage_outputs_or_loss, given, strict=True):
+    for output, gradient in zip(outputs, given, strict=True):
         if isinstance(output, GradientEdge):
             if gradient is None:
                 raise SplitError(

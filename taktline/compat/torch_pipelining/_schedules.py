@@ -126,17 +126,18 @@ class _PipelineSchedule(torchs._PipelineSchedule, metaclass=Watched):
     def _initializing(self, args: Sequence[Any], kwargs: Any) -> Iterator[Sequence[Any]]:
         """Inside, stages find out what they return; yields what to call them with."""
         if not TELLS and self._prepared_for not in (None, self._has_backward):
-            self._forget_shapes()  # before 2.12, those of eval() know no gradients, and would stay
+            # Before 2.12, those of eval() know no gradients, and would stay.
+            self._note_shapes(known=False)
         self._prepared_for = self._has_backward
         # Steps that were written for older torch leave out the target.
         left_out = len(args) == 2 and not kwargs
         with undisturbed(self._local_stages):
             yield (*args, *self._compared_with)[:_TAKES] if left_out else args
 
-    def _forget_shapes(self) -> None:
-        """Let stages find out anew what they return."""
+    def _note_shapes(self, *, known: bool) -> None:
+        """Whether stages know what they return, or have to find it out anew."""
         for name in [name for name in vars(self) if name.endswith("ward_initialized")]:
-            setattr(self, name, False)
+            setattr(self, name, known and (self._has_backward or "forward" in name))
 
     def _has_own_step(self) -> bool:
         """Whether somebody has written what is done with the micro-batches."""

@@ -63,17 +63,9 @@ class _PipelineStageBase(torchs._PipelineStageBase, metaclass=Watched):
     def native(self) -> OwnStage:
         """The stage of Taktline that does the same."""
         if self._native is None:
-            inputs, outputs = self.examples
-            self._native = OwnStage(
-                self.submod,
-                self.stage_index,
-                self.num_stages,
-                self.device,
-                inputs,
-                outputs,
-                group=self.group,
-                get_mesh=self.get_mesh,
-            )
+            place = (self.stage_index, self.num_stages, self.device)
+            ways = {"group": self.group, "get_mesh": self.get_mesh}
+            self._native = OwnStage(self.submod, *place, *self.examples, **ways)
         self._native.submod, self._native.dw_builder = self.submod, self.dw_builder
         return self._native
 

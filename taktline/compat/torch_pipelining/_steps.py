@@ -26,6 +26,7 @@ from taktline.compat.torch_pipelining._stages import _PipelineStageBase, reduced
 from taktline.errors import (
     BatchError,
     BatchTypeError,
+    InvalidBatchError,
     PipeliningMetadataError,
     StageUseError,
     TaktlineError,
@@ -109,6 +110,8 @@ def run(schedule: Any, call: StepCall) -> Any:
     make_plan = schedule._plan_maker()
     own = all(isinstance(stage, _PipelineStageBase) and is_whole(stage) for stage in stages)
     way = _agreed(schedule) if make_plan is not None and own else _ALONE
+    if schedule._on_ours and way != _NATIVELY:
+        schedule._note_shapes(known=False)  # torch's stages do not know what ours have seen
     schedule._on_ours = way == _NATIVELY
     if make_plan is None or way == _ALONE:
         return _by_itself(schedule, call)
@@ -211,7 +214,9 @@ class Native(Schedule):
         try:
             if self._calls is not None:
                 self._prepare(theirs, self._calls, refusal)
-            return step(**dict(zip(names, cut, strict=True)), **options)
+            merged = step(**dict(zip(names, cut, strict=True)), **options)
+            theirs._note_shapes(known=True)
+            return merged
         except TaktlineError as error:
             raise as_in_torch(error) from error.__cause__
         finally:
@@ -232,7 +237,7 @@ class Native(Schedule):
                 error = kind(f"rank {transport.rank}: {text}")
                 error.__cause__ = raised
             if any(failed for (failed,) in transport.exchange([int(error is not None)], what)):
-                theirs._forget_shapes()
+                theirs._note_shapes(known=False)
                 raise share_error(transport, error) or StageUseError("a stage has failed")
 
     def _merged(self, feed: Feed) -> Any:
@@ -294,7 +299,8 @@ def _settings(schedule: Any, make_plan: Any) -> dict[str, Any]:
 def _refusal(error: Exception) -> BatchError:
     if isinstance(error, BatchError):
         return error
-    kind = BatchTypeError if isinstance(error, TypeError) else BatchError
+    kinds = {TypeError: BatchTypeError, AssertionError: InvalidBatchError}
+    kind = next((kinds[builtin] for builtin in kinds if isinstance(error, builtin)), BatchError)
     told = kind(f"{type(error).__name__}: {text_of(error)}")
     told.__cause__ = error
     return told
