@@ -11,9 +11,7 @@
     ├── CostError            costs that make no sense, or not for this plan
     ├── PlanError            a plan cannot be what it claims to be
     │   ├── NoSuchRankError      a plan has no such rank; an IndexError as well
-    │   ├── InvalidPlanError     a plan broke its rules; carries every violation
-    │   ├── InvalidActionError   a text is not an action of torch's; a RuntimeError as well
-    │   └── InvalidOrderError    the same of an order written for torch; an AssertionError as well
+    │   └── InvalidPlanError     a plan broke its rules; carries every violation
     ├── InstallError         torch's own package cannot be replaced any more
     ├── UseError             a pipeline is used while it runs, or after it was closed, or copied
     ├── StageUseError        a stage is used as it cannot be; a RuntimeError as well, as in torch
@@ -58,9 +56,7 @@ __all__ = [
     "DataError",
     "DeadlockError",
     "InstallError",
-    "InvalidActionError",
     "InvalidBatchError",
-    "InvalidOrderError",
     "InvalidPlanError",
     "JsonError",
     "LossError",
@@ -382,14 +378,6 @@ class InstallError(TaktlineError):
 
 
 # What code written for torch expects: torch raises the builtin exception of each.
-
-
-class InvalidActionError(PlanError, RuntimeError):
-    """A text is not an action as torch writes them."""
-
-
-class InvalidOrderError(PlanError, AssertionError):
-    """An order of actions that was written for torch cannot run."""
 
 
 class InvalidBatchError(BatchError, AssertionError):

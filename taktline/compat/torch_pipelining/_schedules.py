@@ -88,10 +88,11 @@ class _PipelineSchedule(torchs._PipelineSchedule, metaclass=Watched):
         whole, parts = (args, kwargs, target), (arg_mbs, kwarg_mbs, target_mbs)
         return run(self, StepCall(whole, parts, losses, return_outputs, loss_kwargs))
 
-    def eval(self, *args: Any, target: Any = None, losses: list | None = None, **kwargs: Any):
+    @like(torchs._PipelineSchedule.eval)
+    def eval(self, *args: Any, **kwargs: Any) -> Any:
         """Run a batch forward only, without gradients; with a target, the losses too."""
         with torch.no_grad():
-            return super().eval(*args, target=target, losses=losses, **kwargs)
+            return super().eval(*args, **kwargs)
 
     def _maybe_compute_loss(self, stage, output, target_mbs, mb_index, loss_kwargs=None):
         """Note the loss of a micro-batch, in its place, if this is the last stage."""
