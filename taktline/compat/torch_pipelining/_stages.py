@@ -228,8 +228,8 @@ def reduced(schedule: Any, stages: Sequence[Any]) -> Iterator[list[Any]]:
     scaled = schedule._has_backward and schedule.scale_grads
     modules = [stage.submod for stage in stages if scaled and is_whole(stage)]
     parameters = [parameter for module in modules for parameter in module.parameters()]
-    earlier = [(p, p.grad) for p in parameters if p.grad is not None]
-    for parameter, _ in earlier:
+    earlier = {p: p.grad for p in parameters if p.grad is not None}  # each once, if it is shared
+    for parameter in earlier:
         parameter.grad = None
     known = [stage for stage in stages if isinstance(stage, _PipelineStageBase)]
     due = [*known]
@@ -241,5 +241,5 @@ def reduced(schedule: Any, stages: Sequence[Any]) -> Iterator[list[Any]]:
     finally:
         for stage in known:
             stage.end_sync()
-        for parameter, gradient in earlier:
+        for parameter, gradient in earlier.items():
             parameter.grad = gradient if parameter.grad is None else gradient.add_(parameter.grad)
