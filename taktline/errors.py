@@ -3,7 +3,7 @@
 ::
 
     TaktlineError
-    ├── PlanError           NoSuchRankError, InvalidPlanError, InvalidActionError, InvalidOrderError
+    ├── PlanError           NoSuchRankError, InvalidPlanError
     ├── TransportError      DeadlockError, LostRankError, StallError
     ├── BatchError          BatchTypeError, InvalidBatchError
     ├── SignatureError      PipeliningMetadataError
@@ -33,9 +33,7 @@ __all__ = [
     "DataError",
     "DeadlockError",
     "InstallError",
-    "InvalidActionError",
     "InvalidBatchError",
-    "InvalidOrderError",
     "InvalidPlanError",
     "JsonError",
     "LossError",
@@ -299,14 +297,6 @@ class InstallError(TaktlineError):
 
 
 # What code written for torch expects: torch raises the builtin exception of each.
-
-
-class InvalidActionError(PlanError, RuntimeError):
-    """A text is not an action as torch writes them."""
-
-
-class InvalidOrderError(PlanError, AssertionError):
-    """An order of actions that was written for torch cannot run."""
 
 
 class InvalidBatchError(BatchError, AssertionError):

@@ -19,7 +19,10 @@ _OURS = "taktline.compat.torch_pipelining"
 
 
 class Finder:
-    """Finds the modules of the one package under the names of the other."""
+    """Finds the modules of the one package under the names of the other, and loads them.
+
+    A module stays the same, and knows itself by its own name.
+    """
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
         """Where to find a module, if it is one of them: in our folder, or in torch's."""
@@ -30,24 +33,19 @@ class Finder:
         folders = (ours, join(torchs, "distributed", "pipelining"))
         if name != PEER and not any(isfile(join(folder, inner)) for folder in folders):
             return None
-        return ModuleSpec(name, _Loader())  # pyright: ignore[reportArgumentType]
-
-
-class _Loader:
-    """Loads one of our modules; it stays the same module, and knows itself by its own name."""
-
-    _spec: ModuleSpec | None = None
+        return ModuleSpec(name, self)  # pyright: ignore[reportArgumentType]
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         """Our module."""
         _find_package()
         module = import_module(_OURS + spec.name.removeprefix(PEER))
-        self._spec = module.__spec__
+        spec.loader_state = module.__spec__
         return module
 
     def exec_module(self, module: ModuleType) -> None:
         """It has run when it was imported; the import system has put another spec on it."""
-        module.__spec__ = self._spec
+        if module.__spec__ is not None:
+            module.__spec__ = module.__spec__.loader_state
 
 
 def _find_package() -> None:

@@ -88,3 +88,5 @@ def _since(version: str, *, there: bool) -> pytest.MarkDecorator:
 SINCE_2_12 = _since("2.12", there=hasattr(module("._utils").peer, "InferenceMode"))
 SINCE_2_13 = _since("2.13", there=hasattr(module(".schedules").peer, "_TARGET_CHUNK_SPEC"))
 """Tests of what earlier versions of torch do not have."""
+DEFERS = hasattr(module(".schedules").peer, "_defer_recv_ops")
+"""Whether schedules take ``defer_pp_recv``, as they do since 2.13."""

@@ -169,6 +169,15 @@ def test_weights_need_what_the_inputs_gave_once() -> None:
         backward.stage_backward_weight(model.parameters(), groups)
 
 
+def test_a_first_half_that_fails_shows_what_it_was_given() -> None:
+    layer, x = torch.nn.Linear(2, 2), torch.ones(3, 2, requires_grad=True)
+    given = ([layer(x)], [torch.ones(4, 2)], [x], layer.parameters())
+    with pytest.raises(RuntimeError, match="Failed to run stage backward input:") as caught:
+        module("._backward").ours.stage_backward_input(*given)
+    assert "Output gradient: ['Tensor(torch.Size([4, 2])" in str(caught.value)
+    assert "shape" in str(caught.value.__cause__)
+
+
 def test_outputs_given_by_their_edges() -> None:
     """An output that was sent can be freed: its edge is enough."""
     model, x = _model(), torch.randn(2, 4, requires_grad=True)

@@ -222,8 +222,6 @@ def _gradients_placed_otherwise(rank: int, group: dist.ProcessGroup) -> None:
     cache.update_from_tensors((value, None, torch.ones(1)))
     key = utils.extract_tensor_meta(value).mesh_cache_key
     assert (len(cache), key in cache, (("dp",), None) in cache) == (1, True, False)
-    whole = utils._TensorMeta(torch.Size([2]), (1,), torch.int64, True)
-    assert not whole.to_tensor("cpu").requires_grad
 
 
 def test_what_is_known_of_dtensors(workers: Workers) -> None:

@@ -13,7 +13,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.compat.peer import SINCE_2_13, Pair, actions, module, orders, outcome, require_same
+from tests.compat.peer import (
+    DEFERS,
+    SINCE_2_13,
+    Pair,
+    actions,
+    module,
+    orders,
+    outcome,
+    require_same,
+)
 
 _schedules = module(".schedules")
 _Action: Pair = _schedules._Action
@@ -110,7 +119,6 @@ def test_the_order_of_one_rank(texts: list[str], active: int, microbatches: int)
         assert repr(given[0]) == repr(given[1])
 
 
-@SINCE_2_13
 @given(_runs())
 def test_the_orders_of_all_ranks(run: tuple[dict[int, list[str]], list[int], int]) -> None:
     rows, place, microbatches = run
@@ -127,15 +135,15 @@ def test_the_orders_of_all_ranks(run: tuple[dict[int, list[str]], list[int], int
     if isinstance(lowered, dict):
         texts = {rank: [str(action) for action in row] for rank, row in lowered.items()}
         _require_same("_simulate_comms_compute", texts, place.__getitem__, stages)
-        _require_same("_defer_recv_ops", texts, place.__getitem__)
+        if DEFERS:
+            _require_same("_defer_recv_ops", texts, place.__getitem__)
 
 
-@SINCE_2_13
 @given(st.dictionaries(st.integers(0, 2), st.lists(_texts(), min_size=1, max_size=5), min_size=1))
 def test_orders_that_cannot_run(rows: dict[int, list[str]]) -> None:
     _require_same("_validate_schedule", rows, 3, 4, 2)
     _require_same("_format_pipeline_order", rows, 2)
-    if len(rows) == 3 and "-" not in [text for row in rows.values() for text in row]:
+    if DEFERS and len(rows) == 3 and "-" not in [text for row in rows.values() for text in row]:
         _require_same("_defer_recv_ops", rows, lambda stage: stage % 3)
 
 
@@ -151,21 +159,19 @@ def test_kinds_of_later_versions(kind: str) -> None:
     assert pickle.loads(pickle.dumps(action)) == action
 
 
-@SINCE_2_13
 @pytest.mark.parametrize(
     "name",
     ["Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"],
 )
-@pytest.mark.parametrize("defer", [False, True])
+@pytest.mark.parametrize("defer", [False, pytest.param(True, marks=SINCE_2_13)])
 def test_whole_schedules(name: str, defer: bool) -> None:
     peer, ours = module("._schedule_visualizer").get_schedule_ops
     for ranks, microbatches, per_rank in ((2, 4, 2), (4, 8, 2), (2, 6, 3)):
         if per_rank == 3 and name in ("ZBVZeroBubble", "DualPipeV"):
             continue
-        require_same(
-            peer(name, ranks, microbatches, per_rank, with_comms=True, defer_pp_recv=defer),
-            ours(name, ranks, microbatches, per_rank, with_comms=True, defer_pp_recv=defer),
-        )
+        options = {"with_comms": True} | ({"defer_pp_recv": True} if defer else {})
+        sizes = (ranks, microbatches, per_rank)
+        require_same(peer(name, *sizes, **options), ours(name, *sizes, **options))
 
 
 @given(

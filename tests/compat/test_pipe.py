@@ -92,6 +92,19 @@ def test_points_that_there_are_not(kind: type[Exception], spec: Any) -> None:
         _IR.annotate_split_points(model, spec)
 
 
+class Fussy(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x if x.sum() > 0 else -x
+
+
+def test_a_model_that_cannot_be_traced_is_a_runtime_error() -> None:
+    for package in module("._IR"):
+        with pytest.raises(RuntimeError):
+            package.pipeline(Fussy(), (_X,))
+        with pytest.raises(RuntimeError):
+            package.Pipe._trace_with_export(Fussy(), (_X,))
+
+
 def test_any_output_becomes_a_tuple_of_its_tensors() -> None:
     class Nested(nn.Module):
         def forward(self, x: torch.Tensor) -> dict[str, Any]:

@@ -304,6 +304,22 @@ def test_a_single_stage(cls: Any, compiled: bool) -> None:
         unsplit.check({0: layers[0]})
 
 
+@pytest.mark.usefixtures("fake_group")
+def test_gradients_of_a_weight_in_two_stages_add_up_over_steps() -> None:
+    layer = nn.Linear(WIDTH, WIDTH)
+    stages = [PipelineStage(layer, index, 2, CPU) for index in range(2)]
+    schedule = _PipelineScheduleRuntime(stages, 1, loss_fn=loss_fn)
+    order = [_Action.from_str(text) for text in ("0F0", "1F0", "1B0", "0B0")]
+    schedule._prepare_schedule_with_comms({0: order})
+    stages[0].forward_one_chunk = stages[0].forward_one_chunk  # so it goes call by call
+    x, target = make_batch()
+    (expected,) = torch.autograd.grad(loss_fn(layer(layer(x)), target), layer.weight)
+    for count in (1, 2, 3):
+        schedule.step(x, target=target)
+        torch.testing.assert_close(layer.weight.grad, count * expected)
+    assert not schedule._on_ours
+
+
 @pytest.mark.parametrize(
     "rows",
     [

@@ -54,6 +54,43 @@ def _all_schedules(rank: int, group: dist.ProcessGroup, ours: bool) -> None:
         program.train(schedule, 1)
 
 
+def _initialized(rank: int, group: dist.ProcessGroup, name: str) -> None:
+    program = Program(group, 2 * PER_RANK[name], placed(name, rank, 2))
+    schedule = make(name, program, 4)
+    noun = "stages" if PER_RANK[name] > 1 else "stage"
+
+    def flags() -> list[bool]:
+        return [getattr(schedule, f"_{noun}_{way}_initialized") for way in ("forward", "backward")]
+
+    assert flags() == [False, False]
+    program.step(schedule, "eval")
+    assert flags() == [True, False]
+    program.train(schedule, 1)
+    assert flags() == [True, True]
+    assert schedule._on_ours
+    # Call by call, stages have to find out for themselves.
+    program.stages[0].forward_one_chunk = program.stages[0].forward_one_chunk
+    program.train(schedule, 1)
+    assert not schedule._on_ours
+
+
+@pytest.mark.parametrize("name", ["Schedule1F1B", "ScheduleInterleaved1F1B"])
+def test_a_step_says_that_stages_are_initialized(workers: Workers, name: str) -> None:
+    workers.run(_initialized, name)
+
+
+def _too_small(rank: int, group: dist.ProcessGroup) -> None:
+    program = Program(group, 2, [rank])
+    schedule = make("ScheduleGPipe", program, 4)
+    x, target = (value[:2] for value in make_batch())
+    with pytest.raises(AssertionError, match="smaller than num_chunks"):
+        schedule.step(x, target=target)
+
+
+def test_a_batch_that_is_too_small_is_an_assertion_error(workers: Workers) -> None:
+    workers.run(_too_small)
+
+
 @pytest.mark.parametrize("ours", [True, False])
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_gradients_outputs_losses(workers: Workers, ranks: int, ours: bool) -> None:

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from tests.compat.peer import SINCE_2_12, Failure, module, outcome, require_same
+from tests.compat.peer import SINCE_2_12, SINCE_2_13, Failure, module, outcome, require_same
 
 _utils = module("._utils")
 _TENSORS = [
@@ -185,3 +185,10 @@ def test_texts_for_debugging() -> None:
         for function in module("._debug").map_debug_info, module("._debug").friendly_debug_info:
             peer, ours = function
             assert ours(value) == peer(value)
+
+
+@SINCE_2_13
+def test_integers_have_no_gradients() -> None:
+    for package in _utils:
+        meta = package._TensorMeta(torch.Size([2]), (1,), torch.int64, True)
+        assert not meta.to_tensor("cpu").requires_grad

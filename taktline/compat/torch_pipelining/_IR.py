@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
 from operator import attrgetter
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
@@ -15,7 +15,10 @@ from torch.export import ExportedProgram
 
 from taktline import split
 from taktline.compat.torch_pipelining import of_torch
+from taktline.compat.torch_pipelining._boundaries import like
+from taktline.compat.torch_pipelining._errors import as_in_torch
 from taktline.compat.torch_pipelining.stage import build_stage
+from taktline.errors import PartitionError
 from taktline.pytree import tree_leaves
 from taktline.split import SplitPoint, pipe_split
 from taktline.split.traced.cut import cut
@@ -24,31 +27,17 @@ from taktline.split.traced.pipe import assembled
 from taktline.split.traced.state import State
 
 
-@contextmanager
-def _own_operator() -> Iterator[None]:
-    """Inside, torch's module may define its operator, which a process can have but once."""
-    library = torch.library.Library("pippy", "FRAGMENT")
-
-    def define(name: str, schema: str) -> None:
-        with suppress(RuntimeError):  # somebody has torch's own module
-            library.define(name.partition("::")[2] + schema)
-
-    try:
-        with patch.multiple(
-            torch.library,
-            define=define,
-            impl=lambda *_: lambda function: function,
-            register_fake=lambda *_: lambda function: function,
-        ):
-            yield
-    finally:
-        library._destroy()
+def _as_it_is(*_: Any) -> Callable[[Any], Any]:
+    return lambda function: function
 
 
-with _own_operator():
+# Torch's module defines an operator, which a process can have but once; here it is our own.
+_operators = SimpleNamespace(_pipe_split=torch.ops.taktline.pipe_split)
+with (
+    patch.multiple(torch.library, define=_as_it_is, impl=_as_it_is, register_fake=_as_it_is),
+    patch.object(torch.ops, "pippy", _operators),
+):
     _torchs = of_torch("_IR")
-# What a split policy puts into a graph.
-aten_pipe_split_alias = torch.ops.taktline.pipe_split.default
 # Torch's functions are to mark with ours, too.
 _torchs.pipe_split, _torchs.SplitPoint = pipe_split, SplitPoint
 
@@ -69,11 +58,6 @@ class Pipe(split.Pipe):
     (2, 1)
     """
 
-    def __init__(
-        self, split_gm: fx.GraphModule, num_stages: int, has_loss_and_backward: bool, loss_spec
-    ):
-        super().__init__(split_gm, num_stages, has_loss_and_backward, loss_spec)
-
     def forward(self, *args, **kwargs):
         """The tensors that the model returns."""
         return tuple(tree_leaves(super().forward(*args, **kwargs)))
@@ -81,14 +65,11 @@ class Pipe(split.Pipe):
     _number_and_count_forward_stages = staticmethod(_torchs.Pipe._number_and_count_forward_stages)
 
     @staticmethod
-    def _trace_with_export(
-        mod: nn.Module,
-        example_args: tuple[Any, ...],
-        example_kwargs: dict[str, Any] | None = None,
-    ) -> ExportedProgram:
+    @like(_torchs.Pipe._trace_with_export)
+    def _trace_with_export(*args: Any, **kwargs: Any) -> ExportedProgram:
         """A model as torch.export sees it, with its calls of :func:`pipe_split`."""
         with tracing():
-            return torch.export.export(mod, example_args, example_kwargs)
+            return _torchs.Pipe._trace_with_export(*args, **kwargs)
 
     @staticmethod
     def _from_traced(
@@ -145,7 +126,10 @@ def pipeline(
         split_spec = {}
     for name in split_spec or ():
         attrgetter(name)(module)  # an AttributeError for a name that there is not, as in torch
-    return _as_in_torch(split.pipeline(module, mb_args, mb_kwargs, split_spec, split_policy))
+    try:
+        return _as_in_torch(split.pipeline(module, mb_args, mb_kwargs, split_spec, split_policy))
+    except PartitionError as error:
+        raise as_in_torch(error) from error.__cause__
 
 
 def _as_in_torch(pipe: split.Pipe) -> Pipe:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from functools import partial, wraps
+from functools import wraps
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -16,13 +17,20 @@ from taktline.compat.torch_pipelining import stage as torchs
 from taktline.meta import TensorMeta
 from taktline.pytree import tree_leaves
 
-__all__ = ["TELLS", "Elsewhere", "Older", "Telling", "like", "show", "undisturbed"]
+__all__ = ["TELLS", "Elsewhere", "Older", "Telling", "is_whole", "like", "show", "undisturbed"]
 
 like: Any = wraps
 """Gives a method the signature of torch's."""
 
+_NOTHING = SimpleNamespace(inputs=None, outputs=None)
+
 TELLS = hasattr(torchs.PipelineStage, "_send_meta")
 """Whether stages tell each other what they return; before torch 2.12 they have no method for it."""
+
+
+def is_whole(stage: Any) -> bool:
+    """Whether a stage has a module to run; one that stands in for a stage may have none."""
+    return isinstance(getattr(stage, "submod", None), nn.Module)
 
 
 class Telling(torchs.PipelineStage):
@@ -33,25 +41,19 @@ class Telling(torchs.PipelineStage):
 
     @like(torchs.PipelineStage._prepare_forward_infra)
     def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> Any:
-        told: Any = getattr(self, "_user_meta", None)
-        metas = () if told is None else (*(told.inputs or ()), *(told.outputs or ()))
-        if told is not None and metas and not any(meta.requires_grad for meta in metas):
+        told: Any = getattr(self, "_user_meta", _NOTHING)
+        metas = (*(told.inputs or ()), *(told.outputs or ()))
+        if metas and not any(meta.requires_grad for meta in metas):
             # Examples that say nothing of gradients: wherever one is possible, there is one.
-            told.inputs, told.outputs = _with_gradients(told.inputs), _with_gradients(told.outputs)
-        find = super()._prepare_forward_infra
-        return self._find_out(find, self.stage_index - 1, self.stage_index + 1, args, kwargs)
+            told.inputs, told.outputs = map(_with_gradients, (told.inputs, told.outputs))
+        return self._find_out(super()._prepare_forward_infra, 1, args, kwargs)
 
     @like(torchs.PipelineStage._prepare_backward_infra)
     def _prepare_backward_infra(self, *args: Any, **kwargs: Any) -> Any:
-        find: Any = super()._prepare_backward_infra
-        if self.unprepared is not None:
-            after = self.stage_index + 1
-            remote = after < self.num_stages and not self._is_same_rank(after)
-            find = partial(self._recv_meta, after) if remote else _fail
-            args, kwargs = (), {}
-        return self._find_out(find, self.stage_index + 1, self.stage_index - 1, args, kwargs)
+        find = super()._prepare_backward_infra if self.unprepared is None else self._only_listen
+        return self._find_out(find, -1, args, kwargs)
 
-    def _find_out(self, find: Any, source: int, neighbour: int, args: Any, kwargs: Any) -> Any:
+    def _find_out(self, find: Any, way: int, args: Any, kwargs: Any) -> Any:
         """Find out what crosses a boundary; if that fails, the neighbour is told in its place.
 
         So all of them come to the end, where what went wrong is raised.
@@ -59,20 +61,26 @@ class Telling(torchs.PipelineStage):
         if not TELLS:
             return find(*args, **kwargs)
         self._has_told = False
-        values = (*args, *kwargs.values())
-        near = 0 <= source < self.num_stages and self._is_same_rank(source)
         try:
-            if near and any(isinstance(value, Unknown) for value in values):
-                _fail()
-            found = find(*map(_known, args), **{k: _known(v) for k, v in kwargs.items()})
-            if self.unprepared is None:
-                return found
+            return find(*args, **kwargs)
         except Exception as error:
-            self.unprepared = self.unprepared or error
-        tells = self._inference_mode == utils.InferenceMode.DYNAMIC and not self._has_told
-        if tells and 0 <= neighbour < self.num_stages and not self._is_same_rank(neighbour):
-            self._send_meta(Unknown(), neighbour)
-        return Unknown()
+            told = [value for value in (*args, *kwargs.values()) if isinstance(value, Elsewhere)]
+            self.unprepared = self.unprepared or (told or [error])[0]
+        neighbour = self.stage_index + way
+        if not self._has_told and self._listens(neighbour):
+            self._send_meta(Elsewhere(), neighbour)
+        return Elsewhere()
+
+    def _only_listen(self, *_: Any, **__: Any) -> None:
+        """Take what the next stage tells, and fail."""
+        if self._listens(self.stage_index + 1):
+            self._recv_meta(self.stage_index + 1)
+        raise Elsewhere
+
+    def _listens(self, stage: int) -> bool:
+        """Whether there is such a stage, and messages are how it is told."""
+        there = 0 <= stage < self.num_stages and not self._is_same_rank(stage)
+        return there and self._inference_mode == utils.InferenceMode.DYNAMIC
 
     def _send_meta(self, meta: Any, dst_stage: int) -> None:
         self._has_told = True
@@ -80,29 +88,17 @@ class Telling(torchs.PipelineStage):
 
     def _recv_meta(self, src_stage: int) -> Any:
         meta = super()._recv_meta(src_stage)
-        return _fail() if isinstance(meta, Unknown) else meta
-
-
-class Unknown:
-    """Stands for what a stage returns, where that could not be found out."""
+        if isinstance(meta, Elsewhere):
+            raise meta
+        return meta
 
 
 class Elsewhere(Exception):
-    """Another stage could not find out what it returns."""
+    """Another stage could not find out what it returns; stands for that, too."""
 
 
-def _known(value: Any) -> Any:
-    return None if isinstance(value, Unknown) else value
-
-
-def _fail() -> None:
-    raise Elsewhere("another stage has failed")
-
-
-def _with_gradients(metas: Sequence[Any] | None) -> tuple[Any, ...] | None:
-    if metas is None:
-        return None
-    return tuple(replace(meta, requires_grad=meta.dtype.is_floating_point) for meta in metas)
+def _with_gradients(metas: Any) -> Any:
+    return metas and tuple(replace(m, requires_grad=m.dtype.is_floating_point) for m in metas)
 
 
 class Older:
@@ -179,7 +175,7 @@ def undisturbed(stages: Sequence[Any]) -> Iterator[None]:
 
     What went wrong in one of them is raised at the end.
     """
-    own = [stage for stage in stages if isinstance(getattr(stage, "submod", None), nn.Module)]
+    own = [stage for stage in stages if is_whole(stage)]
     buffers = [(b, b.detach().clone()) for stage in own for b in stage.submod.buffers()]
     gradients = [(p, p.grad) for stage in own for p in stage.submod.parameters()]
     failed: list[Exception] = []

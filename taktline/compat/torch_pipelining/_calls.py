@@ -13,60 +13,60 @@ If a rank fails it still takes part in every message, with zeros in its own, so 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
-from inspect import signature
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.profiler import record_function
 
 from taktline.compat.torch_pipelining import schedules as torchs
-from taktline.compat.torch_pipelining._stages import _PipelineStageBase
+from taktline.compat.torch_pipelining._stages import reduced
 from taktline.errors import CallOrderError, ScheduleError
 from taktline.plan import Action, Kind
 from taktline.runtime.executor import Failure, Fate, Instruction, Program, Wrap
 
-__all__ = ["CallProgram", "Calls", "forwards_of", "lowered", "play", "reduced"]
+__all__ = ["CallProgram", "Calls", "Order", "lowered", "placement_of", "play"]
 
 Order = Mapping[int, Sequence[Any]]
+"""Actions by rank; a None is a rank that waits."""
 
 
+@dataclass
 class Calls:
     """One step of a schedule on this rank."""
 
-    def __init__(
-        self,
-        schedule: Any,
-        context: Any,
-        return_outputs: bool,
-        loss_kwargs: dict[str, Any] | None,
-    ) -> None:
-        self.schedule = schedule
-        self.context = context
-        self.return_outputs = return_outputs
-        self._loss_kwargs = loss_kwargs
+    schedule: Any
+    context: Any
+    return_outputs: bool
+    loss_kwargs: dict[str, Any] | None
+
+    def __post_init__(self) -> None:
+        schedule = self.schedule
+        self.functions = getattr(schedule, "_comp_type_to_function_map", {})
         self.stages = {stage.stage_index: stage for stage in schedule._local_stages}
-        self.sends: dict[tuple[Any, int, int | None], Any] = {}
-        for left in (schedule.fwd_recv_ops, schedule.bwd_recv_ops, schedule.unsharded_stages):
-            left.clear()
-        schedule.backward_counter.clear()
-        schedule._internal_losses.clear()
+        self.underway: dict[Any, dict[tuple[int, int | None], Any]] = {
+            torchs.RECV_F: schedule.fwd_recv_ops,
+            torchs.RECV_B: schedule.bwd_recv_ops,
+            torchs.SEND_F: {},
+            torchs.SEND_B: {},
+        }
+        """Messages of each kind that nobody has waited for yet, by stage and micro-batch."""
+        left = (schedule.backward_counter, schedule._internal_losses, schedule.unsharded_stages)
+        for values in (*left, *self.underway.values()):
+            values.clear()
 
     def prepare(self) -> None:
         """Let stages find out what crosses their boundaries, if they have not yet."""
         context, targets = self.context, self.context.target_mbs
-        given = (
+        self.schedule._prepare(
             # Before 2.12, what another rank gets anyway may not be given here.
             context.arg_mbs[0] if context.arg_mbs and 0 in self.stages else (),
             context.kwarg_mbs[0] if context.kwarg_mbs else {},
             targets[0] if targets else None,
-            self._loss_kwargs,
+            self.loss_kwargs,
         )
-        prepare = self.schedule._prepare
-        prepare(*given[: len(signature(prepare).parameters)])
 
     def finish(self) -> None:
         """Fill the caller's list of losses."""
@@ -75,34 +75,26 @@ class Calls:
     def row(self) -> list[Any]:
         """What this rank does, in order."""
         schedule = self.schedule
-        order, count = schedule._order_to_run(), schedule._num_stages
-        rank_of = getattr(schedule, "_rank_of", _itself)
+        order = schedule._order_to_run()
         if not schedule._has_backward:
-            order = lowered(forwards_of(order), rank_of, count, 0)
-        elif rank_of is _itself:
-            order = lowered(order, rank_of, count, schedule._n_microbatches)
-        rank = getattr(schedule, "rank", None)
-        row = order[schedule._stage.stage_index if rank is None else rank]
-        return [action for action in row if action is not None]
+            forwards = {
+                rank: [part for part in leaves(row) if part.computation_type == torchs.FORWARD]
+                for rank, row in order.items()
+            }
+            order = lowered(forwards, schedule._rank_of, schedule._num_stages, 0)
+        return [action for action in order[schedule.rank] if action is not None]
 
     def instructions(self) -> Iterator[Instruction]:
         """Each action, with what it does and what others need of it if this rank has failed."""
         for action in self.row():
-            parts = action.sub_actions or (action,)
-            custom = action.computation_type in self._functions
-            for part in parts[:1] if custom else parts:
-                name = torchs._get_profiler_function_name(action if custom else part)
-                run = partial(self._run, name, action if custom else part)
-                forgo = partial(self._forgo, action if custom else part)
-                yield Instruction(_as_planned(part), run, forgo)
+            whole = action.computation_type in self.functions
+            for part in (action,) if whole else _parts(action):
+                planned = _as_planned(_parts(part)[0])
+                yield Instruction(planned, partial(self._run, part), partial(self._forgo, part))
 
-    @property
-    def _functions(self) -> Mapping[Any, Callable[[Any, Any], None]]:
-        return getattr(self.schedule, "_comp_type_to_function_map", {})
-
-    def _run(self, name: str, action: Any) -> None:
-        with record_function(name):
-            custom = self._functions.get(action.computation_type)
+    def _run(self, action: Any) -> None:
+        with record_function(torchs._get_profiler_function_name(action)):
+            custom = self.functions.get(action.computation_type)
             if custom is not None:
                 custom(action, self.context)
             elif action.stage_index not in self.stages:
@@ -114,145 +106,115 @@ class Calls:
         match action.computation_type:
             case torchs.FORWARD:
                 self._forward(action, stage)
-            case torchs.FULL_BACKWARD | torchs.BACKWARD_INPUT:
+            case torchs.FULL_BACKWARD | torchs.BACKWARD_INPUT | torchs.BACKWARD_WEIGHT:
                 self._backward(action, stage)
-            case torchs.BACKWARD_WEIGHT:
-                self._weight(action, stage)
             case torchs.SEND_F | torchs.SEND_B | torchs.RECV_F | torchs.RECV_B:
-                self._message(action, stage)
+                self._start(action, stage)
             case torchs.UNSHARD | torchs.RESHARD:
                 self._shard(action, stage)
             case torchs.REDUCE_GRAD:
                 if self.schedule._has_backward:
-                    stage.perform_reduce_grad(self.factor)
-            case torchs.WAIT_SEND_F | torchs.WAIT_SEND_B:
-                kind = action.computation_type.value.removeprefix("WAIT_")
-                key = (kind, action.stage_index, action.microbatch_index)
-                torchs._wait_batch_p2p(self.sends.pop(key, ()))
+                    stage.perform_reduce_grad(self.schedule._grad_factor)
+            case torchs.WAIT_SEND_F:
+                self._wait(torchs.SEND_F, action)
+            case torchs.WAIT_SEND_B:
+                self._wait(torchs.SEND_B, action)
             case torchs.WAIT_REDUCE_GRAD:
                 pass  # reduced when REDUCE_GRAD has ended
             case _:
                 raise ScheduleError(f"{action=} is unknown or unsupported")
 
-    @property
-    def factor(self) -> int:
-        """What gradients are divided by."""
-        return self.schedule._n_microbatches if self.schedule.scale_grads else 1
-
-    def _message(self, action: Any, stage: Any) -> None:
-        kind, microbatch = action.computation_type, action.microbatch_index
-        key = (action.stage_index, microbatch)
-        if kind == torchs.SEND_F:
-            self._send(action, stage.get_fwd_send_ops(microbatch))
-        elif kind == torchs.SEND_B:
-            self._send(action, stage.get_bwd_send_ops(microbatch))
-        else:
-            forward = kind == torchs.RECV_F
-            pending = self.schedule.fwd_recv_ops if forward else self.schedule.bwd_recv_ops
-            if key in pending:
-                stage_idx, mb_index, name = *key, "forward" if forward else "backward"
-                raise CallOrderError(
-                    f"Recv twice for {stage_idx=} {mb_index=} without executing {name}"
-                )
-            ops = stage.get_fwd_recv_ops if forward else stage.get_bwd_recv_ops
-            pending[key] = self._started(ops(microbatch), action)
-
-    def _send(self, action: Any, ops: Sequence[Any]) -> None:
-        key = (action.computation_type.value, action.stage_index, action.microbatch_index)
-        self.sends[key] = self._started(ops, action)
-
-    def _started(self, ops: Sequence[Any], action: Any) -> Any:
+    def _start(self, action: Any, stage: Any) -> None:
         """Start the messages of an action; each has a number, so that no order matters."""
-        kind = action.computation_type
-        boundary = action.stage_index - (kind in (torchs.RECV_F, torchs.SEND_B))
-        back, count = kind in (torchs.SEND_B, torchs.RECV_B), self.schedule._n_microbatches
-        tag = 1 + (2 * boundary + back) * count + (action.microbatch_index or 0)
+        kind, count = action.computation_type, self.schedule._n_microbatches
+        stage_idx, mb_index = key = (action.stage_index, action.microbatch_index)
+        verb, way = kind.value.split("_")
+        name = "forward" if way == "F" else "backward"
+        if verb == "RECV" and key in self.underway[kind]:
+            raise CallOrderError(
+                f"Recv twice for {stage_idx=} {mb_index=} without executing {name}"
+            )
+        ops = getattr(stage, f"get_{name[0]}wd_{verb.lower()}_ops")(mb_index)
+        boundary = stage_idx - (kind in (torchs.RECV_F, torchs.SEND_B))
         for op in ops:
             if isinstance(op, dist.P2POp):
-                op.tag = tag
-        return torchs._batch_p2p(ops)
+                op.tag = 1 + (2 * boundary + (way == "B")) * count + mb_index
+        self.underway[kind][key] = torchs._batch_p2p(ops)
 
-    def _arrived(self, pending: dict[Any, Any], action: Any, neighbour: int) -> None:
-        """Wait for what a neighbour on another rank sends."""
-        if neighbour in self.stages:
-            return
+    def _wait(self, kind: Any, action: Any) -> None:
+        """Wait for the message of a kind that belongs to an action, if it is under way."""
         key = (action.stage_index, action.microbatch_index)
-        if key not in pending:
-            raise CallOrderError(f"Computing {action=} before receiving input")
-        torchs._wait_batch_p2p(pending.pop(key))
+        torchs._wait_batch_p2p(self.underway[kind].pop(key, ()))
+
+    def _receive(self, kind: Any, action: Any, neighbour: int) -> None:
+        """Wait for what a neighbour on another rank sends."""
+        if neighbour not in self.stages:
+            if (action.stage_index, action.microbatch_index) not in self.underway[kind]:
+                raise CallOrderError(f"Computing {action=} before receiving input")
+            self._wait(kind, action)
 
     def _forward(self, action: Any, stage: Any) -> None:
         schedule, context, microbatch = self.schedule, self.context, action.microbatch_index
         schedule._assert_unsharded(stage)
         if not stage.is_first:
-            self._arrived(schedule.fwd_recv_ops, action, action.stage_index - 1)
+            self._receive(torchs.RECV_F, action, action.stage_index - 1)
         output = stage.forward_one_chunk(
             microbatch,
             context.arg_mbs[microbatch],
             context.kwarg_mbs[microbatch],
             save_forward_output=self.return_outputs,
         )
-        loss_kwargs = () if self._loss_kwargs is None else (self._loss_kwargs,)
+        loss_kwargs = () if self.loss_kwargs is None else (self.loss_kwargs,)
         schedule._maybe_compute_loss(stage, output, context.target_mbs, microbatch, *loss_kwargs)
         after = self.stages.get(action.stage_index + 1)
         if after is not None:
             after.set_local_fwd_input(output, microbatch)
 
     def _backward(self, action: Any, stage: Any) -> None:
-        schedule, microbatch = self.schedule, action.microbatch_index
+        schedule, kind, microbatch = self.schedule, action.computation_type, action.microbatch_index
         schedule._assert_unsharded(stage)
-        full = action.computation_type == torchs.FULL_BACKWARD
-        if not stage.is_last:
-            self._arrived(schedule.bwd_recv_ops, action, action.stage_index + 1)
-        schedule.backward_counter[action.stage_index] += full
+        if kind != torchs.BACKWARD_WEIGHT and not stage.is_last:
+            self._receive(torchs.RECV_B, action, action.stage_index + 1)
+        schedule.backward_counter[action.stage_index] += kind != torchs.BACKWARD_INPUT
+        done = schedule.backward_counter[action.stage_index] == schedule._n_microbatches
+        if kind == torchs.BACKWARD_WEIGHT:
+            stage.backward_weight_one_chunk(microbatch, last_backward=done)
+            return
+        full = kind == torchs.FULL_BACKWARD
         stage.backward_one_chunk(
             microbatch,
             loss=schedule._maybe_get_loss(stage, microbatch),
             full_backward=full,
-            last_backward=full and self._is_last(action),
+            last_backward=full and done,
         )
         before = self.stages.get(action.stage_index - 1)
         if before is not None:
             before.set_local_bwd_input(stage.get_local_bwd_output(microbatch), microbatch)
 
-    def _weight(self, action: Any, stage: Any) -> None:
-        self.schedule._assert_unsharded(stage)
-        self.schedule.backward_counter[action.stage_index] += 1
-        stage.backward_weight_one_chunk(
-            action.microbatch_index, last_backward=self._is_last(action)
-        )
-
-    def _is_last(self, action: Any) -> bool:
-        done = self.schedule.backward_counter[action.stage_index]
-        return done == self.schedule._n_microbatches
-
     def _shard(self, action: Any, stage: Any) -> None:
-        sync = getattr(stage, "grad_sync", None)
-        if getattr(sync, "shards", None) is not True:
+        schedule, stage_idx = self.schedule, action.stage_index
+        if not schedule._is_sharded(stage):
             return
-        ready, stage_idx = self.schedule.unsharded_stages, action.stage_index
         if action.computation_type == torchs.UNSHARD:
-            if stage_idx in ready:
+            if stage_idx in schedule.unsharded_stages:
                 raise CallOrderError(f"Unsharding the same {stage_idx=} twice")
-            stage.grad_sync.unshard()
-            ready.add(stage_idx)
-        elif stage_idx in ready:
-            ready.remove(stage_idx)
+            schedule._assert_unsharded(stage)
+        elif stage_idx in schedule.unsharded_stages:
+            schedule.unsharded_stages.remove(stage_idx)
             stage.grad_sync.reshard()
 
     def _forgo(self, action: Any) -> None:
         """What other ranks need of an action if this one has failed."""
-        for part in action.sub_actions or (action,):
+        for part in _parts(action):
             stage, kind = self.stages.get(part.stage_index), part.computation_type
-            key = (part.stage_index, part.microbatch_index)
             if kind in (torchs.SEND_F, torchs.SEND_B):
                 _fill_with_zeros(stage, kind, part.microbatch_index)
-            if kind in (torchs.SEND_F, torchs.SEND_B, torchs.RECV_F, torchs.RECV_B):
-                self._message(part, stage)
+            if kind in self.underway:
+                self._start(part, stage)
             elif kind == torchs.FORWARD:
-                torchs._wait_batch_p2p(self.schedule.fwd_recv_ops.pop(key, ()))
+                self._wait(torchs.RECV_F, part)
             elif kind in (torchs.FULL_BACKWARD, torchs.BACKWARD_INPUT):
-                torchs._wait_batch_p2p(self.schedule.bwd_recv_ops.pop(key, ()))
+                self._wait(torchs.RECV_B, part)
             elif (sync := getattr(stage, "grad_sync", None)) is not None:
                 if kind in (torchs.UNSHARD, torchs.RESHARD):
                     getattr(sync, f"forgo_{kind.value.lower()}")()
@@ -261,13 +223,15 @@ class Calls:
 
     def settle_all(self) -> None:
         """Wait until every message is out."""
-        for work in self.sends.values():
-            torchs._wait_batch_p2p(work)
-        self.sends.clear()
+        for kind in (torchs.SEND_F, torchs.SEND_B):
+            for work in self.underway[kind].values():
+                torchs._wait_batch_p2p(work)
+            self.underway[kind].clear()
 
 
-def _itself(stage: int) -> int:
-    return stage
+def _parts(action: Any) -> tuple[Any, ...]:
+    """What an action consists of: two that run together, or itself."""
+    return action.sub_actions or (action,)
 
 
 def _fill_with_zeros(stage: Any, kind: Any, microbatch: int) -> None:
@@ -281,12 +245,10 @@ def _fill_with_zeros(stage: Any, kind: Any, microbatch: int) -> None:
             found = [zeros if x is None else x for x, zeros in zip(found, buffers, strict=False)]
         stage.bwd_cache[microbatch] = tuple(found)
     elif microbatch not in stage.fwd_cache:
-        told = hasattr(stage, "get_outputs_meta")
-        gradients = () if told else [info.buffer for info in stage.grad_recv_info[microbatch]]
-        zeros = [
-            torch.zeros(meta.shape, dtype=meta.dtype, device=stage.device)
-            for meta in (stage.get_outputs_meta() if told else gradients)
-        ]
+        tells = hasattr(stage, "get_outputs_meta")
+        gradients = () if tells else [info.buffer for info in stage.grad_recv_info[microbatch]]
+        metas = stage.get_outputs_meta() if tells else gradients
+        zeros = (torch.zeros(x.shape, dtype=x.dtype, device=stage.device) for x in metas)
         stage.fwd_cache[microbatch] = tuple(zeros), []
 
 
@@ -325,37 +287,6 @@ def play(calls: Calls) -> None:
     calls.finish()
 
 
-@contextmanager
-def reduced(schedule: Any, stages: Sequence[Any]) -> Iterator[list[Any]]:
-    """Inside, gradients begin anew; then they are reduced, scaled, and added to what was there.
-
-    Otherwise, gradients that earlier steps have left would be scaled again. Yields the stages whose
-    gradients an order that says nothing of it has left to be reduced.
-    """
-    scaled = schedule._has_backward and schedule.scale_grads
-    earlier = [(p, p.grad) for p in _parameters(stages) if p.grad is not None] if scaled else []
-    for parameter, _ in earlier:
-        parameter.grad = None
-    known = [stage for stage in stages if isinstance(stage, _PipelineStageBase)]
-    due = [*known]
-    try:
-        yield due
-        for stage in due:
-            if stage.gradients_due:
-                stage.perform_reduce_grad(schedule._n_microbatches if schedule.scale_grads else 1)
-    finally:
-        for stage in known:
-            stage.end_sync()
-        for parameter, gradient in earlier:
-            parameter.grad = gradient if parameter.grad is None else gradient.add_(parameter.grad)
-
-
-def _parameters(stages: Sequence[Any]) -> Iterator[nn.Parameter]:
-    for stage in stages:
-        if isinstance(submod := getattr(stage, "submod", None), nn.Module):
-            yield from submod.parameters()
-
-
 def lowered(order: Order, rank_of: Callable[[int], int], num_stages: int, reduces: int) -> Any:
     """An order of computations, with its messages and all that wrapped stages need.
 
@@ -368,15 +299,20 @@ def lowered(order: Order, rank_of: Callable[[int], int], num_stages: int, reduce
     return torchs._add_send_recv(plain, rank_of, num_stages)
 
 
-def forwards_of(order: Order) -> dict[int, list[Any]]:
-    """The forwards of an order alone."""
+def leaves(row: Sequence[Any]) -> list[Any]:
+    """What a rank does, one by one."""
+    return [part for action in row if action is not None for part in _parts(action)]
+
+
+def placement_of(order: Order) -> dict[int, int]:
+    """The rank of each stage, by where an order computes it.
+
+    >>> placement_of({0: [torchs._Action.from_str("1F0")], 1: [torchs._Action.from_str("0F0")]})
+    {1: 0, 0: 1}
+    """
     return {
-        rank: [
-            part
-            for action in row
-            if action is not None
-            for part in action.sub_actions or (action,)
-            if part.computation_type == torchs.FORWARD
-        ]
+        part.stage_index: rank
         for rank, row in order.items()
+        for part in leaves(row)
+        if part.is_compute_op
     }

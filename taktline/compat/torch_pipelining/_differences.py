@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Sequence
-from contextlib import suppress
 from functools import partial, wraps
 from importlib import import_module
 from types import ModuleType
@@ -21,9 +20,10 @@ import torch.distributed as dist
 
 from taktline.compat._finder import PEER
 from taktline.compat.torch_pipelining import _halves
+from taktline.compat.torch_pipelining._replaced import Watched, remember
 from taktline.errors import PipeliningMetadataError
 from taktline.split import PipeInfo
-from taktline.transport import local
+from taktline.transport import local, transport_of
 
 __all__ = ["apply"]
 
@@ -49,25 +49,31 @@ def apply() -> None:
     either = "|".join(sorted(kinds, key=len, reverse=True))
     schedules._action_regex = re.compile(rf"(\d+)({either})(\d*)")
     _put(_check_torch_compile_compatibility, PipeInfo)
-    _put(*(getattr(_halves, name) for name in _halves.__all__))
+    _put(*_names_of(_halves))
     _utils.PipeliningMetadataError = _utils.PipeliningShapeError = PipeliningMetadataError
     stage.PipeliningMetadataError = stage.PipeliningShapeError = PipeliningMetadataError
     if hasattr(_utils, "validate_metadata"):
         _utils.validate_metadata = _of_tensors(_utils.validate_metadata)
         _utils.validate_tensor_metadata = partial(_utils.validate_metadata, raise_on_mismatch=True)
     # Their bases are what they replace.
-    from taktline.compat.torch_pipelining import _named, _stages
+    from taktline.compat.torch_pipelining import _named, _schedules, _stages
 
-    _put(*(getattr(_stages, name) for name in _stages.__all__), *_named.CLASSES)
+    ours = [value for module in (_stages, _schedules, _named) for value in _names_of(module)]
+    _put(*ours)
+    remember(*(value for value in ours if isinstance(value, Watched)))
     stage._RootArgPlaceholder = getattr(stage, "_RootArgPlaceholder", _RootArgPlaceholder)
+
+
+def _names_of(module: ModuleType) -> list[Any]:
+    return [getattr(module, name) for name in module.__all__]
 
 
 def _put(*values: Any) -> None:
     """Put functions and classes in the places of torch's of the same names."""
     for value in values:
         for module in _COPIES:
-            if hasattr(module, value.__name__):
-                setattr(module, value.__name__, value)
+            if hasattr(module, name := value.__name__):
+                setattr(module, name, value)
 
 
 def _of_tensors(check: Any) -> Any:
@@ -97,17 +103,15 @@ class _Ranks(ModuleType):
 
     def get_rank(self, group: dist.ProcessGroup | None = None) -> int:
         """The rank of this process, or thread."""
-        here = local.current()
-        with suppress(ValueError):  # there is no group
-            return dist.get_rank(group) if here is None else here.rank
-        return 0
+        return dist.get_rank(group) if _has_groups() else transport_of().rank
 
     def get_world_size(self, group: dist.ProcessGroup | None = None) -> int:
         """How many there are."""
-        here = local.current()
-        with suppress(ValueError):
-            return dist.get_world_size(group) if here is None else here.size
-        return 1
+        return dist.get_world_size(group) if _has_groups() else transport_of().size
+
+
+def _has_groups() -> bool:
+    return local.current() is None and dist.is_initialized()
 
 
 def _check_torch_compile_compatibility(stages: Sequence[Any], schedule_name: str) -> None:

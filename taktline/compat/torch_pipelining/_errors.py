@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -33,14 +32,13 @@ def as_in_torch(error: TaktlineError) -> TaktlineError:
 
 @cache
 def _both(cls: type[TaktlineError], kind: type[Exception]) -> type[TaktlineError]:
-    def reduce(self: TaktlineError) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        return _unpickled, (cls, kind, self.args, vars(self))
-
-    attributes = {"__module__": cls.__module__, "__doc__": cls.__doc__, "__reduce__": reduce}
+    attributes = {"__module__": cls.__module__, "__doc__": cls.__doc__, "__reduce__": _reduce}
     return type(cls.__name__, (cls, kind), attributes)
 
 
-def _unpickled(
-    cls: type[TaktlineError], kind: type[Exception], args: tuple[Any, ...], fields: dict[str, Any]
-) -> TaktlineError:
+def _reduce(error: TaktlineError) -> tuple[Any, ...]:
+    return _unpickled, (*type(error).__bases__, error.args, vars(error))
+
+
+def _unpickled(cls: Any, kind: Any, args: tuple[Any, ...], fields: dict[str, Any]) -> Any:
     return restore(_both(cls, kind), args, fields)

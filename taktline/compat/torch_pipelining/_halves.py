@@ -13,8 +13,9 @@ outputs, or an output depends on weights alone; there torch's own halves differ.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,20 +23,16 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.nn import Parameter
 
 from taktline.compat.torch_pipelining import _backward as _torchs
-from taktline.errors import SplitError
+from taktline.errors import SplitError, StageBackwardError
 from taktline.stage.engine import add_to_grad
 
-__all__ = ["get_param_groups", "stage_backward", "stage_backward_input", "stage_backward_weight"]
+__all__ = ["get_param_groups", "stage_backward_input", "stage_backward_weight"]
 
 Gradients = tuple[torch.Tensor | None, ...]
 Reverse = Mapping[Node, Sequence[Node]]
 Group = dict[str, Any]
 
-stage_backward = _torchs.stage_backward
-construct_reverse_graph = _torchs.construct_reverse_graph
-reverse_closure = _torchs.reverse_closure
-_get_grad_fn_or_grad_acc = _torchs._get_grad_fn_or_grad_acc
-_null_coalesce_accumulate = _torchs._null_coalesce_accumulate
+reverse_closure, _node_of = _torchs.reverse_closure, _torchs._get_grad_fn_or_grad_acc
 
 
 def get_param_groups(
@@ -89,10 +86,22 @@ def stage_backward_input(
     >>> stage_backward_weight(layer.parameters(), groups)[1]
     tensor([3., 3.])
     """
-    given = output_grads or [None] * len(stage_outputs_or_loss)
+    given = (stage_outputs_or_loss, output_grads, input_values)
+    try:
+        return _first_half(*given, weights)
+    except Exception as error:
+        outputs, gradients, inputs = map(_torchs.map_debug_info, given)
+        raise StageBackwardError(
+            f"Failed to run stage backward input: {error}\n"
+            f"Stage output: {outputs}\nOutput gradient: {gradients}\nInput: {inputs}"
+        ) from error
+
+
+def _first_half(outputs: Any, output_grads: Any, input_values: Any, weights: Any) -> Any:
+    given = output_grads or [None] * len(outputs)
     roots: list[Any] = []
     gradients: list[torch.Tensor] = []
-    for output, gradient in zip(stage_outputs_or_loss, given, strict=True):
+    for output, gradient in zip(outputs, given, strict=True):
         if isinstance(output, GradientEdge):
             if gradient is None:
                 raise SplitError(
@@ -110,18 +119,12 @@ def stage_backward_input(
         for group in groups:
             for place, node in enumerate(group["intermediates"]):
                 if group["grads"][place] is None:
-                    handle = node.register_prehook(_keeper(group["grads"], place))
-                    hooks.callback(handle.remove)
-        wanted = {i: value for i, value in enumerate(input_values) if _wants_gradient(value)}
-        given = (
-            ()
-            if not wanted
-            else torch.autograd.grad(
-                roots, [*wanted.values()], gradients, retain_graph=True, allow_unused=True
-            )
-        )
-        by_place = dict(zip(wanted, given, strict=True))
-        found = tuple(by_place.get(place) for place in range(len(input_values)))
+                    keep = partial(group["grads"].__setitem__, place)
+                    hooks.callback(node.register_prehook(keep).remove)
+        wanted = [value for value in input_values if _wants_gradient(value)]
+        keeping = {"retain_graph": True, "allow_unused": True}
+        made = iter(torch.autograd.grad(roots, wanted, gradients, **keeping) if wanted else ())
+    found = tuple(next(made) if _wants_gradient(value) else None for value in input_values)
     for value, gradient in zip(input_values, found, strict=True):
         if gradient is not None:
             known = _grad_of(value)
@@ -141,13 +144,6 @@ def _grad_of(tensor: torch.Tensor) -> torch.Tensor | None:
     return tensor.grad if tensor.is_leaf or tensor.retains_grad else None
 
 
-def _keeper(kept: list[Any], place: int) -> Callable[[Any], None]:
-    def keep(gradients: Any) -> None:
-        kept[place] = gradients
-
-    return keep
-
-
 def _groups(
     roots: Sequence[torch.Tensor | GradientEdge],
     gradients: Sequence[torch.Tensor],
@@ -156,20 +152,23 @@ def _groups(
 ) -> list[Group]:
     """The groups, each with its intermediates, and with the edges at which W has to stop."""
     edges = [root if isinstance(root, GradientEdge) else get_gradient_edge(root) for root in roots]
-    reverse = construct_reverse_graph([edge.node for edge in edges])
+    reverse = _torchs.construct_reverse_graph([edge.node for edge in edges])
     tensors = [value for value in inputs if isinstance(value, torch.Tensor)]
-    starts = [node for node in map(_get_grad_fn_or_grad_acc, tensors) if node is not None]
+    starts = [node for node in map(_node_of, tensors) if node is not None]
     part, _ = reverse_closure(starts, set(), reverse)
     # A root that nothing of the inputs comes to has its gradient already.
-    alone = {edge.node: [] for edge in edges if edge.node not in part}
+    alone: dict[Node, list[torch.Tensor | None]] = {}
     for edge, gradient in zip(edges, gradients, strict=True):
-        if edge.node in alone:
-            alone[edge.node].append((edge.output_nr, gradient))
-    params = [node for node in map(_get_grad_fn_or_grad_acc, weights) if node is not None]
+        if edge.node not in part:
+            known = alone.setdefault(edge.node, [])
+            known += [None] * (edge.output_nr + 1 - len(known))
+            before = known[edge.output_nr]
+            known[edge.output_nr] = gradient if before is None else before + gradient
+    params = [node for node in map(_node_of, weights) if node is not None]
     groups = groups_meeting(part, set(alone), params, reverse)
     for group in groups:
         group["intermediates"] = list(group["intermediates"])
-        group["grads"] = [_tuple_of(alone.get(node)) for node in group["intermediates"]]
+        group["grads"] = [alone.get(node) for node in group["intermediates"]]
         group["stops"] = [
             tuple(i for i, (below, _) in enumerate(node.next_functions) if below in part)
             for node in group["intermediates"]
@@ -177,21 +176,11 @@ def _groups(
     return groups
 
 
-def _tuple_of(given: list[tuple[int, torch.Tensor]] | None) -> Gradients | None:
-    """The gradients of a node's outputs by their numbers, of which one may come twice."""
-    if not given:
-        return None
-    result: list[torch.Tensor | None] = [None] * (max(number for number, _ in given) + 1)
-    for number, gradient in given:
-        result[number] = _null_coalesce_accumulate(result[number], gradient)
-    return tuple(result)
-
-
 def stage_backward_weight(
     weights: Iterator[Parameter], param_groups: list[Group], retain_graph: bool = False
 ) -> Gradients:
     """The second half: the gradients of the weights; returns what is in their ``.grad`` then."""
-    by_node = {node: w for w in weights if (node := _get_grad_fn_or_grad_acc(w)) is not None}
+    by_node = {node: w for w in weights if (node := _node_of(w)) is not None}
     # Those with several intermediates first: their passes go through those of others.
     for group in sorted(param_groups, key=lambda g: -len(g.get("intermediates", ()))):
         if "grads" not in group:
@@ -221,7 +210,8 @@ def _weight_gradients(group: Group, retain_graph: bool) -> Gradients:
             if len(nodes) > 1 and group["stops"][place]:
                 # Each has its whole gradient already: what it would hand to another below it
                 # would be counted twice.
-                hooks.callback(node.register_hook(_stopper(group["stops"][place])).remove)
+                stop = partial(_without, group["stops"][place])
+                hooks.callback(node.register_hook(stop).remove)
         if not edges:
             return (None,) * len(group["params"])
         ends = [GradientEdge(node, 0) for node in group["params"]]
@@ -230,8 +220,5 @@ def _weight_gradients(group: Group, retain_graph: bool) -> Gradients:
         return torch.autograd.grad(edges, ends, gradients, retain_graph=keep, allow_unused=True)
 
 
-def _stopper(stops: tuple[int, ...]) -> Callable[[Any, Any], Gradients]:
-    def stop(gradients: Any, _: Any) -> Gradients:
-        return tuple(None if i in stops else gradient for i, gradient in enumerate(gradients))
-
-    return stop
+def _without(stops: Sequence[int], gradients: Gradients, _: Any) -> Gradients:
+    return tuple(None if i in stops else gradient for i, gradient in enumerate(gradients))

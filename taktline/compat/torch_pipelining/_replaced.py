@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABCMeta
+from collections.abc import Set
 from inspect import isfunction
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -11,8 +12,8 @@ __all__ = ["Watched", "is_replaced", "remember"]
 
 _METHODS: dict[type, dict[str, Any]] = {}
 """The methods of each class as they were defined."""
-_known: WeakKeyDictionary[type, bool] = WeakKeyDictionary()
-"""Whether a class has others, until one of them changes."""
+_known: WeakKeyDictionary[type, Set[str] | None] = WeakKeyDictionary()
+"""The names of a class's methods, None if it has others; until one of them changes."""
 
 
 class Watched(ABCMeta):
@@ -40,10 +41,8 @@ def is_replaced(value: object) -> bool:
     cls = type(value)
     if cls not in _known:
         base = next((base for base in cls.__mro__ if base in _METHODS), None)
-        _known[cls] = base is None or any(
-            getattr(cls, name, None) is not method for name, method in _METHODS[base].items()
-        )
-    if _known[cls]:
-        return True
-    base = next(base for base in cls.__mro__ if base in _METHODS)
-    return not _METHODS[base].keys().isdisjoint(vars(value))
+        methods = {} if base is None else _METHODS[base]
+        same = methods and all(getattr(cls, name, None) is m for name, m in methods.items())
+        _known[cls] = methods.keys() if same else None
+    names = _known[cls]
+    return names is None or not names.isdisjoint(vars(value))

@@ -3,21 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
-from taktline.compat.torch_pipelining import of_torch
-from taktline.compat.torch_pipelining.schedules import (
-    OVERLAP_F_B,
-    B,
-    F,
-    I,
-    PipelineScheduleSingle,
-    W,
-    _Action,
-    _add_send_recv,
-    get_schedule_class,
-)
+from taktline.compat.torch_pipelining import of_torch, schedules
+from taktline.compat.torch_pipelining._boundaries import like
 from taktline.errors import ScheduleError
 from taktline.plan import Costs, Plan, Timeline, simulate
 
@@ -30,7 +21,8 @@ __all__ = [
     "visualize_schedule",
 ]
 
-Rows = Sequence[Sequence[_Action | None]]
+Rows = Sequence[Sequence[Any]]
+"""For each rank, its actions; a None is a rank that waits."""
 
 
 _torchs = of_torch("_schedule_visualizer")
@@ -39,46 +31,37 @@ _ComputationTypeVisual = _torchs._ComputationTypeVisual
 action_type_to_color_mapping = _torchs.action_type_to_color_mapping
 
 
-def get_schedule_ops(
-    schedule: str | type,
-    pp_degree: int,
-    num_microbatches: int,
-    num_stages_per_rank: int | None = None,
-    add_spacing: bool = False,
-    with_comms: bool = False,
-    defer_pp_recv: bool = False,
-) -> list[list[_Action | None]]:
+@like(_torchs.get_schedule_ops)
+def get_schedule_ops(schedule: str | type, *sizes: Any, **options: Any) -> Any:
     """What each rank does under a schedule, given by its name or class.
 
     >>> get_schedule_ops("GPipe", 2, 1)
     [[0F0, 0B0, 0REDUCE_GRAD], [1F0, 1B0, 1REDUCE_GRAD]]
     """
-    cls: Any = get_schedule_class(schedule) if isinstance(schedule, str) else schedule
+    cls: Any = schedules.get_schedule_class(schedule) if isinstance(schedule, str) else schedule
+    given = signature(_torchs.get_schedule_ops).bind(cls, *sizes, **options).arguments
+    lowers = given.get("with_comms") and not given.get("add_spacing")
+    if not lowers or not issubclass(cls, schedules.PipelineScheduleSingle):
+        return _torchs.get_schedule_ops(**given)
     # One stage a rank with its messages is what torch's cannot show.
-    lowers = with_comms and not add_spacing and issubclass(cls, PipelineScheduleSingle)
-    options = {"add_spacing": add_spacing, "with_comms": with_comms and not lowers}
-    options |= {"defer_pp_recv": True} if defer_pp_recv and not lowers else {}
-    rows = _torchs.get_schedule_ops(
-        cls, pp_degree, num_microbatches, num_stages_per_rank, **options
-    )
-    if not lowers:
-        return rows
-    order = _add_send_recv(dict(enumerate(rows)), lambda stage: stage, pp_degree)
-    return [order[rank] for rank in range(pp_degree)]
+    rows = _torchs.get_schedule_ops(**given | {"with_comms": False})
+    order = schedules._add_send_recv(dict(enumerate(rows)), lambda stage: stage, len(rows))
+    return [order[rank] for rank in range(len(rows))]
 
 
-def add_schedule_op_spacing(schedule: Rows) -> list[list[_Action | None]]:
+def add_schedule_op_spacing(schedule: Rows) -> list[list[Any]]:
     """The same with a None for each unit of time in which a rank waits.
 
-    >>> [f0, b0, f1] = map(_Action.from_str, ("0F0", "0B0", "1F0"))
-    >>> add_schedule_op_spacing([[f0, b0], [f1, _Action.from_str("1B0")]])
+    >>> read = schedules._Action.from_str
+    >>> [f0, b0, f1] = map(read, ("0F0", "0B0", "1F0"))
+    >>> add_schedule_op_spacing([[f0, b0], [f1, read("1B0")]])
     [[0F0, None, None, None, 0B0], [None, 1F0, 1B0, None]]
     """
     timeline = _played(schedule)
     begun = int(timeline.start.max())  # nothing is told of the time behind the last beginning
-    spaced: list[list[_Action | None]] = []
+    spaced: list[list[Any]] = []
     for rank in range(len(schedule)):
-        row: list[_Action | None] = []
+        row: list[Any] = []
         now = 0
         actions = iter(_computations(schedule[rank]))
         for start, end in sorted({(int(s.start), int(s.end)) for s in timeline.spans(rank)}):
@@ -88,7 +71,7 @@ def add_schedule_op_spacing(schedule: Rows) -> list[list[_Action | None]]:
     return spaced
 
 
-def _computations(actions: Sequence[_Action | None]) -> list[_Action]:
+def _computations(actions: Sequence[Any]) -> list[Any]:
     return [action for action in actions if action is not None and action.is_compute_op]
 
 
@@ -97,11 +80,11 @@ def _played(schedule: Rows) -> Timeline:
     plan = Plan.from_actions([[str(a) for a in _computations(rank)] for rank in schedule])
     units = {kind: float(drawn.width) for kind, drawn in action_type_to_color_mapping.items()}
     costs = Costs(
-        forward=units[F],
-        backward_input=units[I],
-        backward_weight=units[W],
-        backward=units[B],
-        overlap=units[OVERLAP_F_B],
+        forward=units[schedules.F],
+        backward_input=units[schedules.I],
+        backward_weight=units[schedules.W],
+        backward=units[schedules.B],
+        overlap=units[schedules.OVERLAP_F_B],
     )
     return simulate(plan, costs)
 
@@ -120,10 +103,9 @@ def visualize_schedule(schedule: Rows, filename: str | None = None) -> None:
     timeline = _played(schedule)
     if filename is None:
         print(timeline.to_text())
-    elif filename.endswith(".html"):
-        Path(filename).write_text(timeline.to_html())
-    elif filename.endswith(".svg"):
-        Path(filename).write_text(timeline.to_svg())
+    elif filename.endswith((".html", ".svg")):
+        page = timeline.to_html() if filename.endswith(".html") else timeline.to_svg()
+        Path(filename).write_text(page)
     else:
         try:
             _torchs.visualize_schedule([*map(list, schedule)], filename)

@@ -3,33 +3,29 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from inspect import signature
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 
 from taktline.compat.torch_pipelining import schedules as torchs
 from taktline.compat.torch_pipelining._boundaries import TELLS, like, undisturbed
-from taktline.compat.torch_pipelining._calls import Calls, lowered, play
+from taktline.compat.torch_pipelining._calls import Calls, Order, lowered, placement_of, play
 from taktline.compat.torch_pipelining._replaced import Watched
 from taktline.compat.torch_pipelining._steps import Native, StepCall, run
 from taktline.errors import BatchError, CallOrderError
 from taktline.plan import Plan, validate
 
 __all__ = [
-    "Order",
-    "Ordered",
     "PipelineScheduleMulti",
     "PipelineScheduleSingle",
     "_PipelineSchedule",
     "_PipelineScheduleRuntime",
-    "placement_of",
 ]
 
-Order: TypeAlias = dict[int, list[Any]]
-"""Actions by rank; a None is a rank that waits."""
 _TAKES = len(signature(torchs.PipelineScheduleSingle._initialize_stage).parameters) - 1
 """Arguments to initialise stages with: since 2.12 a target, too, since 2.13 those of the loss."""
 
@@ -67,6 +63,11 @@ class _PipelineSchedule(torchs._PipelineSchedule, metaclass=Watched):
         several = vars(self).get("_stages")
         return [self._stage] if several is None else several
 
+    @property
+    def _grad_factor(self) -> int:
+        """What gradients are divided by."""
+        return self._n_microbatches if self.scale_grads else 1
+
     def step(
         self,
         *args: Any,
@@ -84,13 +85,14 @@ class _PipelineSchedule(torchs._PipelineSchedule, metaclass=Watched):
         Beside what torch takes, ``arg_mbs``, ``kwarg_mbs`` and ``target_mbs`` are lists of ready
         micro-batches, in the place of ``args``, ``kwargs`` and ``target``.
         """
-        batch = (args, kwargs, target, arg_mbs, kwarg_mbs, target_mbs)
-        return run(self, StepCall(*batch, losses, return_outputs, loss_kwargs))
+        whole, parts = (args, kwargs, target), (arg_mbs, kwarg_mbs, target_mbs)
+        return run(self, StepCall(whole, parts, losses, return_outputs, loss_kwargs))
 
-    def eval(self, *args: Any, target: Any = None, losses: list | None = None, **kwargs: Any):
+    @like(torchs._PipelineSchedule.eval)
+    def eval(self, *args: Any, **kwargs: Any) -> Any:
         """Run a batch forward only, without gradients; with a target, the losses too."""
         with torch.no_grad():
-            return super().eval(*args, target=target, losses=losses, **kwargs)
+            return super().eval(*args, **kwargs)
 
     def _maybe_compute_loss(self, stage, output, target_mbs, mb_index, loss_kwargs=None):
         """Note the loss of a micro-batch, in its place, if this is the last stage."""
@@ -113,52 +115,39 @@ class _PipelineSchedule(torchs._PipelineSchedule, metaclass=Watched):
 
     def _assert_unsharded(self, stage: Any) -> None:
         """Gather the parameters of a sharded stage, if nothing has."""
-        sync = getattr(stage, "grad_sync", None)
-        if getattr(sync, "shards", None) is True and stage.stage_index not in self.unsharded_stages:
+        if self._is_sharded(stage) and stage.stage_index not in self.unsharded_stages:
             stage.grad_sync.unshard()
             self.unsharded_stages.add(stage.stage_index)
 
-    def _note_mode(self) -> None:
-        """Before torch 2.12, what eval() prepares knows no gradients, and would stay so."""
-        if not TELLS and self._prepared_for not in (None, self._has_backward):
-            self._forget_shapes()
-        self._prepared_for = self._has_backward
+    def _is_sharded(self, stage: Any) -> bool:
+        # A mock has every attribute.
+        return getattr(getattr(stage, "grad_sync", None), "shards", None) is True
 
-    def _forget_shapes(self) -> None:
-        """Let stages find out anew what they return."""
+    @contextmanager
+    def _initializing(self, args: Sequence[Any], kwargs: Any) -> Iterator[Sequence[Any]]:
+        """Inside, stages find out what they return; yields what to call them with."""
+        if not TELLS and self._prepared_for not in (None, self._has_backward):
+            # Before 2.12, those of eval() know no gradients, and would stay.
+            self._note_shapes(known=False)
+        self._prepared_for = self._has_backward
+        # Steps that were written for older torch leave out the target.
+        left_out = len(args) == 2 and not kwargs
+        with undisturbed(self._local_stages):
+            yield (*args, *self._compared_with)[:_TAKES] if left_out else args
+
+    def _note_shapes(self, *, known: bool) -> None:
+        """Whether stages know what they return, or have to find it out anew."""
         for name in [name for name in vars(self) if name.endswith("ward_initialized")]:
-            setattr(self, name, False)
+            setattr(self, name, known and (self._has_backward or "forward" in name))
 
     def _has_own_step(self) -> bool:
         """Whether somebody has written what is done with the micro-batches."""
-        written = type(self)._step_microbatches is not Ordered._step_microbatches
+        written = type(self)._step_microbatches is not PipelineScheduleMulti._step_microbatches
         return written or "_step_microbatches" in vars(self)
-
-    def _with_target(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-        """What stages are initialised with; steps written for older torch leave out the target."""
-        left_out = len(args) == 2 and not kwargs
-        return (*args, *self._compared_with)[:_TAKES] if left_out else args
-
-    def _order_to_run(self) -> Order | None:
-        """What each rank does; None if that is not written down."""
-        return None
 
     def _plan_maker(self) -> Any:
         """Makes the plan that says the same, for a number of ranks; None if nothing does."""
         return None
-
-
-class Ordered:
-    """What each rank does is written down."""
-
-    @like(torchs.ScheduleGPipe._step_microbatches)
-    def _step_microbatches(
-        self: Any, args=None, kwargs=None, targets=None, losses=None, outputs=True, loss_kwargs=None
-    ) -> None:
-        """Run the order of this rank, action by action."""
-        args, kwargs = self._check_inputs(args, kwargs, targets, losses)
-        context = torchs._PipelineContext(self, args, kwargs, targets, losses)
-        play(Calls(self, context, outputs, loss_kwargs))
 
 
 class PipelineScheduleSingle(_PipelineSchedule, torchs.PipelineScheduleSingle):
@@ -166,16 +155,22 @@ class PipelineScheduleSingle(_PipelineSchedule, torchs.PipelineScheduleSingle):
 
     @like(torchs.PipelineScheduleSingle._initialize_stage)
     def _initialize_stage(self, *args: Any, **kwargs: Any) -> None:
-        self._note_mode()
-        with undisturbed([self._stage]):
-            super()._initialize_stage(*self._with_target(args, kwargs), **kwargs)
+        with self._initializing(args, kwargs) as given:
+            super()._initialize_stage(*given, **kwargs)
 
-    @like(torchs.PipelineScheduleSingle._initialize_stage)
-    def _prepare(self, *args: Any, **kwargs: Any) -> None:
-        self._initialize_stage(*args, **kwargs)
+    def _prepare(self, *given: Any) -> None:
+        self._initialize_stage(*given[:_TAKES])
+
+    def _rank_of(self, stage: int) -> int:
+        return stage
+
+    @property
+    def rank(self) -> int:
+        """The rank in the pipeline, which other schedules have as an attribute."""
+        return self._stage.stage_index
 
 
-class PipelineScheduleMulti(Ordered, _PipelineSchedule, torchs.PipelineScheduleMulti):
+class PipelineScheduleMulti(_PipelineSchedule, torchs.PipelineScheduleMulti):
     """A schedule that runs what ``pipeline_order`` says: for each rank, its computations in order.
 
     A None in it is a rank that waits; here that means nothing, as ranks wait for messages only.
@@ -183,19 +178,30 @@ class PipelineScheduleMulti(Ordered, _PipelineSchedule, torchs.PipelineScheduleM
 
     _planned: tuple[Any, Any, Any] = (None, None, None)
 
-    @like(torchs.PipelineScheduleMulti._initialize_stages)
-    def _initialize_stages(self, *args: Any, **kwargs: Any) -> None:
-        self._note_mode()
-        with undisturbed(self._stages):
-            super()._initialize_stages(*self._with_target(args, kwargs), **kwargs)
+    @like(torchs.ScheduleGPipe._step_microbatches)
+    def _step_microbatches(
+        self, args=None, kwargs=None, targets=None, losses=None, outputs=True, loss_kwargs=None
+    ) -> None:
+        """Run the order of this rank, action by action."""
+        args, kwargs = self._check_inputs(args, kwargs, targets, losses)
+        context = torchs._PipelineContext(self, args, kwargs, targets, losses)
+        play(Calls(self, context, outputs, loss_kwargs))
 
     @like(torchs.PipelineScheduleMulti._initialize_stages)
-    def _prepare(self, *args: Any, **kwargs: Any) -> None:
+    def _initialize_stages(self, *args: Any, **kwargs: Any) -> None:
+        with self._initializing(args, kwargs) as given:
+            super()._initialize_stages(*given, **kwargs)
+
+    def _prepare(self, *given: Any) -> None:
         # Whoever has only set an order has said with it where stages are.
-        self.stage_index_to_group_rank |= placement_of(self._order_to_run())
+        self._place_stages(self._order_to_run())
+        self._initialize_stages(*given[:_TAKES])
+
+    def _place_stages(self, order: Order) -> None:
+        """Note on which ranks an order computes the stages."""
+        self.stage_index_to_group_rank |= placement_of(order)
         for stage in self._stages:
             stage.stage_index_to_group_rank = self.stage_index_to_group_rank
-        self._initialize_stages(*args, **kwargs)
 
     def _get_pipeline_order(self) -> Order | None:
         """What each rank computes."""
@@ -205,6 +211,7 @@ class PipelineScheduleMulti(Ordered, _PipelineSchedule, torchs.PipelineScheduleM
         return self.stage_index_to_group_rank[stage]
 
     def _order_to_run(self) -> Order:
+        """All that each rank does."""
         order = self.pipeline_order
         self.stage_index_to_group_rank |= placement_of(order)
         return lowered(order, self._rank_of, self._num_stages, self._n_microbatches)
@@ -274,19 +281,3 @@ def _maker_of(rows: Sequence[Sequence[Any]], name: str) -> Any:
         return without(waits | sends) if validate(plan) else plan
 
     return make
-
-
-def placement_of(order: Mapping[int, Sequence[Any]]) -> dict[int, int]:
-    """The rank of each stage, by where an order computes it.
-
-    >>> placement_of({0: [torchs._Action.from_str("1F0")], 1: [torchs._Action.from_str("0F0")]})
-    {1: 0, 0: 1}
-    """
-    return {
-        part.stage_index: rank
-        for rank, row in order.items()
-        for action in row
-        if action is not None
-        for part in action.sub_actions or (action,)
-        if part.is_compute_op
-    }

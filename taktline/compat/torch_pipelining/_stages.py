@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from inspect import signature
 from typing import Any
 
@@ -11,41 +13,26 @@ from torch import nn
 
 from taktline.compat.torch_pipelining import _utils as utils
 from taktline.compat.torch_pipelining import stage as torchs
-from taktline.compat.torch_pipelining._boundaries import TELLS, Older, Telling, like
-from taktline.compat.torch_pipelining._halves import (
-    Gradients,
-    stage_backward,
-    stage_backward_input,
-    stage_backward_weight,
-)
+from taktline.compat.torch_pipelining._boundaries import TELLS, Older, Telling, is_whole, like
+from taktline.compat.torch_pipelining._halves import Gradients
 from taktline.compat.torch_pipelining._replaced import Watched
 from taktline.errors import MismatchError, StageUseError
 from taktline.split.traced.module import StageModule
 from taktline.stage import PipelineStage as OwnStage
 from taktline.stage.grad_sync import GradSync
 
-__all__ = ["PipelineStage", "_PipelineStage", "_PipelineStageBase", "_RecvInfo"]
+__all__ = ["PipelineStage", "_PipelineStage", "_PipelineStageBase", "_RecvInfo", "reduced"]
 
 
 class _RecvInfo(torchs._RecvInfo):
     """One input of one micro-batch; what is known of it may be left out."""
 
-    def __init__(
-        self,
-        input_name: str,
-        source: int | None,
-        buffer: torch.Tensor | None,
-        tensor_meta: Any = ...,
-        *,
-        is_root_arg: bool = False,
-    ) -> None:
-        if not TELLS:
-            super().__init__(input_name, source, buffer)
-            return
-        if tensor_meta is ...:
+    @like(torchs._RecvInfo.__init__)
+    def __init__(self, input_name: str, source: Any, buffer: Any, *meta: Any, **more: Any) -> None:
+        if TELLS and not meta and "tensor_meta" not in more:
             example = None if buffer is None else buffer.detach().requires_grad_()
-            tensor_meta = None if example is None else utils.extract_tensor_meta(example)
-        super().__init__(input_name, source, buffer, tensor_meta, is_root_arg=is_root_arg)
+            more["tensor_meta"] = None if example is None else utils.extract_tensor_meta(example)
+        super().__init__(input_name, source, buffer, *meta, **more)
 
 
 class _PipelineStageBase(torchs._PipelineStageBase, metaclass=Watched):
@@ -64,11 +51,6 @@ class _PipelineStageBase(torchs._PipelineStageBase, metaclass=Watched):
     _begun: GradSync | None = None
 
     @property
-    def is_whole(self) -> bool:
-        """Whether it has a module to run; one that stands in for a stage may have none."""
-        return isinstance(getattr(self, "submod", None), nn.Module)
-
-    @property
     def expects_dtensors(self) -> bool:
         """Whether it was told of DTensors at its boundaries: their gradients are placed as torch's.
 
@@ -81,17 +63,9 @@ class _PipelineStageBase(torchs._PipelineStageBase, metaclass=Watched):
     def native(self) -> OwnStage:
         """The stage of Taktline that does the same."""
         if self._native is None:
-            inputs, outputs = self.examples
-            self._native = OwnStage(
-                self.submod,
-                self.stage_index,
-                self.num_stages,
-                self.device,
-                inputs,
-                outputs,
-                group=self.group,
-                get_mesh=self.get_mesh,
-            )
+            place = (self.stage_index, self.num_stages, self.device)
+            ways = {"group": self.group, "get_mesh": self.get_mesh}
+            self._native = OwnStage(self.submod, *place, *self.examples, **ways)
         self._native.submod, self._native.dw_builder = self.submod, self.dw_builder
         return self._native
 
@@ -99,7 +73,7 @@ class _PipelineStageBase(torchs._PipelineStageBase, metaclass=Watched):
     def grad_sync(self) -> GradSync | None:
         """What averages its gradients over replicas, told to do nothing by itself."""
         try:
-            sync = self.native.grad_sync if self.is_whole else None
+            sync = self.native.grad_sync if is_whole(self) else None
         except MismatchError as error:
             raise StageUseError(f"{self.log_prefix} {error}") from error
         if sync is not self._begun:
@@ -133,16 +107,16 @@ class _PipelineStageBase(torchs._PipelineStageBase, metaclass=Watched):
         self.gradients_due = True
         if backward_type == "weight":
             groups = bwd_kwargs["param_groups"]
-            found = stage_backward_weight(self.submod.parameters(), groups)
+            found = torchs.stage_backward_weight(self.submod.parameters(), groups)
             if sync is not None:
                 sync.weights_done()
             return found, None
         keys = ("stage_output", "output_grads", "input_values")
         outputs, gradients, inputs = (bwd_kwargs.get(key) for key in keys)
         if backward_type == "full":
-            return stage_backward(outputs, gradients, inputs), None
+            return torchs.stage_backward(outputs, gradients, inputs), None
         if backward_type == "input":
-            return stage_backward_input(
+            return torchs.stage_backward_input(
                 outputs or (), gradients, inputs or (), self.submod.parameters()
             )
         raise StageUseError(f"Unknown backward type: {backward_type}")
@@ -213,6 +187,9 @@ class PipelineStage(_PipelineStageBase, Telling, Older):
         self.get_mesh = given.get("get_mesh")
 
 
+_TRACED = torchs._PipelineStage
+
+
 class _PipelineStage(PipelineStage):
     """A stage that :func:`pipeline` has cut.
 
@@ -229,17 +206,7 @@ class _PipelineStage(PipelineStage):
         group: dist.ProcessGroup | None = None,
     ) -> None:
         super().__init__(stage_module, stage_index, pipe_info.num_stages, device, group=group)
-        self.pipe_info = pipe_info
-        nodes = [node for node in pipe_info.graph.nodes if node.op == "call_module"]
-        if len(nodes) != self.num_stages:
-            raise utils.PipeliningMetadataError(
-                f"Number of submodules in pipe graph {len(nodes)} does not match number of stages "
-                f"{self.num_stages}"
-            )
-        self.node = nodes[stage_index]
-        self.name = str(self.node.name)
-        self.submod_to_stage_index = {str(node.name): i for i, node in enumerate(nodes)}
-        self._move_submod_to_device()
+        _TRACED.__init__(self, stage_module, stage_index, pipe_info, device, group)
 
     def _move_submod_to_device(self) -> None:
         """Move the module, and what its graph makes, to the device."""
@@ -247,5 +214,32 @@ class _PipelineStage(PipelineStage):
             self.submod.set_device(torch.device(self.device))
         self.submod.to(self.device)
 
-    get_stage_index_of_submod = torchs._PipelineStage.get_stage_index_of_submod
-    find_dst_rank = torchs._PipelineStage.find_dst_rank
+    get_stage_index_of_submod = _TRACED.get_stage_index_of_submod
+    find_dst_rank = _TRACED.find_dst_rank
+
+
+@contextmanager
+def reduced(schedule: Any, stages: Sequence[Any]) -> Iterator[list[Any]]:
+    """Inside, gradients begin anew; then they are reduced, scaled, and added to what was there.
+
+    Otherwise, gradients that earlier steps have left would be scaled again. Yields the stages whose
+    gradients an order that says nothing of it has left to be reduced.
+    """
+    scaled = schedule._has_backward and schedule.scale_grads
+    modules = [stage.submod for stage in stages if scaled and is_whole(stage)]
+    parameters = [parameter for module in modules for parameter in module.parameters()]
+    earlier = {p: p.grad for p in parameters if p.grad is not None}  # each once, if it is shared
+    for parameter in earlier:
+        parameter.grad = None
+    known = [stage for stage in stages if isinstance(stage, _PipelineStageBase)]
+    due = [*known]
+    try:
+        yield due
+        for stage in due:
+            if stage.gradients_due:
+                stage.perform_reduce_grad(schedule._grad_factor)
+    finally:
+        for stage in known:
+            stage.end_sync()
+        for parameter, gradient in earlier.items():
+            parameter.grad = gradient if parameter.grad is None else gradient.add_(parameter.grad)

@@ -9,7 +9,6 @@ with the same agreement before it and the same outcome on every rank after it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -19,14 +18,15 @@ import torch
 
 from taktline.compat.torch_pipelining import microbatch
 from taktline.compat.torch_pipelining import schedules as torchs
-from taktline.compat.torch_pipelining._boundaries import Elsewhere, show
-from taktline.compat.torch_pipelining._calls import CallProgram, Calls, reduced
+from taktline.compat.torch_pipelining._boundaries import Elsewhere, is_whole, show
+from taktline.compat.torch_pipelining._calls import CallProgram, Calls
 from taktline.compat.torch_pipelining._errors import as_in_torch
 from taktline.compat.torch_pipelining._replaced import is_replaced
-from taktline.compat.torch_pipelining._stages import _PipelineStageBase
+from taktline.compat.torch_pipelining._stages import _PipelineStageBase, reduced
 from taktline.errors import (
     BatchError,
     BatchTypeError,
+    InvalidBatchError,
     PipeliningMetadataError,
     StageUseError,
     TaktlineError,
@@ -52,55 +52,46 @@ Cut = tuple[list[Any], list[Any], list[Any] | None]
 
 @dataclass(frozen=True, slots=True)
 class StepCall:
-    """What a step was called with."""
+    """What a step was called with: arguments, keyword arguments and target, whole or in parts."""
 
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    target: Any
-    arg_mbs: list[Any] | None
-    kwarg_mbs: list[Any] | None
-    target_mbs: list[Any] | None
+    whole: tuple[tuple[Any, ...], dict[str, Any], Any]
+    parts: tuple[list[Any] | None, list[Any] | None, list[Any] | None]
     losses: list[Any] | None
     return_outputs: bool
     loss_kwargs: dict[str, Any] | None
 
     def microbatches(self, schedule: Any) -> Cut:
         """The batch in parts, each argument by itself, whatever the others' sizes."""
-        for name, chunks, whole in (
-            ("arg_mbs", self.arg_mbs, bool(self.args)),
-            ("kwarg_mbs", self.kwarg_mbs, bool(self.kwargs)),
-            ("target_mbs", self.target_mbs, self.target is not None),
-        ):
-            if chunks is not None and whole:
+        args, kwargs, target = self.whole
+        names, given = ("arg_mbs", "kwarg_mbs", "target_mbs"), (args, kwargs, target is not None)
+        for name, parts, whole in zip(names, self.parts, given, strict=True):
+            if parts is not None and whole:
                 raise BatchError(f"{name} and the whole batch were given; give one of them")
         if self.losses is not None:
             schedule._check_inputs(losses=self.losses)
-        args, kwargs, target = self.args, self.kwargs, self.target
         if not schedule._has_backward:
             # Parts of what requires a gradient would be asked to keep theirs.
-            args, kwargs, target = tree_map_only(
-                torch.Tensor, torch.Tensor.detach, (args, kwargs, target)
-            )
+            detached = tree_map_only(torch.Tensor, torch.Tensor.detach, self.whole)
+            args, kwargs, target = detached
         count = schedule._n_microbatches
-        arg_mbs, kwarg_mbs = schedule._split_inputs(args, kwargs)
-        target_mbs = self.target_mbs
-        if target_mbs is None and isinstance(target, torch.Tensor):
-            spec = getattr(torchs, "_TARGET_CHUNK_SPEC", microbatch.TensorChunkSpec(0))
-            target_mbs = [*microbatch._split_tensor(target, spec, count)]
-        elif target_mbs is None and target is not None:
-            cut, _ = microbatch.split_args_kwargs_into_chunks((target,), None, count)
-            target_mbs = [part for (part,) in cut]
-        if self.arg_mbs is not None:
-            arg_mbs = self.arg_mbs
-        if self.kwarg_mbs is not None:
-            kwarg_mbs = self.kwarg_mbs
-        for name, chunks in (("args", arg_mbs), ("kwargs", kwarg_mbs), ("target", target_mbs)):
+        made = (*schedule._split_inputs(args, kwargs), _parts_of_target(target, count))
+        cut: Any = [m if p is None else p for m, p in zip(made, self.parts, strict=True)]
+        for name, chunks in zip(("args", "kwargs", "target"), cut, strict=True):
             if chunks is not None and len(chunks) != count:
                 raise BatchError(
                     f"{name} make {len(chunks)} micro-batches, but the schedule runs {count}; the "
                     f"batch has {len(chunks)} along dimension 0: give at least {count}"
                 )
-        return arg_mbs, kwarg_mbs, target_mbs
+        return tuple(cut)
+
+
+def _parts_of_target(target: Any, count: int) -> list[Any] | None:
+    if isinstance(target, torch.Tensor):
+        spec = getattr(torchs, "_TARGET_CHUNK_SPEC", microbatch.TensorChunkSpec(0))
+        return [*microbatch._split_tensor(target, spec, count)]
+    if target is None:
+        return None
+    return [part for (part,) in microbatch.split_args_kwargs_into_chunks((target,), None, count)[0]]
 
 
 def run(schedule: Any, call: StepCall) -> Any:
@@ -117,14 +108,16 @@ def run(schedule: Any, call: StepCall) -> Any:
         stage.chunks = schedule._n_microbatches
         stage.clear_runtime_states()
     make_plan = schedule._plan_maker()
-    own = all(isinstance(stage, _PipelineStageBase) and stage.is_whole for stage in stages)
+    own = all(isinstance(stage, _PipelineStageBase) and is_whole(stage) for stage in stages)
     way = _agreed(schedule) if make_plan is not None and own else _ALONE
+    if schedule._on_ours and way != _NATIVELY:
+        schedule._note_shapes(known=False)  # torch's stages do not know what ours have seen
     schedule._on_ours = way == _NATIVELY
     if make_plan is None or way == _ALONE:
         return _by_itself(schedule, call)
-    native = schedule._native
-    if native is None or not native.fits(schedule, make_plan):
-        native = schedule._native = Native(schedule, make_plan)
+    native, made_with = schedule._native, (schedule._on_ours, _settings(schedule, make_plan))
+    if native is None or native.made_with != made_with:
+        native = schedule._native = Native(schedule, *made_with)
     return native.run(schedule, call)
 
 
@@ -188,25 +181,14 @@ class Native(Schedule):
 
     _compared = ()  # in torch, ranks may be given what they do not use
 
-    def __init__(self, theirs: Any, make_plan: Callable[[int], Any]) -> None:
-        self._made_with = (theirs._on_ours, make_plan, *_settings(theirs).values())
+    def __init__(self, theirs: Any, natively: bool, settings: dict[str, Any]) -> None:
+        self.made_with = (natively, settings)
         self._calls: Calls | None = None
         self._theirs: Any = None
-        self._runner_type = partial(_Shower if theirs._on_ours else _Caller, proxy(self))
-        super().__init__(
-            [stage.native for stage in theirs._local_stages],
-            **_settings(theirs),
-            args_chunk_spec=None,
-            kwargs_chunk_spec=None,
-            output_merge_spec=None,
-            seed=None,
-            name=type(theirs).__name__,
-            make_plan=make_plan,
-        )
-
-    def fits(self, theirs: Any, make_plan: Callable[[int], Any]) -> bool:
-        """Whether nothing has changed since it was made."""
-        return self._made_with == (theirs._on_ours, make_plan, *_settings(theirs).values())
+        self._runner_type = partial(_Shower if natively else _Caller, proxy(self))
+        nothing = ("args_chunk_spec", "kwargs_chunk_spec", "output_merge_spec", "seed")
+        stages = [stage.native for stage in theirs._local_stages]
+        super().__init__(stages, **settings, **dict.fromkeys(nothing))
 
     def run(self, theirs: Any, call: StepCall) -> Any:
         """One step."""
@@ -232,7 +214,9 @@ class Native(Schedule):
         try:
             if self._calls is not None:
                 self._prepare(theirs, self._calls, refusal)
-            return step(**dict(zip(names, cut, strict=True)), **options)
+            merged = step(**dict(zip(names, cut, strict=True)), **options)
+            theirs._note_shapes(known=True)
+            return merged
         except TaktlineError as error:
             raise as_in_torch(error) from error.__cause__
         finally:
@@ -253,7 +237,7 @@ class Native(Schedule):
                 error = kind(f"rank {transport.rank}: {text}")
                 error.__cause__ = raised
             if any(failed for (failed,) in transport.exchange([int(error is not None)], what)):
-                theirs._forget_shapes()
+                theirs._note_shapes(known=False)
                 raise share_error(transport, error) or StageUseError("a stage has failed")
 
     def _merged(self, feed: Feed) -> Any:
@@ -301,8 +285,10 @@ class _Caller(_Shower):
         """Nothing."""
 
 
-def _settings(schedule: Any) -> dict[str, Any]:
+def _settings(schedule: Any, make_plan: Any) -> dict[str, Any]:
     return {
+        "name": type(schedule).__name__,
+        "make_plan": make_plan,
         "n_microbatches": schedule._n_microbatches,
         "loss_fn": schedule._loss_fn,
         "scale_grads": schedule.scale_grads,
@@ -313,7 +299,8 @@ def _settings(schedule: Any) -> dict[str, Any]:
 def _refusal(error: Exception) -> BatchError:
     if isinstance(error, BatchError):
         return error
-    kind = BatchTypeError if isinstance(error, TypeError) else BatchError
+    kinds = {TypeError: BatchTypeError, AssertionError: InvalidBatchError}
+    kind = next((kinds[builtin] for builtin in kinds if isinstance(error, builtin)), BatchError)
     told = kind(f"{type(error).__name__}: {text_of(error)}")
     told.__cause__ = error
     return told
