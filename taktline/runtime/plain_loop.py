@@ -91,48 +91,63 @@ class _Backward:
     def __init__(self, last: int, device_type: str) -> None:
         self._last = last
         self._device_type = device_type
-        self._marks = [partial(self._come_to, stage) for stage in range(last + 1)]
+        self._at = [last]
+        self._marks = [_mark(self._at, stage) for stage in range(last + 1)]
         self._roots: list[torch.Tensor] = []
         self._gradients: list[torch.Tensor] = []
         self._asides: dict[int, Aside] = {}
-        self.stage = last
+
+    @property
+    def stage(self) -> int:
         """Where it is."""
+        return self._at[0]
 
     def keep(self, stage: int, results: Sequence[Any], own: Own, aside: Aside | None) -> None:
         """Note what a forward has left for the backward."""
-        self._mark(stage, opened(results)[0])
+        self._note(self._marks[stage], opened(results)[0])
         for loss, gradient in zip(*own, strict=True):
             if gradient is not None:
                 self._roots.append(loss)
                 self._gradients.append(gradient)
         if aside is not None:
             put = [skip.value for skip in aside.skips.values() if skip.stage == stage]
-            self._mark(stage, (put, aside.losses))
+            self._note(self._marks[stage], (put, aside.losses))
             aside.replays = True
             self._asides[stage] = aside
 
     def run(self) -> None:
         """Add up the gradients of all stages."""
         roots, gradients, asides = self._roots, self._gradients, self._asides
-        self._roots, self._gradients, self._asides, self.stage = [], [], {}, self._last
+        self._roots, self._gradients, self._asides, self._at[0] = [], [], {}, self._last
         if asides:
             with Replay(lambda: asides.get(self.stage) or Aside(self.stage, {})):
                 uncast(self._device_type, accumulate, roots, gradients)
         elif roots:
             uncast(self._device_type, accumulate, roots, gradients)
 
-    def _mark(self, stage: int, tree: Any) -> None:
+    def _note(self, mark: torch.Tensor, tree: Any) -> None:
         if isinstance(tree, torch.Tensor):
-            if tree.requires_grad:
-                tree.register_hook(self._marks[stage])
+            if (node := tree.grad_fn) is not None:
+                node._register_hook_dict(mark)
         elif isinstance(tree, (tuple, list)):
             for part in tree:
-                self._mark(stage, part)
+                self._note(mark, part)
         elif isinstance(tree, dict):
-            self._mark(stage, list(tree.values()))
+            self._note(mark, list(tree.values()))
 
-    def _come_to(self, stage: int, _: torch.Tensor) -> None:
-        self.stage = stage
+
+def _mark(at: list[int], stage: int) -> torch.Tensor:
+    """What nodes of autograd take a hook from, which notes that the backward is at a stage.
+
+    ``Tensor.register_hook`` would take as long as a small layer.
+    """
+
+    def come(_: torch.Tensor) -> None:
+        at[0] = stage
+
+    mark = torch.empty(0)
+    mark._backward_hooks = {0: come}
+    return mark
 
 
 class _Work(Work):

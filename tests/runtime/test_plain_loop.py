@@ -151,6 +151,29 @@ def test_an_error_in_a_backward_names_its_stage(schedule: str, kind: str, stage:
     assert pipe.step(X, target=Y) == expected
 
 
+class Lends(nn.Linear):
+    """Hands its weight on beside its output."""
+
+    def forward(self, input: Tensor) -> tuple[Tensor, Tensor]:
+        return super().forward(input), self.weight
+
+
+class Borrows(nn.Linear):
+    """Uses the weight of the stage before."""
+
+    def forward(self, input: Tensor, weight: Tensor) -> Tensor:
+        return super().forward(input) @ weight
+
+
+def test_a_weight_that_is_handed_on_keeps_no_hooks() -> None:
+    """Each micro-batch of each step left one on it."""
+    stages = [Lends(4, 4), Borrows(4, 4)]
+    pipe = pipeline(stages)
+    for _ in range(3):
+        pipe.step(X, target=Y)
+    assert not stages[0].weight._backward_hooks
+
+
 def test_a_plan_with_another_order_backward_is_kept() -> None:
     calls: list[int] = []
     plan = Plan.from_actions([["0F0", "0F1", "1F0", "1F1", "1B1", "0B1", "1B0", "0B0"]])
