@@ -20,21 +20,14 @@ from taktline.errors import (
     text_of,
 )
 from taktline.plan import Plan
-from taktline.runtime.agreement import (
-    Call,
-    Introduction,
-    check_stages,
-    examples,
-    misfit,
-    mismatch,
-    out_of_step,
-)
+from taktline.runtime.agreement import Call, mismatch, out_of_step
 from taktline.runtime.bind import Binding, Bound, Signatures, bind, channels_of
 from taktline.runtime.capture import Captures, CudaGraphs, Graphs
 from taktline.runtime.digest import digest_of
 from taktline.runtime.executor import Failure, Program
 from taktline.runtime.fingerprint import DataWatch
 from taktline.runtime.identity import Identity
+from taktline.runtime.introduction import Introduction, check_stages, examples, misfit
 from taktline.runtime.outcome import Outcome
 from taktline.runtime.plans import Runnable
 from taktline.runtime.recorder import Recorder, watching
