@@ -139,23 +139,26 @@ def pipeline(job: Job, cut: str, schedule: str, ranks: int) -> Callable[[], obje
 
 
 def ratios(
-    plain: Callable[[], object], piped: Callable[[], object], steps: int, seconds: float
-) -> list[float]:
-    """What some steps take over what the loop takes beside them; for so long, and 9 times."""
-    found: list[float] = []
+    plain: Callable[[], object], steps: Sequence[Callable[[], object]], count: int, seconds: float
+) -> list[list[float]]:
+    """What so many of each step take over what the loop takes beside them; 9 times or more.
+
+    All take turns, so that a while in which the host is slow is no single one's.
+    """
+    found: list[list[float]] = [[] for _ in steps]
     gc.collect()
     gc.disable()  # as timeit does: nobody pays for what others have left lying about
-    for _ in range(3):  # shapes are learned, memory is taken
-        timed(plain, steps)
-        timed(piped, steps)
+    for step in (plain, *steps):
+        timed(step, 3)  # shapes are learned, memory is taken
     ends = time.perf_counter() + seconds
-    while len(found) < 9 or time.perf_counter() < ends:
-        if len(found) % 2:  # whoever goes first finds what others have left in the caches
-            taken = timed(piped, steps)
-            found.append(taken / timed(plain, steps))
-        else:
-            bare = timed(plain, steps)
-            found.append(timed(piped, steps) / bare)
+    while len(found[0]) < 9 or time.perf_counter() < ends:
+        for step, taken in zip(steps, found, strict=True):
+            if len(taken) % 2:  # whoever goes first finds what others have left in the caches
+                piped = timed(step, count)
+                taken.append(piped / timed(plain, count))
+            else:
+                bare = timed(plain, count)
+                taken.append(timed(step, count) / bare)
     gc.enable()
     return found
 
@@ -174,22 +177,23 @@ def timed(call: Callable[[], object], steps: int) -> float:
 def main(
     ranks: list[int], schedules: list[str], jobs: list[str], seconds: float, device: str
 ) -> None:
-    """Print a line for each number of ranks and schedule."""
-    made = {name: JOBS[device][name]() for name in jobs}
-    columns = [(n, cut) for n, job in made.items() for cut in CUTS if job.stages or cut != CUTS[0]]
-    heads = [f"{name}, {cut}" for name, cut in columns]
-    print(f"{'ranks':>5}  {'schedule':18}" + "".join(f"{head:24}" for head in heads))
-    for count in ranks:
-        for schedule in schedules:
-            print(f"{count:>5}  {schedule:18}", end="", flush=True)
-            for name, cut in columns:
-                job = made[name]
-                piped = pipeline(job, cut, schedule, count)
-                found = ratios(loop(job), piped, job.steps, seconds)
-                low, middle, high = statistics.quantiles(found, n=4)
-                told = f"{middle:.2f} ({low:.2f} to {high:.2f})"
-                print(f"{told:24}", end="", flush=True)
-            print()
+    """Print a table for each job, with a line for each number of ranks and schedule."""
+    for name in jobs:
+        job = JOBS[device][name]()
+        cuts = CUTS if job.stages else CUTS[1:]
+        rows = [(count, schedule) for count in ranks for schedule in schedules]
+        steps = [pipeline(job, cut, schedule, n) for n, schedule in rows for cut in cuts]
+        found = iter(ratios(loop(job), steps, job.steps, seconds))
+        print(f"{'ranks':>5}  {'schedule':18}" + "".join(f"{f'{name}, {c}':24}" for c in cuts))
+        for count, schedule in rows:
+            told = (quartiles(next(found)) for _ in cuts)
+            print(f"{count:>5}  {schedule:18}" + "".join(f"{each:24}" for each in told))
+
+
+def quartiles(found: list[float]) -> str:
+    """The median, and between what half of them are."""
+    low, middle, high = statistics.quantiles(found, n=4)
+    return f"{middle:.2f} ({low:.2f} to {high:.2f})"
 
 
 if __name__ == "__main__":
@@ -197,7 +201,7 @@ if __name__ == "__main__":
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--schedules", nargs="+", default=list(SCHEDULES), choices=SCHEDULES)
     parser.add_argument("--jobs", nargs="+", default=[])
-    parser.add_argument("--seconds", type=float, default=2.0, help="of each measurement, at least")
+    parser.add_argument("--seconds", type=float, default=60.0, help="of each table, at least")
     parser.add_argument("--device", default="cpu", choices=list(JOBS))
     options = parser.parse_args()
     torch.set_num_threads(1)
