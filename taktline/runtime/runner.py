@@ -9,12 +9,7 @@ from typing import Any
 
 import torch
 
-from taktline.errors import (
-    MismatchError,
-    StageError,
-    TaktlineError,
-    text_of,
-)
+from taktline.errors import MismatchError, StageError, TaktlineError, text_of
 from taktline.plan import Plan
 from taktline.runtime.accord import Accord
 from taktline.runtime.agreement import Call, mismatch, out_of_step
@@ -245,7 +240,8 @@ class Runner:
     ) -> tuple[Any, Feed]:
         self._feed.clear()
         watch.doing = "waits for every rank to begin the step"
-        shares, agreed = self._agree_with_replicas(prepare, trains)
+        with self.accord.with_replicas(_call(trains)):
+            shares, agreed = self._agree(prepare, trains)
         known = self._kept.take(agreed)
         bound = known if isinstance(known, Bound) else self._bind(known, trains)
         failure = self._fitted(fit)
@@ -257,7 +253,7 @@ class Runner:
             self.recorder.keep()
         if not self._dynamic_shapes:
             known = bound.learned().along(skips) if known is None else bound
-            self._kept.keep(agreed, known)
+            self._remember(agreed, known)
         self._failed = False
         return output, self._feed
 
@@ -347,11 +343,6 @@ class Runner:
             self.replicas.catch_up()
         if self._ties.there:
             self.accord.conclude(self._ties.add_up(None), what)
-
-    def _agree_with_replicas(self, prepare: Prepare, trains: bool) -> tuple[bool, tuple[int, ...]]:
-        """Agree with the ranks of this pipeline; what is wrong in one replica is raised in all."""
-        with self.accord.with_replicas(_call(trains)):
-            return self._agree(prepare, trains)
 
     def arrive(self, what: str) -> None:
         """Raise unless every rank is in the same call, which may wait in collectives.
@@ -473,6 +464,9 @@ class Runner:
 
     def _bind(self, known: Signatures | None, trains: bool) -> Bound:
         return bind(self._binding(trains), known)
+
+    def _remember(self, agreed: tuple[int, ...], known: Signatures | Bound) -> None:
+        self._kept.keep(agreed, known)
 
     def _binding(self, trains: bool) -> Binding:
         """What the program of a step is made from."""
