@@ -1,6 +1,6 @@
 """What `Pipeline` costs in one process: step() over the plain accumulation loop of the same model.
 
-    python benchmarks/pipeline.py                 1, 2 and 4 ranks (about four minutes)
+    python benchmarks/pipeline.py                 1, 2 and 4 ranks (about three minutes)
     python benchmarks/pipeline.py --ranks 4 --device cuda
 
 The plain loop runs forward, loss and backward of the whole model for each micro-batch. Both take
