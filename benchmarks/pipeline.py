@@ -1,11 +1,11 @@
 """What `Pipeline` costs in one process: step() over the plain accumulation loop of the same model.
 
-    python benchmarks/pipeline.py                 1, 2 and 4 ranks (about two minutes)
+    python benchmarks/pipeline.py                 1, 2 and 4 ranks (about three minutes)
     python benchmarks/pipeline.py --ranks 4 --device cuda
 
 The plain loop runs forward, loss and backward of the whole model for each micro-batch. Both take
-turns; what is printed is the median of step() over that of the loop. A model is cut by hand, and as
-`Pipeline` cuts it by itself.
+turns, and each turn of step() is divided by that of the loop beside it; what is printed is the
+median and the quartiles. A model is cut by hand, and as `Pipeline` cuts it by itself.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ JOBS: dict[str, dict[str, Callable[[], Job]]] = {
     },
     "cuda": {
         "tiny": partial(chain, 64, 4, 4, "cuda"),
-        "GPT 40M": partial(gpt, 512, 8, 16384, 128, 2, "cuda"),
+        "GPT 40M": partial(gpt, 512, 8, 16384, 128, 4, "cuda"),
         "GPT 1.2B": partial(gpt, 2048, 22, 32768, 1024, 1, "cuda"),
     },
 }
@@ -138,50 +138,73 @@ def pipeline(job: Job, cut: str, schedule: str, ranks: int) -> Callable[[], obje
     return lambda: pipe.step(job.batch, target=job.target)
 
 
-def ratio(calls: list[Callable[[], object]], steps: int, rounds: int, device: str) -> float:
-    """The median time of the second call over that of the first."""
-    wait = torch.cuda.synchronize if device == "cuda" else lambda: None
-    times: list[list[float]] = [[] for _ in calls]
+def ratios(
+    plain: Callable[[], object], steps: Sequence[Callable[[], object]], count: int, seconds: float
+) -> list[list[float]]:
+    """What so many of each step take over what the loop takes beside them; 9 times or more.
+
+    All take turns, so that a while in which the host is slow is no single one's.
+    """
+    found: list[list[float]] = [[] for _ in steps]
     gc.collect()
     gc.disable()  # as timeit does: nobody pays for what others have left lying about
-    for number in range(rounds + 1):
-        for call, found in zip(calls, times, strict=True):
-            wait()
-            start = time.perf_counter()
-            for _ in range(steps):
-                call()
-            wait()
-            if number:  # in the first round, shapes are learned
-                found.append(time.perf_counter() - start)
+    for step in (plain, *steps):
+        timed(step, 3)  # shapes are learned, memory is taken
+    ends = time.perf_counter() + seconds
+    while len(found[0]) < 9 or time.perf_counter() < ends:
+        for step, taken in zip(steps, found, strict=True):
+            if len(taken) % 2:  # whoever goes first finds what others have left in the caches
+                piped = timed(step, count)
+                taken.append(piped / timed(plain, count))
+            else:
+                bare = timed(plain, count)
+                taken.append(timed(step, count) / bare)
     gc.enable()
-    plain, piped = map(statistics.median, times)
-    return piped / plain
+    return found
 
 
-def main(ranks: list[int], jobs: list[str], rounds: int, device: str) -> None:
-    """Print a line for each number of ranks and schedule."""
-    made = {name: JOBS[device][name]() for name in jobs}
-    columns = [(n, cut) for n, job in made.items() for cut in CUTS if job.stages or cut != CUTS[0]]
-    heads = [f"{name}, {cut}" for name, cut in columns]
-    print(f"{'ranks':>5}  {'schedule':18}" + "".join(f"{head:20}" for head in heads))
-    for count in ranks:
-        for schedule in SCHEDULES:
-            print(f"{count:>5}  {schedule:18}", end="", flush=True)
-            for name, cut in columns:
-                job = made[name]
-                calls = [loop(job), pipeline(job, cut, schedule, count)]
-                print(f"{ratio(calls, job.steps, rounds, device):<20.2f}", end="", flush=True)
-            print()
+def timed(call: Callable[[], object], steps: int) -> float:
+    """How long some calls take, and all that they have begun on a GPU."""
+    wait = torch.cuda.synchronize if torch.cuda.is_initialized() else lambda: None
+    wait()
+    start = time.perf_counter()
+    for _ in range(steps):
+        call()
+    wait()
+    return time.perf_counter() - start
+
+
+def main(
+    ranks: list[int], schedules: list[str], jobs: list[str], seconds: float, device: str
+) -> None:
+    """Print a table for each job, with a line for each number of ranks and schedule."""
+    for name in jobs:
+        job = JOBS[device][name]()
+        cuts = CUTS if job.stages else CUTS[1:]
+        rows = [(count, schedule) for count in ranks for schedule in schedules]
+        steps = [pipeline(job, cut, schedule, n) for n, schedule in rows for cut in cuts]
+        found = iter(ratios(loop(job), steps, job.steps, seconds))
+        print(f"{'ranks':>5}  {'schedule':18}" + "".join(f"{f'{name}, {c}':24}" for c in cuts))
+        for count, schedule in rows:
+            told = (quartiles(next(found)) for _ in cuts)
+            print(f"{count:>5}  {schedule:18}" + "".join(f"{each:24}" for each in told))
+
+
+def quartiles(found: list[float]) -> str:
+    """The median, and between what half of them are."""
+    low, middle, high = statistics.quantiles(found, n=4)
+    return f"{middle:.2f} ({low:.2f} to {high:.2f})"
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4])
+    parser.add_argument("--schedules", nargs="+", default=list(SCHEDULES), choices=SCHEDULES)
     parser.add_argument("--jobs", nargs="+", default=[])
-    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--seconds", type=float, default=60.0, help="of each table, at least")
     parser.add_argument("--device", default="cpu", choices=list(JOBS))
     options = parser.parse_args()
     torch.set_num_threads(1)
     torch.manual_seed(0)
     names = options.jobs or list(JOBS[options.device])
-    main(options.ranks, names, options.rounds, options.device)
+    main(options.ranks, options.schedules, names, options.seconds, options.device)

@@ -269,14 +269,8 @@ def _learned(ends: _Ends, microbatches: int) -> Signatures:
     return Signatures(table(ends.activations_in), table(ends.activations_out))
 
 
-def _work(
-    binding: Binding,
-    known: Signatures | None,
-    stage: int,
-    kind: Callable[..., Work] = Work,
-    **ports: Any,
-) -> Work:
-    return kind(
+def _work(binding: Binding, known: Signatures | None, stage: int, **ports: Any) -> Work:
+    return Work(
         binding.stages[stage],
         binding.feed,
         binding.plan.microbatches,

@@ -19,7 +19,7 @@ import torch
 
 from taktline.plan import Kind
 from taktline.runtime.executor import Instruction
-from taktline.runtime.ports import Handback, Values
+from taktline.runtime.ports import Handback
 from taktline.runtime.stage_actions import Own, Work, uncast
 from taktline.side_values import Aside, Replay, opened
 from taktline.stage import PipelineStage
@@ -35,7 +35,7 @@ def plain_loop(
 ) -> list[Instruction] | None:
     """The same as a plain loop; None if gradients could differ, or if others have a say in them.
 
-    ``make_work(stage, kind=…, ports…)`` makes the work of a stage.
+    ``make_work(stage, joined=…, ports…)`` makes the work of a stage.
     """
     order = _order(instructions)
     if order is None or not all(stage.may_join for stage in stages.values()):
@@ -51,7 +51,7 @@ def plain_loop(
     works = [
         make_work(
             stage,
-            kind=partial(_Work, backward),
+            joined=backward.keep,
             activations_in=handed_on[stage],
             activations_out=handed_on[stage + 1],
         )
@@ -91,66 +91,64 @@ class _Backward:
     def __init__(self, last: int, device_type: str) -> None:
         self._last = last
         self._device_type = device_type
-        self._marks = [partial(self._come_to, stage) for stage in range(last + 1)]
+        self._at = [last]
+        self._marks = [_mark(self._at, stage) for stage in range(last + 1)]
         self._roots: list[torch.Tensor] = []
         self._gradients: list[torch.Tensor] = []
         self._asides: dict[int, Aside] = {}
-        self.stage = last
+
+    @property
+    def stage(self) -> int:
         """Where it is."""
+        return self._at[0]
 
     def keep(self, stage: int, results: Sequence[Any], own: Own, aside: Aside | None) -> None:
         """Note what a forward has left for the backward."""
-        self._mark(stage, opened(results)[0])
+        mark = self._marks[stage]
+        for value in opened(results)[0]:
+            _note(mark, value)
         for loss, gradient in zip(*own, strict=True):
             if gradient is not None:
                 self._roots.append(loss)
                 self._gradients.append(gradient)
         if aside is not None:
             put = [skip.value for skip in aside.skips.values() if skip.stage == stage]
-            self._mark(stage, (put, aside.losses))
+            _note(mark, (put, aside.losses))
             aside.replays = True
             self._asides[stage] = aside
 
     def run(self) -> None:
         """Add up the gradients of all stages."""
         roots, gradients, asides = self._roots, self._gradients, self._asides
-        self._roots, self._gradients, self._asides, self.stage = [], [], {}, self._last
+        self._roots, self._gradients, self._asides, self._at[0] = [], [], {}, self._last
         if asides:
             with Replay(lambda: asides.get(self.stage) or Aside(self.stage, {})):
                 uncast(self._device_type, accumulate, roots, gradients)
         elif roots:
             uncast(self._device_type, accumulate, roots, gradients)
 
-    def _mark(self, stage: int, tree: Any) -> None:
-        if isinstance(tree, torch.Tensor):
-            if tree.requires_grad:
-                tree.register_hook(self._marks[stage])
-        elif isinstance(tree, (tuple, list)):
-            for part in tree:
-                self._mark(stage, part)
-        elif isinstance(tree, dict):
-            self._mark(stage, list(tree.values()))
 
-    def _come_to(self, stage: int, _: torch.Tensor) -> None:
-        self.stage = stage
+def _note(mark: torch.Tensor, tree: Any) -> None:
+    """Let a backward note that it comes to what is in a tree."""
+    if isinstance(tree, torch.Tensor):
+        if (node := tree.grad_fn) is not None:
+            node._register_hook_dict(mark)
+    elif isinstance(tree, (tuple, list)):
+        for part in tree:
+            _note(mark, part)
+    elif isinstance(tree, dict):
+        _note(mark, list(tree.values()))
 
 
-class _Work(Work):
-    """The work of a stage whose output stays in the graph, and as it is."""
+def _mark(at: list[int], stage: int) -> torch.Tensor:
+    """What nodes of autograd take a hook from, which notes that the backward is at a stage.
 
-    def __init__(self, backward: _Backward, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._joined = backward
+    ``Tensor.register_hook`` would take as long as a small layer.
+    """
 
-    def _handed_on(self, output: Any, aside: Aside) -> Values:
-        return self._with_skips(output, aside), None
+    def come(_: torch.Tensor) -> None:
+        at[0] = stage
 
-    def _keep(
-        self,
-        microbatch: int,
-        inputs: Sequence[Any],
-        results: Sequence[Any],
-        own: Own,
-        aside: Aside | None,
-    ) -> None:
-        self._joined.keep(self._index, results, own, aside)
+    mark = torch.empty(0)
+    mark._backward_hooks = {0: come}
+    return mark

@@ -2,40 +2,25 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from functools import partial
-from typing import Any, NoReturn
+from functools import cached_property, partial
+from typing import Any
 
 import torch
 
-from taktline.checks import read
-from taktline.errors import (
-    BatchError,
-    MismatchError,
-    StageError,
-    TaktlineError,
-    restore,
-    text_of,
-)
+from taktline.errors import MismatchError, StageError, TaktlineError, text_of
 from taktline.plan import Plan
-from taktline.runtime.agreement import (
-    Call,
-    Introduction,
-    check_stages,
-    examples,
-    misfit,
-    mismatch,
-    out_of_step,
-)
+from taktline.runtime.accord import Accord
+from taktline.runtime.agreement import Call, mismatch, out_of_step
 from taktline.runtime.bind import Binding, Bound, Signatures, bind, channels_of
 from taktline.runtime.capture import Captures, CudaGraphs, Graphs
 from taktline.runtime.digest import digest_of
 from taktline.runtime.executor import Failure, Program
 from taktline.runtime.fingerprint import DataWatch
 from taktline.runtime.identity import Identity
-from taktline.runtime.outcome import Outcome
+from taktline.runtime.introduction import Introduction, check_stages, examples, misfit
+from taktline.runtime.kept import Kept
 from taktline.runtime.plans import Runnable
 from taktline.runtime.recorder import Recorder, watching
 from taktline.runtime.relay import Relay
@@ -47,7 +32,7 @@ from taktline.runtime.watchdog import STALL_SECONDS, Watch, guarded
 from taktline.stage import PipelineStage
 from taktline.text import by_rank, counted
 from taktline.transport import Channel, Transport, transport_of
-from taktline.transport.control import share_error, share_texts
+from taktline.transport.control import share_texts
 from taktline.transport.distributed import Distributed
 from taktline.transport.one_rank import Alone
 from taktline.transport.turn import Turn
@@ -60,9 +45,6 @@ Fit = Callable[[Feed], None]
 Finish = Callable[[Feed], Any]
 
 _END = "the end of a step"
-
-_REMEMBERED = 8
-"""For how many kinds of batches the signatures are kept."""
 
 
 class Runner:
@@ -90,20 +72,14 @@ class Runner:
         self._parts = parts
         self._seed = seed
         self._dynamic_shapes = dynamic_shapes
-        self._feed = Feed()
-        self._captures: Captures | None = None
+        self._kept = Kept(self._stages)
+        self._feed = self._kept.feed
         self.replicas = Replicas(self._stages)
         self._ties = Ties(self._stages)
-        self._relay: Relay | None = None
-        """How losses reach the other ranks where to read them would take a wait."""
         self._reduces = self._entangled = False
         """Whether a stage of any rank averages its gradients, or shares its work in any way."""
         self.recorder: Recorder | None = None
         """What notes the steps, while there is a trace."""
-        self.asks_to_stop: Callable[[], bool] | None = None
-        """Whether this rank shall end after the step that is running."""
-        self.preempted = False
-        """Whether any rank was to, at the end of the latest step."""
         self._random: RankRandom | None = None
         """Those of all ranks, where they run in this process."""
         self._drawing: Drawing | None = None
@@ -118,8 +94,6 @@ class Runner:
         self._failed = False
         """Whether the latest call has raised: then all ranks know."""
         self._data = DataWatch()
-        # By mode and by what the inputs of all ranks look like; the same on every rank.
-        self._known: dict[tuple[int, ...], Signatures | Bound] = {}
 
     def run_all_ranks(self, count: int) -> None:
         """Run all ranks of the plan in one thread, where they hand over what they would send."""
@@ -128,14 +102,14 @@ class Runner:
 
     def capture(self, graphs: Graphs | None = None) -> None:
         """Capture programs as CUDA graphs, or as what ``graphs`` makes, and replay them."""
-        self._captures = Captures(
+        self._kept.captures = Captures(
             graphs or CudaGraphs(self.device), self._stages, dynamic_shapes=self._dynamic_shapes
         )
 
     @property
     def captured(self) -> str:
         """Which programs are captured; nothing if none are to be."""
-        return "" if self._captures is None else str(self._captures)
+        return "" if self._kept.captures is None else str(self._kept.captures)
 
     @property
     def ranks(self) -> range:
@@ -151,6 +125,11 @@ class Runner:
             stage = self._stages[0]
             self._transport = transport_of(stage.group, stage.device)
         return self._transport
+
+    @cached_property
+    def accord(self) -> Accord:
+        """What this rank agrees on with the others."""
+        return Accord(self.transport, self.replicas, self._kept)
 
     @property
     def watch(self) -> Watch:
@@ -227,7 +206,7 @@ class Runner:
         if isinstance(self.transport, Distributed):
             self.transport.raised(error, watch.where())
             self.transport.entangle(error)
-        self._forget()
+        self._kept.forget()
 
     def connect(self) -> None:
         """Open the channels before the first step, which would wait for that; every rank calls it.
@@ -242,7 +221,7 @@ class Runner:
 
     def restart(self, steps: int) -> None:
         """Begin anew, over new connections, after so many training steps."""
-        self._forget()
+        self._kept.forget()
         self._calls = 0
         self.transport.open(self._channels)
         shared = self.transport.exchange([steps], "reconnect()")
@@ -261,8 +240,9 @@ class Runner:
     ) -> tuple[Any, Feed]:
         self._feed.clear()
         watch.doing = "waits for every rank to begin the step"
-        shares, agreed = self._agree_with_replicas(prepare, trains)
-        known = self._known.pop(agreed, None)
+        with self.accord.with_replicas(_call(trains)):
+            shares, agreed = self._agree(prepare, trains)
+        known = self._kept.take(agreed)
         bound = known if isinstance(known, Bound) else self._bind(known, trains)
         failure = self._fitted(fit)
         with self._ties.step(trains=trains):
@@ -304,10 +284,10 @@ class Runner:
             watch.program = bound.program
             if failure is None:
                 eagerly = partial(bound.program.run, wrap, self)
-                if self._captures is None or wrap is not None:
+                if self._kept.captures is None or wrap is not None:
                     failure = eagerly()
                 else:
-                    failure = self._captures.run(agreed, bound, eagerly, self._ties.apart)
+                    failure = self._kept.captures.run(agreed, bound, eagerly, self._ties.apart)
             else:
                 bound.program.forgo(self)
         watch.program, watch.doing = None, "waits for the gradients of tied weights"
@@ -318,18 +298,18 @@ class Runner:
             try:
                 output = finish(self._feed)
             except Exception as raised:
-                failure = Failure(self._told(raised))
+                failure = Failure(self.accord.told(raised))
         got = {index: sorted(work.got) for index, work in bound.works.items() if work.got}
-        skips = self._conclude_with_replicas(failure, _END, skips=bool(got), shares=shares)
+        skips = self.accord.conclude(failure, _END, skips=bool(got), shares=shares)
         bound.program.settle()
-        return output, self._routes(got) if skips else {}
+        return output, self.accord.routes(got) if skips else {}
 
     def _fitted(self, fit: Fit) -> Failure | None:
         """Fill in what depends on the batch; what goes wrong, all ranks hear of in the end."""
         try:
             fit(self._feed)
         except Exception as raised:
-            return Failure(self._told(raised))
+            return Failure(self.accord.told(raised))
         return None
 
     @contextmanager
@@ -358,33 +338,11 @@ class Runner:
                 MismatchError(f"rank {self.transport.rank} {story}: {kind}: {text_of(raised)}")
             )
         # First that all are here: nobody answers from within another step.
-        self._conclude_with_replicas(failure, what)
+        self.accord.conclude(failure, what)
         with guarded(self.transport, what):
             self.replicas.catch_up()
         if self._ties.there:
-            self._conclude_with_replicas(self._ties.add_up(None), what)
-
-    def _remember(self, agreed: tuple[int, ...], known: Signatures | Bound) -> None:
-        # Put last, so that the first one is always the longest unused.
-        self._known[agreed] = known
-        if len(self._known) > _REMEMBERED:
-            del self._known[next(iter(self._known))]
-
-    def _agree_with_replicas(self, prepare: Prepare, trains: bool) -> tuple[bool, tuple[int, ...]]:
-        """Agree with the ranks of this pipeline; what is wrong in one replica is raised in all."""
-        with self._with_replicas(_call(trains)):
-            return self._agree(prepare, trains)
-
-    @contextmanager
-    def _with_replicas(self, what: str) -> Iterator[None]:
-        """What is raised inside, in one replica, is raised at its end in all."""
-        try:
-            yield
-        except TaktlineError as raised:
-            raise self.replicas.agree(raised, what) or raised from raised.__cause__
-        if (elsewhere := self.replicas.agree(None, what)) is not None:
-            self._forget()
-            raise elsewhere
+            self.accord.conclude(self._ties.add_up(None), what)
 
     def arrive(self, what: str) -> None:
         """Raise unless every rank is in the same call, which may wait in collectives.
@@ -392,7 +350,7 @@ class Runner:
         If a rank shares its work with no other pipeline, it waits in none but ours, which see it.
         """
         if self._entangled:
-            with self._with_replicas(what):
+            with self.accord.with_replicas(what):
                 self.transport.exchange([], what)
 
     def _agree(self, prepare: Prepare, trains: bool) -> tuple[bool, tuple[int, ...]]:
@@ -411,7 +369,7 @@ class Runner:
             facts = prepare(self._feed)
             flags = [str(stage.begin()) for stage in self._stages]
         except Exception as raised:
-            error = self._told(raised)
+            error = self.accord.told(raised)
         waiting, place = self._identity.waiting(self.transport)
         call = Call(
             failed=int(error is not None),
@@ -436,7 +394,7 @@ class Runner:
             raise
         calls = [Call.read(numbers, rank) for rank, numbers in enumerate(shared)]
         if any(call.failed for call in calls):
-            self._raise(error)
+            self.accord.raise_first(error)
         if story := out_of_step(calls):
             raise MismatchError(story)
         if not self._identity.number:
@@ -496,7 +454,7 @@ class Runner:
         rank_of = self.runnable.plan.placement.rank_of
         self._ties.begin(self.transport, rank_of)
         if self.transport.size > 1 and not _on_host(self.device):
-            self._relay = Relay(self.transport, rank_of, self.device)
+            self.accord.relay = Relay(self.transport, rank_of, self.device)
         self._identity.adopt(everyone[0].number)
 
     def _places(self) -> list[int]:
@@ -506,6 +464,9 @@ class Runner:
 
     def _bind(self, known: Signatures | None, trains: bool) -> Bound:
         return bind(self._binding(trains), known)
+
+    def _remember(self, agreed: tuple[int, ...], known: Signatures | Bound) -> None:
+        self._kept.keep(agreed, known)
 
     def _binding(self, trains: bool) -> Binding:
         """What the program of a step is made from."""
@@ -520,76 +481,6 @@ class Runner:
             sends_may_wait=not trains or self.runnable.sends_may_wait,
             drawing=self._drawing,
         )
-
-    def _conclude_with_replicas(
-        self, failure: Failure | None, what: str, *, skips: bool = False, shares: bool = False
-    ) -> bool:
-        """Agree on the outcome with the ranks of this pipeline, and then with its replicas."""
-        with self._with_replicas(what):
-            return self._conclude(failure, what, skips, shares)
-
-    def _conclude(self, failure: Failure | None, what: str, skips: bool, shares: bool) -> bool:
-        """Agree on the outcome, and on losses that are shared; returns if there are skips."""
-        shares &= self.transport.size > 1  # one process has them all, and nobody needs to wait
-        microbatches, relay, relayed = self._feed.microbatches, self._relay, None
-        if shares and relay is not None:
-            relayed = relay.share({} if failure else self._feed.losses, microbatches)
-        mine = Outcome.of(
-            self._feed,
-            failed=failure is not None,
-            skips=skips,
-            shares=microbatches if shares else 0,
-            relayed=relayed is not None,
-            preempted=self.asks_to_stop is not None and self.asks_to_stop(),
-        )
-        shared = self.transport.exchange(mine.numbers, what)
-        if relay is not None:
-            relay.settle()
-        outcomes = [Outcome(numbers) for numbers in shared]
-        self.preempted = any(outcome.preempted for outcome in outcomes)
-        if any(outcome.failed for outcome in outcomes):
-            self._forget()
-            self._raise(None if failure is None else failure.error)
-        if shares:
-            Outcome.share(outcomes, self._feed, relayed)
-        return any(outcome.skips for outcome in outcomes)
-
-    def _routes(self, got: Mapping[int, Sequence[str]]) -> dict[str, int]:
-        """The last stage of all ranks that gets each skip."""
-        routes: dict[str, int] = {}
-        mine = json.dumps(list(got.items()))
-        for rank, text in enumerate(share_texts(self.transport, mine, "skips of a step")):
-            told = read(text, [(int, [str])], what=f"the skips that rank {rank} gets")
-            for stage, names in told:
-                routes |= {name: max(stage, routes.get(name, 0)) for name in names}
-        return routes
-
-    def _forget(self) -> None:
-        """Let go of a step that did not end well, and of what may be wrong because of it."""
-        self._feed.clear()
-        self._known.clear()
-        if self._captures is not None:
-            self._captures.forget()
-        for stage in self._stages:
-            stage.clear()
-
-    def _raise(self, error: TaktlineError | None) -> NoReturn:
-        """Raise the same error on every rank."""
-        self._feed.clear()
-        shared = share_error(self.transport, error)
-        if shared is None:
-            raise MismatchError("a rank failed without saying why; look at the other ranks' output")
-        raise shared
-
-    def _told(self, error: Exception) -> TaktlineError:
-        """What went wrong before or after everything was run, with its rank."""
-        rank = f"rank {self.transport.rank}: " if self.transport.size > 1 else ""
-        if isinstance(error, TaktlineError):
-            told = restore(type(error), (f"{rank}{text_of(error)}",), vars(error))
-        else:
-            told = BatchError(f"{rank}{type(error).__name__}: {text_of(error)}")
-        told.__cause__ = error
-        return told
 
 
 def _call(trains: bool) -> str:

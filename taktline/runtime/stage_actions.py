@@ -18,12 +18,16 @@ from taktline.sharding import is_sharded, root_gradient
 from taktline.side_values import Aside, handed_on, opened, require_number
 from taktline.stage import PipelineStage
 
-__all__ = ["Own", "Work", "uncast"]
+__all__ = ["Keep", "Own", "Work", "uncast"]
 
 Own: TypeAlias = tuple[Sequence[torch.Tensor], Sequence[torch.Tensor | None]]
 """A stage's own losses, and the gradients that its backward begins with at them."""
 
 _NO_LOSS: Own = ((), ())
+
+Keep: TypeAlias = Callable[[int, Sequence[Any], Own, Aside | None], None]
+"""Takes what the forward of a stage leaves for a backward of all stages at once: its results, own
+losses, and what it left aside."""
 
 _Kept: TypeAlias = tuple[Sequence[torch.Tensor | None], Aside | None]
 """What a backward needs of its forward: the gradients at its own losses, and what it left aside."""
@@ -60,8 +64,12 @@ class Work:
         trains: bool = True,
         checks: bool = False,
         routes: Mapping[str, int] | None = None,
+        joined: Keep | None = None,
     ) -> None:
-        """``routes`` tells the last stage that gets each skip; None: they go to the end."""
+        """``routes`` tells the last stage that gets each skip; None: they go to the end.
+
+        With ``joined``, what a stage hands on stays in the graph, and as it is.
+        """
         self._stage = stage
         self._index = stage.stage_index
         self._device_type = stage.device.type
@@ -76,6 +84,7 @@ class Work:
         self._trains = trains
         self._checks = checks
         self._routes = routes
+        self._joined = joined
         self.got: set[str] = set()
         """The skips that the stage has got so far."""
         self._blank = Aside(self._index, {})
@@ -111,8 +120,13 @@ class Work:
             self._activations_out.give(microbatch, results, spec)
         if used:
             own = self._note(microbatch, aside, own)
-        if self._trains:
-            self._keep(microbatch, inputs, results, own, aside if used else None)
+        if self._joined is not None:
+            self._joined(self._index, results, own, aside if used else None)
+        elif self._trains:
+            losses, gradients = own
+            self._kept[microbatch] = gradients, aside if used else None
+            roots = [*_differentiable(results), *losses]
+            self._stage.keep(microbatch, _differentiable(inputs), roots)
 
     def backward(self, microbatch: int) -> None:
         """B."""
@@ -138,19 +152,6 @@ class Work:
         finally:
             self._activations_in, self._gradients_in = ports
 
-    def _keep(
-        self,
-        microbatch: int,
-        inputs: Sequence[Any],
-        results: Sequence[Any],
-        own: Own,
-        aside: Aside | None,
-    ) -> None:
-        """Note what the backward needs."""
-        losses, gradients = own
-        self._kept[microbatch] = gradients, aside
-        self._stage.keep(microbatch, _differentiable(inputs), [*_differentiable(results), *losses])
-
     def _call(self, microbatch: int, arguments: Sequence[Any]) -> Any:
         keywords = self._feed.keywords[microbatch]
         if self._seed is None:
@@ -161,13 +162,10 @@ class Work:
 
     def _handed_on(self, output: Any, aside: Aside) -> Values:
         """What goes to the next stage: the output, and the skips that are got after this one."""
-        return flatten(self._with_skips(output, aside))
-
-    def _with_skips(self, output: Any, aside: Aside) -> Sequence[Any]:
-        arguments = as_arguments(output)
+        values = as_arguments(output)
         if aside.skips:
-            return handed_on(arguments, aside.skips, self._routes, self._index)
-        return arguments
+            values = handed_on(values, aside.skips, self._routes, self._index)
+        return flatten(values) if self._joined is None else (values, None)
 
     def _finish(self, microbatch: int, output: Any, aside: Aside) -> Own:
         """Keep the output if it is asked for, and compute the loss, with what it counts."""

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from taktline.meta import Signature
 from taktline.runtime import agreement
-from taktline.runtime.agreement import Call, Introduction, examples, misfit, out_of_step
+from taktline.runtime.agreement import Call, out_of_step
+from taktline.runtime.introduction import Introduction, examples, misfit
 
 OF_ONE_BATCH = (
     "give arguments and target of one batch, with as many entries for each row, or say with "

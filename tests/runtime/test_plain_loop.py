@@ -151,6 +151,37 @@ def test_an_error_in_a_backward_names_its_stage(schedule: str, kind: str, stage:
     assert pipe.step(X, target=Y) == expected
 
 
+class Lends(nn.Module):
+    """Hands its weight on beside its output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.linear(x), self.linear.weight
+
+
+class Borrows(nn.Module):
+    """Uses the weight of the stage before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, weight: Tensor) -> Tensor:
+        return self.linear(x) @ weight
+
+
+def test_a_weight_that_is_handed_on_keeps_no_hooks() -> None:
+    """Each micro-batch of each step left one on it."""
+    first = Lends()
+    pipe = pipeline([first, Borrows()])
+    for _ in range(3):
+        pipe.step(X, target=Y)
+    assert not first.linear.weight._backward_hooks
+
+
 def test_a_plan_with_another_order_backward_is_kept() -> None:
     calls: list[int] = []
     plan = Plan.from_actions([["0F0", "0F1", "1F0", "1F1", "1B1", "0B1", "1B0", "0B0"]])

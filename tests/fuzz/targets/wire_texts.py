@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 
 import taktline as tl
 from taktline.meta import Signature, flatten
-from taktline.runtime.agreement import Introduction, misfit
+from taktline.runtime.introduction import Introduction, misfit
 from taktline.transport import control
 from taktline.transport.describe import decode, encode
 from tests.fuzz.mutate import spoil_bytes, spoil_json, spoil_text

@@ -1,0 +1,177 @@
+"""What the ranks tell each other before the first step, and what does not fit, in words."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from taktline.checks import read
+from taktline.errors import MismatchError
+from taktline.meta import Signature
+from taktline.plan import Placement, Plan
+from taktline.runtime.agreement import differs
+from taktline.runtime.holders import Use, untied
+from taktline.stage import PipelineStage
+from taktline.text import by_rank, counted
+from taktline.transport.describe import decode, encode
+
+__all__ = ["Introduction", "check_stages", "examples", "misfit"]
+
+
+@dataclass(frozen=True, slots=True)
+class Introduction:
+    """What a rank brings to a schedule; told once, before its first step."""
+
+    schedule: str
+    microbatches: int
+    num_stages: int
+    stages: list[int]
+    rank_of: list[int]
+    """Where the plan wants each stage."""
+    plan: str
+    """The plan's fingerprint."""
+    trains: bool
+    dynamic_shapes: bool
+    shards: bool = False
+    """Whether a stage is to be gathered before it computes."""
+    reduces: bool = False
+    """Whether a stage averages its gradients over replicas."""
+    entangled: bool = False
+    """Whether processes outside of the pipeline take part in what its stages do."""
+    takes: list[tuple[int, str]] = field(default_factory=list)
+    """What each stage takes, where its user has given an example, as text."""
+    gives: list[tuple[int, str]] = field(default_factory=list)
+    """What each stage gives, likewise."""
+    ties: list[dict[str, Any]] = field(default_factory=list)
+    """How its stages hold weights that several stages share."""
+    number: int = 1
+    """What the rank would number the schedule; the first rank's counts."""
+
+    @property
+    def uses(self) -> list[Use]:
+        """The same, from the wire."""
+        return [Use.from_plain(plain) for plain in self.ties]
+
+    def to_text(self) -> str:
+        """For the wire."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_text(cls, text: str) -> Introduction:
+        """From the wire."""
+        return cls(**read(text, _INTRODUCTION, what="what a rank says of itself"))
+
+
+_TIE = {"tie": {"uses": [(int, str)]}, "stage": int, "look": str, "identity": str}
+_INTRODUCTION = {
+    "number": int,
+    "schedule": str,
+    "microbatches": int,
+    "num_stages": int,
+    "stages": [int],
+    "rank_of": [int],
+    "plan": str,
+    "trains": bool,
+    "dynamic_shapes": bool,
+    "shards": bool,
+    "reduces": bool,
+    "entangled": bool,
+    "takes": [(int, str)],
+    "gives": [(int, str)],
+    "ties": [_TIE],
+}
+
+
+def check_stages(stages: Sequence[PipelineStage], plan: Plan) -> None:
+    """Raise if a stage belongs to a model of another number of stages."""
+    for stage in stages:
+        if stage.num_stages != plan.stages:
+            raise MismatchError(
+                f"stage {stage.stage_index} is one of {stage.num_stages} (num_stages), but "
+                f"the plan has {counted(plan.stages, 'stage')}; give both the same"
+            )
+
+
+def examples(given: Mapping[int, Signature | None]) -> list[tuple[int, str]]:
+    """The examples that a user has given for stages, as texts."""
+    return [(stage, encode(example).decode()) for stage, example in given.items() if example]
+
+
+def misfit(ranks: Sequence[Introduction]) -> str | None:
+    """Why these ranks cannot run a schedule together; None if they can.
+
+    Every rank comes to the same answer, since all see the same introductions.
+    """
+    for name, noun in (
+        ("schedule", "schedule"),
+        ("microbatches", "number of micro-batches"),
+        ("num_stages", "number of stages"),
+        ("trains", "presence of a loss_fn"),
+        ("dynamic_shapes", "value of dynamic_shapes"),
+    ):
+        if story := differs(noun, [getattr(rank, name) for rank in ranks]):
+            return f"{story}; give every rank the same"
+    if story := _misplaced([rank.stages for rank in ranks], ranks[0].rank_of):
+        return story
+    if story := _misshaped(ranks):
+        return story
+    if story := untied([use for rank in ranks for use in rank.uses]):
+        return story
+    if differs("plan", [rank.plan for rank in ranks]):
+        groups = by_rank([rank.plan[:8] for rank in ranks])
+        return f"the ranks have different plans: {groups}; build or read the same plan on each"
+    return None
+
+
+def _misshaped(ranks: Sequence[Introduction]) -> str | None:
+    """Where the examples of two neighbouring stages do not fit together."""
+    takes = {stage: (r, text) for r, rank in enumerate(ranks) for stage, text in rank.takes}
+    gives = {stage: (r, text) for r, rank in enumerate(ranks) for stage, text in rank.gives}
+    for stage in sorted(gives.keys() & {stage - 1 for stage in takes}):
+        (giver, given), (taker, taken) = gives[stage], takes[stage + 1]
+        output, expected = decode(given.encode()), decode(taken.encode())
+        if difference := expected.difference(
+            output.leaves, output.spec, any_batch=True, gradients=False
+        ):
+            return (
+                f"stage {stage} on rank {giver} gives {output} (output_args), but stage "
+                f"{stage + 1} on rank {taker} takes {expected} (input_args): {difference}"
+            )
+    return None
+
+
+def _misplaced(held: Sequence[Sequence[int]], rank_of: Sequence[int]) -> str | None:
+    """Where the stages that each rank holds are not those that the plan gives it."""
+    placement = Placement.custom(rank_of, len(held))
+    wanted = [list(placement.stages_of(rank)) for rank in range(len(held))]
+    if [sorted(stages) for stages in held] == wanted:
+        return None
+    holders = {
+        stage: [rank for rank, stages in enumerate(held) for s in stages if s == stage]
+        for stage in range(len(rank_of))
+    }
+    words = [
+        f"stage {stage} is missing: no rank has it"
+        if not ranks
+        else f"stage {stage} is there {len(ranks)} times: on rank {_listed(ranks)}"
+        for stage, ranks in holders.items()
+        if len(ranks) != 1
+    ]
+    if not words:
+        words = ["the stages do not lie where the schedule runs them"]
+    needs = "; ".join(
+        f"rank {rank} has {_stages(has)} and needs {_stages(needs)}"
+        for rank, (has, needs) in enumerate(zip(held, wanted, strict=True))
+        if sorted(has) != needs
+    )
+    return f"{'; '.join(words)}. {needs[0].upper()}{needs[1:]}"
+
+
+def _listed(numbers: Sequence[int]) -> str:
+    return ", ".join(map(str, numbers))
+
+
+def _stages(stages: Sequence[int]) -> str:
+    return f"{counted(len(stages), 'stage')} ({_listed(stages)})" if stages else "no stage"
