@@ -51,7 +51,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     place = "import sysconfig; print(sysconfig.get_path('purelib'))"
     site = Path(run(python, "-c", place, folder=folder).strip())
     (site / "others.pth").write_text(f"{sysconfig.get_path('purelib')}\n")
-    (folder / "documents.py").write_text((ROOT / "tests" / "documents.py").read_text())
+    (folder / "tests").mkdir()
+    for name in ("documents.py", "warm.py"):
+        (folder / "tests" / name).write_text((ROOT / "tests" / name).read_text())
     return folder
 
 
@@ -72,6 +74,6 @@ def test_what_the_pages_say(folder: Path) -> None:
     copies = [folder / page.name for page in pages]
     for page, copy in zip(pages, copies, strict=True):
         copy.write_text(page.read_text())
-    run(folder / "venv" / "bin" / "python", "documents.py", *copies, folder=folder)
+    run(folder / "venv" / "bin" / "python", "-m", "tests.documents", *copies, folder=folder)
     for page, copy in zip(pages, copies, strict=True):
         assert copy.read_text() == page.read_text()
