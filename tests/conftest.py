@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+from collections import Counter
 from collections.abc import Generator, Iterator
 from typing import TYPE_CHECKING
 
@@ -27,6 +28,18 @@ TEST_SECONDS = 300
 
 Where Python cannot raise, as in a wait of C++, ``faulthandler_timeout`` ends the whole run later.
 """
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Leave most cases of tests that are marked ``sampled`` to the matrix."""
+    seen = Counter[str]()
+    for item in items:
+        if (marker := item.get_closest_marker("sampled")) is not None:
+            test = item.nodeid.partition("[")[0]
+            if seen[test] % marker.args[0]:
+                item.add_marker("matrix")
+            seen[test] += 1
 
 
 def pytest_collection_finish() -> None:

@@ -117,6 +117,7 @@ SCENARIOS = {
 }
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", SCENARIOS)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -126,6 +127,7 @@ def test_local(schedule: str, name: str, ranks: int) -> None:
     assert_same(run_local(SCENARIOS[name], plan), run_plain(SCENARIOS[name], plan), exact=False)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.processes
 @pytest.mark.parametrize("name", SCENARIOS)
 @pytest.mark.parametrize("schedule", SCHEDULES)

@@ -152,6 +152,7 @@ def strike(tmp_path: Path) -> Iterator[Any]:
         process.join()
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("phase", PHASES)
 @pytest.mark.parametrize(("ranks", "victim"), [(2, 0), (3, 2), (6, 3)])
 def test_a_rank_that_is_killed(strike: Any, phase: str, ranks: int, victim: int) -> None:
@@ -165,6 +166,7 @@ def test_a_rank_that_is_killed(strike: Any, phase: str, ranks: int, victim: int)
         )
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("phase", PHASES)
 def test_a_rank_that_stands_still(strike: Any, phase: str) -> None:
     answers = strike(2, 1, phase, signal.SIGSTOP)

@@ -154,6 +154,7 @@ def cases() -> Iterator[Case]:
                     yield Case(schedule, ranks, per_rank, microbatches)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("case", list(cases()), ids=str)
 def test_activations_live_as_long_as_the_plan_says(case: Case) -> None:
     def main(rank: int) -> None:
@@ -188,6 +189,7 @@ def fail_in_backward(hidden: Tensor) -> None:
     hidden.register_hook(fail)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("when", [fail, fail_in_backward], ids=["forward", "backward"])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_a_step_that_fails_keeps_nothing(schedule: str, when: Callable[[Tensor], None]) -> None:

@@ -523,6 +523,7 @@ def run_failing(
     return str(caught.value), mine.gradients()
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.processes
 @pytest.mark.parametrize("everywhere", [False, True], ids=["in one replica", "in all"])
 @pytest.mark.parametrize("backward", [False, True], ids=["F", "B"])

@@ -154,6 +154,7 @@ def plain(stages: int) -> dict[str, Tensor | None]:
     return {name: p.grad for name, p in model.named_parameters()}
 
 
+@pytest.mark.sampled(3)
 @needs_2_13
 @pytest.mark.processes
 @pytest.mark.parametrize("name", MODULES)

@@ -148,6 +148,7 @@ SCENARIOS = {
 EXACT = ("unet", "far")
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", SCENARIOS)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("ranks", [1, 2, 4])
@@ -157,6 +158,7 @@ def test_local(schedule: str, name: str, ranks: int) -> None:
     assert_same(found, run_plain(SCENARIOS[name], plan), exact=name in EXACT)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.processes
 @pytest.mark.parametrize("name", SCENARIOS)
 @pytest.mark.parametrize("schedule", SCHEDULES)

@@ -37,6 +37,7 @@ def words_and_image(rows: int) -> tuple[tuple[()], dict[str, Any]]:
     return (), {"input_ids": words, "pixel_values": torch.randn(rows, 3, 8, 8)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [pytest.param(2, marks=pytest.mark.matrix), 4])
 def test_hidden_states_of_a_vision_tower(ranks: int) -> None:
     torch.manual_seed(0)

@@ -180,6 +180,7 @@ def test_they_are_found_by_a_pipeline(kind: type[nn.Module], schedule: str) -> N
     require_plain_training(model, args, target, schedule=schedule, microbatches=4, ranks=2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("schedule", "ranks"), [("1f1b", 2), ("zbv", 2), ("1f1b", 4)])
 @pytest.mark.parametrize("kind", [DiT, UNet2D])
 def test_models_of_diffusers(kind: type[nn.Module], schedule: str, ranks: int) -> None:

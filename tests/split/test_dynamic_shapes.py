@@ -163,6 +163,7 @@ def trained(kind: type[nn.Module], **options: Any) -> dict[str, Tensor]:
         return gradients(pipe.named_parameters())
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", MODELS)
 @pytest.mark.parametrize(("schedule", "ranks"), [("1f1b", 4), ("zbv", 2)])
 def test_gradients_are_those_of_the_model(kind: type[nn.Module], schedule: str, ranks: int) -> None:

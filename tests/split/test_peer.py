@@ -21,6 +21,7 @@ from tests.split.test_pipe import names
 pytestmark = pytest.mark.filterwarnings("ignore:.*LeafSpec.*:FutureWarning")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stages", [2, 4])
 @pytest.mark.parametrize(
     "name", ["gpt", pytest.param("llama", marks=pytest.mark.matrix), "resnet", "unet"]
@@ -86,6 +87,7 @@ def chains(draw: st.DrawFn) -> tuple[list[list[int]], dict[str, Any]]:
     return sources, draw(st.dictionaries(layers, st.sampled_from([BEGINNING, END])))
 
 
+@pytest.mark.slow
 @settings(max_examples=15)
 @given(chains())
 def test_any_split_points_of_any_chain(chain: tuple[list[list[int]], dict[str, Any]]) -> None:

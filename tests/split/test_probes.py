@@ -100,6 +100,7 @@ def loss_fn(output: Any, target: Tensor) -> Tensor:
     return loss if routers is None else loss + 0.1 * routers
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # by DeBERTa
 @pytest.mark.parametrize("schedule", [pytest.param("1f1b", marks=pytest.mark.matrix), "zbv"])
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from tests.split.test_deferred import MODELS
 CPU = torch.device("cpu")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_any_batch(name: str) -> None:
     case, model = CASES[name], make(name).eval()
@@ -25,6 +26,7 @@ def test_any_batch(name: str) -> None:
         torch.testing.assert_close(pipe(x), model(x))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
 def test_any_batch_of_a_model_of_transformers_with_a_mask(kind: str) -> None:
     model = MODELS[kind]().eval()

@@ -101,6 +101,7 @@ def test_four_stages_by_name(name: str, attention: str) -> None:
     check(name, ranks, plain(name, attention))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", some(TRACED))
 def test_four_traced_stages(name: str) -> None:
     pieces = cut(name, 4, "eager", traced=True)

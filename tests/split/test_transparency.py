@@ -41,6 +41,7 @@ def trace(name: str, stages: int, model: nn.Module) -> tl.Pipe:
     return tl.pipeline(model, (case.batch(SIZE)[0],), split_spec=case.cuts[stages])
 
 
+@pytest.mark.slow
 @both
 def test_pieces_one_after_the_other_are_the_module(name: str, stages: int) -> None:
     model = make(name)

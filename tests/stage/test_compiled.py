@@ -286,6 +286,7 @@ class Residual(nn.Module):
         return x
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("make", "cut"), [(Residual, "blocks.2"), (lambda: nn.Sequential(*Residual().blocks), "2")]
 )

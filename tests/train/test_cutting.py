@@ -88,6 +88,7 @@ def test_a_usual_batch_is_not_spoken_of() -> None:
     assert "dimension" not in str(pipe)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("length", [10, 6], ids=["as long", "shorter"])
 def test_positions_of_transformers(length: int) -> None:
     language, (words, mask, _) = LANGUAGES["llama"], texts(ROWS)

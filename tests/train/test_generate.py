@@ -65,6 +65,7 @@ def greedy(name: str, ids: Tensor, **options: Any) -> Tensor:
     return language(name).generate(ids, max_new_tokens=NEW, do_sample=False, **options)
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(
     ("name", "schedule"),
     [

@@ -34,6 +34,7 @@ def test_what_is_none(layout: str) -> None:
         stages_of(layout)
 
 
+@pytest.mark.slow
 def test_a_model_of_transformers() -> None:
     torch.manual_seed(0)
     config = LlamaConfig(

@@ -102,6 +102,7 @@ def plain() -> list[float]:
     return [loss.item(), norm.item(), loss.item()]
 
 
+@pytest.mark.slow
 def test_a_model_of_transformers(plain: list[float]) -> None:
     assert of_transformers() == pytest.approx(plain, rel=1e-4)
 
