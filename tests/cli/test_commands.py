@@ -325,6 +325,18 @@ class TestCompare:
         assert "4 ranks, 8 micro-batches" in out
         assert out.count("1f1b") == out.count("zbv") == 1
 
+    def test_numbers_are_for_those_that_take_them(self, folder: Path) -> None:
+        write(build("gpipe", ranks=2, microbatches=4), "plan.csv")
+        out = ok("compare", "plan.csv", "zbv", "-r", "2", "-m", "4", "-s", "3")
+        assert "4 micro-batches" in out
+        for words, told in (
+            (("plan.csv", "-r", "2"), "plan.csv is a file and has its own numbers"),
+            (("1f1b", "-s", "2"), "1f1b runs 1 stage per rank, not 2"),
+        ):
+            result = run("compare", *words)
+            assert result.exit_code == 2
+            assert told in " ".join(result.stderr.replace("│", " ").split())
+
     def test_fits_eighty_columns(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("COLUMNS", "80")
         out = ok("compare")
