@@ -229,13 +229,12 @@ def end_elsewhere(rank: int, group: dist.ProcessGroup) -> str:
     """Rank 2 ends by an error, and the others exchange numbers without it."""
     pair = dist.new_group([0, 1])
     transport = Distributed.of(group)
-    transport.exchange([rank])
-    if rank == 2:
+    beside = Distributed.of(pair) if isinstance(pair, dist.ProcessGroup) else None
+    transport.exchange([rank])  # after which all know of the pair
+    if beside is None:
         assert transport.plane is not None
         transport.plane.raised(ValueError("no luck"))
         return ""
-    assert isinstance(pair, dist.ProcessGroup)
-    beside = Distributed.of(pair)
     assert transport._member.told.wait(SOON / 2)
     with pytest.raises(LostRankError) as caught:
         beside.exchange([rank])
