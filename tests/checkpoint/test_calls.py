@@ -89,6 +89,7 @@ def alone(rank: int, group: Any, runs: str, what: str) -> None:
         calls(training, runs)[what]()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("what", ["state_dict(gathered=True)", "save()", "grad_norm()", "trace"])
 def test_a_call_of_one_rank_only(workers: Workers, tmp_path: Path, what: str) -> None:
     error, nothing = workers.outcomes(alone, str(tmp_path), what)

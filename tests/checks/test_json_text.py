@@ -23,6 +23,7 @@ values = st.recursive(
 )
 
 
+@pytest.mark.slow
 @given(values, st.booleans())
 def test_what_json_writes_is_read_back(value: Any, ascii: bool) -> None:
     text = json.dumps(value, ensure_ascii=ascii)

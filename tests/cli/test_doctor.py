@@ -57,6 +57,7 @@ def healthy(found: dict[str, Any], ranks: int) -> None:
 
 
 @pytest.mark.processes
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("launcher", [(), TORCHRUN], ids=["on its own", "torchrun"])
 def test_a_healthy_machine(tmp_path: Path, launcher: tuple[str, ...]) -> None:
     file = tmp_path / "found.json"

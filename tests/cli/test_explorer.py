@@ -140,6 +140,7 @@ def few(ranks: int) -> list[int]:
 
 
 @pytest.mark.processes
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     "numbers", [few, pytest.param(lambda _: range(1, 25), id="all", marks=pytest.mark.matrix)]
 )

@@ -41,6 +41,7 @@ def _cases(rank: int, group: dist.ProcessGroup, cases: list[Case], ours: bool) -
     return outcomes
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("ours", [True, False])
 @pytest.mark.parametrize("wrapper", WRAPPERS)
 def test_gradients_equal_those_of_the_plain_model(

@@ -172,11 +172,13 @@ def told_in_advance(side: Side) -> None:
     )
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_replicated_boundaries(workers: Workers, name: str) -> None:
     workers.run(_compare, name, replicated, ranks=4)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "prepare",
     [

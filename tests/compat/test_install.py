@@ -74,6 +74,7 @@ def test_a_program_and_its_children(tmp_path: Path) -> None:
 
 @pytest.mark.processes
 @pytest.mark.slow
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("outside", [True, False])
 def test_a_program_under_torchrun(tmp_path: Path, outside: bool) -> None:
     """Taktline may start torchrun, or torchrun Taktline in each process."""

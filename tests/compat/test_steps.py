@@ -91,6 +91,7 @@ def test_a_batch_that_is_too_small_is_an_assertion_error(workers: Workers) -> No
     workers.run(_too_small)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("ours", [True, False])
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_gradients_outputs_losses(workers: Workers, ranks: int, ours: bool) -> None:

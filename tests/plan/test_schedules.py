@@ -52,6 +52,7 @@ def stages_allowed(name: str) -> tuple[int, ...]:
     return (1, 2, 3, 4) if fixed is None else (fixed,)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", names())
 def test_any_number_of_ranks_and_microbatches(name: str) -> None:
     for ranks in (1, 2, 3, 4, 5, 8):

@@ -15,6 +15,7 @@ def texts(plan: Plan) -> list[list[str]]:
 
 
 @pytest.mark.slow
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("name", "stages_per_rank", "compared"),
     [

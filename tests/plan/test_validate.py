@@ -328,6 +328,7 @@ def test_every_generated_plan_is_sound_at_every_level(plan: Plan) -> None:
     )
 
 
+@pytest.mark.slow
 @settings(max_examples=600)
 @given(st.data(), shapes(4, 4), st.sampled_from(LEVELS), st.sampled_from(MODES))
 def test_a_changed_plan_is_valid_or_reported(

@@ -110,6 +110,7 @@ def in_tensor_parallel(module: nn.Sequential, mesh: DeviceMesh) -> Any:
 
 
 @pytest.mark.processes
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_tensor_parallel_stages(workers: Workers, schedule: str) -> None:
     case = Case(schedule, in_tensor_parallel, ("step", "update", "step"), data=())

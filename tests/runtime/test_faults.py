@@ -132,6 +132,7 @@ def check(found: list[list[tuple[str, str, str]]], plan: Plan) -> None:
         assert text == f"{where}: RuntimeError: {fault.text}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 4])
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_local(schedule: str, ranks: int) -> None:
@@ -139,6 +140,7 @@ def test_local(schedule: str, ranks: int) -> None:
 
 
 @pytest.mark.processes
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_gloo(workers: Workers, schedule: str) -> None:
     check(workers.run(run_faults, schedule, 4, ranks=4), plan_for(schedule, 4))

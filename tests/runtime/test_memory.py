@@ -154,6 +154,7 @@ def cases() -> Iterator[Case]:
                     yield Case(schedule, ranks, per_rank, microbatches)
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("case", list(cases()), ids=str)
 def test_activations_live_as_long_as_the_plan_says(case: Case) -> None:
@@ -189,6 +190,7 @@ def fail_in_backward(hidden: Tensor) -> None:
     hidden.register_hook(fail)
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("when", [fail, fail_in_backward], ids=["forward", "backward"])
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -273,6 +275,7 @@ def measure(case: Case, call: str, *, calls: int = CALLS) -> tuple[Live, Live]:
     return peak, after
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("call", ["step", "eval"])
 @pytest.mark.parametrize("schedule", LIMITED)
 def test_memory_does_not_grow_with_the_number_of_microbatches(schedule: str, call: str) -> None:

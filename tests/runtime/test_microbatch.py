@@ -182,6 +182,7 @@ def test_cuts_as_torch_does_by_default(case: Case) -> None:
     assert_same(mine, theirs.split_args_kwargs_into_chunks(args, kwargs, case.chunks))
 
 
+@pytest.mark.slow
 @given(cases(any_dim=True))
 def test_cuts_as_torch_does_by_specs(case: Case) -> None:
     assume(case.is_for_torch)
@@ -205,6 +206,7 @@ def test_merges_as_torch_does(case: Case) -> None:
     assert_same(mine, expected, views=False)
 
 
+@pytest.mark.slow
 @given(cases(any_dim=True))
 def test_merging_undoes_cutting(case: Case) -> None:
     specs = case.specs(ours)

@@ -86,6 +86,7 @@ def test_moved_actions_happen_where_they_were_moved(workers: Workers, name: str)
 
 # What is gathered anew for a backward is still on its way when the backward looks for it.
 @pytest.mark.processes
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("wrapper", ["fsdp", "nested_fsdp"])
 @pytest.mark.parametrize("name", ["interleaved_zero_bubble", "zbv", "dualpipev"])
 def test_one_stage_gathered_at_a_time(workers: Workers, name: str, wrapper: str) -> None:
@@ -152,6 +153,7 @@ def run_counted(rank: int, group: dist.ProcessGroup, case: Case) -> list[dict[st
 
 
 @pytest.mark.processes
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("wrapper", STEP)
 @pytest.mark.parametrize("schedule", ["ScheduleGPipe", "ScheduleInterleavedZeroBubble"])
 def test_gradients_are_reduced_once_a_step_or_once_a_block(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import os
 import subprocess
-import sys
 import textwrap
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from torch.nn.functional import mse_loss
 import taktline as tl
 from taktline.errors import BatchError, InvalidPlanError, ScheduleError
 from taktline.plan import Kind, write
+from tests import warm
 from tests.runtime.cases import SCHEDULES
 
 CPU = torch.device("cpu")
@@ -325,14 +325,15 @@ SCRIPT = """
 def test_under_torchrun(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(textwrap.dedent(SCRIPT))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    result = subprocess.run(
-        [*command, str(script)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
+    with warm.commands() as folder:
+        command = [folder / "python", "-m", "torch.distributed.run", "--standalone"]
+        result = subprocess.run(
+            [*command, "--nproc-per-node=2", script],
+            capture_output=True,
+            text=True,
+            timeout=120,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
     assert result.returncode == 0, result.stderr
     torch.manual_seed(0)
     layers = [nn.Linear(4, 4) for _ in range(2)]

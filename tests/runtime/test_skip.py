@@ -148,6 +148,7 @@ SCENARIOS = {
 EXACT = ("unet", "far")
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", SCENARIOS)
 @pytest.mark.parametrize("schedule", SCHEDULES)

@@ -106,6 +106,7 @@ def cases() -> list[Case]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", cases(), ids=str)
 def test_local(case: Case) -> None:
     ranks = local.run(run_traced, 2, None, case)

@@ -53,6 +53,7 @@ def cases(first: int) -> list[Any]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", cases(0))
 def test_local(case: Case) -> None:
     assert_same(merge(run_local(case)), run_plain(case))

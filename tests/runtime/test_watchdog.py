@@ -266,6 +266,7 @@ def heavy_backward(until: threading.Event) -> None:
         product.sum().backward()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("waits", [True, False])
 def test_an_operation_that_uses_no_processor_waits(ranks: Any, waits: bool) -> None:
     """A collective in a backward shows no frame of its own: autograd calls it."""

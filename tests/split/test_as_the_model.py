@@ -189,6 +189,7 @@ def train_plainly(model: nn.Module) -> None:
         (F.mse_loss(model(x), target) / 4).backward()
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch.compile asks for it
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
 @pytest.mark.parametrize("kind", MODELS)

@@ -176,6 +176,7 @@ def train_replicas(
 
 
 @pytest.mark.processes
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("wrapper", ["ddp", "fsdp", "mixed"])
 def test_pieces_in_wrappers(workers: Workers, wrapper: str) -> None:
     words, _, target = texts(8)

@@ -232,6 +232,7 @@ def data(step: int) -> tuple[Tensor, Tensor]:
     return torch.randn(ROWS, WIDTH), torch.randn(ROWS, WIDTH)
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize(("schedule", "ranks"), [("1f1b", 2), ("zbv", 2)])
 @pytest.mark.parametrize("kind", MODELS)

@@ -181,6 +181,7 @@ def test_they_are_found_by_a_pipeline(kind: type[nn.Module], schedule: str) -> N
 
 
 @pytest.mark.slow
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(("schedule", "ranks"), [("1f1b", 2), ("zbv", 2), ("1f1b", 4)])
 @pytest.mark.parametrize("kind", [DiT, UNet2D])
 def test_models_of_diffusers(kind: type[nn.Module], schedule: str, ranks: int) -> None:

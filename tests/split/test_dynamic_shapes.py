@@ -163,6 +163,7 @@ def trained(kind: type[nn.Module], **options: Any) -> dict[str, Tensor]:
         return gradients(pipe.named_parameters())
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", MODELS)
 @pytest.mark.parametrize(("schedule", "ranks"), [("1f1b", 4), ("zbv", 2)])

@@ -163,6 +163,7 @@ def pipeline(model: nn.Module, schedule: str = "1f1b") -> tl.Pipeline:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
 @pytest.mark.parametrize(
     "kind", [Attributes, OneByOne, Inner, Lists, Deques, Dicts, FromLayerToLayer]

@@ -154,6 +154,7 @@ def loss_fn(output: Tensor, target: Tensor) -> Tensor:
     return (output - target).square().mean()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [Branches, Scales, Early, Returned])
 @pytest.mark.parametrize(("schedule", "ranks"), [("1f1b", 2), ("1f1b", 3)])
 def test_a_pipeline_cuts_there(kind: type[nn.Module], schedule: str, ranks: int) -> None:

@@ -22,6 +22,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*LeafSpec.*:FutureWarning")
 
 
 @pytest.mark.slow
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("stages", [2, 4])
 @pytest.mark.parametrize(
     "name", ["gpt", pytest.param("llama", marks=pytest.mark.matrix), "resnet", "unet"]

@@ -102,6 +102,7 @@ def loss_fn(output: Any, target: Tensor) -> Tensor:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # by DeBERTa
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("schedule", [pytest.param("1f1b", marks=pytest.mark.matrix), "zbv"])
 @pytest.mark.parametrize(
     "make",

@@ -61,6 +61,7 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN")
 @pytest.mark.parametrize(
     "make",
@@ -100,6 +101,7 @@ def test_the_layers_do_what_the_module_does(make: Any, cuts: list[str]) -> None:
         torch.testing.assert_close(gradients(model), gradients(plain), **exact)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("schedule", "ranks"), [("1f1b", 4), ("zbv", 2)])
 @pytest.mark.parametrize("deferred", [False, True])
 def test_a_pipeline_cuts_between_them(schedule: str, ranks: int, deferred: bool) -> None:

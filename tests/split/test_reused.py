@@ -114,6 +114,7 @@ def test_a_stage_begins_with_one_of_several_calls(
         torch.testing.assert_close(gradients(model), gradients(plain))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "inputs"), [(Universal, 1), (Skipping, 1), (Siamese, 2)])
 @pytest.mark.parametrize(("schedule", "ranks"), [("1f1b", 4), ("zbv", 2)])
 def test_a_pipeline_finds_them(

@@ -91,6 +91,7 @@ BY_NAME = [(name, "eager" if name == "gemma2" else "sdpa") for name in LANGUAGES
 EAGER = [(name, "eager") for name in LANGUAGES if (name, "eager") not in BY_NAME]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("name", "attention"),
     [*BY_NAME, *(pytest.param(*each, marks=pytest.mark.matrix) for each in EAGER)],
@@ -102,6 +103,7 @@ def test_four_stages_by_name(name: str, attention: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", some(TRACED))
 def test_four_traced_stages(name: str) -> None:
     pieces = cut(name, 4, "eager", traced=True)
@@ -120,6 +122,7 @@ def reference(rank: int, group: dist.ProcessGroup, name: str, attention: str) ->
 
 
 @pytest.mark.processes
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", some(LANGUAGES))
 def test_over_gloo(workers: Workers, name: str) -> None:
     attention = dict(BY_NAME)[name]

@@ -41,6 +41,7 @@ def trace(name: str, stages: int, model: nn.Module) -> tl.Pipe:
     return tl.pipeline(model, (case.batch(SIZE)[0],), split_spec=case.cuts[stages])
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.slow
 @both
 def test_pieces_one_after_the_other_are_the_module(name: str, stages: int) -> None:
@@ -103,6 +104,8 @@ def check(name: str, ranks: list[dict[str, Tensor]]) -> None:
         torch.testing.assert_close(found[key], gradient, msg=lambda text, key=key: f"{key}: {text}")
 
 
+@pytest.mark.slow
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("name", "schedule"),
     listed({name: ("1f1b", "zbv") for name in CASES if name != "unet"}, "zbv"),

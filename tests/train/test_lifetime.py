@@ -80,6 +80,7 @@ def many(
 
 @pytest.mark.processes
 @pytest.mark.slow
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("way", "end"), [("ddp", close), ("fsdp", drop)])
 def test_many_pipelines_hold_no_more_than_few(
     workers: Workers, way: str, end: Callable[[tl.Pipeline], None]

@@ -405,6 +405,7 @@ CALLS = (("eval", 8), ("step", 8), ("step", 8), ("step", 9), ("eval", 8))
 
 @pytest.mark.processes
 @pytest.mark.usefixtures("one_thread")
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("case", "counts"),
     [

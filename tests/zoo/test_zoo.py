@@ -25,6 +25,7 @@ SAMPLE = [
 
 
 @pytest.mark.zoo
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("place", [pytest.param(PLACES[0], marks=pytest.mark.matrix), PLACES[-1]])
 @pytest.mark.parametrize("name", SAMPLE)
 def test_trains_as_the_plain_model(name: str, place: Place) -> None:
