@@ -125,7 +125,7 @@ def balance(
         if rough is not None:
             break
     else:
-        raise _too_small(needs, most, one=not isinstance(limits, Iterable))
+        raise _too_small(needs, most)
     largest = max(costs_to[end] - costs_to[start] for start, end in pairwise(rough))
     bounds = _cheapest(costs_to, stages, within(largest), lambda _, before, cost: before + cost**2)
     assert bounds is not None  # the rough cut is one
@@ -250,33 +250,11 @@ def _for_each(limits: float | Iterable[float] | None, stages: int) -> list[float
     ]
 
 
-def _too_small(needs: Sequence[Any], limits: Sequence[Any], *, one: bool) -> PartitionError:
-    """What to say of limits that no cut keeps within; ``one`` if it is one limit for all stages."""
-    no_cut = f"no cut into {counted(len(limits), 'stage')} keeps within the limit"
-    raised = None if one else _raise_one(needs, limits)
-    if raised is not None:
-        short, stage = raised
-        return PartitionError(
-            f"{no_cut}s: that of stage {stage}, {_text(limits[stage])}, is too small by "
-            f"{_text(short)}",
-            stage=stage,
-            short=_plain(short),
-        )
-    short = _raise_all(needs, limits)
-    if not one:
-        text = f"{no_cut}s; raising one of them does not help, raising each by {_text(short)} does"
-        return PartitionError(text, short=_plain(short))
-    least, heaviest = short + limits[0], max(range(len(needs)), key=needs.__getitem__)
-    who = f"layer {heaviest} alone needs" if needs[heaviest] == least else "the best cut needs"
-    return PartitionError(
-        f"{no_cut} of {_text(limits[0])}: it is too small by {_text(short)}, as {who} "
-        f"{_text(least)}",
-        short=_plain(short),
-    )
+def _too_small(needs: Sequence[Any], limits: Sequence[Any]) -> PartitionError:
+    """The error for limits that no cut keeps within; it names the stage that lacks the most.
 
-
-def _raise_all(needs: Sequence[Any], limits: Sequence[Any]) -> Any:
-    """The least by which all limits together have to be raised, to let a cut through."""
+    The cut is the best one: raising every limit by what this stage lacks lets it through.
+    """
     to = _sums(needs)
     bounds = _cheapest(
         to,
@@ -284,40 +262,17 @@ def _raise_all(needs: Sequence[Any], limits: Sequence[Any]) -> Any:
         lambda stage, end: 0,
         lambda stage, before, cost: max(before, cost - limits[stage]),
     )
-    assert bounds is not None  # without limits every cut is one
-    stages = zip(pairwise(bounds), limits, strict=True)
-    return max(to[end] - to[start] - limit for (start, end), limit in stages)
-
-
-def _raise_one(needs: Sequence[Any], limits: Sequence[Any]) -> tuple[Any, int] | None:
-    """The least that lets a cut through if one limit is raised by it, and that of which stage."""
-    to, layers = _sums(needs), len(needs)
-    ahead = _reached(needs, limits)
-    behind = _reached(needs[::-1], limits[::-1])[::-1]
-    found: list[tuple[Any, int]] = []
-    for stage, limit in enumerate(limits):
-        for end in (layers - rest for rest in behind[stage + 1]):
-            # From the last start before it: the shortest stage lacks the least.
-            if starts := bisect_left(ahead[stage], end):
-                found.append((to[end] - to[ahead[stage][starts - 1]] - limit, stage))
-    return min(found, default=None)
-
-
-def _reached(needs: Sequence[Any], limits: Sequence[Any]) -> list[list[int]]:
-    """How many layers the first stages can hold: none of them, one, and so on."""
-    to = _sums(needs)
-    reached = [[0]]
-    for limit in limits:
-        # The shortest stage is the lightest: if it does not fit, none does.
-        starts = reached[-1]
-        reached.append(
-            [
-                end
-                for end in range(1, len(to))
-                if (last := bisect_left(starts, end)) and to[end] - to[starts[last - 1]] <= limit
-            ]
-        )
-    return reached
+    assert bounds is not None  # without limits there is always a cut
+    used = [to[end] - to[start] for start, end in pairwise(bounds)]
+    lacks = [need - limit for need, limit in zip(used, limits, strict=True)]
+    stage = lacks.index(max(lacks))
+    return PartitionError(
+        f"no cut into {counted(len(limits), 'stage')} keeps within the limits: in the best one, "
+        f"stage {stage} needs {_text(used[stage])} and can hold {_text(limits[stage])}; raise the "
+        f"limits by {_text(lacks[stage])}",
+        stage=stage,
+        short=_plain(lacks[stage]),
+    )
 
 
 def _text(number: float | Fraction) -> str:

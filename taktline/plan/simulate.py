@@ -8,7 +8,7 @@ from taktline.checks import require_instance
 from taktline.plan.action import Kind
 from taktline.plan.costs import Costs
 from taktline.plan.deps import channels, needs
-from taktline.plan.passes.add_comm import add_comm
+from taktline.plan.passes import add_comm
 from taktline.plan.plan import Plan
 from taktline.plan.timeline import Timeline
 from taktline.plan.validate import require_valid
