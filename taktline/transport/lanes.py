@@ -26,7 +26,7 @@ from taktline.errors import TaktlineError
 from taktline.transport.base import Handle
 from taktline.transport.connect import Door, call, events
 from taktline.transport.control_plane import Plane
-from taktline.transport.member import Member
+from taktline.transport.verdict import Member
 
 __all__ = ["Lane", "lanes_between"]
 

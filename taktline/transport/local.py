@@ -25,7 +25,7 @@ import torch
 from taktline.checks import require_callable, require_flag, require_whole
 from taktline.errors import DeadlockError, TransportError
 from taktline.text import counted
-from taktline.transport import threads
+from taktline.transport import thread_pool
 from taktline.transport.base import Channel, Handle, Post
 from taktline.transport.frames import Frame, agreed
 from taktline.transport.thread_state import Random, ThreadState
@@ -208,7 +208,9 @@ class _World:
         started = 0
         try:
             for rank in self.ranks:
-                threads.start(partial(rank._live, fn, results), partial(self.pass_on, rank.rank))
+                thread_pool.start(
+                    partial(rank._live, fn, results), partial(self.pass_on, rank.rank)
+                )
                 started += 1
         except BaseException as error:
             self.interrupts.append(error)

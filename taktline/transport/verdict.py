@@ -1,9 +1,10 @@
-"""Why ranks cannot go on together: the first cause, as every rank is told it."""
+"""Why ranks cannot go on together: the first cause, which every rank reports."""
 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -16,7 +17,7 @@ from taktline.errors import (
     TaktlineError,
 )
 
-__all__ = ["OUTSIDE", "Cause", "Verdict"]
+__all__ = ["OUTSIDE", "Cause", "Member", "Verdict"]
 
 OUTSIDE = "outside of a step"
 """Where a rank was that had ended every exchange it took part in."""
@@ -86,3 +87,28 @@ class Verdict:
             return LostRankError(text, peer=self.process)
         text = f"{who} is lost{doing}: its process has ended, or cannot be reached"
         return LostRankError(f"{text}. Look at its output; start all ranks anew", peer=self.process)
+
+
+class Member:
+    """A group of processes of which this one is a part, and which leaves when it has a verdict.
+
+    Args:
+        processes: the group.
+        leave: called once, on the control thread, to end every wait for the group.
+    """
+
+    def __init__(self, processes: Sequence[int], leave: Callable[[Verdict], None]) -> None:
+        self.processes = list(processes)
+        self.leave = leave
+        self.verdict: Verdict | None = None
+        self.told = threading.Event()
+        """Set once there is a verdict."""
+        self.place = ""
+        """Where the processes meet again, if they have left each other before."""
+        self.absent: set[int] = set()
+        """The processes that have not come there yet."""
+
+    def is_concerned(self, verdict: Verdict, source: int) -> bool:
+        """Whether a verdict is about this group, or comes from a process of it."""
+        named = verdict.process in self.processes or source in self.processes
+        return named and source not in self.absent

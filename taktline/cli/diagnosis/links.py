@@ -12,7 +12,7 @@ import torch
 
 from taktline.cli.diagnosis.report import Finding, MeasuredLink, Verdict, of_ranks
 from taktline.transport import Channel, Transport
-from taktline.transport.control import share_values
+from taktline.transport.exchange import share_values
 
 __all__ = ["judge", "measure", "pairs"]
 

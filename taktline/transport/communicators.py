@@ -1,9 +1,9 @@
 """Tensors over communicators of torch, one for each channel: what GPUs need.
 
-Not ``new_group``: that is for all ranks of the program at once or, made by its members alone, is
-named after how many groups a member is in, which differs along a pipeline. Here only the two ends
-of a channel take part. And one communicator of nccl serves both directions of a pair in one order,
-so each channel has its own.
+Not ``new_group``: all ranks of the program have to call it or, made by its members alone, its name
+counts the groups of a member, which differs along a pipeline. Here only the two ranks of a channel
+take part. One communicator of nccl serves both directions of a pair in one order, so each channel
+has its own.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from torch._C._distributed_c10d import Store
 from taktline.errors import TaktlineError, TransportError
 from taktline.transport.base import Channel, Handle
 
-__all__ = ["Link", "backend_of", "ends_of", "symptoms_of", "timeout_of"]
+__all__ = ["Communicator", "backend_of", "ends_of", "symptoms_of", "timeout_of"]
 
 _LOST = re.compile(
     r"connection|connect |socket|broken pipe|remote process|pair\.cc|network|communicator|aborted",
     re.IGNORECASE,
 )
-"""What gloo and nccl say when the other end is gone; all else has other reasons."""
+"""What gloo and nccl say when the other rank is gone."""
 
 Failed: TypeAlias = Callable[[RuntimeError, int, object], TaktlineError]
-"""What to raise for an error of torch's in talking to a rank, about a message or a call."""
+"""Returns the error to raise for one of torch: that error, the other rank, and the message."""
 
 
-class Link:
-    """One rank's end of a channel; ``communicator`` is that of its two ranks."""
+class Communicator:
+    """One rank's end of a channel, over a communicator of torch between its two ranks."""
 
     def __init__(self, communicator: Any, channel: Channel, rank: int, failed: Failed) -> None:
         self._communicator = communicator
@@ -51,15 +51,15 @@ class Link:
         rank: int,
         timeout: timedelta,
         failed: Failed,
-    ) -> Link:
-        """A new one, which both ends make; ``store`` is where they meet."""
+    ) -> Communicator:
+        """Connect with the other rank, which calls this, too; ``store`` is where they meet."""
         place = ends_of(channel).index(rank)
         try:
             if backend == "nccl":
                 options = dist.ProcessGroupNCCL.Options()
                 options._timeout = timeout
                 made: Any = dist.ProcessGroupNCCL(store, place, 2, options)
-            elif backend == "gloo":  # for whoever has no GPU to try this on
+            elif backend == "gloo":  # for tests without a GPU
                 made = dist.ProcessGroupGloo(store, place, 2, timeout)
             else:
                 raise TransportError(
@@ -78,7 +78,7 @@ class Link:
         return self._post(self._communicator.recv, buffer)
 
     def shut(self) -> None:
-        """End every wait; from any thread. gloo's have no such end."""
+        """End every wait; from any thread. gloo has no way to do so."""
         if isinstance(self._communicator, getattr(dist, "ProcessGroupNCCL", ())):
             self._communicator.abort()
 
@@ -88,12 +88,12 @@ class Link:
         except RuntimeError as error:
             raise self._failed(error, self._peer, self._channel) from error
         if work is None:
-            raise TransportError("the link took a message without giving a handle for it")
+            raise TransportError(f"torch returned no handle for a message ({self._channel})")
         return _Message(work, self._channel, self._peer, self._failed)
 
 
 class _Message:
-    """A message under way; if it fails, its handle tells why."""
+    """A message under way; if it fails, its handle raises why."""
 
     __slots__ = ("_failed", "_peer", "_what", "_work")
 
@@ -117,7 +117,7 @@ def ends_of(channel: Channel) -> tuple[int, ...]:
 
 
 def symptoms_of(error: RuntimeError) -> tuple[bool, bool]:
-    """Whether a wait of torch's has timed out, and whether the other end is gone."""
+    """Whether a wait of torch has timed out, and whether the other rank is gone."""
     text = str(error)
     timed_out = "timed out" in text.lower() or "timeout" in text.lower()
     return timed_out, isinstance(error, dist.DistNetworkError) or bool(_LOST.search(text))

@@ -36,7 +36,7 @@ def _forked() -> None:
     As long as it held them, nobody would notice that its parent has died.
     """
     for plane in _all():
-        plane.let_go()
+        plane.close_inherited()
 
 
 def _excepthook(kind: type[BaseException], error: BaseException, trace: Any) -> None:

@@ -1,12 +1,12 @@
-"""Plain sockets between ranks, for the small numbers that they agree on.
+"""All-gather over plain sockets: every rank gets the numbers of every rank.
 
-Up to four ranks each send theirs to each other one. More of them pass on what they have, to the
+Up to four ranks send their numbers to each other directly. More ranks pass on what they have to the
 rank 1, 2, 4, … places further, so that all have everything after as many rounds as the number of
 ranks has binary digits::
 
     rank 0  ──►  rank 1      round 1: one rank's numbers
-    rank 0  ──►  rank 2      round 2: those of two
-    rank 0  ──►  rank 4      round 3: those of four
+    rank 0  ──►  rank 2      round 2: the numbers of two ranks
+    rank 0  ──►  rank 4      round 3: the numbers of four ranks
 
 Not a collective of gloo: if one of its writes fails while another rank's message comes in, two of
 its threads wait for each other for ever.
@@ -23,20 +23,20 @@ from weakref import finalize
 from taktline.transport.connect import Door, call, events
 from taktline.transport.control_plane import Plane
 from taktline.transport.frames import Frame
-from taktline.transport.member import Member
+from taktline.transport.verdict import Member
 
-__all__ = ["PeerFailure", "Sockets"]
+__all__ = ["AllGather", "PeerFailure"]
 
 _FEW = 4
-"""Up to so many ranks, each sends its numbers to each other one."""
+"""Up to so many ranks send their numbers to each other directly."""
 _SLICE = 0.1
-"""So many seconds after a verdict nobody waits for a call any more."""
+"""How many seconds a wait for a call lasts before it looks whether there is a verdict."""
 _PIECE = 1 << 18
 _ERRORS = select.POLLERR | select.POLLHUP | select.POLLNVAL
 
 
 class PeerFailure(Exception):
-    """A rank cannot be talked to: it did not answer in time, or its connection has ended."""
+    """A rank did not answer in time, or its connection has ended."""
 
     def __init__(self, peer: int, reason: str, *, timed_out: bool = False) -> None:
         super().__init__(reason)
@@ -44,14 +44,14 @@ class PeerFailure(Exception):
         self.timed_out = timed_out
 
 
-class Sockets:
-    """The sockets of one rank to those that it exchanges numbers with.
+class AllGather:
+    """The sockets of one rank to the ranks that it exchanges numbers with.
 
     Args:
-        plane: by which the ranks find each other.
-        member: their processes.
-        place: the same text on each of them, and on nobody else.
-        rank: this one.
+        plane: the control plane, by which the ranks find each other.
+        member: the group of their processes.
+        place: the same text on each of these ranks, and for no other group.
+        rank: the rank of this process.
         seconds: the timeout of each wait.
     """
 
@@ -72,7 +72,7 @@ class Sockets:
                 self._connect(door, [found[process] for process in member.processes])
 
     def _connect(self, door: Door, addresses: list[str]) -> None:
-        """Call those with lower numbers, and let the others call."""
+        """Call the ranks with lower numbers, and wait for calls of the others."""
         deadline = time.monotonic() + self._seconds
         for peer in [peer for peer in self._peers if peer < self._rank]:
             try:
@@ -90,11 +90,11 @@ class Sockets:
         self._sockets[peer], self._unread[peer] = connection, bytearray()
 
     def exchange(self, mine: bytes) -> list[Frame]:
-        """The frames of all ranks; each gives its own."""
+        """Send the frame of this rank, and return the frames of all."""
         try:
             return self._exchange(mine)
         except PeerFailure:
-            self.shut()  # so that nobody waits for what this rank cannot pass on
+            self.shut()  # so that no rank waits for what this one cannot pass on
             raise
 
     def _exchange(self, mine: bytes) -> list[Frame]:
@@ -115,7 +115,7 @@ class Sockets:
         return [Frame.read(frames[peer]) for peer in range(size)]
 
     def _send(self, messages: dict[int, bytes]) -> None:
-        """Send to all, even if one is lost: the others wait for it."""
+        """Send each message, even if a rank is lost: the others wait for theirs."""
         unsent: dict[int, memoryview] = {}
         failure: PeerFailure | None = None
         for peer, data in messages.items():
@@ -130,7 +130,7 @@ class Sockets:
                 unsent[peer] = memoryview(data)[sent:]
         if failure is not None:
             raise failure
-        while unsent:  # long ones: those who send so much, too, must be read meanwhile
+        while unsent:  # long messages: the others may send as much, which must be read meanwhile
             for peer in self._wait(set(self._sockets), set(unsent)):
                 if peer in unsent:
                     with suppress(BlockingIOError):
@@ -153,7 +153,7 @@ class Sockets:
         return found
 
     def _read(self, peer: int) -> bool:
-        """Take what has arrived; whether there was anything."""
+        """Take what has arrived; returns whether there was anything."""
         try:
             data = self._sockets[peer].recv(_PIECE)
         except BlockingIOError:
@@ -166,7 +166,7 @@ class Sockets:
         return True
 
     def _wait(self, readers: set[int], writers: set[int]) -> list[int]:
-        """Wait until something can be read, which is, or written: by those that are returned."""
+        """Wait for any of these ranks; read what has arrived, and return those to write to."""
         poll = select.poll()
         peers = {self._sockets[peer].fileno(): peer for peer in readers | writers}
         for number, peer in peers.items():

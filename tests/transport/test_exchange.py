@@ -24,8 +24,8 @@ from taktline.errors import (
     TransportError,
 )
 from taktline.plan import Plan, validate
-from taktline.transport import control, local, transport_of
-from taktline.transport.control import share_error, share_texts
+from taktline.transport import exchange, local, transport_of
+from taktline.transport.exchange import share_error, share_texts
 from taktline.transport.one_rank import Alone
 
 SAMPLES: dict[str, TaktlineError] = {
@@ -237,7 +237,7 @@ def test_fields_that_json_cannot_hold_are_left_to_the_text() -> None:
     ],
 )
 def test_an_error_that_is_none(text: str, start: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(control, "_written", lambda error: text)
+    monkeypatch.setattr(exchange, "_written", lambda error: text)
     _, other = shared_errors([MismatchError("no"), None])
     assert type(other) is TransportError
     assert str(other).startswith(start)

@@ -1,4 +1,4 @@
-"""Sockets between ranks: every rank gets the numbers of every rank, or learns who is missing."""
+"""AllGather between ranks: every rank gets the numbers of every rank, or learns who is missing."""
 
 from __future__ import annotations
 
@@ -11,12 +11,10 @@ from typing import Any
 import pytest
 from torch._C._distributed_c10d import HashStore
 
+from taktline.transport.all_gather import AllGather, PeerFailure
 from taktline.transport.control_plane import Plane
 from taktline.transport.frames import framed
-from taktline.transport.meeting import Meeting
-from taktline.transport.member import Member
-from taktline.transport.sockets import PeerFailure, Sockets
-from taktline.transport.verdict import Cause, Verdict
+from taktline.transport.verdict import Cause, Member, Verdict
 
 SOON = 20.0
 
@@ -28,7 +26,7 @@ def connect() -> Iterator[Callable[..., list[Any]]]:
 
     def connected(size: int, seconds: float = SOON) -> list[Any]:
         store = HashStore()
-        planes.extend(Plane(Meeting(store, rank, size, "test")) for rank in range(size))
+        planes.extend(Plane(store, rank, size, "test") for rank in range(size))
         return each(size, lambda rank: make(planes[rank], rank, size, seconds))
 
     yield connected
@@ -36,10 +34,10 @@ def connect() -> Iterator[Callable[..., list[Any]]]:
         plane.close()
 
 
-def make(plane: Plane, rank: int, size: int, seconds: float) -> Sockets:
+def make(plane: Plane, rank: int, size: int, seconds: float) -> AllGather:
     member = Member(list(range(size)), lambda _: None)
     plane.join(member)
-    return Sockets(plane, member, "here", rank, seconds)
+    return AllGather(plane, member, "here", rank, seconds)
 
 
 def each(size: int, fn: Callable[[int], Any]) -> list[Any]:
@@ -98,7 +96,7 @@ def test_a_rank_that_says_nothing(connect: Any) -> None:
 
 
 def test_who_has_not_come() -> None:
-    plane = Plane(Meeting(HashStore(), 0, 2, "test"))
+    plane = Plane(HashStore(), 0, 2, "test")
     try:
         assert make(plane, 0, 2, 0.1).missing == [1]
     finally:
@@ -106,12 +104,12 @@ def test_who_has_not_come() -> None:
 
 
 def test_a_verdict_ends_the_wait_for_those_who_have_not_come() -> None:
-    plane = Plane(Meeting(HashStore(), 0, 2, "test"))
+    plane = Plane(HashStore(), 0, 2, "test")
     member = Member([0, 1], lambda _: None)
     plane.join(member)
     try:
         with ThreadPoolExecutor(1) as other:
-            waits = other.submit(Sockets, plane, member, "here", 0, SOON)
+            waits = other.submit(AllGather, plane, member, "here", 0, SOON)
             plane.announce(Verdict(Cause.RAISED, 0, "KeyboardInterrupt"))
             assert waits.result(SOON / 2).missing == [1]
     finally:
