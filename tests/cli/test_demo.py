@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from taktline.cli.demo.rivals import Rival, conclusion
-from taktline.cli.diagnosis.launch import called
+from taktline.cli.launch import called
 from taktline.plan import Costs, build, simulate
 from tests import warm
 

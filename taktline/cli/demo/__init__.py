@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from taktline.checks import launched
-from taktline.cli.diagnosis.launch import launch
+from taktline.cli.launch import launch
 from taktline.plan import build
 
 __all__ = ["demo"]

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from taktline.cli.demo.gpt import GPT, Text, loss_fn
 from taktline.cli.demo.rivals import HEADINGS, Rival, conclusion
-from taktline.cli.diagnosis.launch import called
+from taktline.cli.launch import called
 from taktline.cli.options import rich_table
 from taktline.plan import Timeline, find
 from taktline.train import Pipeline

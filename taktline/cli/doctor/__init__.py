@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from taktline.checks import launched
+from taktline.cli.launch import launch
 from taktline.cli.options import Json, echo_json
 from taktline.errors import TransportError
 from taktline.plan.io import write_text
 
-# Only for annotations: all that needs torch is imported when the doctor is called.
-if TYPE_CHECKING:
-    from taktline.cli.diagnosis.report import Report
+if TYPE_CHECKING:  # importing it takes time: the other commands must not pay for the doctor
+    from taktline.cli.doctor.report import Report
 
 __all__ = ["doctor"]
 
@@ -52,9 +53,6 @@ def doctor(
 
     - `taktline doctor --ranks 4`
     """
-    from taktline.checks import launched
-    from taktline.cli.diagnosis.launch import launch
-
     if backend not in (None, "gloo", "nccl"):
         raise typer.BadParameter(f"there are gloo and nccl, not {backend!r}")
     if launched():
@@ -64,7 +62,7 @@ def doctor(
     elif local:
         if backend is not None:
             raise typer.BadParameter("local ranks need no --backend")
-        from taktline.cli.diagnosis.examine import examine_local
+        from taktline.cli.doctor.examine import examine_local
 
         well = _tell(examine_local(ranks or 2), output, json)
     else:
@@ -78,18 +76,18 @@ def doctor(
 
 def _as_one_of_many(backend: str | None, timeout: float, output: Path | None, json: bool) -> bool:
     """Examine as a rank that a launcher has started; returns whether all is well."""
-    # Before torch is loaded: what goes wrong is told here, without a trace of C++ frames.
+    # Set before torch is loaded: the doctor reports failures itself, without C++ frames.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
-    from taktline.cli.diagnosis.examine import examine
+    from taktline.cli.doctor.examine import examine
 
     try:
-        report, rank, part = examine(backend, timeout)
+        report, meeting = examine(backend, timeout)
     except TransportError as error:
         typer.echo(f"error: {error}", err=True)
         return False
-    if rank == 0:
+    if meeting.rank == 0:
         _tell(report, output, json)
-    part()
+    meeting.part()
     return report.well
 
 
@@ -97,7 +95,7 @@ def _tell(report: Report, output: Path | None, json: bool) -> bool:
     """Print the findings, and write them to a file if asked to; returns whether all is well."""
     from rich.console import Console
 
-    from taktline.cli.diagnosis.tables import show
+    from taktline.cli.doctor.report import show
 
     if json:
         echo_json(report.to_dict())

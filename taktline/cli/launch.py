@@ -32,9 +32,9 @@ def called() -> str:
 
 
 def launch(ranks: int, words: Sequence[str], patience: float) -> int:
-    """Run ``python -m taktline`` with these words on each rank; gives the exit code for all.
+    """Run ``python -m taktline`` with these words on each rank; returns one exit code for all.
 
-    Once a rank has failed, the others have so many seconds to tell what they miss.
+    Once a rank has failed, the others have ``patience`` seconds to report what they miss.
     """
     threads = max(1, (os.cpu_count() or 1) // ranks)
     common = os.environ | {

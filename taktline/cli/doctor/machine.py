@@ -1,4 +1,4 @@
-"""What each rank runs on: versions, device, threads; and whether all of that fits together."""
+"""The facts of each rank (versions, device, threads), and whether they fit together."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from taktline import __version__
-from taktline.cli.diagnosis.report import Finding, Verdict, of_ranks
+from taktline.cli.doctor.report import Finding, Verdict, of_ranks
 from taktline.device import gpu_for_each_process
 from taktline.text import counted
 
@@ -40,18 +40,22 @@ def wanted_backend(asked: str | None) -> str:
 
 
 def describe(rank: int, backend: str, device: torch.device) -> dict[str, Any]:
-    """What a rank says of itself."""
-    on_gpu = device.type == "cuda"
+    """The facts of a rank."""
+    on_gpu, address, cores = device.type == "cuda", None, os.cpu_count()
+    with suppress(OSError):
+        address = socket.gethostbyname(socket.gethostname())
+    if hasattr(os, "sched_getaffinity"):  # in a container, these may be fewer
+        cores = len(os.sched_getaffinity(0))
     return {
         "rank": rank,
         "host": socket.gethostname(),
-        "address": _address(),
+        "address": address,
         "backend": backend,
         "device": str(device),
         "gpu": torch.cuda.get_device_name(device) if on_gpu else None,
         "gpu_id": str(torch.cuda.get_device_properties(device).uuid) if on_gpu else None,
         "gpus": torch.cuda.device_count(),
-        "cores": _cores(),
+        "cores": cores,
         "threads": torch.get_num_threads(),
         "connections": os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS"),
         "interface": os.environ.get("GLOO_SOCKET_IFNAME"),
@@ -63,25 +67,16 @@ def describe(rank: int, backend: str, device: torch.device) -> dict[str, Any]:
 
 
 def judge(ranks: Ranks) -> Iterator[Finding]:
-    """Whether what the ranks run on fits together."""
+    """Whether the facts of all ranks fit together."""
     for key, (name, severity) in VERSIONS.items():
-        yield _same(ranks, key, name, severity)
+        groups = _grouped(ranks, lambda facts, key=key: facts[key])
+        if len(groups) == 1:
+            yield Finding(name, Verdict.OK, f"{next(iter(groups))} on every rank")
+        else:
+            yield Finding(name, severity, _told(groups), "install the same version everywhere")
     yield from _judge_devices(ranks)
     yield from _judge_threads(ranks)
     yield from _judge_addresses(ranks)
-
-
-def _cores() -> int:
-    # What this process may use, which in a container can be less than there is.
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
-def _address() -> str | None:
-    with suppress(OSError):
-        return socket.gethostbyname(socket.gethostname())
-    return None
 
 
 def _grouped(ranks: Ranks, key: Callable[[dict[str, Any]], Any]) -> dict[Any, list[int]]:
@@ -94,13 +89,6 @@ def _grouped(ranks: Ranks, key: Callable[[dict[str, Any]], Any]) -> dict[Any, li
 
 def _told(groups: dict[Any, list[int]]) -> str:
     return "; ".join(f"{value} on {of_ranks(who)}" for value, who in groups.items())
-
-
-def _same(ranks: Ranks, key: str, name: str, severity: Verdict) -> Finding:
-    groups = _grouped(ranks, lambda facts: facts[key])
-    if len(groups) == 1:
-        return Finding(name, Verdict.OK, f"{next(iter(groups))} on every rank")
-    return Finding(name, severity, _told(groups), "install the same version everywhere")
 
 
 def _judge_devices(ranks: Ranks) -> Iterator[Finding]:
@@ -173,15 +161,12 @@ def _judge_threads(ranks: Ranks) -> Iterator[Finding]:
         threads = sum(ranks[rank]["threads"] for rank in who)
         if threads > cores:
             crowded = True
-            yield Finding(
-                "threads",
-                Verdict.WARNING,
-                f"{host}: {of_ranks(who)} use {counted(threads, 'thread')} on "
-                f"{counted(cores, 'core')}",
-                "start fewer ranks here"
-                if threads == len(who)
-                else f"set OMP_NUM_THREADS={max(1, cores // len(who))}",
-            )
+            used = f"{counted(threads, 'thread')} on {counted(cores, 'core')}"
+            advice = f"set OMP_NUM_THREADS={max(1, cores // len(who))}"
+            if threads == len(who):
+                advice = "start fewer ranks here"
+            text = f"{host}: {of_ranks(who)} use {used}"
+            yield Finding("threads", Verdict.WARNING, text, advice)
     if not crowded:
         yield Finding("threads", Verdict.OK, "no more of them than there are cores")
 

@@ -1,4 +1,4 @@
-"""How ranks that a launcher has started find each other, and how nobody waits for ever."""
+"""How ranks that a launcher has started find each other, with an end to every wait."""
 
 from __future__ import annotations
 
@@ -19,15 +19,18 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from taktline.checks import read
 from taktline.errors import TransportError
 
-__all__ = ["Meeting", "alarm"]
+__all__ = ["Rendezvous", "alarm"]
 
 _POLL = 0.05
 _GRACE = 5.0
-"""How much longer an alarm waits than what it guards, which may have more to say."""
+"""How much longer an alarm waits than the timeout of what it guards, which says more."""
 
 
-class Meeting:
-    """The store where ranks meet before there is any group."""
+class Rendezvous:
+    """The store where ranks meet before there is a process group.
+
+    Ranks that have not come by the end of the wait are ``missing``.
+    """
 
     def __init__(self, timeout: float) -> None:
         self.timeout = timeout
@@ -38,16 +41,13 @@ class Meeting:
         self._store = self._connect()
 
     def introduce(self, facts: dict[str, Any]) -> list[dict[str, Any]]:
-        """Tell the others who this is; gives what each rank says of itself.
-
-        The ranks that have not come by the end of the wait are ``missing``.
-        """
+        """Share the facts of this rank, and return those of each rank."""
         try:
             self._store.set(f"rank {self.rank}", json.dumps(facts))
-            self.missing = self._wait_for([f"rank {rank}" for rank in range(self.size)])
+            self.missing = self._wait_for("rank", range(self.size), self.timeout)
             present = [rank for rank in range(self.size) if rank not in self.missing]
             texts = [self._store.get(f"rank {rank}") for rank in present]
-            return [read(text, {str: object}, what="what a rank says of itself") for text in texts]
+            return [read(text, {str: object}, what="the facts of a rank") for text in texts]
         except RuntimeError:
             raise TransportError(
                 f"rank {self.rank} has lost {self.address}, where the ranks meet; see what rank 0 "
@@ -67,15 +67,15 @@ class Meeting:
         return dist.distributed_c10d._get_default_group()
 
     def part(self) -> None:
-        """Leave after rank 0, which has something to print: launchers end all ranks with one."""
+        """Leave after rank 0 has printed: launchers end all ranks with the first one."""
         with suppress(Exception):
             if self.rank == 0:
-                self._store.set("told", "")
+                self._store.set("leaves 0", "")
                 # It may keep the store, so it stays until the others have seen that.
                 others = [rank for rank in range(1, self.size) if rank not in self.missing]
-                self._wait_for([f"left {rank}" for rank in others], _GRACE)
+                self._wait_for("left", others, _GRACE)
             else:
-                self._wait_for(["told"], self.timeout + _GRACE)
+                self._wait_for("leaves", [0], self.timeout + _GRACE)
                 self._store.set(f"left {self.rank}", "")
 
     def _connect(self) -> Store:
@@ -101,21 +101,20 @@ class Meeting:
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         return PrefixStore(f"taktline doctor {attempt}", store)
 
-    def _wait_for(self, keys: Sequence[str], timeout: float | None = None) -> list[int]:
-        """The positions of those keys that nobody has set by the end of the wait."""
-        end = time.monotonic() + (self.timeout if timeout is None else timeout)
-        missing = list(range(len(keys)))
-        while missing:
-            missing = [at for at in missing if not self._store.check([keys[at]])]
+    def _wait_for(self, what: str, ranks: Sequence[int], timeout: float) -> list[int]:
+        """Wait until each of these ranks has set its key; returns the ranks that have not."""
+        end = time.monotonic() + timeout
+        missing = list(ranks)
+        while missing := [r for r in missing if not self._store.check([f"{what} {r}"])]:
             if time.monotonic() > end:
                 break
-            time.sleep(_POLL if missing else 0.0)
+            time.sleep(_POLL)
         return missing
 
 
 @contextmanager
 def alarm(rank: int, doing: str, timeout: float) -> Iterator[None]:
-    """End this process if something takes too long: a backend's own waits may have no end."""
+    """End this process if the block takes too long: a backend's own waits may have no end."""
 
     def ring() -> None:
         print(

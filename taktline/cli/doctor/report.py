@@ -1,8 +1,10 @@
-"""The report for people."""
+"""What the doctor has found, as plain data and as tables for people."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from enum import StrEnum
 from typing import Any
 
 from rich.console import Console
@@ -10,12 +12,95 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from taktline.cli.diagnosis.links import ALL_PAIRS
-from taktline.cli.diagnosis.report import Finding, MeasuredLink, Report, Run, Verdict
 from taktline.cli.options import rich_table
 from taktline.text import counted
 
-__all__ = ["show"]
+__all__ = ["ALL_PAIRS", "Finding", "MeasuredLink", "Report", "Run", "Verdict", "of_ranks", "show"]
+
+ALL_PAIRS = 8
+"""Up to so many ranks, the links of all pairs are measured and shown; beyond, of neighbours."""
+
+
+class Verdict(StrEnum):
+    """How a check went."""
+
+    OK = "ok"
+    WARNING = "warning"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What a check has found, and what to do about it."""
+
+    check: str
+    verdict: Verdict
+    text: str
+    advice: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredLink:
+    """From one rank to another: seconds for a small message, bytes a second for large ones."""
+
+    sender: int
+    receiver: int
+    latency: float
+    bandwidth: float
+    intact: bool = True
+    """Whether what arrived is what was sent."""
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A tiny pipeline under one schedule."""
+
+    schedule: str
+    stages_per_rank: int
+    seconds: float | None = None
+    """For one step."""
+    wrong: str = ""
+    """Where it differs from the plain model."""
+    error: str = ""
+
+    @property
+    def good(self) -> bool:
+        """Whether it ran, with the right gradients."""
+        return not self.error and not self.wrong
+
+
+@dataclass(slots=True)
+class Report:
+    """All findings; the same on every rank, as far as the ranks could talk."""
+
+    way: str
+    """The backend, or ``local``."""
+    ranks: list[dict[str, Any]] = field(default_factory=list)
+    """The facts of each rank."""
+    findings: list[Finding] = field(default_factory=list)
+    links: list[MeasuredLink] = field(default_factory=list)
+    runs: list[Run] = field(default_factory=list)
+
+    @property
+    def well(self) -> bool:
+        """Whether nothing failed; warnings are no failures."""
+        return all(finding.verdict != Verdict.FAILED for finding in self.findings)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The report as JSON values."""
+        return {"well": self.well, **asdict(self)}
+
+
+def of_ranks(ranks: Sequence[int]) -> str:
+    """Ranks in words, not too many of them.
+
+    >>> of_ranks([2]), of_ranks([0, 1, 3]), of_ranks(range(12))
+    ('rank 2', 'ranks 0, 1, 3', '12 ranks (0, 1, 2, 3, …)')
+    """
+    if len(ranks) > 8:
+        return f"{counted(len(ranks), 'rank')} ({', '.join(map(str, ranks[:4]))}, …)"
+    return f"rank{'s' * (len(ranks) != 1)} {', '.join(map(str, ranks))}"
+
 
 _MARKS = {
     Verdict.OK: ("✓", "green"),
@@ -27,7 +112,7 @@ _RATES = ((1e9, "GB/s"), (1e6, "MB/s"), (1e3, "kB/s"))
 
 
 def show(report: Report, console: Console) -> None:
-    """Print everything: who, how fast, and what to do."""
+    """Print tables of the ranks, the links, the runs and the findings."""
     if report.ranks:
         console.print(_ranks(report))
     if report.links:
@@ -112,10 +197,10 @@ def _findings(findings: Sequence[Finding]) -> Table:
 
 
 def _conclusion(report: Report) -> str:
-    failed, warnings = report.count(Verdict.FAILED), report.count(Verdict.WARNING)
-    if failed:
+    verdicts = [finding.verdict for finding in report.findings]
+    if failed := verdicts.count(Verdict.FAILED):
         return f"[bold red]{counted(failed, 'check')} failed.[/]"
-    if warnings:
+    if warnings := verdicts.count(Verdict.WARNING):
         return f"[yellow]Everything works, with {counted(warnings, 'warning')}.[/]"
     return "[green]All is well.[/]"
 
