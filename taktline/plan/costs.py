@@ -20,8 +20,8 @@ from taktline.checks import (
     shown,
 )
 from taktline.errors import CostError
-from taktline.plan.above import above
 from taktline.plan.action import Kind
+from taktline.plan.lazy_import import lazy_import
 from taktline.plan.placement import MOST_STAGES
 from taktline.plan.plan import Plan
 from taktline.plan.rows import FloatArray, as_numbers
@@ -173,7 +173,7 @@ class Costs:
         >>> Costs.from_timeline(timeline).forward
         (3.0, 3.0)
         """
-        return above("plan.calibrate").calibrate([timeline, *others])
+        return lazy_import("plan.calibrate").calibrate([timeline, *others])
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Costs:

@@ -1,4 +1,4 @@
-"""A plan: what each rank does, in order. It is immutable, and knows nothing of time or tensors."""
+"""A plan: the actions of each rank, in order. It is immutable, without times or tensors."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import hashlib
 import os
 from collections.abc import Iterable, Sequence
 from enum import IntEnum
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -20,8 +21,8 @@ from taktline.checks import (
     shown,
 )
 from taktline.errors import NoSuchRankError, PlanError
-from taktline.plan.above import above
 from taktline.plan.action import LARGEST, Action, Kind, Overlap, parse
+from taktline.plan.lazy_import import lazy_import
 from taktline.plan.placement import MOST_RANKS, Placement
 from taktline.plan.rows import IntArray, Rows
 from taktline.text import counted
@@ -42,7 +43,7 @@ class Level(IntEnum):
 
 
 class Plan:
-    """What each rank does, in order.
+    """The actions of each rank, in order.
 
     >>> plan = Plan.from_actions([["0F0", "0B0"], ["1F0", "1B0"]])
     >>> plan[1]
@@ -54,7 +55,7 @@ class Plan:
     __slots__ = ("known", "level", "microbatches", "name", "offsets", "placement", "rows")
 
     name: str
-    """Where it comes from: a schedule, or a file."""
+    """The schedule or the file that it comes from."""
     placement: Placement
     microbatches: int
     level: Level
@@ -63,7 +64,7 @@ class Plan:
     offsets: IntArray
     """Rank r has the rows from ``offsets[r]`` up to ``offsets[r + 1]``."""
     known: dict[str, object]
-    """What was found out about this plan: it never changes, so neither does this."""
+    """Results that were computed of this plan: it never changes, so neither do they."""
 
     def __init__(
         self,
@@ -93,11 +94,12 @@ class Plan:
         rows = Rows.concatenate(rows_by_rank)
         for column in (rows.kind, rows.stage, rows.microbatch, rows.joined):
             column.flags.writeable = False
-        found = _level_of(rows)
+        levels = _LEVEL_OF_KIND[rows.kind]
+        found = Level(int(levels.max(initial=Level.COMPUTE)))
         if level is not None and level < found:
             raise PlanError(
                 f"a {level.name} plan may not contain "
-                f"{Kind(rows.kind[_first_above(rows, level)]).name}: it is a {found.name} plan"
+                f"{Kind(rows.kind[np.argmax(levels > level)]).name}: it is a {found.name} plan"
             )
         set_once = super().__setattr__
         set_once("name", name)
@@ -144,9 +146,10 @@ class Plan:
         raise AttributeError(f"a plan does not change; make a new one to set {attribute!r}")
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Made anew where it is unpickled; what is known about it (a proof, say) stays behind.
+        # Made anew where it is unpickled; what is known of it (a proof, say) stays behind.
         rows = [self.rows_of(rank) for rank in range(self.ranks)]
-        return _again, (rows, self.placement, self.microbatches, self.level, self.name)
+        make = partial(Plan, level=self.level, name=self.name)
+        return make, (rows, self.placement, self.microbatches)
 
     @property
     def ranks(self) -> int:
@@ -178,7 +181,7 @@ class Plan:
         return Plan(rows_by_rank, self.placement, self.microbatches, level=level, name=self.name)
 
     def digest(self) -> str:
-        """A fingerprint of everything that matters for running: ranks compare it before a step."""
+        """A hash of all that matters for running, which ranks compare before a step."""
         digest = hashlib.sha256()
         digest.update(repr((self.placement, self.microbatches, int(self.level))).encode())
         for column in (self.offsets, self.rows.kind, self.rows.stage, self.rows.microbatch):
@@ -187,7 +190,7 @@ class Plan:
         return digest.hexdigest()
 
     def save(self, path: str | os.PathLike[str]) -> Path:
-        """Write it to a file, whose ending says how.
+        """Write the plan to a file, whose ending says how.
 
         ``.csv`` and ``.json`` hold the plan, as :func:`taktline.plan.write` does; ``.html``,
         ``.svg`` and ``.png`` draw it as it runs if all stages take equally long.
@@ -199,14 +202,14 @@ class Plan:
         ...     read(plan.save(f"{folder}/plan.csv")) == plan
         True
         """
-        return above("render").save_plan(self, path)
+        return lazy_import("render").save_plan(self, path)
 
     def show(self) -> None:
-        """Open a page in a browser that draws it; without one, print a chart."""
-        above("render").show_plan(self)
+        """Open a page in a browser that draws the plan; without a browser, print a chart."""
+        lazy_import("render").show_plan(self)
 
     def _repr_svg_(self) -> str | None:
-        return above("render").inline_plan(self)
+        return lazy_import("render").inline_plan(self)
 
     def __getitem__(self, rank: int) -> list[Action | Overlap]:
         if -self.ranks <= require_whole("rank", rank) < 0:
@@ -237,7 +240,7 @@ class Plan:
         )
 
     def __str__(self) -> str:
-        return above("render").grid(self)
+        return lazy_import("render").grid(self)
 
 
 def _as_action(item: object) -> Action | Overlap:
@@ -256,20 +259,6 @@ _LEVEL_OF_KIND = np.array(
         for kind in Kind
     ]
 )  # fmt: skip
-
-
-def _again(
-    rows: Sequence[Rows], placement: Placement, microbatches: int, level: Level, name: str
-) -> Plan:
-    return Plan(rows, placement, microbatches, level=level, name=name)
-
-
-def _level_of(rows: Rows) -> Level:
-    return Level(int(_LEVEL_OF_KIND[rows.kind].max(initial=Level.COMPUTE)))
-
-
-def _first_above(rows: Rows, level: Level) -> int:
-    return int(np.argmax(_LEVEL_OF_KIND[rows.kind] > level))
 
 
 def _infer_placement(rows_by_rank: Sequence[Rows]) -> Placement:

@@ -16,32 +16,20 @@ from __future__ import annotations
 
 import select
 import socket
-import time
 from contextlib import suppress
 from weakref import finalize
 
-from taktline.transport.connect import Door, call, events
+from taktline.transport.connect import PeerFailure, connect, events
 from taktline.transport.control_plane import Plane
 from taktline.transport.frames import Frame
 from taktline.transport.verdict import Member
 
-__all__ = ["AllGather", "PeerFailure"]
+__all__ = ["AllGather"]
 
 _FEW = 4
 """Up to so many ranks send their numbers to each other directly."""
-_SLICE = 0.1
-"""How many seconds a wait for a call lasts before it looks whether there is a verdict."""
 _PIECE = 1 << 18
 _ERRORS = select.POLLERR | select.POLLHUP | select.POLLNVAL
-
-
-class PeerFailure(Exception):
-    """A rank did not answer in time, or its connection has ended."""
-
-    def __init__(self, peer: int, reason: str, *, timed_out: bool = False) -> None:
-        super().__init__(reason)
-        self.peer = peer
-        self.timed_out = timed_out
 
 
 class AllGather:
@@ -57,37 +45,18 @@ class AllGather:
 
     def __init__(self, plane: Plane, member: Member, place: str, rank: int, seconds: float) -> None:
         self._rank, self._size, self._seconds = rank, len(member.processes), seconds
-        self._member = member
         self._peers = peers_of(rank, self._size)
-        self._sockets: dict[int, socket.socket] = {}
+        self._sockets = connect(
+            plane,
+            member,
+            member.processes,
+            place,
+            seconds,
+            calls={peer: (member.processes[peer], rank) for peer in self._peers if peer < rank},
+            awaited=[peer for peer in self._peers if peer > rank],
+        )
         finalize(self, _close, self._sockets)
-        self._unread: dict[int, bytearray] = {}
-        self.missing: list[int] = []
-        """The processes that have not come to connect."""
-        with Door(plane.host, seconds, self._size) as door:
-            plane.tell(member.processes, place, door.address)
-            found = plane.gather(member, member.processes, place, seconds)
-            self.missing = [process for process in member.processes if process not in found]
-            if not self.missing:
-                self._connect(door, [found[process] for process in member.processes])
-
-    def _connect(self, door: Door, addresses: list[str]) -> None:
-        """Call the ranks with lower numbers, and wait for calls of the others."""
-        deadline = time.monotonic() + self._seconds
-        for peer in [peer for peer in self._peers if peer < self._rank]:
-            try:
-                self._add(peer, call(addresses[peer], self._rank, self._seconds))
-            except OSError as error:
-                raise PeerFailure(peer, str(error)) from error
-        awaited = {peer for peer in self._peers if peer > self._rank}
-        while missing := awaited - set(self._sockets):
-            if self._member.verdict is not None or time.monotonic() > deadline:
-                raise PeerFailure(min(missing), "no call", timed_out=True)
-            with suppress(TimeoutError):
-                self._add(*door.accept(awaited, _SLICE))
-
-    def _add(self, peer: int, connection: socket.socket) -> None:
-        self._sockets[peer], self._unread[peer] = connection, bytearray()
+        self._unread = {peer: bytearray() for peer in self._peers}
 
     def exchange(self, mine: bytes) -> list[Frame]:
         """Send the frame of this rank, and return the frames of all."""

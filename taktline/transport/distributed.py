@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
 from taktline.errors import LostRankError, StageError, TaktlineError, TransportError, text_of
-from taktline.transport.all_gather import AllGather, PeerFailure
+from taktline.transport.all_gather import AllGather
 from taktline.transport.base import Channel, Post
 from taktline.transport.communicators import (
     Communicator,
@@ -21,6 +21,7 @@ from taktline.transport.communicators import (
     symptoms_of,
     timeout_of,
 )
+from taktline.transport.connect import Absent, PeerFailure
 from taktline.transport.control_plane import Plane
 from taktline.transport.frames import agreed, framed
 from taktline.transport.lanes import Lane, lanes_between
@@ -213,11 +214,11 @@ class Distributed:
             seconds = self.timeout.total_seconds()
             try:
                 made = AllGather(self.plane, self._member, self._place, self.rank, seconds)
-                if made.missing:
-                    raise self._incomplete(made.missing)
                 self._all_gather = made  # before its first wait, so that a verdict ends that, too
                 mine = framed([self._generation + 1], "connecting")
                 self._generation = max(frame.numbers[0] for frame in made.exchange(mine))
+            except Absent as error:
+                raise self._incomplete(error.processes) from None
             except PeerFailure as error:
                 raise self._lost(error, "connecting") from error
         return self._all_gather

@@ -13,7 +13,6 @@ from __future__ import annotations
 import select
 import socket
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -24,7 +23,7 @@ import torch
 
 from taktline.errors import TaktlineError
 from taktline.transport.base import Handle
-from taktline.transport.connect import Door, call, events
+from taktline.transport.connect import Absent, PeerFailure, connect, events
 from taktline.transport.control_plane import Plane
 from taktline.transport.verdict import Member
 
@@ -218,22 +217,11 @@ def lanes_between(
         seconds: the timeout of each wait.
         lost: what to raise if the other one cannot be talked to.
     """
-    deadline = time.monotonic() + seconds
     (other,) = (process for process in processes if process != plane.process)
-    found: dict[int, socket.socket] = {}
-    with Door(plane.host, seconds) as door:
-        plane.tell(processes, place, door.address)
-        addresses = plane.gather(member, processes, place, seconds)
-        if other not in addresses:
-            raise lost(time.monotonic() > deadline)
-        try:
-            if other < plane.process:
-                found = {kind: call(addresses[other], kind, seconds) for kind in _KINDS}
-        except OSError as error:
-            raise lost(False) from error
-        while missing := [kind for kind in _KINDS if kind not in found]:
-            if member.verdict is not None or time.monotonic() > deadline:
-                raise lost(True)
-            with suppress(TimeoutError):
-                kind, found[kind] = door.accept(missing)
+    calls = {kind: (other, kind) for kind in _KINDS} if other < plane.process else {}
+    awaited = [kind for kind in _KINDS if kind not in calls]
+    try:
+        found = connect(plane, member, processes, place, seconds, calls=calls, awaited=awaited)
+    except (Absent, PeerFailure) as failure:
+        raise lost(failure.timed_out) from failure
     return [Lane(found[kind], seconds, lost) for kind in _KINDS]

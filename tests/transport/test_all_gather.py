@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 from torch._C._distributed_c10d import HashStore
 
-from taktline.transport.all_gather import AllGather, PeerFailure
+from taktline.transport.all_gather import AllGather
+from taktline.transport.connect import Absent, PeerFailure
 from taktline.transport.control_plane import Plane
 from taktline.transport.frames import framed
 from taktline.transport.verdict import Cause, Member, Verdict
@@ -98,7 +99,9 @@ def test_a_rank_that_says_nothing(connect: Any) -> None:
 def test_who_has_not_come() -> None:
     plane = Plane(HashStore(), 0, 2, "test")
     try:
-        assert make(plane, 0, 2, 0.1).missing == [1]
+        with pytest.raises(Absent) as caught:
+            make(plane, 0, 2, 0.1)
+        assert caught.value.processes == [1]
     finally:
         plane.close()
 
@@ -111,7 +114,9 @@ def test_a_verdict_ends_the_wait_for_those_who_have_not_come() -> None:
         with ThreadPoolExecutor(1) as other:
             waits = other.submit(AllGather, plane, member, "here", 0, SOON)
             plane.announce(Verdict(Cause.RAISED, 0, "KeyboardInterrupt"))
-            assert waits.result(SOON / 2).missing == [1]
+            with pytest.raises(Absent) as caught:
+                waits.result(SOON / 2)
+            assert caught.value.processes == [1]
     finally:
         plane.close()
 

@@ -23,8 +23,8 @@ from taktline.transport import (
     local,
     transport_of,
 )
-from taktline.transport.all_gather import PeerFailure
 from taktline.transport.communicators import Communicator
+from taktline.transport.connect import PeerFailure
 from taktline.transport.distributed import Distributed
 from taktline.transport.local import LocalTransport
 from taktline.transport.one_rank import Alone

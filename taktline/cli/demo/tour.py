@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
+from taktline.cli.demo.comparison import HEADINGS, MeasuredSchedule, conclusion
 from taktline.cli.demo.gpt import GPT, Text, loss_fn
-from taktline.cli.demo.rivals import HEADINGS, Rival, conclusion
 from taktline.cli.launch import called
 from taktline.cli.options import rich_table
 from taktline.plan import Timeline, find
@@ -134,12 +134,15 @@ class Tour:
                     self._step(pipe, round_)
                 if round_:  # the first one learns the shapes
                     timelines.append(trace.timeline)
-        rivals = [
-            Rival(pipe.plan, ran, self._apart) for pipe, ran in zip(pipes, measured, strict=True)
+        schedules = [
+            MeasuredSchedule(pipe.plan, ran, self._apart)
+            for pipe, ran in zip(pipes, measured, strict=True)
         ]
-        self._console.print(rich_table(HEADINGS, [rival.row() for rival in rivals], HEADINGS[:1]))
-        self._say(conclusion(rivals, self._apart))
-        return [rival.middle for rival in rivals]
+        self._console.print(
+            rich_table(HEADINGS, [schedule.row() for schedule in schedules], HEADINGS[:1])
+        )
+        self._say(conclusion(schedules, self._apart))
+        return [schedule.middle for schedule in schedules]
 
     def _step(self, pipe: Pipeline, step: int) -> None:
         passages, following = self._text.batch(step, self._size)

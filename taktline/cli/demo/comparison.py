@@ -1,4 +1,4 @@
-"""Schedules that were measured side by side, and which of them to choose."""
+"""Schedules that were measured in turn, and which of them to choose."""
 
 from __future__ import annotations
 
@@ -11,26 +11,24 @@ import numpy as np
 
 from taktline.plan import Costs, Kind, Plan, Timeline, simulate
 
-__all__ = ["HEADINGS", "Rival", "conclusion"]
+__all__ = ["HEADINGS", "MeasuredSchedule", "conclusion"]
 
 HEADINGS = ["schedule", "stages", "step/ms", "±", "predicted", "bubble", "in flight"]
-_CLEAR = 6 / 7
-"""The share of the rounds in which the faster one of two must win to be called so."""
 
 
 @dataclass(frozen=True)
-class Rival:
-    """A schedule, with a step of each round."""
+class MeasuredSchedule:
+    """A schedule, with a measured step of each round."""
 
     plan: Plan
     measured: Sequence[Timeline]
     apart: bool
-    """Whether ranks have run at the same time. If they took turns, in one thread, what they would
-    have done beside each other is predicted from how long each action took."""
+    """Whether the ranks ran at the same time. If they took turns, in one thread, the step is
+    predicted from how long each action took."""
 
     @cached_property
     def rounds(self) -> list[Timeline]:
-        """What counts: as measured, or as predicted."""
+        """The steps, as measured or as predicted."""
         if self.apart:
             return list(self.measured)
         return [simulate(self.plan, durations(timeline)) for timeline in self.measured]
@@ -83,10 +81,14 @@ def durations(timeline: Timeline) -> Costs:
     )
 
 
-def conclusion(rivals: Sequence[Rival], apart: bool) -> str:
-    """What the table says, and no more than the noise allows."""
-    fastest = min(rivals, key=lambda rival: rival.middle.makespan)
-    close = [rival for rival in rivals if not _clearly_slower(rival, fastest)]
+def conclusion(schedules: Sequence[MeasuredSchedule], apart: bool) -> str:
+    """The choice that the table supports, as far as the noise allows."""
+    fastest = min(schedules, key=lambda schedule: schedule.middle.makespan)
+    close = [
+        schedule
+        for schedule in schedules
+        if schedule.middle.makespan - fastest.middle.makespan <= max(schedule.noise, fastest.noise)
+    ]
     lines = [
         "step: the median of rounds in which they took turns; ±: half of them were as near to it; "
         "predicted:\nby the simulator, from the measured costs; bubble: of that step, as on the "
@@ -97,21 +99,13 @@ def conclusion(rivals: Sequence[Rival], apart: bool) -> str:
         "micro-batches that a rank keeps at once."
     ]
     if len(close) == 1:
-        second = min((r for r in rivals if r is not fastest), key=lambda r: r.middle.makespan)
+        second = min((r for r in schedules if r is not fastest), key=lambda r: r.middle.makespan)
         gain = 1 - fastest.middle.makespan / second.middle.makespan
         choice = f"{fastest.plan.name} here: {gain:.0%} less time than {second.plan.name}"
     else:
-        lean = min(close, key=lambda rival: (rival.in_flight, rival.middle.makespan))
-        names = ", ".join(rival.plan.name for rival in close)
+        lean = min(close, key=lambda schedule: (schedule.in_flight, schedule.middle.makespan))
+        names = ", ".join(schedule.plan.name for schedule in close)
         lines.append(f"The noise of this machine hides how {names} differ.")
         choice = f"{lean.plan.name} here: none of them keeps fewer micro-batches"
     lines.append(f"So choose {choice}.")
     return "\n".join(lines)
-
-
-def _clearly_slower(rival: Rival, fastest: Rival) -> bool:
-    """Whether it has lost nearly every round, and by more than the rounds of either differ."""
-    pairs = list(zip(rival.rounds, fastest.rounds, strict=True))
-    lost = sum(slow.makespan > fast.makespan for slow, fast in pairs)
-    gap = rival.middle.makespan - fastest.middle.makespan
-    return lost >= _CLEAR * len(pairs) and gap > max(rival.noise, fastest.noise)
