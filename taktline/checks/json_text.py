@@ -164,7 +164,7 @@ def conform(value: Any, shape: Any, *, what: str) -> Any:
 
 
 def _fault(value: Any, shape: Any, path: str) -> str:
-    """What is wrong with a value, in words; empty if nothing is."""
+    """The difference between a value and a shape, in words; empty if there is none."""
     if isinstance(shape, Either):
         faults = [_fault(value, each, path) for each in shape.shapes]
         return "" if "" in faults else f"{_place(path)} is {_kind(value)}, which does not fit here"

@@ -141,14 +141,14 @@ def _sources(timeline: Timeline, item: IntArray, drawn: BoolArray) -> tuple[IntA
     origin = np.where(sent, needs(plan).own[source], source)
     late[elsewhere] = (timeline.arrivals[source] - timeline.end[origin])[elsewhere]
     source = np.where(elsewhere, origin, source)
-    # What takes no time passes on the blame to what it waited for itself.
+    # An action that takes no time is replaced by the one that it waited for itself.
     while (skip := (source >= 0) & ~drawn[source]).any():
         source = np.where(skip, timeline.held_by[source], source)
     return source, np.maximum(late, 0.0)
 
 
 def _decimals(timeline: Timeline, item: IntArray) -> int:
-    """As many as it takes for exact times; at most 7 digits, or 4 for what is shortest."""
+    """The decimals of exact times; at most 7 digits, or 4 for the shortest action."""
     longest = timeline.makespan
     if longest <= 0:
         return 0

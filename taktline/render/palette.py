@@ -23,7 +23,7 @@ MEANINGS = {
 }
 
 MEMORY = "#7d70ab"
-"""The curves of what is alive."""
+"""The colour of memory curves."""
 
 
 def shade(kind: Kind, chunk: int, chunks: int) -> str:

@@ -1,14 +1,15 @@
-"""What other processes have said last, and what follows from it if one holds up the others."""
+"""What other processes have said over the control plane: their state, and values for a place."""
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Collection, Iterable
 from typing import NamedTuple
 
 from taktline.transport.verdict import Cause, Verdict
 
-__all__ = ["Heard", "News"]
+__all__ = ["News", "Values"]
 
 SILENT_SECONDS = 2.0
 """After how long without a word a process counts as silent: that is four beats."""
@@ -42,11 +43,11 @@ class News:
         self._heard: dict[int, tuple[float, str, bool]] = {}
 
     def note(self, process: int, state: str, busy: bool) -> None:
-        """A process has said what it is doing."""
+        """Note what a process is doing."""
         self._heard[process] = (time.monotonic(), state, busy)
 
     def of(self, process: int) -> Heard | None:
-        """What a process has said last; None if nothing."""
+        """What a process has said last; None if it has said nothing."""
         said = self._heard.get(process)
         return None if said is None else Heard(time.monotonic() - said[0], *said[1:])
 
@@ -56,14 +57,14 @@ class News:
         return said is not None and said.age <= SILENT_SECONDS and process not in self.gone
 
     def report(self, processes: Iterable[int]) -> str:
-        """What each of some processes is doing, in a line each."""
+        """A line for each of these processes: what it is doing."""
         return "\n".join(f"  rank {process}: {self._told(process)}" for process in processes)
 
     def stalled(self, everyone: Collection[int], awaited: Collection[int], what: str) -> Verdict:
-        """Who holds up the others: one that is silent, or computes, or is elsewhere.
+        """A verdict on the process that holds up the others: a silent, busy or absent one.
 
-        It may be in none of this process's groups: whoever waits for it holds up others. Of several
-        it is one that is awaited here.
+        It may be in none of the groups of this process: a rank that waits for it holds up others.
+        Of several, it is one that is awaited here.
         """
         others = sorted(set(everyone) - {self._process})
         others.sort(key=lambda process: process not in awaited)
@@ -93,3 +94,51 @@ class News:
             return said.state
         silence = f"not heard of for {said.age:.0f} seconds (stopped, or cut off)"
         return f"{silence}; then: {said.state}"
+
+
+class Values:
+    """The values of each process, by place: a text that names what they are for."""
+
+    def __init__(self) -> None:
+        self._told: dict[int, dict[str, str]] = {}
+        self._changed = threading.Condition()
+
+    def note(self, process: int, place: str, value: str) -> None:
+        """Note the value of a process."""
+        with self._changed:
+            self._told.setdefault(process, {})[place] = value
+            self._changed.notify_all()
+
+    def forget(self, process: int) -> None:
+        """Forget the values of a process that has left in the middle."""
+        with self._changed:
+            self._told.pop(process, None)
+
+    def at(self, place: str) -> dict[int, str]:
+        """The values at a place, by process."""
+        with self._changed:
+            return {p: values[place] for p, values in self._told.items() if place in values}
+
+    def look_again(self) -> None:
+        """Let every :meth:`gather` see whether it is over."""
+        with self._changed:
+            self._changed.notify_all()
+
+    def gather(
+        self, processes: Collection[int], place: str, seconds: float, is_over: Callable[[], bool]
+    ) -> dict[int, str]:
+        """Wait for the values of these processes at a place, and return them.
+
+        Some are missing if ``is_over``, or after so many seconds. Otherwise this forgets them,
+        and the place can be used again.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: is_over() or self._has(processes, place), seconds)
+            found = {p: value for p, value in self.at(place).items() if p in processes}
+            if len(found) == len(processes):
+                for process in processes:
+                    del self._told[process][place]
+            return found
+
+    def _has(self, processes: Collection[int], place: str) -> bool:
+        return all(place in self._told.get(process, {}) for process in processes)

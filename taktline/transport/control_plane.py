@@ -28,9 +28,8 @@ from torch._C._distributed_c10d import Store
 
 from taktline.errors import text_of
 from taktline.transport.control_messages import Message
-from taktline.transport.control_news import News
+from taktline.transport.control_news import News, Values
 from taktline.transport.control_peers import Peers
-from taktline.transport.control_values import Values
 from taktline.transport.exit_hooks import planes
 from taktline.transport.verdict import OUTSIDE, Cause, Member, Verdict
 

@@ -293,7 +293,7 @@ class Distributed:
     def exchange(
         self, numbers: Sequence[int], what: str = "an exchange", *, ragged: bool = False
     ) -> list[list[int]]:
-        """Give every rank the numbers of every rank."""
+        """Return the numbers of every rank; all ranks take part."""
         if self.size == 1:
             return [list(numbers)]
         all_gather = self._met()

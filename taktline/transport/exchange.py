@@ -1,4 +1,4 @@
-"""The small agreed exchanges of texts and errors, over a transport's exchange of numbers."""
+"""Exchanges of texts, values and errors among all ranks, over a transport's exchange of numbers."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from taktline.transport.base import Transport
 __all__ = ["as_floats", "as_integers", "share_error", "share_floats", "share_texts", "share_values"]
 
 _MOST = 1 << 16
-"""As many characters of an error are shared; the rank that raised it has all of them."""
+"""The most characters of an error that are shared; the rank that raised it has all of them."""
 
 _PLAIN = Either(None, bool, int, float, str)
 _ERROR = (str, str, {str: _PLAIN})
 _CLASSES: dict[str, type[TaktlineError]] = {name: getattr(errors, name) for name in errors.__all__}
-"""What an error may be restored as."""
+"""The classes that a shared error may have."""
 
 
 def share_floats(
     transport: Transport, numbers: Sequence[float], what: str, *, ragged: bool = False
 ) -> list[tuple[float, ...]]:
-    """Give every rank the numbers of every rank, bit for bit; all ranks take part.
+    """Return the numbers of every rank, bit for bit; all ranks take part.
 
-    ``ragged`` says that they may bring different amounts.
+    With ``ragged``, ranks may pass different amounts.
 
     >>> from taktline.transport.one_rank import Alone
     >>> share_floats(Alone(), [0.1, float("inf")], "an example")
@@ -55,7 +55,7 @@ def as_floats(bits: Sequence[int]) -> tuple[float, ...]:
 
 
 def share_texts(transport: Transport, text: str, what: str = "an exchange of texts") -> list[str]:
-    """Give every rank the text of every rank; all ranks take part, and say what for.
+    """Return the text of every rank; all ranks take part, with the same purpose.
 
     >>> from taktline.transport.one_rank import Alone
     >>> share_texts(Alone(), "größer")
@@ -70,7 +70,7 @@ def share_texts(transport: Transport, text: str, what: str = "an exchange of tex
 def share_values(
     transport: Transport, value: Any, shape: Any, call: str, *, what: str
 ) -> list[Any]:
-    """Give every rank the JSON value of every rank, each of a shape; all ranks take part.
+    """Return the JSON value of every rank, each of the given shape; all ranks take part.
 
     >>> from taktline.transport.one_rank import Alone
     >>> share_values(Alone(), {"step": 3}, {"step": int}, "an example", what="the step")
@@ -88,7 +88,7 @@ def _text_in(row: list[int], rank: int, what: str) -> str:
 
 
 def share_error(transport: Transport, error: TaktlineError | None) -> TaktlineError | None:
-    """Give every rank the error of the lowest rank that has one; all ranks take part."""
+    """Return the error of the lowest rank that has one; all ranks take part."""
     told = "" if error is None else _written(error)
     for rank, text in enumerate(share_texts(transport, told, "what went wrong")):
         if text and rank == transport.rank:
@@ -99,7 +99,7 @@ def share_error(transport: Transport, error: TaktlineError | None) -> TaktlineEr
 
 
 def _written(error: TaktlineError) -> str:
-    # A class of the user's own is not known elsewhere: what it is built on stands for it.
+    # Other ranks may not know a class of the user's own, so its base class is sent.
     name = next(cls.__name__ for cls in type(error).__mro__ if _CLASSES.get(cls.__name__) is cls)
     return json.dumps([name, text_of(error, _MOST), _plain(error)])
 
@@ -127,5 +127,5 @@ def _restored(text: str, rank: int) -> TaktlineError:
     except JsonError as error:
         return TransportError(f"{error}; look at the output of rank {rank}")
     if name not in _CLASSES or any(field.startswith("_") for field in fields):
-        return TransportError(f"rank {rank} has raised what is no error of Taktline's: {words}")
+        return TransportError(f"rank {rank} has raised an error of an unknown class: {words}")
     return errors.restore(_CLASSES[name], (words,), fields)

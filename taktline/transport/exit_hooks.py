@@ -1,4 +1,4 @@
-"""The control planes of this process, and what they do when it ends or is forked."""
+"""The control planes of this process, and hooks for when the process ends or forks."""
 
 from __future__ import annotations
 
@@ -14,34 +14,30 @@ __all__ = ["planes"]
 
 
 planes: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
-"""By the default process group."""
-
-
-def _all() -> list[Any]:
-    return list(planes.values())
+"""The control plane of each default process group."""
 
 
 def _close_all() -> None:
-    """At the end of the program; a process of multiprocessing may end by an error here."""
+    """Close all planes at the end of the program, which in multiprocessing may be an error."""
     error = sys.exc_info()[1]
-    for plane in _all():
+    for plane in list(planes.values()):
         if error is not None and not isinstance(error, SystemExit):
             plane.raised(error)
         plane.close()
 
 
 def _forked() -> None:
-    """In a process that was forked, such as a loader's: let go of sockets that are its parent's.
+    """Close the sockets of the parent in a forked process, such as a data loader's worker.
 
-    As long as it held them, nobody would notice that its parent has died.
+    While it holds them, no other process notices that its parent has died.
     """
-    for plane in _all():
+    for plane in list(planes.values()):
         plane.close_inherited()
 
 
 def _excepthook(kind: type[BaseException], error: BaseException, trace: Any) -> None:
-    """Tell the others that an error ends this program, and then do what is done otherwise."""
-    for plane in _all():
+    """Announce that an error ends this program, and call the hook that was there before."""
+    for plane in list(planes.values()):
         with suppress(Exception):
             plane.raised(error)
     _before(kind, error, trace)
@@ -52,5 +48,5 @@ sys.excepthook = _excepthook
 atexit.register(_close_all)
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_forked)
-# A process of multiprocessing ends without what atexit has.
+# A process of multiprocessing ends without calling what atexit has registered.
 Finalize(None, _close_all, exitpriority=100)

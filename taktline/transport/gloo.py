@@ -1,8 +1,8 @@
-"""gloo's connections, in which DDP or FSDP may wait: how such a wait is left.
+"""Ends waits in gloo's own connections, in which DDP or FSDP may wait.
 
-gloo has no abort. But a socket that is shut down ends nearly every wait on it, at both ends, at
-once. The sockets are found by gloo's threads: each waits for one epoll descriptor, and Linux tells
-which sockets that one minds. Elsewhere than on Linux a wait lasts until its timeout.
+gloo has no abort. But shutting a socket down ends nearly every wait on it, at both ends, at once.
+The sockets are found by gloo's threads: each waits for one epoll descriptor, and Linux lists the
+sockets of that descriptor. On other systems a wait lasts until its timeout.
 
 Before torch 2.13 these threads have no name of their own. They are known by how they wait: for at
 most 64 events, and 10 milliseconds, in a thread that is not Python's.
@@ -78,7 +78,7 @@ def _numbers(folder: Path) -> Iterable[int]:
 
 
 def _sockets(descriptors: Iterable[int]) -> Sockets:
-    """Those that are connected sockets; shutting a listening one would make gloo abort."""
+    """The connected sockets of these descriptors; shutting a listening one would abort gloo."""
     found: Sockets = {}
     for fd in descriptors:
         with suppress(OSError):

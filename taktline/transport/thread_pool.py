@@ -1,6 +1,6 @@
-"""Threads that last: after its work, one waits some seconds for more.
+"""Threads that are used again: after its work, a thread waits some seconds for more.
 
-A new thread is slow at first: libraries set up for it what a thread of before has already.
+A new thread is slow at first, as libraries set up their state for it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _idle: list[_Worker] = []
 
 
 def start(work: Callable[[], None], then: Callable[[], None]) -> None:
-    """Do some work on a thread, and then, once nothing of it is left there, something else."""
+    """Call ``work`` on a thread, and ``then`` after the thread can be used again."""
     try:
         worker = _idle.pop()
     except IndexError:

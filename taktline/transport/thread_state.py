@@ -1,4 +1,4 @@
-"""What belongs to a thread, for ranks that run in threads of their own."""
+"""The state that torch keeps for each thread, for ranks that run in threads of their own."""
 
 from __future__ import annotations
 
@@ -22,25 +22,25 @@ _CASTS = ("cpu", "cuda")
 
 @dataclass(frozen=True, slots=True)
 class Random:
-    """Where the generators of random numbers are."""
+    """The state of the generators of random numbers."""
 
     on_cpu: torch.Tensor
     on_cuda: tuple[torch.Tensor, ...]
 
     @classmethod
     def now(cls) -> Random:
-        """Where they are now; those of CUDA only if it is initialised."""
+        """The current state; that of CUDA only if CUDA is initialised."""
         on_cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else ()
         return cls(torch.get_rng_state(), tuple(on_cuda))
 
     def restore(self) -> None:
-        """Put them there again."""
+        """Set the generators to this state."""
         torch.set_rng_state(self.on_cpu)
         torch.cuda.set_rng_state_all(self.on_cuda)
 
 
 class ThreadState:
-    """What the caller's thread has set, to be set in another one.
+    """The state of the caller's thread, to be set in another one.
 
     Modes of gradients, inference and autocast, the stream, hooks on saved tensors, modes that see
     functions and operations (``torch.device`` blocks, ``FlopCounterMode``), context variables, the
@@ -70,11 +70,11 @@ class ThreadState:
         self._modes = _Modes()
 
     def run(self, fn: Callable[..., T], *args: Any) -> T:
-        """Call a function where this thread has the same, with a copy of the context variables."""
+        """Call a function with this state, and with a copy of the context variables."""
         return self._context.copy().run(self._run, fn, *args)
 
     def _run(self, fn: Callable[..., T], *args: Any) -> T:
-        # Asked for before anything runs: in a thread where nobody has, some kernels take them all.
+        # Read before anything runs: in a new thread, some kernels take all cores otherwise.
         if torch.get_num_threads() != self._threads:
             torch.set_num_threads(self._threads)
         if self._stream is not None:
@@ -89,7 +89,7 @@ class ThreadState:
             return fn(*args)
 
 
-# What follows uses private names of torch, as there are no public ones to read what a thread has.
+# The rest uses private names of torch: there are no public ones to read the state of a thread.
 
 
 class _Hooks:
@@ -102,7 +102,7 @@ class _Hooks:
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        """Inside, this thread has the same."""
+        """Set the same in this thread."""
         with ExitStack() as stack:
             if self._pair is not None:
                 stack.enter_context(saved_tensors_hooks(*self._pair))
@@ -120,7 +120,7 @@ class _Modes:
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        """Inside, this thread has the same."""
+        """Set the same in this thread."""
         # Pushed, not entered: a mode has state, which entering may begin anew.
         for mode in self._operations:
             _python_dispatch._push_mode(mode)
@@ -129,7 +129,7 @@ class _Modes:
         try:
             yield
         finally:
-            # All of them: what was entered inside and not left must not stay for the next run.
+            # All modes: one that was entered inside and not left must not stay for the next run.
             for _ in overrides._get_current_function_mode_stack():
                 overrides._pop_mode()
             for mode in reversed(_python_dispatch._get_current_dispatch_mode_stack()):

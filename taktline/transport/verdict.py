@@ -20,7 +20,7 @@ from taktline.errors import (
 __all__ = ["OUTSIDE", "Cause", "Member", "Verdict"]
 
 OUTSIDE = "outside of a step"
-"""Where a rank was that had ended every exchange it took part in."""
+"""The place of a rank that has finished every exchange in which it took part."""
 
 
 class Cause(StrEnum):
@@ -38,7 +38,7 @@ class Cause(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What has become of a rank, by its number among all processes.
+    """A rank that has failed, by its number among all processes, and how.
 
     >>> print(Verdict(Cause.RAISED, 3, "KeyboardInterrupt", "in 2F0").error([2, 3]))
     rank 3 of the job has raised KeyboardInterrupt in 2F0, and left the others behind
@@ -47,17 +47,17 @@ class Verdict:
     cause: Cause
     process: int
     text: str = ""
-    """What it has raised, what every rank was doing, or who cannot reach it."""
+    """The error that it has raised, the state of every rank, or the rank that cannot reach it."""
     where: str = ""
     """What it was doing."""
     stage_error: dict[str, Any] | None = None
     """The fields of the :class:`StageError` that it has raised, if it is one."""
     number: int = field(default_factory=lambda: secrets.randbits(62))
-    """By which one that is heard of twice is known."""
+    """Identifies the verdict, which may arrive several times."""
 
     @classmethod
     def from_plain(cls, plain: dict[str, Any]) -> Verdict:
-        """From a value that has its shape."""
+        """The verdict in a value of JSON, whose shape was checked."""
         if plain["cause"] not in list(Cause):
             raise JsonError("a verdict", f"nothing is {str(plain['cause'])[:40]!r}")
         return cls(**{**plain, "cause": Cause(plain["cause"])})

@@ -1,4 +1,4 @@
-"""``taktline demo``: a small model trains on a pipeline, before your eyes."""
+"""``taktline demo``: trains a small model on a pipeline."""
 
 from __future__ import annotations
 
@@ -46,7 +46,8 @@ def demo(
     """
     if steps < 1:
         raise typer.BadParameter("--steps must be 1 or more")
-    build(schedule, ranks=ranks, microbatches=microbatches)  # raises here, and not on each rank
+    # Raises here, and not on each rank.
+    plan = build(schedule, ranks=ranks, microbatches=microbatches)
     if not (local or launched()):
         words = ["demo", "--ranks", str(ranks), "--schedule", schedule]
         words += ["--microbatches", str(microbatches), "--steps", str(steps)]
@@ -58,6 +59,5 @@ def demo(
     from taktline.cli.demo.tour import Tour
 
     size = ranks if local else int(os.environ["WORLD_SIZE"])
-    Tour(
-        size, schedule, microbatches, steps, output, silent=not local and os.environ["RANK"] != "0"
-    ).run()
+    silent = not local and os.environ["RANK"] != "0"
+    Tour(size, plan.name, microbatches, steps, output, silent).run()
