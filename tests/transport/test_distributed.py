@@ -534,8 +534,8 @@ def test_local_ranks_in_different_exchanges() -> None:
 @pytest.mark.parametrize(
     ("words", "text"),
     [
-        ([0, 0], "rank 3 has sent what is no message of an exchange, or one of another version;"),
-        ([frames._MARK + 1, 0], "rank 3 has sent what is no message of an exchange, or one of"),
+        ([0, 0], "rank 3 has sent no message of an exchange, or one of another version;"),
+        ([frames._MARK + 1, 0], "rank 3 has sent no message of an exchange, or one of"),
         ([frames._MARK, -1], "rank 3 announces -1 numbers, more than there can be"),
         ([frames._MARK, 2**60], "rank 3 announces 1,152,921,504,606,846,976 numbers, more than"),
     ],
