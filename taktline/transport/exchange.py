@@ -127,5 +127,5 @@ def _restored(text: str, rank: int) -> TaktlineError:
     except JsonError as error:
         return TransportError(f"{error}; look at the output of rank {rank}")
     if name not in _CLASSES or any(field.startswith("_") for field in fields):
-        return TransportError(f"rank {rank} has raised an error of an unknown class: {words}")
+        return TransportError(f"rank {rank} has raised an error that cannot be restored: {words}")
     return errors.restore(_CLASSES[name], (words,), fields)
