@@ -1,4 +1,4 @@
-"""Actions: what a rank can do, and how that is written.
+"""The actions of a rank, and how they are written.
 
 ::
 
@@ -30,7 +30,7 @@ LARGEST = 2**31 - 1
 
 
 class Kind(IntEnum):
-    """What an action does; the name is how it is written, the number how a plan stores it.
+    """The kind of an action; plans are written with the name, and stored with the number.
 
     >>> Kind.F.is_compute, Kind.SEND_F.is_communication, Kind.UNSHARD.has_microbatch
     (True, True, False)

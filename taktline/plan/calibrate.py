@@ -1,4 +1,4 @@
-"""Estimates costs from timelines, so that the simulator predicts what was measured."""
+"""Estimates costs from timelines, so that the simulator predicts the measured times."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ __all__ = ["Partition", "balance"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Partition:
-    """Consecutive layers in stages, and what each stage costs.
+    """Consecutive layers in stages, and the cost of each stage.
 
     >>> from taktline.plan import balance
     >>> cut = balance([1, 2, 3, 4, 5], 2)
@@ -34,7 +34,7 @@ class Partition:
     bounds: tuple[int, ...]
     """Where stages begin and end: stage s has the layers ``bounds[s]`` up to ``bounds[s + 1]``."""
     stage_costs: tuple[float, ...]
-    """What the layers of each stage cost together: whole numbers, if all costs are."""
+    """The cost of all layers of each stage: whole numbers, if all costs are."""
     stage_memory: tuple[float, ...] | None = None
     """The same of the memory, if it was given."""
 
@@ -84,11 +84,10 @@ def balance(
 ) -> Partition:
     """Consecutive layers cut into stages, so that the largest stage is as small as possible.
 
-    Every stage has at least one layer. The result is exact, for floats too: each counts for just
-    what it holds. Among the cuts with the smallest largest stage it is the most even one, with the
-    smallest sum of squares of the stages' costs; among several of these, the one in which the last
-    stage has the most layers, then the one before it, and so on: the first stages of a pipeline
-    hold the most micro-batches.
+    Every stage has at least one layer. The result is exact, for floats too. Among the cuts with the
+    smallest largest stage it is the most even one, with the smallest sum of squares of the stages'
+    costs; among several of these, the one in which the last stage has the most layers, then the
+    one before it, and so on: the first stages of a pipeline hold the most micro-batches.
 
     ``memory`` is what each layer needs, in bytes or any other unit, and ``limits`` what a stage can
     hold of it: one number for all stages, or one for each (``math.inf`` for no limit).
@@ -137,7 +136,7 @@ def balance(
 
 
 def _needs(memory: Iterable[float] | None, layers: int) -> list[int] | list[Fraction]:
-    """What each layer needs."""
+    """The memory of each layer."""
     needs = [0] * layers if memory is None else _exact("memory", memory)
     if len(needs) != layers:
         raise PartitionError(
@@ -184,7 +183,7 @@ def _cheapest(
 
 
 def _exact(name: str, values: Iterable[float]) -> list[int] | list[Fraction]:
-    """Numbers as what they hold, so that sums are exact; whole ones stay whole."""
+    """Numbers as exact fractions, so that sums are exact; whole numbers stay whole."""
     given = require_iterable(name, values, "a list of numbers, one for each layer", CostError)
     numbers = [_number(f"{name} of layer {layer}", value) for layer, value in enumerate(given)]
     try:
@@ -195,7 +194,7 @@ def _exact(name: str, values: Iterable[float]) -> list[int] | list[Fraction]:
 
 
 def _number(what: str, value: Any) -> Fraction:
-    """What a number holds; an error unless it is finite and from 0 up."""
+    """A number as an exact fraction; raises unless it is finite and from 0 up."""
     try:
         if isinstance(value, bool):
             raise TypeError
@@ -213,7 +212,7 @@ def _sums(numbers: Iterable[Any]) -> list[Any]:
 
 
 def _totals(numbers: Sequence[Any], bounds: Sequence[int]) -> tuple[float, ...]:
-    """What the layers of each stage have together."""
+    """The sum over the layers of each stage."""
     return tuple(_plain(sum(numbers[start:end])) for start, end in pairwise(bounds))
 
 

@@ -20,7 +20,7 @@ __all__ = ["add_comm", "add_reduce", "add_shard", "lower", "merge_backward", "re
 def lower(
     plan: Plan, *, merge: bool = False, keep_ready: int | None = None, reduce: bool = False
 ) -> Plan:
-    """A plan that is ready to run: what it leaves implicit is spelled out, in this order.
+    """A plan that is ready to run, by these passes in this order.
 
     Args:
         plan: the plan; it stays as it is.
@@ -226,11 +226,11 @@ def _under_way(plan: Plan, receiver: IntArray, moment: FloatArray, run: Walk) ->
 
 
 def restrict(plan: Plan, microbatches: int) -> Plan:
-    """Leave out every micro-batch but the first ones; all else stays, in its order.
+    """Leave out every micro-batch but the first ones; the other actions stay, in their order.
 
-    Nothing waits for more than it did, so a valid plan stays valid. Of an overlapped pair one half
-    may be left. What belongs to no micro-batch (UNSHARD, RESHARD, REDUCE_GRAD) stays: replicas with
-    batches of different sizes gather and reduce in the same order.
+    No action waits for more than before, so a valid plan stays valid. Of an overlapped pair one
+    half may be left. Actions without a micro-batch (UNSHARD, RESHARD, REDUCE_GRAD) stay, so that
+    replicas with batches of different sizes gather and reduce in the same order.
 
     >>> from taktline.plan import build
     >>> " ".join(map(str, restrict(build("1f1b", ranks=2, microbatches=8), 2)[0]))

@@ -22,7 +22,7 @@ from taktline.text import counted
 __all__ = ["MOST_RANKS", "MOST_STAGES", "Placement"]
 
 MOST_RANKS, MOST_STAGES = 2**16, 2**20
-"""Beyond these a number is a typing error, and what is sized by it would take for ever."""
+"""A larger number is a typing error, and tables of that size would take for ever."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ class Placement:
 
     @classmethod
     def custom(cls, rank_of: Sequence[int], ranks: int | None = None) -> Placement:
-        """Any mapping; ``ranks`` defaults to what it mentions."""
+        """Any mapping; by default there are as many ranks as it mentions."""
         given = require_iterable("rank_of", rank_of, error=PlanError)
         if ranks is None:
             each = enumerate(given)

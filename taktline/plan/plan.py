@@ -122,8 +122,8 @@ class Plan:
     ) -> Plan:
         """A plan from one list of actions (or their texts) a rank.
 
-        What is not given is read off the actions: a stage lies where it first computes, and the
-        micro-batches run up to the highest number.
+        By default, a stage lies on the rank that first computes it, and the micro-batches run up to
+        the highest number in the actions.
         """
         ranks = [
             require_iterable(f"actions[{rank}]", texts, "a list of actions", PlanError)

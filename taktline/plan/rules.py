@@ -164,7 +164,7 @@ def missing(subject: Subject) -> Iterator[Violation]:
 
 
 def order(subject: Subject) -> Iterator[Violation]:
-    """On one rank, what an action needs comes before it."""
+    """On one rank, an action comes after the actions that it needs."""
     rows, rank, position = subject.plan.rows, subject.rank, subject.position
     for column in (subject.needs.own, subject.needs.arrival, subject.needs.post):
         late = (column >= 0) & (rank[column] == rank) & (position[column] >= position)

@@ -18,10 +18,10 @@ __all__ = ["simulate"]
 
 
 def simulate(plan: Plan, costs: Costs | None = None) -> Timeline:
-    """Run a plan in thought: every action as early as its rank and its dependencies allow.
+    """Simulate a plan: every action runs as early as its rank and its dependencies allow.
 
-    Where messages hold anything up, by queueing or by keeping their sender busy, the timeline is
-    that of the plan with its messages spelled out.
+    If messages can delay actions, by queueing or by keeping their sender busy, the timeline is that
+    of the plan with its messages spelled out.
 
     >>> from taktline.plan import build
     >>> timeline = simulate(build("1f1b", ranks=4, microbatches=8), Costs(forward=1.0))

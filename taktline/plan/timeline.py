@@ -159,7 +159,7 @@ class Timeline:
         return table
 
     def spans(self, rank: int) -> Iterator[Span]:
-        """What a rank did, in order; the two halves of an overlapped pair one after the other."""
+        """The actions of a rank, in order; an overlapped pair as two."""
         self.plan.require_rank(rank)
         for row in range(int(self.plan.offsets[rank]), int(self.plan.offsets[rank + 1])):
             yield self._span(rank, row)
@@ -186,7 +186,7 @@ class Timeline:
         return held_by
 
     def messages(self) -> tuple[IntArray, IntArray]:
-        """The compute rows whose result crosses between ranks, and those that wait for it."""
+        """The compute rows whose result crosses between ranks, and the rows that wait for it."""
         plan, needed = self.plan, needs(self.plan)
         rank, source = plan.rank_of_rows(), needed.arrival
         targets = np.flatnonzero((source >= 0) & (rank[source] != rank))

@@ -1,11 +1,11 @@
-"""Run a plan's rows in order on every rank, each as soon as what it waits for has arrived.
+"""Runs a plan's rows in order on every rank, each as soon as its input has arrived.
 
-The proof of freedom from deadlock, the order from which communication is placed, and the simulation
-are all this one walk, with different waits and durations.
+The proof of freedom from deadlock, the placement of communication, and the simulation are all this
+one walk, with different waits and durations.
 
 Only the rows that wait for another rank are visited one by one: between two such **stops**, a rank
-goes on at a pace that is known beforehand. Each rank runs until it blocks; whoever it waits for
-wakes it, so the walk is linear in the number of rows.
+goes on at a pace that is known beforehand. Each rank runs until it blocks, and is woken by the rank
+that it waits for, so the walk is linear in the number of rows.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def unit_run(plan: Plan, needed: Needs | None = None) -> Walk:
 
 
 def waits_between_ranks(plan: Plan, needed: Needs) -> IntArray:
-    """What each row waits for on another rank; on its own rank, order takes care of it."""
+    """The row of another rank that each row waits for, or -1; on its own rank, order is enough."""
     rank, arrival = plan.rank_of_rows(), needed.arrival
     return np.where((arrival >= 0) & (rank[arrival] != rank), arrival, -1)
 
@@ -78,8 +78,8 @@ def walk(plan: Plan, waits: IntArray, hold: FloatArray, messages: Messages | Non
     first one's ``hold``.
     """
     rows, count = plan.rows, len(plan.rows)
-    # A pair is walked as one: the time passes in its second row, and whoever waits for its first
-    # waits for the second.
+    # A pair is walked as one: the time passes in its second row, and rows that wait for its first
+    # wait for the second.
     first, second = np.flatnonzero(rows.joined), np.flatnonzero(rows.second_of_pair())
     done_with = np.arange(count)
     done_with[first] = second

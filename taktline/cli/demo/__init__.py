@@ -54,7 +54,7 @@ def demo(
         words += ["--output", str(output)]
         raise typer.Exit(launch(ranks, words, _PATIENCE))
     if launched() and "TORCHELASTIC_RUN_ID" not in os.environ:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever has started this process ends it
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher ends this process
     # Here, because it imports torch.
     from taktline.cli.demo.tour import Tour
 

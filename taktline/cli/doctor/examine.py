@@ -75,7 +75,7 @@ def examine_local(size: int) -> Report:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     ranks = [machine.describe(rank, "local", device) for rank in range(size)]
     report = Report("local", ranks, list(machine.judge(ranks)))
-    # Local ranks notice by themselves that nobody can go on, and need no alarm.
+    # Local ranks notice a deadlock by themselves, and need no alarm.
     found = local.run(lambda _: links.measure(transport_of(None, device), device), size)
     _look(report, lambda: found[0], device, lambda _: nullcontext())
     return report

@@ -10,12 +10,14 @@ from time import perf_counter
 
 import torch
 
-from taktline.cli.doctor.report import ALL_PAIRS, Finding, MeasuredLink, Verdict, of_ranks
+from taktline.cli.doctor.report import Finding, MeasuredLink, Verdict, of_ranks
 from taktline.transport import Channel, Transport
 from taktline.transport.exchange import share_values
 
 __all__ = ["judge", "measure", "pairs"]
 
+_ALL_PAIRS = 8
+"""Up to so many ranks, every pair is measured; beyond, neighbours."""
 _ROUND_TRIPS = 25
 _SMALL = 16
 _LARGE = (256 << 10, 4 << 20, 4 << 20, 4 << 20)
@@ -32,7 +34,7 @@ def pairs(ranks: int) -> list[tuple[int, int]]:
     >>> pairs(9)[-2:]
     [(7, 8), (0, 8)]
     """
-    if ranks <= ALL_PAIRS:
+    if ranks <= _ALL_PAIRS:
         return list(combinations(range(ranks), 2))
     return [*((rank, rank + 1) for rank in range(ranks - 1)), (0, ranks - 1)]
 
@@ -71,7 +73,7 @@ def judge(links: list[MeasuredLink]) -> Iterator[Finding]:
         yield Finding("links", Verdict.WARNING, text, advice)
     elif links:
         ranks = sorted({link.sender for link in links})
-        peers = "each other" if len(ranks) <= ALL_PAIRS else "their neighbours"
+        peers = "each other" if len(ranks) <= _ALL_PAIRS else "their neighbours"
         yield Finding("links", Verdict.OK, f"{of_ranks(ranks)} can talk to {peers}, both ways")
     else:
         yield Finding("links", Verdict.OK, "one rank alone has nobody to talk to")

@@ -23,7 +23,7 @@ __all__ = ["Rendezvous", "alarm"]
 
 _POLL = 0.05
 _GRACE = 5.0
-"""How much longer an alarm waits than the timeout of what it guards, which says more."""
+"""How much longer an alarm waits than the timeout that it guards, whose error says more."""
 
 
 class Rendezvous:

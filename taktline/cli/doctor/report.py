@@ -1,4 +1,4 @@
-"""What the doctor has found, as plain data and as tables for people."""
+"""The findings of the doctor, as plain data and as tables."""
 
 from __future__ import annotations
 
@@ -15,10 +15,7 @@ from rich.text import Text
 from taktline.cli.options import rich_table
 from taktline.text import counted
 
-__all__ = ["ALL_PAIRS", "Finding", "MeasuredLink", "Report", "Run", "Verdict", "of_ranks", "show"]
-
-ALL_PAIRS = 8
-"""Up to so many ranks, the links of all pairs are measured and shown; beyond, of neighbours."""
+__all__ = ["Finding", "MeasuredLink", "Report", "Run", "Verdict", "of_ranks", "show"]
 
 
 class Verdict(StrEnum):
@@ -31,7 +28,7 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What a check has found, and what to do about it."""
+    """The result of a check, and what to do about it."""
 
     check: str
     verdict: Verdict
@@ -48,7 +45,7 @@ class MeasuredLink:
     latency: float
     bandwidth: float
     intact: bool = True
-    """Whether what arrived is what was sent."""
+    """Whether all messages arrived unchanged."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +113,7 @@ def show(report: Report, console: Console) -> None:
     if report.ranks:
         console.print(_ranks(report))
     if report.links:
-        console.print(_matrix(report) if len(report.ranks) <= ALL_PAIRS else _list(report.links))
+        console.print(_links(report.links))
     if report.runs:
         console.print(_runs(report.runs))
     console.print(_findings(report.findings))
@@ -141,34 +138,17 @@ def _ranks(report: Report) -> Table:
     return rich_table(headings, rows, ["host", "device"], title=title)
 
 
-def _matrix(report: Report) -> Table:
-    known = {(link.sender, link.receiver): link for link in report.links}
-    best = max(link.bandwidth for link in report.links)
-    ranks = range(len(report.ranks))
-    rows = [
-        [f"rank {sender}", *(_cell(known.get((sender, receiver)), best) for receiver in ranks)]
-        for sender in ranks
-    ]
-    headings = ["from", *(f"to rank {receiver}" for receiver in ranks)]
-    return rich_table(headings, rows, title="Links: latency and bandwidth", show_lines=True)
-
-
-def _list(links: Sequence[MeasuredLink]) -> Table:
+def _links(links: Sequence[MeasuredLink]) -> Table:
     best = max(link.bandwidth for link in links)
-    rows = [
-        [f"{link.sender} → {link.receiver}", *_cell(link, best).split("\n")]
-        for link in sorted(links, key=lambda link: (link.sender, link.receiver))
-    ]
-    return rich_table(["from → to", "latency", "bandwidth"], rows, title="Links between neighbours")
-
-
-def _cell(link: MeasuredLink | None, best: float) -> Text:
-    if link is None:
-        return Text("·", style="dim")
-    if not link.intact:
-        return Text("broken", style="bold red")
-    colour = "yellow" if link.bandwidth < best / 4 else ""
-    return Text(f"{_amount(link.latency, _UNITS)}\n{_amount(link.bandwidth, _RATES)}", colour)
+    rows: list[list[Text]] = []
+    for link in sorted(links, key=lambda link: (link.sender, link.receiver)):
+        colour = "yellow" if link.bandwidth < best / 4 else ""
+        cells = [_amount(link.latency, _UNITS), _amount(link.bandwidth, _RATES)]
+        if not link.intact:
+            colour, cells = "bold red", ["broken"]
+        ends = Text(f"{link.sender} → {link.receiver}")
+        rows.append([ends, *(Text(cell, colour) for cell in cells)])
+    return rich_table(["from → to", "latency", "bandwidth"], rows, title="Links between ranks")
 
 
 def _runs(runs: Sequence[Run]) -> Table:

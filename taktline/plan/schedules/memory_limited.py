@@ -1,4 +1,4 @@
-"""Schedules in a V under a memory limit: the one generator behind V-Min and V-Half.
+"""Schedules in a V under a memory limit: V-Half and V-Min, from one generator.
 
 A plain greedy choice fills the memory with forwards that then wait for one another. So each action
 gets a due time from a pattern that repeats every period, the work of one micro-batch on a rank. A
@@ -27,7 +27,7 @@ from taktline.plan.schedules.v_shaped import zbv
 __all__ = ["v_limited"]
 
 _PERIOD = 6  # F, I and W of two stages
-_TURN = 3  # what the pattern waits between F and I of the last stage
+_TURN = 3  # units between F and I of the last stage in the pattern
 
 
 def v_limited(placement: Placement, microbatches: int, limit: int) -> list[Rows]:
@@ -37,7 +37,7 @@ def v_limited(placement: Placement, microbatches: int, limit: int) -> list[Rows]
     ranks = _Ranks(placement.ranks, microbatches, limit)
     moved = True
     while ranks.unfinished():
-        # All ranks choose, then all run. If nobody can move, the pattern is in the way.
+        # All ranks choose, then all run. If no rank can move, the pattern is in the way.
         reach = _PERIOD * ranks.unit if moved else math.inf
         choices = [(rank, ranks.choose(rank, reach)) for rank in range(placement.ranks)]
         moves = [(rank, place) for rank, place in choices if place is not None]
