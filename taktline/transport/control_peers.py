@@ -167,11 +167,9 @@ class Peers:
 
     def _first_call(self, process: int) -> None:
         try:
-            if process < self._process:
-                self._call(process)
-            elif self._probed[process] < _PROBES:
+            if process < self._process or self._probed[process] < _PROBES:
                 self._probed[process] += 1
-                self._dial(process).close()  # if it lives, it will call
+                self._reach(process)
         except ConnectionRefusedError:
             self._refused.setdefault(process, time.monotonic())
             del self._addresses[process]  # perhaps that of an earlier process
@@ -183,25 +181,26 @@ class Peers:
         if process in self._peers or process in self._ended or process in self._calling:
             return
         try:
-            if process < self._process:
-                lives = self._call(process)
-            else:
-                self._dial(process).close()
-                lives = True  # it listens, even while it is stopped; and it will call
+            lives = self._reach(process)
         except (KeyError, OSError, OverflowError):
             lives = False
         if not lives:
             self._end(process, said_goodbye=False)
 
-    def _dial(self, process: int) -> socket.socket:
-        return socket.create_connection(self._addresses[process][:2], _CONNECT_SECONDS)
+    def _reach(self, process: int) -> bool:
+        """Call a process with a lower number; see whether one with a higher number listens.
 
-    def _call(self, process: int) -> bool:
-        """Call a process; False if the new socket is dead already."""
+        A process listens as long as it lives, even while it is stopped, and will call this one.
+        """
         address = self._addresses[process]
-        peer = Peer(self._dial(process), process, address[2])
+        connection = socket.create_connection(address[:2], _CONNECT_SECONDS)
+        if process > self._process:
+            connection.close()
+            return True
+        peer = Peer(connection, process, address[2])
         peer.address = address
         if not peer.greet(self._process, self._address):
+            connection.close()
             return False
         self._calling.add(process)
         self._register(peer)

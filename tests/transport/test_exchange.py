@@ -232,7 +232,10 @@ def test_fields_that_json_cannot_hold_are_left_to_the_text() -> None:
         ("nonsense", "what rank 0 has raised, row 1, column 1: not JSON"),
         ('["MismatchError", "no"]', "what rank 0 has raised: the value has 2 entries, not 3"),
         ('["restore", "no", {}]', "rank 0 has raised an error that cannot be restored: no"),
-        ('["MismatchError", "no", {"__class__": 1}]', "rank 0 has raised an error that cannot be restored"),
+        (
+            '["MismatchError", "no", {"__class__": 1}]',
+            "rank 0 has raised an error that cannot be restored",
+        ),
         ('["MismatchError", "no", {"a": [1]}]', "what rank 0 has raised: [2].a is a list, which"),
     ],
 )
