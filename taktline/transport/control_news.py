@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from taktline.transport.verdict import Cause, Verdict
 
-__all__ = ["News", "Values"]
+__all__ = ["Heard", "News", "Values"]
 
 SILENT_SECONDS = 2.0
 """After how long without a word a process counts as silent: that is four beats."""
@@ -18,13 +18,16 @@ _LONGEST = 50_000
 
 
 class Heard(NamedTuple):
-    """What another process has said last."""
+    """The last heartbeat of a process: when it came, what it was doing, and whether in a step."""
 
-    age: float
-    """How long ago, in seconds."""
+    time: float
     state: str
     busy: bool
-    """Whether it is in a step."""
+
+    @property
+    def age(self) -> float:
+        """How long ago it came, in seconds."""
+        return time.monotonic() - self.time
 
 
 class News:
@@ -40,20 +43,11 @@ class News:
         """Why processes are not there any more."""
         self._process = process
         self._state = state
-        self._heard: dict[int, tuple[float, str, bool]] = {}
-
-    def note(self, process: int, state: str, busy: bool) -> None:
-        """Note what a process is doing."""
-        self._heard[process] = (time.monotonic(), state, busy)
-
-    def of(self, process: int) -> Heard | None:
-        """What a process has said last; None if it has said nothing."""
-        said = self._heard.get(process)
-        return None if said is None else Heard(time.monotonic() - said[0], *said[1:])
+        self.heard: dict[int, Heard] = {}
 
     def lives(self, process: int) -> bool:
         """Whether a process has been heard of just now."""
-        said = self.of(process)
+        said = self.heard.get(process)
         return said is not None and said.age <= SILENT_SECONDS and process not in self.gone
 
     def report(self, processes: Iterable[int]) -> str:
@@ -75,8 +69,7 @@ class News:
             lambda said: said is None,
             lambda said: True,
         ]
-        heard = {process: self.of(process) for process in others}
-        suspect = next(p for sign in signs for p in others if sign(heard[p]))
+        suspect = next(p for sign in signs for p in others if sign(self.heard.get(p)))
         where = f"(rank {self._process} waits for {what})" if what else ""
         report = self.report(sorted({*everyone, self._process}))[:_LONGEST]
         return Verdict(Cause.STALLED, suspect, report, where)
@@ -87,7 +80,7 @@ class News:
             return self._state()[0]
         if reason := self.gone.get(process):
             return f"{reason} (its process)"
-        said = self.of(process)
+        said = self.heard.get(process)
         if said is None:
             return "has not been heard of"
         if said.age <= SILENT_SECONDS:

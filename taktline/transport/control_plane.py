@@ -28,7 +28,7 @@ from torch._C._distributed_c10d import Store
 
 from taktline.errors import text_of
 from taktline.transport.control_messages import Message
-from taktline.transport.control_news import News, Values
+from taktline.transport.control_news import Heard, News, Values
 from taktline.transport.control_peers import Peers
 from taktline.transport.exit_hooks import planes
 from taktline.transport.verdict import OUTSIDE, Cause, Member, Verdict
@@ -267,7 +267,8 @@ class Plane:
     def _take(self, process: int, message: Message) -> None:
         match message.kind:
             case "beat":
-                self.news.note(process, message.state, message.busy)
+                now = time.monotonic()
+                self.news.heard[process] = Heard(now, message.state, message.busy)
             case "value":
                 self._values.note(process, message.state, message.value)
                 for member in self._all():

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import NamedTuple
 
 from taktline.errors import MismatchError, TransportError
@@ -65,12 +64,7 @@ def framed(numbers: Sequence[int], what: str) -> bytes:
     count = len(numbers)
     if count > _MOST:
         raise TransportError(f"{what} takes {count:,} numbers; at most {_MOST:,} can be shared")
-    return _HEAD.pack(_MARK, count, _label(what)) + struct.pack(f"<{count}q", *numbers)
-
-
-@lru_cache
-def _label(what: str) -> bytes:
-    return what.encode()[:48]
+    return _HEAD.pack(_MARK, count, what.encode()[:48]) + struct.pack(f"<{count}q", *numbers)
 
 
 def agreed(frames: Sequence[Frame], *, ragged: bool) -> None:

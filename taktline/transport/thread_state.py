@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from contextvars import copy_context
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -66,8 +66,13 @@ class ThreadState:
         self._cached = torch.is_autocast_cache_enabled()
         # A stream brings its device along.
         self._stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
-        self._hooks = _Hooks()
-        self._modes = _Modes()
+        # Private names of torch: there are no public ones to read the state of a thread.
+        private: Any = torch._C._autograd  # pyright: ignore[reportAttributeAccessIssue]
+        # Of several pairs of hooks, the innermost are the ones called.
+        self._hooks = private._top_saved_tensors_default_hooks(False)
+        self._no_hooks = private._saved_tensors_hooks_get_disabled_error_message()
+        self._function_modes = overrides._get_current_function_mode_stack()
+        self._dispatch_modes = _python_dispatch._get_current_dispatch_mode_stack()
 
     def run(self, fn: Callable[..., T], *args: Any) -> T:
         """Call a function with this state, and with a copy of the context variables."""
@@ -84,53 +89,22 @@ class ThreadState:
             stack.enter_context(torch.set_grad_enabled(self._grad))
             for kind, dtype in self._casts:
                 stack.enter_context(torch.autocast(kind, dtype=dtype, cache_enabled=self._cached))
-            stack.enter_context(self._hooks.entered())
-            stack.enter_context(self._modes.entered())
+            if self._hooks is not None:
+                stack.enter_context(saved_tensors_hooks(*self._hooks))
+            if self._no_hooks is not None:
+                stack.enter_context(disable_saved_tensors_hooks(self._no_hooks))
+            stack.callback(_leave_modes)
+            # Pushed, not entered: a mode has state, which entering may begin anew.
+            for mode in self._dispatch_modes:
+                _python_dispatch._push_mode(mode)
+            for mode in self._function_modes:
+                overrides._push_mode(mode)
             return fn(*args)
 
 
-# The rest uses private names of torch: there are no public ones to read the state of a thread.
-
-
-class _Hooks:
-    """Hooks on the tensors that autograd saves; of several, the innermost are the ones called."""
-
-    def __init__(self) -> None:
-        private: Any = torch._C._autograd  # pyright: ignore[reportAttributeAccessIssue]
-        self._pair = private._top_saved_tensors_default_hooks(False)
-        self._refusal = private._saved_tensors_hooks_get_disabled_error_message()
-
-    @contextmanager
-    def entered(self) -> Iterator[None]:
-        """Set the same in this thread."""
-        with ExitStack() as stack:
-            if self._pair is not None:
-                stack.enter_context(saved_tensors_hooks(*self._pair))
-            if self._refusal is not None:
-                stack.enter_context(disable_saved_tensors_hooks(self._refusal))
-            yield
-
-
-class _Modes:
-    """Modes that see functions (``torch.device`` blocks) or operations (``FlopCounterMode``)."""
-
-    def __init__(self) -> None:
-        self._functions = overrides._get_current_function_mode_stack()
-        self._operations = _python_dispatch._get_current_dispatch_mode_stack()
-
-    @contextmanager
-    def entered(self) -> Iterator[None]:
-        """Set the same in this thread."""
-        # Pushed, not entered: a mode has state, which entering may begin anew.
-        for mode in self._operations:
-            _python_dispatch._push_mode(mode)
-        for mode in self._functions:
-            overrides._push_mode(mode)
-        try:
-            yield
-        finally:
-            # All modes: one that was entered inside and not left must not stay for the next run.
-            for _ in overrides._get_current_function_mode_stack():
-                overrides._pop_mode()
-            for mode in reversed(_python_dispatch._get_current_dispatch_mode_stack()):
-                _python_dispatch._pop_mode(getattr(mode, "_mode_key", None))
+def _leave_modes() -> None:
+    """Leave all modes: one that was entered inside and not left must not stay for the next run."""
+    for _ in overrides._get_current_function_mode_stack():
+        overrides._pop_mode()
+    for mode in reversed(_python_dispatch._get_current_dispatch_mode_stack()):
+        _python_dispatch._pop_mode(getattr(mode, "_mode_key", None))

@@ -16,6 +16,7 @@ from torch._C._distributed_c10d import HashStore
 from taktline.errors import JsonError, LostRankError, StageError, StallError
 from taktline.transport import exit_hooks, gloo
 from taktline.transport.control_messages import Message, Peer
+from taktline.transport.control_news import Heard
 from taktline.transport.control_plane import Plane
 from taktline.transport.verdict import Cause, Member, Verdict
 
@@ -149,12 +150,12 @@ def test_a_verdict_that_was_concluded_does_not_reach_new_members(planes: list[Pl
 def test_who_holds_up_the_others(planes: list[Plane]) -> None:
     meet(planes, [0, 1, 2])
     now = time.monotonic()
-    planes[0].news._heard = {
-        1: (now, "1F0 for 9 seconds: waits", True),
-        2: (now, "2F0: computes", True),
+    planes[0].news.heard = {
+        1: Heard(now, "1F0 for 9 seconds: waits", True),
+        2: Heard(now, "2F0: computes", True),
     }
     assert planes[0].stalled([0, 1, 2], [1], "activations").process == 2
-    planes[0].news._heard[1] = (now - 60, "1F0: waits", True)
+    planes[0].news.heard[1] = Heard(now - 60, "1F0: waits", True)
     verdict = planes[0].stalled([0, 1, 2], [2], "activations")
     assert verdict.process == 1
     assert verdict.where == "(rank 0 waits for activations)"
