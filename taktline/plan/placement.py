@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 
-from taktline.checks import require_iterable, require_whole, shown
+from taktline.checks import require_iterable, require_whole
 from taktline.errors import NoSuchRankError, PlanError
 from taktline.text import counted
 
@@ -39,9 +39,9 @@ class Placement:
     """The stages of each rank."""
 
     def __post_init__(self) -> None:
-        ranks = _count("ranks", self.ranks, MOST_RANKS, "rank")
+        ranks = _count("ranks", self.ranks, MOST_RANKS)
         rank_of = tuple(require_iterable("rank_of", self.rank_of, error=PlanError))
-        _count("stages", len(rank_of), MOST_STAGES, "stage")
+        _count("the number of stages", len(rank_of), MOST_STAGES)
         held: list[list[int]] = [[] for _ in range(ranks)]
         for stage, rank in enumerate(rank_of):
             if type(rank) is not int:
@@ -116,16 +116,10 @@ class Placement:
         return f"{shape}, {counted(self.stages, 'stage')} on {counted(self.ranks, 'rank')}"
 
 
-def _count(name: str, number: int, most: int, noun: str) -> int:
-    number = require_whole(name, number, error=PlanError)
-    if not 1 <= number <= most:
-        raise PlanError(
-            f"a pipeline needs at least one {noun} and at most {most:,}, not {shown(number)}"
-        )
-    return number
+def _count(name: str, number: int, most: int) -> int:
+    return require_whole(name, number, least=1, most=most, error=PlanError)
 
 
 def _rectangle(ranks: int, stages_per_rank: int) -> tuple[int, int]:
-    ranks = _count("ranks", ranks, MOST_RANKS, "rank")
-    most = MOST_STAGES // ranks
-    return ranks, _count("stages_per_rank", stages_per_rank, most, "stage per rank")
+    ranks = _count("ranks", ranks, MOST_RANKS)
+    return ranks, _count("stages_per_rank", stages_per_rank, MOST_STAGES // ranks)

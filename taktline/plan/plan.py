@@ -77,7 +77,9 @@ class Plan:
     ) -> None:
         rows_by_rank = require_instances("rows_by_rank", rows_by_rank, Rows, error=PlanError)
         require_instance("placement", placement, Placement, error=PlanError)
-        microbatches = require_whole("microbatches", microbatches, error=PlanError)
+        microbatches = require_whole(
+            "microbatches", microbatches, least=1, most=LARGEST, error=PlanError
+        )
         if level is not None:
             require_instance("level", level, Level, error=PlanError)
         require_text("name", name, PlanError)
@@ -85,11 +87,6 @@ class Plan:
             raise PlanError(
                 f"the placement has {placement.ranks} ranks, but there are actions for "
                 f"{len(rows_by_rank)}; give one list of actions a rank, empty ones too"
-            )
-        if not 1 <= microbatches <= LARGEST:
-            raise PlanError(
-                f"a plan needs at least one micro-batch and at most {LARGEST:,}, not "
-                f"{shown(microbatches)}"
             )
         rows = Rows.concatenate(rows_by_rank)
         for column in (rows.kind, rows.stage, rows.microbatch, rows.joined):

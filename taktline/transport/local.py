@@ -185,9 +185,7 @@ class _World:
 
     # Only the rank with the baton touches a world, so it needs no lock.
     def __init__(self, size: int, *, strict: bool) -> None:
-        size = require_whole("ranks", size, least=1, error=TransportError)
-        if size > MOST_RANKS:
-            raise TransportError(f"{MOST_RANKS:,} ranks are the most that run in one process")
+        size = require_whole("ranks", size, least=1, most=MOST_RANKS, error=TransportError)
         require_flag("strict", strict)
         refuse_inside()
         self.strict = strict

@@ -83,7 +83,7 @@ def test_differs_by_order_level_placement_and_number() -> None:
         ([["0F0", "2F0"]], "no rank computes stage 1"),
         ([["0F0", "2000000000F0"]], "no rank computes stage 1"),
         ([["0UNSHARD"]], "no rank computes stage 0"),
-        ([["0F99999999999"]], "end at 2,147,483,647"),
+        ([["0F99999999999"]], "from 0 to 2,147,483,647"),
         ([[7]], "an action is an Action, an Overlap or a text, not 7"),
     ],
 )

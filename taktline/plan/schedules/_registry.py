@@ -54,10 +54,8 @@ class NamedSchedule:
         return Plan(self.generate(placement, microbatches), placement, microbatches, name=self.name)
 
     def _count(self, what: str, number: int, most: int | None = None) -> int:
-        number = require_whole(f"{self.name}: {what}", number, least=1, error=ScheduleError)
-        if most is not None and number > most:
-            raise ScheduleError(f"{self.name}: {what} end at {most:,}, not at {shown(number)}")
-        return number
+        name = f"{self.name}: {what}"
+        return require_whole(name, number, least=1, most=most, error=ScheduleError)
 
     def _stages_per_rank(self, asked: int | None) -> int:
         if self.stages_per_rank is None:
