@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 
-from taktline.checks import require_iterable, require_whole
+from taktline.checks import require_iterable, require_whole, shown
 from taktline.errors import NoSuchRankError, PlanError
 from taktline.text import counted
 
@@ -101,9 +101,15 @@ class Placement:
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """The stages that a rank holds, in the order of the model."""
-        if not 0 <= require_whole("rank", rank) < self.ranks:
-            raise NoSuchRankError(f"there is no rank {rank}: the placement has {self.ranks} ranks")
+        self.require_rank(rank)
         return self._held[rank]
+
+    def require_rank(self, rank: int) -> None:
+        """Raise unless there is this rank."""
+        if not 0 <= require_whole("rank", rank) < self.ranks:
+            raise NoSuchRankError(
+                f"there is no rank {shown(rank)}, only {counted(self.ranks, 'rank')} from 0 on"
+            )
 
     def __str__(self) -> str:
         per_rank, rest = divmod(self.stages, self.ranks)

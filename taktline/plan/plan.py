@@ -20,7 +20,7 @@ from taktline.checks import (
     require_whole,
     shown,
 )
-from taktline.errors import NoSuchRankError, PlanError
+from taktline.errors import PlanError
 from taktline.plan.action import LARGEST, Action, Kind, Overlap, parse
 from taktline.plan.lazy_import import lazy_import
 from taktline.plan.placement import MOST_RANKS, Placement
@@ -160,7 +160,7 @@ class Plan:
 
     def rows_of(self, rank: int) -> Rows:
         """The actions of one rank as columns."""
-        self.require_rank(rank)
+        self.placement.require_rank(rank)
         return self.rows[int(self.offsets[rank]) : int(self.offsets[rank + 1])]
 
     def rank_of_rows(self) -> IntArray:
@@ -212,13 +212,6 @@ class Plan:
         if -self.ranks <= require_whole("rank", rank) < 0:
             rank += self.ranks
         return list(self.rows_of(rank).actions())
-
-    def require_rank(self, rank: int) -> None:
-        """Raise unless the plan has this rank."""
-        if not 0 <= require_whole("rank", rank) < self.ranks:
-            raise NoSuchRankError(
-                f"there is no rank {shown(rank)}: the plan has {counted(self.ranks, 'rank')}"
-            )
 
     def __len__(self) -> int:
         """How many actions there are, an overlapped pair being one."""

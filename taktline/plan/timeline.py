@@ -160,7 +160,7 @@ class Timeline:
 
     def spans(self, rank: int) -> Iterator[Span]:
         """The actions of a rank, in order; an overlapped pair as two."""
-        self.plan.require_rank(rank)
+        self.plan.placement.require_rank(rank)
         for row in range(int(self.plan.offsets[rank]), int(self.plan.offsets[rank + 1])):
             yield self._span(rank, row)
 

@@ -28,46 +28,40 @@ _LOST = re.compile(
 )
 """What gloo and nccl say when the other rank is gone."""
 
-Failed: TypeAlias = Callable[[RuntimeError, int, object], TaktlineError]
-"""Returns the error to raise for one of torch: that error, the other rank, and the message."""
+Failed: TypeAlias = Callable[[RuntimeError], TaktlineError]
+"""Returns the error to raise for an error of torch."""
 
 
 class Communicator:
-    """One rank's end of a channel, over a communicator of torch between its two ranks."""
+    """One rank's end of a channel, over a communicator of torch between its two ranks.
 
-    def __init__(self, communicator: Any, channel: Channel, rank: int, failed: Failed) -> None:
+    ``peer`` is the number of the other rank in it: 0 or 1.
+    """
+
+    def __init__(self, communicator: Any, peer: int, failed: Failed) -> None:
         self._communicator = communicator
-        self._channel = channel
-        self._peer = sum(ends_of(channel)) - rank
-        self._address = ends_of(channel).index(self._peer)
+        self._peer = peer
         self._failed = failed
 
     @classmethod
     def connect(
-        cls,
-        backend: str,
-        store: Store,
-        channel: Channel,
-        rank: int,
-        timeout: timedelta,
-        failed: Failed,
+        cls, backend: str, store: Store, peer: int, timeout: timedelta, failed: Failed
     ) -> Communicator:
         """Connect with the other rank, which calls this, too; ``store`` is where they meet."""
-        place = ends_of(channel).index(rank)
         try:
             if backend == "nccl":
                 options = dist.ProcessGroupNCCL.Options()
                 options._timeout = timeout
-                made: Any = dist.ProcessGroupNCCL(store, place, 2, options)
+                made: Any = dist.ProcessGroupNCCL(store, 1 - peer, 2, options)
             elif backend == "gloo":  # for tests without a GPU
-                made = dist.ProcessGroupGloo(store, place, 2, timeout)
+                made = dist.ProcessGroupGloo(store, 1 - peer, 2, timeout)
             else:
                 raise TransportError(
                     f"there are channels for gloo and nccl, but none for {backend!r} yet"
                 )
         except RuntimeError as error:
-            raise failed(error, sum(ends_of(channel)) - rank, "connecting") from error
-        return cls(made, channel, rank, failed)
+            raise failed(error) from error
+        return cls(made, peer, failed)
 
     def send(self, buffer: torch.Tensor) -> Handle:
         """Send a buffer without waiting."""
@@ -84,23 +78,21 @@ class Communicator:
 
     def _post(self, post: Callable[..., dist.Work | None], buffer: torch.Tensor) -> Handle:
         try:
-            work = post([buffer], self._address, 0)
+            work = post([buffer], self._peer, 0)
         except RuntimeError as error:
-            raise self._failed(error, self._peer, self._channel) from error
+            raise self._failed(error) from error
         if work is None:
-            raise TransportError(f"torch returned no handle for a message ({self._channel})")
-        return _Message(work, self._channel, self._peer, self._failed)
+            raise TransportError("torch returned no handle for a message")
+        return _Message(work, self._failed)
 
 
 class _Message:
     """A message under way; if it fails, its handle raises why."""
 
-    __slots__ = ("_failed", "_peer", "_what", "_work")
+    __slots__ = ("_failed", "_work")
 
-    def __init__(self, work: dist.Work, what: object, peer: int, failed: Failed) -> None:
+    def __init__(self, work: dist.Work, failed: Failed) -> None:
         self._work = work
-        self._what = what
-        self._peer = peer
         self._failed = failed
 
     def wait(self) -> object:
@@ -108,7 +100,7 @@ class _Message:
         try:
             return self._work.wait()
         except RuntimeError as error:
-            raise self._failed(error, self._peer, self._what) from error
+            raise self._failed(error) from error
 
 
 def ends_of(channel: Channel) -> tuple[int, ...]:

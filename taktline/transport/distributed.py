@@ -271,8 +271,13 @@ class Distributed:
         if self.verdict is not None:
             raise self._error(self.verdict)
         store = PrefixStore(f"{channel}/{self._generation}", self._store)
+        peer = sum(ends_of(channel)) - self.rank
         return Communicator.connect(
-            self._backend, store, channel, self.rank, self.timeout, self._failed
+            self._backend,
+            store,
+            ends_of(channel).index(peer),
+            self.timeout,
+            lambda error: self._failed(error, peer, channel),
         )
 
     def sender(self, channel: Channel, *, eager: bool = False) -> Post:
@@ -310,12 +315,11 @@ class Distributed:
         post = self.sender(channel) if channel.sender == self.rank else self.receiver(channel)
         post(byte).wait()
 
-    def _failed(self, error: RuntimeError, peer: int | None, what: object) -> TaktlineError:
+    def _failed(self, error: RuntimeError, peer: int, what: object) -> TaktlineError:
         """The error for a message that failed: by the first cause, if there is a verdict."""
         timed_out, lost = symptoms_of(error)
         if not timed_out and not lost and self.verdict is None:
-            who = "another rank" if peer is None else f"rank {peer}"
-            return TransportError(f"rank {self.rank} cannot talk to {who} ({what}): {error}")
+            return TransportError(f"rank {self.rank} cannot talk to rank {peer} ({what}): {error}")
         return self.first_cause(peer, what, timed_out=timed_out)
 
     def _lost(self, failure: PeerFailure, what: str) -> TaktlineError:

@@ -585,7 +585,8 @@ def became(rank: int, group: dist.ProcessGroup, said: str) -> str:
         return ""
 
     communicator = Mock(send=Mock(side_effect=RuntimeError(said)))
-    link = Communicator(communicator, Channel(0, 1, False), 0, transport._failed)
+    channel = Channel(0, 1, False)
+    link = Communicator(communicator, 1, lambda error: transport._failed(error, 1, channel))
     with pytest.raises(TransportError) as caught:
         link.send(torch.zeros(1))
     if transport.verdict is None:
