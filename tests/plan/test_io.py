@@ -133,7 +133,10 @@ class TestMistakes:
             ({"microbatches": 10**600}, "microbatches has more than 64 bits"),
             ({"microbatches": 10**10}, "from 1 to 2,147,483,647"),
             ({"microbatches": 1e3}, "microbatches is a number, not a whole number"),
-            ({"ranks": [["0F99999999999"], ["1F0"]]}, "row 1, column 1: stages and micro-batches"),
+            (
+                {"ranks": [["0F99999999999"], ["1F0"]]},
+                "row 1, column 1: microbatch must be a whole number from 0",
+            ),
             ({"origin": "\ud800"}, "holds half of a surrogate pair"),
             ({"ranks": None}, "ranks is null, not a list"),
             ({"ranks": [["0F0"], "1F0"]}, "ranks[1] is a text, not a list"),
@@ -183,7 +186,7 @@ class TestMistakes:
             ("0F0," * 10 + "0F" + "9" * 5000, "row 1, column 11: .*at most 18 digits"),
             ("0F0\0", "row 1, column 1: .*expected the end"),
             ("0F0," + "x" * 200_000, "not CSV: field larger than field limit"),
-            ("0F0,0B2147483648", "row 1, column 2: stages and micro-batches"),
+            ("0F0,0B2147483648", "row 1, column 2: microbatch must be a whole number from 0"),
         ],
     )
     def test_in_csv_beyond_measure(self, text: str, message: str) -> None:

@@ -145,7 +145,10 @@ class TestConstraints:
     @pytest.mark.parametrize(
         ("numbers", "message"),
         [
-            ({"ranks": 0, "microbatches": 1}, "ranks must be a whole number from 1 up, not 0"),
+            (
+                {"ranks": 0, "microbatches": 1},
+                "ranks must be a whole number from 1 to 4,096, not 0",
+            ),
             (
                 {"ranks": 2, "microbatches": 0},
                 "microbatches must be a whole number from 1 up, not 0",
@@ -156,7 +159,7 @@ class TestConstraints:
             ),
             (
                 {"ranks": 2.5, "microbatches": 2},
-                r"ranks must be a whole number from 1 up, not 2\.5",
+                r"ranks must be a whole number from 1 to 4,096, not 2\.5",
             ),
         ],
     )
