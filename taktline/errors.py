@@ -189,8 +189,7 @@ class InvalidPlanError(PlanError):
 class PartitionError(TaktlineError):
     """A model, or a list of layers, cannot be cut into stages as asked.
 
-    If limits cannot be kept, ``short`` is what the limit of ``stage`` lacks, or if that is None,
-    what every limit lacks.
+    If limits cannot be kept, ``stage`` lacks the most in the best cut, and ``short`` is how much.
     """
 
     def __init__(self, text: str, *, stage: int | None = None, short: float | None = None) -> None:

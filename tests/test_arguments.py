@@ -41,14 +41,20 @@ CASES: list[tuple[Callable[[], Any], str]] = [
     (lambda: tl.simulate(PLAN, {"forward": 1}), "costs must be a Costs, not"),  # type: ignore
     (lambda: tl.lower(PLAN, merge=1), "merge must be True or False, not 1"),  # type: ignore
     (lambda: tl.build(None, ranks=1, microbatches=1), "the name of a schedule must be a text"),  # type: ignore
-    (lambda: tl.build("1f1b", ranks=10**9, microbatches=1), "1f1b: ranks end at 4,096"),
-    (lambda: tl.build("1f1b", ranks=2, microbatches=10**9), "stages × microbatches end at"),
-    (lambda: tl.Placement.v(10**9), "at least one rank and at most 65,536"),
+    (
+        lambda: tl.build("1f1b", ranks=10**9, microbatches=1),
+        "1f1b: ranks must be a whole number from 1 to 4,096",
+    ),
+    (
+        lambda: tl.build("1f1b", ranks=2, microbatches=10**9),
+        "stages × microbatches must be a whole number from 1 to",
+    ),
+    (lambda: tl.Placement.v(10**9), "ranks must be a whole number from 1 to 65,536"),
     (lambda: tl.Link(latency=math.nan), "latency must be a number from 0 up, not nan"),
     (lambda: PLAN["0"], "rank must be a whole number, not '0'"),  # type: ignore
     (lambda: tl.Tie([1, 2]), "uses must be a dict of stages and names"),  # type: ignore
     (lambda: tl.local.run(None, 2), "fn must be a function, not None"),  # type: ignore
-    (lambda: tl.local.run(abs, 10**9), "1,024 ranks are the most that run in one process"),
+    (lambda: tl.local.run(abs, 10**9), "ranks must be a whole number from 1 to 1,024"),
     (lambda: tl.merge_chunks(None, None), "chunks must be a list, not None"),  # type: ignore
     (lambda: tl.split_args_kwargs_into_chunks(3, None, 2), "args must be a tuple, not 3"),  # type: ignore
     (lambda: tl.split.by_hand(3), "modules must be a list, not 3"),  # type: ignore

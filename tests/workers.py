@@ -44,7 +44,7 @@ import torch
 import torch.distributed as dist
 
 from taktline.train.groups import end_unused
-from taktline.transport.lifetime import planes
+from taktline.transport.exit_hooks import planes
 
 __all__ = ["PRELOADED", "Workers", "WorkersFailed", "WorkersLost"]
 

@@ -20,7 +20,7 @@ from taktline.runtime.schedule import Schedule
 from taktline.stage.names import named_buffers, named_parameters
 from taktline.stage.ties import declared
 from taktline.transport import Transport, transport_of
-from taktline.transport.control import share_error, share_texts
+from taktline.transport.exchange import share_error, share_texts
 from taktline.transport.one_rank import Alone
 
 __all__ = ["Held", "Holding", "Together", "foremost", "priority_of", "state_of", "writers"]

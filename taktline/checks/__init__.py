@@ -17,8 +17,7 @@ from taktline.checks.arguments import (
     shown,
 )
 from taktline.checks.environment import launched, seconds_in_environment
-from taktline.checks.json_text import loads
-from taktline.checks.shape import Either, conform, read
+from taktline.checks.json_text import Either, conform, loads, read
 from taktline.checks.warn import warn
 
 __all__ = [

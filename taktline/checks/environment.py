@@ -17,7 +17,7 @@ def launched() -> bool:
 
 
 def seconds_in_environment(name: str, default: float) -> float:
-    """So many seconds as an environment variable says; what is no such number is ignored.
+    """The number of seconds in an environment variable; anything else there is ignored.
 
     >>> seconds_in_environment("TAKTLINE_NO_SUCH_SECONDS", 60.0)
     60.0

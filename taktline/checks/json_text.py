@@ -1,15 +1,28 @@
-"""Reads JSON from outside strictly: no double keys, no deep nesting, no endless numbers."""
+"""Reads JSON from outside strictly, and checks that it has the shape that it must have.
+
+A shape is written as the types that a value is made of::
+
+    int                 a whole number of at most 64 bits; no bool
+    float               any number
+    [str]               a list of texts
+    (str, int)          a list of a text and a number
+    {"a": int}          an object with exactly this key
+    {str: int}          an object with any keys
+    Either(int, None)   one of several shapes
+    object              anything
+"""
 
 from __future__ import annotations
 
 import json
 import math
 import re
+from collections import Counter
 from typing import Any, NoReturn, cast
 
 from taktline.errors import JsonError
 
-__all__ = ["MAX_DEPTH", "MAX_DIGITS", "loads"]
+__all__ = ["MAX_DEPTH", "MAX_DIGITS", "Either", "conform", "loads", "read"]
 
 MAX_DEPTH = 64
 """The deepest nesting of lists and objects that is read; what we write is about five deep."""
@@ -33,21 +46,22 @@ def loads(text: str | bytes, *, what: str) -> Any:
     Traceback (most recent call last):
     taktline.errors.JsonError: the header: has the key "version" twice in one object
     """
-    reader = _Reader(what)
     try:
         if isinstance(text, bytes):
             text = text.decode("utf-8")
         value = json.loads(
             text,
-            object_pairs_hook=reader.no_key_twice,
-            parse_int=reader.whole_number,
-            parse_float=reader.fraction,
-            parse_constant=reader.fail_at_constant,
+            object_pairs_hook=_no_key_twice,
+            parse_int=_whole_number,
+            parse_float=_fraction,
+            parse_constant=_constant,
         )
         # Encoding fails at a half of a surrogate pair, written as it is or as an escape.
         text.encode("utf-8")
         if _SURROGATE.search(text):
             json.dumps(value, ensure_ascii=False).encode("utf-8")
+        if not _within_depth(value):
+            raise RecursionError
     except json.JSONDecodeError as error:
         raise JsonError(
             what, f"not JSON: {error.msg}", row=error.lineno, column=error.colno
@@ -57,47 +71,40 @@ def loads(text: str | bytes, *, what: str) -> Any:
     except UnicodeEncodeError:
         raise JsonError(what, "holds half of a surrogate pair, which is no character") from None
     except RecursionError:
-        value = None
-        reader.fail_at_depth()
-    if not _within_depth(value):
-        reader.fail_at_depth()
+        raise JsonError(what, f"is nested deeper than {MAX_DEPTH} levels") from None
+    except _Refused as error:
+        raise JsonError(what, str(error)) from None
     return value
 
 
-class _Reader:
-    """What Python's reader asks for each part of a text."""
+class _Refused(Exception):
+    """A part of a text that Python's reader takes, and this one does not."""
 
-    def __init__(self, what: str) -> None:
-        self._what = what
 
-    def no_key_twice(self, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        fields = dict(pairs)
-        if len(fields) < len(pairs):
-            seen: set[str] = set()
-            # The set takes each key in, and answers None.
-            twice = next(key for key, _ in pairs if key in seen or seen.add(key))
-            self._fail(f"has the key {json.dumps(twice[:60])} twice in one object")
-        return fields
+def _no_key_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    fields = dict(pairs)
+    if len(fields) < len(pairs):
+        counts = Counter(key for key, _ in pairs)
+        twice = next(key for key, count in counts.items() if count > 1)
+        raise _Refused(f"has the key {json.dumps(twice[:60])} twice in one object")
+    return fields
 
-    def whole_number(self, digits: str) -> int:
-        if len(digits) > MAX_DIGITS:
-            self._fail(f"holds a number of {len(digits)} digits; at most {MAX_DIGITS} are read")
-        return int(digits)
 
-    def fraction(self, digits: str) -> float:
-        number = float(digits)
-        if math.isinf(number):
-            self._fail(f"holds the number {digits[:60]}, which is too large")
-        return number
+def _whole_number(digits: str) -> int:
+    if len(digits) > MAX_DIGITS:
+        raise _Refused(f"holds a number of {len(digits)} digits; at most {MAX_DIGITS} are read")
+    return int(digits)
 
-    def fail_at_constant(self, name: str) -> NoReturn:
-        self._fail(f"holds {name}, which is not JSON")
 
-    def fail_at_depth(self) -> NoReturn:
-        self._fail(f"is nested deeper than {MAX_DEPTH} levels")
+def _fraction(digits: str) -> float:
+    number = float(digits)
+    if math.isinf(number):
+        raise _Refused(f"holds the number {digits[:60]}, which is too large")
+    return number
 
-    def _fail(self, reason: str) -> NoReturn:
-        raise JsonError(self._what, reason)
+
+def _constant(name: str) -> NoReturn:
+    raise _Refused(f"holds {name}, which is not JSON")
 
 
 def _within_depth(value: Any) -> bool:
@@ -117,3 +124,97 @@ def _within_depth(value: Any) -> bool:
 
 def _parts(whole: list[Any] | dict[str, Any]) -> list[Any]:
     return list(whole.values()) if isinstance(whole, dict) else whole
+
+
+_NAMES = {
+    int: "a whole number",
+    float: "a number",
+    str: "a text",
+    bool: "true or false",
+    None: "null",
+    list: "a list",
+    dict: "an object",
+}
+
+
+class Either:
+    """One of several shapes."""
+
+    def __init__(self, *shapes: Any) -> None:
+        self.shapes = shapes
+
+
+def read(text: str | bytes, shape: Any, *, what: str) -> Any:
+    """The value of a JSON text that has a shape.
+
+    >>> read('{"ranks": [0, 1]}', {"ranks": [int]}, what="a message")
+    {'ranks': [0, 1]}
+    >>> read('{"ranks": [0, "1"]}', {"ranks": [int]}, what="a message")
+    Traceback (most recent call last):
+    taktline.errors.JsonError: a message: ranks[1] is a text, not a whole number
+    """
+    return conform(loads(text, what=what), shape, what=what)
+
+
+def conform(value: Any, shape: Any, *, what: str) -> Any:
+    """The value, if it has the shape; raises a :class:`JsonError` otherwise."""
+    if fault := _fault(value, shape, ""):
+        raise JsonError(what, fault)
+    return value
+
+
+def _fault(value: Any, shape: Any, path: str) -> str:
+    """The difference between a value and a shape, in words; empty if there is none."""
+    if isinstance(shape, Either):
+        faults = [_fault(value, each, path) for each in shape.shapes]
+        return "" if "" in faults else f"{_place(path)} is {_kind(value)}, which does not fit here"
+    if isinstance(shape, (list, tuple)):
+        return _fault_of_list(value, cast(Any, shape), path)
+    if isinstance(shape, dict):
+        return _fault_of_object(value, cast(Any, shape), path)
+    if shape is object:
+        return ""
+    if shape is int and type(value) is int and not -(2**63) <= value < 2**63:
+        return f"{_place(path)} has more than 64 bits"
+    types = (int, float) if shape is float else (shape,)
+    fits = type(value) in types or value is shape is None
+    return "" if fits else f"{_place(path)} is {_kind(value)}, not {_NAMES[shape]}"
+
+
+def _fault_of_list(value: Any, shape: list[Any] | tuple[Any, ...], path: str) -> str:
+    if not isinstance(value, list):
+        return f"{_place(path)} is {_kind(value)}, not a list"
+    items = cast("list[Any]", value)
+    if isinstance(shape, tuple) and len(items) != len(shape):
+        return f"{_place(path)} has {len(items)} entries, not {len(shape)}"
+    shapes = shape if isinstance(shape, tuple) else shape * len(items)
+    for index, (item, inner) in enumerate(zip(items, shapes, strict=True)):
+        if fault := _fault(item, inner, f"{path}[{index}]"):
+            return fault
+    return ""
+
+
+def _fault_of_object(value: Any, shape: dict[Any, Any], path: str) -> str:
+    if not isinstance(value, dict):
+        return f"{_place(path)} is {_kind(value)}, not an object"
+    fields = cast("dict[str, Any]", value)
+    shapes = dict.fromkeys(fields, shape[str]) if str in shape else shape
+    if fields.keys() != shapes.keys():
+        return f"{_place(path)} has the keys {_listed(fields)}, not {_listed(shapes)}"
+    for key, item in fields.items():
+        if fault := _fault(item, shapes[key], f"{path}.{key[:40]}" if path else key[:40]):
+            return fault
+    return ""
+
+
+def _place(path: str) -> str:
+    return path or "the value"
+
+
+def _kind(value: Any) -> str:
+    return _NAMES[type(value) if value is not None else None]
+
+
+def _listed(keys: dict[str, Any]) -> str:
+    names = ", ".join(repr(key[:40]) for key in list(keys)[:8])
+    return f"{names} …" if len(keys) > 8 else names or "none"

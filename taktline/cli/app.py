@@ -1,4 +1,4 @@
-"""All commands in one application, with errors told in a line and exit codes for scripts.
+"""All commands in one application, with errors in a line and exit codes for scripts.
 
 0: fine; 1: the plan breaks its rules, or a check of the doctor failed; 2: the command or its input
 cannot be used.

@@ -97,7 +97,7 @@ def _print_table(timelines: list[Timeline], screen: Console) -> None:
 
 
 def _figures(timeline: Timeline) -> tuple[int, float, float, float, float]:
-    """What the columns show."""
+    """The numbers of a row."""
     each = timeline.plan.stages // timeline.plan.ranks
     bubbles = timeline.bubble(), timeline.bubble("span")
     return each, *bubbles, timeline.makespan, float(timeline.peak_memory.max())

@@ -1,4 +1,4 @@
-"""What several commands share: their options, and how a FILE or NAME becomes a plan."""
+"""Options that several commands share, and how a FILE or NAME becomes a plan."""
 
 from __future__ import annotations
 
@@ -114,10 +114,10 @@ class Times:
     ] = None
 
     def costs(self, plan: Plan, known: Costs | None) -> Costs:
-        """The known costs with what was asked for in their place.
+        """The known costs, with the given times in their place.
 
-        If none are known, times and memory are those of a rank's whole share of the model, of which
-        each of its stages takes a part: so one plan takes equally long in all commands.
+        If no costs are known, times and memory are those of a rank's whole share of the model, of
+        which each of its stages takes a part: so a plan takes equally long in all commands.
         """
         values = (known or Costs()).to_dict()
         asked = {
@@ -156,13 +156,13 @@ Json: TypeAlias = Annotated[bool, typer.Option("--json", help="Print JSON, for m
 
 
 def complete(begun: str) -> list[str]:
-    """What a shell offers for a FILE|NAME: schedules, and files of plans and timelines."""
+    """Completions of a FILE|NAME: schedules, and files of plans and timelines."""
     files = (str(path) for path in Path(".").glob("*") if path.suffix in (".csv", ".json"))
     return [name for name in (*names(), *sorted(files)) if name.startswith(begun)]
 
 
 def complete_name(begun: str) -> list[str]:
-    """What a shell offers for the NAME of a schedule."""
+    """Completions of the NAME of a schedule."""
     return [name for name in names() if name.startswith(begun)]
 
 
@@ -174,11 +174,11 @@ def is_file(target: str) -> bool:
 def timelines_of(
     targets: Sequence[str], size: Size, times: Times, *, predict: bool
 ) -> list[Timeline]:
-    """The timelines in files, and those that are simulated of plans and schedules.
+    """The timelines in files, and simulated timelines of plans and schedules.
 
-    With ``predict``, what a file's costs predict comes before its timeline. Files keep their own
-    size, which is meant for the schedules beside them; and a number of stages is for the schedules
-    that leave it open.
+    With ``predict``, the timeline that a file's costs predict comes before its own. The size is for
+    schedules, not for the files beside them, and the stages per rank for schedules that leave them
+    open.
     """
     timelines: list[Timeline] = []
     with waiting("simulating") as now:
@@ -233,7 +233,7 @@ def echo_json(value: Any) -> None:
 
 @contextmanager
 def waiting(what: str) -> Iterator[Callable[[str], None]]:
-    """On a terminal, a line that says what is being done until it is; nothing elsewhere."""
+    """Show a status line on a terminal while the block runs."""
     from rich.console import Console
 
     with Console(stderr=True).status(f"{what} …") as status:

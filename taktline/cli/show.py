@@ -30,7 +30,7 @@ __all__ = ["show"]
 
 
 class By(StrEnum):
-    """What a column of the terminal stands for."""
+    """The meaning of a column of the terminal."""
 
     time = auto()
     step = auto()

@@ -1,4 +1,4 @@
-"""``taktline simulate``: how long a plan takes, where it idles and what it keeps in memory."""
+"""``taktline simulate``: the time, the idle time and the memory of a plan."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def simulate(
     json: Json = False,
     colour: Colour = None,
 ) -> None:
-    """Run a plan in thought, with times for a rank's share of the model and one micro-batch.
+    """Simulate a plan, with times for a rank's share of the model and one micro-batch.
 
     Examples:
 

@@ -1,4 +1,4 @@
-"""Actions: what a rank can do, and how that is written.
+"""The actions of a rank, and how they are written.
 
 ::
 
@@ -20,7 +20,7 @@ import re
 from dataclasses import dataclass
 from enum import IntEnum
 
-from taktline.checks import require_instance, require_text, require_whole, shown
+from taktline.checks import require_instance, require_text, require_whole
 from taktline.errors import ActionSyntaxError, PlanError
 
 __all__ = ["LARGEST", "Action", "Kind", "Overlap", "parse"]
@@ -30,7 +30,7 @@ LARGEST = 2**31 - 1
 
 
 class Kind(IntEnum):
-    """What an action does; the name is how it is written, the number how a plan stores it.
+    """The kind of an action; plans are written with the name, and stored with the number.
 
     >>> Kind.F.is_compute, Kind.SEND_F.is_communication, Kind.UNSHARD.has_microbatch
     (True, True, False)
@@ -86,14 +86,10 @@ class Action:
             raise PlanError(f"{self.kind.name} {needs} micro-batch: {self}")
 
     def _require_number(self, name: str, number: int) -> None:
-        if type(number) is not int:
-            number = require_whole(name, number, error=PlanError)
+        # The full check is slow, and plans may have millions of actions.
+        if type(number) is not int or not 0 <= number <= LARGEST:
+            number = require_whole(name, number, least=0, most=LARGEST, error=PlanError)
             object.__setattr__(self, name, number)
-        if not 0 <= number <= LARGEST:
-            raise PlanError(
-                f"stages and micro-batches count from 0 and end at {LARGEST:,}; {name} is "
-                f"{shown(number)}"
-            )
 
     def __str__(self) -> str:
         number = "" if self.microbatch is None else self.microbatch

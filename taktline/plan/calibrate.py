@@ -1,4 +1,4 @@
-"""Estimates costs from timelines, so that the simulator predicts what was measured."""
+"""Estimates costs from timelines, so that the simulator predicts the measured times."""
 
 from __future__ import annotations
 
@@ -20,18 +20,19 @@ __all__ = ["calibrate"]
 def calibrate(timelines: Sequence[Timeline]) -> Costs:
     """The costs that these timelines show together.
 
-    Those of a stage are the mean over its micro-batches, so that their sum is what its rank spent
-    on them; and of several timelines the median, so that a step that was disturbed does not count.
+    The cost of a stage is the mean over its micro-batches, so that the sum is the time that its
+    rank spent on them. Of several timelines it is the median, so that a disturbed step does not
+    count.
 
-    An action costs the time from when it could have begun, its rank being free and its values
-    there, until its end. So what a rank spends on messages between two actions is in it::
+    An action costs the time from when it could have begun, its rank being free and its inputs
+    there, until its end. That includes the time that a rank spends on messages in between::
 
         rank 0 │ 0F0─── SEND  0F1───
-               │       └──────────── what 0F1 costs
+               │       └──────────── cost of 0F1
 
-    A message costs one latency, whatever its size. Of the actions that are not in the plans, the
-    halves of a backward share its time as those of the other stages do, or equally; and if there
-    is no backward at all, each half is taken to last as long as a forward.
+    A message costs one latency, whatever its size. If the plans have no I and W, these share the
+    time of a backward as in the other stages, or equally; without any backward, each takes as long
+    as a forward.
     """
     timelines = require_instances("timelines", timelines, Timeline)
     first = timelines[0].costs
@@ -100,12 +101,12 @@ def _actions(timeline: Timeline) -> tuple[IntArray, IntArray, FloatArray]:
         before = np.maximum(at - 1, 0)  # a send has its own time
     alone = (rank[before] != rank[at]) | (before == at)
     ready = np.where(alone, timeline.start[at], timeline.end[before])
-    arrives_from, arrival = needs(plan).arrival, _arrival(timeline)
+    arrives_from, arrival = needs(plan).arrival, timeline.arrivals
     for half in (at, at + rows.joined[at]):
         source = arrives_from[half]
         crosses = (source >= 0) & (rank[source] != rank[half])
         ready = np.where(crosses, np.maximum(ready, arrival[source]), ready)
-    # Not after its start, which an error of the clocks would make of it.
+    # Clocks differ a little, so a message may seem to arrive after its receiver has started.
     cost = timeline.end[at] - np.minimum(ready, timeline.start[at])
     return np.where(rows.joined[at], _PAIR, rows.kind[at]), rows.stage[at], cost
 
@@ -116,11 +117,7 @@ def _flights(timeline: Timeline) -> FloatArray:
     # A send may come long after its action: behind the other half of a pair, for one.
     spelled_out = timeline.plan.rows.kind[sends] > Kind.W
     leaves = np.where(spelled_out, timeline.start[sends], timeline.end[sends])
-    return _arrival(timeline)[sends] - leaves
-
-
-def _arrival(timeline: Timeline) -> FloatArray:
-    return timeline.end if timeline.arrival is None else timeline.arrival
+    return timeline.arrivals[sends] - leaves
 
 
 def _filled(values: FloatArray, otherwise: FloatArray) -> FloatArray:

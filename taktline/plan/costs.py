@@ -20,8 +20,8 @@ from taktline.checks import (
     shown,
 )
 from taktline.errors import CostError
-from taktline.plan.above import above
 from taktline.plan.action import Kind
+from taktline.plan.lazy_import import lazy_import
 from taktline.plan.placement import MOST_STAGES
 from taktline.plan.plan import Plan
 from taktline.plan.rows import FloatArray, as_numbers
@@ -45,7 +45,7 @@ def _checked(name: str, value: Any) -> PerStage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-    """What carries a message from rank to rank.
+    """The connection between two ranks.
 
     >>> Link(latency=2.0, bandwidth=10.0).time(50)
     7.0
@@ -87,11 +87,11 @@ class Costs:
     """An overlapped pair, by its forward's stage; by default its forward + its backward."""
     link: Link = Link()
     message_bytes: PerStage = 0.0
-    """What a stage sends forward, and gets back as a gradient, for one micro-batch."""
+    """The bytes that a stage sends forward, and gets back as a gradient, for one micro-batch."""
     comm_blocks: bool = False
     """Whether a rank stops computing while it sends, instead of doing both at once."""
     activation: PerStage = 1.0
-    """What a forward keeps for the backward, for one micro-batch."""
+    """The memory that a forward keeps for the backward, for one micro-batch."""
     kept_for_weight: PerStage | None = None
     """The part of it that a backward_input leaves for the backward_weight; by default all."""
     unit: str = ""
@@ -166,14 +166,14 @@ class Costs:
 
     @classmethod
     def from_timeline(cls, timeline: Timeline, *others: Timeline) -> Costs:
-        """The costs that a timeline shows; of several, the median of what each one shows.
+        """The costs that a timeline shows; of several timelines, the median.
 
         >>> from taktline.plan import build, simulate
         >>> timeline = simulate(build("zb_h1", ranks=2, microbatches=4), Costs(forward=3.0))
         >>> Costs.from_timeline(timeline).forward
         (3.0, 3.0)
         """
-        return above("plan.calibrate").calibrate([timeline, *others])
+        return lazy_import("plan.calibrate").calibrate([timeline, *others])
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> Costs:

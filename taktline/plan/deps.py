@@ -1,4 +1,4 @@
-"""What each action needs: the one dependency relation that everything else asks.
+"""The one dependency relation: which actions each action needs.
 
 ::
 
@@ -41,7 +41,7 @@ def exists(plan: Plan) -> BoolArray:
 
 
 def sources(kind: Kind, stage: int, stages: int) -> list[tuple[Kind, int]]:
-    """What a forward or a half of a backward needs, of its micro-batch: kinds and stages.
+    """The kinds and stages that an F, I or W needs, of its own micro-batch.
 
     >>> sources(Kind.I, 2, stages=4)
     [(<Kind.F: 0>, 2), (<Kind.I: 2>, 3)]

@@ -1,7 +1,7 @@
 """The memory of a plan: activations live from their forward to their backward.
 
-F adds an activation; B releases it. In a split backward, I releases all but what W needs, and W the
-rest. Without any backward in the plan, nothing is kept beyond the forward itself.
+F adds an activation; B releases it. In a split backward, I releases the part that W does not need,
+and W the rest. Without any backward in the plan, nothing is kept beyond the forward itself.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ __all__ = ["memory_curve", "peak_memory"]
 
 
 def memory_curve(plan: Plan, costs: Costs | None = None) -> tuple[FloatArray, FloatArray]:
-    """What is alive on a row's rank while it runs, and after it.
+    """The memory in use on a row's rank while the row runs, and after it.
 
     >>> from taktline.plan import build
     >>> during, after = memory_curve(build("gpipe", ranks=1, microbatches=2))

@@ -21,7 +21,7 @@ __all__ = ["Partition", "balance"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Partition:
-    """Consecutive layers in stages, and what each stage costs.
+    """Consecutive layers in stages, and the cost of each stage.
 
     >>> from taktline.plan import balance
     >>> cut = balance([1, 2, 3, 4, 5], 2)
@@ -34,7 +34,7 @@ class Partition:
     bounds: tuple[int, ...]
     """Where stages begin and end: stage s has the layers ``bounds[s]`` up to ``bounds[s + 1]``."""
     stage_costs: tuple[float, ...]
-    """What the layers of each stage cost together: whole numbers, if all costs are."""
+    """The cost of all layers of each stage: whole numbers, if all costs are."""
     stage_memory: tuple[float, ...] | None = None
     """The same of the memory, if it was given."""
 
@@ -84,11 +84,10 @@ def balance(
 ) -> Partition:
     """Consecutive layers cut into stages, so that the largest stage is as small as possible.
 
-    Every stage has at least one layer. The result is exact, for floats too: each counts for just
-    what it holds. Among the cuts with the smallest largest stage it is the most even one, with the
-    smallest sum of squares of the stages' costs; among several of these, the one in which the last
-    stage has the most layers, then the one before it, and so on: the first stages of a pipeline
-    hold the most micro-batches.
+    Every stage has at least one layer. The result is exact, for floats too. Among the cuts with the
+    smallest largest stage it is the most even one, with the smallest sum of squares of the stages'
+    costs; among several of these, the one in which the last stage has the most layers, then the
+    one before it, and so on: the first stages of a pipeline hold the most micro-batches.
 
     ``memory`` is what each layer needs, in bytes or any other unit, and ``limits`` what a stage can
     hold of it: one number for all stages, or one for each (``math.inf`` for no limit).
@@ -125,7 +124,7 @@ def balance(
         if rough is not None:
             break
     else:
-        raise _too_small(needs, most, one=not isinstance(limits, Iterable))
+        raise _too_small(needs, most)
     largest = max(costs_to[end] - costs_to[start] for start, end in pairwise(rough))
     bounds = _cheapest(costs_to, stages, within(largest), lambda _, before, cost: before + cost**2)
     assert bounds is not None  # the rough cut is one
@@ -137,7 +136,7 @@ def balance(
 
 
 def _needs(memory: Iterable[float] | None, layers: int) -> list[int] | list[Fraction]:
-    """What each layer needs."""
+    """The memory of each layer."""
     needs = [0] * layers if memory is None else _exact("memory", memory)
     if len(needs) != layers:
         raise PartitionError(
@@ -184,7 +183,7 @@ def _cheapest(
 
 
 def _exact(name: str, values: Iterable[float]) -> list[int] | list[Fraction]:
-    """Numbers as what they hold, so that sums are exact; whole ones stay whole."""
+    """Numbers as exact fractions, so that sums are exact; whole numbers stay whole."""
     given = require_iterable(name, values, "a list of numbers, one for each layer", CostError)
     numbers = [_number(f"{name} of layer {layer}", value) for layer, value in enumerate(given)]
     try:
@@ -195,7 +194,7 @@ def _exact(name: str, values: Iterable[float]) -> list[int] | list[Fraction]:
 
 
 def _number(what: str, value: Any) -> Fraction:
-    """What a number holds; an error unless it is finite and from 0 up."""
+    """A number as an exact fraction; raises unless it is finite and from 0 up."""
     try:
         if isinstance(value, bool):
             raise TypeError
@@ -213,7 +212,7 @@ def _sums(numbers: Iterable[Any]) -> list[Any]:
 
 
 def _totals(numbers: Sequence[Any], bounds: Sequence[int]) -> tuple[float, ...]:
-    """What the layers of each stage have together."""
+    """The sum over the layers of each stage."""
     return tuple(_plain(sum(numbers[start:end])) for start, end in pairwise(bounds))
 
 
@@ -250,33 +249,11 @@ def _for_each(limits: float | Iterable[float] | None, stages: int) -> list[float
     ]
 
 
-def _too_small(needs: Sequence[Any], limits: Sequence[Any], *, one: bool) -> PartitionError:
-    """What to say of limits that no cut keeps within; ``one`` if it is one limit for all stages."""
-    no_cut = f"no cut into {counted(len(limits), 'stage')} keeps within the limit"
-    raised = None if one else _raise_one(needs, limits)
-    if raised is not None:
-        short, stage = raised
-        return PartitionError(
-            f"{no_cut}s: that of stage {stage}, {_text(limits[stage])}, is too small by "
-            f"{_text(short)}",
-            stage=stage,
-            short=_plain(short),
-        )
-    short = _raise_all(needs, limits)
-    if not one:
-        text = f"{no_cut}s; raising one of them does not help, raising each by {_text(short)} does"
-        return PartitionError(text, short=_plain(short))
-    least, heaviest = short + limits[0], max(range(len(needs)), key=needs.__getitem__)
-    who = f"layer {heaviest} alone needs" if needs[heaviest] == least else "the best cut needs"
-    return PartitionError(
-        f"{no_cut} of {_text(limits[0])}: it is too small by {_text(short)}, as {who} "
-        f"{_text(least)}",
-        short=_plain(short),
-    )
+def _too_small(needs: Sequence[Any], limits: Sequence[Any]) -> PartitionError:
+    """The error for limits that no cut keeps within; it names the stage that lacks the most.
 
-
-def _raise_all(needs: Sequence[Any], limits: Sequence[Any]) -> Any:
-    """The least by which all limits together have to be raised, to let a cut through."""
+    The cut is the best one: raising every limit by what this stage lacks lets it through.
+    """
     to = _sums(needs)
     bounds = _cheapest(
         to,
@@ -284,40 +261,17 @@ def _raise_all(needs: Sequence[Any], limits: Sequence[Any]) -> Any:
         lambda stage, end: 0,
         lambda stage, before, cost: max(before, cost - limits[stage]),
     )
-    assert bounds is not None  # without limits every cut is one
-    stages = zip(pairwise(bounds), limits, strict=True)
-    return max(to[end] - to[start] - limit for (start, end), limit in stages)
-
-
-def _raise_one(needs: Sequence[Any], limits: Sequence[Any]) -> tuple[Any, int] | None:
-    """The least that lets a cut through if one limit is raised by it, and that of which stage."""
-    to, layers = _sums(needs), len(needs)
-    ahead = _reached(needs, limits)
-    behind = _reached(needs[::-1], limits[::-1])[::-1]
-    found: list[tuple[Any, int]] = []
-    for stage, limit in enumerate(limits):
-        for end in (layers - rest for rest in behind[stage + 1]):
-            # From the last start before it: the shortest stage lacks the least.
-            if starts := bisect_left(ahead[stage], end):
-                found.append((to[end] - to[ahead[stage][starts - 1]] - limit, stage))
-    return min(found, default=None)
-
-
-def _reached(needs: Sequence[Any], limits: Sequence[Any]) -> list[list[int]]:
-    """How many layers the first stages can hold: none of them, one, and so on."""
-    to = _sums(needs)
-    reached = [[0]]
-    for limit in limits:
-        # The shortest stage is the lightest: if it does not fit, none does.
-        starts = reached[-1]
-        reached.append(
-            [
-                end
-                for end in range(1, len(to))
-                if (last := bisect_left(starts, end)) and to[end] - to[starts[last - 1]] <= limit
-            ]
-        )
-    return reached
+    assert bounds is not None  # without limits there is always a cut
+    used = [to[end] - to[start] for start, end in pairwise(bounds)]
+    lacks = [need - limit for need, limit in zip(used, limits, strict=True)]
+    stage = lacks.index(max(lacks))
+    return PartitionError(
+        f"no cut into {counted(len(limits), 'stage')} keeps within the limits: in the best one, "
+        f"stage {stage} needs {_text(used[stage])} and can hold {_text(limits[stage])}; raise the "
+        f"limits by {_text(lacks[stage])}",
+        stage=stage,
+        short=_plain(lacks[stage]),
+    )
 
 
 def _text(number: float | Fraction) -> str:

@@ -22,7 +22,7 @@ from taktline.text import counted
 __all__ = ["MOST_RANKS", "MOST_STAGES", "Placement"]
 
 MOST_RANKS, MOST_STAGES = 2**16, 2**20
-"""Beyond these a number is a typing error, and what is sized by it would take for ever."""
+"""A larger number is a typing error, and tables of that size would take for ever."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,9 +39,9 @@ class Placement:
     """The stages of each rank."""
 
     def __post_init__(self) -> None:
-        ranks = _count("ranks", self.ranks, MOST_RANKS, "rank")
+        ranks = _count("ranks", self.ranks, MOST_RANKS)
         rank_of = tuple(require_iterable("rank_of", self.rank_of, error=PlanError))
-        _count("stages", len(rank_of), MOST_STAGES, "stage")
+        _count("the number of stages", len(rank_of), MOST_STAGES)
         held: list[list[int]] = [[] for _ in range(ranks)]
         for stage, rank in enumerate(rank_of):
             if type(rank) is not int:
@@ -74,7 +74,7 @@ class Placement:
 
     @classmethod
     def custom(cls, rank_of: Sequence[int], ranks: int | None = None) -> Placement:
-        """Any mapping; ``ranks`` defaults to what it mentions."""
+        """Any mapping; by default there are as many ranks as it mentions."""
         given = require_iterable("rank_of", rank_of, error=PlanError)
         if ranks is None:
             each = enumerate(given)
@@ -101,9 +101,15 @@ class Placement:
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """The stages that a rank holds, in the order of the model."""
-        if not 0 <= require_whole("rank", rank) < self.ranks:
-            raise NoSuchRankError(f"there is no rank {rank}: the placement has {self.ranks} ranks")
+        self.require_rank(rank)
         return self._held[rank]
+
+    def require_rank(self, rank: int) -> None:
+        """Raise unless there is this rank."""
+        if not 0 <= require_whole("rank", rank) < self.ranks:
+            raise NoSuchRankError(
+                f"there is no rank {shown(rank)}, only {counted(self.ranks, 'rank')} from 0 on"
+            )
 
     def __str__(self) -> str:
         per_rank, rest = divmod(self.stages, self.ranks)
@@ -116,16 +122,10 @@ class Placement:
         return f"{shape}, {counted(self.stages, 'stage')} on {counted(self.ranks, 'rank')}"
 
 
-def _count(name: str, number: int, most: int, noun: str) -> int:
-    number = require_whole(name, number, error=PlanError)
-    if not 1 <= number <= most:
-        raise PlanError(
-            f"a pipeline needs at least one {noun} and at most {most:,}, not {shown(number)}"
-        )
-    return number
+def _count(name: str, number: int, most: int) -> int:
+    return require_whole(name, number, least=1, most=most, error=PlanError)
 
 
 def _rectangle(ranks: int, stages_per_rank: int) -> tuple[int, int]:
-    ranks = _count("ranks", ranks, MOST_RANKS, "rank")
-    most = MOST_STAGES // ranks
-    return ranks, _count("stages_per_rank", stages_per_rank, most, "stage per rank")
+    ranks = _count("ranks", ranks, MOST_RANKS)
+    return ranks, _count("stages_per_rank", stages_per_rank, MOST_STAGES // ranks)

@@ -1,4 +1,4 @@
-"""A plan: what each rank does, in order. It is immutable, and knows nothing of time or tensors."""
+"""A plan: the actions of each rank, in order. It is immutable, without times or tensors."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import hashlib
 import os
 from collections.abc import Iterable, Sequence
 from enum import IntEnum
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -19,9 +20,9 @@ from taktline.checks import (
     require_whole,
     shown,
 )
-from taktline.errors import NoSuchRankError, PlanError
-from taktline.plan.above import above
+from taktline.errors import PlanError
 from taktline.plan.action import LARGEST, Action, Kind, Overlap, parse
+from taktline.plan.lazy_import import lazy_import
 from taktline.plan.placement import MOST_RANKS, Placement
 from taktline.plan.rows import IntArray, Rows
 from taktline.text import counted
@@ -42,7 +43,7 @@ class Level(IntEnum):
 
 
 class Plan:
-    """What each rank does, in order.
+    """The actions of each rank, in order.
 
     >>> plan = Plan.from_actions([["0F0", "0B0"], ["1F0", "1B0"]])
     >>> plan[1]
@@ -54,7 +55,7 @@ class Plan:
     __slots__ = ("known", "level", "microbatches", "name", "offsets", "placement", "rows")
 
     name: str
-    """Where it comes from: a schedule, or a file."""
+    """The schedule or the file that it comes from."""
     placement: Placement
     microbatches: int
     level: Level
@@ -63,7 +64,7 @@ class Plan:
     offsets: IntArray
     """Rank r has the rows from ``offsets[r]`` up to ``offsets[r + 1]``."""
     known: dict[str, object]
-    """What was found out about this plan: it never changes, so neither does this."""
+    """Results that were computed of this plan: it never changes, so neither do they."""
 
     def __init__(
         self,
@@ -76,7 +77,9 @@ class Plan:
     ) -> None:
         rows_by_rank = require_instances("rows_by_rank", rows_by_rank, Rows, error=PlanError)
         require_instance("placement", placement, Placement, error=PlanError)
-        microbatches = require_whole("microbatches", microbatches, error=PlanError)
+        microbatches = require_whole(
+            "microbatches", microbatches, least=1, most=LARGEST, error=PlanError
+        )
         if level is not None:
             require_instance("level", level, Level, error=PlanError)
         require_text("name", name, PlanError)
@@ -85,19 +88,15 @@ class Plan:
                 f"the placement has {placement.ranks} ranks, but there are actions for "
                 f"{len(rows_by_rank)}; give one list of actions a rank, empty ones too"
             )
-        if not 1 <= microbatches <= LARGEST:
-            raise PlanError(
-                f"a plan needs at least one micro-batch and at most {LARGEST:,}, not "
-                f"{shown(microbatches)}"
-            )
         rows = Rows.concatenate(rows_by_rank)
         for column in (rows.kind, rows.stage, rows.microbatch, rows.joined):
             column.flags.writeable = False
-        found = _level_of(rows)
+        levels = _LEVEL_OF_KIND[rows.kind]
+        found = Level(int(levels.max(initial=Level.COMPUTE)))
         if level is not None and level < found:
             raise PlanError(
                 f"a {level.name} plan may not contain "
-                f"{Kind(rows.kind[_first_above(rows, level)]).name}: it is a {found.name} plan"
+                f"{Kind(rows.kind[np.argmax(levels > level)]).name}: it is a {found.name} plan"
             )
         set_once = super().__setattr__
         set_once("name", name)
@@ -120,8 +119,8 @@ class Plan:
     ) -> Plan:
         """A plan from one list of actions (or their texts) a rank.
 
-        What is not given is read off the actions: a stage lies where it first computes, and the
-        micro-batches run up to the highest number.
+        By default, a stage lies on the rank that first computes it, and the micro-batches run up to
+        the highest number in the actions.
         """
         ranks = [
             require_iterable(f"actions[{rank}]", texts, "a list of actions", PlanError)
@@ -144,9 +143,10 @@ class Plan:
         raise AttributeError(f"a plan does not change; make a new one to set {attribute!r}")
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Made anew where it is unpickled; what is known about it (a proof, say) stays behind.
+        # Made anew where it is unpickled; what is known of it (a proof, say) stays behind.
         rows = [self.rows_of(rank) for rank in range(self.ranks)]
-        return _again, (rows, self.placement, self.microbatches, self.level, self.name)
+        make = partial(Plan, level=self.level, name=self.name)
+        return make, (rows, self.placement, self.microbatches)
 
     @property
     def ranks(self) -> int:
@@ -160,7 +160,7 @@ class Plan:
 
     def rows_of(self, rank: int) -> Rows:
         """The actions of one rank as columns."""
-        self.require_rank(rank)
+        self.placement.require_rank(rank)
         return self.rows[int(self.offsets[rank]) : int(self.offsets[rank + 1])]
 
     def rank_of_rows(self) -> IntArray:
@@ -178,7 +178,7 @@ class Plan:
         return Plan(rows_by_rank, self.placement, self.microbatches, level=level, name=self.name)
 
     def digest(self) -> str:
-        """A fingerprint of everything that matters for running: ranks compare it before a step."""
+        """A hash of all that matters for running, which ranks compare before a step."""
         digest = hashlib.sha256()
         digest.update(repr((self.placement, self.microbatches, int(self.level))).encode())
         for column in (self.offsets, self.rows.kind, self.rows.stage, self.rows.microbatch):
@@ -187,7 +187,7 @@ class Plan:
         return digest.hexdigest()
 
     def save(self, path: str | os.PathLike[str]) -> Path:
-        """Write it to a file, whose ending says how.
+        """Write the plan to a file, whose ending says how.
 
         ``.csv`` and ``.json`` hold the plan, as :func:`taktline.plan.write` does; ``.html``,
         ``.svg`` and ``.png`` draw it as it runs if all stages take equally long.
@@ -199,26 +199,19 @@ class Plan:
         ...     read(plan.save(f"{folder}/plan.csv")) == plan
         True
         """
-        return above("render").save_plan(self, path)
+        return lazy_import("render").save_plan(self, path)
 
     def show(self) -> None:
-        """Open a page in a browser that draws it; without one, print a chart."""
-        above("render").show_plan(self)
+        """Open a page in a browser that draws the plan; without a browser, print a chart."""
+        lazy_import("render").show_plan(self)
 
     def _repr_svg_(self) -> str | None:
-        return above("render").inline_plan(self)
+        return lazy_import("render").inline_plan(self)
 
     def __getitem__(self, rank: int) -> list[Action | Overlap]:
         if -self.ranks <= require_whole("rank", rank) < 0:
             rank += self.ranks
         return list(self.rows_of(rank).actions())
-
-    def require_rank(self, rank: int) -> None:
-        """Raise unless the plan has this rank."""
-        if not 0 <= require_whole("rank", rank) < self.ranks:
-            raise NoSuchRankError(
-                f"there is no rank {shown(rank)}: the plan has {counted(self.ranks, 'rank')}"
-            )
 
     def __len__(self) -> int:
         """How many actions there are, an overlapped pair being one."""
@@ -237,7 +230,7 @@ class Plan:
         )
 
     def __str__(self) -> str:
-        return above("render").grid(self)
+        return lazy_import("render").grid(self)
 
 
 def _as_action(item: object) -> Action | Overlap:
@@ -256,20 +249,6 @@ _LEVEL_OF_KIND = np.array(
         for kind in Kind
     ]
 )  # fmt: skip
-
-
-def _again(
-    rows: Sequence[Rows], placement: Placement, microbatches: int, level: Level, name: str
-) -> Plan:
-    return Plan(rows, placement, microbatches, level=level, name=name)
-
-
-def _level_of(rows: Rows) -> Level:
-    return Level(int(_LEVEL_OF_KIND[rows.kind].max(initial=Level.COMPUTE)))
-
-
-def _first_above(rows: Rows, level: Level) -> int:
-    return int(np.argmax(_LEVEL_OF_KIND[rows.kind] > level))
 
 
 def _infer_placement(rows_by_rank: Sequence[Rows]) -> Placement:

@@ -1,7 +1,7 @@
 """The rules for plans: each is a function that reports every row which breaks it.
 
-They look at the columns as a whole and make objects only for what is wrong. What needs a walk
-through all ranks, freedom from deadlock, is in :mod:`taktline.plan.validate`.
+Rules look at whole columns and make objects only for violations. The rule that needs a walk through
+all ranks, freedom from deadlock, is in :mod:`taktline.plan.validate`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["RULES", "Subject", "Violation", "sizes"]
 
 @dataclass(frozen=True, slots=True)
 class Violation:
-    """One broken rule: where, which action, and a sentence for a person.
+    """One broken rule: where, by which action, and what is wrong.
 
     >>> from taktline.plan import Plan, validate
     >>> violation = validate(Plan.from_actions([["0F0", "0F0"]]))[0]
@@ -40,21 +40,15 @@ class Violation:
     """For a deadlock: each (rank, action it stands at, action that this waits for)."""
 
     def __str__(self) -> str:
-        where = "".join(
-            f"{name} {value}, " if name else f"{value}: "
-            for name, value in (
-                ("rank", self.rank),
-                ("position", self.position),
-                ("", self.action),
-            )
-            if value is not None
-        )
-        return f"[{self.rule}] {where}{self.message}"
+        rank = "" if self.rank is None else f"rank {self.rank}, "
+        position = "" if self.position is None else f"position {self.position}, "
+        action = "" if self.action is None else f"{self.action}: "
+        return f"[{self.rule}] {rank}{position}{action}{self.message}"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Subject:
-    """A plan under examination, with what several rules look at."""
+    """A plan under examination, with the columns that several rules look at."""
 
     plan: Plan
     rank: IntArray
@@ -81,7 +75,7 @@ class Subject:
         )
 
     def absent(self, rule: str, message: str, action: Action) -> Violation:
-        """A violation by an action that is not there."""
+        """A violation by an action that the plan does not have."""
         return Violation(rule, message, self.plan.placement.rank_of[action.stage], None, action)
 
     def select(self, *kinds: Kind) -> IntArray:
@@ -93,7 +87,10 @@ Rule = Callable[[Subject], Iterator[Violation]]
 
 
 def sizes(plan: Plan) -> Iterator[Violation]:
-    """A typing error in one number must not blow up everything that is sized by it."""
+    """The plan has about as many actions as its numbers of stages and micro-batches ask for.
+
+    A typing error in one number must not make all tables huge that are sized by it.
+    """
     cells = plan.stages * plan.microbatches
     if cells > 2 * len(plan.rows) + 10_000:
         row = int(plan.rows.microbatch.argmax())
@@ -167,7 +164,7 @@ def missing(subject: Subject) -> Iterator[Violation]:
 
 
 def order(subject: Subject) -> Iterator[Violation]:
-    """On one rank, what an action needs comes before it."""
+    """On one rank, an action comes after the actions that it needs."""
     rows, rank, position = subject.plan.rows, subject.rank, subject.position
     for column in (subject.needs.own, subject.needs.arrival, subject.needs.post):
         late = (column >= 0) & (rank[column] == rank) & (position[column] >= position)
@@ -189,7 +186,12 @@ def partners(subject: Subject) -> Iterator[Violation]:
         for kind, partner, hop in ((send, receive, step), (receive, send, -step)):
             index = subject.select(kind)
             for row in index[~crosses[index]].tolist():
-                yield subject.at(row, "partner", _nobody(plan, int(rows.stage[row]), hop))
+                stage, peer = int(rows.stage[row]), int(rows.stage[row]) + hop
+                if 0 <= peer < plan.stages:
+                    text = f"stage {peer} lies on the same rank: leave it out"
+                else:
+                    text = f"stage {stage} has no neighbour on that side"
+                yield subject.at(row, "partner", text)
             index = index[crosses[index]]
             stage, microbatch = rows.stage[index] + hop, rows.microbatch[index]
             for row in index[where.rows(partner, stage, microbatch) < 0].tolist():
@@ -200,7 +202,7 @@ def partners(subject: Subject) -> Iterator[Violation]:
 
 
 def _untransported(subject: Subject, send: Kind, receive: Kind, step: int) -> Iterator[Violation]:
-    """What crosses between ranks and has neither a send nor a receive."""
+    """Results that cross between ranks and have neither a send nor a receive."""
     plan, rows, where = subject.plan, subject.plan.rows, subject.where
     rank_of = np.array(plan.placement.rank_of)
     producers = (Kind.F,) if send is Kind.SEND_F else (Kind.B, Kind.I)
@@ -311,9 +313,3 @@ RULES: tuple[Rule, ...] = (
 
 def _place(subject: Subject, row: int) -> str:
     return f"rank {subject.rank[row]}, position {subject.position[row]}"
-
-
-def _nobody(plan: Plan, stage: int, hop: int) -> str:
-    if not 0 <= stage + hop < plan.stages:
-        return f"stage {stage} has no neighbour on that side"
-    return f"stage {stage + hop} lies on the same rank: leave it out"

@@ -8,7 +8,7 @@ from taktline.checks import require_instance
 from taktline.plan.action import Kind
 from taktline.plan.costs import Costs
 from taktline.plan.deps import channels, needs
-from taktline.plan.passes.add_comm import add_comm
+from taktline.plan.passes import add_comm
 from taktline.plan.plan import Plan
 from taktline.plan.timeline import Timeline
 from taktline.plan.validate import require_valid
@@ -18,10 +18,10 @@ __all__ = ["simulate"]
 
 
 def simulate(plan: Plan, costs: Costs | None = None) -> Timeline:
-    """Run a plan in thought: every action as early as its rank and its dependencies allow.
+    """Simulate a plan: every action runs as early as its rank and its dependencies allow.
 
-    Where messages hold anything up, by queueing or by keeping their sender busy, the timeline is
-    that of the plan with its messages spelled out.
+    If messages can delay actions, by queueing or by keeping their sender busy, the timeline is that
+    of the plan with its messages spelled out.
 
     >>> from taktline.plan import build
     >>> timeline = simulate(build("1f1b", ranks=4, microbatches=8), Costs(forward=1.0))

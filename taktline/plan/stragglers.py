@@ -41,7 +41,7 @@ class Straggler:
     duration: float
     """The median over its micro-batches."""
     factor: float
-    """How many times what was expected."""
+    """The duration, divided by the expected one."""
     microbatches: tuple[int, ...]
     """Those that took longest, the slowest first."""
     unit: str = ""
@@ -59,11 +59,11 @@ class Straggler:
 def stragglers(
     timelines: Sequence[Timeline], *, work: Costs | None = None, factor: float = 1.3
 ) -> list[Straggler]:
-    """Stages that take ``factor`` times what is expected of them or more, the worst first.
+    """Stages that take at least ``factor`` times as long as expected, the worst first.
 
-    With ``work``, the stages' work in any unit, each is compared with what the other ranks need
-    for theirs. Without it, stages may differ for good reasons: then the last timeline is
-    compared with the ones before.
+    With ``work``, the stages' work in any unit, each stage is compared with the pace of the other
+    ranks. Without it, stages may differ for good reasons, so the last timeline is compared with the
+    ones before.
 
     >>> from taktline.plan import build, simulate
     >>> plan = build("1f1b", ranks=3, microbatches=4)
@@ -110,7 +110,7 @@ def stragglers(
 
 
 def _by_work(plan: Plan, work: Costs, kind: Kind, spent: FloatArray) -> FloatArray:
-    """What each stage would take at the pace of the other ranks, in the median of their stages."""
+    """The time of each stage at the pace of the other ranks, in the median of their stages."""
     amount = work.of("forward" if kind is Kind.F else "backward", plan.stages)
     rank = np.array(plan.placement.rank_of)
     with np.errstate(divide="ignore", invalid="ignore"):
@@ -135,5 +135,5 @@ def _medians(timelines: Sequence[Timeline], kind: Kind, stages: int) -> FloatArr
 
 def _slowest(timeline: Timeline, kind: Kind, stage: int) -> tuple[int, ...]:
     times = timeline.durations(*_PARTS[kind])[stage]
-    order = np.argsort(-times, kind="stable")[:_SHOWN]  # what is nan comes last
+    order = np.argsort(-times, kind="stable")[:_SHOWN]  # nan comes last
     return tuple(order[~np.isnan(times[order])].tolist())

@@ -19,10 +19,10 @@ from taktline.checks import (
     require_one_of,
 )
 from taktline.errors import PlanError
-from taktline.plan.above import above
 from taktline.plan.action import Action, Kind
 from taktline.plan.costs import Costs
 from taktline.plan.deps import needs
+from taktline.plan.lazy_import import lazy_import
 from taktline.plan.memory import peak_memory
 from taktline.plan.plan import Plan
 from taktline.plan.rows import FloatArray, IntArray, as_numbers
@@ -67,9 +67,9 @@ class Timeline:
     end: FloatArray
     costs: Costs = field(default_factory=Costs)
     arrival: FloatArray | None = None
-    """When each row's result was there for whoever waits for it; by default at its end."""
+    """When each row's result arrived at the actions that wait for it; by default at its end."""
     measured: bool = False
-    """Whether this is what ran; then ``costs`` are those that were found in it."""
+    """Whether these times were measured; then ``costs`` are those that they show."""
 
     def __post_init__(self) -> None:
         require_valid(require_instance("plan", self.plan, Plan))
@@ -82,8 +82,13 @@ class Timeline:
 
     @property
     def name(self) -> str:
-        """What drawings and tables call it."""
+        """The name in drawings and tables."""
         return f"{self.plan.name}, measured" if self.measured else self.plan.name
+
+    @property
+    def arrivals(self) -> FloatArray:
+        """When each row's result arrived at the actions that wait for it."""
+        return self.end if self.arrival is None else self.arrival
 
     @property
     def makespan(self) -> float:
@@ -118,10 +123,10 @@ class Timeline:
         return peak_memory(self.plan, self.costs)
 
     def cost(self, by: By = "makespan") -> float:
-        """What the step takes: all of it, or only the longest rank's own span.
+        """How long the step takes: the makespan, or the longest rank's own span.
 
-        The second counts no waiting before a rank's first and after its last action, which the next
-        step can fill where nothing holds all ranks together in between.
+        The span leaves out the waits before a rank's first and after its last action, which the
+        next step can fill where no barrier separates two steps.
         """
         require_one_of("by", by, get_args(By), PlanError)
         return self.makespan if by == "makespan" else float(self.rank_spans.max(initial=0.0))
@@ -138,7 +143,7 @@ class Timeline:
     def durations(self, *kinds: Kind) -> FloatArray:
         """How long each stage took for each micro-batch, actions of several kinds together.
 
-        It is nan where there is none. An overlapped pair says nothing of its halves.
+        It is nan where there is none, and for both halves of an overlapped pair.
 
         >>> from taktline.plan import build, simulate
         >>> simulate(build("1f1b", ranks=2, microbatches=3)).durations(Kind.B)
@@ -154,21 +159,20 @@ class Timeline:
         return table
 
     def spans(self, rank: int) -> Iterator[Span]:
-        """What a rank did, in order; the two halves of an overlapped pair one after the other."""
-        self.plan.require_rank(rank)
+        """The actions of a rank, in order; an overlapped pair as two."""
+        self.plan.placement.require_rank(rank)
         for row in range(int(self.plan.offsets[rank]), int(self.plan.offsets[rank + 1])):
             yield self._span(rank, row)
 
     @cached_property
     def held_by(self) -> IntArray:
-        """For each row, the row that held it up last: before it on its rank, or elsewhere; or -1.
+        """For each row, the row that it waited for last, or -1.
 
-        It is the latest to be done of what had to be: its rank's previous action and what it needs
-        from another rank. In a draw, the previous action counts.
+        It is the later one of its rank's previous action and the row whose result it needs. In a
+        draw, the previous action counts.
         """
         plan, rows = self.plan, self.plan.rows
         rank, arrives_from = plan.rank_of_rows(), needs(plan).arrival
-        arrival = self.end if self.arrival is None else self.arrival
         row = np.arange(len(rows))
         first = row - rows.second_of_pair()
         previous = np.where(first > plan.offsets[rank], first - 1, -1)
@@ -176,13 +180,13 @@ class Timeline:
         since = np.where(previous >= 0, self.end[previous], -np.inf)
         for half in (first, first + rows.joined[first]):
             source = arrives_from[half]
-            there = np.where(rank[source] == rank, self.end[source], arrival[source])
+            there = np.where(rank[source] == rank, self.end[source], self.arrivals[source])
             later = (source >= 0) & (there > since)
             held_by, since = np.where(later, source, held_by), np.where(later, there, since)
         return held_by
 
     def messages(self) -> tuple[IntArray, IntArray]:
-        """The compute rows whose result crosses between ranks, and those that wait for it."""
+        """The compute rows whose result crosses between ranks, and the rows that wait for it."""
         plan, needed = self.plan, needs(self.plan)
         rank, source = plan.rank_of_rows(), needed.arrival
         targets = np.flatnonzero((source >= 0) & (rank[source] != rank))
@@ -214,14 +218,14 @@ class Timeline:
         return [
             row
             for row, following in zip(path, [*path[1:], path[-1]], strict=True)
-            # Besides computing, only what takes time or goes to another rank holds anybody up.
+            # Otherwise only actions that take time or go to another rank hold others up.
             if rows.kind[row] <= Kind.W
             or self.end[row] > self.start[row]
             or rank[row] != rank[following]
         ]
 
     def save(self, path: str | os.PathLike[str]) -> Path:
-        """Write it to a file, whose ending says how.
+        """Write the timeline to a file, whose ending says how.
 
         ``.html`` is a page to explore, ``.svg`` and ``.png`` (with Pillow) are pictures, ``.csv``
         has a line for each action, and ``.json`` is what ``read_timeline`` reads.
@@ -232,14 +236,14 @@ class Timeline:
         ...     simulate(build("1f1b", ranks=4, microbatches=8)).save(f"{folder}/step.svg").name
         'step.svg'
         """
-        return above("render").save([self], path)
+        return lazy_import("render").save([self], path)
 
     def show(self) -> None:
         """Open the page in a browser; without one, print the chart."""
-        above("render").show([self])
+        lazy_import("render").show([self])
 
     def _repr_svg_(self) -> str | None:
-        return above("render").inline(self)
+        return lazy_import("render").inline(self)
 
     def __repr__(self) -> str:
         shape, microbatches = self.plan.placement.shape, self.plan.microbatches
@@ -251,7 +255,7 @@ class Timeline:
 
     def to_svg(self, *, width: float | None = None) -> str:
         """A drawing for papers and pages; see :func:`taktline.render.svg.to_svg`."""
-        return above("render").to_svg([self], width=width)
+        return lazy_import("render").to_svg([self], width=width)
 
     def to_html(self, *others: Timeline) -> str:
         """A page to explore, alone or beside others; see :func:`taktline.render.html.to_html`.
@@ -261,15 +265,15 @@ class Timeline:
         >>> page[:15]
         '<!doctype html>'
         """
-        return above("render").to_html([self, *require_instances("others", others, Timeline)])
+        return lazy_import("render").to_html([self, *require_instances("others", others, Timeline)])
 
     def to_trace(self) -> str:
         """A trace for Perfetto; see :func:`taktline.render.trace.to_trace`."""
-        return above("render").to_trace([self])
+        return lazy_import("render").to_trace([self])
 
     def to_text(self, width: int | None = None, *, colour: bool = False) -> str:
         """A chart for a terminal; see :func:`taktline.render.text.chart`."""
-        return above("render").chart([self], width, colour=colour)
+        return lazy_import("render").chart([self], width, colour=colour)
 
     def _span(self, rank: int, row: int) -> Span:
         return Span(rank, self.plan.rows.leaf(row), float(self.start[row]), float(self.end[row]))

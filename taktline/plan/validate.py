@@ -64,7 +64,7 @@ def _violations(plan: Plan, sends: Sends) -> Iterator[Violation]:
 
 
 def _deadlocks(subject: Subject, sends: Sends) -> Iterator[Violation]:
-    """Walk through the plan; whoever is left over waits in a circle."""
+    """Walk through the plan; ranks that do not finish wait for each other in a circle."""
     plan, rows = subject.plan, subject.plan.rows
     if sends == "blocking" and plan.level == Level.LOWERED:
         waits = waits_between_ranks(plan, subject.needs)
@@ -101,7 +101,7 @@ def _deadlocks(subject: Subject, sends: Sends) -> Iterator[Violation]:
 def _follows_known_order(plan: Plan, waits: IntArray, rank: IntArray) -> bool:
     """Whether the order that the plan was made along (if any) proves that it can always go on.
 
-    It does if nothing waits for what is not strictly earlier in it, on whatever rank.
+    It does if every row waits only for rows that are strictly earlier in that order.
     """
     key = plan.known.get("order")
     if not isinstance(key, np.ndarray):
@@ -114,7 +114,7 @@ def _follows_known_order(plan: Plan, waits: IntArray, rank: IntArray) -> bool:
 def _follow(
     rank: int, blocked: dict[int, Blocked], rank_of_row: IntArray, seen: set[int]
 ) -> list[Blocked]:
-    """From rank to rank along what each waits for; the circle, if it is a new one."""
+    """Follow the waits from rank to rank; returns the circle, if it is a new one."""
     path: list[int] = []
     while rank not in seen:
         seen.add(rank)

@@ -1,16 +1,16 @@
-"""Run a plan's rows in order on every rank, each as soon as what it waits for has arrived.
+"""Runs a plan's rows in order on every rank, each as soon as its input has arrived.
 
-The proof of freedom from deadlock, the order from which communication is placed, and the simulation
-are all this one walk, with different waits and durations.
+The proof of freedom from deadlock, the placement of communication, and the simulation are all this
+one walk, with different waits and durations.
 
 Only the rows that wait for another rank are visited one by one: between two such **stops**, a rank
-goes on at a pace that is known beforehand. Each rank runs until it blocks; whoever it waits for
-wakes it, so the walk is linear in the number of rows.
+goes on at a pace that is known beforehand. Each rank runs until it blocks, and is woken by the rank
+that it waits for, so the walk is linear in the number of rows.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import cast
 
 import numpy as np
@@ -46,7 +46,7 @@ class Walk:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Messages:
-    """What happens to a row's result on its way: it takes its channel for a while, then travels."""
+    """The way of a row's result: it occupies its channel for a while, then travels."""
 
     channel: IntArray
     occupies: FloatArray
@@ -66,7 +66,7 @@ def unit_run(plan: Plan, needed: Needs | None = None) -> Walk:
 
 
 def waits_between_ranks(plan: Plan, needed: Needs) -> IntArray:
-    """What each row waits for on another rank; on its own rank, order takes care of it."""
+    """The row of another rank that each row waits for, or -1; on its own rank, order is enough."""
     rank, arrival = plan.rank_of_rows(), needed.arrival
     return np.where((arrival >= 0) & (rank[arrival] != rank), arrival, -1)
 
@@ -78,21 +78,22 @@ def walk(plan: Plan, waits: IntArray, hold: FloatArray, messages: Messages | Non
     first one's ``hold``.
     """
     rows, count = plan.rows, len(plan.rows)
-    # A pair is walked as one: the time passes in its second row, and whoever waits for its first
-    # waits for the second.
+    # A pair is walked as one: the time passes in its second row, and rows that wait for its first
+    # wait for the second.
     first, second = np.flatnonzero(rows.joined), np.flatnonzero(rows.second_of_pair())
     done_with = np.arange(count)
     done_with[first] = second
     hold = hold.copy()
     hold[second], hold[first] = hold[first], 0.0
-    delay = np.zeros(count) if messages is None else messages.delay
-    queued = np.zeros(count, np.bool_) if messages is None else messages.occupies > 0
+    if messages is None:
+        messages = Messages(done_with, np.zeros(count), np.zeros(count))
+    delay, queued = messages.delay, messages.occupies > 0
 
     first_rows = plan.offsets[:-1][np.diff(plan.offsets) > 0]
     is_stop = queued | (waits >= 0)
     is_stop[first_rows] = True
     stops, stop_of = np.flatnonzero(is_stop), np.cumsum(is_stop) - 1
-    # Times as if no rank ever waited, and then counted from the last stop.
+    # Times as if no rank ever waited, counted from the last stop.
     pace = np.cumsum(hold) - hold
     since_stop = pace - pace[stops][stop_of]
     ends_after = (since_stop + hold)[done_with]
@@ -100,90 +101,83 @@ def walk(plan: Plan, waits: IntArray, hold: FloatArray, messages: Messages | Non
     gap = np.diff(pace[stops], prepend=0.0)
     gap[stop_of[first_rows]] = 0.0
     waited_for = waits[stops]
-    stop_loop = _StopLoop(
-        ends=np.searchsorted(stops, plan.offsets).tolist(),
-        gap=gap.tolist(),
-        target=np.where(waited_for >= 0, stop_of[done_with[waited_for]], -1).tolist(),
-        lag=(ends_after + delay)[waited_for].tolist(),
+    ends = np.searchsorted(stops, plan.offsets).tolist()
+    passed, sent, reached = _pass_stops(
+        ends,
+        gap.tolist(),
+        np.where(waited_for >= 0, stop_of[done_with[waited_for]], -1).tolist(),
+        (ends_after + delay)[waited_for].tolist(),
+        np.where(queued, messages.channel, -1)[stops].tolist(),
+        messages.occupies[stops].tolist(),
+        hold[stops].tolist(),
     )
-    if messages is not None and queued.any():
-        stop_loop.queue(
-            np.where(queued, messages.channel, -1)[stops], messages.occupies[stops], hold[stops]
-        )
-    reached = stop_loop.run()
-
-    start = np.array(stop_loop.start)[stop_of] + since_stop
+    start = np.array(passed)[stop_of] + since_stop
     start[first] = start[second]
-    arrival = np.array(stop_loop.sent)[stop_of[done_with]] + ends_after + delay
+    arrival = np.array(sent)[stop_of[done_with]] + ends_after + delay
     blocked = tuple(
         Blocked(rank, int(stops[stop]), int(waits[stops[stop]]))
         for rank, stop in enumerate(reached)
-        if stop < stop_loop.ends[rank + 1]
+        if stop < ends[rank + 1]
     )
     return Walk(start, arrival, blocked)
 
 
-@dataclass(slots=True)
-class _StopLoop:
-    """The walk over the stops of all ranks, rank after rank: the one loop in pure Python."""
+def _pass_stops(
+    ends: list[int],
+    gap: list[float],
+    target: list[int],
+    lag: list[float],
+    channel: list[int],
+    occupies: list[float],
+    holds: list[float],
+) -> tuple[list[float], list[float], list[int]]:
+    """The walk over the stops of all ranks: the one loop in pure Python.
 
-    ends: list[int]
-    """Rank r has the stops from ``ends[r]`` up to ``ends[r + 1]``."""
-    gap: list[float]
-    """The time from a rank's stop to its next, if that has not to wait."""
-    target: list[int]
-    """The stop that must have been passed for this one, or -1."""
-    lag: list[float]
-    """The time from that stop until what is waited for arrives."""
-    line: list[int] | None = None
-    occupies: list[float] = field(default_factory=list[float])
-    holds: list[float] = field(default_factory=list[float])
-    start: list[float] = field(default_factory=list[float])
-    sent: list[float] = field(default_factory=list[float])
-    """As ``start``, but later where a message had to queue for its channel."""
+    Args:
+        ends: rank r has the stops from ``ends[r]`` up to ``ends[r + 1]``.
+        gap: the time from a rank's stop to its next, if that one has not to wait.
+        target: the stop that must have been passed for this one, or -1.
+        lag: the time from that stop until its result arrives.
+        channel: the channel in which its message has to queue, or -1.
+        occupies: how long the message takes its channel.
+        holds: how long the stop holds its rank.
 
-    def queue(self, line: IntArray, occupies: FloatArray, holds: FloatArray) -> None:
-        """Let the messages of stops on one line pass one after the other."""
-        self.line = line.tolist()
-        self.occupies, self.holds = occupies.tolist(), holds.tolist()
-
-    def run(self) -> list[int]:
-        """Fill in ``start`` and ``sent``; return the stop that each rank could not pass."""
-        gap, target, lag, line, ends = self.gap, self.target, self.lag, self.line, self.ends
-        ranks = len(ends) - 1
-        start = self.start = [-1.0] * len(gap)
-        sent = self.sent = start if line is None else [-1.0] * len(gap)
-        free_from = {} if line is None else dict.fromkeys(line, 0.0)
-        # Who waits for a stop: a chain through the ranks, each of which waits for one thing only.
-        chain_of_stop = [-1] * len(gap)
-        next_in_chain = [-1] * ranks
-        reached, clock = ends[:-1], [0.0] * ranks
-        ready = list(range(ranks - 1, -1, -1))
-        while ready:
-            rank = ready.pop()
-            stop, end, now = reached[rank], ends[rank + 1], clock[rank]
-            while stop < end:
-                time = now + gap[stop]
-                source = target[stop]
-                if source >= 0:
-                    there = sent[source]
-                    if there < 0.0:
-                        next_in_chain[rank], chain_of_stop[source] = chain_of_stop[source], rank
-                        break
-                    there += lag[stop]
-                    if there > time:
-                        time = there
-                start[stop] = now = time
-                if line is not None:
-                    if line[stop] >= 0:
-                        leaves = max(free_from[line[stop]], time + self.holds[stop])
-                        free_from[line[stop]] = leaves = leaves + self.occupies[stop]
-                        time = leaves - self.holds[stop]
-                    sent[stop] = time
-                waiter = chain_of_stop[stop]
-                while waiter >= 0:
-                    ready.append(waiter)
-                    waiter = next_in_chain[waiter]
-                stop += 1
-            reached[rank], clock[rank] = stop, now
-        return reached
+    Returns:
+        When each stop was passed; the same, but later where its message had to queue; and for each
+        rank the stop that it could not pass.
+    """
+    ranks = len(ends) - 1
+    start, sent = [-1.0] * len(gap), [-1.0] * len(gap)
+    free_from = dict.fromkeys(channel, 0.0)
+    # The ranks that wait for a stop form a chain: each rank waits for one stop only.
+    chain_of_stop = [-1] * len(gap)
+    next_in_chain = [-1] * ranks
+    reached, clock = ends[:-1], [0.0] * ranks
+    ready = list(range(ranks - 1, -1, -1))
+    while ready:
+        rank = ready.pop()
+        stop, end, now = reached[rank], ends[rank + 1], clock[rank]
+        while stop < end:
+            time = now + gap[stop]
+            source = target[stop]
+            if source >= 0:
+                there = sent[source]
+                if there < 0.0:
+                    next_in_chain[rank], chain_of_stop[source] = chain_of_stop[source], rank
+                    break
+                there += lag[stop]
+                if there > time:
+                    time = there
+            start[stop] = now = time
+            if channel[stop] >= 0:
+                leaves = max(free_from[channel[stop]], time + holds[stop])
+                free_from[channel[stop]] = leaves = leaves + occupies[stop]
+                time = leaves - holds[stop]
+            sent[stop] = time
+            waiter = chain_of_stop[stop]
+            while waiter >= 0:
+                ready.append(waiter)
+                waiter = next_in_chain[waiter]
+            stop += 1
+        reached[rank], clock[rank] = stop, now
+    return start, sent, reached

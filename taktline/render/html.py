@@ -133,23 +133,22 @@ def _columns(timeline: Timeline) -> dict[str, Any]:
 def _sources(timeline: Timeline, item: IntArray, drawn: BoolArray) -> tuple[IntArray, FloatArray]:
     """For each item, the drawn row that held it up, or -1; and how long its message took."""
     plan, rank = timeline.plan, timeline.plan.rank_of_rows()
-    arrival = timeline.end if timeline.arrival is None else timeline.arrival
     source = timeline.held_by[item]
     elsewhere = (source >= 0) & (rank[source] != rank[item])
     late = np.zeros(len(item))
     # What arrives from another rank comes from an action, also where the plan spells out its SEND.
     sent = elsewhere & (plan.rows.kind[source] > Kind.W)
     origin = np.where(sent, needs(plan).own[source], source)
-    late[elsewhere] = (arrival[source] - timeline.end[origin])[elsewhere]
+    late[elsewhere] = (timeline.arrivals[source] - timeline.end[origin])[elsewhere]
     source = np.where(elsewhere, origin, source)
-    # What takes no time passes on the blame to what it waited for itself.
+    # An action that takes no time is replaced by the one that it waited for itself.
     while (skip := (source >= 0) & ~drawn[source]).any():
         source = np.where(skip, timeline.held_by[source], source)
     return source, np.maximum(late, 0.0)
 
 
 def _decimals(timeline: Timeline, item: IntArray) -> int:
-    """As many as it takes for exact times; at most 7 digits, or 4 for what is shortest."""
+    """The decimals of exact times; at most 7 digits, or 4 for the shortest action."""
     longest = timeline.makespan
     if longest <= 0:
         return 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from taktline.plan.action import Kind
 from taktline.plan.placement import Placement
 
-__all__ = ["COLOURS", "MEANINGS", "MEMORY", "is_dark", "shade", "shades"]
+__all__ = ["COLOURS", "MEANINGS", "MEMORY", "is_dark", "lighter", "shade", "shades"]
 
 COLOURS = {
     Kind.F: "#3b75af",
@@ -23,7 +23,7 @@ MEANINGS = {
 }
 
 MEMORY = "#7d70ab"
-"""The curves of what is alive."""
+"""The colour of memory curves."""
 
 
 def shade(kind: Kind, chunk: int, chunks: int) -> str:
@@ -32,9 +32,13 @@ def shade(kind: Kind, chunk: int, chunks: int) -> str:
     >>> shade(Kind.F, 0, 2), shade(Kind.F, 1, 2)
     ('#3b75af', '#93b3d3')
     """
-    towards_white = 0.45 * chunk / max(1, chunks - 1)
-    channels = (int(COLOURS[kind][at : at + 2], 16) for at in (1, 3, 5))
-    return "#" + "".join(f"{round(c + (255 - c) * towards_white):02x}" for c in channels)
+    return lighter(COLOURS[kind], 0.45 * chunk / max(1, chunks - 1))
+
+
+def lighter(colour: str, share: float) -> str:
+    """A colour on its way to white, by a share of the way."""
+    channels = (int(colour[at : at + 2], 16) for at in (1, 3, 5))
+    return "#" + "".join(f"{round(c + (255 - c) * share):02x}" for c in channels)
 
 
 def shades(placement: Placement) -> dict[Kind, list[str]]:

@@ -8,6 +8,7 @@ from typing import Any
 from xml.etree import ElementTree
 
 from taktline.errors import PlanFileError
+from taktline.render.palette import lighter
 
 __all__ = ["to_png"]
 
@@ -29,7 +30,7 @@ def to_png(svg: str) -> bytes:
         raise PlanFileError(
             "picture.png", "needs Pillow: pip install 'taktline[plot]'; or draw an .svg"
         ) from None
-    # Our own drawing, so nothing in it is to be feared.
+    # The XML is our own, so it is safe to parse.
     root = ElementTree.fromstring(svg)
     width, height = (round(float(root.attrib[name]) * _SCALE) for name in ("width", "height"))
     picture = Image.new("RGB", (width, height), "white")
@@ -58,7 +59,7 @@ def to_png(svg: str) -> bytes:
         elif name == "path":
             points = [(_SCALE * x, _SCALE * y) for x, y in _points(look["d"])]
             if "fill-opacity" in look:
-                brush.polygon(points, _paler(look["fill"], float(look["fill-opacity"])))
+                brush.polygon(points, lighter(look["fill"], 1 - float(look["fill-opacity"])))
             brush.line(points, look["stroke"])
         elif name == "text":
             write(element, float(look["x"]), float(look["y"]), {})
@@ -84,8 +85,3 @@ def _points(path: str) -> list[tuple[float, float]]:
                 y += first
         points.append((x, y))
     return points
-
-
-def _paler(colour: str, opacity: float) -> str:
-    channels = (int(colour[at : at + 2], 16) for at in (1, 3, 5))
-    return "#" + "".join(f"{round(c * opacity + 255 * (1 - opacity)):02x}" for c in channels)

@@ -170,7 +170,7 @@ def _memory(timeline: Timeline, y: float, scale: float) -> Iterator[str]:
         path = [f"M{LEFT:g} {base:g}"]
         for row, following in zip(mine.tolist(), [*mine[1:].tolist(), None], strict=True):
             steps = [(timeline.start[row], during[row])]
-            # What is released just as the next action begins would only draw a needle.
+            # Memory that is released just as the next action begins would only draw a needle.
             if following is None or (timeline.start[following] - timeline.end[row]) * scale > 2:
                 steps.append((timeline.end[row], after[row]))
             for time, level in steps:

@@ -177,7 +177,7 @@ def _chart_line(timeline: Timeline, rank: int, scale: float, style: int) -> _Lin
 
 
 def _labels(text: str) -> tuple[str, str, str]:
-    """What a box can say, from the longest on: ``3F7``, ``F7``, ``F``; for a pair at last ``&``."""
+    """The labels of a box, the longest first: ``3F7``, ``F7``, ``F``; for a pair at last ``&``."""
     short = re.sub(r"\d+([A-Z])", r"\1", text)
     return text, short, "&" if "&" in text else short[0]
 
@@ -215,7 +215,7 @@ def legend(*, colour: bool = False) -> str:
 
 
 def _actions(plan: Plan, rank: int) -> Iterable[tuple[str, Kinds, int]]:
-    """(text, kinds, row) of what a rank does: one kind, two for a pair, none if not computing."""
+    """(text, kinds, row) of each action: one kind, two for a pair, none if it does not compute."""
     first, rows = int(plan.offsets[rank]), plan.rows_of(rank)
     at = np.flatnonzero(~rows.second_of_pair()).tolist()
     for place, action in zip(at, rows.actions(), strict=True):

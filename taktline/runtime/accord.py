@@ -15,7 +15,7 @@ from taktline.runtime.outcome import Outcome
 from taktline.runtime.relay import Relay
 from taktline.runtime.replicas import Replicas
 from taktline.transport import Transport
-from taktline.transport.control import share_error, share_texts
+from taktline.transport.exchange import share_error, share_texts
 
 __all__ = ["Accord"]
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from taktline.runtime.step_data import Feed
-from taktline.transport.control import as_floats, as_integers
+from taktline.transport.exchange import as_floats, as_integers
 
 __all__ = ["Outcome"]
 

@@ -13,8 +13,8 @@ from taktline.sharding import is_sharded
 from taktline.stage import PipelineStage
 from taktline.stage.grad_sync import GradSync
 from taktline.transport import Transport, transport_of
-from taktline.transport.control import share_error, share_texts
 from taktline.transport.distributed import Distributed
+from taktline.transport.exchange import share_error, share_texts
 from taktline.transport.local import LocalTransport
 
 __all__ = ["Replicas"]

@@ -25,7 +25,7 @@ from taktline.text import by_rank
 from taktline.train.build import Built
 from taktline.train.kv_cache import Keeper, cache_of, padding_of
 from taktline.train.outputs import shared_output
-from taktline.transport.control import share_error
+from taktline.transport.exchange import share_error
 
 __all__ = ["Request", "generate"]
 

@@ -14,7 +14,7 @@ from taktline.errors import DataError, SignatureError
 from taktline.train.outputs import shared
 from taktline.train.ranks import Ranks
 from taktline.transport import transport_of
-from taktline.transport.control import share_error
+from taktline.transport.exchange import share_error
 
 __all__ = ["SharedLoader", "length_of"]
 

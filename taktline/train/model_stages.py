@@ -20,7 +20,7 @@ from taktline.stage.ties import declared
 from taktline.text import counted
 from taktline.train.refusal import explained
 from taktline.transport import Transport
-from taktline.transport.control import share_values
+from taktline.transport.exchange import share_values
 
 __all__ = ["Model", "Parts", "stages_in", "take_apart"]
 

@@ -13,8 +13,8 @@ from taktline.meta import Signature, TensorMeta
 from taktline.sharding import is_sharded
 from taktline.train.ranks import Ranks
 from taktline.transport import Transport, transport_of
-from taktline.transport.control import share_error, share_texts
 from taktline.transport.describe import decode, encode
+from taktline.transport.exchange import share_error, share_texts
 from taktline.transport.wire import Layout
 
 __all__ = ["shared", "shared_output"]

@@ -23,9 +23,9 @@ from taktline.errors import MismatchError, TransportError
 from taktline.text import counted
 from taktline.train.groups import Groups, end_unused
 from taktline.transport import Transport, transport_of
-from taktline.transport.control import share_floats
+from taktline.transport.communicators import timeout_of
 from taktline.transport.distributed import Distributed
-from taktline.transport.links import timeout_of
+from taktline.transport.exchange import share_floats
 from taktline.transport.local import refuse_inside
 from taktline.transport.one_rank import Alone
 

@@ -19,7 +19,7 @@ from taktline.text import counted
 from taktline.train.build import Built
 from taktline.train.model_stages import Parts
 from taktline.train.ranks import Ranks
-from taktline.transport.control import share_values
+from taktline.transport.exchange import share_values
 
 __all__ = ["gathered", "holding", "load", "own"]
 

@@ -16,7 +16,7 @@ from taktline.text import size_text, table
 from taktline.train.boundaries import Boundaries
 from taktline.train.measure import StageNeeds, measure
 from taktline.transport import Transport
-from taktline.transport.control import share_values
+from taktline.transport.exchange import share_values
 
 __all__ = ["Row", "Table"]
 

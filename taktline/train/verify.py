@@ -23,7 +23,7 @@ from taktline.train.comparison import Comparison, Difference, Expected, Verifica
 from taktline.train.outputs import shared
 from taktline.train.steps import run
 from taktline.train.tape import Tape
-from taktline.transport.control import share_values
+from taktline.transport.exchange import share_values
 
 __all__ = ["verify"]
 

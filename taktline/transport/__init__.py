@@ -1,4 +1,4 @@
-"""How ranks talk to each other: processes over torch.distributed, or threads in one process."""
+"""How ranks reach each other: as processes over torch.distributed, or threads in one process."""
 
 from __future__ import annotations
 

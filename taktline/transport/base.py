@@ -1,4 +1,4 @@
-"""What the runtime asks of a transport: channels between ranks, and one small agreed exchange."""
+"""The interface of a transport: channels between ranks, and an exchange of numbers."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ __all__ = ["Channel", "Handle", "Post", "Transport"]
 class Channel(NamedTuple):
     """One direction between two ranks for one kind of data; its messages keep their order.
 
-    A pair of ranks may carry activations and gradients the same way. Only apart from each other do
-    their orders agree at both ends, so a message that waits on one channel holds up no other.
+    Activations and gradients may go the same way between two ranks. Their orders agree at both ends
+    only if kept apart, so each has a channel, and a message that waits holds up no other channel.
     """
 
     sender: int
@@ -39,36 +39,36 @@ Post: TypeAlias = Callable[[torch.Tensor], Handle]
 
 
 class Transport(Protocol):
-    """All that ranks can do with each other."""
+    """How a rank reaches the others."""
 
     rank: int
     size: int
 
     def open(self, channels: Sequence[Channel]) -> None:
-        """Make channels ready; every rank gives the same ones in the same order."""
+        """Connect channels; every rank passes the same ones in the same order."""
         ...
 
     def sender(self, channel: Channel, *, eager: bool = False) -> Post:
-        """What sends a buffer (contiguous bytes, left alone until its handle was waited for).
+        """Return the function that sends a buffer: contiguous bytes, unchanged until the wait ends.
 
-        An eager send returns at once, even where others wait until their receive is posted: a
+        An eager send returns at once, even where others block until their receive is posted: a
         receiver that does not know the size yet cannot post it.
         """
         ...
 
     def receiver(self, channel: Channel) -> Post:
-        """What receives into a buffer of the size that was sent."""
+        """Return the function that receives into a buffer of the size that was sent."""
         ...
 
     def exchange(
         self, numbers: Sequence[int], what: str = "an exchange", *, ragged: bool = False
     ) -> list[list[int]]:
-        """Give every rank the numbers of every rank; all ranks take part.
+        """Return the numbers of every rank; all ranks take part.
 
         Args:
             numbers: 64 bits each; equally many on each rank, unless ``ragged``.
-            what: what it is for. If the ranks do not say the same, they are in different calls,
-                and all of them raise a :class:`MismatchError`.
-            ragged: whether ranks may give different amounts.
+            what: the purpose. If ranks pass different texts, they are in different calls, and all
+                of them raise a :class:`MismatchError`.
+            ragged: whether ranks may pass different amounts.
         """
         ...

@@ -1,6 +1,7 @@
-"""How processes of a job connect: one waits at its door, others call, and show what they were told.
+"""Sockets between processes of a job: how they are connected, and how a process waits on them.
 
-Whoever does not know the token of a door is not let in. And how they wait for each other.
+Each process listens at a door. It tells the others the address of the door, with a token, over the
+control plane. A caller that does not know the token is refused.
 """
 
 from __future__ import annotations
@@ -11,17 +12,80 @@ import secrets
 import select
 import socket
 import time
-from collections.abc import Container
+from collections.abc import Collection, Container, Mapping
 from contextlib import suppress
 
 from taktline.checks import read
+from taktline.transport.control_plane import Plane
+from taktline.transport.verdict import Member
 
-__all__ = ["Door", "call", "events"]
+__all__ = ["Absent", "Door", "PeerFailure", "call", "connect", "events"]
 
 _NUMBER = 4
-"""Bytes of the number that a caller says."""
+"""Bytes of the number that a caller sends."""
 _PATIENCE = 50e-6
-"""For so many seconds who waits stays awake: to sleep and be woken takes about as long."""
+"""For so many seconds a wait stays awake: to sleep and be woken takes about as long."""
+_SLICE = 0.1
+"""How many seconds a wait for a call lasts before it looks whether there is a verdict."""
+
+
+class Absent(Exception):
+    """Processes have not come to connect."""
+
+    def __init__(self, processes: list[int], *, timed_out: bool) -> None:
+        super().__init__(f"processes {processes} have not come")
+        self.processes = processes
+        self.timed_out = timed_out
+
+
+class PeerFailure(Exception):
+    """A peer did not answer in time, or its connection has ended."""
+
+    def __init__(self, peer: int, reason: str, *, timed_out: bool = False) -> None:
+        super().__init__(reason)
+        self.peer = peer
+        self.timed_out = timed_out
+
+
+def connect(
+    plane: Plane,
+    member: Member,
+    processes: Collection[int],
+    place: str,
+    seconds: float,
+    *,
+    calls: Mapping[int, tuple[int, int]],
+    awaited: Collection[int],
+) -> dict[int, socket.socket]:
+    """The sockets between these processes, by number; all of them call this with the same place.
+
+    A verdict of the member ends the wait, which lasts so many seconds otherwise. For each socket,
+    ``calls`` has the process to call and the number to send. For the ``awaited`` sockets others
+    call, and send their number.
+    """
+    deadline = time.monotonic() + seconds
+    found: dict[int, socket.socket] = {}
+    with Door(plane.host, seconds, len(processes)) as door:
+        plane.tell(processes, place, door.address)
+        addresses = plane.gather(member, processes, place, seconds)
+        if missing := [process for process in processes if process not in addresses]:
+            raise Absent(missing, timed_out=time.monotonic() > deadline)
+        try:
+            for peer, (process, number) in calls.items():
+                try:
+                    found[peer] = call(addresses[process], number, seconds)
+                except OSError as error:
+                    raise PeerFailure(peer, str(error)) from error
+            while missing := [number for number in awaited if number not in found]:
+                if member.verdict is not None or time.monotonic() > deadline:
+                    raise PeerFailure(min(missing), "no call", timed_out=True)
+                with suppress(TimeoutError):
+                    number, found[number] = door.accept(missing)
+        except BaseException:
+            for connection in found.values():
+                connection.close()
+            raise
+    return found
 
 
 class Door:
@@ -42,11 +106,11 @@ class Door:
         self._seconds = seconds
         self._server = socket.create_server((host, 0), backlog=max(callers, 16))
         self.address = json.dumps((host, self._server.getsockname()[1], self._token))
-        """What a caller needs to know."""
+        """Host, port and token."""
 
-    def accept(self, awaited: Container[int], seconds: float = 0.1) -> tuple[int, socket.socket]:
+    def accept(self, awaited: Container[int]) -> tuple[int, socket.socket]:
         """The next caller with one of the awaited numbers; raises ``TimeoutError``."""
-        self._server.settimeout(seconds)
+        self._server.settimeout(_SLICE)
         while True:
             connection = self._server.accept()[0]
             connection.settimeout(self._seconds)
@@ -56,7 +120,7 @@ class Door:
                     hello += data
             token, number = hello[:-_NUMBER], int.from_bytes(hello[-_NUMBER:], "little")
             if secrets.compare_digest(token, self._token.encode()) and number in awaited:
-                return number, ready(connection)
+                return number, _ready(connection)
             connection.close()
 
     def __enter__(self) -> Door:
@@ -67,26 +131,26 @@ class Door:
 
 
 def call(address: str, number: int, seconds: float) -> socket.socket:
-    """Connect with a door, as who has this number."""
+    """Connect with a door, and send a number to it."""
     host, port, token = read(address, (str, int, str), what="an address")
     connection = socket.create_connection((host, port), seconds)
     connection.sendall(token.encode() + number.to_bytes(_NUMBER, "little"))
-    return ready(connection)
+    return _ready(connection)
 
 
-def ready(connection: socket.socket) -> socket.socket:
-    """A connection for short messages, on which nothing waits by itself."""
+def _ready(connection: socket.socket) -> socket.socket:
+    """A connection for short messages, which does not block."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setblocking(False)
     return connection
 
 
 def events(poll: select.poll, seconds: float) -> list[tuple[int, int]]:
-    """What happens on sockets; nothing once the time is over."""
+    """The next events on sockets; none once the time is over."""
     if hasattr(os, "sched_yield"):
         end = time.perf_counter() + _PATIENCE
         while time.perf_counter() < end:
-            os.sched_yield()  # whoever is awaited may need this core
+            os.sched_yield()  # the other process may need this core
             if found := poll.poll(0):
                 return found
     return poll.poll(seconds * 1000)

@@ -1,4 +1,4 @@
-"""What crosses a boundary, as text: written and read without pickle, and checked when read."""
+"""Signatures as JSON: written and read without pickle, and checked when read."""
 
 from __future__ import annotations
 

@@ -11,47 +11,47 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
-from taktline.errors import (
-    LostRankError,
-    StageError,
-    TaktlineError,
-    TransportError,
-    text_of,
-)
+from taktline.errors import LostRankError, StageError, TaktlineError, TransportError, text_of
+from taktline.transport.all_gather import AllGather
 from taktline.transport.base import Channel, Post
+from taktline.transport.communicators import (
+    Communicator,
+    backend_of,
+    ends_of,
+    symptoms_of,
+    timeout_of,
+)
+from taktline.transport.connect import Absent, PeerFailure
 from taktline.transport.control_plane import Plane
 from taktline.transport.frames import agreed, framed
 from taktline.transport.lanes import Lane, lanes_between
-from taktline.transport.links import Link, backend_of, ends_of, symptoms_of, timeout_of
-from taktline.transport.member import Member
-from taktline.transport.sockets import PeerFailure, Sockets
-from taktline.transport.verdict import OUTSIDE, Cause, Verdict
+from taktline.transport.verdict import OUTSIDE, Cause, Member, Verdict
 
 __all__ = ["Distributed"]
 
 _CPU = torch.device("cpu")
 
 _NEWS_SECONDS, _LATE_NEWS_SECONDS = 1.0, 0.25
-"""How long to wait for the news of why a connection has ended, or a wait has been in vain."""
+"""How long to wait for the verdict when a connection has ended, or a wait has timed out."""
 _FOREIGN_NEWS_SECONDS = 3.0
-"""The same where it is not ours: without news, nothing is known but what torch says."""
+"""The same for a connection of torch: without a verdict, only its own error is known."""
 
 _known: WeakKeyDictionary[dist.ProcessGroup, dict[str, Distributed]] = WeakKeyDictionary()
 """By group and type of device."""
 
 _made: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
-"""How many transports this process has made for a group; as many as all others have."""
+"""How many transports this process has made for a group; all processes make equally many."""
 
 
 class Distributed:
-    """The ranks of a process group, over connections of their own.
+    """The ranks of a process group, over connections of our own.
 
     Numbers go over sockets. So do tensors on the CPU, where two ranks have a lane for each kind of
-    data. On nccl each channel has a communicator of its own, since one serves both directions of a
-    pair in one order.
+    data. On nccl each channel has a communicator of its own, since one communicator serves both
+    directions of a pair in one order.
 
-    They are not those of the group: when a rank is lost, ours are broken, so that nobody waits for
-    it, and the program's groups stay as they are.
+    The connections of the group itself stay as they are: when a rank is lost, only ours are broken,
+    so that nobody waits for that rank.
     """
 
     def __init__(
@@ -69,17 +69,17 @@ class Distributed:
         self.timeout: timedelta = timeout_of(group)
         """After how long a wait for another rank is given up."""
         self.plane = Plane.current()
-        # Weak, so that a group that the program has dropped is not kept by what is known of it.
+        # Weak, so that a group that the program has dropped is not kept alive.
         self._weak_group = ref(group)
         self._backend = backend_of(group, device)
         self._has_lanes = self._backend == "gloo" if lanes is None else lanes
         self._lanes: dict[tuple[int, ...], Sequence[Lane]] = {}
         """By the two ranks."""
-        self._links: dict[Channel, Link] = {}
+        self._communicators: dict[Channel, Communicator] = {}
         """Where there are no lanes."""
-        self._sockets: Sockets | None = None
+        self._all_gather: AllGather | None = None
         self._generation = 0
-        """How often links were made; the same on every rank."""
+        """How often connections were made; the same on every rank."""
         _made[group] = _made.get(group, 0) + 1
         # Restarted processes may find the addresses of their forerunners in the same store.
         restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
@@ -99,27 +99,27 @@ class Distributed:
 
     @classmethod
     def forget(cls, group: dist.ProcessGroup) -> None:
-        """Let go of the links of a group that ends."""
+        """Close the connections of a group that ends."""
         for transport in _known.pop(group, {}).values():
             transport.close()
 
     def close(self) -> None:
-        """Let go of the links."""
+        """Close the connections."""
         if self.plane is not None:
             self.plane.leave(self._member)
-        self._let_go()
+        self._disconnect()
 
-    def _let_go(self) -> None:
+    def _disconnect(self) -> None:
         for lane in self._all_lanes():
             lane.shut()  # which ends its threads
-        self._sockets, self._links, self._lanes = None, {}, {}
+        self._all_gather, self._communicators, self._lanes = None, {}, {}
 
     def _all_lanes(self) -> list[Lane]:
         return [lane for lanes in list(self._lanes.values()) for lane in lanes]
 
     @property
     def group(self) -> dist.ProcessGroup:
-        """The group, which somebody else keeps."""
+        """The process group, which the program keeps."""
         found = self._weak_group()
         if found is None:
             raise TransportError("the process group is gone; make the stages anew with a new one")
@@ -131,15 +131,15 @@ class Distributed:
         return self._member.verdict
 
     def give_up(self, verdict: Verdict) -> None:
-        """Leave these ranks behind, and tell them why."""
+        """Leave these ranks, and announce why."""
         if self.plane is not None:
             self.plane.announce(verdict)
 
     def raised(self, error: BaseException, where: str = "") -> None:
-        """Tell the others that this rank leaves them behind, unless they have a reason already."""
+        """Announce that this rank leaves the others by an error, unless there is a verdict."""
         if self.verdict is not None:
-            if self._sockets is not None:
-                self._sockets.shut()  # who still exchanges numbers must not wait for this rank
+            if self._all_gather is not None:
+                self._all_gather.shut()  # ranks that still exchange must not wait for this one
             return
         text = f"{type(error).__name__}: {text_of(error, 4000)}".removesuffix(": ")
         fields = None
@@ -150,7 +150,7 @@ class Distributed:
         self.give_up(Verdict(Cause.RAISED, self.processes[self.rank], text, where, fields))
 
     def explain(self, error: BaseException) -> TaktlineError | None:
-        """The first cause of an error in another group's wait; None if it has its own."""
+        """The first cause of an error in another group's wait; None if it is not a lost rank."""
         if not isinstance(error, RuntimeError) or isinstance(error, TransportError):
             return None
         timed_out, lost = symptoms_of(error)
@@ -166,67 +166,67 @@ class Distributed:
         return self.plane is not None and self.plane.entangled
 
     def entangle(self, error: BaseException) -> None:
-        """Let an error say so if what was left half done cannot be repeated."""
+        """Mark an error as one that needs a restart if pipelines share their work."""
         if self.entangled and isinstance(error, TaktlineError):
             error.recoverable = "restart"
 
     def _error(self, verdict: Verdict) -> TaktlineError:
-        """What a verdict means to these ranks."""
+        """The error to raise for a verdict."""
         error = verdict.error(self.processes)
         self.entangle(error)
         return error
 
     def reconnect(self) -> None:
-        """Make new links, on every rank; what was under way is lost."""
+        """Make new connections, on every rank; messages under way are lost."""
         if self.plane is not None:
-            if gone := [process for process in self.processes if self.plane.gone(process)]:
+            if gone := [process for process in self.processes if process in self.plane.news.gone]:
                 raise Verdict(Cause.LOST, gone[0]).error(self.processes)
             self.plane.leave(self._member)
             self._member = Member(self.processes, self._leave)
             self.plane.join(self._member, again_at=self._place)
-        self._let_go()
+        self._disconnect()
         self.exchange([], "reconnect()")
 
     def _leave(self, verdict: Verdict) -> None:
-        """End every wait for these ranks; on the plane's thread."""
-        if self._sockets is not None and not self._still_exchanges(verdict):
-            self._sockets.shut()
-        for connection in (*self._all_lanes(), *self._links.values()):
+        """End every wait for these ranks; on the control thread."""
+        if self._all_gather is not None and not self._still_exchanges(verdict):
+            self._all_gather.shut()
+        for connection in (*self._all_lanes(), *self._communicators.values()):
             connection.shut()
 
     def _still_exchanges(self, verdict: Verdict) -> bool:
-        """Whether numbers are exchanged as far as they come: the rank has sent all of its own.
+        """Whether numbers may still be exchanged, as the failed rank has sent all of its own.
 
-        It may have ended by an error that all ranks are just agreeing on. If an exchange needs more
-        of it, the end of its sockets says so.
+        It may have ended by an error on which all ranks are just agreeing. If an exchange needs
+        more of that rank, the end of its sockets fails the exchange.
         """
         others = {*self.processes} - {self.processes[self.rank]}
         return verdict.where == OUTSIDE and verdict.process in others
 
-    def _met(self) -> Sockets:
-        """The sockets to the other ranks, which all ranks make together."""
+    def _met(self) -> AllGather:
+        """The sockets for numbers, which all ranks connect together."""
         if self.verdict is not None and not (
-            self._sockets is not None and self._still_exchanges(self.verdict)
+            self._all_gather is not None and self._still_exchanges(self.verdict)
         ):
             raise self._error(self.verdict)
-        if self._sockets is None:
+        if self._all_gather is None:
             assert self.plane is not None  # there are other ranks
             seconds = self.timeout.total_seconds()
             try:
-                made = Sockets(self.plane, self._member, self._place, self.rank, seconds)
-                if made.missing:
-                    raise self._incomplete(made.missing)
-                self._sockets = made  # before its first wait, so that a verdict ends that, too
+                made = AllGather(self.plane, self._member, self._place, self.rank, seconds)
+                self._all_gather = made  # before its first wait, so that a verdict ends that, too
                 mine = framed([self._generation + 1], "connecting")
                 self._generation = max(frame.numbers[0] for frame in made.exchange(mine))
+            except Absent as error:
+                raise self._incomplete(error.processes) from None
             except PeerFailure as error:
                 raise self._lost(error, "connecting") from error
-        return self._sockets
+        return self._all_gather
 
     def _incomplete(self, missing: Sequence[int]) -> TaktlineError:
-        """Why ranks did not come to connect."""
+        """The error for ranks that did not come to connect."""
         assert self.plane is not None
-        lost = [process for process in missing if self.plane.gone(process)]
+        lost = [process for process in missing if process in self.plane.news.gone]
         if self.verdict is None and lost:
             self.give_up(Verdict(Cause.LOST, lost[0], "", "before the first step"))
         elif self.verdict is None:
@@ -235,7 +235,7 @@ class Distributed:
                 "be reached: GLOO_SOCKET_IFNAME names the interface to use"
             )
             self.give_up(self.plane.stalled(self.processes, missing, what))
-        assert self.verdict is not None  # this rank is one of those whom it concerns
+        assert self.verdict is not None  # it concerns this rank
         return self._error(self.verdict)
 
     def open(self, channels: Sequence[Channel]) -> None:
@@ -248,8 +248,8 @@ class Distributed:
             ends = ends_of(channel)
             if self._has_lanes and ends not in self._lanes:
                 self._lanes[ends] = self._lanes_between(ends)
-            elif not self._has_lanes and channel not in self._links:
-                self._links[channel] = self._link(channel)
+            elif not self._has_lanes and channel not in self._communicators:
+                self._communicators[channel] = self._communicator(channel)
                 self._greet(channel)
 
     def _lanes_between(self, ends: tuple[int, ...]) -> Sequence[Lane]:
@@ -266,65 +266,71 @@ class Distributed:
             lambda timed_out: self.first_cause(peer, what, timed_out=timed_out),
         )
 
-    def _link(self, channel: Channel) -> Link:
-        """A link for a channel of this rank, which its other end makes, too."""
+    def _communicator(self, channel: Channel) -> Communicator:
+        """The communicator of a channel, made by both of its ranks."""
         if self.verdict is not None:
             raise self._error(self.verdict)
         store = PrefixStore(f"{channel}/{self._generation}", self._store)
-        return Link.connect(self._backend, store, channel, self.rank, self.timeout, self._failed)
+        peer = sum(ends_of(channel)) - self.rank
+        return Communicator.connect(
+            self._backend,
+            store,
+            ends_of(channel).index(peer),
+            self.timeout,
+            lambda error: self._failed(error, peer, channel),
+        )
 
     def sender(self, channel: Channel, *, eager: bool = False) -> Post:
-        """What sends a buffer without waiting."""
+        """Return the function that sends a buffer without waiting."""
         return self._opened(channel).send
 
     def receiver(self, channel: Channel) -> Post:
-        """What receives into a buffer without waiting."""
+        """Return the function that receives into a buffer without waiting."""
         return self._opened(channel).receive
 
-    def _opened(self, channel: Channel) -> Lane | Link:
+    def _opened(self, channel: Channel) -> Lane | Communicator:
         if lanes := self._lanes.get(ends_of(channel)):
             return lanes[channel.gradients]
-        if channel not in self._links:
+        if channel not in self._communicators:
             raise TransportError(f"{channel}: rank {self.rank} has not opened this channel")
-        return self._links[channel]
+        return self._communicators[channel]
 
     def exchange(
         self, numbers: Sequence[int], what: str = "an exchange", *, ragged: bool = False
     ) -> list[list[int]]:
-        """Give every rank the numbers of every rank."""
+        """Return the numbers of every rank; all ranks take part."""
         if self.size == 1:
             return [list(numbers)]
-        sockets = self._met()
+        all_gather = self._met()
         try:
-            frames = sockets.exchange(framed(numbers, what))
+            frames = all_gather.exchange(framed(numbers, what))
         except PeerFailure as error:
             raise self._lost(error, what) from error
         agreed(frames, ragged=ragged)
         return [frame.numbers for frame in frames]
 
     def _greet(self, channel: Channel) -> None:
-        """Send one byte: nccl connects at the first message, and waits for the other end to."""
+        """Send one byte: nccl connects at the first message, and waits for the other end."""
         byte = torch.zeros(1, dtype=torch.uint8, device=self.device)
         post = self.sender(channel) if channel.sender == self.rank else self.receiver(channel)
         post(byte).wait()
 
-    def _failed(self, error: RuntimeError, peer: int | None, what: object) -> TaktlineError:
-        """What became of a message: by the first cause, if these ranks have a verdict."""
+    def _failed(self, error: RuntimeError, peer: int, what: object) -> TaktlineError:
+        """The error for a message that failed: by the first cause, if there is a verdict."""
         timed_out, lost = symptoms_of(error)
         if not timed_out and not lost and self.verdict is None:
-            who = "another rank" if peer is None else f"rank {peer}"
-            return TransportError(f"rank {self.rank} cannot talk to {who} ({what}): {error}")
+            return TransportError(f"rank {self.rank} cannot talk to rank {peer} ({what}): {error}")
         return self.first_cause(peer, what, timed_out=timed_out)
 
     def _lost(self, failure: PeerFailure, what: str) -> TaktlineError:
         return self.first_cause(failure.peer, what, timed_out=failure.timed_out)
 
     def first_cause(self, peer: int | None, what: object, *, timed_out: bool) -> TaktlineError:
-        """Why a wait for a rank has failed; where nobody knows it yet, all are told."""
+        """The error for a wait that has failed; without a verdict, this rank announces one."""
         if self.plane is None:
             return LostRankError(f"rank {self.rank} has lost another rank ({what})", peer=peer)
-        # A connection may end before the news of why arrive; and if this process was stopped
-        # itself, the others have long said so.
+        # A connection may end before the verdict arrives; and if this process was stopped itself,
+        # the others have announced that long ago.
         self._member.told.wait(_LATE_NEWS_SECONDS if timed_out else _NEWS_SECONDS)
         if self.verdict is None:
             awaited = [] if peer is None else [self.processes[peer]]
@@ -337,5 +343,5 @@ class Distributed:
                 found = Verdict(Cause.RAISED, self.plane.process, "a lost connection", str(what))
             self.give_up(found)
         verdict = self.verdict
-        assert verdict is not None  # this rank is one of those whom it concerns
+        assert verdict is not None  # it concerns this rank
         return self._error(verdict)

@@ -1,10 +1,10 @@
-"""The messages of an exchange: each says what it is for, so that a mix-up becomes a sentence.
+"""The messages of an exchange: each has its purpose in it, so that a mix-up can be reported.
 
 A frame is words of 8 bytes::
 
     word 0     version of this format, with a mark
     word 1     how many numbers there are
-    word 2 …   what the exchange is for, a text of up to 48 bytes
+    word 2 …   the purpose of the exchange, a text of up to 48 bytes
     word 8 …   the numbers
 """
 
@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import NamedTuple
 
 from taktline.errors import MismatchError, TransportError
@@ -28,21 +27,21 @@ _MOST = 1 << 24
 
 
 class Frame(NamedTuple):
-    """What one rank has said."""
+    """The numbers of one rank, and what they are for."""
 
     what: str
     numbers: list[int]
 
     @classmethod
     def size(cls, data: bytes | bytearray, at: int, rank: int) -> int | None:
-        """How many bytes the frame has that begins there; None if too few of them are here."""
+        """The number of bytes of the frame at an offset; None if its head is not complete."""
         if len(data) - at < _HEAD.size:
             return None
         mark, count, _ = _HEAD.unpack_from(data, at)
         if mark != _MARK:
             raise TransportError(
-                f"rank {rank} has sent what is no message of an exchange, or one of another "
-                "version; install the same version of Taktline on every rank"
+                f"rank {rank} has sent no message of an exchange, or one of another version; "
+                "install the same version of Taktline on every rank"
             )
         if not 0 <= count <= _MOST:
             raise TransportError(f"rank {rank} announces {count:,} numbers, more than there can be")
@@ -50,7 +49,7 @@ class Frame(NamedTuple):
 
     @classmethod
     def read(cls, data: bytes | bytearray, at: int = 0) -> Frame:
-        """The frame that begins there, and is here whole."""
+        """The frame at an offset, where all of it is."""
         _, count, what = _HEAD.unpack_from(data, at)
         numbers = struct.unpack_from(f"<{count}q", data, at + _HEAD.size)
         return cls(what.rstrip(b"\0").decode(errors="replace"), list(numbers))
@@ -65,18 +64,13 @@ def framed(numbers: Sequence[int], what: str) -> bytes:
     count = len(numbers)
     if count > _MOST:
         raise TransportError(f"{what} takes {count:,} numbers; at most {_MOST:,} can be shared")
-    return _HEAD.pack(_MARK, count, _label(what)) + struct.pack(f"<{count}q", *numbers)
-
-
-@lru_cache
-def _label(what: str) -> bytes:
-    return what.encode()[:48]
+    return _HEAD.pack(_MARK, count, what.encode()[:48]) + struct.pack(f"<{count}q", *numbers)
 
 
 def agreed(frames: Sequence[Frame], *, ragged: bool) -> None:
-    """Raise, the same on every rank, unless all ranks are in the same exchange.
+    """Raise the same error on every rank unless all ranks are in the same exchange.
 
-    ``ragged`` says that they may bring different amounts.
+    With ``ragged``, ranks may bring different amounts.
     """
     calls = [frame.what for frame in frames]
     if len(set(calls)) > 1:

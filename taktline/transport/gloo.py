@@ -1,8 +1,8 @@
-"""gloo's connections, in which DDP or FSDP may wait: how such a wait is left.
+"""Ends waits in gloo's own connections, in which DDP or FSDP may wait.
 
-gloo has no abort. But a socket that is shut down ends nearly every wait on it, at both ends, at
-once. The sockets are found by gloo's threads: each waits for one epoll descriptor, and Linux tells
-which sockets that one minds. Elsewhere than on Linux a wait lasts until its timeout.
+gloo has no abort. But shutting a socket down ends nearly every wait on it, at both ends, at once.
+The sockets are found by gloo's threads: each waits for one epoll descriptor, and Linux lists the
+sockets of that descriptor. On other systems a wait lasts until its timeout.
 
 Before torch 2.13 these threads have no name of their own. They are known by how they wait: for at
 most 64 events, and 10 milliseconds, in a thread that is not Python's.
@@ -15,7 +15,7 @@ import re
 import socket
 import stat
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -35,7 +35,15 @@ _TARGET = re.compile(r"^tfd:\s*(\d+)", re.MULTILINE)
 
 def every_socket() -> Sockets:
     """The connected sockets of every gloo group of this process."""
-    return _sockets(fd for _, epoll in _loops() for fd in _targets(epoll))
+    found: Sockets = {}
+    for fd in _awaited():
+        with suppress(OSError):
+            status = os.fstat(fd)
+            if stat.S_ISSOCK(status.st_mode):
+                with socket.socket(fileno=os.dup(fd)) as connection:
+                    connection.getpeername()  # raises if it listens: shutting it would abort gloo
+                found[fd] = status.st_ino
+    return found
 
 
 def shut(sockets: Sockets) -> None:
@@ -51,40 +59,13 @@ def shut(sockets: Sockets) -> None:
                 connection.shutdown(socket.SHUT_RDWR)
 
 
-def _loops() -> Iterator[tuple[int, int]]:
-    """The threads of gloo's event loops, and the descriptors that they wait for."""
+def _awaited() -> Iterator[int]:
+    """The descriptors for which gloo's event loops wait."""
     pythons = {thread.native_id for thread in threading.enumerate()}
-    for thread in _numbers(_TASKS):
+    for task in _TASKS.glob("*"):
         with suppress(OSError, ValueError):
-            number, *arguments = (_TASKS / str(thread) / "syscall").read_text().split()
-            if number in _EPOLL_WAITS and thread not in pythons:
+            number, *arguments = (task / "syscall").read_text().split()
+            if number in _EPOLL_WAITS and int(task.name) not in pythons:
                 epoll, _, most, milliseconds, *_ = (int(argument, 16) for argument in arguments)
                 if (most, milliseconds) == _LOOP:
-                    yield thread, epoll
-
-
-def _targets(epoll: int) -> Iterable[int]:
-    try:
-        return map(int, _TARGET.findall((_INFOS / str(epoll)).read_text()))
-    except OSError:
-        return ()
-
-
-def _numbers(folder: Path) -> Iterable[int]:
-    try:
-        return [int(entry.name) for entry in folder.iterdir()]
-    except OSError:
-        return ()
-
-
-def _sockets(descriptors: Iterable[int]) -> Sockets:
-    """Those that are connected sockets; shutting a listening one would make gloo abort."""
-    found: Sockets = {}
-    for fd in descriptors:
-        with suppress(OSError):
-            status = os.fstat(fd)
-            if stat.S_ISSOCK(status.st_mode):
-                with socket.socket(fileno=os.dup(fd)) as connection:
-                    connection.getpeername()
-                found[fd] = status.st_ino
-    return found
+                    yield from map(int, _TARGET.findall((_INFOS / str(epoll)).read_text()))

@@ -1,11 +1,11 @@
 """Messages between two ranks on the CPU, over plain sockets.
 
-Not over gloo: a wait in it cannot be left, it may forget a message when a connection ends, and for
-each message it wakes a thread, which wakes the caller. Here the caller writes and reads itself.
-The kernel takes what is sent, as far as it has room; a thread sees to the rest, so that no sender
-waits for a receiver that is busy. A thread also reads large messages while their receiver computes.
+Not over gloo: its waits cannot be ended, it may lose a message when a connection ends, and for each
+message it wakes a thread, which wakes the caller. Here the caller writes and reads itself. The
+kernel takes as much of a message as it has room for. A thread sends the rest, so that no sender
+waits for a busy receiver. A thread also reads large messages while their receiver computes.
 
-A lane carries one kind of data, both ways: what waits on one holds up no other.
+A lane carries one kind of data, both ways, so that activations never wait for gradients.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from __future__ import annotations
 import select
 import socket
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -24,19 +23,19 @@ import torch
 
 from taktline.errors import TaktlineError
 from taktline.transport.base import Handle
-from taktline.transport.connect import Door, call, events
+from taktline.transport.connect import Absent, PeerFailure, connect, events
 from taktline.transport.control_plane import Plane
-from taktline.transport.member import Member
+from taktline.transport.verdict import Member
 
 __all__ = ["Lane", "lanes_between"]
 
 _SMALL = 1 << 16
-"""So many bytes a small message has at most; the kernel has room for dozens of them."""
+"""The most bytes of a small message; the kernel has room for dozens of them."""
 _KINDS = (0, 1)
 """Activations and gradients, by their tags."""
 
 Lost: TypeAlias = Callable[[bool], TaktlineError]
-"""What to raise if the other rank cannot be talked to, or (True) does not answer in time."""
+"""Returns the error to raise if the other rank is lost, or (True) does not answer in time."""
 
 
 class Lane:
@@ -73,7 +72,7 @@ class Lane:
         return leaving
 
     def receive(self, buffer: torch.Tensor) -> Handle:
-        """Receive into a buffer, after those that were posted before."""
+        """Receive into a buffer, after the buffers that were posted before."""
         arriving = _Arriving(self, buffer.numpy().data)
         with self._reading:
             self._posted.append(arriving)
@@ -83,7 +82,7 @@ class Lane:
         return arriving
 
     def read(self, wanted: _Arriving) -> None:
-        """Wait until a message is here."""
+        """Wait until a message has arrived."""
         with self._reading:
             while wanted.left:
                 try:
@@ -116,12 +115,12 @@ class Lane:
                         self._read()
                 except BlockingIOError:
                     pass
-                except OSError:  # who waits for it sees that, too
+                except OSError:  # the wait for the message fails, too
                     self._reads_ahead = False
                 self._reads_ahead &= bool(self._posted)
 
     def flush(self, leaving: _Leaving) -> None:
-        """Wait until a message is out."""
+        """Wait until a message is sent."""
         if not leaving.ended.wait(self._seconds):
             raise self._lost(True)
         if leaving.left:
@@ -139,7 +138,7 @@ class Lane:
             return 0
 
     def _write_rest(self) -> None:
-        """Write what the kernel had no room for; on a thread that ends with it."""
+        """Write the messages that the kernel had no room for; on a thread that ends with them."""
         room = select.poll()
         room.register(self._socket, select.POLLOUT)
         while self._rest:
@@ -150,7 +149,7 @@ class Lane:
                 first = self._rest[0]
                 try:
                     first.left = first.left[self._write(first.left) :]
-                except OSError:  # who waits for one of them is told by what is left of it
+                except OSError:  # the waits fail, as something is left of each message
                     while self._rest:
                         self._rest.popleft().ended.set()
                     return
@@ -176,10 +175,10 @@ class _Arriving:
     def __init__(self, lane: Lane, left: memoryview) -> None:
         self._lane = lane
         self.left = left
-        """What is still missing of it."""
+        """The bytes that are still missing."""
 
     def wait(self) -> None:
-        """Return once it is here."""
+        """Return once the message has arrived."""
         if self.left:
             self._lane.read(self)
 
@@ -193,10 +192,10 @@ class _Leaving:
         self._lane = lane
         self.left = left
         self.ended = threading.Event()
-        """Set once it is out, or lost."""
+        """Set once the message is sent, or lost."""
 
     def wait(self) -> None:
-        """Return once it is out."""
+        """Return once the message is sent."""
         self._lane.flush(self)
 
 
@@ -208,32 +207,16 @@ def lanes_between(
     seconds: float,
     lost: Lost,
 ) -> list[Lane]:
-    """The lanes to another rank, one for each kind of data; both ranks make theirs.
+    """The lanes between two processes, one for each kind of data; both of them call this.
 
-    Args:
-        plane: by which the two find each other.
-        member: all ranks that work together.
-        processes: the two.
-        place: the same text on both, and nowhere else.
-        seconds: the timeout of each wait.
-        lost: what to raise if the other one cannot be talked to.
+    ``place`` names the pair, ``seconds`` is the timeout of each wait, and ``lost`` returns the
+    error to raise.
     """
-    deadline = time.monotonic() + seconds
     (other,) = (process for process in processes if process != plane.process)
-    found: dict[int, socket.socket] = {}
-    with Door(plane.host, seconds) as door:
-        plane.tell(processes, place, door.address)
-        addresses = plane.gather(member, processes, place, seconds)
-        if other not in addresses:
-            raise lost(time.monotonic() > deadline)
-        try:
-            if other < plane.process:
-                found = {kind: call(addresses[other], kind, seconds) for kind in _KINDS}
-        except OSError as error:
-            raise lost(False) from error
-        while missing := [kind for kind in _KINDS if kind not in found]:
-            if member.verdict is not None or time.monotonic() > deadline:
-                raise lost(True)
-            with suppress(TimeoutError):
-                kind, found[kind] = door.accept(missing)
+    calls = {kind: (other, kind) for kind in _KINDS} if other < plane.process else {}
+    awaited = [kind for kind in _KINDS if kind not in calls]
+    try:
+        found = connect(plane, member, processes, place, seconds, calls=calls, awaited=awaited)
+    except (Absent, PeerFailure) as failure:
+        raise lost(failure.timed_out) from failure
     return [Lane(found[kind], seconds, lost) for kind in _KINDS]

@@ -1,8 +1,8 @@
 """Programs that are written per rank, with all ranks in one process: for debugging and tests.
 
-Each rank has a thread of its own, and the threads pass a baton. Exactly one runs at any time, and
-it gives the baton away only where it waits for another rank, or where it ends. So every run is the
-same, and between two waits nothing changes under a rank's feet::
+Each rank has a thread of its own, and the threads pass a baton. Exactly one runs at any time. It
+passes the baton on only where it waits for another rank, or where it ends. So every run is the
+same, and no other rank changes anything between two waits::
 
     rank 0  ━━━━━┓              ┏━━━━
     rank 1       ┗━━━━┓         ┃
@@ -25,7 +25,7 @@ import torch
 from taktline.checks import require_callable, require_flag, require_whole
 from taktline.errors import DeadlockError, TransportError
 from taktline.text import counted
-from taktline.transport import threads
+from taktline.transport import thread_pool
 from taktline.transport.base import Channel, Handle, Post
 from taktline.transport.frames import Frame, agreed
 from taktline.transport.thread_state import Random, ThreadState
@@ -72,7 +72,7 @@ def refuse_inside() -> None:
 
 
 class LocalTransport:
-    """What a local rank talks through; :func:`current` gives it.
+    """The transport of a local rank; :func:`current` returns it.
 
     >>> run(lambda rank: current().exchange([rank * rank]), 3)[0]
     [[0], [1], [4]]
@@ -84,28 +84,28 @@ class LocalTransport:
         self._opened: set[Channel] = set()
         self._turn = threading.Lock()
         self._turn.acquire()
-        # Before a rank begins, it awaits what is done already; while it runs or has ended, nothing.
+        # Before a rank begins, it awaits an exchange that is done; later, while it runs, nothing.
         self._awaited: _Exchange | _Message | None = _Exchange(0)
         self._deadlock: str | None = None
         self._end = "has ended"
 
     def open(self, channels: Sequence[Channel]) -> None:
-        """Make channels ready; every rank gives the same ones in the same order."""
+        """Connect channels; every rank passes the same ones in the same order."""
         self._opened.update(channels)
 
     def sender(self, channel: Channel, *, eager: bool = False) -> Post:
-        """What sends a buffer; it is copied once its receive is posted, too."""
+        """Return the function that sends a buffer; it is copied once its receive is posted."""
         blocks = self._world.strict and not eager
         return self._poster(channel, channel.sender, "send", blocks)
 
     def receiver(self, channel: Channel) -> Post:
-        """What receives into a buffer of the size that was sent."""
+        """Return the function that receives into a buffer of the size that was sent."""
         return self._poster(channel, channel.receiver, "receive", False)
 
     def exchange(
         self, numbers: Sequence[int], what: str = "an exchange", *, ragged: bool = False
     ) -> list[list[int]]:
-        """Give every rank the numbers of every rank; all ranks take part."""
+        """Return the numbers of every rank; all ranks take part."""
         self._check_turn()
         exchange = self._world.exchange
         exchange.given[self.rank] = Frame(what, list(numbers))
@@ -137,7 +137,7 @@ class LocalTransport:
         return message
 
     def _wait(self, awaited: _Exchange | _Message) -> None:
-        """Give the baton away until something is done."""
+        """Pass the baton on until an exchange or a message is done."""
         self._check_turn()
         if awaited.done:
             return
@@ -181,13 +181,11 @@ class LocalTransport:
 
 
 class _World:
-    """The ranks of one run, and what is under way between them."""
+    """The ranks of one run, and the messages between them."""
 
-    # Only the rank with the baton touches what follows, so it needs no lock.
+    # Only the rank with the baton touches a world, so it needs no lock.
     def __init__(self, size: int, *, strict: bool) -> None:
-        size = require_whole("ranks", size, least=1, error=TransportError)
-        if size > MOST_RANKS:
-            raise TransportError(f"{MOST_RANKS:,} ranks are the most that run in one process")
+        size = require_whole("ranks", size, least=1, most=MOST_RANKS, error=TransportError)
         require_flag("strict", strict)
         refuse_inside()
         self.strict = strict
@@ -208,7 +206,9 @@ class _World:
         started = 0
         try:
             for rank in self.ranks:
-                threads.start(partial(rank._live, fn, results), partial(self.pass_on, rank.rank))
+                thread_pool.start(
+                    partial(rank._live, fn, results), partial(self.pass_on, rank.rank)
+                )
                 started += 1
         except BaseException as error:
             self.interrupts.append(error)
@@ -231,7 +231,7 @@ class _World:
         return results
 
     def pass_on(self, rank: int) -> None:
-        """Give the baton to the next rank that can go on; if none can, wake all that wait."""
+        """Pass the baton to the next rank that can go on; if none can, wake all that wait."""
         order = self.ranks[rank + 1 :] + self.ranks[: rank + 1]
         if not any(other._can_go_on() for other in order):
             text = "".join(["no rank can go on", *(f"\n  {other}" for other in self.ranks)])
@@ -242,7 +242,7 @@ class _World:
 
 
 class _Exchange:
-    """What the ranks have given so far in one exchange."""
+    """The numbers that ranks have passed so far in one exchange."""
 
     def __init__(self, size: int) -> None:
         self.size = size
@@ -279,12 +279,12 @@ class _Message:
         self.follow()
 
     def record(self) -> None:
-        """Mark what the buffer's device has been told by now; the CPU has always done it."""
+        """Mark the work that the buffer's device has so far; the CPU has always finished it."""
         on_cuda = self.data.is_cuda
         self.mark = torch.cuda.current_stream(self.data.device).record_event() if on_cuda else None
 
     def follow(self) -> None:
-        """Let what the buffer's device is told from now on come after the mark."""
+        """Let further work of the buffer's device wait for the mark."""
         if self.mark is not None:
             torch.cuda.current_stream(self.data.device).wait_event(self.mark)
 

@@ -1,4 +1,4 @@
-"""One rank, nobody to talk to: a pipeline without any process group."""
+"""The transport of a single rank: a pipeline without a process group."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""What belongs to a thread, for ranks that run in threads of their own."""
+"""The state that torch keeps for each thread, for ranks that run in threads of their own."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from contextvars import copy_context
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -22,25 +22,25 @@ _CASTS = ("cpu", "cuda")
 
 @dataclass(frozen=True, slots=True)
 class Random:
-    """Where the generators of random numbers are."""
+    """The state of the generators of random numbers."""
 
     on_cpu: torch.Tensor
     on_cuda: tuple[torch.Tensor, ...]
 
     @classmethod
     def now(cls) -> Random:
-        """Where they are now; those of CUDA only if it is initialised."""
+        """The current state; that of CUDA only if CUDA is initialised."""
         on_cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else ()
         return cls(torch.get_rng_state(), tuple(on_cuda))
 
     def restore(self) -> None:
-        """Put them there again."""
+        """Set the generators to this state."""
         torch.set_rng_state(self.on_cpu)
         torch.cuda.set_rng_state_all(self.on_cuda)
 
 
 class ThreadState:
-    """What the caller's thread has set, to be set in another one.
+    """The state of the caller's thread, to be set in another one.
 
     Modes of gradients, inference and autocast, the stream, hooks on saved tensors, modes that see
     functions and operations (``torch.device`` blocks, ``FlopCounterMode``), context variables, the
@@ -66,15 +66,20 @@ class ThreadState:
         self._cached = torch.is_autocast_cache_enabled()
         # A stream brings its device along.
         self._stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
-        self._hooks = _Hooks()
-        self._modes = _Modes()
+        # Private names of torch: there are no public ones to read the state of a thread.
+        private: Any = torch._C._autograd  # pyright: ignore[reportAttributeAccessIssue]
+        # Of several pairs of hooks, the innermost are the ones called.
+        self._hooks = private._top_saved_tensors_default_hooks(False)
+        self._no_hooks = private._saved_tensors_hooks_get_disabled_error_message()
+        self._function_modes = overrides._get_current_function_mode_stack()
+        self._dispatch_modes = _python_dispatch._get_current_dispatch_mode_stack()
 
     def run(self, fn: Callable[..., T], *args: Any) -> T:
-        """Call a function where this thread has the same, with a copy of the context variables."""
+        """Call a function with this state, and with a copy of the context variables."""
         return self._context.copy().run(self._run, fn, *args)
 
     def _run(self, fn: Callable[..., T], *args: Any) -> T:
-        # Asked for before anything runs: in a thread where nobody has, some kernels take them all.
+        # Read before anything runs: in a new thread, some kernels take all cores otherwise.
         if torch.get_num_threads() != self._threads:
             torch.set_num_threads(self._threads)
         if self._stream is not None:
@@ -84,53 +89,22 @@ class ThreadState:
             stack.enter_context(torch.set_grad_enabled(self._grad))
             for kind, dtype in self._casts:
                 stack.enter_context(torch.autocast(kind, dtype=dtype, cache_enabled=self._cached))
-            stack.enter_context(self._hooks.entered())
-            stack.enter_context(self._modes.entered())
+            if self._hooks is not None:
+                stack.enter_context(saved_tensors_hooks(*self._hooks))
+            if self._no_hooks is not None:
+                stack.enter_context(disable_saved_tensors_hooks(self._no_hooks))
+            stack.callback(_leave_modes)
+            # Pushed, not entered: a mode has state, which entering may begin anew.
+            for mode in self._dispatch_modes:
+                _python_dispatch._push_mode(mode)
+            for mode in self._function_modes:
+                overrides._push_mode(mode)
             return fn(*args)
 
 
-# What follows uses private names of torch, as there are no public ones to read what a thread has.
-
-
-class _Hooks:
-    """Hooks on the tensors that autograd saves; of several, the innermost are the ones called."""
-
-    def __init__(self) -> None:
-        private: Any = torch._C._autograd  # pyright: ignore[reportAttributeAccessIssue]
-        self._pair = private._top_saved_tensors_default_hooks(False)
-        self._refusal = private._saved_tensors_hooks_get_disabled_error_message()
-
-    @contextmanager
-    def entered(self) -> Iterator[None]:
-        """Inside, this thread has the same."""
-        with ExitStack() as stack:
-            if self._pair is not None:
-                stack.enter_context(saved_tensors_hooks(*self._pair))
-            if self._refusal is not None:
-                stack.enter_context(disable_saved_tensors_hooks(self._refusal))
-            yield
-
-
-class _Modes:
-    """Modes that see functions (``torch.device`` blocks) or operations (``FlopCounterMode``)."""
-
-    def __init__(self) -> None:
-        self._functions = overrides._get_current_function_mode_stack()
-        self._operations = _python_dispatch._get_current_dispatch_mode_stack()
-
-    @contextmanager
-    def entered(self) -> Iterator[None]:
-        """Inside, this thread has the same."""
-        # Pushed, not entered: a mode has state, which entering may begin anew.
-        for mode in self._operations:
-            _python_dispatch._push_mode(mode)
-        for mode in self._functions:
-            overrides._push_mode(mode)
-        try:
-            yield
-        finally:
-            # All of them: what was entered inside and not left must not stay for the next run.
-            for _ in overrides._get_current_function_mode_stack():
-                overrides._pop_mode()
-            for mode in reversed(_python_dispatch._get_current_dispatch_mode_stack()):
-                _python_dispatch._pop_mode(getattr(mode, "_mode_key", None))
+def _leave_modes() -> None:
+    """Leave all modes: one that was entered inside and not left must not stay for the next run."""
+    for _ in overrides._get_current_function_mode_stack():
+        overrides._pop_mode()
+    for mode in reversed(_python_dispatch._get_current_dispatch_mode_stack()):
+        _python_dispatch._pop_mode(getattr(mode, "_mode_key", None))

@@ -1,4 +1,4 @@
-"""One thread at a time, and whoever comes in between is told so."""
+"""A block for one thread at a time, which refuses a second thread instead of waiting."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["Turn"]
 
 
 class Turn:
-    """A block for one thread at a time: a second one is refused, and so is a block within it.
+    """A block for one thread at a time: a second thread is refused, and so is a nested block.
 
     >>> turn = Turn("the line")
     >>> with turn, turn:

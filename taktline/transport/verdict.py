@@ -1,9 +1,10 @@
-"""Why ranks cannot go on together: the first cause, as every rank is told it."""
+"""Why ranks cannot go on together: the first cause, which every rank reports."""
 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -16,10 +17,10 @@ from taktline.errors import (
     TaktlineError,
 )
 
-__all__ = ["OUTSIDE", "Cause", "Verdict"]
+__all__ = ["OUTSIDE", "Cause", "Member", "Verdict"]
 
 OUTSIDE = "outside of a step"
-"""Where a rank was that had ended every exchange it took part in."""
+"""The place of a rank that has finished every exchange in which it took part."""
 
 
 class Cause(StrEnum):
@@ -37,7 +38,7 @@ class Cause(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What has become of a rank, by its number among all processes.
+    """A rank that has failed, by its number among all processes, and how.
 
     >>> print(Verdict(Cause.RAISED, 3, "KeyboardInterrupt", "in 2F0").error([2, 3]))
     rank 3 of the job has raised KeyboardInterrupt in 2F0, and left the others behind
@@ -46,17 +47,17 @@ class Verdict:
     cause: Cause
     process: int
     text: str = ""
-    """What it has raised, what every rank was doing, or who cannot reach it."""
+    """The error that it has raised, the state of every rank, or the rank that cannot reach it."""
     where: str = ""
     """What it was doing."""
     stage_error: dict[str, Any] | None = None
     """The fields of the :class:`StageError` that it has raised, if it is one."""
     number: int = field(default_factory=lambda: secrets.randbits(62))
-    """By which one that is heard of twice is known."""
+    """Identifies the verdict, which may arrive several times."""
 
     @classmethod
     def from_plain(cls, plain: dict[str, Any]) -> Verdict:
-        """From a value that has its shape."""
+        """The verdict in a value of JSON, whose shape was checked."""
         if plain["cause"] not in list(Cause):
             raise JsonError("a verdict", f"nothing is {str(plain['cause'])[:40]!r}")
         return cls(**{**plain, "cause": Cause(plain["cause"])})
@@ -86,3 +87,28 @@ class Verdict:
             return LostRankError(text, peer=self.process)
         text = f"{who} is lost{doing}: its process has ended, or cannot be reached"
         return LostRankError(f"{text}. Look at its output; start all ranks anew", peer=self.process)
+
+
+class Member:
+    """A group of processes of which this one is a part, and which leaves when it has a verdict.
+
+    Args:
+        processes: the group.
+        leave: called once, on the control thread, to end every wait for the group.
+    """
+
+    def __init__(self, processes: Sequence[int], leave: Callable[[Verdict], None]) -> None:
+        self.processes = list(processes)
+        self.leave = leave
+        self.verdict: Verdict | None = None
+        self.told = threading.Event()
+        """Set once there is a verdict."""
+        self.place = ""
+        """Where the processes meet again, if they have left each other before."""
+        self.absent: set[int] = set()
+        """The processes that have not come there yet."""
+
+    def is_concerned(self, verdict: Verdict, source: int) -> bool:
+        """Whether a verdict is about this group, or comes from a process of it."""
+        named = verdict.process in self.processes or source in self.processes
+        return named and source not in self.absent

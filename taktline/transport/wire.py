@@ -16,7 +16,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from ctypes import string_at
 from dataclasses import dataclass, field
-from functools import reduce
+from itertools import accumulate
+from operator import mul
 from typing import TYPE_CHECKING
 
 import torch
@@ -165,8 +166,4 @@ def _aligned(count: int) -> int:
 
 def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     """The strides of a contiguous tensor."""
-    return tuple(
-        reduce(lambda strides, size: (strides[0] * size, *strides), reversed(shape[1:]), (1,))
-        if shape
-        else ()
-    )
+    return tuple(accumulate(reversed(shape[1:]), mul, initial=1))[: len(shape)][::-1]

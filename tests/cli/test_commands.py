@@ -84,7 +84,10 @@ class TestPlan:
         [
             (("plan", "2f2b", "-r", "2", "-m", "2"), "no schedule is called '2f2b'"),
             (("plan", "zbv", "-r", "2", "-m", "2", "-s", "3"), "zbv runs 2 stages per rank, not 3"),
-            (("plan", "1f1b", "-r", "0", "-m", "2"), "ranks must be a whole number from 1 up"),
+            (
+                ("plan", "1f1b", "-r", "0", "-m", "2"),
+                "ranks must be a whole number from 1 to 4,096",
+            ),
             (("plan", "1f1b", "-r", "2", "-m", "2", "-o", "x.txt"), "ends in .csv or .json"),
             (("check", "none.csv"), "none.csv: cannot be read: No such file or directory"),
             (("simulate", "none.csv"), "none.csv: cannot be read"),

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from taktline.cli.demo.rivals import Rival, conclusion
-from taktline.cli.diagnosis.launch import called
+from taktline.cli.demo.comparison import MeasuredSchedule, conclusion
+from taktline.cli.launch import called
 from taktline.plan import Costs, build, simulate
 from tests import warm
 
@@ -63,12 +63,14 @@ def costs(time: float) -> Costs:
 @pytest.mark.parametrize("makespans", [(100, 60), (100, 99)])
 def test_the_conclusion_claims_no_more_than_the_rounds_show(makespans: tuple[float, float]) -> None:
     noise = [0.0, 4.0, -3.0, 5.0, -4.0, 2.0, -5.0]
-    rivals: list[Rival] = []
+    schedules: list[MeasuredSchedule] = []
     for name, makespan, sign in zip(("1f1b", "gpipe"), makespans, (1, -1), strict=True):
         plan = build(name, ranks=2, microbatches=4)
         time = [(makespan + sign * extra) / simulate(plan).makespan for extra in noise]
-        rivals.append(Rival(plan, [simulate(plan, costs(t)) for t in time], apart=True))
-    said = conclusion(rivals, apart=True)
+        schedules.append(
+            MeasuredSchedule(plan, [simulate(plan, costs(t)) for t in time], apart=True)
+        )
+    said = conclusion(schedules, apart=True)
     if makespans == (100, 60):
         assert said.endswith("So choose gpipe here: 40% less time than 1f1b.")
     else:

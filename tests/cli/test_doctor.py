@@ -18,14 +18,15 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from taktline.cli.app import app
-from taktline.cli.diagnosis import links, machine, schedules
-from taktline.cli.diagnosis.launch import launch
-from taktline.cli.diagnosis.report import Finding, MeasuredLink, Report, Run, Verdict
-from taktline.cli.diagnosis.tables import show
+from taktline.cli.doctor import links, machine
+from taktline.cli.doctor.examine import judge_runs, try_schedule
+from taktline.cli.doctor.report import Finding, MeasuredLink, Report, Run, Verdict, show
+from taktline.cli.launch import launch
 from taktline.errors import TransportError
 from taktline.train import Pipeline
 from taktline.train.comparison import Difference, Verification
-from taktline.transport import local
+from taktline.transport import Channel, local
+from taktline.transport.local import LocalTransport
 from tests import warm
 from tests.runtime.cases import SCHEDULES
 
@@ -118,7 +119,7 @@ def test_a_rank_that_finds_nobody() -> None:
 DYING = """
 import os
 from taktline.cli import main
-from taktline.cli.diagnosis import links
+from taktline.cli.doctor import links
 if os.environ["RANK"] == "1":
     links.measure = lambda *_: os._exit(3)
 main()
@@ -130,7 +131,7 @@ def test_a_rank_that_dies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     script, file = tmp_path / "dying.py", tmp_path / "found.json"
     script.write_text(DYING)
     monkeypatch.setenv("PYTHONPATH", os.getcwd())
-    monkeypatch.setattr("taktline.cli.diagnosis.launch.COMMAND", (str(script),))
+    monkeypatch.setattr("taktline.cli.launch.COMMAND", (str(script),))
     assert launch(2, ["doctor", "--timeout", "20", "--output", str(file)], patience=60.0) == 1
     *_, finding = json.loads(file.read_text())["findings"]
     assert finding["check"] == "connection"
@@ -141,7 +142,7 @@ def test_a_rank_that_dies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_rank_that_fails_ends_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", "/bin/sh")
     # What is left of the command is the script: one rank fails, the others would sleep on.
-    monkeypatch.setattr("taktline.cli.diagnosis.launch.COMMAND", ("-c",))
+    monkeypatch.setattr("taktline.cli.launch.COMMAND", ("-c",))
     assert launch(3, ['[ "$RANK" != 1 ] && sleep 100; exit 3'], patience=0.1) == 1
     assert launch(3, ["exit 0"], patience=0.1) == 0
 
@@ -223,15 +224,19 @@ def test_threads_and_what_to_do_about_them() -> None:
 
 
 def test_a_link_that_changes_what_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
-    receive = links._End.receive
+    receiver = LocalTransport.receiver
 
-    def garbled(end: links._End, channel: Any, nbytes: int) -> torch.Tensor:
-        buffer = receive(end, channel, nbytes)
-        if nbytes > 16 and channel.sender == 1:
-            buffer[0] = 0
-        return buffer
+    def garbled(transport: LocalTransport, channel: Channel) -> Any:
+        def receive(buffer: torch.Tensor) -> Any:
+            handle = receiver(transport, channel)(buffer)
+            handle.wait()
+            if len(buffer) > 16 and channel.sender == 1:
+                buffer[0] = 0
+            return handle
 
-    monkeypatch.setattr(links._End, "receive", garbled)
+        return receive
+
+    monkeypatch.setattr(LocalTransport, "receiver", garbled)
 
     def main(rank: int) -> list[MeasuredLink]:
         transport = local.current()
@@ -258,16 +263,16 @@ def test_a_link_that_is_slow() -> None:
 def test_gradients_that_are_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     found = Difference(3, 0, -1, 1, "1.0.weight", 0.5)
     monkeypatch.setattr(Pipeline, "verify", lambda *_, **__: Verification(9, found))
-    run = schedules.try_schedule("ScheduleGPipe", 2, torch.device("cpu"))
-    (finding,) = schedules.judge([run])
+    run = try_schedule("ScheduleGPipe", 2, torch.device("cpu"))
+    (finding,) = judge_runs([run])
     assert finding.verdict == Verdict.FAILED
     assert finding.text == f"ScheduleGPipe: differs from the plain model: {found}"
 
 
 def test_a_schedule_that_does_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Pipeline, "step", Mock(side_effect=TransportError("rank 1 is gone")))
-    run = schedules.try_schedule("ScheduleGPipe", 2, torch.device("cpu"))
-    (finding,) = schedules.judge([run])
+    run = try_schedule("ScheduleGPipe", 2, torch.device("cpu"))
+    (finding,) = judge_runs([run])
     assert (finding.verdict, finding.text) == (
         Verdict.FAILED,
         "ScheduleGPipe: rank 1 is gone",

@@ -102,7 +102,7 @@ def test_the_caret_stays_in_sight_in_a_long_text() -> None:
     [
         (lambda: Action(0, Kind.F), "F needs a micro-batch"),
         (lambda: Action(0, Kind.UNSHARD, 1), "UNSHARD takes no micro-batch"),
-        (lambda: Action(-1, Kind.F, 0), "count from 0"),
+        (lambda: Action(-1, Kind.F, 0), "stage must be a whole number from 0 "),
         (lambda: Overlap(Action(0, Kind.B, 0), Action(1, Kind.F, 0)), "joins an F and a B or I"),
     ],
 )

@@ -40,10 +40,10 @@ def test_says_what_it_is(placement: Placement, text: str) -> None:
 @pytest.mark.parametrize(
     ("rank_of", "ranks", "message"),
     [
-        ([], None, "at least one"),
+        ([], None, "the number of stages must be a whole number from 1 "),
         ([0, 2], 2, "stage 1 is placed on rank 2 of 2"),
         ([0, -1], 2, "stage 1 is placed on rank -1"),
-        ([0], 0, "at least one rank"),
+        ([0], 0, "ranks must be a whole number from 1 "),
     ],
 )
 def test_refuses_what_cannot_be(rank_of: list[int], ranks: int | None, message: str) -> None:

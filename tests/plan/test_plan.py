@@ -83,7 +83,7 @@ def test_differs_by_order_level_placement_and_number() -> None:
         ([["0F0", "2F0"]], "no rank computes stage 1"),
         ([["0F0", "2000000000F0"]], "no rank computes stage 1"),
         ([["0UNSHARD"]], "no rank computes stage 0"),
-        ([["0F99999999999"]], "end at 2,147,483,647"),
+        ([["0F99999999999"]], "from 0 to 2,147,483,647"),
         ([[7]], "an action is an Action, an Overlap or a text, not 7"),
     ],
 )
@@ -99,7 +99,7 @@ def test_ranks_must_match_the_placement() -> None:
 
 @pytest.mark.parametrize("rank", [2, -3])
 def test_a_rank_that_is_not_there(rank: int) -> None:
-    with pytest.raises(IndexError, match=f"there is no rank {rank}: the plan has 2 ranks"):
+    with pytest.raises(IndexError, match=f"there is no rank {rank}, only 2 ranks from 0 on"):
         build("1f1b", ranks=2, microbatches=2)[rank]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -68,14 +67,13 @@ def test_any_number_of_ranks_and_microbatches(name: str) -> None:
 
 
 def drawing(name: str) -> list[str]:
-    """The title and the rows of the drawing in a schedule's file."""
-    module = importlib.import_module(find(name).generate.__module__)
-    lines = [line.strip() for line in (module.__doc__ or "").splitlines()]
+    """The title and the rows of the drawing in a schedule's docstring."""
+    lines = [line.strip() for line in (find(name).generate.__doc__ or "").splitlines()]
     return [line for line in lines if line.startswith((f"{name}:", "rank "))]
 
 
 @pytest.mark.parametrize("name", names())
-def test_is_what_its_file_draws(name: str) -> None:
+def test_is_what_its_docstring_draws(name: str) -> None:
     ranks, stages_per_rank, microbatches = DRAWN[name]
     plan = build(name, ranks=ranks, microbatches=microbatches, stages_per_rank=stages_per_rank)
     drawn = drawing(name)
@@ -148,7 +146,10 @@ class TestConstraints:
     @pytest.mark.parametrize(
         ("numbers", "message"),
         [
-            ({"ranks": 0, "microbatches": 1}, "ranks must be a whole number from 1 up, not 0"),
+            (
+                {"ranks": 0, "microbatches": 1},
+                "ranks must be a whole number from 1 to 4,096, not 0",
+            ),
             (
                 {"ranks": 2, "microbatches": 0},
                 "microbatches must be a whole number from 1 up, not 0",
@@ -159,7 +160,7 @@ class TestConstraints:
             ),
             (
                 {"ranks": 2.5, "microbatches": 2},
-                r"ranks must be a whole number from 1 up, not 2\.5",
+                r"ranks must be a whole number from 1 to 4,096, not 2\.5",
             ),
         ],
     )

@@ -14,11 +14,11 @@ import pytest
 from torch._C._distributed_c10d import HashStore
 
 from taktline.errors import JsonError, LostRankError, StageError, StallError
-from taktline.transport import gloo, lifetime
+from taktline.transport import exit_hooks, gloo
+from taktline.transport.control_messages import Message, Peer
+from taktline.transport.control_news import Heard
 from taktline.transport.control_plane import Plane
-from taktline.transport.meeting import Meeting, Message, Peer
-from taktline.transport.member import Member
-from taktline.transport.verdict import Cause, Verdict
+from taktline.transport.verdict import Cause, Member, Verdict
 
 SOON = 20.0
 
@@ -27,7 +27,7 @@ SOON = 20.0
 def planes() -> Iterator[list[Plane]]:
     """Three processes, as far as the plane knows."""
     store = HashStore()
-    made = [Plane(Meeting(store, process, 3, "test")) for process in range(3)]
+    made = [Plane(store, process, 3, "test") for process in range(3)]
     yield made
     for plane in made:
         plane.close()
@@ -55,7 +55,7 @@ def wait_until(condition: Callable[[], bool]) -> None:
 def die(plane: Plane) -> None:
     """Let its sockets end without a goodbye, as if its process had ended."""
     plane._closing = True
-    plane.wake()
+    plane._peers.wake()
     plane._thread.join(SOON)
 
 
@@ -85,7 +85,7 @@ def test_a_process_that_is_gone_without_a_goodbye(planes: list[Plane]) -> None:
     assert members[0].told.wait(SOON)
     assert members[0].verdict is not None
     assert (members[0].verdict.cause, members[0].verdict.process) == (Cause.LOST, 2)
-    assert planes[0].gone(2) == "is lost"
+    assert planes[0].news.gone[2] == "is lost"
 
 
 def test_a_socket_that_ends_alone_is_replaced(planes: list[Plane]) -> None:
@@ -129,8 +129,8 @@ def test_what_was_said_before_processes_meet_again_is_past(planes: list[Plane]) 
 def test_a_process_that_says_goodbye_is_no_fault(planes: list[Plane]) -> None:
     members = meet(planes, [0, 1])
     planes[1].close()
-    wait_until(lambda: planes[0].gone(1) is not None)
-    assert planes[0].gone(1) == "has ended"
+    wait_until(lambda: 1 in planes[0].news.gone)
+    assert planes[0].news.gone[1] == "has ended"
     assert members[0].verdict is None
 
 
@@ -150,12 +150,12 @@ def test_a_verdict_that_was_concluded_does_not_reach_new_members(planes: list[Pl
 def test_who_holds_up_the_others(planes: list[Plane]) -> None:
     meet(planes, [0, 1, 2])
     now = time.monotonic()
-    planes[0].news._heard = {
-        1: (now, "1F0 for 9 seconds: waits", True),
-        2: (now, "2F0: computes", True),
+    planes[0].news.heard = {
+        1: Heard(now, "1F0 for 9 seconds: waits", True),
+        2: Heard(now, "2F0: computes", True),
     }
     assert planes[0].stalled([0, 1, 2], [1], "activations").process == 2
-    planes[0].news._heard[1] = (now - 60, "1F0: waits", True)
+    planes[0].news.heard[1] = Heard(now - 60, "1F0: waits", True)
     verdict = planes[0].stalled([0, 1, 2], [2], "activations")
     assert verdict.process == 1
     assert verdict.where == "(rank 0 waits for activations)"
@@ -259,7 +259,7 @@ def test_a_forked_process_does_not_hide_that_its_parent_has_died(
     planes: list[Plane], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (member, _) = meet(planes, [0, 1])
-    monkeypatch.setattr(lifetime, "planes", {"job": planes[1]})
+    monkeypatch.setattr(exit_hooks, "planes", {"job": planes[1]})
     child = os.fork()
     if not child:
         time.sleep(SOON)
@@ -288,5 +288,3 @@ class Closing:
 
     def tick(self) -> None:
         self.plane.close()
-
-    def signalled(self, signals: bytes) -> None: ...

@@ -17,17 +17,17 @@ from taktline.transport import (
     Channel,
     Handle,
     Transport,
+    all_gather,
     distributed,
     frames,
     local,
-    sockets,
     transport_of,
 )
+from taktline.transport.communicators import Communicator
+from taktline.transport.connect import PeerFailure
 from taktline.transport.distributed import Distributed
-from taktline.transport.links import Link
 from taktline.transport.local import LocalTransport
 from taktline.transport.one_rank import Alone
-from taktline.transport.sockets import PeerFailure
 from taktline.transport.verdict import Cause, Verdict
 from tests.runtime.cases import (
     Case,
@@ -189,9 +189,9 @@ def end_after_an_exchange(rank: int, group: dist.ProcessGroup) -> list[Any]:
     """Rank 0 ends by an error while rank 2 has still to send its numbers to rank 1."""
     transport = Distributed.of(group)
     transport.exchange([rank])
-    assert transport._sockets is not None
+    assert transport._all_gather is not None
     assert transport.plane is not None
-    send = transport._sockets._send
+    send = transport._all_gather._send
 
     def send_late(messages: dict[int, bytes]) -> None:
         send({0: messages[0]})
@@ -199,12 +199,12 @@ def end_after_an_exchange(rank: int, group: dist.ProcessGroup) -> list[Any]:
         send({1: messages[1]})
 
     if rank == 2:
-        transport._sockets._send = send_late
+        transport._all_gather._send = send_late
     found: list[Any] = [transport.exchange([rank])]
     if rank == 0:
         transport.plane.raised(MismatchError("they do not fit"))
     else:
-        transport._sockets._send = send
+        transport._all_gather._send = send
         with pytest.raises(LostRankError) as caught:
             transport.exchange([rank])
         found.append(str(caught.value))
@@ -259,9 +259,9 @@ def leave_after(rank: int, group: dist.ProcessGroup) -> str:
     if rank == 1:
         transport.raised(LostRankError("a lane has ended"))
         return ""
-    assert transport._sockets is not None
+    assert transport._all_gather is not None
     with pytest.raises(PeerFailure) as caught:
-        transport._sockets._receive(1, 1)
+        transport._all_gather._receive(1, 1)
     return str(caught.value)
 
 
@@ -274,11 +274,11 @@ def test_nobody_waits_for_a_rank_that_has_left(workers: Workers) -> None:
 def open_groups(rank: int, group: dist.ProcessGroup) -> tuple[int, int, list[list[int]]]:
     channels = sorted(both_ways() + both_ways(1, 2))
     with opened(group, True, channels) as transport:
-        first = dict(transport._links)
+        first = dict(transport._communicators)
         assert set(first) == {c for c in channels if rank in (c.sender, c.receiver)}
         transport.open(channels[:2])
         transport.open(channels)
-        assert transport._links == first
+        assert transport._communicators == first
         ends = [sorted((c.sender, c.receiver)) for c in first if isinstance(c, Channel)]
         return len(first), len({id(own) for own in [group, *first.values()]}), ends
 
@@ -295,7 +295,7 @@ def test_each_channel_gets_one_group_of_its_two_ends(workers: Workers) -> None:
 def open_lanes(rank: int, group: dist.ProcessGroup) -> tuple[int, int]:
     transport = Distributed(group)
     transport.open(both_ways())
-    return len(transport._links), len(transport._lanes)
+    return len(transport._communicators), len(transport._lanes)
 
 
 @pytest.mark.processes
@@ -308,7 +308,7 @@ EXTREMES = [0, -1, 2**63 - 1, -(2**63)]
 
 def exchange(rank: int, group: dist.ProcessGroup, few: int) -> list[list[list[int]]]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sockets, "_FEW", few)
+        patch.setattr(all_gather, "_FEW", few)
         transport = Distributed(group)
         return [
             transport.exchange(numbers)
@@ -334,7 +334,7 @@ def test_every_rank_gets_the_numbers_of_every_rank(workers: Workers, ranks: int,
 def long_numbers(rank: int, group: dist.ProcessGroup, few: int) -> bool:
     """More than fits into the sockets, from everybody at once."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sockets, "_FEW", few)
+        patch.setattr(all_gather, "_FEW", few)
         numbers = [[peer] * 1_000_000 for peer in range(group.size())]
         return Distributed(group).exchange(numbers[rank]) == numbers
 
@@ -349,7 +349,7 @@ def exchange_meanwhile(rank: int, group: dist.ProcessGroup, few: int) -> Any:
     """Numbers go from rank to rank while messages wait, and a message of somebody else, too."""
     channel = Channel(0, 1, False)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sockets, "_FEW", few)
+        patch.setattr(all_gather, "_FEW", few)
         transport = Distributed(group)
         transport.open([channel])
         foreign = torch.tensor([40 + rank])
@@ -381,10 +381,10 @@ def run_per_channel(rank: int, group: dist.ProcessGroup, case: Case) -> tuple[Re
     distributed._known[group] = {"cpu": transport}
     try:
         run_pipelined(rank, group, case)
-        counts = [len(transport._links)]
+        counts = [len(transport._communicators)]
         # Another schedule over the same channels, which are open already.
         result = run_pipelined(rank, group, case)
-        return result, [*counts, len(transport._links)]
+        return result, [*counts, len(transport._communicators)]
     finally:
         del distributed._known[group]
         if before is not None:
@@ -494,7 +494,7 @@ MIXED = (
 def mixed(rank: int, group: dist.ProcessGroup, few: int) -> list[Any]:
     """Ranks that are in different exchanges, which have different lengths; then in the same one."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sockets, "_FEW", few)
+        patch.setattr(all_gather, "_FEW", few)
         transport = Distributed(group)
         found: list[Any] = []
         for length in (1, 20, 400):
@@ -535,8 +535,8 @@ def test_local_ranks_in_different_exchanges() -> None:
 @pytest.mark.parametrize(
     ("words", "text"),
     [
-        ([0, 0], "rank 3 has sent what is no message of an exchange, or one of another version;"),
-        ([frames._MARK + 1, 0], "rank 3 has sent what is no message of an exchange, or one of"),
+        ([0, 0], "rank 3 has sent no message of an exchange, or one of another version;"),
+        ([frames._MARK + 1, 0], "rank 3 has sent no message of an exchange, or one of"),
         ([frames._MARK, -1], "rank 3 announces -1 numbers, more than there can be"),
         ([frames._MARK, 2**60], "rank 3 announces 1,152,921,504,606,846,976 numbers, more than"),
     ],
@@ -586,7 +586,8 @@ def became(rank: int, group: dist.ProcessGroup, said: str) -> str:
         return ""
 
     communicator = Mock(send=Mock(side_effect=RuntimeError(said)))
-    link = Link(communicator, Channel(0, 1, False), 0, transport._failed)
+    channel = Channel(0, 1, False)
+    link = Communicator(communicator, 1, lambda error: transport._failed(error, 1, channel))
     with pytest.raises(TransportError) as caught:
         link.send(torch.zeros(1))
     if transport.verdict is None:

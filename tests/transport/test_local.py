@@ -16,7 +16,7 @@ import torch
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from taktline.errors import DeadlockError, TransportError
-from taktline.transport import threads
+from taktline.transport import thread_pool
 from taktline.transport.base import Channel, Handle, Transport
 from taktline.transport.local import LocalTransport, current, run
 
@@ -465,7 +465,7 @@ def test_a_thread_that_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
             raise RuntimeError("can't start new thread")
         start(thread)
 
-    monkeypatch.setattr(threads, "_idle", [])
+    monkeypatch.setattr(thread_pool, "_idle", [])
     before = threading.active_count()
     monkeypatch.setattr(threading.Thread, "start", limited)
     with pytest.raises(RuntimeError, match="can't start new thread"):
@@ -545,13 +545,13 @@ def test_threads_last_from_one_run_to_the_next() -> None:
 
 
 def test_threads_that_nobody_needs_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(threads, "_idle", [])
-    monkeypatch.setattr(threads, "_IDLE_SECONDS", 0.01)
+    monkeypatch.setattr(thread_pool, "_idle", [])
+    monkeypatch.setattr(thread_pool, "_IDLE_SECONDS", 0.01)
     mine = run(lambda rank: threading.current_thread(), 3)
     for thread in mine:
         thread.join(timeout=60)
         assert not thread.is_alive()
-    assert threads._idle == []
+    assert thread_pool._idle == []
     assert run(lambda rank: rank, 2) == [0, 1]
 
 
@@ -577,7 +577,7 @@ def test_kernels_start_no_more_threads_than_the_caller_allows(
 ) -> None:
     """In a new thread, oneDNN's gelu started a team of all cores, whatever was set."""
     x, before = torch.randn(64, 4096), torch.get_num_threads()
-    monkeypatch.setattr(threads, "_idle", [])
+    monkeypatch.setattr(thread_pool, "_idle", [])
 
     def started(rank: int) -> int:
         there = len(os.listdir("/proc/self/task"))

@@ -1,4 +1,4 @@
-"""``taktline demo``: a small model trains on a pipeline, before your eyes."""
+"""``taktline demo``: trains a small model on a pipeline."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from taktline.checks import launched
-from taktline.cli.diagnosis.launch import launch
+from taktline.cli.launch import launch
 from taktline.plan import build
 
 __all__ = ["demo"]
@@ -46,18 +46,18 @@ def demo(
     """
     if steps < 1:
         raise typer.BadParameter("--steps must be 1 or more")
-    build(schedule, ranks=ranks, microbatches=microbatches)  # raises here, and not on each rank
+    # Raises here, and not on each rank.
+    plan = build(schedule, ranks=ranks, microbatches=microbatches)
     if not (local or launched()):
         words = ["demo", "--ranks", str(ranks), "--schedule", schedule]
         words += ["--microbatches", str(microbatches), "--steps", str(steps)]
         words += ["--output", str(output)]
         raise typer.Exit(launch(ranks, words, _PATIENCE))
     if launched() and "TORCHELASTIC_RUN_ID" not in os.environ:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever has started this process ends it
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher ends this process
     # Here, because it imports torch.
     from taktline.cli.demo.tour import Tour
 
     size = ranks if local else int(os.environ["WORLD_SIZE"])
-    Tour(
-        size, schedule, microbatches, steps, output, silent=not local and os.environ["RANK"] != "0"
-    ).run()
+    silent = not local and os.environ["RANK"] != "0"
+    Tour(size, plan.name, microbatches, steps, output, silent).run()

@@ -1,4 +1,4 @@
-"""What the demo trains: a small GPT, on the source code of this package, letter by letter."""
+"""The model of the demo, a small GPT, and its data: the source code of this package."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class _Block(nn.Module):
         self.narrow = nn.Linear(4 * _WIDTH, _WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        """The same shape, further on."""
+        """The output of the block, of the same shape."""
         parts = self.attention(self.before_attention(x)).chunk(3, -1)
         query, key, value = (p.unflatten(-1, (_HEADS, -1)).transpose(1, 2) for p in parts)
         seen = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
@@ -62,7 +62,7 @@ class GPT(nn.Module):
 
 
 def loss_fn(output: Tensor, target: Tensor) -> Tensor:
-    """How surprising the next letters were."""
+    """The cross-entropy of the next letters."""
     return functional.cross_entropy(output.flatten(0, 1), target.flatten())
 
 

@@ -1,18 +1,21 @@
-"""The demo, part by part, on one rank or on all of them."""
+"""The demo, part by part."""
 
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import torch
 from rich.console import Console
+from torch import Tensor
 
+from taktline.cli.demo.comparison import HEADINGS, MeasuredSchedule, conclusion
 from taktline.cli.demo.gpt import GPT, Text, loss_fn
-from taktline.cli.demo.rivals import HEADINGS, Rival, conclusion
-from taktline.cli.diagnosis.launch import called
+from taktline.cli.launch import called
 from taktline.cli.options import rich_table
-from taktline.plan import Timeline, find
+from taktline.plan import Timeline
 from taktline.train import Pipeline
 
 __all__ = ["Tour"]
@@ -32,38 +35,40 @@ _YOUR_OWN = """
     loss = pipe.step(x, target=y)"""
 
 
+@dataclass(frozen=True)
 class Tour:
-    """Trains, compares and draws."""
+    """The demo on one rank, or on all local ranks; silent if another rank prints."""
 
-    def __init__(
-        self,
-        ranks: int,
-        schedule: str,
-        microbatches: int,
-        steps: int,
-        output: Path,
-        *,
-        silent: bool,
-    ) -> None:
-        self._ranks = ranks
-        self._schedule = find(schedule).name
-        self._microbatches = microbatches
-        self._steps = steps
-        self._output = output
-        self._size = _SAMPLES * microbatches
-        self._text = Text()
-        self._console = Console(quiet=silent, highlight=False)
-        self._silent = silent
-        self._apart = "WORLD_SIZE" in os.environ
+    ranks: int
+    schedule: str
+    microbatches: int
+    steps: int
+    output: Path
+    silent: bool
+
+    @cached_property
+    def _text(self) -> Text:
+        return Text()
+
+    @cached_property
+    def _console(self) -> Console:
+        return Console(quiet=self.silent, highlight=False)
+
+    @property
+    def _apart(self) -> bool:
         """Whether each rank has a process, and so a time, of its own."""
+        return "WORLD_SIZE" in os.environ
+
+    def _batch(self, step: int) -> tuple[Tensor, Tensor]:
+        return self._text.batch(step, _SAMPLES * self.microbatches)
 
     def run(self) -> None:
         """All parts, one after the other."""
         self._title("1. A model, cut into stages")
-        pipe = self._pipeline(self._schedule)
+        pipe = self._pipeline(self.schedule)
         letters, files = len(self._text.letters), self._text.files
         self._say(f"{pipe}\n\nIts text: the {files} files of this package, {letters:,} letters.")
-        self._title(f"2. It trains, {self._steps} steps")
+        self._title(f"2. It trains, {self.steps} steps")
         losses = self._train(pipe)
         self._title("3. The same without a pipeline")
         self._compare(losses)
@@ -80,20 +85,20 @@ class Tour:
     def _pipeline(self, schedule: str) -> Pipeline:
         """The model at its beginning, with two layers for each rank: enough for any schedule."""
         return Pipeline(
-            GPT(2 * self._ranks),
+            GPT(2 * self.ranks),
             example=(self._text.batch(0, _SAMPLES)[0],),
             schedule=schedule,
-            microbatches=self._microbatches,
+            microbatches=self.microbatches,
             loss_fn=loss_fn,
-            ranks=self._ranks,
+            ranks=self.ranks,
             device="cpu",
         )
 
     def _train(self, pipe: Pipeline) -> list[float]:
         optimizer = torch.optim.AdamW(pipe.parameters(), lr=_RATE)
         losses: list[float] = []
-        batches = [self._text.batch(step, self._size) for step in range(self._steps)]
-        for passages, following in pipe.progress(batches, every=max(1, self._steps // 10)):
+        batches = [self._batch(step) for step in range(self.steps)]
+        for passages, following in pipe.progress(batches, every=max(1, self.steps // 10)):
             loss = pipe.step(passages, target=following)
             pipe.clip_grad_norm_(1.0)
             optimizer.step()
@@ -103,14 +108,14 @@ class Tour:
 
     def _compare(self, losses: list[float]) -> None:
         """Run the first steps as plain training, on the first rank; the others wait for it."""
-        if self._silent:
+        if self.silent:
             return
-        model = GPT(2 * self._ranks)
+        model = GPT(2 * self.ranks)
         optimizer = torch.optim.AdamW(model.parameters(), lr=_RATE)
         rows: list[list[str]] = []
         largest = 0.0
         for step, loss in enumerate(losses[:_COMPARED]):
-            passages, following = self._text.batch(step, self._size)
+            passages, following = self._batch(step)
             plain = loss_fn(model(passages), following)
             plain.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -124,36 +129,36 @@ class Tour:
         self._say(f"The losses are {verdict}.")
 
     def _measure(self) -> list[Timeline]:
-        """Rounds in which the schedules take turns, so that what disturbs one disturbs all."""
-        names = list(dict.fromkeys([self._schedule, "gpipe", "1f1b", "zbv"]))[:3]
+        """Measure three schedules in turn, so that a disturbance hits all of them."""
+        names = list(dict.fromkeys([self.schedule, "gpipe", "1f1b", "zbv"]))[:3]
         pipes = [self._pipeline(name) for name in names]
         measured: list[list[Timeline]] = [[] for _ in pipes]
         for round_ in range(_ROUNDS + 1):
+            passages, following = self._batch(round_)
             for pipe, timelines in zip(pipes, measured, strict=True):
                 with pipe.trace() as trace:
-                    self._step(pipe, round_)
+                    pipe.step(passages, target=following)
+                for parameter in pipe.parameters():
+                    parameter.grad = None
                 if round_:  # the first one learns the shapes
                     timelines.append(trace.timeline)
-        rivals = [
-            Rival(pipe.plan, ran, self._apart) for pipe, ran in zip(pipes, measured, strict=True)
+        schedules = [
+            MeasuredSchedule(pipe.plan, ran, self._apart)
+            for pipe, ran in zip(pipes, measured, strict=True)
         ]
-        self._console.print(rich_table(HEADINGS, [rival.row() for rival in rivals], HEADINGS[:1]))
-        self._say(conclusion(rivals, self._apart))
-        return [rival.middle for rival in rivals]
-
-    def _step(self, pipe: Pipeline, step: int) -> None:
-        passages, following = self._text.batch(step, self._size)
-        pipe.step(passages, target=following)
-        for parameter in pipe.parameters():
-            parameter.grad = None
+        self._console.print(
+            rich_table(HEADINGS, [schedule.row() for schedule in schedules], HEADINGS[:1])
+        )
+        self._say(conclusion(schedules, self._apart))
+        return [schedule.middle for schedule in schedules]
 
     def _say_goodbye(self, timelines: list[Timeline]) -> None:
-        if not self._silent:
+        if not self.silent:
             first, *others = timelines
-            self._output.write_text(first.to_html(*others), encoding="utf-8")
+            self.output.write_text(first.to_html(*others), encoding="utf-8")
         command = called()
         self._title("What next")
-        self._say(f"These steps, to zoom and hover:  {self._output.resolve()}")
+        self._say(f"These steps, to zoom and hover:  {self.output.resolve()}")
         self._say(f"Another schedule:  {command} demo --ranks 4 --schedule zbv --local")
         self._say(f"All of them:       {command} compare")
         self._say("Your own model, in Python:")

@@ -39,7 +39,7 @@ from taktline.runtime.runner import Runner
 from taktline.runtime.schedule import Schedule
 from taktline.runtime.step_data import Feed
 from taktline.transport import transport_of
-from taktline.transport.control import share_error
+from taktline.transport.exchange import share_error
 
 __all__ = ["Native", "StepCall", "run"]
 

@@ -1,4 +1,8 @@
-"""One file a schedule; :func:`build` finds them by name."""
+"""The schedules, a family a file; :func:`build` finds them by name.
+
+In their docstrings, p is the number of ranks, r one of them, m the number of micro-batches and v
+the number of stages a rank; F, B, I and W are the times of these actions.
+"""
 
 from importlib import import_module
 
@@ -14,19 +18,6 @@ from taktline.plan.schedules._registry import (
 
 __all__ = ["NamedSchedule", "build", "each_rank", "find", "names", "register", "unregister"]
 
-# In the order in which people are shown them: from the plainest on.
-for _file in (
-    "forward_only",
-    "gpipe",
-    "one_f_one_b",
-    "interleaved_1f1b",
-    "looped_bfs",
-    "zb_h1",
-    "zb_h2",
-    "interleaved_zero_bubble",
-    "zbv",
-    "dualpipev",
-    "v_half",
-    "v_min",
-):
-    import_module(f"{__name__}.{_file}")
+# The order in which the commands list them: from the plainest on.
+for _family in ("classic", "interleaved", "zero_bubble", "v_shaped", "memory_limited"):
+    import_module(f"{__name__}.{_family}")

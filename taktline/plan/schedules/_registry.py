@@ -1,4 +1,4 @@
-"""Looks up a schedule by any of its usual names, and checks the numbers it is built with."""
+"""Finds a schedule by any of its usual names, and builds its plan for given numbers."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ MOST_RANKS, MOST_FORWARDS = 2**12, 2**24
 """Of a plan that is built: with more, it takes minutes and gigabytes."""
 
 Generator: TypeAlias = Callable[[Placement, int], list[Rows]]
-"""(placement, micro-batches) → what each rank does, in order."""
+"""(placement, micro-batches) → the actions of each rank, in order."""
 
 
 @dataclass(frozen=True, slots=True)
 class NamedSchedule:
-    """A schedule: its names, what it needs, and the function that writes it down.
+    """A schedule: its names, its placement, and the function that lists its actions.
 
     >>> find("zbv").summary
     'Zero bubble at the memory of 1F1B, with two stages a rank in a V.'
@@ -54,10 +54,8 @@ class NamedSchedule:
         return Plan(self.generate(placement, microbatches), placement, microbatches, name=self.name)
 
     def _count(self, what: str, number: int, most: int | None = None) -> int:
-        number = require_whole(f"{self.name}: {what}", number, least=1, error=ScheduleError)
-        if most is not None and number > most:
-            raise ScheduleError(f"{self.name}: {what} end at {most:,}, not at {shown(number)}")
-        return number
+        name = f"{self.name}: {what}"
+        return require_whole(name, number, least=1, most=most, error=ScheduleError)
 
     def _stages_per_rank(self, asked: int | None) -> int:
         if self.stages_per_rank is None:
@@ -123,7 +121,7 @@ def register(
 
 
 def each_rank(rank_rows: Callable[[int, Placement, int], Rows]) -> Generator:
-    """For schedules that are written down rank by rank, as (rank, placement, micro-batches).
+    """A schedule from a function (rank, placement, micro-batches) → rows of this rank.
 
     >>> from taktline.plan import Kind
     >>> generate = each_rank(lambda rank, placement, microbatches: Rows.of(Kind.F, rank, 0))

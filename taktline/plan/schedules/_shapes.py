@@ -85,10 +85,10 @@ def _words(pattern: str) -> list[tuple[int, int, bool]]:
 
 
 def drop_beyond(rows: Rows, microbatches: int) -> Rows:
-    """Leave out the micro-batches from a number on; what is left of a pair runs alone.
+    """Leave out the micro-batches from a number on; the other half of a pair then runs alone.
 
-    Dependencies hold within a micro-batch only, so an order stays valid when one is left out. Of a
-    pair, the forward has the higher number: if one half goes, it is that one, and its mark with it.
+    Dependencies hold within a micro-batch only, so an order stays valid without some of them. In a
+    pair the forward has the higher number, so a half that goes takes the mark of the pair along.
 
     >>> rows = play([(1, "F0"), (1, "F0&B0"), (1, "B0")], stages=(0,))
     >>> " ".join(map(str, drop_beyond(rows, 1).actions()))

@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 import taktline as tl
 from taktline.meta import Signature, flatten
 from taktline.runtime.introduction import Introduction, misfit
-from taktline.transport import control
+from taktline.transport import exchange
 from taktline.transport.describe import decode, encode
 from tests.fuzz.mutate import spoil_bytes, spoil_json, spoil_text
 
@@ -68,4 +68,4 @@ def try_(input: tuple[str, bytes]) -> None:
     elif kind == "introduction":
         misfit([Introduction.from_text(text.decode("utf-8", "replace")), INTRODUCTION])
     else:
-        str(control._restored(text.decode("utf-8", "replace"), 1))
+        str(exchange._restored(text.decode("utf-8", "replace"), 1))

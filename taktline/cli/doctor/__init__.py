@@ -1,0 +1,107 @@
+"""``taktline doctor``: whether the ranks of a cluster can train together."""
+
+from __future__ import annotations
+
+import os
+from json import dumps
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from taktline.checks import launched
+from taktline.cli.launch import launch
+from taktline.cli.options import Json, echo_json
+from taktline.errors import TransportError
+from taktline.plan.io import write_text
+
+if TYPE_CHECKING:  # importing it takes time: the other commands must not pay for the doctor
+    from taktline.cli.doctor.report import Report
+
+__all__ = ["doctor"]
+
+
+def doctor(
+    ranks: Annotated[
+        int | None,
+        typer.Option("--ranks", "-r", min=1, help="Start so many ranks here (default 2)."),
+    ] = None,
+    local: Annotated[
+        bool, typer.Option("--local", help="As local ranks, all in this process.")
+    ] = False,
+    backend: Annotated[
+        str | None,
+        typer.Option(help="gloo or nccl; by default nccl if each rank can have a GPU, else gloo."),
+    ] = None,
+    timeout: Annotated[
+        float, typer.Option(min=1.0, help="Seconds to wait for a rank before giving up.")
+    ] = 60.0,
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", help="Write the findings to this .json file, too."),
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Check a cluster: versions, devices, links between ranks, and a tiny pipeline.
+
+    Start it as you start your training, on all machines; or without a launcher, to try this
+    machine alone. Exits with 1 if a check failed.
+
+    Examples:
+
+    - `torchrun --nproc-per-node 4 -m taktline doctor`
+
+    - `taktline doctor --ranks 4`
+    """
+    if backend not in (None, "gloo", "nccl"):
+        raise typer.BadParameter(f"there are gloo and nccl, not {backend!r}")
+    if launched():
+        if ranks is not None or local:
+            raise typer.BadParameter("a launcher has started the ranks; leave out --ranks, --local")
+        well = _as_one_of_many(backend, timeout, output, json)
+    elif local:
+        if backend is not None:
+            raise typer.BadParameter("local ranks need no --backend")
+        from taktline.cli.doctor.examine import examine_local
+
+        well = _tell(examine_local(ranks or 2), output, json)
+    else:
+        words = ["doctor", "--backend", backend or "gloo", "--timeout", str(timeout)]
+        words += [] if output is None else ["--output", str(output)]
+        words += ["--json"] if json else []
+        well = launch(ranks or 2, words, patience=timeout + 20.0) == 0
+    if not well:
+        raise typer.Exit(1)
+
+
+def _as_one_of_many(backend: str | None, timeout: float, output: Path | None, json: bool) -> bool:
+    """Examine as a rank that a launcher has started; returns whether all is well."""
+    # Set before torch is loaded: the doctor reports failures itself, without C++ frames.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
+    from taktline.cli.doctor.examine import examine
+
+    try:
+        report, meeting = examine(backend, timeout)
+    except TransportError as error:
+        typer.echo(f"error: {error}", err=True)
+        return False
+    if meeting.rank == 0:
+        _tell(report, output, json)
+    meeting.part()
+    return report.well
+
+
+def _tell(report: Report, output: Path | None, json: bool) -> bool:
+    """Print the findings, and write them to a file if asked to; returns whether all is well."""
+    from rich.console import Console
+
+    from taktline.cli.doctor.report import show
+
+    if json:
+        echo_json(report.to_dict())
+    else:
+        show(report, Console())
+    if output is not None:
+        write_text(output, dumps(report.to_dict(), indent=2) + "\n")
+        typer.echo(f"{output}: the findings", err=json)
+    return report.well

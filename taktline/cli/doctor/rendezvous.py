@@ -1,0 +1,135 @@
+"""How ranks that a launcher has started find each other, with an end to every wait."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+
+from taktline.checks import read
+from taktline.errors import TransportError
+
+__all__ = ["Rendezvous", "alarm"]
+
+_POLL = 0.05
+_GRACE = 5.0
+"""How much longer an alarm waits than the timeout that it guards, whose error says more."""
+
+
+class Rendezvous:
+    """The store where ranks meet before there is a process group.
+
+    Ranks that have not come by the end of the wait are ``missing``.
+    """
+
+    def __init__(self, timeout: float) -> None:
+        self.timeout = timeout
+        self.rank = int(os.environ["RANK"])
+        self.size = int(os.environ["WORLD_SIZE"])
+        self.address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        self.missing: list[int] = []
+        self._store = self._connect()
+
+    def introduce(self, facts: dict[str, Any]) -> list[dict[str, Any]]:
+        """Share the facts of this rank, and return those of each rank."""
+        try:
+            self._store.set(f"rank {self.rank}", json.dumps(facts))
+            self.missing = self._wait_for("rank", range(self.size), self.timeout)
+            present = [rank for rank in range(self.size) if rank not in self.missing]
+            texts = [self._store.get(f"rank {rank}") for rank in present]
+            return [read(text, {str: object}, what="the facts of a rank") for text in texts]
+        except RuntimeError:
+            raise TransportError(
+                f"rank {self.rank} has lost {self.address}, where the ranks meet; see what rank 0 "
+                "says"
+            ) from None
+
+    def group(self, backend: str, device: torch.device) -> dist.ProcessGroup:
+        """The process group of all ranks."""
+        dist.init_process_group(
+            backend,
+            store=PrefixStore("group", self._store),
+            rank=self.rank,
+            world_size=self.size,
+            timeout=timedelta(seconds=self.timeout),
+            device_id=device if device.type == "cuda" else None,
+        )
+        return dist.distributed_c10d._get_default_group()
+
+    def part(self) -> None:
+        """Leave after rank 0 has printed: launchers end all ranks with the first one."""
+        with suppress(Exception):
+            if self.rank == 0:
+                self._store.set("leaves 0", "")
+                # It may keep the store, so it stays until the others have seen that.
+                others = [rank for rank in range(1, self.size) if rank not in self.missing]
+                self._wait_for("left", others, _GRACE)
+            else:
+                self._wait_for("leaves", [0], self.timeout + _GRACE)
+                self._store.set(f"left {self.rank}", "")
+
+    def _connect(self) -> Store:
+        host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        # torchrun keeps the store in its own process.
+        kept_elsewhere = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        try:
+            store = TCPStore(
+                host,
+                port,
+                self.size,
+                is_master=self.rank == 0 and not kept_elsewhere,
+                timeout=timedelta(seconds=self.timeout),
+                wait_for_workers=False,
+                multi_tenant=True,
+            )
+        except (RuntimeError, ValueError) as error:
+            reason = str(error).splitlines()[0]
+            raise TransportError(
+                f"rank {self.rank} cannot reach {self.address} within {self.timeout:g} s; see "
+                f"whether rank 0 runs there and the port is open ({reason})"
+            ) from None
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        return PrefixStore(f"taktline doctor {attempt}", store)
+
+    def _wait_for(self, what: str, ranks: Sequence[int], timeout: float) -> list[int]:
+        """Wait until each of these ranks has set its key; returns the ranks that have not."""
+        end = time.monotonic() + timeout
+        missing = list(ranks)
+        while missing := [r for r in missing if not self._store.check([f"{what} {r}"])]:
+            if time.monotonic() > end:
+                break
+            time.sleep(_POLL)
+        return missing
+
+
+@contextmanager
+def alarm(rank: int, doing: str, timeout: float) -> Iterator[None]:
+    """End this process if the block takes too long: a backend's own waits may have no end."""
+
+    def ring() -> None:
+        print(
+            f"rank {rank}: nothing has moved for {timeout + _GRACE:g} s while {doing}; see what "
+            "the other ranks say, and whether a firewall lies between them (--timeout waits "
+            "longer)",
+            file=sys.stderr,
+            flush=True,
+        )
+        os._exit(1)
+
+    timer = threading.Timer(timeout + _GRACE, ring)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()

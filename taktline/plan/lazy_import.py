@@ -1,0 +1,21 @@
+"""Imports a module only when it is asked for: one that imports the module which asks.
+
+``Plan.show()`` draws with ``taktline.render``, which imports plans itself. All other imports of the
+package run downwards.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any, Literal
+
+__all__ = ["lazy_import"]
+
+
+def lazy_import(module: Literal["render", "plan.calibrate"]) -> Any:
+    """A module of the package.
+
+    >>> lazy_import("render").to_svg.__name__
+    'to_svg'
+    """
+    return import_module(f"taktline.{module}")

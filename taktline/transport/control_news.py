@@ -1,0 +1,137 @@
+"""What other processes have said over the control plane: their state, and values for a place."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Collection, Iterable
+from typing import NamedTuple
+
+from taktline.transport.verdict import Cause, Verdict
+
+__all__ = ["Heard", "News", "Values"]
+
+SILENT_SECONDS = 2.0
+"""After how long without a word a process counts as silent: that is four beats."""
+_LONGEST = 50_000
+"""So many characters of a report fit into a message."""
+
+
+class Heard(NamedTuple):
+    """The last heartbeat of a process: when it came, what it was doing, and whether in a step."""
+
+    time: float
+    state: str
+    busy: bool
+
+    @property
+    def age(self) -> float:
+        """How long ago it came, in seconds."""
+        return time.monotonic() - self.time
+
+
+class News:
+    """The latest news of every process.
+
+    Args:
+        process: this one.
+        state: what this process is doing, and whether that is a step.
+    """
+
+    def __init__(self, process: int, state: Callable[[], tuple[str, bool]]) -> None:
+        self.gone: dict[int, str] = {}
+        """Why processes are not there any more."""
+        self._process = process
+        self._state = state
+        self.heard: dict[int, Heard] = {}
+
+    def lives(self, process: int) -> bool:
+        """Whether a process has been heard of just now."""
+        said = self.heard.get(process)
+        return said is not None and said.age <= SILENT_SECONDS and process not in self.gone
+
+    def report(self, processes: Iterable[int]) -> str:
+        """A line for each of these processes: what it is doing."""
+        return "\n".join(f"  rank {process}: {self._told(process)}" for process in processes)
+
+    def stalled(self, everyone: Collection[int], awaited: Collection[int], what: str) -> Verdict:
+        """A verdict on the process that holds up the others: a silent, busy or absent one.
+
+        It may be in none of the groups of this process: a rank that waits for it holds up others.
+        Of several, it is one that is awaited here.
+        """
+        others = sorted(set(everyone) - {self._process})
+        others.sort(key=lambda process: process not in awaited)
+        signs: list[Callable[[Heard | None], bool]] = [
+            lambda said: said is not None and said.age > SILENT_SECONDS,
+            lambda said: said is not None and ": computes" in said.state,
+            lambda said: said is not None and not said.busy,
+            lambda said: said is None,
+            lambda said: True,
+        ]
+        suspect = next(p for sign in signs for p in others if sign(self.heard.get(p)))
+        where = f"(rank {self._process} waits for {what})" if what else ""
+        report = self.report(sorted({*everyone, self._process}))[:_LONGEST]
+        return Verdict(Cause.STALLED, suspect, report, where)
+
+    def _told(self, process: int) -> str:
+        """What a process is doing, as far as it has said."""
+        if process == self._process:
+            return self._state()[0]
+        if reason := self.gone.get(process):
+            return f"{reason} (its process)"
+        said = self.heard.get(process)
+        if said is None:
+            return "has not been heard of"
+        if said.age <= SILENT_SECONDS:
+            return said.state
+        silence = f"not heard of for {said.age:.0f} seconds (stopped, or cut off)"
+        return f"{silence}; then: {said.state}"
+
+
+class Values:
+    """The values of each process, by place: a text that names what they are for."""
+
+    def __init__(self) -> None:
+        self._told: dict[int, dict[str, str]] = {}
+        self._changed = threading.Condition()
+
+    def note(self, process: int, place: str, value: str) -> None:
+        """Note the value of a process."""
+        with self._changed:
+            self._told.setdefault(process, {})[place] = value
+            self._changed.notify_all()
+
+    def forget(self, process: int) -> None:
+        """Forget the values of a process that has left in the middle."""
+        with self._changed:
+            self._told.pop(process, None)
+
+    def at(self, place: str) -> dict[int, str]:
+        """The values at a place, by process."""
+        with self._changed:
+            return {p: values[place] for p, values in self._told.items() if place in values}
+
+    def look_again(self) -> None:
+        """Let every :meth:`gather` see whether it is over."""
+        with self._changed:
+            self._changed.notify_all()
+
+    def gather(
+        self, processes: Collection[int], place: str, seconds: float, is_over: Callable[[], bool]
+    ) -> dict[int, str]:
+        """Wait for the values of these processes at a place, and return them.
+
+        Some are missing if ``is_over``, or after so many seconds. Otherwise this forgets them,
+        and the place can be used again.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: is_over() or self._has(processes, place), seconds)
+            found = {p: value for p, value in self.at(place).items() if p in processes}
+            if len(found) == len(processes):
+                for process in processes:
+                    del self._told[process][place]
+            return found
+
+    def _has(self, processes: Collection[int], place: str) -> bool:
+        return all(place in self._told.get(process, {}) for process in processes)

@@ -1,0 +1,288 @@
+"""The sockets of the control plane: one to every other process of the job.
+
+The processes find each other's addresses in the store, once. Of two processes the one with the
+higher number calls the other. A socket that ends while its process lives is replaced.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import secrets
+import selectors
+import socket
+import struct
+import time
+from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+from torch._C._distributed_c10d import PrefixStore, Store
+
+from taktline.checks import read
+from taktline.errors import JsonError
+from taktline.transport.control_messages import ADDRESS, Address, Message, Peer
+
+__all__ = ["Peers"]
+
+_CHECKS = (0.0, 0.3, 1.0)
+"""How many seconds after a socket has ended its process is tried again."""
+_CONNECT_SECONDS = 0.5
+_FIRST_PAUSE, _PAUSE = 0.02, 0.25
+"""The pause between two rounds of calls: short at first, when all processes are about to come."""
+_REFUSED_SECONDS = 0.25
+"""A process that has refused calls for so long has ended."""
+_PROBES = 12
+"""How often a process that has not called yet is tried: it may be stopped."""
+_INTERFACE_ADDRESS = 0x8915  # SIOCGIFADDR
+
+
+class Peers:
+    """A socket to every other process; used on the control thread, but for :meth:`wake`.
+
+    Args:
+        store: where the processes find each other's addresses, under ``name``.
+        process: the number of this process, of ``size``.
+        greet: returns the messages for a process that has just connected.
+        take: called with each message.
+        part: called when a process has ended, with whether it has said goodbye.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        process: int,
+        size: int,
+        name: str,
+        *,
+        greet: Callable[[int], list[Message]],
+        take: Callable[[int, Message], None],
+        part: Callable[[int, bool], None],
+    ) -> None:
+        self._process = process
+        self._greet, self._take, self._part = greet, take, part
+        self._store = PrefixStore(name, _own(store))
+        self.host = _host(store)
+        """The address under which other hosts reach this one."""
+        server = socket.create_server((self.host, 0), backlog=max(size, 16))
+        server.setblocking(False)
+        self._address: Address = (self.host, server.getsockname()[1], secrets.token_hex(16))
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(server, selectors.EVENT_READ, lambda: self._accept(server))
+        reader, self._waker = socket.socketpair()
+        self._waker.setblocking(False)
+        self._selector.register(reader, selectors.EVENT_READ, lambda: reader.recv(4096))
+        self._peers: dict[int, Peer] = {}
+        self._addresses: dict[int, Address] = {}
+        self._missing = set(range(size)) - {process}
+        """The processes that have not connected, and are not known to have ended."""
+        self._calling: set[int] = set()
+        """The processes that were called and have not answered."""
+        self._probed: Counter[int] = Counter()
+        self._refused: dict[int, float] = {}
+        """Since when processes refuse calls."""
+        self._ended: set[int] = set()
+        self._checks: list[tuple[float, int]] = []
+        """When to try processes whose sockets have ended."""
+        self._rounds, self._next_round = 0, 0.0
+        self._store.set(str(process), json.dumps(self._address))
+
+    @property
+    def connected(self) -> list[int]:
+        """The processes that are connected."""
+        return list(self._peers)
+
+    @property
+    def present(self) -> set[int]:
+        """The processes that are connected, or have said where they can be called."""
+        return {*self._peers, *self._addresses}
+
+    @property
+    def due(self) -> float:
+        """When to call :meth:`look` next."""
+        return min([self._next_round, *(at for at, _ in self._checks)])
+
+    def look(self) -> None:
+        """Call the processes that can be found by now, and see which have ended."""
+        now = time.monotonic()
+        if now >= self._next_round:
+            self._call_missing()
+            self._rounds += 1
+            pause = _FIRST_PAUSE * self._rounds if self._missing else _PAUSE
+            self._next_round = now + min(pause, _PAUSE)
+        for check in [each for each in self._checks if each[0] <= now]:
+            self._checks.remove(check)
+            self._check(check[1])
+
+    def wait(self, seconds: float) -> None:
+        """Wait until something arrives, or :meth:`wake` is called, and take it."""
+        for key, _ in self._selector.select(seconds):
+            key.data()
+
+    def wake(self) -> None:
+        """End the wait; from any thread."""
+        with suppress(OSError):
+            self._waker.send(b"\0")
+
+    def write(self, process: int, message: Message) -> None:
+        """Send a message, if the process is connected."""
+        peer = self._peers.get(process)
+        if peer is not None and not peer.write(message):
+            self._lose(peer)
+
+    def close(self) -> None:
+        """Close all sockets; in a forked process, those of its parent stay open."""
+        for key in list((self._selector.get_map() or {}).values()):
+            if isinstance(key.fileobj, socket.socket):
+                key.fileobj.close()
+        self._selector.close()
+        self._waker.close()
+
+    def forget(self) -> None:
+        """Remove the address from the store, where later groups of this process meet, too."""
+        with suppress(RuntimeError):  # the store may be gone
+            self._store.delete_key(str(self._process))
+
+    def _call_missing(self) -> None:
+        try:
+            for process in sorted(self._missing - self._calling):
+                if process in self._addresses or self._look_up(process):
+                    self._first_call(process)
+        except (RuntimeError, JsonError):  # the store is gone: nobody else can be found
+            self._missing = set()
+        since = time.monotonic() - _REFUSED_SECONDS
+        for process in [p for p in self._missing if self._refused.get(p, since) < since]:
+            self._missing.discard(process)
+            self._end(process, said_goodbye=False)
+
+    def _look_up(self, process: int) -> bool:
+        """Whether the store has the address of a process."""
+        if not self._store.check([str(process)]):
+            return False
+        record = self._store.get(str(process))
+        self._addresses[process] = read(record, ADDRESS, what="an address")
+        return True
+
+    def _first_call(self, process: int) -> None:
+        try:
+            if process < self._process or self._probed[process] < _PROBES:
+                self._probed[process] += 1
+                self._reach(process)
+        except ConnectionRefusedError:
+            self._refused.setdefault(process, time.monotonic())
+            del self._addresses[process]  # perhaps that of an earlier process
+        except (OSError, OverflowError):
+            pass
+
+    def _check(self, process: int) -> None:
+        """See whether a process lives whose socket has ended, and connect to it again."""
+        if process in self._peers or process in self._ended or process in self._calling:
+            return
+        try:
+            lives = self._reach(process)
+        except (KeyError, OSError, OverflowError):
+            lives = False
+        if not lives:
+            self._end(process, said_goodbye=False)
+
+    def _reach(self, process: int) -> bool:
+        """Call a process with a lower number; see whether one with a higher number listens.
+
+        A process listens as long as it lives, even while it is stopped, and will call this one.
+        """
+        address = self._addresses[process]
+        connection = socket.create_connection(address[:2], _CONNECT_SECONDS)
+        if process > self._process:
+            connection.close()
+            return True
+        peer = Peer(connection, process, address[2])
+        peer.address = address
+        if not peer.greet(self._process, self._address):
+            connection.close()
+            return False
+        self._calling.add(process)
+        self._register(peer)
+        return True
+
+    def _accept(self, server: socket.socket) -> None:
+        with suppress(OSError):
+            self._register(Peer(server.accept()[0], None, self._address[2]))
+
+    def _register(self, peer: Peer) -> None:
+        self._selector.register(peer.socket, selectors.EVENT_READ, lambda: self._read(peer))
+
+    def _read(self, peer: Peer) -> None:
+        messages = peer.read()
+        process = peer.process
+        if process is not None and peer.answered:
+            if self._peers.get(process) is not peer:
+                self._add(peer, process)
+            for message in messages or ():
+                if message.kind == "goodbye":
+                    peer.said_goodbye = True
+                else:
+                    self._take(process, message)
+        if messages is None:
+            self._lose(peer)
+
+    def _add(self, peer: Peer, process: int) -> None:
+        """Note a peer that has said its number, or has answered."""
+        self._missing.discard(process)
+        self._calling.discard(process)
+        if peer.address is not None:
+            self._addresses[process] = peer.address
+        if (before := self._peers.get(process)) is not None:
+            self._drop(before)  # the other process has noticed first that this socket has ended
+        self._peers[process] = peer
+        for message in self._greet(process):
+            self.write(process, message)
+
+    def _drop(self, peer: Peer) -> None:
+        with suppress(KeyError, ValueError):
+            self._selector.unregister(peer.socket)
+        peer.socket.close()
+
+    def _lose(self, peer: Peer) -> None:
+        """Let go of a socket that has ended: with its process, or alone."""
+        self._drop(peer)
+        process = peer.process
+        if process is None:
+            return
+        self._calling.discard(process)
+        if self._peers.get(process) is not peer:
+            return
+        del self._peers[process]
+        if peer.said_goodbye:
+            self._end(process, said_goodbye=True)
+        else:
+            now = time.monotonic()
+            self._checks += [(now + seconds, process) for seconds in _CHECKS]
+
+    def _end(self, process: int, *, said_goodbye: bool) -> None:
+        self._ended.add(process)
+        self._part(process, said_goodbye)
+
+
+def _own(store: Store) -> Store:
+    """A connection to the store for another thread."""
+    clone: Any = getattr(store, "clone", None)
+    return store if clone is None else clone()
+
+
+def _host(store: Store) -> str:
+    """The address under which other hosts reach this one."""
+    interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
+    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        if interface:
+            request = struct.pack("256s", interface.encode()[:15])
+            return socket.inet_ntoa(fcntl.ioctl(probe, _INTERFACE_ADDRESS, request)[20:24])
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store  # pyright: ignore[reportAttributeAccessIssue]
+    host, port = getattr(store, "host", None), getattr(store, "port", None)
+    if isinstance(host, str) and isinstance(port, int):
+        with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((host, port))  # sends nothing: asks by which way the store is reached
+            return probe.getsockname()[0]
+    return "127.0.0.1"

@@ -1,0 +1,131 @@
+"""Exchanges of texts, values and errors among all ranks, over a transport's exchange of numbers."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from taktline import errors
+from taktline.checks import Either, read
+from taktline.errors import JsonError, TaktlineError, TransportError, text_of
+from taktline.transport.base import Transport
+
+__all__ = ["as_floats", "as_integers", "share_error", "share_floats", "share_texts", "share_values"]
+
+_MOST = 1 << 16
+"""The most characters of an error that are shared; the rank that raised it has all of them."""
+
+_PLAIN = Either(None, bool, int, float, str)
+_ERROR = (str, str, {str: _PLAIN})
+_CLASSES: dict[str, type[TaktlineError]] = {name: getattr(errors, name) for name in errors.__all__}
+"""The classes that a shared error may have."""
+
+
+def share_floats(
+    transport: Transport, numbers: Sequence[float], what: str, *, ragged: bool = False
+) -> list[tuple[float, ...]]:
+    """Return the numbers of every rank, bit for bit; all ranks take part.
+
+    With ``ragged``, ranks may pass different amounts.
+
+    >>> from taktline.transport.one_rank import Alone
+    >>> share_floats(Alone(), [0.1, float("inf")], "an example")
+    [(0.1, inf)]
+    """
+    rows = transport.exchange(as_integers(numbers), what, ragged=ragged)
+    return [as_floats(row) for row in rows]
+
+
+def as_integers(numbers: Sequence[float]) -> tuple[int, ...]:
+    """The bits of floats, as whole numbers that can be exchanged.
+
+    >>> as_floats(as_integers([0.1, float("inf")]))
+    (0.1, inf)
+    """
+    return struct.unpack(f"<{len(numbers)}q", struct.pack(f"<{len(numbers)}d", *numbers))
+
+
+def as_floats(bits: Sequence[int]) -> tuple[float, ...]:
+    """The floats that have these bits."""
+    return struct.unpack(f"<{len(bits)}d", struct.pack(f"<{len(bits)}q", *bits))
+
+
+def share_texts(transport: Transport, text: str, what: str = "an exchange of texts") -> list[str]:
+    """Return the text of every rank; all ranks take part, with the same purpose.
+
+    >>> from taktline.transport.one_rank import Alone
+    >>> share_texts(Alone(), "größer")
+    ['größer']
+    """
+    data = text.encode(errors="surrogatepass")
+    words = np.frombuffer(data.ljust(-(-len(data) // 8) * 8, b"\0"), "<i8").tolist()
+    rows = transport.exchange([len(data), *words], what, ragged=True)
+    return [_text_in(row, rank, what) for rank, row in enumerate(rows)]
+
+
+def share_values(
+    transport: Transport, value: Any, shape: Any, call: str, *, what: str
+) -> list[Any]:
+    """Return the JSON value of every rank, each of the given shape; all ranks take part.
+
+    >>> from taktline.transport.one_rank import Alone
+    >>> share_values(Alone(), {"step": 3}, {"step": int}, "an example", what="the step")
+    [{'step': 3}]
+    """
+    texts = share_texts(transport, json.dumps(value), call)
+    return [read(text, shape, what=f"{what} of rank {rank}") for rank, text in enumerate(texts)]
+
+
+def _text_in(row: list[int], rank: int, what: str) -> str:
+    if not row or not 0 <= row[0] <= 8 * (len(row) - 1):
+        raise TransportError(f"rank {rank} has sent no text ({what})")
+    data = np.array(row[1:], "<i8").tobytes()[: row[0]]
+    return data.decode(errors="replace")
+
+
+def share_error(transport: Transport, error: TaktlineError | None) -> TaktlineError | None:
+    """Return the error of the lowest rank that has one; all ranks take part."""
+    told = "" if error is None else _written(error)
+    for rank, text in enumerate(share_texts(transport, told, "what went wrong")):
+        if text and rank == transport.rank:
+            return error
+        if text:
+            return _restored(text, rank)
+    return None
+
+
+def _written(error: TaktlineError) -> str:
+    # Other ranks may not know a class of the user's own, so its base class is sent.
+    name = next(cls.__name__ for cls in type(error).__mro__ if _CLASSES.get(cls.__name__) is cls)
+    return json.dumps([name, text_of(error, _MOST), _plain(error)])
+
+
+def _plain(error: TaktlineError) -> dict[str, Any]:
+    """The fields of an error that are plain values; its text says the rest."""
+    return {
+        name: text_of(value, _MOST) if isinstance(value, str) else value
+        for name, value in vars(error).items()
+        if _is_plain(value) and not name.startswith("_")
+    }
+
+
+def _is_plain(value: object) -> bool:
+    if type(value) is float:
+        return value - value == 0  # neither nan nor infinite
+    if type(value) is int:
+        return abs(value) < 2**62
+    return value is None or type(value) in (bool, str)
+
+
+def _restored(text: str, rank: int) -> TaktlineError:
+    try:
+        name, words, fields = read(text, _ERROR, what=f"what rank {rank} has raised")
+    except JsonError as error:
+        return TransportError(f"{error}; look at the output of rank {rank}")
+    if name not in _CLASSES or any(field.startswith("_") for field in fields):
+        return TransportError(f"rank {rank} has raised an error that cannot be restored: {words}")
+    return errors.restore(_CLASSES[name], (words,), fields)

@@ -1,0 +1,140 @@
+"""AllGather between ranks: every rank gets the numbers of every rank, or learns who is missing."""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+from torch._C._distributed_c10d import HashStore
+
+from taktline.transport.all_gather import AllGather
+from taktline.transport.connect import Absent, PeerFailure
+from taktline.transport.control_plane import Plane
+from taktline.transport.frames import framed
+from taktline.transport.verdict import Cause, Member, Verdict
+
+SOON = 20.0
+
+
+@pytest.fixture
+def connect() -> Iterator[Callable[..., list[Any]]]:
+    """Connects so many ranks, each on a thread; what became of each."""
+    planes: list[Plane] = []
+
+    def connected(size: int, seconds: float = SOON) -> list[Any]:
+        store = HashStore()
+        planes.extend(Plane(store, rank, size, "test") for rank in range(size))
+        return each(size, lambda rank: make(planes[rank], rank, size, seconds))
+
+    yield connected
+    for plane in planes:
+        plane.close()
+
+
+def make(plane: Plane, rank: int, size: int, seconds: float) -> AllGather:
+    member = Member(list(range(size)), lambda _: None)
+    plane.join(member)
+    return AllGather(plane, member, "here", rank, seconds)
+
+
+def each(size: int, fn: Callable[[int], Any]) -> list[Any]:
+    with ThreadPoolExecutor(size) as threads:
+        return list(threads.map(fn, range(size)))
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 5, 6, 7, 8])
+def test_every_rank_gets_all_numbers(connect: Any, size: int) -> None:
+    ranks = connect(size)
+    for count in (0, 1, 50):
+        frames = each(size, lambda rank, n=count: ranks[rank].exchange(framed([rank] * n, "x")))
+        assert [[f.numbers for f in found] for found in frames] == [
+            [[rank] * count for rank in range(size)]
+        ] * size
+
+
+def test_a_rank_that_is_ahead_is_not_mixed_up(connect: Any) -> None:
+    ranks = connect(2)
+    for number in range(3):
+        ranks[0]._send({1: framed([number], "x")})
+    ranks[1]._send({0: framed([7], "x")})
+    for number in range(3):
+        (frame,) = ranks[1]._receive(0, 1)
+        assert frame == framed([number], "x")
+
+
+@pytest.mark.parametrize("size", [2, 6])
+def test_a_rank_that_has_left(connect: Any, size: int) -> None:
+    ranks = connect(size)
+    ranks[size - 1].shut()
+    with pytest.raises(PeerFailure) as caught:
+        ranks[0].exchange(framed([1], "x"))
+    assert not caught.value.timed_out
+    assert caught.value.peer == size - 1
+
+
+def test_all_leave_an_exchange_that_cannot_end(connect: Any) -> None:
+    ranks = connect(7)
+    ranks[0].shut()
+
+    def failure(rank: int) -> PeerFailure:
+        with pytest.raises(PeerFailure) as caught:
+            ranks[rank].exchange(framed([1], "x"))
+        return caught.value
+
+    assert not any(found.timed_out for found in each(7, failure))
+
+
+def test_a_rank_that_says_nothing(connect: Any) -> None:
+    ranks = connect(2, seconds=0.2)
+    with pytest.raises(PeerFailure) as caught:
+        ranks[0].exchange(framed([1], "x"))
+    assert caught.value.timed_out
+    assert caught.value.peer == 1
+
+
+def test_who_has_not_come() -> None:
+    plane = Plane(HashStore(), 0, 2, "test")
+    try:
+        with pytest.raises(Absent) as caught:
+            make(plane, 0, 2, 0.1)
+        assert caught.value.processes == [1]
+    finally:
+        plane.close()
+
+
+def test_a_verdict_ends_the_wait_for_those_who_have_not_come() -> None:
+    plane = Plane(HashStore(), 0, 2, "test")
+    member = Member([0, 1], lambda _: None)
+    plane.join(member)
+    try:
+        with ThreadPoolExecutor(1) as other:
+            waits = other.submit(AllGather, plane, member, "here", 0, SOON)
+            plane.announce(Verdict(Cause.RAISED, 0, "KeyboardInterrupt"))
+            with pytest.raises(Absent) as caught:
+                waits.result(SOON / 2)
+            assert caught.value.processes == [1]
+    finally:
+        plane.close()
+
+
+def test_strangers_are_not_let_in(connect: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    addresses: list[tuple[str, int]] = []
+    tell = Plane.tell
+
+    def told(plane: Plane, processes: Any, place: str, value: str) -> None:
+        host, port, _ = json.loads(value)
+        addresses.append((host, port))
+        for hello in (b"", b"x" * 36, b"x" * 32 + b"\1\0\0\0"):
+            with socket.create_connection((host, port)) as stranger:
+                stranger.sendall(hello)
+        tell(plane, processes, place, value)
+
+    monkeypatch.setattr(Plane, "tell", told)
+    ranks = connect(2)
+    frames = each(2, lambda rank: ranks[rank].exchange(framed([rank], "x")))
+    assert len(addresses) == 2
+    assert [[f.numbers for f in found] for found in frames] == [[[0], [1]]] * 2
