@@ -20,7 +20,7 @@ from taktline.checks import (
     require_whole,
 )
 from taktline.errors import MismatchError, PartitionError, ScheduleError
-from taktline.train.layout import cuts_of
+from taktline.train.megatron_layout import cuts_of
 
 __all__ = ["as_timedelta", "check", "names_of"]
 

@@ -1,4 +1,4 @@
-"""What a step of a pipeline has computed, compared with a step of the plain model."""
+"""Compares a step of a pipeline with a step of the plain model, tensor by tensor."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from taktline import pytree
 from taktline.runtime.schedule import LossFn
 from taktline.side_values import collect_losses
 from taktline.stage.names import named_modules
+from taktline.train.recorder import ModuleOutput, Recorded, Recorder
 from taktline.train.steps import OPTIONS
-from taktline.train.tape import ModuleOutput, Noted, Tape
 
 __all__ = ["Comparison", "Difference", "Expected", "Verification", "cloned"]
 
@@ -25,7 +25,7 @@ _TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-4}
 _COARSE = 3e-2
 """For types with fewer digits."""
 _ENDLESS = sys.float_info.max
-"""For an error that is no number, or infinite."""
+"""Reported for an error that is not finite."""
 _FORWARD, _LOSS, _BACKWARD, _GRADIENT = range(4)
 _Take: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 _WORDS = ("forward", "loss", "backward", "gradient")
@@ -33,7 +33,7 @@ _WORDS = ("forward", "loss", "backward", "gradient")
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """Where a pipeline and the plain model part."""
+    """The first tensor that differs between a pipeline and the plain model."""
 
     phase: int
     place: int
@@ -49,11 +49,11 @@ class Difference:
 
     @property
     def within(self) -> str:
-        """Forward or backward; or in the loss, or a parameter's gradient."""
+        """The phase: "forward", "loss", "backward" or "gradient"."""
         return _WORDS[self.phase]
 
     def order(self) -> tuple[int, int, int]:
-        """Sorts them as the plain model computes."""
+        """A key that sorts differences in the order in which the plain model computes."""
         return self.phase, self.place, self.microbatch
 
     def __str__(self) -> str:
@@ -75,7 +75,7 @@ class Verification:
     """What :meth:`taktline.Pipeline.verify` has found; true if nothing differs."""
 
     compared: int
-    """So many tensors on all ranks."""
+    """The number of tensors that were compared, on all ranks."""
     difference: Difference | None
 
     def __bool__(self) -> bool:
@@ -95,13 +95,13 @@ class Expected:
 
     def __init__(self, model: nn.Module, loss_fn: LossFn, batch: Any) -> None:
         modules = named_modules(model)
-        tape, again = Tape(), Tape()
-        with tape.noting(model, modules):
+        first, again = Recorder(), Recorder()
+        with first.recording(model, modules):
             self.loss = _loss(model, loss_fn, batch)
         self.loss.backward()
-        with again.noting(model, modules), torch.no_grad():
+        with again.recording(model, modules), torch.no_grad():
             _loss(model, loss_fn, batch)
-        (self.entries,), (other,) = tape.forwards, again.forwards
+        (self.entries,), (other,) = first.forwards, again.forwards
         self.places = {call: place for place, call in enumerate(self.entries)}
         self.random = {
             call
@@ -133,12 +133,12 @@ class Comparison:
         self.compared = 0
 
     def forwards(
-        self, stage: int, forwards: Sequence[Mapping[ModuleOutput, Noted]], order: Sequence[int]
+        self, stage: int, forwards: Sequence[Mapping[ModuleOutput, Recorded]], order: Sequence[int]
     ) -> None:
-        """All that the modules of a stage gave, with the gradients that reached it."""
-        by_part = dict(sorted(zip(order, forwards, strict=True)))
+        """Compare the outputs of a stage's modules, and the gradients that reach these outputs."""
+        by_microbatch = dict(sorted(zip(order, forwards, strict=True)))
         for call, whole in self._expected.entries.items():
-            parts = {m: forward[call] for m, forward in by_part.items() if call in forward}
+            parts = {m: forward[call] for m, forward in by_microbatch.items() if call in forward}
             rows = _rows(whole.value, [entry.value for entry in parts.values()])
             for (microbatch, entry), take in zip(parts.items(), rows, strict=False):
                 self._call(call, stage, microbatch, entry, whole, take)
@@ -148,15 +148,15 @@ class Comparison:
         call: ModuleOutput,
         stage: int,
         microbatch: int,
-        entry: Noted,
-        whole: Noted,
+        entry: Recorded,
+        whole: Recorded,
         take: _Take,
     ) -> None:
         place, last = self._expected.places[call], len(self._expected.places)
         where = (microbatch, stage, call.module)
         advice = _RANDOM if call in self._expected.random else ""
         self._compare(_FORWARD, (place, *where), entry.value, take(whole.value), advice)
-        # What is not cut has a gradient from every micro-batch; the parameters see their sum.
+        # A tensor that is not cut has a gradient from each micro-batch; parameters have their sum.
         if whole.gradient is None or take(whole.value).shape == whole.value.shape:
             return
         expected = take(whole.gradient)
@@ -164,13 +164,13 @@ class Comparison:
         self._compare(_BACKWARD, (last - place, *where), found, expected, "")
 
     def loss(self, stage: int, loss: torch.Tensor | None) -> None:
-        """The loss of the step."""
+        """Compare the loss of the step."""
         if loss is not None:
             where = (0, -1, stage, "")
             self._compare(_LOSS, where, loss.detach(), self._expected.loss.detach(), _MEAN)
 
     def parameter(self, stage: int, name: str, parameter: nn.Parameter) -> None:
-        """The sum of a parameter's gradients over the micro-batches."""
+        """Compare the sum of a parameter's gradients over the micro-batches."""
         if name not in self._expected.parameters or not parameter.requires_grad:
             return
         place, expected = self._expected.parameters[name]
@@ -215,7 +215,7 @@ _MEAN = (
 
 
 def _rows(whole: torch.Tensor, parts: Sequence[torch.Tensor]) -> Iterator[_Take]:
-    """What takes each micro-batch's part of a tensor of the batch; nothing if there is no such."""
+    """A function for each micro-batch that takes its rows of a tensor; none if there are none."""
     if all(part.shape == whole.shape for part in parts):
         yield from (_all for _ in parts)
         return
@@ -236,5 +236,5 @@ def _all(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def cloned(batch: Any) -> Any:
-    """A batch that may be changed in place."""
+    """A copy of a batch, which may be changed in place."""
     return pytree.tree_map_only(torch.Tensor, torch.clone, batch)

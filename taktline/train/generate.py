@@ -22,9 +22,9 @@ from taktline.plan import Kind, Plan
 from taktline.runtime.digest import digest_of
 from taktline.runtime.leaves import describe
 from taktline.text import by_rank
+from taktline.train.broadcast import shared_output
 from taktline.train.build import Built
 from taktline.train.kv_cache import Keeper, cache_of, padding_of
-from taktline.train.outputs import shared_output
 from taktline.transport.control import share_error
 
 __all__ = ["Request", "generate"]

@@ -11,7 +11,7 @@ from torch.utils.data import Dataset, IterableDataset
 
 from taktline import pytree
 from taktline.errors import DataError, SignatureError
-from taktline.train.outputs import shared
+from taktline.train.broadcast import shared
 from taktline.train.ranks import Ranks
 from taktline.transport import transport_of
 from taktline.transport.control import share_error

@@ -1,33 +1,49 @@
-"""Loss, speed, bubble and memory of recent steps."""
+"""Loss, speed, bubble and memory of recent steps; the progress bar; reports of slow ranks."""
 
 from __future__ import annotations
 
+import logging
 import resource
 import sys
 import time
 from collections import deque
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 
-__all__ = ["Metrics"]
+from taktline.plan import Timeline, stragglers
+from taktline.text import size_text
+from taktline.train.build import Built
+from taktline.train.loader import length_of
 
+__all__ = ["Metrics", "StragglerReport", "progress"]
+
+T = TypeVar("T")
+
+_log = logging.getLogger("taktline")
 _WINDOW = 21
-"""Speeds are averaged over 20 steps: so many ends."""
+"""Speeds are averaged over 20 steps, between so many ends."""
+_REMEMBERED = 8
+"""With how many earlier steps a step is compared, where the work of stages is not known."""
+
+_Show: TypeAlias = Callable[[int, Mapping[str, float] | None], None]
+"""Shows how many batches are done and, now and then, the metrics."""
 
 
 class Metrics:
-    """What is noted in each step, at the price of a look at the clock."""
+    """The metrics of the latest steps."""
 
     def __init__(self) -> None:
         self._ends: deque[tuple[float, int, int]] = deque(maxlen=_WINDOW)
-        """When a step ended, with its rows and its tokens."""
+        """When each step ended, with its rows and its tokens."""
         self.loss: torch.Tensor | None = None
         self.bubble: float | None = None
-        """Of the latest step that was measured."""
+        """Of the latest step that was traced."""
 
     def note(self, args: tuple[Any, ...], loss: torch.Tensor | None) -> None:
-        """A step has ended."""
+        """Note a step that has ended."""
         first = next((value for value in args if isinstance(value, torch.Tensor)), None)
         rows = 0 if first is None or not first.dim() else first.shape[0]
         counts = first is not None and first.dim() > 1 and not first.is_floating_point()
@@ -36,7 +52,7 @@ class Metrics:
         self.loss = loss
 
     def read(self, steps: int, replicas: int, device: torch.device) -> dict[str, float]:
-        """What is known by now; waits for the loss."""
+        """The metrics that are known by now; waits for the loss."""
         found: dict[str, float] = {"step": steps, "peak_memory": _peak(device)}
         if self.loss is not None:
             found["loss"] = self.loss.item()
@@ -53,8 +69,101 @@ class Metrics:
 
 
 def _peak(device: torch.device) -> int:
-    """Bytes: of tensors on a GPU, else of this process."""
+    """The peak memory in bytes: of tensors on a GPU, else of this process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else 1024 * peak
+
+
+def progress(pipe: Any, batches: Iterable[T], every: int, *, measured: bool) -> Iterator[T]:
+    """Yields the batches; the first rank shows a bar on a terminal, and lines elsewhere."""
+    total = length_of(batches)
+    with _shown(total, silent=not pipe.is_first) as show:
+        for done, batch in enumerate(batches, start=1):
+            # The second one: in the first, ranks still exchange shapes.
+            tracing = pipe.trace() if measured and done % every == 2 % every else nullcontext()
+            with tracing as trace:
+                yield batch
+            if trace is not None and trace.timelines:
+                pipe._metrics.bubble = trace.timelines[0].bubble()
+            # Not each time: reading the loss waits for the GPU.
+            show(done, pipe.metrics() if done % every == 0 or done == total else None)
+
+
+def line(numbers: Mapping[str, float]) -> str:
+    """The metrics as one line of text.
+
+    >>> line({"loss": 2.5, "tokens_per_s": 1234.5, "bubble": 0.25, "peak_memory": 3 << 20})
+    'loss 2.500  1,234 tokens/s  bubble 25%  peak 3.0 MiB'
+    """
+    texts = {
+        "loss": lambda number: f"loss {number:.3f}",
+        "tokens_per_s": lambda number: f"{number:,.0f} tokens/s",
+        "rows_per_s": lambda number: f"{number:,.0f} rows/s",
+        "bubble": lambda number: f"bubble {number:.0%}",
+        "peak_memory": lambda number: f"peak {size_text(number)}",
+    }
+    if "tokens_per_s" in numbers:
+        texts.pop("rows_per_s")
+    return "  ".join(text(numbers[name]) for name, text in texts.items() if name in numbers)
+
+
+@contextmanager
+def _shown(total: int | None, *, silent: bool) -> Iterator[_Show]:
+    bar = None if silent or not sys.stdout.isatty() else _bar()
+
+    def say(done: int, numbers: Mapping[str, float] | None) -> None:
+        if numbers is not None and not silent:
+            print(f"step {done:4}  {line(numbers)}", flush=True)
+
+    if bar is None:
+        yield say
+        return
+    with bar:
+        task = bar.add_task("", total=total, line="")
+
+        def move(done: int, numbers: Mapping[str, float] | None) -> None:
+            bar.update(task, completed=done)
+            if numbers is not None:
+                bar.update(task, line=line(numbers))
+
+        yield move
+
+
+def _bar() -> Any:
+    """A progress bar of rich, if rich is installed."""
+    try:
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+    except ImportError:
+        return None
+    return Progress(BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[line]}"))
+
+
+class StragglerReport:
+    """Traces every n-th step, and logs which ranks were slow in it."""
+
+    def __init__(self, every: int) -> None:
+        self.every = every
+        self._timelines: deque[Timeline] = deque(maxlen=_REMEMBERED + 1)
+
+    @contextmanager
+    def step(self, built: Built) -> Iterator[None]:
+        """Wrap a training step; all ranks take part."""
+        number = built.schedule.steps
+        traced = built.schedule._runner.recorder is not None
+        if traced or (number + 1) % self.every:
+            yield
+            return
+        with built.schedule.trace() as trace:
+            yield
+        self._timelines.extend(trace.timelines)
+        if 0 in built.ranks.own:
+            self._log_stragglers(built, number)
+
+    def _log_stragglers(self, built: Built, number: int) -> None:
+        work, ranks = built.table.work, built.ranks
+        judged = list(self._timelines) if work is None else [self._timelines[-1]]
+        where = f"replica {ranks.replica}, " if ranks.replicas > 1 else ""
+        for straggler in stragglers(judged, work=work):
+            _log.warning("%sstep %d: %s", where, number, straggler)

@@ -19,28 +19,31 @@ from taktline.runtime.schedule import ArgsSpec, KwargsSpec, LossFn, MergeSpec, S
 from taktline.split.example import arguments_of
 from taktline.train.arguments import as_timedelta, check, names_of
 from taktline.train.as_module import AsModule
-from taktline.train.build import build
+from taktline.train.build import Prepare, build
 from taktline.train.choose_plan import ScheduleChoice
 from taktline.train.comparison import Verification
-from taktline.train.for_checkpoints import ForCheckpoints
 from taktline.train.generate import Request, generate
 from taktline.train.gradients import Gradients
-from taktline.train.lifetime import Lifetime
 from taktline.train.loader import SharedLoader
 from taktline.train.model_stages import Model
-from taktline.train.own_loss import asked, of_output, with_own_loss
-from taktline.train.plainly import plainly
-from taktline.train.preempt import PREEMPTED
-from taktline.train.saved import Saved
-from taktline.train.steps import Outputs, evaluating, run
+from taktline.train.monitoring import Monitoring
+from taktline.train.preemption import PREEMPTED
+from taktline.train.save_load import SaveLoad
+from taktline.train.steps import (
+    Outputs,
+    asks_for_own_loss,
+    evaluating,
+    loss_in_output,
+    run,
+    with_own_loss,
+)
+from taktline.train.tracebacks import short_traceback
 from taktline.train.verify import verify
-from taktline.train.watching import Watching
-from taktline.train.wrap import Prepare
 
 __all__ = ["Pipeline"]
 
 
-class Pipeline(AsModule, Gradients, Saved, ForCheckpoints, Watching, Lifetime):
+class Pipeline(AsModule, Gradients, SaveLoad, Monitoring):
     """A model, cut into stages, on its ranks; it trains as the model does.
 
     Started by torchrun, each process is a rank. Without a launcher all ranks live in this process,
@@ -109,7 +112,7 @@ class Pipeline(AsModule, Gradients, Saved, ForCheckpoints, Watching, Lifetime):
     PREEMPTED: ClassVar[int] = PREEMPTED
     """The exit code of every rank after ``on_preempt``."""
 
-    @plainly
+    @short_traceback
     def __init__(
         self,
         model: Model,
@@ -138,10 +141,10 @@ class Pipeline(AsModule, Gradients, Saved, ForCheckpoints, Watching, Lifetime):
         report_stragglers: int | None = None,
         timeout: float | timedelta | None = None,
     ) -> None:
-        check(locals())  # which are all arguments by now
+        check(locals())  # all arguments, as nothing else is set yet
         self._begin(loss_fn, on_preempt, report_stragglers)
-        running = {
-            "loss_fn": loss_fn or of_output,
+        options = {
+            "loss_fn": loss_fn or loss_in_output,
             "dynamic_shapes": dynamic_shapes,
             "cuda_graphs": cuda_graphs,
             "args_chunk_spec": args_chunk_spec,
@@ -152,7 +155,7 @@ class Pipeline(AsModule, Gradients, Saved, ForCheckpoints, Watching, Lifetime):
         self._live = build(
             model,
             None if example is None else arguments_of(example),
-            running,
+            options,
             schedule=schedule,
             microbatches=microbatches,
             ranks=ranks,
@@ -174,7 +177,7 @@ class Pipeline(AsModule, Gradients, Saved, ForCheckpoints, Watching, Lifetime):
         """What runs each rank of this process; if all of them are here, one runs them all."""
         return dict.fromkeys(self._ranks.own, self._built.schedule)
 
-    @plainly
+    @short_traceback
     def step(
         self,
         *args: Any,
@@ -220,7 +223,7 @@ class Pipeline(AsModule, Gradients, Saved, ForCheckpoints, Watching, Lifetime):
         self._end_if_preempted()
         return (loss, output) if return_outputs else loss
 
-    @plainly
+    @short_traceback
     def eval(
         self,
         *args: Any,
@@ -240,7 +243,7 @@ class Pipeline(AsModule, Gradients, Saved, ForCheckpoints, Watching, Lifetime):
         """
         if not args and not options and target is None and return_outputs is None:
             return self.train(False)
-        if self._loss_fn is None and asked(options, return_outputs):
+        if self._loss_fn is None and asks_for_own_loss(options, return_outputs):
             target, options = with_own_loss(target, options)
         compared = target is not None or options.get("target_mbs") is not None
         wanted = not compared if return_outputs is None else return_outputs
@@ -252,7 +255,7 @@ class Pipeline(AsModule, Gradients, Saved, ForCheckpoints, Watching, Lifetime):
             return loss
         return output if loss is None else (loss, output)
 
-    @plainly
+    @short_traceback
     def verify(
         self,
         model: nn.Module,
@@ -288,7 +291,7 @@ class Pipeline(AsModule, Gradients, Saved, ForCheckpoints, Watching, Lifetime):
         with self._turn:
             return verify(self._built, model, (args, target, options), tolerance)
 
-    @plainly
+    @short_traceback
     def generate(
         self,
         ids: torch.Tensor,

@@ -21,7 +21,7 @@ from taktline.checks import launched, require_whole
 from taktline.device import gpu_for_each_process
 from taktline.errors import MismatchError, TransportError
 from taktline.text import counted
-from taktline.train.groups import Groups, end_unused
+from taktline.train.process_groups import Groups, end_unused
 from taktline.transport import Transport, transport_of
 from taktline.transport.control import share_floats
 from taktline.transport.distributed import Distributed

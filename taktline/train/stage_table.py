@@ -1,4 +1,4 @@
-"""The printed table of a pipeline: what runs where, and what it needs."""
+"""The printed tables of a pipeline: its stages, and what each sends to the next one."""
 
 from __future__ import annotations
 
@@ -6,24 +6,67 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import groupby
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 
 from taktline.plan import Costs, Plan, Timeline, peak_memory, simulate
+from taktline.split.named.stage_forward import crossings_of
 from taktline.stage.names import named_parameters
 from taktline.text import size_text, table
-from taktline.train.boundaries import Boundaries
 from taktline.train.measure import StageNeeds, measure
 from taktline.transport import Transport
 from taktline.transport.control import share_values
 
-__all__ = ["Row", "Table"]
+__all__ = ["Boundaries", "Crossing", "Row", "StageTable"]
+
+
+class Crossing(NamedTuple):
+    """A tensor that goes from one stage to the next."""
+
+    what: str
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int
+
+
+class Boundaries(dict[int, tuple[Crossing, ...]]):
+    """The tensors that each stage sends to the next one for a micro-batch of the example.
+
+    >>> import taktline as tl, torch
+    >>> model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))
+    >>> pipe = tl.Pipeline(model, example=(torch.ones(2, 4),), microbatches=2, ranks=2, cuts=["2"])
+    >>> print(pipe.boundaries)
+    from  to  what    type     shape   bytes
+    0     1   output  float32  [2, 8]     64
+    """
+
+    @classmethod
+    def of(cls, modules: Mapping[int, nn.Module], needs: Sequence[StageNeeds | None]) -> Boundaries:
+        """The boundaries of some stages, by what was measured of them."""
+        found = cls()
+        for stage, module in modules.items():
+            names = crossings_of(module)
+            need = needs[stage] if stage < len(needs) else None
+            if stage < len(needs) - 1 and need is not None:
+                rest = "an argument of the model" if names else "output"
+                names += [rest] * (len(need.crosses) - len(names))
+                pairs = zip(names, need.crosses, strict=True)
+                found[stage] = tuple(Crossing(name, *crossing) for name, crossing in pairs)
+        return found
+
+    def __str__(self) -> str:
+        lines = [["from", "to", "what", "type", "shape", "bytes"]]
+        for stage, found in self.items():
+            for place, (what, dtype, shape, nbytes) in enumerate(found):
+                ends = ["", ""] if place else [str(stage), str(stage + 1)]
+                lines.append([*ends, what, dtype, str(list(shape)), f"{nbytes:,}"])
+        return table(lines, left=lines[0][:-1])
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One stage."""
+    """One stage in the table."""
 
     stage: int
     layers: str
@@ -32,27 +75,27 @@ class Row:
 
     @classmethod
     def of(cls, stage: int, module: nn.Module, needs: StageNeeds | None) -> Row:
-        """The row of a module."""
+        """The row of a stage's module."""
         parameters = named_parameters(module)
         count = sum({id(p): p.numel() for p in parameters.values()}.values())
         return cls(stage, _layers(parameters), count, needs)
 
 
-class Table:
-    """All stages of a pipeline, and what is to be expected of its plan."""
+class StageTable:
+    """All stages of a pipeline, and a prediction for its plan."""
 
     def __init__(
         self, plan: Plan, rows: Sequence[Row], boundaries: Boundaries | None = None
     ) -> None:
         self._plan = plan
-        self.boundaries = boundaries or Boundaries({})
+        self.boundaries = boundaries or Boundaries()
         self._rows = {row.stage: row for row in rows}
 
     @classmethod
     def of(
         cls, plan: Plan, modules: Mapping[int, nn.Module], example: Any, transport: Transport
-    ) -> Table:
-        """The table of all modules; those that are elsewhere are asked for."""
+    ) -> StageTable:
+        """The table of all stages; other processes report theirs."""
         if len(modules) == plan.stages:
             listed = [modules[stage] for stage in range(plan.stages)]
             needs = None if example is None else measure(listed, example)
@@ -66,7 +109,7 @@ class Table:
 
     @property
     def costs(self) -> Costs:
-        """What the stages cost, as far as it is known: work for time, bytes for memory."""
+        """The costs of the stages, if they are known: work for time, bytes for memory."""
         needs = [self._rows[stage].needs for stage in range(self._plan.stages)]
         known = [need for need in needs if need is not None]
         if len(known) < len(needs) or not any(need.work for need in known):
@@ -86,7 +129,7 @@ class Table:
         return self.costs if isinstance(self.costs.forward, tuple) else None
 
     def predicted(self) -> Timeline:
-        """When everything runs; times and memory are relative to those of a mean stage."""
+        """The simulated timeline; times and memory are relative to those of a mean stage."""
         costs = self.costs
         if not isinstance(costs.forward, tuple) or not isinstance(costs.activation, tuple):
             return simulate(self._plan, costs)
@@ -140,7 +183,7 @@ def _relative(numbers: Sequence[float]) -> tuple[float, ...]:
 
 
 def _layers(names: Sequence[str] | Mapping[str, Any]) -> str:
-    """The layers that parameters belong to, runs of a list in short.
+    """The layers that parameters belong to; consecutive layers of a list as a range.
 
     >>> _layers(["embed.weight", "blocks.0.a.weight", "blocks.1.a.weight", "blocks.1.b", "scale"])
     'embed, blocks.0–1, scale'
@@ -165,6 +208,6 @@ def _layers(names: Sequence[str] | Mapping[str, Any]) -> str:
 
 
 def _run(place: int, layer: tuple[str, int | None]) -> tuple[str, int | None]:
-    """The same for layers that follow each other in one list."""
+    """A key that is the same for consecutive layers of one list."""
     path, number = layer
     return path, None if number is None else number - place

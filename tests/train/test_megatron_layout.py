@@ -9,7 +9,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from taktline import Pipeline
 from taktline.errors import PartitionError
-from taktline.train.layout import cuts_of, stages_of
+from taktline.train.megatron_layout import cuts_of, stages_of
 
 
 @pytest.mark.parametrize(

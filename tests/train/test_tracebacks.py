@@ -15,7 +15,7 @@ import taktline
 from taktline import Pipeline, TaktlineError
 from taktline.errors import PartitionError, StageError
 from taktline.plan.walk import unit_run
-from taktline.train.plainly import plainly
+from taktline.train.tracebacks import short_traceback
 
 X = torch.ones(8, 4)
 PACKAGE = str(Path(taktline.__file__).parent)
@@ -61,7 +61,7 @@ def test_only_the_users_lines(
     with pytest.raises(error, match="mat1 and mat2") as told:
         fails()
     ours = [file for file in files(told.value) if file.startswith(PACKAGE)]
-    assert [Path(file).stem for file in ours] == ["plainly"]
+    assert [Path(file).stem for file in ours] == ["tracebacks"]
     cause = told.value.__cause__
     assert isinstance(cause, RuntimeError)
     assert __file__ in files(cause), "the line in the user's model"
@@ -91,7 +91,7 @@ def test_an_error_holds_no_pipeline() -> None:
 
 
 def test_no_lines_of_a_cause_that_is_all_ours() -> None:
-    @plainly
+    @short_traceback
     def fails() -> None:
         try:
             unit_run(None)  # type: ignore[arg-type]

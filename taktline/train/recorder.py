@@ -13,11 +13,11 @@ from torch import nn
 
 from taktline import pytree
 
-__all__ = ["ModuleOutput", "Noted", "Tape"]
+__all__ = ["ModuleOutput", "Recorded", "Recorder"]
 
 
 class ModuleOutput(NamedTuple):
-    """One output tensor of a module: of its n-th call in a forward, the k-th tensor."""
+    """The name of an output tensor: its module, the call within a forward, and the tensor."""
 
     module: str
     call: int
@@ -25,21 +25,26 @@ class ModuleOutput(NamedTuple):
 
 
 @dataclass(slots=True)
-class Noted:
+class Recorded:
     """A tensor, and the gradient that has reached it."""
 
     value: torch.Tensor
     gradient: torch.Tensor | None = None
 
+    def keep_gradient(self, gradient: torch.Tensor) -> None:
+        """Keep the first gradient: both halves of a split backward may call this."""
+        if self.gradient is None:
+            self.gradient = gradient.detach().clone()
+
 
 @dataclass
-class Tape:
+class Recorder:
     """The records, forward by forward, in the order in which modules return."""
 
-    forwards: list[dict[ModuleOutput, Noted]] = field(default_factory=list)
+    forwards: list[dict[ModuleOutput, Recorded]] = field(default_factory=list)
 
     @contextmanager
-    def noting(self, root: nn.Module, modules: Mapping[str, nn.Module]) -> Iterator[None]:
+    def recording(self, root: nn.Module, modules: Mapping[str, nn.Module]) -> Iterator[None]:
         """Inside, record outputs of modules in each call of ``root``; not in recomputation."""
         inside, counts = [False], Counter[str]()
 
@@ -69,19 +74,11 @@ class Tape:
                 handle.remove()
 
     def _note(self, name: str, call: int, output: Any) -> None:
-        # Other classes of tensors stand for values that a stage does not have.
+        # Other classes of tensors are placeholders for values that a stage does not have.
         tensors = [leaf for leaf in pytree.tree_leaves(output) if type(leaf) is torch.Tensor]
         for place, tensor in enumerate(tensors):
-            # A copy: what comes next may change it in place.
-            entry = Noted(tensor.detach().clone())
+            # A copy, as the next module may change it in place.
+            entry = Recorded(tensor.detach().clone())
             self.forwards[-1][ModuleOutput(name, call, place)] = entry
             if tensor.requires_grad:
-                tensor.register_hook(_keeper(entry))
-
-
-def _keeper(entry: Noted) -> Callable[[torch.Tensor], None]:
-    def keep(gradient: torch.Tensor) -> None:
-        if entry.gradient is None:  # the halves of a backward may both come by
-            entry.gradient = gradient.detach().clone()
-
-    return keep
+                tensor.register_hook(entry.keep_gradient)

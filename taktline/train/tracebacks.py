@@ -14,7 +14,7 @@ from torch import __file__ as _torch
 import taktline
 from taktline.errors import TaktlineError
 
-__all__ = ["plainly"]
+__all__ = ["short_traceback"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -23,8 +23,8 @@ _OURS = (f"{Path(taktline.__file__).parent}{os.sep}",)
 _INSIDE = (*_OURS, f"{Path(_torch).parent}{os.sep}")
 
 
-def plainly(method: Callable[P, R]) -> Callable[P, R]:
-    """Raise an error of ours as if ``method`` itself had found it; its cause stays.
+def short_traceback(method: Callable[P, R]) -> Callable[P, R]:
+    """Let errors of ours begin at ``method`` in tracebacks; their causes stay.
 
     With ``TAKTLINE_DEBUG=1`` in the environment tracebacks are whole.
     """
@@ -49,14 +49,14 @@ def plainly(method: Callable[P, R]) -> Callable[P, R]:
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    """An error, and all that it comes from."""
+    """An error, its cause, the cause of that, and so on."""
     while error is not None:
         yield error
         error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
 
 
 def _shorten(error: BaseException) -> None:
-    """Leave out our own frames, and what has happened in them alone."""
+    """Remove our own frames, and a context that has no other frames."""
     context = error.__context__
     if context is not None and error.__cause__ is None and not _frames(context, _INSIDE):
         error.__suppress_context__ = True
@@ -67,7 +67,7 @@ def _shorten(error: BaseException) -> None:
 
 
 def _frames(error: BaseException, hidden: tuple[str, ...]) -> list[TracebackType]:
-    """The frames of an error that are in no hidden folder."""
+    """The frames of an error outside of the hidden folders."""
     found, frame = list[TracebackType](), error.__traceback__
     while frame is not None:
         if not frame.tb_frame.f_code.co_filename.startswith(hidden):

@@ -1,4 +1,4 @@
-"""The life of a pipeline: its beginning, new connections, copies, preemption, and its end."""
+"""The base of a pipeline: what was built, new connections, copies, preemption, and the end."""
 
 from __future__ import annotations
 
@@ -6,15 +6,17 @@ import gc
 from collections.abc import Callable
 from typing import Any, NoReturn, Self
 
+import torch
+
 from taktline.errors import UseError
 from taktline.runtime.schedule import LossFn
-from taktline.train.live import Live
-from taktline.train.metrics import Metrics
-from taktline.train.preempt import Preemption
-from taktline.train.report import StragglerReport
+from taktline.train.build import Built
+from taktline.train.metrics import Metrics, StragglerReport
+from taktline.train.preemption import Preemption
+from taktline.train.ranks import Ranks
 from taktline.transport.turn import Turn
 
-__all__ = ["Lifetime"]
+__all__ = ["PipelineBase"]
 
 _NO_COPY = (
     "it cannot be copied or pickled; save pipe.state_dict(gathered=True), make another "
@@ -22,12 +24,10 @@ _NO_COPY = (
 )
 
 
-class Lifetime(Live):
-    """The methods of a pipeline for its beginning and its end."""
+class PipelineBase:
+    """A pipeline that was built, until it is closed."""
 
-    _loss_fn: LossFn | None
-    _report: StragglerReport | None
-    _preemption: Preemption | None
+    _live: Built | None
 
     def _begin(
         self,
@@ -35,28 +35,43 @@ class Lifetime(Live):
         on_preempt: Callable[[Any], object] | None,
         report_every: int | None,
     ) -> None:
-        """What a pipeline has beside what is built for it."""
+        """Set what a pipeline has beside the objects that are built for it."""
         self._loss_fn, self._turn, self._metrics = loss_fn, Turn("this pipeline"), Metrics()
         self._report = None if report_every is None else StragglerReport(report_every)
         self._preemption = None if on_preempt is None else Preemption(on_preempt, self)
+
+    @property
+    def _built(self) -> Built:
+        if self._live is None:
+            raise UseError("this pipeline was closed; make a new one")
+        return self._live
+
+    @property
+    def _ranks(self) -> Ranks:
+        return self._built.ranks
+
+    @property
+    def device(self) -> torch.device:
+        """Where this process computes."""
+        return self._ranks.device
 
     def reconnect(self) -> None:
         """Make new connections between the same ranks; every rank calls it.
 
         For errors whose ``recoverable`` says "reconnect": a rank was interrupted, or stood still
-        for too long, and all processes are still there. Begin with ``zero_grad()`` then. Raises a
-        :class:`MismatchError` if the latest step has ended on some of them only.
+        for too long, and all processes are still there. Call ``zero_grad()`` before the next step.
+        Raises a :class:`MismatchError` if the latest step has ended on some ranks only.
         """
         for transport in self._ranks.transports:
             transport.reconnect()
         self._built.schedule._runner.restart(self._built.schedule.steps)
 
     def close(self) -> None:
-        """Free all but the model: connections to other ranks, and groups that it has made.
+        """Free all but the model: connections to other ranks, and process groups made for them.
 
-        It cannot be used from then on, and nor can tensors that it has sharded. Every rank closes
-        its own, and waits for nobody. ``with Pipeline(…) as pipe:`` closes it at the end; so
-        does Python, once nobody uses it or its stages any more.
+        A closed pipeline cannot be used, and nor can tensors that it has sharded. Every rank
+        closes its own, and waits for no other. ``with Pipeline(…) as pipe:`` closes it at the end
+        of the block. Python closes a pipeline once nothing refers to it or its stages any more.
 
         >>> import torch, taktline as tl
         >>> from torch import nn
@@ -84,7 +99,7 @@ class Lifetime(Live):
         self.close()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """In one process: a pipeline of its own, with copies of the model's modules."""
+        """In one process: another pipeline, with copies of the model's modules."""
         if self._ranks.group is not None:
             raise UseError(f"this pipeline runs over several processes, so {_NO_COPY}")
         made = type(self).__new__(type(self))
@@ -100,12 +115,12 @@ class Lifetime(Live):
         raise UseError(f"a pipeline belongs to its process, so {_NO_COPY}")
 
     def _listen(self) -> None:
-        """Let every step ask whether it is the last."""
+        """Let every step ask whether SIGTERM has come."""
         if self._preemption is not None:
             self._built.schedule._runner.accord.asks_to_stop = self._preemption.heard
 
     def _end_if_preempted(self) -> None:
-        """End this process if a signal has reached any rank; all of them are here."""
+        """End this process if SIGTERM has reached any rank; all ranks call this."""
         preemption, ranks = self._preemption, self._ranks
         if preemption is None or preemption.ending:
             return

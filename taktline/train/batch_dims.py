@@ -1,4 +1,4 @@
-"""How a batch is cut: as a user says, or else as it differs from the example.
+"""Finds the batch dimension of each argument by comparing a batch with the example.
 
 The example is one micro-batch, so a batch has more rows. Of each argument, the dimension that grows
 with the others is the batch; one that does not grow belongs to all rows::
@@ -25,7 +25,7 @@ from taktline.runtime.leaves import describe
 from taktline.runtime.microbatch import Replicate, TensorChunkSpec
 from taktline.split.example import arguments_of
 
-__all__ = ["Cutting"]
+__all__ = ["BatchDims"]
 
 _log = logging.getLogger("taktline")
 
@@ -37,18 +37,18 @@ _Dims: TypeAlias = dict[_Key, int | None]
 """Which dimension is the batch; None: the argument is whole for each micro-batch."""
 
 
-class Cutting:
-    """The cutter for each batch, and what was found out by those so far."""
+class BatchDims:
+    """The cutter for each batch, with the batch dimensions that were found so far."""
 
     def __init__(self, example: Any, cutter: Cutter) -> None:
         self.example = example
         self._cutter = cutter
-        told = cutter.args_spec is not None or cutter.kwargs_spec is not None
-        self._example = {} if told or example is None else _tensors(*arguments_of(example))
+        given = cutter.args_spec is not None or cutter.kwargs_spec is not None
+        self._example = {} if given or example is None else _tensors(*arguments_of(example))
         self._dims: _Dims = {}
 
     def fitted(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Cutter:
-        """How to cut such a batch; one that refuses to, if that is unclear."""
+        """The cutter for such a batch; if it is unclear how to cut, a cutter that raises why."""
         batch = _tensors(args, kwargs)
         pairs = {
             key: list(zip(example.shape, batch[key].shape, strict=True))
@@ -66,14 +66,12 @@ class Cutting:
             return self._cutter
         return replace(
             self._cutter,
-            args_spec=tuple(
-                _spec(dims.get(place)) if place in dims else None for place in range(len(args))
-            ),
-            kwargs_spec={key: _spec(dims[key]) if key in dims else None for key in kwargs},
+            args_spec=tuple(_spec(dims.get(place, 0)) for place in range(len(args))),
+            kwargs_spec={key: _spec(dims.get(key, 0)) for key in kwargs},
         )
 
     def misfits(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[str]:
-        """In which arguments a batch differs from the example by more than its rows."""
+        """Sentences on the arguments that differ from the example by more than their rows."""
         if self.example is None:
             return []
         batch, example = _tensors(args, kwargs), _tensors(*arguments_of(self.example))
@@ -86,14 +84,14 @@ class Cutting:
         ]
 
     def _note(self, found: _Dims) -> None:
-        """Keep what was found, for batches that have as many rows as the example."""
+        """Keep the dimensions, for batches that have as many rows as the example."""
         news = {key: dim for key, dim in found.items() if dim != self._dims.get(key, 0)}
         self._dims |= found
         if news:
             _log.info("%s", self)
 
     def __str__(self) -> str:
-        """What is not cut along dimension 0, if there is anything."""
+        """A sentence on the arguments that are not cut along dimension 0, if there are any."""
         if not any(dim != 0 for dim in self._dims.values()):
             return ""
         whole = [_named(key) for key, dim in self._dims.items() if dim is None]
@@ -109,7 +107,7 @@ class _UnclearError(Exception):
 
 
 def _tensors(args: Iterable[Any], kwargs: Mapping[str, Any]) -> dict[_Key, torch.Tensor]:
-    """The arguments that are tensors; what is inside of containers is cut along dimension 0."""
+    """The arguments that are tensors; tensors in containers are cut along dimension 0."""
     found: Iterator[tuple[_Key, Any]] = iter([*enumerate(args), *kwargs.items()])
     return {key: value for key, value in found if isinstance(value, torch.Tensor)}
 
@@ -125,15 +123,13 @@ def _dims(pairs: Mapping[_Key, list[_Pair]], microbatches: int, known: _Dims) ->
         if len(places) > 1:
             raise _UnclearError(key)
         found[key] = places[0] if places else None
-    lengths = {size for key, dim in found.items() if dim is not None for size in pairs[key]} - {
-        rows
-    }
+    grown = {size for key, dim in found.items() if dim is not None for size in pairs[key]} - {rows}
     for key, dim in found.items():
         first = pairs[key][0][0]
-        # As many as rows of a micro-batch: more likely a mistake than a table of that length.
+        # As many as the rows of a micro-batch: more likely a mistake than a table of that length.
         mistaken = first == rows[0] > 1
-        told = all(mine == theirs or (mine, theirs) in lengths for mine, theirs in pairs[key])
-        if dim is None and (mistaken or not told):
+        explained = all(size in grown or size[0] == size[1] for size in pairs[key])
+        if dim is None and (mistaken or not explained):
             raise _UnclearError(key)
     return found
 
@@ -153,7 +149,7 @@ def _rows(pairs: Mapping[_Key, list[_Pair]], microbatches: int, known: _Dims) ->
     for key, sizes in pairs.items():
         times = any(mine * microbatches == theirs != mine for mine, theirs in sizes[1:])
         if times and key not in known:
-            raise _UnclearError(key)  # a batch that is not in front, or longer texts
+            raise _UnclearError(key)  # the batch dimension is not the first, or texts are longer
     return None
 
 

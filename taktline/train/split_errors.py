@@ -18,9 +18,9 @@ __all__ = ["explained"]
 
 
 def explained(error: Exception, model: nn.Module, example: Any, plan: Plan | None) -> TaktlineError:
-    """What to raise instead of an error in cutting a model.
+    """The error to raise in place of an error in cutting a model.
 
-    ``plan`` has the number of stages that were asked for, if the cuts were left to us.
+    ``plan`` has the number of stages, if the user has not said where to cut.
     """
     name = type(model).__name__
     own = _own_error(model, example) if _is_from_the_model(error) else None
@@ -42,11 +42,11 @@ def explained(error: Exception, model: nn.Module, example: Any, plan: Plan | Non
         return told
     if plan is None or not (most := _most_stages(model, example, plan.stages)):
         return error
-    return PartitionError(f"{error}; {_would_do(most, plan)}")
+    return PartitionError(f"{error}; {_advice(most, plan)}")
 
 
 def _is_from_the_model(error: Exception) -> bool:
-    """Whether code that is not ours has raised it, or what it is about."""
+    """Whether the model's own code has raised an error, or its cause."""
     cause = error.__cause__ or error.__context__
     return not isinstance(error, TaktlineError) or (
         cause is not None and not isinstance(cause, TaktlineError)
@@ -54,34 +54,34 @@ def _is_from_the_model(error: Exception) -> bool:
 
 
 def _own_error(model: nn.Module, example: Any) -> Exception | None:
-    """What the model raises by itself; None if nothing, or if it has no data to run with."""
+    """The error that the model raises by itself; None if none, or if it has no data to run with."""
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     if example is None or any(tensor.is_meta for tensor in tensors.values()):
         return None
-    # Its buffers are to stay as they are, and so are random numbers.
+    # Buffers and random numbers must stay as they are.
     copies = {name: buffer.clone() for name, buffer in model.named_buffers()}
     try:
         args, kwargs = as_call(model, example)
         with torch.random.fork_rng(), torch.enable_grad():
             functional_call(model, copies, args, kwargs)
-    except Exception as error:  # whatever it is, the user's code has raised it
+    except Exception as error:  # the user's code may raise anything
         return None if isinstance(error, TaktlineError) else error
     return None
 
 
 def _most_stages(model: nn.Module, example: Any, stages: int) -> int:
-    """The largest number of stages, fewer than these, that a model can be cut into; 0: unknown."""
+    """The largest number of stages below this one that a model can be cut into; 0: unknown."""
     for fewer in range(stages - 1, 1, -1):
         try:
             split.auto(model, fewer, example)
-        except Exception:  # the error that counts is known
+        except Exception:  # the first error is the one to report
             continue
         return fewer
     return 0
 
 
-def _would_do(most: int, plan: Plan) -> str:
-    """Which numbers of ranks would do."""
+def _advice(most: int, plan: Plan) -> str:
+    """On how many ranks the model can run."""
     each = plan.stages // plan.ranks
     ranks = most // each
     if ranks > 1:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from taktline.checkpoint.names import joined
+from taktline.checkpoint.model_state import joined
 
 NAMES = st.sampled_from("abcdef")
 TABLES = st.lists(st.dictionaries(NAMES, NAMES), max_size=4)

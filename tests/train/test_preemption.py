@@ -21,7 +21,7 @@ from torch import nn
 
 import taktline as tl
 from taktline.errors import ArgumentError, UseError
-from taktline.train import preempt
+from taktline.train import preemption
 from tests.workers import PRELOADED
 
 
@@ -119,11 +119,11 @@ def pipeline(**options: Any) -> tl.Pipeline:
 @pytest.fixture
 def _one_signal(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Every further signal counts as a second one; and nothing is left behind."""
-    monkeypatch.setattr(preempt, "_ONE_SIGNAL", -1.0)
+    monkeypatch.setattr(preemption, "_ONE_SIGNAL", -1.0)
     before = signal.getsignal(signal.SIGTERM)
     yield
     signal.signal(signal.SIGTERM, before)
-    preempt._signals.heard = None
+    preemption._signals.heard = None
 
 
 def terminate() -> None:
@@ -202,7 +202,7 @@ def test_a_pipeline_that_is_dropped_hears_nothing(elsewhere: bool) -> None:
     gc.collect()
     terminate()
     assert numbers == [signal.SIGTERM]
-    assert preempt._signals.heard is None
+    assert preemption._signals.heard is None
 
 
 def test_nothing_changes_without_it() -> None:
@@ -216,7 +216,7 @@ def test_nothing_changes_without_it() -> None:
 def test_a_second_signal_ends_the_process_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     killed: list[Any] = []
     monkeypatch.setattr(
-        preempt.os, "kill", lambda *_: killed.append(signal.getsignal(signal.SIGTERM))
+        preemption.os, "kill", lambda *_: killed.append(signal.getsignal(signal.SIGTERM))
     )
     with pipeline(on_preempt=print):
         terminate()

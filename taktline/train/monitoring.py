@@ -1,4 +1,4 @@
-"""What a pipeline shows of itself: where it runs, how training goes, its plan and its stages."""
+"""Methods of a pipeline for people: where it runs, how training goes, its plan and stages."""
 
 from __future__ import annotations
 
@@ -10,36 +10,36 @@ from typing import TypeVar
 from taktline.checks import require_whole
 from taktline.plan import Plan
 from taktline.runtime import Trace
-from taktline.train.boundaries import Boundaries
-from taktline.train.live import Live
-from taktline.train.progress import progress
+from taktline.train.base import PipelineBase
+from taktline.train.metrics import progress
+from taktline.train.stage_table import Boundaries
 
-__all__ = ["Watching"]
+__all__ = ["Monitoring"]
 
 T = TypeVar("T")
 
 
-class Watching(Live):
-    """The methods of a pipeline for people who watch it."""
+class Monitoring(PipelineBase):
+    """The methods of a pipeline that report on it."""
 
     @property
     def plan(self) -> Plan:
-        """What each rank does, in order."""
+        """The plan: what each rank does, in order."""
         return self._built.plan
 
     @property
     def boundaries(self) -> Boundaries:
-        """What goes from each stage to the next one for the example; print it."""
+        """The tensors that each stage sends to the next one for the example; print it."""
         return self._built.table.boundaries
 
     @property
     def is_first(self) -> bool:
-        """Whether this process is the one to print, and to save what was gathered."""
+        """Whether this process is the one to print, and to save a gathered state."""
         return 0 in self._ranks.own and self._ranks.is_first
 
     @property
     def replica(self) -> int:
-        """Which of the replicas of the pipeline this one is, from 0 up."""
+        """The number of this replica of the pipeline, from 0 up."""
         return self._ranks.replica
 
     @property
@@ -48,15 +48,15 @@ class Watching(Live):
         return self._ranks.replicas
 
     def progress(self, batches: Iterable[T], *, every: int = 10) -> Iterator[T]:
-        """The same batches, while the first rank shows how training goes.
+        """Yields the batches, while the first rank shows how training goes.
 
-        On a terminal that is a bar (with rich), elsewhere a line: loss, tokens or rows a second,
-        the bubble, and this process's peak memory. Every rank iterates.
+        It shows a bar on a terminal (with rich), and lines elsewhere: loss, tokens or rows a
+        second, the bubble, and this process's peak memory. Every rank iterates.
 
         Args:
             batches: a list, a ``DataLoader``, or :meth:`loader` of one.
-            every: after so many steps the numbers are read, and where ranks are processes, one
-                step of these is traced to measure the bubble.
+            every: the numbers are read after so many steps. Where ranks are processes, one of
+                these steps is traced to measure the bubble.
 
         >>> import torch, taktline as tl
         >>> from torch import nn
@@ -66,11 +66,10 @@ class Watching(Live):
         step    3  peak ...
         """
         require_whole("every", every, least=1)
-        apart = not self._ranks.in_one_process
-        return progress(self, batches, every, measured=apart)
+        return progress(self, batches, every, measured=not self._ranks.in_one_process)
 
     def metrics(self) -> dict[str, float]:
-        """Numbers for a log: the same names each time, as far as they are known.
+        """Numbers for a log, under the same names each time; those that are known.
 
         ``step``, ``loss`` (of the latest step), ``step_ms``, ``rows_per_s`` and ``tokens_per_s``
         (of all replicas, over the last 20 steps), ``bubble`` (of the latest step that
@@ -86,7 +85,7 @@ class Watching(Live):
 
     @contextmanager
     def trace(self) -> Iterator[Trace]:
-        """Note what runs when inside of the block, on every rank; see :meth:`Schedule.trace`."""
+        """Trace the steps inside of the block, on every rank; see :meth:`Schedule.trace`."""
         with self._built.schedule.trace() as trace:
             trace.work = self._built.table.work
             yield trace
@@ -107,5 +106,5 @@ class Watching(Live):
         if self._live is None:
             return repr(self)
         live = self._live
-        parts = (repr(self), live.table, live.cutting, live.schedule._runner.captured)
+        parts = (repr(self), live.table, live.batch_dims, live.schedule._runner.captured)
         return "\n".join(filter(None, map(str, parts)))

@@ -1,0 +1,99 @@
+"""The processes that save and load a model together."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+from taktline.checks import Either, read
+from taktline.errors import CheckpointError, MismatchError, TaktlineError, restore, text_of
+from taktline.transport import Transport
+from taktline.transport.control import share_error, share_texts
+from taktline.transport.one_rank import Alone
+
+__all__ = ["Processes", "writers"]
+
+
+@dataclass(frozen=True, slots=True)
+class Processes:
+    """The processes along each dimension of a mesh, which save and load together."""
+
+    transports: Sequence[Transport] = (Alone(),)
+
+    @property
+    def sizes(self) -> list[int]:
+        """How many processes there are along each dimension."""
+        return [transport.size for transport in self.transports]
+
+    @property
+    def count(self) -> int:
+        """How many processes there are."""
+        return prod(self.sizes)
+
+    @property
+    def place(self) -> int:
+        """The number of this process among all of them."""
+        place, size = 0, 1
+        for transport in self.transports:
+            place, size = place + transport.rank * size, size * transport.size
+        return place
+
+    def gather(self, value: Any, call: str) -> list[Any]:
+        """The JSON values of all processes, in the order of their places."""
+        values, apart = [value], None
+        for transport in self.transports:
+            try:
+                texts = share_texts(transport, json.dumps(None if apart else values), call)
+                told = [read(text, Either([object], None), what=call) for text in texts]
+                if None in told:
+                    apart = share_error(transport, apart)
+                else:
+                    values = [each for row in told for each in row]
+            except MismatchError as error:
+                apart = apart or error  # those along the other dimensions have to know
+        if apart is not None:
+            raise apart
+        return values
+
+    def attempt(self, do: Callable[[], Any], what: str) -> tuple[Any, TaktlineError | None]:
+        """The result, or what a disk or a user's code has raised, with the number of the rank."""
+        who = f"rank {self.place}: " if self.count > 1 else ""
+        try:
+            return do(), None
+        except TaktlineError as error:
+            text = text_of(error)
+            text = text if text.startswith("rank ") else f"{who}{text}"
+            told, cause = restore(type(error), (text,), vars(error)), error.__cause__
+        except Exception as error:
+            kind = "" if isinstance(error, OSError) else f"{type(error).__name__}: "
+            reason = getattr(error, "strerror", None) or text_of(error)
+            told, cause = CheckpointError(f"{who}cannot {what}: {kind}{reason}"), error
+        told.__cause__ = cause
+        return None, told
+
+    def everywhere(self, do: Callable[[], Any], what: str, call: str) -> list[Any]:
+        """The results of all processes, as JSON; what one of them raises, all do."""
+        result, error = self.attempt(do, what)
+        told = self.gather([error is None, result], call)
+        if not all(done for done, _ in told):
+            for transport in self.transports:
+                error = share_error(transport, error) or error
+        if error is not None:
+            raise error
+        return [each for _, each in told]
+
+
+def writers(told: Sequence[Sequence[tuple[str, int]]]) -> dict[str, int]:
+    """Which process writes what several have: that with the highest priority, or the first.
+
+    >>> writers([[("embed", 0), ("mean", 0)], [("embed", -1), ("mean", 1)]])
+    {'embed': 0, 'mean': 1}
+    """
+    best: dict[str, tuple[int, int]] = {}
+    for place, process in enumerate(told):
+        for key, priority in process:
+            best[key] = max(best.get(key, (priority, -place)), (priority, -place))
+    return {key: -place for key, (_, place) in best.items()}
