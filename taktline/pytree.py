@@ -1,6 +1,6 @@
-"""Nested values as a list of leaves and a structure: torch's own trees, from one place.
+"""Nested values as a list of leaves and a structure: torch's private pytree, imported only here.
 
-What users register with torch as a container is one here too, and only torch knows it.
+Only torch knows the containers that users have registered with it.
 """
 
 from torch.utils._pytree import (

@@ -1,4 +1,4 @@
-"""Sentences and tables for people."""
+"""Pieces of sentences, and tables."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def counted(number: int, noun: str) -> str:
 
 
 def by_rank(values: Sequence[object]) -> str:
-    """What each rank has, ranks with the same together.
+    """The value of each rank; ranks with the same value are listed together.
 
     >>> by_rank([8, 4, 4])
     '8 on rank 0; 4 on rank 1, 2'
@@ -31,7 +31,7 @@ def by_rank(values: Sequence[object]) -> str:
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """The names that are most like an unknown one, as a question; else the first that there are.
+    """A question with the known names that are most like a name; else a list of known names.
 
     >>> did_you_mean("layer.1", ["layers.1", "head"]), did_you_mean("x", ["layers.1", "head"])
     ("did you mean 'layers.1'?", "there are 'layers.1', 'head'")
@@ -43,7 +43,7 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 
 def size_text(count: float) -> str:
-    """Bytes for people.
+    """A number of bytes, with a unit.
 
     >>> size_text(1536), size_text(12)
     ('1.5 KiB', '12 B')
@@ -56,7 +56,7 @@ def size_text(count: float) -> str:
 
 
 def table(rows: Sequence[Sequence[str]], left: Iterable[str] = ()) -> str:
-    """Columns side by side: numbers to the right, and the columns named in ``left`` to the left.
+    """Rows as a table: columns align to the right, and those named in ``left`` to the left.
 
     The first row has the names. A column that is empty below its name is left out.
 

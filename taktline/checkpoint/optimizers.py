@@ -126,7 +126,7 @@ class OptimizerState:
         self._options = self._options_of({id(each): name for name, each in named}, told["groups"])
         self._state: dict[int, dict[str, Any]] = {}
         self.targets: list[tuple[str, torch.Tensor]] = []
-        """What is to be filled, by its name in the checkpoint, before this is applied."""
+        """The tensors to fill before ``apply()``, by their names in the checkpoint."""
         prefix = f"optimizer/{index}/"
         keys: dict[str, list[str]] = {}
         for name in manifest.tensors:

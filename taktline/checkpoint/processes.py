@@ -35,14 +35,14 @@ class Processes:
 
     @property
     def place(self) -> int:
-        """The number of this process among all of them."""
+        """The number of this process."""
         place, size = 0, 1
         for transport in self.transports:
             place, size = place + transport.rank * size, size * transport.size
         return place
 
     def gather(self, value: Any, call: str) -> list[Any]:
-        """The JSON values of all processes, in the order of their places."""
+        """The JSON values of all processes, in the order of their numbers."""
         values, apart = [value], None
         for transport in self.transports:
             try:
@@ -53,13 +53,13 @@ class Processes:
                 else:
                     values = [each for row in told for each in row]
             except MismatchError as error:
-                apart = apart or error  # those along the other dimensions have to know
+                apart = apart or error  # processes along the other dimensions must know
         if apart is not None:
             raise apart
         return values
 
     def attempt(self, do: Callable[[], Any], what: str) -> tuple[Any, TaktlineError | None]:
-        """The result, or what a disk or a user's code has raised, with the number of the rank."""
+        """The result of a function, or the error of a disk or a user's code, with the rank."""
         who = f"rank {self.place}: " if self.count > 1 else ""
         try:
             return do(), None
@@ -75,7 +75,7 @@ class Processes:
         return None, told
 
     def everywhere(self, do: Callable[[], Any], what: str, call: str) -> list[Any]:
-        """The results of all processes, as JSON; what one of them raises, all do."""
+        """The results of all processes, as JSON; an error of one is raised on all."""
         result, error = self.attempt(do, what)
         told = self.gather([error is None, result], call)
         if not all(done for done, _ in told):
@@ -87,7 +87,7 @@ class Processes:
 
 
 def writers(told: Sequence[Sequence[tuple[str, int]]]) -> dict[str, int]:
-    """Which process writes what several have: that with the highest priority, or the first.
+    """The process that writes each key: that with the highest priority, or the first.
 
     >>> writers([[("embed", 0), ("mean", 0)], [("embed", -1), ("mean", 1)]])
     {'embed': 0, 'mean': 1}

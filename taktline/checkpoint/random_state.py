@@ -14,7 +14,7 @@ __all__ = ["random_state", "set_random_state"]
 
 
 def random_state(device: torch.device, ranks: RankRandom | None) -> dict[str, Any]:
-    """Where all generators are; ``ranks`` are those of ranks that share this process.
+    """The state of all generators; ``ranks`` has those of ranks that share this process.
 
     >>> state = random_state(torch.device("cpu"), None)
     >>> drawn = torch.rand(()), random.random()
@@ -35,7 +35,7 @@ def random_state(device: torch.device, ranks: RankRandom | None) -> dict[str, An
 
 
 def set_random_state(state: dict[str, Any], device: torch.device, ranks: RankRandom | None) -> None:
-    """Put all generators where they were; those of another kind of device stay."""
+    """Set the state of all generators, except those of another kind of device."""
     torch.set_rng_state(state["torch"])
     if device.type != "cpu" and state["device"] is not None:
         torch.get_device_module(device).set_rng_state(state["device"], device)

@@ -21,7 +21,7 @@ __all__ = ["shared", "shared_output"]
 
 
 def shared_output(output: Any, ranks: Ranks, owner: int) -> Any:
-    """What the owner has, on all ranks of the pipeline; a tensor in shards arrives whole."""
+    """The output of the owner, on all ranks of the pipeline; a sharded tensor arrives whole."""
     if ranks.group is None:
         return output
     try:
@@ -33,9 +33,9 @@ def shared_output(output: Any, ranks: Ranks, owner: int) -> Any:
 def shared(
     value: Any, group: dist.ProcessGroup, device: torch.device, owner: int, what: str
 ) -> Any:
-    """What the owner has, on all ranks of a group; if it cannot be sent, all raise why.
+    """The value of the owner, on all ranks of a group; if it cannot be sent, all raise why.
 
-    ``what`` is the call that it is for.
+    ``what`` names the call, for errors.
     """
     if group.size() == 1:
         return value
@@ -44,24 +44,22 @@ def shared(
     leaves = [leaf.full_tensor() if is_sharded(leaf) else leaf for leaf in leaves]
     signature = _agreed(leaves, spec, transport, owner, what)
     layout = Layout(signature.tensors, device)
-    if not layout.tensors:
-        buffer = layout.empty()
-    else:
-        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        buffer = layout.pack(tensors).buffer if here else layout.empty()
+    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    buffer = layout.pack(tensors).buffer if tensors else layout.empty()
+    if layout.tensors:
         dist.broadcast(buffer, dist.get_global_rank(group, owner), group)
     if here:
         return value
     arrived = iter(layout.unpack(buffer))
     values = [next(arrived) if isinstance(leaf, TensorMeta) else leaf for leaf in signature.leaves]
-    assert signature.spec is not None  # given above
+    assert signature.spec is not None
     return pytree.tree_unflatten(values, signature.spec)[0]
 
 
 def _agreed(
     leaves: list[Any], spec: pytree.TreeSpec, transport: Transport, owner: int, what: str
 ) -> Signature:
-    """The signature of what the owner has, on every rank."""
+    """The signature of the owner's value, on every rank."""
     text, signature, error = "", None, None
     try:
         text = encode(Signature.of(leaves, spec)).decode() if transport.rank == owner else ""
@@ -72,7 +70,7 @@ def _agreed(
             signature = decode(told.encode())
         except TaktlineError as raised:
             error = raised
-    # A rank may not know a container: then nobody may go on to send what is in it.
+    # If a rank does not know a container, the owner must not send its contents.
     if any(failed for (failed,) in transport.exchange([int(error is not None)], what)):
         raise share_error(transport, error) or SignatureError("the value cannot be sent")
     assert signature is not None

@@ -1,4 +1,4 @@
-"""A loader that one rank of each replica reads for all ranks of that replica."""
+"""A loader for all ranks of a replica, of which one rank reads."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class SharedLoader:
     """The batches of a loader, read by one rank of each replica; made by :meth:`Pipeline.loader`.
 
     All ranks make it, and iterate over it together. Each gets the same batch, with its tensors on
-    the pipeline's device. The end, and what goes wrong in reading, reach all of them.
+    the pipeline's device. All ranks stop at the end, and all raise an error in reading.
 
     >>> import taktline as tl
     >>> pipe = tl.Pipeline([torch.nn.Linear(2, 2), torch.nn.Linear(2, 1)], microbatches=2, ranks=2)
@@ -82,9 +82,9 @@ class SharedLoader:
                 set_epoch(epoch)
 
     def _agreed(self, read: Callable[[], list[Any]], what: str) -> list[Any]:
-        """What the reading rank finds, on every rank; what it raises, as our error on every rank.
+        """The list that the reading rank reads, on every rank; an error is raised on every rank.
 
-        That is one value in a list, or at the end none.
+        The list has one value, or none at the end.
         """
         found: list[Any] | str = []
         cause = None
@@ -101,8 +101,8 @@ class SharedLoader:
         failed = isinstance(found, str)
         lowest = highest = _FAILED if failed else len(found)
         for transport in self._replicas:
-            told = transport.exchange([lowest, highest], _CALL)
-            lowest, highest = min(low for low, _ in told), max(high for _, high in told)
+            counts = transport.exchange([lowest, highest], _CALL)
+            lowest, highest = min(low for low, _ in counts), max(high for _, high in counts)
         if highest == _FAILED:
             self._fail(f"rank 0{self._replica}, {what}: {found}" if failed else None, cause)
         if lowest != highest:
@@ -124,7 +124,7 @@ class SharedLoader:
 
 
 def _checked(batches: Any) -> Iterable[Any]:
-    """What can be iterated over for batches."""
+    """The batches; raises unless they can be iterated over."""
     if isinstance(batches, Dataset) and not isinstance(batches, IterableDataset):
         raise DataError(
             f"a {type(batches).__name__} has samples, not batches; pass a "
@@ -139,7 +139,7 @@ def _checked(batches: Any) -> Iterable[Any]:
 
 
 def length_of(batches: Any) -> int | None:
-    """How many batches there are, None if they do not say."""
+    """How many batches there are; None if that is unknown."""
     try:
         return len(batches)
     except (TypeError, NotImplementedError):
@@ -147,14 +147,14 @@ def length_of(batches: Any) -> int | None:
 
 
 def _on_device(batch: Any, device: torch.device) -> Any:
-    """A batch with its tensors on a device; other mappings than pytree knows become dicts."""
+    """A batch with its tensors on a device; mappings that pytree does not know become dicts."""
     if isinstance(batch, Mapping) and type(batch) not in pytree.SUPPORTED_NODES:
         batch = dict(batch)  # transformers' BatchEncoding
     return pytree.tree_map_only(torch.Tensor, lambda t: t.to(device, non_blocking=True), batch)
 
 
 def _text(error: Exception) -> str:
-    """An error in words, whatever its ``__str__`` does; the middle of a long one is left out."""
+    """The text of an error; the middle of a long one is left out."""
     if type(error) is DataError:
         return str(error)
     text = "".join(traceback.format_exception_only(error)).strip()

@@ -1,4 +1,4 @@
-"""Reads Megatron's layouts: one text that says which layers each stage has."""
+"""Reads Megatron's layouts: a text that says which layers each stage has."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from taktline.text import counted
 __all__ = ["cuts_of", "stages_of"]
 
 _MOST = 100_000
-"""Letters of a layout that is written out."""
+"""The most letters that repeats may make."""
 
 
 def stages_of(layout: str) -> list[str]:
@@ -49,27 +49,27 @@ def cuts_of(layout: str, model: nn.Module) -> list[str]:
     """
     stages = stages_of(layout)
     layers = sum(stage.count("t") for stage in stages)
-    row = _row(model, layers, layout)
+    layers_name = _list_of(model, layers, layout)
     cuts: list[str] = []
     done = stages[0].count("t")
     for stage in stages[1:]:
-        cuts.append(f"{row}.{done}" if stage[0] == "t" else _head(model, row))
+        cuts.append(f"{layers_name}.{done}" if stage[0] == "t" else _head(model, layers_name))
         done += stage.count("t")
     return cuts
 
 
-def _row(model: nn.Module, layers: int, layout: str) -> str:
-    """The name of the list with so many layers."""
-    rows = {
+def _list_of(model: nn.Module, layers: int, layout: str) -> str:
+    """The name of the list that has so many layers."""
+    lists = {
         name: len(module)
         for name, module in model.named_modules()
         if isinstance(module, nn.ModuleList | nn.Sequential) and name
     }
-    found = [name for name, length in rows.items() if length == layers]
+    found = [name for name, length in lists.items() if length == layers]
     if len(found) > 1:
         found = [name for name in found if name in _parts(model)] or found
     if len(found) != 1:
-        listed = ", ".join(f"{name} ({length})" for name, length in list(rows.items())[:4])
+        listed = ", ".join(f"{name} ({length})" for name, length in list(lists.items())[:4])
         raise PartitionError(
             f"the layout {layout!r} has {counted(layers, 'layer')}, and the model has "
             f"{'several lists' if found else 'no list'} of so many: {listed or 'none at all'}; "
@@ -79,14 +79,14 @@ def _row(model: nn.Module, layers: int, layout: str) -> str:
 
 
 def _parts(model: nn.Module) -> Mapping[str, object]:
-    """What transformers says that a pipeline has to run, by name; empty for other models."""
+    """The modules that transformers names for pipelines; empty for other models."""
     plan = getattr(model, "_pp_plan", None)
     return plan if isinstance(plan, Mapping) else {}
 
 
-def _head(model: nn.Module, row: str) -> str:
-    """The module that makes the output: the last one that transformers names, or the last one."""
-    names = [name for name, _ in model.named_children() if not f"{row}.".startswith(f"{name}.")]
+def _head(model: nn.Module, layers: str) -> str:
+    """The module of the output: the last one that transformers names, or the last one."""
+    names = [name for name, _ in model.named_children() if not f"{layers}.".startswith(f"{name}.")]
     names = [name for name in names if name in _parts(model)] or names
     if not names:
         raise PartitionError("the model has no module behind its layers for the L of the layout")

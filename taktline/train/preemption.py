@@ -28,7 +28,7 @@ _ONE_SIGNAL = 2.0
 
 
 class Preemption:
-    """What a pipeline does about SIGTERM, for as long as ``owner`` lives or until it is closed."""
+    """Listens for SIGTERM for a pipeline, until ``owner`` is collected or ``close()`` is called."""
 
     def __init__(self, on_preempt: Callable[[Any], object], owner: object) -> None:
         if threading.current_thread() is not threading.main_thread():
@@ -37,13 +37,13 @@ class Preemption:
             )
         self.on_preempt = on_preempt
         self.ending = False
-        """Whether it is being called; steps that it makes are plain ones."""
+        """Whether ``on_preempt`` is running; its own steps do not end the process."""
         _signals.join()
         self.close = finalize(owner, _signals.leave)
         """Stop listening."""
 
     def heard(self) -> bool:
-        """Whether this process has got the signal."""
+        """Whether this process has received SIGTERM."""
         return _signals.heard is not None
 
     def end(self, pipe: object, wait: Callable[[], object]) -> NoReturn:
@@ -52,8 +52,8 @@ class Preemption:
         try:
             self.on_preempt(pipe)
         finally:
-            # Launchers end the other ranks as soon as one has ended. If they cannot meet any more,
-            # or the pipeline was closed, there is nothing to wait for.
+            # Launchers end the other ranks as soon as one has ended. Ranks that are not connected
+            # any more, or have closed the pipeline, do not wait.
             with suppress(Exception):
                 wait()
             self.ending, _signals.heard = False, None
@@ -61,24 +61,24 @@ class Preemption:
 
 
 class _Signals:
-    """SIGTERM of this process, while anybody listens."""
+    """The handler of SIGTERM in this process, while any pipeline listens."""
 
     def __init__(self) -> None:
         self.heard: float | None = None
-        """When it came first."""
+        """When SIGTERM came first."""
         self._listeners = 0
         self._before: Any = signal.SIG_DFL
 
     def join(self) -> None:
         if signal.getsignal(signal.SIGTERM) != self._hear:
-            # None: not set by Python, so nothing that could be called or set again.
+            # None: the handler before was not set from Python, so it cannot be called or restored.
             self._before = signal.signal(signal.SIGTERM, self._hear) or signal.SIG_DFL
         self._listeners += 1
 
     def leave(self) -> None:
         self._listeners -= 1
         here = threading.current_thread() is threading.main_thread()
-        # In another thread it stays, and does what the one before would.
+        # Another thread cannot set handlers: ours stays, and does what the one before would.
         if not self._listeners and here and signal.getsignal(signal.SIGTERM) == self._hear:
             signal.signal(signal.SIGTERM, self._before)
 

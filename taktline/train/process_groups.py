@@ -1,8 +1,9 @@
-"""Ends the process groups that a pipeline has made.
+"""Ends the process groups that were made for a pipeline.
 
-DTensor remembers meshes, and uses a remembered one for every mesh that equals it: then all ranks
-must remember the same. Python collects a pipeline on one rank sooner than on another, and on any
-thread. So its groups end where all ranks come by: when it is closed, or when the next one is made.
+DTensor caches meshes, and uses a cached one for every mesh that equals it. So all ranks must have
+the same in their caches. But Python collects a pipeline on one rank sooner than on another, and on
+any thread. So its groups end in calls that all ranks make: when it is closed, or when the next
+pipeline is made.
 """
 
 from __future__ import annotations
@@ -23,19 +24,19 @@ __all__ = ["Groups", "end_unused"]
 
 
 class Groups:
-    """Groups that live as long as what uses them does, unless they are closed before."""
+    """Groups that live as long as any of their users does, unless they are closed before."""
 
     def __init__(self, groups: Iterable[ProcessGroup] = ()) -> None:
         self._end = finalize(self, _unused.extend, tuple(groups))
-        self._end.atexit = False  # then all groups of the process end anyway
+        self._end.atexit = False  # at exit, all groups of the process end anyway
 
     def keep_for(self, *users: object) -> None:
-        """Let these keep the groups alive, too: stages and schedules may outlive their pipeline."""
+        """Keep the groups alive for stages and schedules, which may outlive their pipeline."""
         for user in users:
             _kept[user] = self
 
     def close(self) -> None:
-        """End them now, on every rank."""
+        """End the groups now, on every rank."""
         self._end()
         end_unused()
 
@@ -50,17 +51,13 @@ def end_unused() -> None:
     while _unused:
         group = _unused.pop()
         Distributed.forget(group)
-        with suppress(ValueError):  # torch knows it no more: the program has ended all groups
+        with suppress(ValueError):  # the program has ended all groups itself
             if "nccl" in dist.get_backend_config(group):
-                # Aborted once its work is done: to destroy it, nccl waits for the other ranks.
+                # Abort once its work is done: to destroy it, nccl would wait for the other ranks.
                 torch.cuda.synchronize()
                 dist.distributed_c10d._abort_process_group(group)
             else:
                 dist.destroy_process_group(group)
-    _forget_meshes()
-
-
-def _forget_meshes() -> None:
     if "torch.distributed.tensor" in sys.modules:
         from torch.distributed.tensor import debug
 

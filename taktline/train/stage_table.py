@@ -42,17 +42,15 @@ class Boundaries(dict[int, tuple[Crossing, ...]]):
     """
 
     @classmethod
-    def of(cls, modules: Mapping[int, nn.Module], needs: Sequence[StageNeeds | None]) -> Boundaries:
-        """The boundaries of some stages, by what was measured of them."""
+    def of(cls, modules: Sequence[nn.Module], needs: Sequence[StageNeeds]) -> Boundaries:
+        """The boundaries between all stages, as they were measured."""
         found = cls()
-        for stage, module in modules.items():
+        for stage, (module, need) in enumerate(zip(modules[:-1], needs[:-1], strict=True)):
             names = crossings_of(module)
-            need = needs[stage] if stage < len(needs) else None
-            if stage < len(needs) - 1 and need is not None:
-                rest = "an argument of the model" if names else "output"
-                names += [rest] * (len(need.crosses) - len(names))
-                pairs = zip(names, need.crosses, strict=True)
-                found[stage] = tuple(Crossing(name, *crossing) for name, crossing in pairs)
+            rest = "an argument of the model" if names else "output"
+            names += [rest] * (len(need.crosses) - len(names))
+            pairs = zip(names, need.crosses, strict=True)
+            found[stage] = tuple(Crossing(name, *crossing) for name, crossing in pairs)
         return found
 
     def __str__(self) -> str:
@@ -99,9 +97,8 @@ class StageTable:
         if len(modules) == plan.stages:
             listed = [modules[stage] for stage in range(plan.stages)]
             needs = None if example is None else measure(listed, example)
-            found = needs or [None] * plan.stages
-            rows = [Row.of(s, listed[s], found[s]) for s in range(plan.stages)]
-            return cls(plan, rows, Boundaries.of(modules, found))
+            rows = [Row.of(s, listed[s], needs[s] if needs else None) for s in range(plan.stages)]
+            return cls(plan, rows, Boundaries.of(listed, needs) if needs else None)
         mine = [asdict(Row.of(stage, module, None)) for stage, module in modules.items()]
         shape = [{"stage": int, "layers": str, "parameters": int, "needs": None}]
         told = share_values(transport, mine, shape, "Pipeline(…)", what="the stages")
@@ -149,32 +146,20 @@ class StageTable:
         peaks = peak_memory(plan, self.costs)
         lines = [["rank", "stage", "layers", "parameters", "sends", "keeps", "peak"]]
         for rank in range(plan.ranks):
+            peak = size_text(peaks[rank]) if known else f"{peaks[rank]:g}"
             for place, stage in enumerate(plan.placement.stages_of(rank)):
                 row = self._rows[stage]
-                sends = (
-                    "" if stage == plan.stages - 1 or not row.needs else size_text(row.needs.sends)
-                )
-                lines.append(
-                    [
-                        "" if place else str(rank),
-                        str(stage),
-                        row.layers,
-                        f"{row.parameters:,}",
-                        sends,
-                        size_text(row.needs.keeps) if row.needs else "",
-                        "" if place else size_text(peaks[rank]) if known else f"{peaks[rank]:g}",
-                    ]
-                )
-        bubble = self.predicted().bubble()
-        basis = "work as counted" if known else "all stages alike"
-        memory = (
-            "sends, keeps: bytes of a micro-batch; peak: of activations"
-            if known
-            else "peak: activations in flight"
-        )
-        return (
-            f"{table(lines, left=['layers'])}\npredicted bubble: {bubble:.1%} ({basis}); {memory}"
-        )
+                sends = size_text(row.needs.sends) if row.needs and stage < plan.stages - 1 else ""
+                keeps = size_text(row.needs.keeps) if row.needs else ""
+                once = ["", ""] if place else [str(rank), peak]
+                numbers = [f"{row.parameters:,}", sends, keeps]
+                lines.append([once[0], str(stage), row.layers, *numbers, once[1]])
+        basis, memory = "all stages alike", "peak: activations in flight"
+        if known:
+            basis = "work as counted"
+            memory = "sends, keeps: bytes of a micro-batch; peak: of activations"
+        bubble = f"predicted bubble: {self.predicted().bubble():.1%}"
+        return f"{table(lines, left=['layers'])}\n{bubble} ({basis}); {memory}"
 
 
 def _relative(numbers: Sequence[float]) -> tuple[float, ...]:

@@ -1,7 +1,7 @@
-"""Optimizers that were made before a pipeline, which has replaced their parameters.
+"""Refuses steps of optimizers whose parameters a pipeline has replaced.
 
-FSDP2 puts shards in their place. An optimizer of the old ones would step without an error, and
-train nothing.
+FSDP2 replaces parameters by shards. An optimizer of the old parameters would step without an error,
+and train nothing.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from taktline.errors import MismatchError
 __all__ = ["note_replaced"]
 
 _names: Any = WeakIdKeyDictionary()
-"""Of parameters that no model has any more."""
+"""The names of parameters that were replaced."""
 _checked: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
-"""For each optimizer, how many names there were when it was looked at."""
+"""For each optimizer, how many names there were when it was checked."""
 _noted = 0
 
 
 def note_replaced(
     before: Mapping[str, torch.Tensor], now: Iterable[tuple[str, nn.Parameter]]
 ) -> None:
-    """Note which parameters are others now: an optimizer of the old ones raises in its step."""
+    """Note the parameters that were replaced: optimizers of these raise in their step."""
     global _noted
     now = list(now)
     kept = {id(parameter) for _, parameter in now}
@@ -46,7 +46,7 @@ def note_replaced(
 
 
 def _check(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    """Raise before the step of an optimizer that trains nothing."""
+    """Raise before the step of an optimizer whose parameters were replaced."""
     if _checked.get(optimizer) == _noted:
         return
     for group in optimizer.param_groups:

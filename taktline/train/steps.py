@@ -124,7 +124,7 @@ def with_own_loss(target: Any, options: dict[str, Any]) -> tuple[Any, dict[str, 
 
 
 def asks_for_own_loss(options: Mapping[str, Any], return_outputs: object) -> bool:
-    """Whether an evaluation is to return the model's own loss."""
+    """Whether an evaluation returns the model's own loss."""
     return options.get("labels") is not None or return_outputs is False
 
 
