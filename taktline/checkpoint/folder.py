@@ -87,9 +87,7 @@ def resolve(folder: Path) -> Path:
 def begin(folder: Path, step: int) -> str:
     """Make the folder of a new save; returns the name that the save will have."""
     folder.mkdir(parents=True, exist_ok=True)
-    for name in filter(
-        _UNFINISHED.fullmatch, os.listdir(folder)
-    ):  # left by a process that was killed
+    for name in filter(_UNFINISHED.fullmatch, os.listdir(folder)):  # of a killed process
         shutil.rmtree(folder / name, ignore_errors=True)
     known = saves(folder)
     name = f"{_number(known[0].name) + 1 if known else 1:06d}-step-{step}"

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
-from itertools import accumulate
-from typing import Any, TypeAlias
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -16,10 +16,9 @@ from taktline import pytree
 from taktline.runtime.schedule import LossFn
 from taktline.side_values import collect_losses
 from taktline.stage.names import named_modules
-from taktline.train.recorder import ModuleOutput, Recorded, Recorder
 from taktline.train.steps import OPTIONS
 
-__all__ = ["Comparison", "Difference", "Expected", "Verification", "cloned"]
+__all__ = ["Comparison", "Difference", "Expected", "Recorder", "Verification", "cloned"]
 
 _TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-4}
 _COARSE = 3e-2
@@ -27,7 +26,6 @@ _COARSE = 3e-2
 _ENDLESS = sys.float_info.max
 """Reported for an error that is not finite."""
 _FORWARD, _LOSS, _BACKWARD, _GRADIENT = range(4)
-_Take: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 _WORDS = ("forward", "loss", "backward", "gradient")
 
 
@@ -90,6 +88,74 @@ class Verification:
         return f"Verification({self})"
 
 
+class ModuleOutput(NamedTuple):
+    """The name of an output tensor: its module, the call within a forward, and the tensor."""
+
+    module: str
+    call: int
+    tensor: int
+
+
+@dataclass(slots=True)
+class Recorded:
+    """A tensor, and the gradient that has reached it."""
+
+    value: torch.Tensor
+    gradient: torch.Tensor | None = None
+
+    def keep_gradient(self, gradient: torch.Tensor) -> None:
+        """Keep the first gradient: both halves of a split backward may call this."""
+        if self.gradient is None:
+            self.gradient = gradient.detach().clone()
+
+
+@dataclass
+class Recorder:
+    """The records, forward by forward, in the order in which modules return."""
+
+    forwards: list[dict[ModuleOutput, Recorded]] = field(default_factory=list)
+
+    @contextmanager
+    def recording(self, root: nn.Module, modules: Mapping[str, nn.Module]) -> Iterator[None]:
+        """Inside, record outputs of modules in each call of ``root``; not in recomputation."""
+        inside, counts = [False], Counter[str]()
+
+        def begin(*_: Any) -> None:
+            inside[0] = True
+            counts.clear()
+            self.forwards.append({})
+
+        def end(*_: Any) -> None:
+            inside[0] = False
+
+        def hook(name: str) -> Callable[..., None]:
+            def note(module: nn.Module, args: Any, output: Any) -> None:
+                if inside[0]:
+                    self._note(name, counts[name], output)
+                    counts[name] += 1
+
+            return note
+
+        handles = [root.register_forward_pre_hook(begin)]
+        handles += [part.register_forward_hook(hook(name)) for name, part in modules.items()]
+        handles.append(root.register_forward_hook(end, always_call=True))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _note(self, name: str, call: int, output: Any) -> None:
+        # Other classes of tensors are placeholders for values that a stage does not have.
+        tensors = [leaf for leaf in pytree.tree_leaves(output) if type(leaf) is torch.Tensor]
+        for place, tensor in enumerate(tensors):
+            # A copy, as the next module may change it in place.
+            entry = Recorded(tensor.detach().clone())
+            self.forwards[-1][ModuleOutput(name, call, place)] = entry
+            if tensor.requires_grad:
+                tensor.register_hook(entry.keep_gradient)
+
+
 class Expected:
     """A step of the plain model on the whole batch."""
 
@@ -102,7 +168,6 @@ class Expected:
         with again.recording(model, modules), torch.no_grad():
             _loss(model, loss_fn, batch)
         (self.entries,), (other,) = first.forwards, again.forwards
-        self.places = {call: place for place, call in enumerate(self.entries)}
         self.random = {
             call
             for call, entry in self.entries.items()
@@ -137,31 +202,18 @@ class Comparison:
     ) -> None:
         """Compare the outputs of a stage's modules, and the gradients that reach these outputs."""
         by_microbatch = dict(sorted(zip(order, forwards, strict=True)))
-        for call, whole in self._expected.entries.items():
-            parts = {m: forward[call] for m, forward in by_microbatch.items() if call in forward}
-            rows = _rows(whole.value, [entry.value for entry in parts.values()])
-            for (microbatch, entry), take in zip(parts.items(), rows, strict=False):
-                self._call(call, stage, microbatch, entry, whole, take)
-
-    def _call(
-        self,
-        call: ModuleOutput,
-        stage: int,
-        microbatch: int,
-        entry: Recorded,
-        whole: Recorded,
-        take: _Take,
-    ) -> None:
-        place, last = self._expected.places[call], len(self._expected.places)
-        where = (microbatch, stage, call.module)
-        advice = _RANDOM if call in self._expected.random else ""
-        self._compare(_FORWARD, (place, *where), entry.value, take(whole.value), advice)
-        # A tensor that is not cut has a gradient from each micro-batch; parameters have their sum.
-        if whole.gradient is None or take(whole.value).shape == whole.value.shape:
-            return
-        expected = take(whole.gradient)
-        found = torch.zeros_like(expected) if entry.gradient is None else entry.gradient
-        self._compare(_BACKWARD, (last - place, *where), found, expected, "")
+        for place, (call, whole) in enumerate(self._expected.entries.items()):
+            found = {m: forward[call] for m, forward in by_microbatch.items() if call in forward}
+            rows = _rows(whole, [entry.value for entry in found.values()])
+            advice = _RANDOM if call in self._expected.random else ""
+            for (microbatch, entry), wanted in zip(found.items(), rows, strict=False):
+                where = (microbatch, stage, call.module)
+                self._compare(_FORWARD, (place, *where), entry.value, wanted.value, advice)
+                if wanted.gradient is not None:
+                    none = torch.zeros_like(wanted.gradient)
+                    gradient = none if entry.gradient is None else entry.gradient
+                    backwards = len(self._expected.entries) - place
+                    self._compare(_BACKWARD, (backwards, *where), gradient, wanted.gradient, "")
 
     def loss(self, stage: int, loss: torch.Tensor | None) -> None:
         """Compare the loss of the step."""
@@ -214,25 +266,22 @@ _MEAN = (
 )
 
 
-def _rows(whole: torch.Tensor, parts: Sequence[torch.Tensor]) -> Iterator[_Take]:
-    """A function for each micro-batch that takes its rows of a tensor; none if there are none."""
-    if all(part.shape == whole.shape for part in parts):
-        yield from (_all for _ in parts)
-        return
-    if any(part.dim() != whole.dim() for part in parts):
-        return
-    cut = {d for part in parts for d in range(whole.dim()) if part.shape[d] != whole.shape[d]}
-    if len(cut) != 1:
-        return
-    (dim,) = cut
+def _rows(whole: Recorded, parts: Sequence[torch.Tensor]) -> list[Recorded]:
+    """The rows of each micro-batch in a tensor of the plain model; none if they do not match."""
+    shape = whole.value.shape
+    if all(part.shape == shape for part in parts):
+        # Not cut: its gradient is the sum of those in all micro-batches.
+        return [Recorded(whole.value)] * len(parts)
+    if any(part.dim() != len(shape) for part in parts):
+        return []
+    cut = {dim for part in parts for dim in range(len(shape)) if part.shape[dim] != shape[dim]}
+    dim = min(cut)
     sizes = [part.shape[dim] for part in parts]
-    if sum(sizes) == whole.shape[dim]:
-        for start, size in zip(accumulate(sizes, initial=0), sizes, strict=False):
-            yield partial(torch.narrow, dim=dim, start=start, length=size)
-
-
-def _all(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
+    if len(cut) > 1 or sum(sizes) != shape[dim]:
+        return []
+    values, gradient = whole.value.split(sizes, dim), whole.gradient
+    gradients = [None] * len(parts) if gradient is None else gradient.split(sizes, dim)
+    return list(map(Recorded, values, gradients))
 
 
 def cloned(batch: Any) -> Any:

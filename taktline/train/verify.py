@@ -19,8 +19,14 @@ from taktline.runtime.watchdog import guarded
 from taktline.stage.names import named_buffers, named_modules, named_parameters
 from taktline.train.broadcast import shared
 from taktline.train.build import Built
-from taktline.train.comparison import Comparison, Difference, Expected, Verification, cloned
-from taktline.train.recorder import Recorder
+from taktline.train.comparison import (
+    Comparison,
+    Difference,
+    Expected,
+    Recorder,
+    Verification,
+    cloned,
+)
 from taktline.train.state_dict import gathered_state
 from taktline.train.steps import run
 from taktline.transport.control import share_values
