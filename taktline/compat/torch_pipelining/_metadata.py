@@ -1,4 +1,4 @@
-"""What crosses the boundaries of a stage: how it finds that out, and tells its neighbours."""
+"""The metadata of values at a stage's boundaries: how a stage finds and sends it."""
 
 from __future__ import annotations
 
@@ -17,34 +17,42 @@ from taktline.compat.torch_pipelining import stage as torchs
 from taktline.meta import TensorMeta
 from taktline.pytree import tree_leaves
 
-__all__ = ["TELLS", "Elsewhere", "Older", "Telling", "is_whole", "like", "show", "undisturbed"]
+__all__ = [
+    "HAS_META",
+    "RemoteError",
+    "Telling",
+    "is_whole",
+    "like",
+    "set_metadata",
+    "unchanged",
+]
 
 like: Any = wraps
 """Gives a method the signature of torch's."""
 
 _NOTHING = SimpleNamespace(inputs=None, outputs=None)
 
-TELLS = hasattr(torchs.PipelineStage, "_send_meta")
-"""Whether stages tell each other what they return; before torch 2.12 they have no method for it."""
+HAS_META = hasattr(torchs.PipelineStage, "_send_meta")
+"""Whether stages send each other metadata, which they do since torch 2.12."""
 
 
 def is_whole(stage: Any) -> bool:
-    """Whether a stage has a module to run; one that stands in for a stage may have none."""
+    """Whether a stage has a module to run; a mock may have none."""
     return isinstance(getattr(stage, "submod", None), nn.Module)
 
 
 class Telling(torchs.PipelineStage):
-    """A stage that tells its neighbours, too, if it cannot find out what it returns."""
+    """A stage that also tells its neighbours if it fails to find its metadata."""
 
     unprepared: Exception | None = None
-    """Why it could not."""
+    """The error, if it has failed."""
 
     @like(torchs.PipelineStage._prepare_forward_infra)
     def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> Any:
         told: Any = getattr(self, "_user_meta", _NOTHING)
         metas = (*(told.inputs or ()), *(told.outputs or ()))
         if metas and not any(meta.requires_grad for meta in metas):
-            # Examples that say nothing of gradients: wherever one is possible, there is one.
+            # Examples without gradients: assume one wherever it is possible.
             told.inputs, told.outputs = map(_with_gradients, (told.inputs, told.outputs))
         return self._find_out(super()._prepare_forward_infra, 1, args, kwargs)
 
@@ -54,31 +62,31 @@ class Telling(torchs.PipelineStage):
         return self._find_out(find, -1, args, kwargs)
 
     def _find_out(self, find: Any, way: int, args: Any, kwargs: Any) -> Any:
-        """Find out what crosses a boundary; if that fails, the neighbour is told in its place.
+        """Find the metadata of a boundary; if that fails, send the neighbour the failure instead.
 
-        So all of them come to the end, where what went wrong is raised.
+        So all stages come to the end, where the error is raised.
         """
-        if not TELLS:
+        if not HAS_META:
             return find(*args, **kwargs)
         self._has_told = False
         try:
             return find(*args, **kwargs)
         except Exception as error:
-            told = [value for value in (*args, *kwargs.values()) if isinstance(value, Elsewhere)]
+            told = [value for value in (*args, *kwargs.values()) if isinstance(value, RemoteError)]
             self.unprepared = self.unprepared or (told or [error])[0]
         neighbour = self.stage_index + way
         if not self._has_told and self._listens(neighbour):
-            self._send_meta(Elsewhere(), neighbour)
-        return Elsewhere()
+            self._send_meta(RemoteError(), neighbour)
+        return RemoteError()
 
     def _only_listen(self, *_: Any, **__: Any) -> None:
-        """Take what the next stage tells, and fail."""
+        """Receive the metadata of the next stage, and fail."""
         if self._listens(self.stage_index + 1):
             self._recv_meta(self.stage_index + 1)
-        raise Elsewhere
+        raise RemoteError
 
     def _listens(self, stage: int) -> bool:
-        """Whether there is such a stage, and messages are how it is told."""
+        """Whether there is such a stage, and it waits for a message."""
         there = 0 <= stage < self.num_stages and not self._is_same_rank(stage)
         return there and self._inference_mode == utils.InferenceMode.DYNAMIC
 
@@ -88,67 +96,22 @@ class Telling(torchs.PipelineStage):
 
     def _recv_meta(self, src_stage: int) -> Any:
         meta = super()._recv_meta(src_stage)
-        if isinstance(meta, Elsewhere):
+        if isinstance(meta, RemoteError):
             raise meta
         return meta
 
 
-class Elsewhere(Exception):
-    """Another stage could not find out what it returns; stands for that, too."""
+class RemoteError(Exception):
+    """Another stage could not find its metadata; sent in place of the metadata, too."""
 
 
 def _with_gradients(metas: Any) -> Any:
     return metas and tuple(replace(m, requires_grad=m.dtype.is_floating_point) for m in metas)
 
 
-class Older:
-    """What stages had before torch 2.13, and some programs still call."""
-
-    _stage_meta: Any
-    stage_index: int
-
-    def get_outputs_meta(self) -> tuple[Any, ...]:
-        """Shapes and types of the outputs."""
-        if self._stage_meta.outputs is None:
-            raise utils.PipeliningMetadataError(
-                f"Stage {self.stage_index}: outputs metadata required for recv info."
-            )
-        return self._stage_meta.outputs
-
-    def _configure_outputs_meta(self, outputs_meta: tuple[torch.Tensor, ...]) -> None:
-        """Say what goes out."""
-        self._stage_meta.outputs = utils.extract_tensor_metas(outputs_meta)
-
-    def _shape_inference(self, args: Any, kwargs: dict[str, Any] | None = None) -> tuple[Any, ...]:
-        """Run the module once, to see what it returns."""
-        with undisturbed([self]):
-            self._forward_metadata_inference(args, kwargs)  # pyright: ignore
-        return self.get_outputs_meta()
-
-    def _create_act_recv_info(self) -> tuple[Any, ...]:
-        """For each input, where it comes from."""
-        self._setup_forward_recv_info(1, False)  # pyright: ignore
-        return self.args_recv_info[0]  # pyright: ignore
-
-    def _create_act_send_info(self) -> dict[int, list[int | None]]:
-        """For each output, the stages that it goes to."""
-        self._setup_forward_send_info()  # pyright: ignore
-        return self.act_send_info  # pyright: ignore
-
-    def _validate_fwd_input(self, args: tuple[Any, ...], kwargs: Any) -> None:
-        """Make sure that a micro-batch's arguments are as those of the first one were."""
-        desc = f"Stage {self.stage_index} forward inputs"
-        self._validate_stage_tensors(desc, self._stage_meta.inputs, tuple(args))  # pyright: ignore
-
-    def _validate_fwd_outputs(self, outputs: tuple[Any, ...]) -> None:
-        """Make sure that a micro-batch's outputs are as those of the first one were."""
-        desc = f"Stage {self.stage_index} forward outputs"
-        self._validate_stage_tensors(desc, self._stage_meta.outputs, outputs)  # pyright: ignore
-
-
-def show(stage: Any, inputs: Sequence[Any] | None, outputs: Sequence[Any] | None) -> None:
-    """Have a stage that Taktline has run say what crosses its boundaries, as torch's do."""
-    if not TELLS:  # there, what a stage knows is not found out again
+def set_metadata(stage: Any, inputs: Sequence[Any] | None, outputs: Sequence[Any] | None) -> None:
+    """Set the metadata of a stage that Taktline has run, as torch does."""
+    if not HAS_META:  # there, a stage does not use it
         return
     meta = stage._stage_meta
     meta.inputs = utils.extract_tensor_metas(_metas(inputs))
@@ -158,7 +121,7 @@ def show(stage: Any, inputs: Sequence[Any] | None, outputs: Sequence[Any] | None
 
 
 def _metas(leaves: Sequence[Any] | None) -> tuple[torch.Tensor, ...] | None:
-    """Tensors without data that are like these; None if they lie on a mesh, or nobody knows."""
+    """Meta tensors like these leaves; None if they lie on a mesh, or are unknown."""
     known = [TensorMeta.of(x) if isinstance(x, torch.Tensor) else x for x in tree_leaves(leaves)]
     tensors = [leaf for leaf in known if isinstance(leaf, TensorMeta)]
     if leaves is None or any(tensor.sharding is not None for tensor in tensors):
@@ -170,10 +133,10 @@ def _metas(leaves: Sequence[Any] | None) -> tuple[torch.Tensor, ...] | None:
 
 
 @contextmanager
-def undisturbed(stages: Sequence[Any]) -> Iterator[None]:
-    """Inside, modules may run to see what they return: buffers and gradients stay as they are.
+def unchanged(stages: Sequence[Any]) -> Iterator[None]:
+    """Keep buffers and gradients as they are, while modules run to find their metadata.
 
-    What went wrong in one of them is raised at the end.
+    An error of one of them is raised at the end.
     """
     own = [stage for stage in stages if is_whole(stage)]
     buffers = [(b, b.detach().clone()) for stage in own for b in stage.submod.buffers()]
@@ -196,9 +159,9 @@ def undisturbed(stages: Sequence[Any]) -> Iterator[None]:
             buffer.copy_(value)
     for parameter, gradient in gradients:
         parameter.grad = gradient
-    # What follows from it may have been raised, too.
+    # Errors that follow from it may have been raised, too.
     causes = [stage.unprepared for stage in own if isinstance(stage.unprepared, Exception)]
     for stage in own:
         stage.unprepared = None
-    for error in sorted(causes or failed, key=lambda error: isinstance(error, Elsewhere)):
+    for error in sorted(causes or failed, key=lambda error: isinstance(error, RemoteError)):
         raise error

@@ -1,4 +1,4 @@
-"""The backward of a stage in halves, as functions over an autograd graph.
+"""The backward of a stage in two halves, over torch's groups of parameters.
 
 ::
 
@@ -6,9 +6,9 @@
                  ▲                  ▲
                  T ◀ weight         T ◀ weight     each parameter meets it at an intermediate
 
-What comes to the intermediates in the first half is all that the second half needs. Gradients are
-those of a plain backward: also where a weight is used several times, an operation has several
-outputs, or an output depends on weights alone; there torch's own halves differ.
+The second half needs only the gradients that reach the intermediates in the first half. Gradients
+are those of a plain backward, also where a weight is used several times, an operation has several
+outputs, or an output depends only on weights; there torch's own halves differ.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ reverse_closure, _node_of = _torchs.reverse_closure, _torchs._get_grad_fn_or_gra
 def get_param_groups(
     inputs: list[Node], params: list[Node], reverse_edges_dict: Reverse
 ) -> list[Group]:
-    """Parameters with the intermediates where they meet the inputs' part; no two groups share any.
+    """Groups of parameters, each with the intermediates where they meet the inputs' part.
 
-    A parameter that meets it nowhere is in no group.
+    No two groups share an intermediate. A parameter without any is in no group.
     """
     part, _ = reverse_closure(inputs, set(), reverse_edges_dict)
     return groups_meeting(part, set(), params, reverse_edges_dict)
@@ -49,7 +49,7 @@ def get_param_groups(
 def groups_meeting(
     part: set[Node], ends: set[Node], params: Sequence[Node], reverse: Reverse
 ) -> list[Group]:
-    """The groups of parameters by where they meet a part of the graph, or come to its ends."""
+    """The groups of parameters by where they meet a part of the graph, or reach its ends."""
     groups: list[Group] = []
     for param in params:
         closure, met = reverse_closure([param], part, reverse)
@@ -61,7 +61,7 @@ def groups_meeting(
         for other in joined:
             group["params"] |= other["params"]
             group["intermediates"] |= other["intermediates"]
-        # In the place of the first of those that it joins.
+        # In the place of the first group that it joins.
         place = groups.index(joined[0]) if joined else len(groups)
         groups = [other for other in groups if other not in joined]
         groups.insert(place, group)
@@ -74,10 +74,10 @@ def stage_backward_input(
     input_values: Sequence[Any],
     weights: Iterator[Parameter],
 ) -> tuple[Gradients, list[Group]]:
-    """The first half: gradients of the inputs, and what each group of weights needs for its own.
+    """The first half: gradients of the inputs, and the groups of weights for the second half.
 
-    The outputs are detached: what is left of the graph hangs on the groups. An output may be given
-    by its GradientEdge, and be freed itself.
+    The outputs are detached, so that only the groups hold the graph. An output may be given by its
+    GradientEdge, and be freed itself.
 
     >>> layer, x = torch.nn.Linear(2, 2), torch.ones(3, 2, requires_grad=True)
     >>> _, groups = stage_backward_input([layer(x).sum()], None, [x], layer.parameters())
@@ -140,7 +140,7 @@ def _wants_gradient(value: Any) -> bool:
 
 
 def _grad_of(tensor: torch.Tensor) -> torch.Tensor | None:
-    """Its gradient; asking for that of what keeps none would warn."""
+    """The gradient of a tensor; reading that of a tensor that retains none would warn."""
     return tensor.grad if tensor.is_leaf or tensor.retains_grad else None
 
 
@@ -150,13 +150,13 @@ def _groups(
     inputs: Sequence[Any],
     weights: Iterable[Parameter],
 ) -> list[Group]:
-    """The groups, each with its intermediates, and with the edges at which W has to stop."""
+    """The groups, each with its intermediates, and the edges at which the second half stops."""
     edges = [root if isinstance(root, GradientEdge) else get_gradient_edge(root) for root in roots]
     reverse = _torchs.construct_reverse_graph([edge.node for edge in edges])
     tensors = [value for value in inputs if isinstance(value, torch.Tensor)]
     starts = [node for node in map(_node_of, tensors) if node is not None]
     part, _ = reverse_closure(starts, set(), reverse)
-    # A root that nothing of the inputs comes to has its gradient already.
+    # A root that does not depend on the inputs has its gradient already.
     alone: dict[Node, list[torch.Tensor | None]] = {}
     for edge, gradient in zip(edges, gradients, strict=True):
         if edge.node not in part:
@@ -179,9 +179,9 @@ def _groups(
 def stage_backward_weight(
     weights: Iterator[Parameter], param_groups: list[Group], retain_graph: bool = False
 ) -> Gradients:
-    """The second half: the gradients of the weights; returns what is in their ``.grad`` then."""
+    """The second half: adds the gradients of the weights to their ``.grad``, and returns these."""
     by_node = {node: w for w in weights if (node := _node_of(w)) is not None}
-    # Those with several intermediates first: their passes go through those of others.
+    # Groups with several intermediates first: their passes go through those of others.
     for group in sorted(param_groups, key=lambda g: -len(g.get("intermediates", ()))):
         if "grads" not in group:
             raise SplitError(
@@ -208,14 +208,14 @@ def _weight_gradients(group: Group, retain_graph: bool) -> Gradients:
                     edges.append(GradientEdge(node, number))
                     gradients.append(gradient)
             if len(nodes) > 1 and group["stops"][place]:
-                # Each has its whole gradient already: what it would hand to another below it
-                # would be counted twice.
+                # Each has its whole gradient already. A gradient that one passes to another below
+                # it would count twice.
                 stop = partial(_without, group["stops"][place])
                 hooks.callback(node.register_hook(stop).remove)
         if not edges:
             return (None,) * len(group["params"])
         ends = [GradientEdge(node, 0) for node in group["params"]]
-        # Between several there may be what other groups still need.
+        # Other groups may still need the graph between several intermediates.
         keep = retain_graph or len(nodes) > 1
         return torch.autograd.grad(edges, ends, gradients, retain_graph=keep, allow_unused=True)
 

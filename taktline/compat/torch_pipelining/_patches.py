@@ -1,8 +1,8 @@
-"""All that is changed in our copy of torch's modules; nobody else sees it.
+"""All changes to our copies of torch's modules; torch's own modules stay as they are.
 
-What takes the places of torch's functions and classes is defined beside it: the split backward
-(``_halves``), how stages compute (``_stages``), how schedules run (``_schedules``, ``_steps``,
-``_calls``), how models are traced (``_IR``), how orders are drawn (``_schedule_visualizer``).
+The functions and classes that replace torch's are in other modules: the split backward
+(``_split_backward``), stages (``_stages``), schedules (``_schedules``, ``_named_schedules``), steps
+(``_steps``, ``_calls``), traced models (``_IR``) and drawings (``_schedule_visualizer``).
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 
 from taktline.compat._finder import PEER
-from taktline.compat.torch_pipelining import _halves
-from taktline.compat.torch_pipelining._replaced import Watched, remember
+from taktline.compat.torch_pipelining import _split_backward
+from taktline.compat.torch_pipelining._overrides import Watched, remember
 from taktline.errors import PipeliningMetadataError
 from taktline.split import PipeInfo
 from taktline.transport import local, transport_of
@@ -28,14 +28,14 @@ from taktline.transport import local, transport_of
 __all__ = ["apply"]
 
 _WAITS = ("WAIT_SEND_F", "WAIT_SEND_B", "WAIT_REDUCE_GRAD")
-"""Actions that later versions of torch have."""
+"""Kinds of actions that only later versions of torch have."""
 _NAMES = ("_backward", "_debug", "_unflatten", "_utils", "microbatch", "schedules", "stage")
 _COPIES: list[Any] = [import_module(f"taktline.compat.torch_pipelining.{name}") for name in _NAMES]
 _backward, _debug, _unflatten, _utils, microbatch, schedules, stage = _COPIES
 
 
 def apply() -> None:
-    """Change what differs."""
+    """Apply all changes."""
     for module in _COPIES:
         if hasattr(module, "logger"):
             # Under torch's name, so that TORCH_LOGS=pp shows it.
@@ -44,21 +44,23 @@ def apply() -> None:
     stage.dist = _Ranks("torch.distributed")
     for name in _WAITS:
         _add_kind(name)
-    # All kinds but the overlap, which is written around others; the longest first.
+    # All kinds but the overlap, which contains others; the longest first.
     kinds = {kind.value for kind in schedules._ComputationType} - {"OVERLAP_F_B"}
     either = "|".join(sorted(kinds, key=len, reverse=True))
     schedules._action_regex = re.compile(rf"(\d+)({either})(\d*)")
     _put(_check_torch_compile_compatibility, PipeInfo)
-    _put(*_names_of(_halves))
+    _put(*_names_of(_split_backward))
     _utils.PipeliningMetadataError = _utils.PipeliningShapeError = PipeliningMetadataError
     stage.PipeliningMetadataError = stage.PipeliningShapeError = PipeliningMetadataError
     if hasattr(_utils, "validate_metadata"):
         _utils.validate_metadata = _of_tensors(_utils.validate_metadata)
         _utils.validate_tensor_metadata = partial(_utils.validate_metadata, raise_on_mismatch=True)
-    # Their bases are what they replace.
-    from taktline.compat.torch_pipelining import _named, _schedules, _stages
+    # Imported only now, as their bases are the classes that they replace.
+    from taktline.compat.torch_pipelining import _named_schedules, _schedules, _stages
 
-    ours = [value for module in (_stages, _schedules, _named) for value in _names_of(module)]
+    ours = [
+        value for module in (_stages, _schedules, _named_schedules) for value in _names_of(module)
+    ]
     _put(*ours)
     remember(*(value for value in ours if isinstance(value, Watched)))
     stage._RootArgPlaceholder = getattr(stage, "_RootArgPlaceholder", _RootArgPlaceholder)
@@ -69,7 +71,7 @@ def _names_of(module: ModuleType) -> list[Any]:
 
 
 def _put(*values: Any) -> None:
-    """Put functions and classes in the places of torch's of the same names."""
+    """Replace torch's functions and classes of the same names."""
     for value in values:
         for module in _COPIES:
             if hasattr(module, name := value.__name__):
@@ -77,7 +79,7 @@ def _put(*values: Any) -> None:
 
 
 def _of_tensors(check: Any) -> Any:
-    """Torch's check, for which before 2.13 a tensor said what is expected."""
+    """Torch's check, which took a tensor as the expectation before 2.13."""
 
     @wraps(check)
     def validate_metadata(desc: str, expected: Any, actual: Any, **options: Any) -> Any:
@@ -89,14 +91,14 @@ def _of_tensors(check: Any) -> Any:
 
 
 class _RootArgPlaceholder:
-    """Stood for an argument of the whole model before torch 2.13: its shape, without its values."""
+    """A placeholder for an argument of the model, which torch had before 2.13."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.meta = tensor.to("meta")
 
 
 class _Ranks(ModuleType):
-    """torch.distributed for stages: a local rank, or a process without a group, has a rank, too."""
+    """torch.distributed for stages, which also has ranks in threads and without a group."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(dist, name)
@@ -106,7 +108,7 @@ class _Ranks(ModuleType):
         return dist.get_rank(group) if _has_groups() else transport_of().rank
 
     def get_world_size(self, group: dist.ProcessGroup | None = None) -> int:
-        """How many there are."""
+        """How many ranks there are."""
         return dist.get_world_size(group) if _has_groups() else transport_of().size
 
 
@@ -115,11 +117,11 @@ def _has_groups() -> bool:
 
 
 def _check_torch_compile_compatibility(stages: Sequence[Any], schedule_name: str) -> None:
-    """Nothing: compiled stages work under every schedule."""
+    """Accept everything: compiled stages work under every schedule."""
 
 
 def _add_kind(name: str) -> None:
-    """Add a kind of action to torch's enumeration, which cannot be derived from."""
+    """Add a kind of action to torch's enumeration, as an enumeration cannot be subclassed."""
     kinds = schedules._ComputationType
     if name not in kinds.__members__:
         member = str.__new__(kinds, name)

@@ -6,8 +6,8 @@ from functools import cache, cached_property
 from typing import Any
 
 from taktline.compat.torch_pipelining import schedules as torchs
-from taktline.compat.torch_pipelining._boundaries import like
 from taktline.compat.torch_pipelining._calls import Order, lowered
+from taktline.compat.torch_pipelining._metadata import like
 from taktline.compat.torch_pipelining._schedules import (
     PipelineScheduleMulti,
     PipelineScheduleSingle,
@@ -32,7 +32,7 @@ __all__ = [
 def order_of(
     name: str, ranks: int, microbatches: int, stages_per_rank: int
 ) -> dict[int, list[Any]]:
-    """What the plan of a name has each rank compute.
+    """The computations of each rank in the plan of a name.
 
     >>> order_of("gpipe", 2, 1, 1)
     {0: [0F0, 0B0], 1: [1F0, 1B0]}
@@ -42,7 +42,7 @@ def order_of(
 
 
 class _Single(PipelineScheduleSingle):
-    """A schedule of one stage a rank that there is a plan for."""
+    """A named schedule with one stage a rank."""
 
     _step_microbatches = PipelineScheduleMulti._step_microbatches
 
@@ -91,7 +91,7 @@ class Schedule1F1B(_Single):
 
 
 class _Multi(_PipelineScheduleRuntime):
-    """A schedule of several stages a rank that there is a plan for; torch writes its order down."""
+    """A named schedule with several stages a rank; torch makes its order."""
 
     _own_order: Order | None = None
 
@@ -105,7 +105,7 @@ class _Multi(_PipelineScheduleRuntime):
 
     @cached_property
     def pipeline_order_with_comms(self) -> Order:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Made when somebody looks: what runs on Taktline's own stages has no need of it."""
+        """Made on first use: Taktline's own stages do not need it."""
         self._prepare_schedule_with_comms(self._own_order)
         return vars(self)["pipeline_order_with_comms"]
 
@@ -117,7 +117,7 @@ class _Multi(_PipelineScheduleRuntime):
 
 
 class _InRounds(_Multi):
-    """As many micro-batches as fill the pipeline go through each stage in turn."""
+    """A schedule whose micro-batches go through each stage in rounds."""
 
     @like(torchs.ScheduleInterleaved1F1B.__init__)
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -126,7 +126,7 @@ class _InRounds(_Multi):
         except ValueError:
             if not self._n_microbatches % getattr(self, "number_of_rounds", 1):
                 raise
-            # A last round that is not full: torch knows no order for it, but there is a plan.
+            # The last round is not full: torch has no order for that, but there is a plan.
             sizes = (self.pp_group_size, self._n_microbatches, self.n_local_stages)
             self.pipeline_order = order_of(str(self._plan_name), *sizes)
             self._prepare_schedule_with_comms(self.pipeline_order)
@@ -164,5 +164,5 @@ class ScheduleDualPipeV(_Multi, torchs.ScheduleDualPipeV):
 
 @cache
 def _maker(name: str, num_stages: int, microbatches: int) -> Any:
-    """Makes the plan of a name; the same one each time, so that it is known again."""
+    """A function that makes the plan of a name; the same function each time."""
     return lambda ranks: find_native(name)._plan(num_stages, microbatches, ranks)

@@ -1,4 +1,4 @@
-"""Finds out whether a method of a class or an object was replaced."""
+"""Finds out whether a method of a class or an object was overridden."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from inspect import isfunction
 from typing import Any
 from weakref import WeakKeyDictionary
 
-__all__ = ["Watched", "is_replaced", "remember"]
+__all__ = ["Watched", "is_overridden", "remember"]
 
 _METHODS: dict[type, dict[str, Any]] = {}
 """The methods of each class as they were defined."""
 _known: WeakKeyDictionary[type, Set[str] | None] = WeakKeyDictionary()
-"""The names of a class's methods, None if it has others; until one of them changes."""
+"""The names of a class's methods, None if one is overridden; cleared when a class changes."""
 
 
 class Watched(ABCMeta):
-    """A class of which it is noticed that somebody changes it."""
+    """A metaclass that notices changes to its classes."""
 
     def __setattr__(cls, name: str, value: Any) -> None:
         _known.clear()
@@ -29,15 +29,15 @@ class Watched(ABCMeta):
 
 
 def remember(*classes: type) -> None:
-    """Note the methods of classes whose instances can run on Taktline's own stages."""
+    """Remember the methods of classes whose instances can run on Taktline's own stages."""
     for cls in classes:
         names = (name for name in dir(cls) if not name.startswith("__"))
         found = ((name, getattr(cls, name)) for name in names)
         _METHODS[cls] = {name: value for name, value in found if isfunction(value)}
 
 
-def is_replaced(value: object) -> bool:
-    """Whether an object's methods are others than those that its class had when it was defined."""
+def is_overridden(value: object) -> bool:
+    """Whether an object overrides a method that its class was defined with."""
     cls = type(value)
     if cls not in _known:
         base = next((base for base in cls.__mro__ if base in _METHODS), None)
