@@ -53,7 +53,7 @@ def save(
     '000001-step-0'
     """
     model = HeldModel.of_schedule(require_instance("schedule", schedule, Schedule))
-    training = Training.of(optimizer, scheduler, scaler, data, extra)
+    training = Training(optimizer, scheduler, scaler, data, extra)
     return _save(model, folder, training, keep=keep, async_save=async_save)
 
 
@@ -75,7 +75,7 @@ def load(
     {'epoch': 3}
     """
     model = HeldModel.of_schedule(require_instance("schedule", schedule, Schedule))
-    return _load(model, folder, Training.of(optimizer, scheduler, scaler, data))
+    return _load(model, folder, Training(optimizer, scheduler, scaler, data))
 
 
 def load_into(
@@ -106,5 +106,5 @@ def load_into(
     (0, True)
     """
     require_instance("model", model, nn.Module, "an nn.Module")
-    training = Training.of(optimizer, scheduler, scaler, data)
+    training = Training(optimizer, scheduler, scaler, data)
     return _load(HeldModel.of_model(model), folder, training)

@@ -84,24 +84,25 @@ def resolve(folder: Path) -> Path:
     return found
 
 
-def begin(folder: Path, step: int) -> str:
-    """Make the folder of a new save; returns the name that the save will have."""
+def begin(folder: Path, step: int) -> Path:
+    """Begin a new save; returns the folder that it will have."""
     folder.mkdir(parents=True, exist_ok=True)
     for name in filter(_UNFINISHED.fullmatch, os.listdir(folder)):  # of a killed process
         shutil.rmtree(folder / name, ignore_errors=True)
     known = saves(folder)
-    name = f"{_number(known[0].name) + 1 if known else 1:06d}-step-{step}"
-    unfinished(folder, name).mkdir()
-    return name
+    final = folder / f"{_number(known[0].name) + 1 if known else 1:06d}-step-{step}"
+    unfinished(final).mkdir()
+    return final
 
 
-def unfinished(folder: Path, name: str) -> Path:
+def unfinished(final: Path) -> Path:
     """The folder of a save while it is written."""
-    return folder / f".{name}.saving"
+    return final.with_name(f".{final.name}.saving")
 
 
-def finish(made: Path, final: Path, manifest: str, keep: int | None) -> None:
+def finish(final: Path, manifest: str, keep: int | None) -> None:
     """Write the manifest, give the save its name, and remove the oldest saves."""
+    made = unfinished(final)
     for part in made.glob("*.part.json"):
         part.unlink()
     write_text(made / MANIFEST, manifest)

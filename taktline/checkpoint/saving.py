@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -38,28 +37,23 @@ from taktline.runtime.watchdog import guarded
 __all__ = ["Training", "save"]
 
 
-@dataclass(slots=True)
 class Training:
-    """What is saved and loaded beside the model."""
+    """The objects that are saved and loaded beside the model."""
 
-    optimizers: Sequence[Optimizer] = ()
-    schedulers: Sequence[Any] = ()
-    scaler: Any = None
-    data: Any = None
-    extra: Any = None
-
-    @classmethod
-    def of(cls, optimizer: Any, scheduler: Any, scaler: Any, data: Any, extra: Any = None):
-        """The arguments of a user, checked; optimizers and schedulers may be lists."""
-        optimizers, schedulers = _listed(optimizer), _listed(scheduler)
-        for each in optimizers:
+    def __init__(
+        self, optimizer: Any, scheduler: Any, scaler: Any, data: Any, extra: Any = None
+    ) -> None:
+        """Check the arguments of a user; optimizers and schedulers may be lists."""
+        self.optimizers: list[Optimizer] = _listed(optimizer)
+        self.schedulers = _listed(scheduler)
+        self.scaler, self.data, self.extra = scaler, data, extra
+        for each in self.optimizers:
             require_instance("optimizer", each, Optimizer, "an optimizer of torch, or a list")
-        others = [("scheduler", each) for each in schedulers]
+        others = [("scheduler", each) for each in self.schedulers]
         for name, one in (*others, ("scaler", scaler), ("data", data)):
             methods = ("state_dict", "load_state_dict")
             if one is not None and not all(callable(getattr(one, m, None)) for m in methods):
                 refuse(name, "an object with state_dict() and load_state_dict()", one)
-        return cls(optimizers, schedulers, scaler, data, extra)
 
 
 def _listed(value: Any) -> list[Any]:
@@ -84,12 +78,13 @@ class Saving:
     """Copies the tensors, in the background."""
     part: dict[str, Any] = field(default_factory=dict)
     """This process's part of the manifest."""
-    unfinished: Path = Path()
     final: Path = Path()
+    """The folder of the save, once it is complete."""
 
-    def call(self, folder: Path, name: str) -> None:
-        """Set the folder to write to, and its final name."""
-        self.unfinished, self.final = folders.unfinished(folder, name), folder / name
+    @property
+    def unfinished(self) -> Path:
+        """The folder of the save while it is written."""
+        return folders.unfinished(self.final)
 
     def collect(self, model: HeldModel, training: Training) -> list[tuple[str, int]]:
         """Note all tensors and values of this process; returns each shard with its priority."""
@@ -180,11 +175,11 @@ class Saving:
         if not self.processes.place:
             parts = [read_part(self.note_of(place)) for place in range(self.processes.count)]
             manifest = sealed(merged(parts, self.step))
-            folders.finish(self.unfinished, self.final, manifest, self.keep)
+            folders.finish(self.final, manifest, self.keep)
 
     def clear(self) -> None:
         """Remove the files of a save that has failed; on the first process."""
-        if not self.processes.place and self.unfinished.name:
+        if not self.processes.place and self.final.name:
             shutil.rmtree(self.unfinished, ignore_errors=True)
 
 
@@ -198,8 +193,7 @@ def _values(model: HeldModel, training: Training) -> dict[str, Any]:
     if training.scaler is not None:
         values[f"scaler/{place}"] = training.scaler.state_dict()
     if training.schedulers:
-        states = [each.state_dict() for each in training.schedulers]
-        values[f"schedulers/{place}"] = states
+        values[f"schedulers/{place}"] = [each.state_dict() for each in training.schedulers]
     if not place:
         values |= {"layout": model.processes.sizes, "extra": training.extra}
     return values
@@ -227,14 +221,14 @@ def save(
         wait(home, place)
         shards = saving.collect(model, training)
         if not place:
-            saving.call(home, folders.begin(home, step))
+            saving.final = folders.begin(home, step)
         return shards, saving.final.name
 
     try:
         with guarded(processes.transports[0], "save()") as call:
             model.arrive(call)
             told = processes.everywhere(begin, f"save to {folder}", call)
-            saving.call(home, told[0][1])
+            saving.final = home / told[0][1]
             saving.leave(writers([shards for shards, _ in told]))
             if async_save:
                 if is_first_to(home, place):  # only once, as training stands still meanwhile

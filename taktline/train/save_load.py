@@ -112,7 +112,7 @@ class SaveLoad(PipelineBase):
         >>> pipe.save(tempfile.mkdtemp(), optimizer, extra={"epoch": 3}).name
         '000001-step-0'
         """
-        training = Training.of(optimizer, scheduler, scaler, data, extra)
+        training = Training(optimizer, scheduler, scaler, data, extra)
         with self._turn:
             return saving.save(self._held(), folder, training, keep=keep, async_save=async_save)
 
@@ -142,7 +142,7 @@ class SaveLoad(PipelineBase):
         >>> pipe.load(pipe.save(tempfile.mkdtemp(), extra={"epoch": 3})).extra
         {'epoch': 3}
         """
-        training = Training.of(optimizer, scheduler, scaler, data)
+        training = Training(optimizer, scheduler, scaler, data)
         with self._turn:
             return loading.load(self._held(), folder, training)
 

@@ -128,18 +128,12 @@ class StageTable:
     def predicted(self) -> Timeline:
         """The simulated timeline; times and memory are relative to those of a mean stage."""
         costs = self.costs
-        if not isinstance(costs.forward, tuple) or not isinstance(costs.activation, tuple):
-            return simulate(self._plan, costs)
-        work = _relative(costs.forward)
-        return simulate(
-            self._plan,
-            Costs(
-                forward=work,
-                backward_input=work,
-                backward_weight=work,
-                activation=_relative(costs.activation),
-            ),
-        )
+        if isinstance(costs.forward, tuple) and isinstance(costs.activation, tuple):
+            work, memory = _relative(costs.forward), _relative(costs.activation)
+            costs = Costs(
+                forward=work, backward_input=work, backward_weight=work, activation=memory
+            )
+        return simulate(self._plan, costs)
 
     def __str__(self) -> str:
         plan, known = self._plan, self._rows[0].needs is not None

@@ -16,6 +16,7 @@ from taktline.checks import Either, require_instance
 from taktline.errors import UseError
 from taktline.plan import Kind
 from taktline.runtime.watchdog import guarded
+from taktline.split.traced.trace import in_mode
 from taktline.stage.names import named_buffers, named_modules, named_parameters
 from taktline.train.broadcast import shared
 from taktline.train.build import Built
@@ -52,7 +53,8 @@ def verify(
         plain = _copy_of(model, built)
     with _unchanged(built), ExitStack() as stack:
         for module in (plain, *built.model.modules.values()):
-            stack.enter_context(_without_dropout(module))
+            for drop in [m for m in module.modules() if isinstance(m, _DropoutNd)]:
+                stack.enter_context(in_mode(drop, training=False))
         expected = Expected(plain, built.options["loss_fn"], batch)
         recorders = {stage: Recorder() for stage in built.model.modules}
         for stage, module in built.model.modules.items():
@@ -138,18 +140,6 @@ def _unchanged(built: Built) -> Iterator[None]:
                 parameter.grad = gradient
             for buffer, value in zip(buffers, values, strict=True):
                 buffer.copy_(value)
-
-
-@contextmanager
-def _without_dropout(module: nn.Module) -> Iterator[None]:
-    drops = [m for m in module.modules() if isinstance(m, _DropoutNd) and m.training]
-    for drop in drops:
-        drop.eval()
-    try:
-        yield
-    finally:
-        for drop in drops:
-            drop.train()
 
 
 def _merged(built: Built, found: Comparison) -> Verification:
