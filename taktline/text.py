@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 
-__all__ = ["by_rank", "counted", "did_you_mean", "size_text", "table"]
+__all__ = ["by_rank", "counted", "did_you_mean", "first_of", "size_text", "table"]
 
 
 def counted(number: int, noun: str) -> str:
@@ -16,6 +16,15 @@ def counted(number: int, noun: str) -> str:
     """
     ending = "" if number == 1 else "es" if noun.endswith("ch") else "s"
     return f"{number:,} {noun}{ending}"
+
+
+def first_of(names: Sequence[str]) -> str:
+    """The first name, and how many others there are.
+
+    >>> first_of(["embed"]), first_of(["embed", "head", "norm"])
+    ('embed', 'embed and 2 others')
+    """
+    return names[0] + (f" and {counted(len(names) - 1, 'other')}" if len(names) > 1 else "")
 
 
 def by_rank(values: Sequence[object]) -> str:

@@ -6,7 +6,7 @@ fails on one rank, all ranks raise the error, and nothing has changed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -28,7 +28,7 @@ from taktline.checks import require_path
 from taktline.errors import CheckpointError
 from taktline.meta import name_of
 from taktline.runtime.watchdog import guarded
-from taktline.text import counted
+from taktline.text import counted, first_of
 
 __all__ = ["Loaded", "load"]
 
@@ -172,13 +172,13 @@ class _Loading:
         found = {held.name: self._stored(held.name) for held in model.held}
         missing = [name for name, stored in found.items() if f"model/{stored}" not in tensors]
         if missing:
-            raise CheckpointError(f"{path} is of another model: it lacks {_told(missing)}")
+            raise CheckpointError(f"{path} is of another model: it lacks {first_of(missing)}")
         names = {*model.names, *model.aliases, *model.optional, *found.values()}
         stored = (name.removeprefix("model/") for name in tensors if name.startswith("model/"))
         foreign = [name for name in stored if name not in names]
         if foreign:
             raise CheckpointError(
-                f"{path} is of another model: this one does not have {_told(foreign)}"
+                f"{path} is of another model: this one does not have {first_of(foreign)}"
             )
         for others in self._synonyms.values():
             apart = [name for name in others if f"model/{name}" in tensors]
@@ -245,7 +245,3 @@ def _fit_groups(scheduler: Any) -> None:
     for name, key in (("base_lrs", "initial_lr"), ("_last_lr", "lr")):
         if len(getattr(scheduler, name, groups)) != len(groups):
             setattr(scheduler, name, [group[key] for group in groups])
-
-
-def _told(names: Sequence[str]) -> str:
-    return names[0] + (f" and {counted(len(names) - 1, 'other')}" if len(names) > 1 else "")

@@ -7,9 +7,9 @@ import resource
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -28,9 +28,6 @@ _WINDOW = 21
 _REMEMBERED = 8
 """With how many earlier steps a step is compared, where the work of stages is not known."""
 
-_Show: TypeAlias = Callable[[int, Mapping[str, float] | None], None]
-"""Shows how many batches are done and, now and then, the metrics."""
-
 
 class Metrics:
     """The metrics of the latest steps."""
@@ -45,9 +42,10 @@ class Metrics:
     def note(self, args: tuple[Any, ...], loss: torch.Tensor | None) -> None:
         """Note a step that has ended."""
         first = next((value for value in args if isinstance(value, torch.Tensor)), None)
-        rows = 0 if first is None or not first.dim() else first.shape[0]
-        counts = first is not None and first.dim() > 1 and not first.is_floating_point()
-        tokens = first.numel() if first is not None and counts else 0
+        rows = tokens = 0
+        if first is not None and first.dim():
+            rows = first.shape[0]
+            tokens = first.numel() if first.dim() > 1 and not first.is_floating_point() else 0
         self._ends.append((time.perf_counter(), rows, tokens))
         self.loss = loss
 
@@ -79,7 +77,8 @@ def _peak(device: torch.device) -> int:
 def progress(pipe: Any, batches: Iterable[T], every: int, *, measured: bool) -> Iterator[T]:
     """Yields the batches; the first rank shows a bar on a terminal, and lines elsewhere."""
     total = length_of(batches)
-    with _shown(total, silent=not pipe.is_first) as show:
+    bar = _bar(total) if pipe.is_first and sys.stdout.isatty() else None
+    with bar or nullcontext():
         for done, batch in enumerate(batches, start=1):
             # The second one: in the first, ranks still exchange shapes.
             tracing = pipe.trace() if measured and done % every == 2 % every else nullcontext()
@@ -87,8 +86,16 @@ def progress(pipe: Any, batches: Iterable[T], every: int, *, measured: bool) -> 
                 yield batch
             if trace is not None and trace.timelines:
                 pipe._metrics.bubble = trace.timelines[0].bubble()
+            if bar is not None:
+                bar.update(0, completed=done)
             # Not each time: reading the loss waits for the GPU.
-            show(done, pipe.metrics() if done % every == 0 or done == total else None)
+            if not pipe.is_first or (done % every and done != total):
+                continue
+            text = line(pipe.metrics())
+            if bar is not None:
+                bar.update(0, line=text)
+            else:
+                print(f"step {done:4}  {text}", flush=True)
 
 
 def line(numbers: Mapping[str, float]) -> str:
@@ -109,35 +116,15 @@ def line(numbers: Mapping[str, float]) -> str:
     return "  ".join(text(numbers[name]) for name, text in texts.items() if name in numbers)
 
 
-@contextmanager
-def _shown(total: int | None, *, silent: bool) -> Iterator[_Show]:
-    bar = None if silent or not sys.stdout.isatty() else _bar()
-
-    def say(done: int, numbers: Mapping[str, float] | None) -> None:
-        if numbers is not None and not silent:
-            print(f"step {done:4}  {line(numbers)}", flush=True)
-
-    if bar is None:
-        yield say
-        return
-    with bar:
-        task = bar.add_task("", total=total, line="")
-
-        def move(done: int, numbers: Mapping[str, float] | None) -> None:
-            bar.update(task, completed=done)
-            if numbers is not None:
-                bar.update(task, line=line(numbers))
-
-        yield move
-
-
-def _bar() -> Any:
-    """A progress bar of rich, if rich is installed."""
+def _bar(total: int | None) -> Any:
+    """A progress bar of rich with one task, if rich is installed."""
     try:
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
     except ImportError:
         return None
-    return Progress(BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[line]}"))
+    bar = Progress(BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[line]}"))
+    bar.add_task("", total=total, line="")
+    return bar
 
 
 class StragglerReport:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from math import prod
 
 import torch
@@ -15,7 +15,7 @@ from taktline.errors import MismatchError, TransportError
 from taktline.meta import DTYPES, name_of
 from taktline.sharding import is_sharded
 from taktline.stage.ties import declared
-from taktline.text import counted
+from taktline.text import first_of
 from taktline.train.ranks import Ranks
 from taktline.transport.control import share_values
 
@@ -98,10 +98,10 @@ def load_state(model: ModelState, state: Mapping[str, torch.Tensor], *, strict: 
         held = own_state(model, with_rest=True)
         missing = [name for name in held if name not in known]
         if missing:
-            raise MismatchError(f"{_listed(missing)} not in the state; {_ADVICE}")
+            raise MismatchError(f"the state lacks {first_of(missing)}; {_ADVICE}")
         foreign = [name for name in state if name not in model.names and name not in held]
         if foreign:
-            raise MismatchError(f"{_listed(foreign)} in the state, but not in the model; {_ADVICE}")
+            raise MismatchError(f"the model lacks {first_of(foreign)} of the state; {_ADVICE}")
     settle()
     with torch.no_grad():
         for name, tensor in (*(each[:2] for each in model.held()), *model.rest.items()):
@@ -125,11 +125,6 @@ def _with_synonyms(
         if there:
             found |= {name: found[there[0]] for name in names if name not in found}
     return found
-
-
-def _listed(names: Sequence[str]) -> str:
-    more = f" and {counted(len(names) - 1, 'other')}" if len(names) > 1 else ""
-    return f"{names[0]}{more} {'are' if more else 'is'}"
 
 
 def _copy(tensor: torch.Tensor, value: torch.Tensor, name: str) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from taktline import pytree
-from taktline.checks import require_instance, require_one_of
+from taktline.checks import require_one_of
 from taktline.errors import BatchError, LossError, StageError
 from taktline.runtime.schedule import Schedule
 from taktline.split.traced.trace import in_mode
@@ -56,20 +56,16 @@ def run(
     return_outputs: Outputs,
 ) -> tuple[Any, torch.Tensor | None]:
     """Run a step or an eval; returns its output, and its loss, which is the same on all ranks."""
-    for name, wanted in zip(("losses", "aux_losses"), lists, strict=True):
-        if wanted is not None:
-            require_instance(name, wanted, list, "a list to be filled", BatchError)
     require_one_of("return_outputs", return_outputs, (True, False, "last"), BatchError)
     args, target, options = _on_device(batch, built.ranks.device)
     keywords = {name: value for name, value in options.items() if name not in OPTIONS}
     built.schedule._cutter = built.batch_dims.fitted(args, keywords)
-    found: list[list[torch.Tensor] | None] = [None if wanted is None else [] for wanted in lists]
     try:
         output = verb(
             *args,
             target=target,
-            losses=found[0],
-            aux_losses=found[1],
+            losses=lists[0],
+            aux_losses=lists[1],
             share_losses=True,
             return_outputs=bool(return_outputs),
             **options,
@@ -78,9 +74,6 @@ def run(
         for text in built.batch_dims.misfits(args, keywords):
             error.add_note(text)
         raise
-    for wanted, filled in zip(lists, found, strict=True):
-        if wanted is not None and filled is not None:
-            wanted[:] = filled
     ranks = built.ranks
     if return_outputs is True:
         output = shared_output(output, ranks, built.plan.placement.rank_of[-1])
