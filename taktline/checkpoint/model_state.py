@@ -78,7 +78,7 @@ class ModelState:
             use: tie for module in modules.values() for tie in declared(module) for use in tie.uses
         }
         by_stage: dict[int, dict[str, object]] = {}
-        """What tells apart the tensors of one name."""
+        """An identity for each tensor."""
         if gather is None:
             for stage, state in states.items():
                 by_stage[stage] = {name: id(value) for name, value in state.items()}

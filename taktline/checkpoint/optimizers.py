@@ -46,8 +46,8 @@ def describe(
     >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     >>> model(torch.ones(2)).backward()
     >>> optimizer.step()
-    >>> told = describe(optimizer, {id(model.weight): "weight"}, "optimizer/0", tensors)
-    >>> told["class"], told["groups"][0]["names"], tensors
+    >>> found = describe(optimizer, {id(model.weight): "weight"}, "optimizer/0", tensors)
+    >>> found["class"], found["groups"][0]["names"], tensors
     ('torch.SGD', ['weight'], {'optimizer/0/weight/momentum_buffer': tensor([[1., 1.]])})
     """
     named, plain = _named(optimizer, names), optimizer.state_dict()
@@ -115,15 +115,15 @@ class OptimizerState:
                 f"{manifest.path} has the state of {counted(len(manifest.optimizers), 'optimizer')}"
                 f", so there is none for optimizer {index}; leave it out, or load another save"
             )
-        told = manifest.optimizers[index]
-        if told["class"] != _kind(optimizer):
+        saved = manifest.optimizers[index]
+        if saved["class"] != _kind(optimizer):
             raise CheckpointError(
-                f"{manifest.path} has the state of {told['class']}, and this optimizer is "
+                f"{manifest.path} has the state of {saved['class']}, and this optimizer is "
                 f"{_kind(optimizer)}; make the one that was saved, or load without it"
             )
         self._optimizer, self._manifest = optimizer, manifest
         named = [(stored_name(name), each) for name, each in _named(optimizer, names)]
-        self._options = self._options_of({id(each): name for name, each in named}, told["groups"])
+        self._options = self._options_of({id(each): name for name, each in named}, saved["groups"])
         self._state: dict[int, dict[str, Any]] = {}
         self.targets: list[tuple[str, torch.Tensor]] = []
         """The tensors to fill before ``apply()``, by their names in the checkpoint."""
@@ -134,7 +134,7 @@ class OptimizerState:
                 owner, _, key = name.removeprefix(prefix).rpartition("/")
                 keys.setdefault(owner, []).append(key)
         for number, (name, parameter) in enumerate(named):
-            rest = told["state"].get(name, {})
+            rest = saved["state"].get(name, {})
             state = {key: unpacked(each, _no_tensor) for key, each in rest.items()}
             for key in keys.get(name, []):
                 full = f"{prefix}{name}/{key}"
@@ -162,8 +162,8 @@ class OptimizerState:
                     f"{first} and {second} are in one group of this optimizer, and were in two "
                     f"with other options in {self._manifest.path}; make the groups that were saved"
                 )
-            told = groups[next(iter(found))]["options"] if found else {}
-            options.append({key: unpacked(each, _no_tensor) for key, each in told.items()})
+            group = groups[next(iter(found))]["options"] if found else {}
+            options.append({key: unpacked(each, _no_tensor) for key, each in group.items()})
         return options
 
     def _room(self, parameter: nn.Parameter, key: str, name: str, entry: Entry) -> torch.Tensor:

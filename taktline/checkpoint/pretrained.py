@@ -42,12 +42,12 @@ def save_pretrained(model: HeldModel, folder: Any, max_shard_bytes: int) -> None
 
     with guarded(processes.transports[0], "save_pretrained()") as call:
         model.arrive(call)
-        told = processes.everywhere(begin, f"save to {path}", call)
-        files = _share_out(told, max_shard_bytes)
+        listed = processes.everywhere(begin, f"save to {path}", call)
+        files = _share_out(listed, max_shard_bytes)
         processes.everywhere(
             lambda: _write(held, path, files, processes.place), f"write {path}", call
         )
-        sizes = {name: size for process in told for name, _, size in process}
+        sizes = {name: size for process in listed for name, _, size in process}
 
         def finish() -> None:
             if not processes.place:
@@ -64,12 +64,12 @@ class _File(NamedTuple):
     tensors: list[str]
 
 
-def _share_out(told: Sequence[Sequence[tuple[str, int, int]]], most: int) -> list[_File]:
+def _share_out(listed: Sequence[Sequence[tuple[str, int, int]]], most: int) -> list[_File]:
     """The tensors of each file, in the order in which all processes write the files."""
-    sizes = {name: size for process in told for name, _, size in process}
+    sizes = {name: size for process in listed for name, _, size in process}
     groups: list[tuple[int, list[str]]] = []
     room = 0
-    writer = writers([[(name, priority) for name, priority, _ in process] for process in told])
+    writer = writers([[(name, priority) for name, priority, _ in process] for process in listed])
     for name, place in sorted(writer.items(), key=lambda each: each[1]):
         if not groups or groups[-1][0] != place or room < sizes[name]:
             groups.append((place, []))

@@ -47,11 +47,11 @@ class Processes:
         for transport in self.transports:
             try:
                 texts = share_texts(transport, json.dumps(None if apart else values), call)
-                told = [read(text, Either([object], None), what=call) for text in texts]
-                if None in told:
+                rows = [read(text, Either([object], None), what=call) for text in texts]
+                if None in rows:
                     apart = share_error(transport, apart)
                 else:
-                    values = [each for row in told for each in row]
+                    values = [each for row in rows for each in row]
             except MismatchError as error:
                 apart = apart or error  # processes along the other dimensions must know
         if apart is not None:
@@ -66,34 +66,34 @@ class Processes:
         except TaktlineError as error:
             text = text_of(error)
             text = text if text.startswith("rank ") else f"{who}{text}"
-            told, cause = restore(type(error), (text,), vars(error)), error.__cause__
+            found, cause = restore(type(error), (text,), vars(error)), error.__cause__
         except Exception as error:
             kind = "" if isinstance(error, OSError) else f"{type(error).__name__}: "
             reason = getattr(error, "strerror", None) or text_of(error)
-            told, cause = CheckpointError(f"{who}cannot {what}: {kind}{reason}"), error
-        told.__cause__ = cause
-        return None, told
+            found, cause = CheckpointError(f"{who}cannot {what}: {kind}{reason}"), error
+        found.__cause__ = cause
+        return None, found
 
     def everywhere(self, do: Callable[[], Any], what: str, call: str) -> list[Any]:
         """The results of all processes, as JSON; an error of one is raised on all."""
         result, error = self.attempt(do, what)
-        told = self.gather([error is None, result], call)
-        if not all(done for done, _ in told):
+        results = self.gather([error is None, result], call)
+        if not all(done for done, _ in results):
             for transport in self.transports:
                 error = share_error(transport, error) or error
         if error is not None:
             raise error
-        return [each for _, each in told]
+        return [each for _, each in results]
 
 
-def writers(told: Sequence[Sequence[tuple[str, int]]]) -> dict[str, int]:
+def writers(listed: Sequence[Sequence[tuple[str, int]]]) -> dict[str, int]:
     """The process that writes each key: that with the highest priority, or the first.
 
     >>> writers([[("embed", 0), ("mean", 0)], [("embed", -1), ("mean", 1)]])
     {'embed': 0, 'mean': 1}
     """
     best: dict[str, tuple[int, int]] = {}
-    for place, process in enumerate(told):
+    for place, process in enumerate(listed):
         for key, priority in process:
             best[key] = max(best.get(key, (priority, -place)), (priority, -place))
     return {key: -place for key, (_, place) in best.items()}

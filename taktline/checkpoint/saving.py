@@ -94,7 +94,7 @@ class Saving:
             for name, value, priority in foremost((*tensors, *model.held)).values()
         ]
         names, states = model.parameter_names(), dict[str, torch.Tensor]()
-        told = [
+        optimizers = [
             describe(optimizer, names, f"optimizer/{index}", states)
             for index, optimizer in enumerate(training.optimizers)
         ]
@@ -105,7 +105,7 @@ class Saving:
             "files": {},
             "tensors": {},
             "aliases": dict(model.aliases),
-            "optimizers": told,
+            "optimizers": optimizers,
             "values": {name: packed(value, name, own) for name, value in values},
         }
         shards: list[tuple[str, int]] = []
@@ -227,9 +227,9 @@ def save(
     try:
         with guarded(processes.transports[0], "save()") as call:
             model.arrive(call)
-            told = processes.everywhere(begin, f"save to {folder}", call)
-            saving.final = home / told[0][1]
-            saving.leave(writers([shards for shards, _ in told]))
+            results = processes.everywhere(begin, f"save to {folder}", call)
+            saving.final = home / results[0][1]
+            saving.leave(writers([shards for shards, _ in results]))
             if async_save:
                 if is_first_to(home, place):  # only once, as training stands still meanwhile
                     processes.everywhere(saving.require_folder, f"save to {folder}", call)

@@ -17,20 +17,20 @@ from taktline.transport.control import share_error, share_texts
 from taktline.transport.describe import decode, encode
 from taktline.transport.wire import Layout
 
-__all__ = ["shared", "shared_output"]
+__all__ = ["broadcast", "broadcast_output"]
 
 
-def shared_output(output: Any, ranks: Ranks, owner: int) -> Any:
+def broadcast_output(output: Any, ranks: Ranks, owner: int) -> Any:
     """The output of the owner, on all ranks of the pipeline; a sharded tensor arrives whole."""
     if ranks.group is None:
         return output
     try:
-        return shared(output, ranks.group, ranks.device, owner, "return_outputs=True")
+        return broadcast(output, ranks.group, ranks.device, owner, "return_outputs=True")
     except SignatureError as error:
         raise SignatureError(f"the output: {error}; or pass return_outputs='last'") from None
 
 
-def shared(
+def broadcast(
     value: Any, group: dist.ProcessGroup, device: torch.device, owner: int, what: str
 ) -> Any:
     """The value of the owner, on all ranks of a group; if it cannot be sent, all raise why.
@@ -65,9 +65,9 @@ def _agreed(
         text = encode(Signature.of(leaves, spec)).decode() if transport.rank == owner else ""
     except TaktlineError as raised:
         error = raised
-    if told := share_texts(transport, text, what)[owner]:
+    if sent := share_texts(transport, text, what)[owner]:
         try:
-            signature = decode(told.encode())
+            signature = decode(sent.encode())
         except TaktlineError as raised:
             error = raised
     # If a rank does not know a container, the owner must not send its contents.

@@ -22,7 +22,7 @@ from taktline.plan import Kind, Plan
 from taktline.runtime.digest import digest_of
 from taktline.runtime.leaves import describe
 from taktline.text import by_rank
-from taktline.train.broadcast import shared_output
+from taktline.train.broadcast import broadcast_output
 from taktline.train.build import Built
 from taktline.train.kv_cache import Keeper, cache_of, padding_of
 from taktline.transport.control import share_error
@@ -91,7 +91,7 @@ def generate(built: Built, request: Request) -> torch.Tensor:
                 for keeper in keepers:
                     keeper.expect(end, new, None if mask is None else mask[:, :end])
                 output = built.schedule.eval(ids[:, end - new : end])
-            token = shared_output(output, built.ranks, built.plan.placement.rank_of[-1]).to(ids)
+            token = broadcast_output(output, built.ranks, built.plan.placement.rank_of[-1]).to(ids)
             token = token.masked_fill(done, padding)
             ids[:, end : end + 1] = token
             done |= torch.isin(token, ends.to(token))

@@ -11,7 +11,7 @@ from torch.utils.data import Dataset, IterableDataset
 
 from taktline import pytree
 from taktline.errors import DataError, SignatureError
-from taktline.train.broadcast import shared
+from taktline.train.broadcast import broadcast
 from taktline.train.ranks import Ranks
 from taktline.transport import transport_of
 from taktline.transport.control import share_error
@@ -95,7 +95,7 @@ class SharedLoader:
                 found, cause = _text(raised), raised
         for group in self._within:
             try:
-                found = shared(found, group, self._device, 0, _CALL)
+                found = broadcast(found, group, self._device, 0, _CALL)
             except SignatureError as refused:
                 found = str(refused)
         failed = isinstance(found, str)

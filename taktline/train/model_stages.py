@@ -87,10 +87,10 @@ def _stages(
             return split.by_names(model, cuts, example=example)
         return split.auto(model, plan.stages, example)
     except Exception as error:  # the model's code runs there
-        told = _explained(error, model, example, None if cuts else plan)
-        if told is error:
+        better = _explained(error, model, example, None if cuts else plan)
+        if better is error:
             raise
-        raise told from told.__cause__
+        raise better from better.__cause__
 
 
 def _checked(modules: dict[int, nn.Module], plan: Plan) -> dict[int, nn.Module]:
@@ -126,20 +126,20 @@ def _explained(
     own = _own_error(model, example) if _is_from_the_model(error) else None
     if own is not None:
         own.__suppress_context__ = own.__suppress_context__ or own.__context__ is error
-        told = PartitionError(
+        better = PartitionError(
             f"{name} fails by itself on the example, without any pipeline: "
             f"{type(own).__name__}: {text_of(own)}; its traceback is above"
         )
-        told.__cause__ = own
-        return told
+        better.__cause__ = own
+        return better
     if not isinstance(error, TaktlineError):
-        told = PartitionError(
+        better = PartitionError(
             f"{name} runs by itself, but not in stages that are cut by name: "
             f"{type(error).__name__}: {text_of(error)}; trace it with taktline.pipeline, or pass "
             "a list of stages, cut by hand"
         )
-        told.__cause__ = error
-        return told
+        better.__cause__ = error
+        return better
     if plan is None or not (most := _most_stages(model, example, plan.stages)):
         return error
     return PartitionError(f"{error}; {_advice(most, plan)}")

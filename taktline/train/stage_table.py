@@ -101,8 +101,8 @@ class StageTable:
             return cls(plan, rows, Boundaries.of(listed, needs) if needs else None)
         mine = [asdict(Row.of(stage, module, None)) for stage, module in modules.items()]
         shape = [{"stage": int, "layers": str, "parameters": int, "needs": None}]
-        told = share_values(transport, mine, shape, "Pipeline(…)", what="the stages")
-        return cls(plan, [Row(**row) for rows in told for row in rows])
+        shared = share_values(transport, mine, shape, "Pipeline(…)", what="the stages")
+        return cls(plan, [Row(**row) for rows in shared for row in rows])
 
     @property
     def costs(self) -> Costs:

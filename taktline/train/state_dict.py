@@ -53,13 +53,13 @@ def gathered_state(model: ModelState, ranks: Ranks) -> dict[str, torch.Tensor]:
         for name, value in mine.items()
     ]
     call, shape = "state_dict(gathered=True)", [(str, [int], str, int)]
-    told = share_values(ranks.transport, kinds, shape, call, what="the state")
+    shared = share_values(ranks.transport, kinds, shape, call, what="the state")
     if not first:
         for value in mine.values():
             dist.send(value.to(ranks.device).contiguous(), group=ranks.group, group_dst=0)
         return {}
     state = {name: value.to("cpu", copy=True) for name, value in mine.items()}
-    coming = [_kinds(told[rank], rank) for rank in range(1, ranks.size)]
+    coming = [_kinds(shared[rank], rank) for rank in range(1, ranks.size)]
     sent = (prod(shape) * kind.itemsize for kinds in coming for _, shape, kind, _ in kinds)
     _log_size(sum(value.nbytes for value in mine.values()) + sum(sent))
     for rank, kinds in enumerate(coming, 1):

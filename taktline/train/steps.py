@@ -15,7 +15,7 @@ from taktline.checks import require_one_of
 from taktline.errors import BatchError, LossError, StageError
 from taktline.runtime.schedule import Schedule
 from taktline.split.traced.trace import in_mode
-from taktline.train.broadcast import shared_output
+from taktline.train.broadcast import broadcast_output
 from taktline.train.build import Built
 
 __all__ = [
@@ -76,7 +76,7 @@ def run(
         raise
     ranks = built.ranks
     if return_outputs is True:
-        output = shared_output(output, ranks, built.plan.placement.rank_of[-1])
+        output = broadcast_output(output, ranks, built.plan.placement.rank_of[-1])
     loss = built.schedule.loss
     return output, None if loss is None else ranks.mean_of_replicas(loss)
 

@@ -18,7 +18,7 @@ from taktline.plan import Kind
 from taktline.runtime.watchdog import guarded
 from taktline.split.traced.trace import in_mode
 from taktline.stage.names import named_buffers, named_modules, named_parameters
-from taktline.train.broadcast import shared
+from taktline.train.broadcast import broadcast
 from taktline.train.build import Built
 from taktline.train.comparison import (
     Comparison,
@@ -77,7 +77,7 @@ def _copy_of(model: nn.Module, built: Built) -> nn.Module:
     ranks = built.ranks
     values = gathered_state(built.model, ranks)
     if ranks.group is not None:
-        values = shared(values, ranks.group, ranks.device, 0, "verify()")
+        values = broadcast(values, ranks.group, ranks.device, 0, "verify()")
     plain = copy.deepcopy(model)
     is_meta = any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
     plain = plain.to_empty(device=ranks.device) if is_meta else plain.to(ranks.device)
@@ -147,9 +147,9 @@ def _merged(built: Built, found: Comparison) -> Verification:
     first = None if found.first is None else asdict(found.first)
     fields = {"phase": int, "place": int, "microbatch": int, "stage": int}
     shape = (int, Either(None, fields | {"name": str, "error": float, "advice": str}))
-    told = share_values(
+    results = share_values(
         built.ranks.transport, (found.compared, first), shape, "verify()", what="the differences"
     )
-    differences = [Difference(**each) for _, each in told if each is not None]
-    compared = sum(count for count, _ in told)
+    differences = [Difference(**each) for _, each in results if each is not None]
+    compared = sum(count for count, _ in results)
     return Verification(compared, min(differences, key=Difference.order, default=None))

@@ -245,9 +245,9 @@ def _fill_with_zeros(stage: Any, kind: Any, microbatch: int) -> None:
             found = [zeros if x is None else x for x, zeros in zip(found, buffers, strict=False)]
         stage.bwd_cache[microbatch] = tuple(found)
     elif microbatch not in stage.fwd_cache:
-        tells = hasattr(stage, "get_outputs_meta")
-        gradients = () if tells else [info.buffer for info in stage.grad_recv_info[microbatch]]
-        metas = stage.get_outputs_meta() if tells else gradients
+        has_meta = hasattr(stage, "get_outputs_meta")
+        gradients = () if has_meta else [info.buffer for info in stage.grad_recv_info[microbatch]]
+        metas = stage.get_outputs_meta() if has_meta else gradients
         zeros = (torch.zeros(x.shape, dtype=x.dtype, device=stage.device) for x in metas)
         stage.fwd_cache[microbatch] = tuple(zeros), []
 

@@ -49,11 +49,11 @@ class Telling(torchs.PipelineStage):
 
     @like(torchs.PipelineStage._prepare_forward_infra)
     def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> Any:
-        told: Any = getattr(self, "_user_meta", _NOTHING)
-        metas = (*(told.inputs or ()), *(told.outputs or ()))
+        given: Any = getattr(self, "_user_meta", _NOTHING)
+        metas = (*(given.inputs or ()), *(given.outputs or ()))
         if metas and not any(meta.requires_grad for meta in metas):
             # Examples without gradients: assume one wherever it is possible.
-            told.inputs, told.outputs = map(_with_gradients, (told.inputs, told.outputs))
+            given.inputs, given.outputs = map(_with_gradients, (given.inputs, given.outputs))
         return self._find_out(super()._prepare_forward_infra, 1, args, kwargs)
 
     @like(torchs.PipelineStage._prepare_backward_infra)
@@ -72,8 +72,10 @@ class Telling(torchs.PipelineStage):
         try:
             return find(*args, **kwargs)
         except Exception as error:
-            told = [value for value in (*args, *kwargs.values()) if isinstance(value, RemoteError)]
-            self.unprepared = self.unprepared or (told or [error])[0]
+            remote = [
+                value for value in (*args, *kwargs.values()) if isinstance(value, RemoteError)
+            ]
+            self.unprepared = self.unprepared or (remote or [error])[0]
         neighbour = self.stage_index + way
         if not self._has_told and self._listens(neighbour):
             self._send_meta(RemoteError(), neighbour)

@@ -56,8 +56,8 @@ class _PipelineStageBase(torchs._PipelineStageBase, metaclass=Watched):
 
         Taktline's own stages place a gradient as its activation.
         """
-        told = getattr(self, "_user_meta", None)
-        return self.get_mesh is not None or (told is not None and told.has_dtensors())
+        given = getattr(self, "_user_meta", None)
+        return self.get_mesh is not None or (given is not None and given.has_dtensors())
 
     @property
     def native(self) -> OwnStage:
@@ -78,8 +78,8 @@ class _PipelineStageBase(torchs._PipelineStageBase, metaclass=Watched):
             raise StageUseError(f"{self.log_prefix} {error}") from error
         if sync is not self._begun:
             self.end_sync()
-            if sync is not None and (story := sync.refusal()):
-                raise StageUseError(f"{self.log_prefix} {story}")
+            if sync is not None and (reason := sync.refusal()):
+                raise StageUseError(f"{self.log_prefix} {reason}")
             if sync is not None:
                 sync.begin()
             self._begun = sync

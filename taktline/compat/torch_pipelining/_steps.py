@@ -300,6 +300,6 @@ def _refusal(error: Exception) -> BatchError:
         return error
     kinds = {TypeError: BatchTypeError, AssertionError: InvalidBatchError}
     kind = next((kinds[builtin] for builtin in kinds if isinstance(error, builtin)), BatchError)
-    told = kind(f"{type(error).__name__}: {text_of(error)}")
-    told.__cause__ = error
-    return told
+    refusal = kind(f"{type(error).__name__}: {text_of(error)}")
+    refusal.__cause__ = error
+    return refusal
