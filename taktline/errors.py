@@ -22,42 +22,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-__all__ = [
-    "ActionSyntaxError",
-    "ArgumentError",
-    "BatchError",
-    "BatchTypeError",
-    "CallOrderError",
-    "CheckpointError",
-    "CostError",
-    "DataError",
-    "DeadlockError",
-    "InstallError",
-    "InvalidBatchError",
-    "InvalidPlanError",
-    "JsonError",
-    "LossError",
-    "LostRankError",
-    "MismatchError",
-    "NoSuchRankError",
-    "PartitionError",
-    "PipeliningMetadataError",
-    "PlanError",
-    "PlanFileError",
-    "ScheduleError",
-    "SignatureError",
-    "SkipError",
-    "SplitError",
-    "StageBackwardError",
-    "StageError",
-    "StageUseError",
-    "StallError",
-    "StateError",
-    "TaktlineError",
-    "TransportError",
-    "UseError",
-]
-
 
 class TaktlineError(ValueError):
     """The base of all errors of Taktline.
@@ -321,3 +285,10 @@ class StageUseError(TaktlineError, RuntimeError):
 
 class CallOrderError(TaktlineError, AssertionError):
     """A method of torch's interface is called before another that must come first."""
+
+
+__all__ = sorted(  # pyright: ignore[reportUnsupportedDunderAll]
+    name
+    for name, value in globals().items()
+    if isinstance(value, type) and issubclass(value, TaktlineError)
+)
