@@ -196,8 +196,7 @@ def _scheduled(
 
 def _wrapped(module: nn.Module, ranks: Ranks, data_parallel: str | None) -> nn.Module:
     """A stage in DDP or FSDP2 over the data-parallel dimensions of the mesh."""
-    mesh = ranks.mesh
-    if data_parallel is None or mesh is None:
+    if data_parallel is None or ranks.mesh is None:
         return module
     if not any(parameter.requires_grad for parameter in module.parameters()):
         return module  # without gradients to average
@@ -206,17 +205,14 @@ def _wrapped(module: nn.Module, ranks: Ranks, data_parallel: str | None) -> nn.M
             raise MismatchError(
                 f"ddp averages over one dimension of the mesh, not over {list(ranks.data_dims)}"
             )
-        group = mesh[ranks.data_dims[0]].get_group()
-        return DistributedDataParallel(module, process_group=group)
-    return _sharded(module, ranks)
+        return DistributedDataParallel(module, process_group=ranks.groups[ranks.data_dims[0]])
+    return _sharded(module, ranks.mesh[ranks.data_dims])
 
 
-def _sharded(module: nn.Module, ranks: Ranks) -> nn.Module:
+def _sharded(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
     """FSDP2, with each block of a list of layers gathered by itself."""
     from torch.distributed.fsdp import fully_shard
 
-    assert ranks.mesh is not None  # see _wrapped
-    mesh = ranks.mesh[ranks.data_dims]
     # The modules of a traced stage hold parameters, and are never called.
     lists = [] if isinstance(module, StageModule) else list(module.modules())
     for layers in lists:

@@ -42,10 +42,9 @@ class SharedLoader:
         self._batches = batches
         self._device = ranks.device
         self._replica = f" of replica {ranks.replica}" if ranks.replicas > 1 else ""
-        names = () if ranks.mesh is None else ranks.mesh.mesh_dim_names or ()
-        groups = {name: ranks.mesh[name].get_group() for name in names} if ranks.mesh else {}
+        groups = ranks.groups
         # Tensor-parallel ranks of a stage need the same batch as well.
-        self._within = [groups[name] for name in names if name not in ranks.data_dims]
+        self._within = [groups[name] for name in groups if name not in ranks.data_dims]
         self._replicas = [transport_of(groups[name], ranks.device) for name in ranks.data_dims]
         self._reads = all(group.rank() == 0 for group in self._within)
         (self._length,) = self._agreed(lambda: [length_of(_checked(batches))], "the loader")

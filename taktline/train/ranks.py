@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -12,7 +11,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
@@ -48,47 +46,32 @@ class Ranks:
         size: int,
         *,
         device: torch.device,
-        group: ProcessGroup | None = None,
         mesh: DeviceMesh | None = None,
         made: Groups | None = None,
     ) -> None:
         """``made`` are the groups of the mesh, if it was made for this pipeline."""
         self.size = size
         self.device = device
-        self.group = group
         self.mesh = mesh
         self.made = made or Groups()
-        self.own = tuple(range(size)) if group is None else (group.rank(),)
-        """The ranks in this process."""
         names = () if mesh is None else mesh.mesh_dim_names or ()
+        self.groups = {} if mesh is None else {name: mesh[name].get_group() for name in names}
+        """By the names of the mesh's dimensions."""
+        self.group = self.groups.get(PIPELINE)
+        """Of the pipeline; None if all ranks are in this process."""
+        self.own = tuple(range(size)) if self.group is None else (self.group.rank(),)
+        """The ranks in this process."""
+        self.in_one_process = len(self.own) == size
         self.data_dims = tuple(name for name in names if name.startswith(_DATA))
         """The data-parallel dimensions of the mesh, where stages have replicas."""
         self._others = [name for name in names if name != PIPELINE]
-
-    @property
-    def replicas(self) -> int:
-        """How many replicas of the pipeline there are, each with data of its own."""
-        mesh = self.mesh
-        return 1 if mesh is None else math.prod(mesh[name].size() for name in self.data_dims)
-
-    @property
-    def replica(self) -> int:
-        """The number of this replica."""
-        number = 0
-        for dim in [] if self.mesh is None else [self.mesh[name] for name in self.data_dims]:
-            number = number * dim.size() + dim.get_local_rank()
-        return number
-
-    @property
-    def is_first(self) -> bool:
+        self.is_first = not any(self.groups[name].rank() for name in self._others)
         """Whether this process comes first along all dimensions of the mesh but the pipeline's."""
-        mesh = self.mesh
-        return mesh is None or not any(mesh[name].get_local_rank() for name in self._others)
-
-    @property
-    def in_one_process(self) -> bool:
-        """Whether all ranks live in this process."""
-        return len(self.own) == self.size
+        self.replicas, self.replica = 1, 0
+        """How many replicas of the pipeline there are, and the number of this one."""
+        for group in (self.groups[name] for name in self.data_dims):
+            self.replicas *= group.size()
+            self.replica = self.replica * group.size() + group.rank()
 
     @property
     def transports(self) -> list[Distributed]:
@@ -117,12 +100,12 @@ class Ranks:
 
     def mean_of_replicas(self, loss: torch.Tensor) -> torch.Tensor:
         """The mean of a loss over the replicas."""
-        if self.replicas == 1 or self.mesh is None:
+        if self.replicas == 1:
             return loss
         if loss.device.type != "cpu":  # stays there, without waiting for its value
             total = loss.double()
             for name in self.data_dims:
-                dist.all_reduce(total, group=self.mesh[name].get_group())
+                dist.all_reduce(total, group=self.groups[name])
             return (total / self.replicas).to(loss.dtype)
         mean = float(loss)
         for transport in self._along(self.data_dims):
@@ -142,9 +125,7 @@ class Ranks:
 
     def _along(self, names: Sequence[str]) -> list[Transport]:
         """The transports along some dimensions of the mesh."""
-        if self.mesh is None:
-            return []
-        return [transport_of(self.mesh[name].get_group(), self.device) for name in names]
+        return [transport_of(self.groups[name], self.device) for name in names]
 
     def __str__(self) -> str:
         where = "in one process" if self.in_one_process else "a process each"
@@ -200,12 +181,12 @@ def find_ranks(
             f"the mesh has no dimension {PIPELINE!r} for the pipeline, only {list(names)}; make it "
             f'with mesh_dim_names=("{PIPELINE}", "dp"), for example'
         )
-    group = mesh[PIPELINE].get_group()
-    if ranks not in (None, group.size()):
+    size = mesh[PIPELINE].size()
+    if ranks not in (None, size):
         raise MismatchError(
-            f"ranks is {ranks}, but the mesh has {group.size()} in {PIPELINE!r}; leave out ranks"
+            f"ranks is {ranks}, but the mesh has {size} in {PIPELINE!r}; leave out ranks"
         )
-    found = Ranks(group.size(), device=device, group=group, mesh=mesh, made=made)
+    found = Ranks(size, device=device, mesh=mesh, made=made)
     if timeout is not None:
         for transport in found.transports:
             transport.timeout = timeout
