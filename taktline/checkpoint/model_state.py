@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -73,31 +74,25 @@ class ModelState:
         name. ``gather`` returns the values of all processes, if other stages are elsewhere. Then a
         parameter is the same one in two stages if it is tied, and a buffer always is.
         """
-        states = {stage: state_of(module) for stage, module in modules.items()}
-        tie_of = {
-            use: tie for module in modules.values() for tie in declared(module) for use in tie.uses
-        }
-        by_stage: dict[int, dict[str, object]] = {}
-        """An identity for each tensor."""
+        held = [
+            (stage, name, value)
+            for stage, module in modules.items()
+            for name, value in state_of(module).items()
+        ]
         if gather is None:
-            for stage, state in states.items():
-                by_stage[stage] = {name: id(value) for name, value in state.items()}
+            uses = [(stage, name, id(value)) for stage, name, value in held]
         else:
-            mine = [
-                (stage, [(name, isinstance(value, nn.Parameter)) for name, value in state.items()])
-                for stage, state in states.items()
+            ties = {tie for module in modules.values() for tie in declared(module)}
+            tie_of = {use: tie for tie in ties for use in tie.uses}
+            mine = [(stage, name, isinstance(value, nn.Parameter)) for stage, name, value in held]
+            uses = [
+                (stage, name, tie_of.get((stage, name), stage) if is_parameter else None)
+                for stage, name, is_parameter in itertools.chain(*gather(mine))
             ]
-            for stage, names in (each for process in gather(mine) for each in process):
-                by_stage[stage] = {
-                    name: tie_of.get((stage, name), stage) if is_parameter else None
-                    for name, is_parameter in names
-                }
-        different: dict[str, set[object]] = {}
-        for name, which in (pair for names in by_stage.values() for pair in names.items()):
-            different.setdefault(name, set()).add(which)
-        found = cls(modules, prefixes=any(len(which) > 1 for which in different.values()))
-        called = (found.name(stage, name) for stage in sorted(by_stage) for name in by_stage[stage])
-        found.names = list(dict.fromkeys(called))
+        different = {(name, identity) for _, name, identity in uses}
+        found = cls(modules, prefixes=len(different) > len({name for name, _ in different}))
+        by_stage = sorted(uses, key=lambda use: use[0])
+        found.names = list(dict.fromkeys(found.name(stage, name) for stage, name, _ in by_stage))
         return found
 
     def name(self, stage: int, name: str) -> str:

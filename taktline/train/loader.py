@@ -74,9 +74,8 @@ class SharedLoader:
 
     def set_epoch(self, epoch: int) -> None:
         """Call ``set_epoch`` of the loader that is read, its sampler and its dataset."""
-        inner = self._batches
-        parts = [inner, *(getattr(inner, name, None) for name in ("sampler", "batch_sampler"))]
-        for part in (*parts, getattr(inner, "dataset", None)):
+        inner, names = self._batches, ("sampler", "batch_sampler", "dataset")
+        for part in (inner, *(getattr(inner, name, None) for name in names)):
             if callable(set_epoch := getattr(part, "set_epoch", None)):
                 set_epoch(epoch)
 

@@ -47,7 +47,7 @@ def take_apart(
     if isinstance(model, Mapping):
 
         def gather(names: list[Any]) -> list[Any]:
-            shape = [(int, [(str, bool)])]
+            shape = [(int, str, bool)]
             return share_values(transport, names, shape, "Pipeline(…)", what="the stages")
 
         return ModelState.of_stages(_checked(dict(model), plan), gather)
