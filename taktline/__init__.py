@@ -69,7 +69,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0.dev0"
 
-# The public names of each room, or the room itself; loaded when one is first used.
+# The public names of each room, or the room itself, imported on first use.
 _NAMES = {
     "batch_norm": "DeferredBatchNorm",
     "checkpoint": "checkpoint",

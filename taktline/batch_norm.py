@@ -19,7 +19,7 @@ __all__ = ["DeferredBatchNorm", "Statistics", "update_all"]
 
 @dataclass(frozen=True, slots=True)
 class Statistics:
-    """Of one forward, for each channel."""
+    """The statistics of each channel in one forward."""
 
     count: int
     mean: torch.Tensor
@@ -28,7 +28,7 @@ class Statistics:
 
     @classmethod
     def of(cls, values: torch.Tensor) -> Statistics:
-        """Of values with the channels in dimension 1."""
+        """The statistics of values with the channels in dimension 1."""
         values = values.detach()
         wide = values if values.dtype == torch.float64 else values.float()
         others = [dim for dim in range(values.ndim) if dim != 1]
@@ -38,7 +38,7 @@ class Statistics:
 
     @classmethod
     def merged(cls, parts: Sequence[Statistics]) -> Statistics:
-        """Of all parts together."""
+        """The statistics of all parts together."""
         count = sum(part.count for part in parts)
         mean = torch.stack([part.mean * (part.count / count) for part in parts]).sum(0)
         deviations = [part.deviation + part.count * (part.mean - mean) ** 2 for part in parts]
@@ -48,10 +48,9 @@ class Statistics:
 class DeferredBatchNorm(_BatchNorm):
     """Batch norm that updates its running statistics once a step, with those of the whole batch.
 
-    In a pipeline, a plain batch norm updates them once a micro-batch, with its statistics. In both,
-    training normalises each micro-batch by itself, since no other one is there. Outside of a
-    pipeline it is a plain batch norm. Blocks that checkpointing runs a second time do not count
-    twice, and neither do steps that have failed.
+    In a pipeline, a plain batch norm updates them once a micro-batch. Both normalise each
+    micro-batch by itself. Outside of a pipeline this is a plain batch norm. Blocks that
+    checkpointing runs a second time do not count twice, and failed steps do not count.
 
     It works in models that are cut by hand or by name, not in traced ones.
 
@@ -64,8 +63,8 @@ class DeferredBatchNorm(_BatchNorm):
     def convert(cls, module: nn.Module) -> nn.Module:
         """The module with each ``nn.BatchNorm1d``, ``2d`` and ``3d`` in it replaced, in place.
 
-        Parameters, buffers and their names stay. If the module is a batch norm itself, use what
-        comes back.
+        Parameters, buffers and their names stay. If the module is a batch norm itself, use the
+        module that this returns.
         """
         return cls._convert(module, {})
 
@@ -93,7 +92,7 @@ class DeferredBatchNorm(_BatchNorm):
             raise ValueError(f"expected at least 2 dimensions, not {input.dim()}")
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Normalise; in training, note the statistics."""
+        """Normalise the input; in training, note its statistics."""
         if not (self.training and self.track_running_stats):
             return super().forward(input)
         self._check_input_dim(input)
@@ -126,9 +125,9 @@ def _observe(norm: DeferredBatchNorm, input: torch.Tensor) -> None:
 
 
 def update_all(forwards: Iterable[Sequence[tuple[DeferredBatchNorm, Statistics]]]) -> None:
-    """Update every batch norm with what the forwards of a step have noted.
+    """Update every batch norm with the statistics of the forwards of a step.
 
-    One that a forward uses several times is updated as often.
+    A batch norm that a forward uses several times is updated as often.
     """
     found: dict[tuple[DeferredBatchNorm, int], list[Statistics]] = {}
     for observed in forwards:

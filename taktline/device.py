@@ -1,4 +1,4 @@
-"""Devices: as users name them, and those that there are."""
+"""Devices: checks of a user's choice, and whether there are enough GPUs."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ def require_device(value: Any) -> torch.device:
     try:
         if isinstance(value, (str, int)) and not isinstance(value, bool):
             return torch.device(value)
-    except (RuntimeError, ValueError):  # no such device, or none of that number
+    except (RuntimeError, ValueError):  # no such type of device, or no such number
         pass
     refuse("device", 'a device such as "cpu" or "cuda:0"', value)
 
 
 def gpu_for_each_process() -> bool:
-    """Whether each process that a launcher has started on this machine can have a GPU."""
+    """Whether there is a GPU for each process that a launcher has started on this machine."""
     here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     return torch.cuda.is_available() and torch.cuda.device_count() >= here

@@ -1,4 +1,4 @@
-"""Every exception that Taktline raises for a reader to act on; each says what it is for.
+"""Every exception of Taktline.
 
 ::
 
@@ -22,45 +22,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-__all__ = [
-    "ActionSyntaxError",
-    "ArgumentError",
-    "BatchError",
-    "BatchTypeError",
-    "CallOrderError",
-    "CheckpointError",
-    "CostError",
-    "DataError",
-    "DeadlockError",
-    "InstallError",
-    "InvalidBatchError",
-    "InvalidPlanError",
-    "JsonError",
-    "LossError",
-    "LostRankError",
-    "MismatchError",
-    "NoSuchRankError",
-    "PartitionError",
-    "PipeliningMetadataError",
-    "PlanError",
-    "PlanFileError",
-    "ScheduleError",
-    "SignatureError",
-    "SkipError",
-    "SplitError",
-    "StageBackwardError",
-    "StageError",
-    "StageUseError",
-    "StallError",
-    "StateError",
-    "TaktlineError",
-    "TransportError",
-    "UseError",
-]
-
 
 class TaktlineError(ValueError):
-    """The root of the tree: catch this to catch whatever Taktline says about your input.
+    """The base of all errors of Taktline.
 
     >>> from taktline.plan import build
     >>> try:
@@ -71,8 +35,8 @@ class TaktlineError(ValueError):
     """
 
     recoverable: Literal["step", "reconnect", "restart"] = "step"
-    """What it takes to go on: the next step on the same objects (after ``zero_grad()``), new
-    connections (``pipe.reconnect()`` on every rank), or new processes."""
+    """How to go on: with the next step on the same objects (after ``zero_grad()``), with new
+    connections (``pipe.reconnect()`` on every rank), or with new processes."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Pickled by text and fields: what the constructor took is not kept.
@@ -80,29 +44,29 @@ class TaktlineError(ValueError):
 
 
 def restore(cls: type[TaktlineError], args: tuple[Any, ...], fields: dict[str, Any]) -> Any:
-    """An error as it was on another rank or in another process."""
+    """Rebuild an error of another rank or process."""
     error = cls.__new__(cls, *args)
     error.__dict__.update(fields)
     return error
 
 
 def text_of(error: object, most: int = 1 << 16) -> str:
-    """The text of an error, whatever its own code does, and not longer than it can be shared.
+    """The text of an error, cut to a length that can be sent; never raises.
 
     >>> text_of(ValueError("no"))
     'no'
     """
     try:
         text = str(error)
-    except Exception as raised:  # a user's class may do anything
+    except Exception as raised:  # a user's class may raise anything
         return f"(its text cannot be read: {type(raised).__name__})"
-    # Without halves of surrogate pairs, which cannot be sent.
+    # Halves of surrogate pairs cannot be sent.
     text = text.encode(errors="replace").decode()
     return text if len(text) <= most else f"{text[:most]} … ({len(text):,} characters)"
 
 
 class ArgumentError(TaktlineError, TypeError):
-    """An argument is not what a function takes: of another type, or out of range."""
+    """An argument of a function has a wrong type, or is out of range."""
 
 
 class ActionSyntaxError(TaktlineError):
@@ -112,7 +76,7 @@ class ActionSyntaxError(TaktlineError):
         self.text = text
         self.position = position
         self.expected = expected
-        # Long texts are cut around the mistake, so that the caret stays in sight.
+        # Show only the text around the mistake, so that the caret fits on the line.
         left = max(0, position - 40)
         excerpt = text[left : position + 40].replace("\n", " ").replace("\t", " ")
         super().__init__(
@@ -122,7 +86,7 @@ class ActionSyntaxError(TaktlineError):
 
 
 class BatchError(TaktlineError):
-    """A batch cannot be cut into the micro-batches asked for, or theirs not merged into one."""
+    """A batch cannot be cut into micro-batches, or their outputs cannot be merged."""
 
 
 class PlanFileError(TaktlineError):
@@ -139,7 +103,7 @@ class PlanFileError(TaktlineError):
 
 
 class JsonError(TaktlineError):
-    """A text from outside is not JSON, or not as it may be; ``row`` and ``column`` if known."""
+    """A text is not valid JSON, or not of the expected shape; ``row`` and ``column`` if known."""
 
     def __init__(
         self, what: str, reason: str, *, row: int | None = None, column: int | None = None
@@ -156,15 +120,15 @@ def _place(row: int | None, column: int | None) -> str:
 
 
 class ScheduleError(TaktlineError):
-    """A schedule's name is unknown, or its numbers do not fit it; the text says what would."""
+    """A schedule's name is unknown, or its numbers do not fit; the text says which would."""
 
 
 class CostError(TaktlineError):
-    """Costs that make no sense, or that do not fit the plan they are used with."""
+    """Costs are not valid, or do not fit the plan."""
 
 
 class PlanError(TaktlineError):
-    """A plan cannot be what it claims to be."""
+    """A plan is not consistent."""
 
 
 class NoSuchRankError(PlanError, IndexError):
@@ -172,7 +136,7 @@ class NoSuchRankError(PlanError, IndexError):
 
 
 class InvalidPlanError(PlanError):
-    """A plan broke its rules; ``violations`` holds all of them, the text the first few."""
+    """A plan breaks rules; ``violations`` has all violations, the text the first few."""
 
     SHOWN = 10
 
@@ -199,26 +163,26 @@ class PartitionError(TaktlineError):
 
 
 class MismatchError(TaktlineError):
-    """What the ranks bring to a step does not fit together; every rank raises the same."""
+    """The ranks disagree on a call or its arguments; every rank raises the same error."""
 
 
 class DataError(TaktlineError):
-    """A batch cannot be read; every rank raises the same, and that which reads knows the cause."""
+    """A batch cannot be read; every rank raises the same, and the reading rank has the cause."""
 
 
 class SignatureError(TaktlineError):
-    """A value at the boundary of a stage is not what was expected, or cannot cross it."""
+    """A value at the boundary of a stage is not the expected one, or cannot be sent."""
 
     differs: str = ""
-    """Where it is a tensor that is not as expected: whether its "shape" or its "dtype" is not."""
+    """Of a tensor that is not the expected one: "shape" or "dtype"."""
 
 
 class SkipError(TaktlineError):
-    """A skip connection that is put and not got, or got and not put."""
+    """A skip connection was put and not got, or got and not put."""
 
 
 class LossError(TaktlineError):
-    """The loss is not something to begin a backward with."""
+    """The loss is not one real number."""
 
 
 class SplitError(TaktlineError):
@@ -226,11 +190,11 @@ class SplitError(TaktlineError):
 
 
 class UseError(TaktlineError):
-    """A pipeline is used while it runs, after it was closed, or for what it cannot do."""
+    """A pipeline is used while it runs, after it was closed, or in an unsupported way."""
 
 
 class StateError(TaktlineError):
-    """The parameters of a stage cannot be given their values; ``names`` are those of which."""
+    """The parameters of a stage cannot get their values; ``names`` lists them."""
 
     def __init__(self, text: str, *, names: Sequence[str] = ()) -> None:
         self.names = tuple(names)
@@ -238,14 +202,14 @@ class StateError(TaktlineError):
 
 
 class CheckpointError(TaktlineError):
-    """A checkpoint cannot be written or read, or does not fit; every rank raises the same."""
+    """A checkpoint cannot be written or read, or does not fit; every rank raises the same error."""
 
 
 class StageError(TaktlineError):
-    """An action failed on some rank; every rank raises this, after taking part in the step's rest.
+    """An action failed on one rank; every rank raises this at the end of the step.
 
     Gradients of that step are incomplete: call ``zero_grad()`` before the next one. On the rank
-    where it happened, ``__cause__`` is what was raised.
+    that failed, ``__cause__`` is the original error.
     """
 
     def __init__(
@@ -263,9 +227,9 @@ class StageError(TaktlineError):
 
 
 class TransportError(TaktlineError):
-    """Ranks cannot talk to each other as asked; ``peer`` is whom it is about, if that is known.
+    """Ranks cannot exchange messages; ``peer`` is the other rank, if it is known.
 
-    That is its number among all processes of the job.
+    Its number is that among all processes of the job.
     """
 
     def __init__(self, text: str, *, peer: int | None = None) -> None:
@@ -274,19 +238,19 @@ class TransportError(TaktlineError):
 
 
 class DeadlockError(TransportError):
-    """Every rank waits for another; the text says who waits for what."""
+    """Every rank waits for another; the text says which rank waits for which message."""
 
     recoverable = "restart"
 
 
 class LostRankError(TransportError):
-    """Another rank has ended, has raised and left, or cannot be reached any more."""
+    """Another rank has ended, or cannot be reached any more."""
 
     recoverable = "restart"
 
 
 class StallError(TransportError):
-    """Another rank did not answer in time; the text says what all were doing."""
+    """Another rank did not answer in time; the text says what all ranks were doing."""
 
     recoverable = "restart"
 
@@ -295,7 +259,7 @@ class InstallError(TaktlineError):
     """Taktline cannot take the place of torch.distributed.pipelining in this process."""
 
 
-# What code written for torch expects: torch raises the builtin exception of each.
+# Code that is written for torch expects the builtin exceptions in these.
 
 
 class InvalidBatchError(BatchError, AssertionError):
@@ -303,20 +267,27 @@ class InvalidBatchError(BatchError, AssertionError):
 
 
 class BatchTypeError(BatchError, TypeError):
-    """What must be a list is none."""
+    """An argument must be a list."""
 
 
 class PipeliningMetadataError(SignatureError, RuntimeError):
-    """Tensors at the boundary of a stage differ from what was announced; torch's name for it."""
+    """Tensors at the boundary of a stage differ from the announced ones; named as in torch."""
 
 
 class StageBackwardError(SplitError, RuntimeError):
-    """The backward of a stage failed; the text shows what it was given."""
+    """The backward of a stage failed; the text shows its arguments."""
 
 
 class StageUseError(TaktlineError, RuntimeError):
-    """A stage or a schedule that torch's interface knows is used as it cannot be."""
+    """A stage or a schedule of torch's interface is used in an unsupported way."""
 
 
 class CallOrderError(TaktlineError, AssertionError):
-    """A stage or a schedule that torch's interface knows is called before what it needs."""
+    """A method of torch's interface is called before another that must come first."""
+
+
+__all__ = sorted(  # pyright: ignore[reportUnsupportedDunderAll]
+    name
+    for name, value in globals().items()
+    if isinstance(value, type) and issubclass(value, TaktlineError)
+)

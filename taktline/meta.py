@@ -1,4 +1,4 @@
-"""What crosses the boundary between two stages, described: shapes and types, but no data."""
+"""Descriptions of the values that cross a boundary between stages: shapes and types, no data."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ __all__ = ["DTYPES", "Leaf", "Signature", "TensorMeta", "as_arguments", "flatten
 
 
 Constant: TypeAlias = bool | int | float | str | None
-"""What is part of a signature rather than data: it may differ between signatures only."""
+"""A value that is part of a signature, and is not sent as data."""
 
 
 def name_of(dtype: torch.dtype) -> str:
-    """What a type of elements is called.
+    """The name of a type of elements.
 
     >>> name_of(torch.float32)
     'float32'
@@ -48,7 +48,7 @@ class TensorMeta:
     dtype: torch.dtype
     requires_grad: bool = False
     sharding: Sharding | None = None
-    """How it lies on a mesh, if it does; ``shape`` is then that of this rank's shard."""
+    """How a DTensor lies on its mesh; ``shape`` is then that of this rank's shard."""
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> TensorMeta:
@@ -66,7 +66,7 @@ class TensorMeta:
 
     @property
     def nbytes(self) -> int:
-        """How much room the data takes."""
+        """The size of the data in bytes."""
         return prod(self.shape) * self.dtype.itemsize
 
     def describes(self, value: object) -> bool:
@@ -96,7 +96,7 @@ Leaf: TypeAlias = TensorMeta | Constant
 
 @dataclass(frozen=True, slots=True)
 class Signature:
-    """All that one stage hands to the next: its leaves and, unless they are plain, their tree.
+    """The description of all values that a stage sends: leaves and, if they are nested, their tree.
 
     >>> signature = Signature.of([torch.zeros(2, 3), 7])
     >>> print(signature)
@@ -122,11 +122,11 @@ class Signature:
 
     @property
     def gradients(self) -> tuple[TensorMeta, ...]:
-        """What comes back: a gradient for each tensor that asks for one."""
+        """The gradients that come back: one for each tensor that requires it."""
         return tuple(tensor.of_gradient for tensor in self.tensors if tensor.requires_grad)
 
     def describes(self, leaves: Sequence[object], spec: pytree.TreeSpec | None = None) -> bool:
-        """Whether flattened arguments are what the signature says."""
+        """Whether flattened arguments have this signature."""
         return (
             len(leaves) == len(self.leaves)
             and spec == self.spec
@@ -145,14 +145,14 @@ class Signature:
         gradients: bool = True,
         name: str = "output",
     ) -> str:
-        """What is not as the signature says, in words; empty if nothing is.
+        """A text on the arguments that differ from the signature; empty if none does.
 
         Args:
             leaves: the flattened arguments, or their descriptions.
             spec: their tree.
             any_batch: whether dimension 0 may have another size.
             gradients: whether it matters which tensors require a gradient.
-            name: what one of them is called.
+            name: the word for an argument.
         """
         if len(leaves) != len(self.leaves):
             verb = "is" if len(leaves) == 1 else "are"
@@ -163,13 +163,12 @@ class Signature:
         for index, (expected, leaf) in enumerate(zip(self.leaves, leaves, strict=True)):
             actual = TensorMeta.of(leaf) if isinstance(leaf, torch.Tensor) else leaf
             if not _fits(expected, actual, any_batch, gradients):
-                words.append(
-                    f"{name} {index} is {_told(actual, expected)}, not {_told(expected, actual)}"
-                )
+                found, wanted = _text_of(actual, expected), _text_of(expected, actual)
+                words.append(f"{name} {index} is {found}, not {wanted}")
         return "; ".join(words)
 
     def misfit(self, leaves: Sequence[Any], text: str) -> SignatureError:
-        """The error that says so, of the leaves that differ."""
+        """An error with this text, which says whether shapes or types differ."""
         error = SignatureError(text)
         pairs = list(zip(self.leaves, leaves, strict=False))
         tensors = [(a, b) for a, b in pairs if isinstance(a, TensorMeta) and hasattr(b, "shape")]
@@ -184,7 +183,7 @@ class Signature:
 
 
 def _same(expected: object, actual: object) -> bool:
-    """Whether constants are the same, bit for bit: nan is nan, but 0.0 is not -0.0."""
+    """Whether constants are the same, bit for bit: nan equals nan, but 0.0 does not equal -0.0."""
     if type(expected) is not type(actual):
         return False
     if isinstance(expected, float) and isinstance(actual, float):
@@ -206,29 +205,28 @@ def _fits(expected: object, actual: object, any_batch: bool, gradients: bool) ->
 
 
 def _placed(tensor: TensorMeta, any_batch: bool) -> object:
-    """How a tensor lies on its mesh; the size of a batch is to be seen in its shape alone."""
+    """How a tensor lies on its mesh, without its shape if batches of any size are equal."""
     sharding = tensor.sharding
     return (sharding.names, sharding.placements) if sharding and any_batch else sharding
 
 
-def _told(leaf: object, other: object) -> str:
-    """A leaf in words, with what sets it apart from the other one."""
-    alike = isinstance(leaf, TensorMeta) and str(leaf) == str(other)
-    if alike and isinstance(leaf, TensorMeta):
+def _text_of(leaf: object, other: object) -> str:
+    """The text of a leaf, with its gradient if only that differs from the other one."""
+    if isinstance(leaf, TensorMeta) and str(leaf) == str(other):
         return f"{leaf} {'with' if leaf.requires_grad else 'without'} gradient"
     return repr(leaf) if isinstance(leaf, str) else str(leaf)
 
 
 def as_arguments(output: Any) -> Sequence[Any]:
-    """What a stage's output is to the next stage: several values are several arguments.
+    """A stage's output as arguments of the next stage: a tuple or a list is several arguments.
 
-    A named tuple, or another container with a type of its own, is one value.
+    A named tuple, or another container with a type of its own, is one argument.
     """
     return output if type(output) is tuple or type(output) is list else (output,)
 
 
 def flatten(arguments: Sequence[Any]) -> tuple[Sequence[Any], pytree.TreeSpec | None]:
-    """The leaves of a stage's arguments; most often these are the arguments themselves."""
+    """The leaves of a stage's arguments, and their tree if they are nested."""
     for argument in arguments:
         if not isinstance(argument, torch.Tensor):
             break

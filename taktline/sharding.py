@@ -1,11 +1,11 @@
-"""A tensor in shards over a mesh (a DTensor): what crosses a boundary is this rank's own shard."""
+"""DTensors: how a tensor lies on a mesh. Each rank sends and receives its own shard."""
 
 from __future__ import annotations
 
 import re
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeAlias, TypeGuard
 
 import torch
@@ -43,13 +43,13 @@ def is_sharded(value: object) -> TypeGuard[DTensor]:
 
 @dataclass(frozen=True, slots=True)
 class Sharding:
-    """How a tensor lies on a mesh; which ranks these are is each stage's own affair."""
+    """How a tensor lies on a mesh; the ranks of the mesh differ from stage to stage."""
 
     names: tuple[str, ...]
     """Of the mesh's dimensions."""
     sizes: _Numbers
     layout: tuple[tuple[_Numbers, _Numbers], ...]
-    """Shape and stride of each of them in the world; empty where torch does not tell."""
+    """Shape and stride of each dimension in the world; empty if torch does not have them."""
     placements: tuple[str, ...]
     """``S(dim)`` for a shard, ``R`` for a replica, ``P(sum)`` for a part of a sum."""
     shape: _Numbers
@@ -64,25 +64,19 @@ class Sharding:
             tuple(mesh.mesh_dim_names or ()),
             tuple(mesh.shape),
             _layout_of(mesh),
-            tuple(_told(placement) for placement in tensor.placements),
+            tuple(_text_of(placement) for placement in tensor.placements),
             tuple(tensor.shape),
             tuple(tensor.stride()),
         )
 
     @property
     def of_gradient(self) -> Sharding:
-        """How the gradient travels: as its tensor, but whole where that is a part of a sum."""
-        return Sharding(
-            self.names,
-            self.sizes,
-            self.layout,
-            tuple("R" if text.startswith("P") else text for text in self.placements),
-            self.shape,
-            self.stride,
-        )
+        """How the gradient is placed: as its tensor, but replicated where that is partial."""
+        placements = ("R" if text.startswith("P") else text for text in self.placements)
+        return replace(self, placements=tuple(placements))
 
     def assemble(self, shard: torch.Tensor, mesh: DeviceMesh) -> DTensor:
-        """The tensor of which this is this rank's shard."""
+        """The DTensor of this rank's shard."""
         from torch.distributed.tensor import DTensor
 
         return DTensor.from_local(
@@ -95,11 +89,11 @@ class Sharding:
         )
 
     def __str__(self) -> str:
-        return f"{', '.join(self.placements)} over {self.mesh_told}"
+        return f"{', '.join(self.placements)} over {self.mesh_text}"
 
     @property
-    def mesh_told(self) -> str:
-        """The mesh in words."""
+    def mesh_text(self) -> str:
+        """The names and sizes of the mesh's dimensions."""
         names = self.names or tuple(map(str, range(len(self.sizes))))
         return ", ".join(f"{n} ({s})" for n, s in zip(names, self.sizes, strict=True))
 
@@ -110,7 +104,7 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def gradient_of(tensor: torch.Tensor) -> torch.Tensor | None:
-    """The gradient of a stage's input, laid out as both ends of its boundary know it."""
+    """The gradient of a stage's input, placed as :attr:`Sharding.of_gradient` says."""
     gradient = tensor.grad
     if gradient is None or not is_sharded(tensor):
         return gradient
@@ -119,7 +113,7 @@ def gradient_of(tensor: torch.Tensor) -> torch.Tensor | None:
 
 
 def root_gradient(loss: torch.Tensor, scale: float | torch.Tensor) -> torch.Tensor:
-    """What the backward of a loss begins with."""
+    """The gradient that the backward of a loss begins with."""
     if not is_sharded(loss):
         return _filled(loss, scale)
     sharding = Sharding.of(loss).of_gradient
@@ -127,20 +121,20 @@ def root_gradient(loss: torch.Tensor, scale: float | torch.Tensor) -> torch.Tens
 
 
 def _filled(like: torch.Tensor, value: float | torch.Tensor) -> torch.Tensor:
-    if isinstance(value, torch.Tensor):  # not to be read: that would wait for the device
+    if isinstance(value, torch.Tensor):  # reading it would wait for the device
         return torch.empty_like(like, requires_grad=False).copy_(value)
     return torch.full_like(like, value)
 
 
 def find_mesh(sharding: Sharding, module: nn.Module, get_mesh: GetMesh | None) -> DeviceMesh:
-    """The mesh of a stage for what arrives: what ``get_mesh`` says, or that of its parameters."""
+    """The mesh for a tensor that arrives: from ``get_mesh``, or that of the stage's parameters."""
     if get_mesh is not None:
         mesh = get_mesh(sharding.names, _layout_from(sharding.layout))
         if mesh is not None and tuple(mesh.shape) == sharding.sizes:
             return mesh
         answer = "None" if mesh is None else f"a mesh of {list(mesh.shape)}"
         raise SignatureError(
-            f"get_mesh returns {answer} for the mesh {sharding.mesh_told} of a tensor that "
+            f"get_mesh returns {answer} for the mesh {sharding.mesh_text} of a tensor that "
             "arrives; it must return a mesh of that shape with this rank in it"
         )
     for tensor in (*module.parameters(), *module.buffers()):
@@ -152,12 +146,12 @@ def find_mesh(sharding: Sharding, module: nn.Module, get_mesh: GetMesh | None) -
             ):
                 return mesh
     raise SignatureError(
-        f"a tensor arrives in shards over the mesh {sharding.mesh_told}, and no parameter of this "
+        f"a tensor arrives in shards over the mesh {sharding.mesh_text}, and no parameter of this "
         "stage lies on such a mesh; give the stage get_mesh=lambda names, layout: mesh"
     )
 
 
-def _told(placement: Placement) -> str:
+def _text_of(placement: Placement) -> str:
     from torch.distributed.tensor import Partial, Replicate, Shard
 
     if type(placement) is Replicate:
@@ -185,7 +179,7 @@ def _placements(texts: tuple[str, ...]) -> list[Placement]:
     return found
 
 
-# The layout is torch's own affair; 2.13 hands it to get_mesh.
+# The layout is a private class of torch; 2.13 passes it to get_mesh.
 def _layout_of(mesh: DeviceMesh) -> tuple[tuple[_Numbers, _Numbers], ...]:
     axes = getattr(getattr(mesh, "_layout", None), "axes", ())
     return tuple((tuple(axis.shape), tuple(axis.stride)) for axis in axes)

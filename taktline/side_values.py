@@ -1,7 +1,7 @@
-"""What a forward hands over beside its output: values for later stages, and losses.
+"""The values of a forward beside its output: skip connections, losses, and statistics.
 
 A pipeline opens an :class:`Aside` around each forward of a stage, and again around its backward,
-where checkpointed blocks run a second time: what they hand over then is known already.
+where checkpointed blocks run a second time and must not add their values again.
 """
 
 from __future__ import annotations
@@ -39,24 +39,24 @@ class Skip:
 
     value: Any
     stage: int
-    """Where it was put."""
+    """The stage that put it."""
     taken: bool = False
-    """Whether anybody has got it by now."""
+    """Whether a stage has got it."""
 
 
 class Aside:
-    """All that one forward of a stage puts, gets and adds."""
+    """The side values of one forward of a stage."""
 
     __slots__ = ("_outer", "_replaced", "got", "losses", "observed", "replays", "skips", "stage")
 
     def __init__(self, stage: int, skips: dict[str, Skip]) -> None:
         self.stage = stage
-        self.skips = skips  # to get: what came from earlier stages, and what was put since
+        self.skips = skips  # from earlier stages, and from this one
         self.got: set[str] = set()
         self._replaced: set[str] = set()
         self.losses: list[torch.Tensor] = []
-        self.observed: list[tuple[Any, Any]] = []  # modules, and what they note for the step's end
-        self.replays = False  # blocks run a second time: values can be got again, the rest is known
+        self.observed: list[tuple[Any, Any]] = []  # modules, and their statistics
+        self.replays = False  # whether blocks run a second time: then values can only be got
 
     def __enter__(self) -> Self:
         self._outer = _here.aside
@@ -68,11 +68,11 @@ class Aside:
 
     @property
     def used(self) -> bool:
-        """Whether there is anything to hand over, or was."""
+        """Whether there are any side values."""
         return bool(self.skips or self.losses or self.observed)
 
     def put(self, name: str, value: torch.Tensor) -> None:
-        """Hand a value to later stages."""
+        """Put a value for this stage and later ones."""
         if self.replays:
             return
         waiting = self.skips.get(name)
@@ -105,12 +105,12 @@ class Aside:
             self.losses.append(loss)
 
     def observe(self, module: Any, statistics: Any) -> None:
-        """Note statistics, with which the module is updated once the step has worked."""
+        """Note statistics; the module is updated with them once the step has succeeded."""
         if not self.replays:
             self.observed.append((module, statistics))
 
     def finish(self) -> None:
-        """Make sure, after the last stage, that somebody got everything that was put."""
+        """Raise, after the last stage, if a value was put and not got."""
         lost = {name: skip for name, skip in self.skips.items() if not skip.taken}
         if lost:
             raise SkipError(f"nobody gets {_listed(lost)}; get each of them, or do not put it")
@@ -127,7 +127,7 @@ def _listed(skips: Mapping[str, Skip]) -> str:
 
 
 class Replay(Aside):
-    """Of several stages whose blocks run a second time; ``running`` returns the one's that does."""
+    """For several stages whose blocks run a second time; ``running`` returns the current Aside."""
 
     def __init__(self, running: Callable[[], Aside]) -> None:
         super().__init__(0, {})
@@ -140,10 +140,10 @@ class Replay(Aside):
 
 
 class _Outside(Aside):
-    """Outside of a pipeline, where nothing tells one forward from the next."""
+    """The side values outside of a pipeline, where forwards have no beginning and end."""
 
     def put(self, name: str, value: torch.Tensor) -> None:
-        """Keep a value until the next one of that name."""
+        """Keep a value until another one is put under its name."""
         self.skips[name] = Skip(value, self.stage)
 
     def observe(self, module: Any, statistics: Any) -> None:
@@ -151,7 +151,7 @@ class _Outside(Aside):
         module.update([statistics])
 
     def add(self, loss: torch.Tensor) -> None:
-        """Drop it: nobody asks for losses, as when a trained model is used."""
+        """Drop the loss, as nothing collects it."""
 
     def _missing(self, name: str) -> str:
         there = ", ".join(map(repr, self.skips)) or "nothing"
@@ -159,27 +159,27 @@ class _Outside(Aside):
 
 
 class _Collector(Aside):
-    """Where losses are asked for; values go the way that they would go without it."""
+    """Collects losses; skips go to the Aside around it."""
 
     def __init__(self, around: Aside) -> None:
         super().__init__(around.stage, around.skips)
         self._around = around
 
     def put(self, name: str, value: torch.Tensor) -> None:
-        """Hand a value to what is around."""
+        """Put a value into the Aside around."""
         self._around.put(name, value)
 
     def get(self, name: str) -> torch.Tensor:
-        """A value of what is around."""
+        """A value of the Aside around."""
         return self._around.get(name)
 
 
-# One for all threads: on a GPU, plain autograd runs blocks a second time on threads of its own.
+# One for all threads: on a GPU, autograd runs checkpointed blocks again on its own threads.
 _outside = _Outside(0, {})
 
 
 class _Here(local):
-    """What is open on this thread, where a pipeline runs the backward, too."""
+    """The Aside that is open on this thread."""
 
     aside: Aside = _outside
 
@@ -193,19 +193,19 @@ def current_aside() -> Aside:
 
 
 def uncompiled(function: _Function) -> _Function:
-    """A function that compiled blocks call as it is: it changes what is outside of them."""
-    # The mark of torch.compiler.disable, which itself would load the compiler for everyone.
+    """Let compiled blocks call a function without compiling it, as it has side effects."""
+    # The mark that torch.compiler.disable sets; calling that would import the compiler.
     vars(function)["_torchdynamo_disable"] = True
     return function
 
 
 @uncompiled
 def add_loss(loss: torch.Tensor) -> None:
-    """Add a loss to what training minimises, from inside the forward of any stage.
+    """Add a loss to the one that training minimises, from inside the forward of any stage.
 
-    Its gradients flow, scaled by the rows of its micro-batch, and ``step(aux_losses=[])`` tells
-    its value. Outside of a pipeline nothing happens, unless :func:`collect_losses` asks for it.
-    A thread that the forward starts is outside of it: add there what such a thread has returned.
+    Its gradients are scaled by the rows of its micro-batch, and ``step(aux_losses=[])`` returns
+    its value. Outside of a pipeline nothing happens, except in :func:`collect_losses`. A thread
+    that the forward starts is outside: call this in the forward, with the thread's result.
 
     >>> import taktline as tl
     >>> class Router(torch.nn.Linear):
@@ -238,7 +238,7 @@ def require_number(loss: object, demand: str) -> None:
 
 @contextmanager
 def collect_losses() -> Iterator[list[torch.Tensor]]:
-    """Outside of a pipeline: a list with every loss that is added, to add to your own.
+    """Outside of a pipeline: yields a list that gets every loss that is added.
 
     >>> import taktline as tl
     >>> with tl.collect_losses() as losses:
@@ -252,7 +252,7 @@ def collect_losses() -> Iterator[list[torch.Tensor]]:
 
 @dataclass(frozen=True, slots=True)
 class Bundle:
-    """What crosses a boundary if there are skips: a stage's arguments, and these."""
+    """The value that crosses a boundary if there are skips: a stage's arguments, and the skips."""
 
     arguments: tuple[Any, ...]
     skips: dict[str, Skip]
@@ -278,18 +278,18 @@ def handed_on(
     routes: Mapping[str, int] | None,
     stage: int,
 ) -> Sequence[Any]:
-    """What goes from a stage to the next one: arguments, and the skips that are got after it.
+    """The values that a stage sends: its arguments, and the skips that later stages get.
 
-    ``routes`` tells the last stage that gets each of them; None: nobody knows.
+    ``routes`` has the last stage that gets each skip; None if that is unknown.
     """
-    on = {
+    later = {
         name: skip for name, skip in skips.items() if routes is None or routes.get(name, -1) > stage
     }
-    return (Bundle(tuple(arguments), on),) if on else arguments
+    return (Bundle(tuple(arguments), later),) if later else arguments
 
 
 def opened(arguments: Sequence[Any]) -> tuple[Sequence[Any], dict[str, Skip]]:
-    """What came from the stage before: a stage's arguments, and skips."""
+    """The arguments and the skips that a stage has received."""
     if len(arguments) == 1 and isinstance(arguments[0], Bundle):
         return arguments[0].arguments, arguments[0].skips
     return arguments, {}

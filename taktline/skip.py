@@ -1,4 +1,4 @@
-"""Skip connections: a forward puts a value, a later one gets it, in whatever stage that is.
+"""Skip connections: a forward puts a value, and a later one gets it, in any stage.
 
 ::
 
@@ -13,9 +13,9 @@
 >>> skip.get("level 0")
 tensor([0., 0.])
 
-A value travels with the activations from stage to stage, up to the last one that gets it; the
-gradients of all that use it are added up. Outside of a pipeline a value is kept until the next one
-of its name is put, or until a ``with taktline.collect_losses():`` around it ends.
+A value travels with the activations from stage to stage, up to the last one that gets it. The
+gradients of all its uses are added up. Outside of a pipeline a value is kept until another one is
+put under its name.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ __all__ = ["get", "put"]
 
 @uncompiled
 def put(name: str, value: torch.Tensor) -> None:
-    """Hand a value to whichever stages get it, this one or later ones.
+    """Put a value under a name, for this stage and later ones.
 
     >>> put("level 1", torch.ones(2))
     >>> get("level 1")

@@ -1,11 +1,11 @@
-"""Sentences and tables for people."""
+"""Pieces of sentences, and tables."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 
-__all__ = ["by_rank", "counted", "did_you_mean", "size_text", "table"]
+__all__ = ["by_rank", "counted", "did_you_mean", "first_of", "size_text", "table"]
 
 
 def counted(number: int, noun: str) -> str:
@@ -18,8 +18,17 @@ def counted(number: int, noun: str) -> str:
     return f"{number:,} {noun}{ending}"
 
 
+def first_of(names: Sequence[str]) -> str:
+    """The first name, and how many others there are.
+
+    >>> first_of(["embed"]), first_of(["embed", "head", "norm"])
+    ('embed', 'embed and 2 others')
+    """
+    return names[0] + (f" and {counted(len(names) - 1, 'other')}" if len(names) > 1 else "")
+
+
 def by_rank(values: Sequence[object]) -> str:
-    """What each rank has, ranks with the same together.
+    """The value of each rank; ranks with the same value are listed together.
 
     >>> by_rank([8, 4, 4])
     '8 on rank 0; 4 on rank 1, 2'
@@ -31,7 +40,7 @@ def by_rank(values: Sequence[object]) -> str:
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """The names that are most like an unknown one, as a question; else the first that there are.
+    """A question with the known names that are most like a name; else a list of known names.
 
     >>> did_you_mean("layer.1", ["layers.1", "head"]), did_you_mean("x", ["layers.1", "head"])
     ("did you mean 'layers.1'?", "there are 'layers.1', 'head'")
@@ -43,7 +52,7 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 
 def size_text(count: float) -> str:
-    """Bytes for people.
+    """A number of bytes, with a unit.
 
     >>> size_text(1536), size_text(12)
     ('1.5 KiB', '12 B')
@@ -56,7 +65,7 @@ def size_text(count: float) -> str:
 
 
 def table(rows: Sequence[Sequence[str]], left: Iterable[str] = ()) -> str:
-    """Columns side by side: numbers to the right, and the columns named in ``left`` to the left.
+    """Rows as a table: columns align to the right, and those named in ``left`` to the left.
 
     The first row has the names. A column that is empty below its name is left out.
 

@@ -21,9 +21,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from taktline.checkpoint.folder import latest
-from taktline.checkpoint.holding import Holding
 from taktline.checkpoint.loading import Loaded
 from taktline.checkpoint.loading import load as _load
+from taktline.checkpoint.model_state import HeldModel
 from taktline.checkpoint.saving import Training
 from taktline.checkpoint.saving import save as _save
 from taktline.checks import require_instance
@@ -52,9 +52,9 @@ def save(
     >>> save(tempfile.mkdtemp(), tl.ScheduleGPipe(stages[0], 1)).name
     '000001-step-0'
     """
-    holding = Holding.of_schedule(require_instance("schedule", schedule, Schedule))
-    training = Training.of(optimizer, scheduler, scaler, data, extra)
-    return _save(holding, folder, training, keep=keep, async_save=async_save)
+    model = HeldModel.of_schedule(require_instance("schedule", schedule, Schedule))
+    training = Training(optimizer, scheduler, scaler, data, extra)
+    return _save(model, folder, training, keep=keep, async_save=async_save)
 
 
 def load(
@@ -74,8 +74,8 @@ def load(
     >>> load(save(tempfile.mkdtemp(), schedule, extra={"epoch": 3}), schedule).extra
     {'epoch': 3}
     """
-    holding = Holding.of_schedule(require_instance("schedule", schedule, Schedule))
-    return _load(holding, folder, Training.of(optimizer, scheduler, scaler, data))
+    model = HeldModel.of_schedule(require_instance("schedule", schedule, Schedule))
+    return _load(model, folder, Training(optimizer, scheduler, scaler, data))
 
 
 def load_into(
@@ -106,5 +106,5 @@ def load_into(
     (0, True)
     """
     require_instance("model", model, nn.Module, "an nn.Module")
-    training = Training.of(optimizer, scheduler, scaler, data)
-    return _load(Holding.of_model(model), folder, training)
+    training = Training(optimizer, scheduler, scaler, data)
+    return _load(HeldModel.of_model(model), folder, training)

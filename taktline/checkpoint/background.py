@@ -1,7 +1,8 @@
-"""Saves that are written beside the training: one thread a process, which talk by files.
+"""Saves that are written in the background, by one thread in each process.
 
-A thread must not use the connections that steps use. So each process leaves the note of its part in
-the folder, the first one waits for all of them there, and the others wait for what it makes of it.
+These threads must not use the connections that steps use. So they exchange files: each process
+writes its part of the manifest into the folder. The first one waits for all parts, and the others
+wait until the first one has renamed the folder.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ __all__ = ["start", "wait"]
 
 _log = logging.getLogger("taktline")
 _PAUSE = 0.02
-"""Seconds between two looks at the folder."""
+"""Seconds between two looks into the folder."""
 _FAILED = ".failed"
 
 
@@ -39,10 +40,10 @@ class _Background:
 
     def _run(self) -> None:
         saving = self._saving
-        _, self.error = saving.together.attempt(self._write, f"write {saving.final}")
+        _, self.error = saving.processes.attempt(self._write, f"write {saving.final}")
         if self.error is not None:
             _log.error("a save in the background was not made: %s", text_of(self.error))
-            self._tell(self.error)
+            self._leave_note(self.error)
             saving.clear()
 
     def _write(self) -> None:
@@ -51,28 +52,28 @@ class _Background:
         while not self._over():
             for note in saving.unfinished.glob(f"*{_FAILED}"):
                 raise CheckpointError(note.read_text(errors="replace"))
-            for transport in saving.together.transports:
+            for transport in saving.processes.transports:
                 if isinstance(transport, Distributed) and transport.verdict is not None:
                     raise CheckpointError(f"the ranks have lost each other before {saving.final}")
             time.sleep(_PAUSE)
         saving.finish()
 
-    def _tell(self, error: TaktlineError) -> None:
-        """Leave a note for the others; without room for it, they find out by themselves."""
+    def _leave_note(self, error: TaktlineError) -> None:
+        """Leave a note for the other processes; without disk space for it, they find out later."""
         saving = self._saving
         try:
             (saving.unfinished / saving.file).unlink(missing_ok=True)
-            note = saving.note_of(saving.together.place).with_suffix(_FAILED)
+            note = saving.note_of(saving.processes.place).with_suffix(_FAILED)
             note.write_text(text_of(error, 4000))
         except OSError:
             pass
 
     def _over(self) -> bool:
-        """The first process waits for the parts of all, and the others for what becomes of them."""
+        """Whether the first process has the parts of all, or the others have the finished save."""
         saving = self._saving
-        if not saving.together.place:
-            return all(saving.note_of(place).exists() for place in range(saving.together.count))
-        # In this order: between the two, it may get its name.
+        if not saving.processes.place:
+            return all(saving.note_of(place).exists() for place in range(saving.processes.count))
+        # In this order: the folder may be renamed between the two.
         there = saving.unfinished.exists()
         if saving.final.exists():
             return True
@@ -82,9 +83,9 @@ class _Background:
 
 
 _running: dict[tuple[Path, int], _Background] = {}
-"""By the folder, and the process: local ranks share this one."""
+"""By folder and process."""
 _memory: dict[tuple[Path, int], Memory] = {}
-"""Of the saves to a folder."""
+"""By folder and process."""
 
 
 def is_first_to(folder: Path, place: int) -> bool:
@@ -93,8 +94,8 @@ def is_first_to(folder: Path, place: int) -> bool:
 
 
 def start(folder: Path, saving: Saving) -> None:
-    """Copy what is to be saved to memory of the host, and write it, in the background."""
-    key = folder, saving.together.place
+    """Copy all tensors to memory of the host, and write them, in the background."""
+    key = folder, saving.processes.place
     memory = _memory.setdefault(key, Memory())
     saving.snapshot = Snapshot(saving.tensors, saving.trained, saving.others, memory)
     _running[key] = _Background(saving)
@@ -102,7 +103,7 @@ def start(folder: Path, saving: Saving) -> None:
 
 
 def wait(folder: Path, place: int = 0) -> None:
-    """Wait for the save that is being written to a folder; raises what went wrong with it."""
+    """Wait for the save that is being written to a folder; raises its error."""
     running = _running.pop((folder.resolve(), place), None)
     if running is not None:
         running.thread.join()

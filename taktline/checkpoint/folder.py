@@ -1,9 +1,9 @@
-"""A folder of saves: each appears in it whole or not at all, and the oldest ones go.
+"""A folder of saves: each save appears whole or not at all, and the oldest are removed.
 
 ::
 
     runs/000003-step-300/            a save: its number, and the training step
-    runs/.000004-step-400.saving/    one that is being written, under another name
+    runs/.000004-step-400.saving/    a save that is being written
 """
 
 from __future__ import annotations
@@ -51,8 +51,7 @@ def _number(name: str) -> int:
 def latest(folder: str | os.PathLike[str]) -> Path | None:
     """The newest save in a folder that is whole; None if there is none.
 
-    It looks at manifests and at the sizes of files. That every byte is as it was written, a load
-    finds out.
+    This checks manifests and the sizes of files; only a load checks every byte.
 
     >>> import taktline as tl, tempfile, torch
     >>> pipe = tl.Pipeline(torch.nn.Linear(2, 2), microbatches=1)
@@ -75,7 +74,7 @@ def is_whole(save: Path) -> bool:
 
 
 def resolve(folder: Path) -> Path:
-    """The save that a folder is, or the latest one in it."""
+    """The folder if it is a save, else the latest save in it."""
     if (folder / MANIFEST).exists() or _SAVE.fullmatch(folder.name):
         return folder
     found = latest(folder)
@@ -85,24 +84,25 @@ def resolve(folder: Path) -> Path:
     return found
 
 
-def begin(folder: Path, step: int) -> str:
-    """Make room for a save; returns what it is going to be called."""
+def begin(folder: Path, step: int) -> Path:
+    """Begin a new save; returns the folder that it will have."""
     folder.mkdir(parents=True, exist_ok=True)
-    for name in filter(_UNFINISHED.fullmatch, os.listdir(folder)):  # of a process that was killed
+    for name in filter(_UNFINISHED.fullmatch, os.listdir(folder)):  # of a killed process
         shutil.rmtree(folder / name, ignore_errors=True)
     known = saves(folder)
-    name = f"{_number(known[0].name) + 1 if known else 1:06d}-step-{step}"
-    unfinished(folder, name).mkdir()
-    return name
+    final = folder / f"{_number(known[0].name) + 1 if known else 1:06d}-step-{step}"
+    unfinished(final).mkdir()
+    return final
 
 
-def unfinished(folder: Path, name: str) -> Path:
-    """Where a save is while it is written."""
-    return folder / f".{name}.saving"
+def unfinished(final: Path) -> Path:
+    """The folder of a save while it is written."""
+    return final.with_name(f".{final.name}.saving")
 
 
-def finish(made: Path, final: Path, manifest: str, keep: int | None) -> None:
-    """Write the manifest, give the save its name, and let go of the oldest ones."""
+def finish(final: Path, manifest: str, keep: int | None) -> None:
+    """Write the manifest, give the save its name, and remove the oldest saves."""
+    made = unfinished(final)
     for part in made.glob("*.part.json"):
         part.unlink()
     write_text(made / MANIFEST, manifest)
@@ -113,16 +113,16 @@ def finish(made: Path, final: Path, manifest: str, keep: int | None) -> None:
         return
     whole = 0
     for save in saves(final.parent):
-        if whole < keep:  # those that are not whole do not count
+        if whole < keep:  # saves that are not whole do not count
             whole += is_whole(save)
         else:
             removing = save.with_name(f".{save.name}.removing")
-            save.rename(removing)  # so that it is never half there
+            save.rename(removing)  # so that no part of a save looks like a save
             shutil.rmtree(removing, ignore_errors=True)
 
 
 def write_text(path: Path, text: str, *, lasting: bool = True) -> None:
-    """Write a file so that it is there whole or not at all; see it onto the disk if it lasts."""
+    """Write a file so that it appears whole or not at all; with ``lasting``, flush it to disk."""
     made = path.with_name(f"{path.name}.new")
     with open(made, "wb", buffering=0) as file:
         file.write(text.encode())
@@ -132,7 +132,7 @@ def write_text(path: Path, text: str, *, lasting: bool = True) -> None:
 
 
 def sync(folder: Path) -> None:
-    """See the names in a folder onto the disk."""
+    """Flush the names in a folder to disk."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)

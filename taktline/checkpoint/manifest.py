@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint: what is in it, in which files, with checksums of everything.
+"""The manifest of a checkpoint: its contents, their files, and checksums of everything.
 
 ::
 
@@ -10,7 +10,7 @@
                                        "pieces": [{"file": …, "start": [0, 0], "size": [2, 3]}]}},
         "aliases": {…}, "optimizers": […], "values": {…}}}
 
-Each process notes its part in the same form, without the first two lines of the content.
+Each process writes its part in the same form, without the first two lines of the content.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from __future__ import annotations
 import json
 import sys
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -26,19 +26,20 @@ from typing import Any
 
 import torch
 
-from taktline.checkpoint.box import Box
-from taktline.checkpoint.names import joined
+from taktline.checkpoint.model_state import joined
+from taktline.checkpoint.shards import Region
 from taktline.checkpoint.tensor_file import BLOCK
-from taktline.checks import conform, loads, read
+from taktline.checks import conform, loads, read, shown
 from taktline.errors import CheckpointError, JsonError
 from taktline.meta import DTYPES
+from taktline.transport.plain import NotPlainError, pack, unpack
 
-__all__ = ["MANIFEST", "Entry", "Manifest", "merged", "read_part", "sealed"]
+__all__ = ["MANIFEST", "Entry", "Manifest", "merged", "packed", "read_part", "sealed", "unpacked"]
 
 MANIFEST = "manifest.json"
 _FORMAT = "taktline checkpoint"
 _VERSION = 1
-"""Of the format; a reader takes none that is newer."""
+"""Of the format; newer ones are refused."""
 
 _PIECE = {"file": str, "start": [int], "size": [int]}
 _GROUP = {"names": [str], "options": {str: object}}
@@ -58,7 +59,7 @@ class Entry:
 
     dtype: torch.dtype
     shape: tuple[int, ...]
-    pieces: tuple[tuple[str, Box], ...]
+    pieces: tuple[tuple[str, Region], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,14 +71,14 @@ class Manifest:
     files: Mapping[str, dict[str, Any]]
     tensors: Mapping[str, Entry]
     aliases: Mapping[str, str]
-    """Further names of the model for a weight that is in the checkpoint by another one."""
+    """Further names in the model for a weight that the checkpoint has under another name."""
     optimizers: list[dict[str, Any]]
     values: Mapping[str, Any]
-    """What is no tensor, packed."""
+    """All other values, packed."""
 
     @classmethod
     def read(cls, path: Path) -> Manifest:
-        """That of a checkpoint, if it is whole."""
+        """Read the manifest of a checkpoint; raises if the checkpoint is not whole."""
         file = path / MANIFEST
         try:
             content = loads(file.read_bytes(), what=str(file))
@@ -131,9 +132,37 @@ def _entry(name: str, entry: dict[str, Any], files: Mapping[str, Any], path: Pat
     if dtype is None:
         raise CheckpointError(f"{path}: {name} is of the unknown type {entry['dtype'][:40]!r}")
     pieces = (
-        (each["file"], Box(tuple(each["start"]), tuple(each["size"]))) for each in entry["pieces"]
+        (each["file"], Region(tuple(each["start"]), tuple(each["size"])))
+        for each in entry["pieces"]
     )
     return Entry(dtype, tuple(entry["shape"]), tuple(pieces))
+
+
+def packed(value: Any, what: str, tensors: dict[str, torch.Tensor]) -> Any:
+    """A value as JSON; its tensors go into ``tensors``, under names that begin with ``what``.
+
+    >>> packed({"fn": print}, "scheduler", {})
+    Traceback (most recent call last):
+    taktline.errors.CheckpointError: scheduler.fn is <built-in function print>, which cannot ...
+    """
+    try:
+        return pack(value, what, tensors)
+    except NotPlainError as error:
+        where, found = error.args
+        raise CheckpointError(
+            f"{where} is {shown(found)}, which cannot be saved without pickle; let its state have "
+            "numbers, texts, tensors, and lists or dicts of these"
+        ) from None
+
+
+def unpacked(value: Any, fetch: Callable[[str], torch.Tensor]) -> Any:
+    """The value that was packed; ``fetch`` finds a tensor by its name."""
+    try:
+        return unpack(value, fetch)
+    except CheckpointError:
+        raise
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
+        raise CheckpointError(f"{json.dumps(value)[:80]} is not what was packed") from error
 
 
 def sealed(content: Any) -> str:
@@ -142,7 +171,7 @@ def sealed(content: Any) -> str:
 
 
 def read_part(path: Path) -> dict[str, Any]:
-    """What a process has noted of its part."""
+    """Read the part of one process."""
     return read(path.read_bytes(), _PART, what=str(path))
 
 

@@ -9,8 +9,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from taktline.checkpoint.manifest import Entry, Manifest
-from taktline.checkpoint.plain import pack, unpack
+from taktline.checkpoint.manifest import Entry, Manifest, packed, unpacked
 from taktline.errors import CheckpointError
 from taktline.sharding import is_sharded
 from taktline.text import counted
@@ -41,14 +40,14 @@ def _named(optimizer: Optimizer, names: Mapping[int, str]) -> list[tuple[str, nn
 def describe(
     optimizer: Optimizer, names: Mapping[int, str], prefix: str, tensors: dict[str, torch.Tensor]
 ) -> dict[str, Any]:
-    """An optimizer as JSON; its tensors go into ``tensors``, under names that begin so.
+    """An optimizer as JSON; its tensors go into ``tensors``, with ``prefix`` in their names.
 
     >>> model, tensors = nn.Linear(2, 1, bias=False), {}
     >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     >>> model(torch.ones(2)).backward()
     >>> optimizer.step()
-    >>> told = describe(optimizer, {id(model.weight): "weight"}, "optimizer/0", tensors)
-    >>> told["class"], told["groups"][0]["names"], tensors
+    >>> found = describe(optimizer, {id(model.weight): "weight"}, "optimizer/0", tensors)
+    >>> found["class"], found["groups"][0]["names"], tensors
     ('torch.SGD', ['weight'], {'optimizer/0/weight/momentum_buffer': tensor([[1., 1.]])})
     """
     named, plain = _named(optimizer, names), optimizer.state_dict()
@@ -84,14 +83,14 @@ def describe(
 
 def _packed(value: Any, what: str) -> Any:
     tensors: dict[str, torch.Tensor] = {}
-    packed = pack(value, what, tensors)
+    found = packed(value, what, tensors)
     if tensors:
         raise CheckpointError(f"{what} has tensors inside of it, which cannot be saved by name")
-    return packed
+    return found
 
 
 def _require_shared(value: torch.Tensor, parameter: nn.Parameter, what: str) -> None:
-    """Raise if a tensor belongs to this rank's shard alone, and nobody could tell where it does."""
+    """Raise if a tensor belongs to this rank's shard, and its place in the whole is unknown."""
     if is_sharded(parameter) and not is_sharded(value) and value.numel() > 1:
         raise CheckpointError(
             f"{what} is a plain tensor of shape {list(value.shape)} beside a parameter in shards, "
@@ -101,7 +100,7 @@ def _require_shared(value: torch.Tensor, parameter: nn.Parameter, what: str) -> 
 
 
 class OptimizerState:
-    """What a checkpoint has for an optimizer; raises if it does not fit, and changes nothing."""
+    """The state of an optimizer in a checkpoint; raises if it does not fit, and changes nothing."""
 
     def __init__(
         self,
@@ -116,18 +115,18 @@ class OptimizerState:
                 f"{manifest.path} has the state of {counted(len(manifest.optimizers), 'optimizer')}"
                 f", so there is none for optimizer {index}; leave it out, or load another save"
             )
-        told = manifest.optimizers[index]
-        if told["class"] != _kind(optimizer):
+        saved = manifest.optimizers[index]
+        if saved["class"] != _kind(optimizer):
             raise CheckpointError(
-                f"{manifest.path} has the state of {told['class']}, and this optimizer is "
+                f"{manifest.path} has the state of {saved['class']}, and this optimizer is "
                 f"{_kind(optimizer)}; make the one that was saved, or load without it"
             )
         self._optimizer, self._manifest = optimizer, manifest
         named = [(stored_name(name), each) for name, each in _named(optimizer, names)]
-        self._options = self._options_of({id(each): name for name, each in named}, told["groups"])
+        self._options = self._options_of({id(each): name for name, each in named}, saved["groups"])
         self._state: dict[int, dict[str, Any]] = {}
         self.targets: list[tuple[str, torch.Tensor]] = []
-        """What is to be filled, by its name in the checkpoint, before this is applied."""
+        """The tensors to fill before ``apply()``, by their names in the checkpoint."""
         prefix = f"optimizer/{index}/"
         keys: dict[str, list[str]] = {}
         for name in manifest.tensors:
@@ -135,8 +134,8 @@ class OptimizerState:
                 owner, _, key = name.removeprefix(prefix).rpartition("/")
                 keys.setdefault(owner, []).append(key)
         for number, (name, parameter) in enumerate(named):
-            rest = told["state"].get(name, {})
-            state = {key: unpack(each, _no_tensor) for key, each in rest.items()}
+            rest = saved["state"].get(name, {})
+            state = {key: unpacked(each, _no_tensor) for key, each in rest.items()}
             for key in keys.get(name, []):
                 full = f"{prefix}{name}/{key}"
                 state[key] = self._room(parameter, key, full, manifest.tensors[full])
@@ -163,12 +162,12 @@ class OptimizerState:
                     f"{first} and {second} are in one group of this optimizer, and were in two "
                     f"with other options in {self._manifest.path}; make the groups that were saved"
                 )
-            told = groups[next(iter(found))]["options"] if found else {}
-            options.append({key: unpack(each, _no_tensor) for key, each in told.items()})
+            group = groups[next(iter(found))]["options"] if found else {}
+            options.append({key: unpacked(each, _no_tensor) for key, each in group.items()})
         return options
 
     def _room(self, parameter: nn.Parameter, key: str, name: str, entry: Entry) -> torch.Tensor:
-        """Where a tensor goes: what the optimizer has there, if it is like it, or a new one."""
+        """The tensor to load into: the optimizer's own, if type and shape fit, or a new one."""
         known = self._optimizer.state.get(parameter, {}).get(key)
         like = entry.dtype, entry.shape
         if isinstance(known, torch.Tensor) and (known.dtype, tuple(known.shape)) == like:
@@ -183,7 +182,7 @@ class OptimizerState:
         return torch.empty(entry.shape, dtype=entry.dtype)
 
     def apply(self) -> None:
-        """Load it, once all targets are filled."""
+        """Load the state, once all targets are filled."""
         optimizer, groups = self._optimizer, self._optimizer.state_dict()["param_groups"]
         for group, options in zip(groups, self._options, strict=True):
             for key, value in options.items():
@@ -191,7 +190,7 @@ class OptimizerState:
                 on_device = isinstance(before, torch.Tensor) and isinstance(value, torch.Tensor)
                 group[key] = value.to(before.device) if on_device else value
         optimizer.load_state_dict({"state": self._state, "param_groups": groups})
-        # Torch gives a state the type of its parameter, which may have less room for it.
+        # Torch casts a state to the type of its parameter, which may be less precise.
         flat = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         for number, state in self._state.items():
             now = optimizer.state[flat[number]]

@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 from taktline.checkpoint.folder import sync, write_text
-from taktline.checkpoint.holding import Holding, foremost, writers
+from taktline.checkpoint.model_state import HeldModel, foremost
+from taktline.checkpoint.processes import writers
 from taktline.checkpoint.tensor_file import TensorFile, in_order, require_writable, write
 from taktline.checks import read, require_path, require_whole
 from taktline.errors import CheckpointError
@@ -26,11 +27,11 @@ SINGLE = "model.safetensors"
 _WEIGHT_MAP = {"metadata": object, "weight_map": {str: str}}
 
 
-def save_pretrained(holding: Holding, folder: Any, max_shard_bytes: int) -> None:
-    """Write files that ``from_pretrained`` reads; every process writes what it has."""
-    path, together = require_path("folder", folder), holding.together
+def save_pretrained(model: HeldModel, folder: Any, max_shard_bytes: int) -> None:
+    """Write files that ``from_pretrained`` reads; every process writes its own tensors."""
+    path, processes = require_path("folder", folder), model.processes
     require_whole("max_shard_bytes", max_shard_bytes, least=1)
-    best = foremost(holding.held)
+    best = foremost(model.held)
     held = {name: each.tensor for name, each in best.items()}
 
     def begin() -> list[tuple[str, int, int]]:
@@ -39,20 +40,20 @@ def save_pretrained(holding: Holding, folder: Any, max_shard_bytes: int) -> None
             require_writable(local(value), name)
         return [(name, priority, value.nbytes) for name, value, priority in best.values()]
 
-    with guarded(together.transports[0], "save_pretrained()") as call:
-        holding.arrive(call)
-        told = together.everywhere(begin, f"save to {path}", call)
-        files = _share_out(told, max_shard_bytes)
-        together.everywhere(
-            lambda: _write(held, path, files, together.place), f"write {path}", call
+    with guarded(processes.transports[0], "save_pretrained()") as call:
+        model.arrive(call)
+        listed = processes.everywhere(begin, f"save to {path}", call)
+        files = _share_out(listed, max_shard_bytes)
+        processes.everywhere(
+            lambda: _write(held, path, files, processes.place), f"write {path}", call
         )
-        sizes = {name: size for process in told for name, _, size in process}
+        sizes = {name: size for process in listed for name, _, size in process}
 
         def finish() -> None:
-            if not together.place:
-                _write_index(holding.modules, path, files, sum(sizes.values()))
+            if not processes.place:
+                _write_index(model.modules, path, files, sum(sizes.values()))
 
-        together.everywhere(finish, f"write {path}", call)
+        processes.everywhere(finish, f"write {path}", call)
 
 
 class _File(NamedTuple):
@@ -63,12 +64,12 @@ class _File(NamedTuple):
     tensors: list[str]
 
 
-def _share_out(told: Sequence[Sequence[tuple[str, int, int]]], most: int) -> list[_File]:
-    """What goes into which file, in the order in which all processes write them."""
-    sizes = {name: size for process in told for name, _, size in process}
+def _share_out(listed: Sequence[Sequence[tuple[str, int, int]]], most: int) -> list[_File]:
+    """The tensors of each file, in the order in which all processes write the files."""
+    sizes = {name: size for process in listed for name, _, size in process}
     groups: list[tuple[int, list[str]]] = []
     room = 0
-    writer = writers([[(name, priority) for name, priority, _ in process] for process in told])
+    writer = writers([[(name, priority) for name, priority, _ in process] for process in listed])
     for name, place in sorted(writer.items(), key=lambda each: each[1]):
         if not groups or groups[-1][0] != place or room < sizes[name]:
             groups.append((place, []))
@@ -85,7 +86,7 @@ def _share_out(told: Sequence[Sequence[tuple[str, int, int]]], most: int) -> lis
 def _write(
     held: Mapping[str, torch.Tensor], path: Path, files: Sequence[_File], place: int
 ) -> None:
-    """Write the files of this process; all that have a shard of a tensor put it together."""
+    """Write the files of this process; all processes take part in gathering shards."""
     for file in files:
         here = {name: held[name] for name in file.tensors if name in held}
         values = (
@@ -98,7 +99,7 @@ def _write(
                 write(made, here, values)
                 made.rename(path / file.name)
         finally:
-            for _ in values:  # others wait for the shards of this process, whatever has happened
+            for _ in values:  # other processes wait for the shards of this one, even if it fails
                 pass
 
 
@@ -120,10 +121,10 @@ def _write_index(
 
 
 class PretrainedFiles(Mapping[str, torch.Tensor]):
-    """The tensors of a folder of safetensors files, each read when it is asked for."""
+    """The tensors in a folder of safetensors files; each is read when it is used."""
 
     def __init__(self, folder: Path, prefix: str = "") -> None:
-        """``prefix`` is what names in the model may begin with and those in the files not."""
+        """``prefix`` may precede names in the model, and be left out in the files, or reversed."""
         index, files = folder / INDEX, {SINGLE}
         if index.exists():
             files = set(
@@ -141,7 +142,7 @@ class PretrainedFiles(Mapping[str, torch.Tensor]):
         }
 
     def _found(self, name: str) -> str:
-        """What the files call something: they may have been written by a part of the model."""
+        """The name of a tensor in the files, which may be those of a part of the model."""
         others = (name, name.removeprefix(self._prefix), f"{self._prefix}{name}")
         return next((other for other in others if other in self._file_of), name)
 
@@ -172,7 +173,7 @@ def _default_dtype(dtype: Any) -> Iterator[None]:
 
 
 def build(source: Any) -> tuple[nn.Module, PretrainedFiles | None]:
-    """A model of transformers without values, and the files that have them, if there are any."""
+    """A model of transformers without values, and the files with the values, if there are any."""
     try:
         import transformers
     except ImportError as error:

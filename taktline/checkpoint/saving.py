@@ -2,16 +2,15 @@
 
 ::
 
-    every process   gathers what it has, and agrees with the others on who writes what
-                    writes its file and, last, the note of its part
-    the first one   puts the notes together to a manifest, and gives the folder its name
+    every process   lists its tensors, and agrees with the others which process writes which
+                    writes its file and, last, its part of the manifest
+    the first one   merges all parts into the manifest, and gives the folder its name
 """
 
 from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,12 +21,12 @@ from torch.optim import Optimizer
 
 from taktline.checkpoint import folder as folders
 from taktline.checkpoint.background import is_first_to, start, wait
-from taktline.checkpoint.box import shard_of
-from taktline.checkpoint.holding import Held, Holding, Together, foremost, writers
-from taktline.checkpoint.manifest import merged, read_part, sealed
+from taktline.checkpoint.manifest import merged, packed, read_part, sealed
+from taktline.checkpoint.model_state import Held, HeldModel, foremost
 from taktline.checkpoint.optimizers import describe
-from taktline.checkpoint.plain import pack
-from taktline.checkpoint.randomness import random_state
+from taktline.checkpoint.processes import Processes, writers
+from taktline.checkpoint.random_state import random_state
+from taktline.checkpoint.shards import shard_of
 from taktline.checkpoint.snapshot import Snapshot
 from taktline.checkpoint.tensor_file import require_writable, write
 from taktline.checks import refuse, require_flag, require_instance, require_path, require_whole
@@ -38,28 +37,23 @@ from taktline.runtime.watchdog import guarded
 __all__ = ["Training", "save"]
 
 
-@dataclass(slots=True)
 class Training:
-    """What is saved and loaded beside the model."""
+    """The objects that are saved and loaded beside the model."""
 
-    optimizers: Sequence[Optimizer] = ()
-    schedulers: Sequence[Any] = ()
-    scaler: Any = None
-    data: Any = None
-    extra: Any = None
-
-    @classmethod
-    def of(cls, optimizer: Any, scheduler: Any, scaler: Any, data: Any, extra: Any = None):
-        """What a user has passed: optimizers and schedulers may be several, in a list."""
-        optimizers, schedulers = _listed(optimizer), _listed(scheduler)
-        for each in optimizers:
+    def __init__(
+        self, optimizer: Any, scheduler: Any, scaler: Any, data: Any, extra: Any = None
+    ) -> None:
+        """Check the arguments of a user; optimizers and schedulers may be lists."""
+        self.optimizers: list[Optimizer] = _listed(optimizer)
+        self.schedulers = _listed(scheduler)
+        self.scaler, self.data, self.extra = scaler, data, extra
+        for each in self.optimizers:
             require_instance("optimizer", each, Optimizer, "an optimizer of torch, or a list")
-        others = [("scheduler", each) for each in schedulers]
+        others = [("scheduler", each) for each in self.schedulers]
         for name, one in (*others, ("scaler", scaler), ("data", data)):
             methods = ("state_dict", "load_state_dict")
             if one is not None and not all(callable(getattr(one, m, None)) for m in methods):
                 refuse(name, "an object with state_dict() and load_state_dict()", one)
-        return cls(optimizers, schedulers, scaler, data, extra)
 
 
 def _listed(value: Any) -> list[Any]:
@@ -70,56 +64,57 @@ def _listed(value: Any) -> list[Any]:
 class Saving:
     """One save, as this process sees it."""
 
-    together: Together
+    processes: Processes
     step: int
     keep: int | None
     file: str
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
-    """What this process writes."""
+    """The tensors that this process writes."""
     trained: set[str] = field(default_factory=set)
-    """Those of the tensors that optimizers change, and nobody else."""
+    """The names of those tensors that optimizers change, and nothing else."""
     others: set[str] = field(default_factory=set)
-    """All other parameters."""
+    """The names of all other parameters."""
     snapshot: Snapshot | None = None
-    """What copies the tensors, in the background."""
+    """Copies the tensors, in the background."""
     part: dict[str, Any] = field(default_factory=dict)
-    """Of the manifest."""
-    unfinished: Path = Path()
+    """This process's part of the manifest."""
     final: Path = Path()
+    """The folder of the save, once it is complete."""
 
-    def call(self, folder: Path, name: str) -> None:
-        """Set where it is written, and what it is called then."""
-        self.unfinished, self.final = folders.unfinished(folder, name), folder / name
+    @property
+    def unfinished(self) -> Path:
+        """The folder of the save while it is written."""
+        return folders.unfinished(self.final)
 
-    def collect(self, holding: Holding, training: Training) -> list[tuple[str, int]]:
-        """Note all that is here; returns what of it others may have, and its priority."""
-        tensors = [] if self.together.place else [Held(*each) for each in holding.optional.items()]
+    def collect(self, model: HeldModel, training: Training) -> list[tuple[str, int]]:
+        """Note all tensors and values of this process; returns each shard with its priority."""
+        tensors = [] if self.processes.place else [Held(*each) for each in model.optional.items()]
         tensors = [
             Held(f"model/{name}", value, priority)
-            for name, value, priority in foremost((*tensors, *holding.held)).values()
+            for name, value, priority in foremost((*tensors, *model.held)).values()
         ]
-        names, states = holding.parameter_names(), dict[str, torch.Tensor]()
-        told = [
+        names, states = model.parameter_names(), dict[str, torch.Tensor]()
+        optimizers = [
             describe(optimizer, names, f"optimizer/{index}", states)
             for index, optimizer in enumerate(training.optimizers)
         ]
         tensors += [Held(name, value) for name, value in states.items()]
         own: dict[str, torch.Tensor] = {}
-        values = _values(holding, training).items()
+        values = _values(model, training).items()
         self.part = {
             "files": {},
             "tensors": {},
-            "aliases": dict(holding.aliases),
-            "optimizers": told,
-            "values": {name: pack(value, name, own) for name, value in values},
+            "aliases": dict(model.aliases),
+            "optimizers": optimizers,
+            "values": {name: packed(value, name, own) for name, value in values},
         }
         shards: list[tuple[str, int]] = []
         in_bounds = {
             id(module.weight)
-            for part in holding.modules
+            for part in model.modules
             for module in part.modules()
             if getattr(module, "max_norm", None) is not None
-        }  # an embedding's forward sees to that
+        }  # the forward of such an embedding changes its weight
         for name, value, priority in tensors:
             if (key := self._add(name, value)) is None:
                 continue
@@ -133,26 +128,26 @@ class Saving:
         return shards
 
     def _add(self, name: str, whole: torch.Tensor) -> str | None:
-        """Note a tensor; returns a text for what is here of it, if there is anything."""
-        tensor, box = shard_of(whole, name)
+        """Note a tensor; returns a key for the shard of this process, if it is not empty."""
+        tensor, region = shard_of(whole, name)
         require_writable(tensor, name)
         if not tensor.numel() and 0 not in whole.shape:
             return None
-        piece = {"file": self.file, "start": box.start, "size": box.size}
+        piece = {"file": self.file, "start": region.start, "size": region.size}
         kind, shape = name_of(tensor.dtype), list(whole.shape)
         self.part["tensors"][name] = {"dtype": kind, "shape": shape, "pieces": [piece]}
         self.tensors[name] = tensor
-        return f"{name} {box.start}"
+        return f"{name} {region.start}"
 
     def leave(self, writer: dict[str, int]) -> None:
-        """Leave to others what they write."""
+        """Drop the tensors that other processes write."""
         for name in list(self.tensors):
             start = self.part["tensors"][name]["pieces"][0]["start"]
-            if writer.get(f"{name} {start}", self.together.place) != self.together.place:
+            if writer.get(f"{name} {start}", self.processes.place) != self.processes.place:
                 del self.tensors[name], self.part["tensors"][name]
 
     def note_of(self, place: int) -> Path:
-        """Where a process notes its part, once it is written."""
+        """The file with the part of a process, which is there once all of it is written."""
         return self.unfinished / f"{place:05d}.part.json"
 
     def require_folder(self) -> None:
@@ -165,48 +160,47 @@ class Saving:
 
     def write(self) -> None:
         """Write this process's part."""
-        if self.snapshot is not None:  # whatever comes then, an optimizer may wait for it
+        if self.snapshot is not None:  # first of all: an optimizer may wait for the copy
             self.snapshot.copy()
         self.require_folder()
         if self.tensors:
             self.part["files"][self.file] = write(self.unfinished / self.file, self.tensors)
         if self.snapshot is not None:
             self.snapshot.require_unchanged()
-        note = self.note_of(self.together.place)
+        note = self.note_of(self.processes.place)
         folders.write_text(note, json.dumps(self.part), lasting=False)
 
     def finish(self) -> None:
-        """Put the parts together, when all are written; on the first process."""
-        if not self.together.place:
-            parts = [read_part(self.note_of(place)) for place in range(self.together.count)]
+        """Merge the parts, when all are written; on the first process."""
+        if not self.processes.place:
+            parts = [read_part(self.note_of(place)) for place in range(self.processes.count)]
             manifest = sealed(merged(parts, self.step))
-            folders.finish(self.unfinished, self.final, manifest, self.keep)
+            folders.finish(self.final, manifest, self.keep)
 
     def clear(self) -> None:
-        """Remove what was written of a save that is not made; on the first process."""
-        if not self.together.place and self.unfinished.name:
+        """Remove the files of a save that has failed; on the first process."""
+        if not self.processes.place and self.final.name:
             shutil.rmtree(self.unfinished, ignore_errors=True)
 
 
-def _values(holding: Holding, training: Training) -> dict[str, Any]:
-    """What is no tensor of the model or an optimizer: most of it is each process's own."""
-    place, schedule = holding.together.place, holding.schedule
+def _values(model: HeldModel, training: Training) -> dict[str, Any]:
+    """All but the tensors of the model and optimizers; most values are each process's own."""
+    place, schedule = model.processes.place, model.schedule
     ranks = None if schedule is None else schedule._runner._random
-    values: dict[str, Any] = {f"random/{place}": random_state(holding.device, ranks)}
+    values: dict[str, Any] = {f"random/{place}": random_state(model.device, ranks)}
     if training.data is not None:
         values[f"data/{place}"] = training.data.state_dict()
     if training.scaler is not None:
         values[f"scaler/{place}"] = training.scaler.state_dict()
     if training.schedulers:
-        states = [each.state_dict() for each in training.schedulers]
-        values[f"schedulers/{place}"] = states
+        values[f"schedulers/{place}"] = [each.state_dict() for each in training.schedulers]
     if not place:
-        values |= {"layout": holding.together.sizes, "extra": training.extra}
+        values |= {"layout": model.processes.sizes, "extra": training.extra}
     return values
 
 
 def save(
-    holding: Holding,
+    model: HeldModel,
     folder: Any,
     training: Training,
     *,
@@ -218,31 +212,31 @@ def save(
     require_flag("async_save", async_save)
     if keep is not None:
         require_whole("keep", keep, least=1)
-    together, place = holding.together, holding.together.place
-    step = 0 if holding.schedule is None else holding.schedule.steps
-    saving = Saving(together, step, keep, f"rank-{place:05d}.safetensors")
-    home = folder.resolve()  # the training may go elsewhere while it is written
+    processes, place = model.processes, model.processes.place
+    step = 0 if model.schedule is None else model.schedule.steps
+    saving = Saving(processes, step, keep, f"rank-{place:05d}.safetensors")
+    home = folder.resolve()  # the program may change its folder while this is written
 
     def begin() -> tuple[list[tuple[str, int]], str]:
         wait(home, place)
-        shards = saving.collect(holding, training)
+        shards = saving.collect(model, training)
         if not place:
-            saving.call(home, folders.begin(home, step))
+            saving.final = folders.begin(home, step)
         return shards, saving.final.name
 
     try:
-        with guarded(together.transports[0], "save()") as call:
-            holding.arrive(call)
-            told = together.everywhere(begin, f"save to {folder}", call)
-            saving.call(home, told[0][1])
-            saving.leave(writers([shards for shards, _ in told]))
+        with guarded(processes.transports[0], "save()") as call:
+            model.arrive(call)
+            results = processes.everywhere(begin, f"save to {folder}", call)
+            saving.final = home / results[0][1]
+            saving.leave(writers([shards for shards, _ in results]))
             if async_save:
-                if is_first_to(home, place):  # later it would cost time that training stands still
-                    together.everywhere(saving.require_folder, f"save to {folder}", call)
+                if is_first_to(home, place):  # only once, as training stands still meanwhile
+                    processes.everywhere(saving.require_folder, f"save to {folder}", call)
                 start(home, saving)
             else:
-                together.everywhere(saving.write, f"write {saving.final}", call)
-                together.everywhere(saving.finish, f"write {saving.final}", call)
+                processes.everywhere(saving.write, f"write {saving.final}", call)
+                processes.everywhere(saving.finish, f"write {saving.final}", call)
             return folder / saving.final.name
     except TaktlineError as raised:
         saving.clear()
@@ -250,7 +244,7 @@ def save(
 
 
 def _reassured(error: TaktlineError, folder: Path) -> TaktlineError:
-    """An error that says what is left."""
+    """The error with a note on the saves that are left."""
     try:
         earlier = folders.latest(folder)
     except CheckpointError:

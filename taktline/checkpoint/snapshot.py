@@ -1,12 +1,12 @@
-"""What is saved in the background, copied to memory of the host while training goes on.
+"""Copies tensors to memory of the host in the background, while training goes on.
 
 ::
 
-    save()             copies what a forward may change: buffers, values of schedulers and users
+    save()             copies tensors that a forward may change: buffers, and values of users
     the background     copies parameters and the state of optimizers
     optimizer.step()   waits until they are copied, and then changes them
 
-If anybody else changes one of them before that, the save is not made.
+If other code changes one of them before that, the save fails.
 """
 
 from __future__ import annotations
@@ -25,26 +25,26 @@ from taktline.errors import CheckpointError
 __all__ = ["Memory", "Snapshot", "settle", "watch"]
 
 _SMALL = 1 << 14
-"""Bytes that are copied at once, in less time than it takes to look whether they have changed."""
+"""Up to so many bytes, copying at once is faster than watching for changes."""
 
 
 @dataclass(slots=True)
 class Memory:
-    """What is kept from one save to the next one."""
+    """Kept from one save to the next one."""
 
     copies: dict[str, torch.Tensor] = field(default_factory=dict)
     unsteady: set[str] = field(default_factory=set)
     """Tensors that were changed before they were copied."""
     versions: dict[str, int] = field(default_factory=dict)
-    """Of the parameters that are not trained, at the last save."""
+    """The versions of parameters that are not trained, at the last save."""
 
 
 _pending: set[Snapshot] = set()
-"""Those that a change would spoil."""
+"""Snapshots that are not copied yet."""
 
 
 class Snapshot:
-    """A copy of tensors, under their names, in place of them.
+    """Replaces tensors by copies, under their names.
 
     ``trained`` ones are copied in the background. So are the parameters among the ``others`` that
     have not changed since the last save. Everything else is copied at once.
@@ -80,15 +80,15 @@ class Snapshot:
         tensor, known = self.tensors[name], self._memory.copies.get(name)
         if known is None or (known.dtype, known.shape) != (tensor.dtype, tensor.shape):
             known = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
-        # Those of a GPU go through a stream: what is queued after them finds them done.
+        # Copies from a GPU are queued on a stream, in order.
         self._memory.copies[name] = self.tensors[name] = known.copy_(tensor, non_blocking=True)
 
     def _marks(self) -> dict[str, tuple[int, torch.Tensor]]:
-        """What shows a change: a count of torch, and a few elements, as some ways do not count."""
+        """Marks that show a change: torch's version, and a few elements, as versions miss some."""
         return {name: (each._version, _few(each)) for name, each in self._steady.items()}
 
     def copy(self) -> None:
-        """Copy what is not copied yet; in the background."""
+        """Copy the remaining tensors; in the background."""
         try:
             with ExitStack() as stack:
                 for stream in self._streams.values():
@@ -101,7 +101,7 @@ class Snapshot:
             stream.synchronize()
 
     def settle(self) -> None:
-        """Wait until everything is copied: what is called after this may change the tensors."""
+        """Wait until everything is copied; then tensors may be changed."""
         self._copied.wait()
         for device, stream in self._streams.items():
             torch.cuda.current_stream(device).wait_stream(stream)
@@ -134,31 +134,31 @@ class Snapshot:
 
 
 def _is_watched(tensor: torch.Tensor) -> bool:
-    """Whether it is worth copying it later, and a change of it would be seen."""
+    """Whether a tensor is large enough to copy later, and changes of it would be seen."""
     known = tensor.device.type in ("cpu", "cuda") and not tensor.is_inference()
     return known and tensor.nbytes > _SMALL
 
 
 def _few(tensor: torch.Tensor) -> torch.Tensor:
-    """A few elements from all over a tensor, as bytes: those that are no number are equal, too."""
+    """A few elements from all over a tensor, as bytes, so that nan equals nan."""
     some = tensor[tuple(slice(None, None, max(1, size // 8)) for size in tensor.shape)]
     plain = torch.empty(some.shape, dtype=some.dtype, device=some.device).copy_(some)
     return plain.reshape(-1).view(torch.uint8)
 
 
 def watch(snapshot: Snapshot) -> None:
-    """Let whoever changes tensors wait until a snapshot of them is made."""
+    """Let optimizers and loads wait until a snapshot is copied."""
     _watch_optimizers()
     _pending.add(snapshot)
 
 
 def settle(*_: object) -> None:
-    """Wait until all that is being saved is copied, before it is changed."""
+    """Wait until all tensors that are being saved are copied."""
     for snapshot in list(_pending):
         snapshot.settle()
 
 
 @cache
 def _watch_optimizers() -> None:
-    # All of the process: one that is not saved may change a parameter, too.
+    # For all optimizers: one that is not saved may change a parameter, too.
     register_optimizer_step_pre_hook(settle)

@@ -1,7 +1,7 @@
 """Files of tensors in the safetensors format: a header in JSON, then the bytes of each tensor.
 
-They are written one tensor at a time, and read through a map of the file, so that a process never
-holds more of one than it uses. Checksums are kept outside, one for each block of the file.
+Files are written one tensor at a time, and read through a memory map, so that a process never holds
+more of a file than it uses. The checksums are in the manifest, one for each block of the file.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from taktline.errors import CheckpointError, JsonError
 __all__ = ["BLOCK", "TensorFile", "in_order", "require_writable", "write"]
 
 BLOCK = 1 << 16
-"""So many bytes have a checksum of their own: who needs a part of a file checks that part."""
+"""The bytes of one checksum: reading a part of a file checks only that part."""
 
 _LONGEST_HEADER = 100_000_000
 """The format's own limit."""
 
 _LARGE = 1 << 20
-"""Bytes that are worth a call of their own."""
+"""From so many bytes on, the disk begins at once."""
 
 _KINDS = {
     "F64": torch.float64,
@@ -54,7 +54,7 @@ _NAMES = {dtype: name for name, dtype in _KINDS.items()}
 
 
 def require_writable(tensor: torch.Tensor, name: str) -> None:
-    """Raise unless the format has a place for such a tensor.
+    """Raise unless the format can hold such a tensor.
 
     >>> require_writable(torch.ones(2).to_sparse(), "mask")
     Traceback (most recent call last):
@@ -67,16 +67,16 @@ def require_writable(tensor: torch.Tensor, name: str) -> None:
 
 
 def in_order(tensors: Mapping[str, torch.Tensor]) -> list[str]:
-    """The names as they are written: the largest elements first, so that all are aligned."""
+    """The names in the order of the file: the largest elements first, so that all are aligned."""
     return sorted(tensors, key=lambda name: -tensors[name].element_size())
 
 
 def write(
     path: Path, tensors: Mapping[str, torch.Tensor], values: Iterable[torch.Tensor] | None = None
 ) -> dict[str, Any]:
-    """Write a file, and see it onto the disk; returns its size and its checksums.
+    """Write a file, and flush it to disk; returns its size and its checksums.
 
-    ``values`` are what is written, one after the other, if ``tensors`` only have the shapes.
+    ``values`` are the tensors to write, in order, if ``tensors`` only have the shapes.
 
     >>> from tempfile import mkdtemp
     >>> path = Path(mkdtemp(), "some.safetensors")
@@ -103,7 +103,7 @@ def write(
 
 
 def _add(file: FileIO, data: memoryview, checksums: list[int], room: int) -> int:
-    """Write bytes, with their checksums; returns how many the last block has room for."""
+    """Write bytes, with their checksums; returns how many more fit into the last block."""
     at, start, count = 0, file.tell(), len(data)
     while at < count:
         if not room:
@@ -115,7 +115,7 @@ def _add(file: FileIO, data: memoryview, checksums: list[int], room: int) -> int
     while data:
         data = data[file.write(data) :]
     if count >= _LARGE and hasattr(os, "posix_fadvise"):
-        # So that the disk begins now, and not only when all is written.
+        # Let the disk begin now, and not only when all is written.
         os.posix_fadvise(file.fileno(), start, count, os.POSIX_FADV_DONTNEED)
     return room
 
@@ -127,7 +127,7 @@ def _bytes(tensor: torch.Tensor) -> memoryview:
 
 
 class _Stored(NamedTuple):
-    """Where a tensor is in a file: from its first byte to behind its last one."""
+    """The place of a tensor in a file: its first byte, and the one after its last."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -136,7 +136,7 @@ class _Stored(NamedTuple):
 
 
 class TensorFile:
-    """A file that is read through a map of it: what nobody looks at is not read."""
+    """A file that is read through a memory map: only the parts that are used are read."""
 
     def __init__(self, path: Path, checksums: str = "") -> None:
         self.path, self._checksums = path, checksums
@@ -148,26 +148,26 @@ class TensorFile:
                 if size < 8 or length > min(size - 8, _LONGEST_HEADER):
                     raise CheckpointError(f"{path} is no safetensors file, or is cut off")
                 text = file.read(length)
-                # A copy on writing: torch takes no memory that cannot be written.
+                # Copy on write: torch takes only memory that can be written.
                 self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
         except OSError as error:
             raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
         self.tensors = _stored(text, 8 + length, size, path)
 
     def view(self, name: str) -> torch.Tensor:
-        """A tensor that lies in the file; it is read where it is looked at."""
+        """A tensor in the memory of the map; its bytes are read when they are used."""
         stored = self.tensors[name]
         count = prod(stored.shape)
         if not count:
             return torch.empty(stored.shape, dtype=stored.dtype)
-        if stored.begin % stored.dtype.itemsize:  # files of others may have it so
+        if stored.begin % stored.dtype.itemsize:  # files of other writers may be unaligned
             data = bytearray(self._map[stored.begin : stored.end])
             return torch.frombuffer(data, dtype=stored.dtype).reshape(stored.shape)
         flat = torch.frombuffer(self._map, dtype=stored.dtype, count=count, offset=stored.begin)
         return flat.reshape(stored.shape)
 
     def check(self, name: str, part: Sequence[slice]) -> None:
-        """Raise unless the bytes from the first to the last one of a part are as written."""
+        """Raise unless the bytes from the first to the last element of a part are as written."""
         begin, end = self._span(name, part)
         with memoryview(self._map) as data:
             for block in range(begin // BLOCK, -(-end // BLOCK)):
@@ -183,7 +183,7 @@ class TensorFile:
         self.release(name)
 
     def _span(self, name: str, part: Sequence[slice]) -> tuple[int, int]:
-        """Where in the file the first and the last element of a part are."""
+        """The bytes in the file from the first to the last element of a part."""
         dtype, shape, begin, _ = self.tensors[name]
         steps = [dtype.itemsize * prod(shape[dim + 1 :]) for dim in range(len(shape))]
         if not prod(shape):
@@ -193,7 +193,7 @@ class TensorFile:
         return begin + first, begin + last + dtype.itemsize
 
     def release(self, name: str) -> None:
-        """Let go of what was read of a tensor; its memory counts as this process's until then."""
+        """Free the memory of a tensor that was read."""
         stored = self.tensors[name]
         begin = stored.begin // mmap.PAGESIZE * mmap.PAGESIZE
         if stored.end > begin and hasattr(mmap, "MADV_DONTNEED"):

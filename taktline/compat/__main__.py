@@ -1,4 +1,4 @@
-"""``python -m taktline.compat script.py …`` runs what ``python script.py …`` would."""
+"""``python -m taktline.compat script.py …`` runs ``python script.py …`` on Taktline."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ torchrun: python -m taktline.compat -m torch.distributed.run --nproc-per-node 2 
 
 
 def main(arguments: list[str]) -> None:
-    """Start Python again in place of this one, with Taktline installed."""
+    """Replace this process by a new Python, with Taktline installed."""
     if not arguments or arguments[0] in ("-h", "--help"):
         print(_USAGE)
         raise SystemExit(0 if arguments else 2)

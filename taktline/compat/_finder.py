@@ -1,7 +1,7 @@
-"""Answers every import of torch.distributed.pipelining with Taktline's modules.
+"""Makes every import of torch.distributed.pipelining return Taktline's modules.
 
-Every process that a program starts loads this file at its very beginning, by its path. So it
-imports nothing but what is there already, and does nothing before the first such import.
+Every process that a program starts loads this file at its very beginning, by its path. So this file
+imports only modules that are loaded already, and does nothing before the first such import.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ _OURS = "taktline.compat.torch_pipelining"
 
 
 class Finder:
-    """Finds the modules of the one package under the names of the other, and loads them.
+    """Finds and loads our modules under the names of torch's.
 
-    A module stays the same, and knows itself by its own name.
+    A module stays the same object, and keeps its own name.
     """
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
-        """Where to find a module, if it is one of them: in our folder, or in torch's."""
+        """The spec of a module, if it is in our folder or in torch's."""
         if name != PEER and not name.startswith(f"{PEER}."):
             return None
         ours, torchs = join(dirname(__file__), "torch_pipelining"), sys.modules["torch"].__path__[0]
@@ -43,13 +43,13 @@ class Finder:
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        """It has run when it was imported; the import system has put another spec on it."""
+        """Restore the module's own spec: it has run already, when it was imported."""
         if module.__spec__ is not None:
             module.__spec__ = module.__spec__.loader_state
 
 
 def _find_package() -> None:
-    """Import the package that this file lies in, be it on the path of this process or not."""
+    """Import the package of this file, also if it is not on the path of this process."""
     if "taktline" not in sys.modules:
         folder = dirname(dirname(dirname(__file__)))
         sys.path.insert(0, folder)
@@ -60,11 +60,11 @@ def _find_package() -> None:
 
 
 def put_first() -> None:
-    """Ask this finder before all others, once."""
+    """Put this finder before all others, once."""
     if not any(isinstance(finder, Finder) for finder in sys.meta_path):
         sys.meta_path.insert(0, Finder())  # pyright: ignore[reportArgumentType]
 
 
 def is_ours(module: ModuleType) -> bool:
-    """Whether a module of that name is Taktline's."""
+    """Whether a module is Taktline's."""
     return module.__name__.startswith(_OURS)

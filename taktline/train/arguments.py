@@ -1,4 +1,4 @@
-"""Checks arguments of a pipeline that go a long way before anybody looks at them."""
+"""Checks arguments of a pipeline before anything is built."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from taktline.checks import (
     require_whole,
 )
 from taktline.errors import MismatchError, PartitionError, ScheduleError
-from taktline.train.layout import cuts_of
+from taktline.train.megatron_layout import cuts_of
 
 __all__ = ["as_timedelta", "check", "names_of"]
 
@@ -30,7 +30,7 @@ def _require_state(name: str, value: Any) -> None:
         refuse(name, "a mapping from names to tensors", value)
 
 
-def _require_way(name: str, value: Any) -> None:
+def _require_wrapper(name: str, value: Any) -> None:
     if not isinstance(value, str) or value not in ("ddp", "fsdp"):
         raise MismatchError(f'{name} is "ddp", "fsdp" or None, not {value!r}')
 
@@ -44,19 +44,19 @@ _CHECKS: dict[str, Callable[[str, Any], object]] = {
     "seed": require_whole,
     "mesh": partial(require_instance, kind=DeviceMesh),
     "state_dict": _require_state,
-    "data_parallel": _require_way,
+    "data_parallel": _require_wrapper,
 }
 
 
 def check(given: Mapping[str, Any]) -> None:
-    """Raise unless each argument is what it takes; all but flags may be None."""
+    """Raise unless each argument is valid; all but flags may be None."""
     for name, require in _CHECKS.items():
         if given[name] is not None or require is require_flag:
             require(name, given[name])
 
 
 def names_of(cuts: Any, model: Any) -> list[str] | None:
-    """Where stages begin, from a layout or a list."""
+    """The names of the submodules at which stages begin, from a layout or a list."""
     if isinstance(cuts, str):
         cuts = cuts_of(cuts, require_instance("model", model, nn.Module))
     if cuts is None:
@@ -65,7 +65,7 @@ def names_of(cuts: Any, model: Any) -> list[str] | None:
 
 
 def as_timedelta(timeout: float | timedelta | None) -> timedelta | None:
-    """A timeout, given in seconds or as it is."""
+    """A timeout that was given in seconds, or as a timedelta."""
     if timeout is None or isinstance(timeout, timedelta):
         return timeout
     return timedelta(seconds=require_number("timeout", timeout, least=0.001))

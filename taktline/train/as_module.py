@@ -1,4 +1,4 @@
-"""Methods of ``nn.Module`` on a pipeline; where one cannot work, the error says what to do."""
+"""Methods of ``nn.Module`` on a pipeline; where one cannot work, its error says what to do."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import nn
 from taktline.checks import require_flag
 from taktline.errors import UseError
 from taktline.stage.names import named_modules
-from taktline.train.live import Live
+from taktline.train.base import PipelineBase
 
 __all__ = ["AsModule"]
 
@@ -30,8 +30,8 @@ _INSTEAD = {
 }
 
 
-class AsModule(Live, ABC):
-    """The part of a pipeline that is like an ``nn.Module``."""
+class AsModule(PipelineBase, ABC):
+    """The methods of a pipeline that an ``nn.Module`` has."""
 
     @abstractmethod
     def eval(self, *args: Any, **options: Any) -> Any:
@@ -46,7 +46,7 @@ class AsModule(Live, ABC):
         ...     pipe(torch.ones(4, 2)).shape
         torch.Size([4, 1])
         """
-        modules = self._built.parts.modules.values()
+        modules = self._built.model.modules.values()
         if torch.is_grad_enabled() and any(module.training for module in modules):
             raise UseError(
                 "the outputs of a pipeline have no gradients: call step(x, target=y), which runs "
@@ -76,12 +76,12 @@ class AsModule(Live, ABC):
 
     def named_modules(self) -> Iterator[tuple[str, nn.Module]]:
         """The modules of this process, with their names in the model."""
-        parts, seen = self._built.parts, set[int]()
-        for stage in sorted(parts.modules):
-            for name, module in named_modules(parts.modules[stage]).items():
+        model, seen = self._built.model, set[int]()
+        for stage in sorted(model.modules):
+            for name, module in named_modules(model.modules[stage]).items():
                 if id(module) not in seen:
                     seen.add(id(module))
-                    yield parts.name(stage, name).removesuffix("."), module
+                    yield model.name(stage, name).removesuffix("."), module
 
     def modules(self) -> Iterator[nn.Module]:
         """The modules of this process."""
@@ -89,7 +89,7 @@ class AsModule(Live, ABC):
             yield module
 
     def to(self, *where: Any, **options: Any) -> Self:
-        """Itself, if it is there already: a pipeline stays where it was made."""
+        """Returns the pipeline if it is on that device; raises if not, as it cannot move."""
         here = self._built.ranks.device
         for value in (*where, *options.values()):
             if isinstance(value, torch.dtype | torch.Tensor):

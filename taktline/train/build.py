@@ -1,17 +1,19 @@
-"""Builds a pipeline: ranks, plan, stages and schedule."""
+"""Builds a pipeline: ranks, plan, stages, wrapped in DDP or FSDP2, and schedule."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import DistributedDataParallel
 
+from taktline.checkpoint.model_state import ModelState
 from taktline.errors import MismatchError
 from taktline.plan import Plan
 from taktline.runtime import ScheduleFromPlan
@@ -19,18 +21,21 @@ from taktline.runtime.watchdog import guarded
 from taktline.split import Pipe, materialise
 from taktline.split.named.by_names import without_compiler
 from taktline.split.named.stage_forward import has_dynamic_shapes
+from taktline.split.traced.module import StageModule
 from taktline.stage import PipelineStage, compile_stages
 from taktline.stage.names import named_parameters
 from taktline.stage.ties import declared
+from taktline.train.batch_dims import BatchDims
 from taktline.train.choose_plan import ScheduleChoice, opened, plan_for
-from taktline.train.cutting import Cutting
-from taktline.train.model_stages import Model, Parts, stages_in, take_apart
+from taktline.train.model_stages import Model, keep, stages_in, take_apart
 from taktline.train.ranks import Ranks, find_ranks
-from taktline.train.stale import note_replaced
-from taktline.train.table import Table
-from taktline.train.wrap import Prepare, wrapped
+from taktline.train.stage_table import StageTable
+from taktline.train.stale_optimizers import note_replaced
 
-__all__ = ["Built", "build"]
+__all__ = ["Built", "Prepare", "build"]
+
+Prepare: TypeAlias = Callable[[nn.Module, int], nn.Module]
+"""Returns the module to use for a stage, given its module and number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,41 +44,41 @@ class Built:
 
     ranks: Ranks
     plan: Plan
-    parts: Parts
-    table: Table
+    model: ModelState
+    """The stages of this process."""
+    table: StageTable
     schedule: ScheduleFromPlan
     """Runs the ranks of this process."""
-    cutting: Cutting
-    """How it cuts batches."""
-    running: Mapping[str, Any]
-    """What the schedule was made with."""
+    batch_dims: BatchDims
+    options: Mapping[str, Any]
+    """Of the schedule."""
 
     def copied(self, memo: dict[int, Any]) -> Built:
-        """The same with copies of all modules, where all ranks are in this process."""
+        """Another one with copies of all modules, where all ranks are in this process."""
         ranks = Ranks(self.ranks.size, device=self.ranks.device)
-        parts = copy.deepcopy(self.parts, memo)
-        made = _scheduled(ranks, self.plan, parts, self.table, self.cutting.example, self.running)
+        model, example = copy.deepcopy(self.model, memo), self.batch_dims.example
+        made = _scheduled(ranks, self.plan, model, self.table, example, self.options)
         made.schedule.steps = self.schedule.steps
         return made
 
     def parameters(self) -> Iterator[tuple[int, str, nn.Parameter]]:
-        """The parameters of this process: stage, name in the model, and itself."""
-        for stage in sorted(self.parts.modules):
-            for name, parameter in named_parameters(self.parts.modules[stage]).items():
-                yield stage, self.parts.name(stage, name), parameter
+        """The parameters of this process: stage, name in the model, and parameter."""
+        for stage in sorted(self.model.modules):
+            for name, parameter in named_parameters(self.model.modules[stage]).items():
+                yield stage, self.model.name(stage, name), parameter
 
     def counted(self) -> dict[int, nn.Parameter]:
-        """Those that count in a norm, by their places in the model, in its order.
+        """The parameters that count in a norm, by their places in the model, in its order.
 
-        Of a tied weight, that of the first stage that uses it.
+        A tied weight counts in the first stage that uses it.
         """
         copies = {
-            (stage, self.parts.name(stage, name))
-            for module in self.parts.modules.values()
+            (stage, self.model.name(stage, name))
+            for module in self.model.modules.values()
             for tie in declared(module)
             for stage, name in tie.uses[1:]
         }
-        places = {name: place for place, name in enumerate(self.parts.names)}
+        places = {name: place for place, name in enumerate(self.model.names)}
         found = {
             id(parameter): (places[name], parameter)
             for stage, name, parameter in self.parameters()
@@ -85,7 +90,7 @@ class Built:
 def build(
     model: Model,
     example: Any,
-    running: Mapping[str, Any],
+    options: Mapping[str, Any],
     *,
     schedule: ScheduleChoice,
     microbatches: int | None,
@@ -101,9 +106,9 @@ def build(
     state_dict: Mapping[str, torch.Tensor] | None,
     timeout: timedelta | None,
 ) -> Built:
-    """Cut the model, keep and move what belongs here, and make the schedule.
+    """Cut the model, keep and move the stages of this process, and make the schedule.
 
-    ``running`` goes on to the schedule; for the others see :class:`taktline.Pipeline`.
+    ``options`` are those of the schedule; for the others see :class:`taktline.Pipeline`.
     """
     if isinstance(model, nn.Module) and "_orig_mod" in model._modules:
         model = without_compiler(model)
@@ -125,17 +130,17 @@ def build(
         stages_per_rank=stages_per_rank,
     )
     if here.in_one_process and isinstance(model, nn.Module) and not isinstance(model, Pipe):
-        # As a whole, before it is cut: so it goes on to share all tensors with its stages.
+        # As a whole, before it is cut: then it shares all tensors with its stages.
         materialise(model, here.device, state_dict=state_dict)
-    options = {**running, "seed": None if seed is None else seed + here.replica}
+    options = {**options, "seed": None if seed is None else seed + here.replica}
     with guarded(here.transport, "Pipeline(…)"):
-        parts = take_apart(model, plan, example, cuts, here.transport)
-        table = Table.of(plan, parts.modules, example, here.transport)
-        options["dynamic_shapes"] |= any(map(has_dynamic_shapes, parts.modules.values()))
-        parts.keep([stage for rank in here.own for stage in plan.placement.stages_of(rank)])
-        _make_ready(parts, here, state_dict, prepare, data_parallel, compiles=compiles)
-    built = _scheduled(here, plan, parts, table, example, options)
-    here.made.keep_for(built.schedule, *parts.modules.values())
+        state = take_apart(model, plan, example, cuts, here.transport)
+        table = StageTable.of(plan, state.modules, example, here.transport)
+        options["dynamic_shapes"] |= any(map(has_dynamic_shapes, state.modules.values()))
+        keep(state, [stage for rank in here.own for stage in plan.placement.stages_of(rank)])
+        _make_ready(state.modules, here, state_dict, prepare, data_parallel, compiles=compiles)
+    built = _scheduled(here, plan, state, table, example, options)
+    here.made.keep_for(built.schedule, *state.modules.values())
     _require_wrapped(built)
     note_replaced(given, ((name, parameter) for _, name, parameter in built.parameters()))
     with guarded(here.transport, "Pipeline(…)"):
@@ -144,7 +149,7 @@ def build(
 
 
 def _make_ready(
-    parts: Parts,
+    modules: dict[int, nn.Module],
     ranks: Ranks,
     state_dict: Mapping[str, torch.Tensor] | None,
     prepare: Prepare | None,
@@ -153,44 +158,74 @@ def _make_ready(
     compiles: bool,
 ) -> None:
     """Give the stages of this process their values, and then prepare, compile and wrap them."""
-    for module in parts.modules.values():
+    for module in modules.values():
         materialise(module, ranks.device, state_dict=state_dict)
-    for stage, module in parts.modules.items():
-        ready = module if prepare is None else _prepared(prepare, module, stage)
+    for stage, module in modules.items():
+        ready = module if prepare is None else prepare(module, stage)
+        if not isinstance(ready, nn.Module):
+            raise MismatchError(
+                f"prepare must return the module to use for stage {stage}, not {ready!r}"
+            )
         if compiles:
             ready = compile_stages(ready, stage)
-        parts.modules[stage] = wrapped(ready, ranks, data_parallel)
+        modules[stage] = _wrapped(ready, ranks, data_parallel)
 
 
 def _scheduled(
-    ranks: Ranks, plan: Plan, parts: Parts, table: Table, example: Any, running: Mapping[str, Any]
+    ranks: Ranks,
+    plan: Plan,
+    model: ModelState,
+    table: StageTable,
+    example: Any,
+    options: Mapping[str, Any],
 ) -> Built:
-    """With a schedule for the ranks of this process."""
+    """Make the schedule for the ranks of this process."""
     stages = [
-        PipelineStage(parts.modules[stage], stage, plan.stages, ranks.device, group=ranks.group)
+        PipelineStage(model.modules[stage], stage, plan.stages, ranks.device, group=ranks.group)
         for rank in ranks.own
         for stage in plan.placement.stages_of(rank)
     ]
-    schedule = ScheduleFromPlan(stages, plan, **running)
+    schedule = ScheduleFromPlan(stages, plan, **options)
     if len(ranks.own) > 1:
         schedule._runner.run_all_ranks(ranks.size)
-    # Keyword arguments are the model's, so every rank is given the same.
+    # Keyword arguments are the model's, so every rank gets the same ones.
     schedule._compared = ("args", "kwargs", "target")
-    cutting = Cutting(example, schedule._cutter)
-    return Built(ranks, plan, parts, table, schedule, cutting, running)
+    batch_dims = BatchDims(example, schedule._cutter)
+    return Built(ranks, plan, model, table, schedule, batch_dims, options)
 
 
-def _prepared(prepare: Prepare, module: nn.Module, stage: int) -> nn.Module:
-    made = prepare(module, stage)
-    if not isinstance(made, nn.Module):
-        raise MismatchError(
-            f"prepare must return the module to use for stage {stage}, not {made!r}"
-        )
-    return made
+def _wrapped(module: nn.Module, ranks: Ranks, data_parallel: str | None) -> nn.Module:
+    """A stage in DDP or FSDP2 over the data-parallel dimensions of the mesh."""
+    if data_parallel is None or ranks.mesh is None:
+        return module
+    if not any(parameter.requires_grad for parameter in module.parameters()):
+        return module  # without gradients to average
+    if data_parallel == "ddp":
+        if len(ranks.data_dims) != 1:
+            raise MismatchError(
+                f"ddp averages over one dimension of the mesh, not over {list(ranks.data_dims)}"
+            )
+        return DistributedDataParallel(module, process_group=ranks.groups[ranks.data_dims[0]])
+    return _sharded(module, ranks.mesh[ranks.data_dims])
+
+
+def _sharded(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    """FSDP2, with each block of a list of layers gathered by itself."""
+    from torch.distributed.fsdp import fully_shard
+
+    # The modules of a traced stage hold parameters, and are never called.
+    lists = [] if isinstance(module, StageModule) else list(module.modules())
+    for layers in lists:
+        if isinstance(layers, nn.ModuleList):
+            for layer in layers:
+                if any(True for _ in layer.parameters()):
+                    fully_shard(layer, mesh=mesh)
+    fully_shard(module, mesh=mesh)
+    return module
 
 
 def _require_wrapped(built: Built) -> None:
-    """Raise if the replicas of a stage would be trained apart from each other."""
+    """Raise if nothing averages the gradients of a stage over its replicas."""
     if built.ranks.replicas == 1:
         return
     for stage in built.schedule._stages:
@@ -205,7 +240,7 @@ def _require_wrapped(built: Built) -> None:
 
 
 def _device_of(model: Model) -> torch.device | None:
-    """Where the model lies by now, unless on the CPU or nowhere."""
+    """The accelerator that the model lies on, if it does."""
     if isinstance(model, nn.Module):
         model = [model]
     modules = model.values() if isinstance(model, Mapping) else model

@@ -1,4 +1,4 @@
-"""The plan for a schedule's name, class, file or plan."""
+"""Finds the plan for a schedule that is given by name, class, file or plan."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ScheduleChoice: TypeAlias = str | os.PathLike[str] | Plan | type[Schedule]
 
 
 def opened(schedule: ScheduleChoice) -> Plan | NamedSchedule:
-    """The plan that was given, or in a file; or the schedule of a name."""
+    """The plan, if one was given or is in a file; else the schedule of that name."""
     if isinstance(schedule, type) and issubclass(schedule, Schedule):
         return find(schedule.__name__)
     if isinstance(schedule, os.PathLike) or (
@@ -39,7 +39,7 @@ def plan_for(
     stages: int | None = None,
     stages_per_rank: int | None = None,
 ) -> Plan:
-    """The plan for so many ranks; ``stages`` is how many the model has, if it is cut already.
+    """The plan for so many ranks; ``stages`` is how many the model was cut into, if it was.
 
     >>> plan_for(opened("zbv"), ranks=2, microbatches=4).stages
     4
@@ -61,7 +61,7 @@ def plan_for(
 
 
 def _fitting(plan: Plan, ranks: int, microbatches: int | None) -> Plan:
-    """A ready plan, if it is for these numbers."""
+    """A ready plan; raises unless it is for these numbers."""
     if plan.ranks != ranks:
         raise ScheduleError(
             f"plan {plan.name!r} is for {counted(plan.ranks, 'rank')}, here are {ranks}; start "

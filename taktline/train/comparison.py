@@ -1,13 +1,13 @@
-"""What a step of a pipeline has computed, compared with a step of the plain model."""
+"""Compares a step of a pipeline with a step of the plain model, tensor by tensor."""
 
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
-from itertools import accumulate
-from typing import Any, TypeAlias
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -17,23 +17,21 @@ from taktline.runtime.schedule import LossFn
 from taktline.side_values import collect_losses
 from taktline.stage.names import named_modules
 from taktline.train.steps import OPTIONS
-from taktline.train.tape import ModuleOutput, Noted, Tape
 
-__all__ = ["Comparison", "Difference", "Expected", "Verification", "cloned"]
+__all__ = ["Comparison", "Difference", "Expected", "Recorder", "Verification", "cloned"]
 
 _TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-4}
 _COARSE = 3e-2
 """For types with fewer digits."""
 _ENDLESS = sys.float_info.max
-"""For an error that is no number, or infinite."""
+"""Reported for an error that is not finite."""
 _FORWARD, _LOSS, _BACKWARD, _GRADIENT = range(4)
-_Take: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 _WORDS = ("forward", "loss", "backward", "gradient")
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """Where a pipeline and the plain model part."""
+    """The first tensor that differs between a pipeline and the plain model."""
 
     phase: int
     place: int
@@ -49,11 +47,11 @@ class Difference:
 
     @property
     def within(self) -> str:
-        """Forward or backward; or in the loss, or a parameter's gradient."""
+        """The phase: "forward", "loss", "backward" or "gradient"."""
         return _WORDS[self.phase]
 
     def order(self) -> tuple[int, int, int]:
-        """Sorts them as the plain model computes."""
+        """A key that sorts differences in the order in which the plain model computes."""
         return self.phase, self.place, self.microbatch
 
     def __str__(self) -> str:
@@ -75,7 +73,7 @@ class Verification:
     """What :meth:`taktline.Pipeline.verify` has found; true if nothing differs."""
 
     compared: int
-    """So many tensors on all ranks."""
+    """The number of tensors that were compared, on all ranks."""
     difference: Difference | None
 
     def __bool__(self) -> bool:
@@ -90,19 +88,86 @@ class Verification:
         return f"Verification({self})"
 
 
+class ModuleOutput(NamedTuple):
+    """The name of an output tensor: its module, the call within a forward, and the tensor."""
+
+    module: str
+    call: int
+    tensor: int
+
+
+@dataclass(slots=True)
+class Recorded:
+    """A tensor, and the gradient that has reached it."""
+
+    value: torch.Tensor
+    gradient: torch.Tensor | None = None
+
+    def keep_gradient(self, gradient: torch.Tensor) -> None:
+        """Keep the first gradient: both halves of a split backward may call this."""
+        if self.gradient is None:
+            self.gradient = gradient.detach().clone()
+
+
+@dataclass
+class Recorder:
+    """The records, forward by forward, in the order in which modules return."""
+
+    forwards: list[dict[ModuleOutput, Recorded]] = field(default_factory=list)
+
+    @contextmanager
+    def recording(self, root: nn.Module, modules: Mapping[str, nn.Module]) -> Iterator[None]:
+        """Inside, record outputs of modules in each call of ``root``; not in recomputation."""
+        inside, counts = [False], Counter[str]()
+
+        def begin(*_: Any) -> None:
+            inside[0] = True
+            counts.clear()
+            self.forwards.append({})
+
+        def end(*_: Any) -> None:
+            inside[0] = False
+
+        def hook(name: str) -> Callable[..., None]:
+            def note(module: nn.Module, args: Any, output: Any) -> None:
+                if inside[0]:
+                    self._note(name, counts[name], output)
+                    counts[name] += 1
+
+            return note
+
+        handles = [root.register_forward_pre_hook(begin)]
+        handles += [part.register_forward_hook(hook(name)) for name, part in modules.items()]
+        handles.append(root.register_forward_hook(end, always_call=True))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _note(self, name: str, call: int, output: Any) -> None:
+        # Other classes of tensors are placeholders for values that a stage does not have.
+        tensors = [leaf for leaf in pytree.tree_leaves(output) if type(leaf) is torch.Tensor]
+        for place, tensor in enumerate(tensors):
+            # A copy, as the next module may change it in place.
+            entry = Recorded(tensor.detach().clone())
+            self.forwards[-1][ModuleOutput(name, call, place)] = entry
+            if tensor.requires_grad:
+                tensor.register_hook(entry.keep_gradient)
+
+
 class Expected:
     """A step of the plain model on the whole batch."""
 
     def __init__(self, model: nn.Module, loss_fn: LossFn, batch: Any) -> None:
         modules = named_modules(model)
-        tape, again = Tape(), Tape()
-        with tape.noting(model, modules):
+        first, again = Recorder(), Recorder()
+        with first.recording(model, modules):
             self.loss = _loss(model, loss_fn, batch)
         self.loss.backward()
-        with again.noting(model, modules), torch.no_grad():
+        with again.recording(model, modules), torch.no_grad():
             _loss(model, loss_fn, batch)
-        (self.entries,), (other,) = tape.forwards, again.forwards
-        self.places = {call: place for place, call in enumerate(self.entries)}
+        (self.entries,), (other,) = first.forwards, again.forwards
         self.random = {
             call
             for call, entry in self.entries.items()
@@ -133,44 +198,31 @@ class Comparison:
         self.compared = 0
 
     def forwards(
-        self, stage: int, forwards: Sequence[Mapping[ModuleOutput, Noted]], order: Sequence[int]
+        self, stage: int, forwards: Sequence[Mapping[ModuleOutput, Recorded]], order: Sequence[int]
     ) -> None:
-        """All that the modules of a stage gave, with the gradients that reached it."""
-        by_part = dict(sorted(zip(order, forwards, strict=True)))
-        for call, whole in self._expected.entries.items():
-            parts = {m: forward[call] for m, forward in by_part.items() if call in forward}
-            rows = _rows(whole.value, [entry.value for entry in parts.values()])
-            for (microbatch, entry), take in zip(parts.items(), rows, strict=False):
-                self._call(call, stage, microbatch, entry, whole, take)
-
-    def _call(
-        self,
-        call: ModuleOutput,
-        stage: int,
-        microbatch: int,
-        entry: Noted,
-        whole: Noted,
-        take: _Take,
-    ) -> None:
-        place, last = self._expected.places[call], len(self._expected.places)
-        where = (microbatch, stage, call.module)
-        advice = _RANDOM if call in self._expected.random else ""
-        self._compare(_FORWARD, (place, *where), entry.value, take(whole.value), advice)
-        # What is not cut has a gradient from every micro-batch; the parameters see their sum.
-        if whole.gradient is None or take(whole.value).shape == whole.value.shape:
-            return
-        expected = take(whole.gradient)
-        found = torch.zeros_like(expected) if entry.gradient is None else entry.gradient
-        self._compare(_BACKWARD, (last - place, *where), found, expected, "")
+        """Compare the outputs of a stage's modules, and the gradients that reach these outputs."""
+        by_microbatch = dict(sorted(zip(order, forwards, strict=True)))
+        for place, (call, whole) in enumerate(self._expected.entries.items()):
+            found = {m: forward[call] for m, forward in by_microbatch.items() if call in forward}
+            rows = _rows(whole, [entry.value for entry in found.values()])
+            advice = _RANDOM if call in self._expected.random else ""
+            for (microbatch, entry), wanted in zip(found.items(), rows, strict=False):
+                where = (microbatch, stage, call.module)
+                self._compare(_FORWARD, (place, *where), entry.value, wanted.value, advice)
+                if wanted.gradient is not None:
+                    none = torch.zeros_like(wanted.gradient)
+                    gradient = none if entry.gradient is None else entry.gradient
+                    backwards = len(self._expected.entries) - place
+                    self._compare(_BACKWARD, (backwards, *where), gradient, wanted.gradient, "")
 
     def loss(self, stage: int, loss: torch.Tensor | None) -> None:
-        """The loss of the step."""
+        """Compare the loss of the step."""
         if loss is not None:
             where = (0, -1, stage, "")
             self._compare(_LOSS, where, loss.detach(), self._expected.loss.detach(), _MEAN)
 
     def parameter(self, stage: int, name: str, parameter: nn.Parameter) -> None:
-        """The sum of a parameter's gradients over the micro-batches."""
+        """Compare the sum of a parameter's gradients over the micro-batches."""
         if name not in self._expected.parameters or not parameter.requires_grad:
             return
         place, expected = self._expected.parameters[name]
@@ -214,27 +266,24 @@ _MEAN = (
 )
 
 
-def _rows(whole: torch.Tensor, parts: Sequence[torch.Tensor]) -> Iterator[_Take]:
-    """What takes each micro-batch's part of a tensor of the batch; nothing if there is no such."""
-    if all(part.shape == whole.shape for part in parts):
-        yield from (_all for _ in parts)
-        return
-    if any(part.dim() != whole.dim() for part in parts):
-        return
-    cut = {d for part in parts for d in range(whole.dim()) if part.shape[d] != whole.shape[d]}
-    if len(cut) != 1:
-        return
-    (dim,) = cut
+def _rows(whole: Recorded, parts: Sequence[torch.Tensor]) -> list[Recorded]:
+    """The rows of each micro-batch in a tensor of the plain model; none if they do not match."""
+    shape = whole.value.shape
+    if all(part.shape == shape for part in parts):
+        # Not cut: its gradient is the sum of those in all micro-batches.
+        return [Recorded(whole.value)] * len(parts)
+    if any(part.dim() != len(shape) for part in parts):
+        return []
+    cut = {dim for part in parts for dim in range(len(shape)) if part.shape[dim] != shape[dim]}
+    dim = min(cut)
     sizes = [part.shape[dim] for part in parts]
-    if sum(sizes) == whole.shape[dim]:
-        for start, size in zip(accumulate(sizes, initial=0), sizes, strict=False):
-            yield partial(torch.narrow, dim=dim, start=start, length=size)
-
-
-def _all(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor
+    if len(cut) > 1 or sum(sizes) != shape[dim]:
+        return []
+    values, gradient = whole.value.split(sizes, dim), whole.gradient
+    gradients = [None] * len(parts) if gradient is None else gradient.split(sizes, dim)
+    return list(map(Recorded, values, gradients))
 
 
 def cloned(batch: Any) -> Any:
-    """A batch that may be changed in place."""
+    """A copy of a batch, which may be changed in place."""
     return pytree.tree_map_only(torch.Tensor, torch.clone, batch)

@@ -1,8 +1,8 @@
 """Greedy generation with a causal language model on a pipeline.
 
-Each word is one evaluation, in which the micro-batches follow each other through the stages. Models
-of transformers keep the keys and values of earlier words: each stage those of its own layers, for
-each micro-batch. Of other models, the text so far is computed anew for each word.
+Each token is one evaluation, in which the micro-batches follow each other through the stages. For
+models of transformers, each stage keeps the keys and values of its own layers, for each
+micro-batch. Other models compute the whole text again for each token.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from taktline.plan import Kind, Plan
 from taktline.runtime.digest import digest_of
 from taktline.runtime.leaves import describe
 from taktline.text import by_rank
+from taktline.train.broadcast import broadcast_output
 from taktline.train.build import Built
 from taktline.train.kv_cache import Keeper, cache_of, padding_of
-from taktline.train.outputs import shared_output
 from taktline.transport.exchange import share_error
 
 __all__ = ["Request", "generate"]
@@ -35,7 +35,7 @@ _TAKE_IN_PADDING = ("recurrent_gemma", "rwkv")
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What is to be generated."""
+    """The arguments of :meth:`taktline.Pipeline.generate`."""
 
     ids: torch.Tensor
     max_new_tokens: int
@@ -45,7 +45,7 @@ class Request:
     use_cache: bool
 
     def check(self) -> None:
-        """Raise if it cannot be followed."""
+        """Raise if an argument is not valid."""
         require_instance("ids", self.ids, torch.Tensor)
         if self.ids.ndim != 2 or self.ids.is_floating_point() or not self.ids.numel():
             refuse("ids", "a tensor [rows, length] of token ids", self.ids)
@@ -62,7 +62,7 @@ class Request:
             )
 
     def digest(self) -> int:
-        """The same on all ranks that ask for the same."""
+        """A number that is the same on all ranks with the same arguments."""
         tensors = [self.ids, *([] if self.attention_mask is None else [self.attention_mask])]
         numbers = [str(tensor.tolist()) for tensor in tensors]
         options = (self.max_new_tokens, self.eos_token_id, self.pad_token_id, self.use_cache)
@@ -70,38 +70,38 @@ class Request:
 
 
 def generate(built: Built, request: Request) -> torch.Tensor:
-    """The texts with what follows; all ranks call it, and have all of it."""
+    """The texts with the new tokens, on every rank; all ranks call it."""
     model = _model(built)
     new_cache = _agreed(built, request, model)
     rows, length = request.ids.shape
     ends, padding = _ends(model, request)
-    # What is not computed yet is there: so all calls look alike, and causal models ignore it.
+    # With room for all new tokens, all calls have one shape; causal models ignore later tokens.
     room, mask = (0, request.max_new_tokens), request.attention_mask
     ids = pad(request.ids.to(built.ranks.device), room, value=padding)
     mask = None if mask is None else pad(mask.to(ids), room, value=1)
     done = torch.zeros(rows, 1, dtype=torch.bool, device=ids.device)
-    last = _Last()
-    with _generating(built, rows, new_cache, last) as keepers:
+    next_token = _NextToken()
+    with _generating(built, rows, new_cache, next_token) as keepers:
         for end in range(length, length + request.max_new_tokens):
             if new_cache is None:
-                last.place = end - 1
+                next_token.place = end - 1
                 output = built.schedule.eval(ids, **padding_of(mask, model, ids.shape[1]))
             else:
                 new = end if end == length else 1
                 for keeper in keepers:
                     keeper.expect(end, new, None if mask is None else mask[:, :end])
                 output = built.schedule.eval(ids[:, end - new : end])
-            word = shared_output(output, built.ranks, built.plan.placement.rank_of[-1]).to(ids)
-            word = word.masked_fill(done, padding)
-            ids[:, end : end + 1] = word
-            done |= torch.isin(word, ends.to(word))
+            token = broadcast_output(output, built.ranks, built.plan.placement.rank_of[-1]).to(ids)
+            token = token.masked_fill(done, padding)
+            ids[:, end : end + 1] = token
+            done |= torch.isin(token, ends.to(token))
             if bool(done.all()):
                 return ids[:, : end + 1].to(request.ids.device)
     return ids.to(request.ids.device)
 
 
 def _agreed(built: Built, request: Request, model: nn.Module | None) -> Callable[[], Any] | None:
-    """What makes a cache, if all ranks have one; raises on all if they do not agree."""
+    """A function that makes a cache, if all ranks have one; raises if arguments differ."""
     error, digest, new_cache = None, 0, None
     try:
         request.check()
@@ -127,13 +127,13 @@ def _agreed(built: Built, request: Request, model: nn.Module | None) -> Callable
 
 
 def _model(built: Built) -> nn.Module | None:
-    """A stage that was cut from a model of transformers."""
+    """A module of this process that is a model of transformers, if there is one."""
     modules = (module for stage in built.schedule._stages for module in stage.submod.modules())
     return next((m for m in modules if callable(getattr(m, "can_generate", None))), None)
 
 
 def _require_causal(model: Any) -> None:
-    """Raise if a model of transformers does not go on with a text from left to right."""
+    """Raise if a model of transformers does not generate texts from left to right."""
     if model is not None and (model.config.is_encoder_decoder or not model.can_generate()):
         raise UseError(
             f"{type(model).__name__} is no causal language model, so it cannot generate texts"
@@ -141,7 +141,7 @@ def _require_causal(model: Any) -> None:
 
 
 def _require_ignores_padding(model: Any, mask: torch.Tensor | None) -> None:
-    """Raise if padding would change how a text goes on."""
+    """Raise if padding would change the generated text."""
     kind = getattr(getattr(model, "config", None), "model_type", None)
     if kind in _TAKE_IN_PADDING and mask is not None and not bool(mask.all()):
         raise UseError(
@@ -152,7 +152,7 @@ def _require_ignores_padding(model: Any, mask: torch.Tensor | None) -> None:
 
 
 def _ends(model: Any, request: Request) -> tuple[torch.Tensor, int]:
-    """The words that end a text, and what comes after them."""
+    """The tokens that end a text, and the token that fills it up."""
     config = getattr(model, "generation_config", None)
     ends, padding = request.eos_token_id, request.pad_token_id
     ends = getattr(config, "eos_token_id", None) if ends is None else ends
@@ -165,9 +165,9 @@ def _ends(model: Any, request: Request) -> tuple[torch.Tensor, int]:
 
 @contextmanager
 def _generating(
-    built: Built, rows: int, new_cache: Callable[[], Any] | None, last: _Last
+    built: Built, rows: int, new_cache: Callable[[], Any] | None, next_token: _NextToken
 ) -> Iterator[list[Keeper]]:
-    """Inside, stages keep keys and values, and the last one returns the next words alone."""
+    """Let stages keep keys and values, and the last one return only the next tokens."""
     schedule, keepers = built.schedule, []
     before = schedule._cutter, schedule._output_merge_spec
     schedule._cutter = replace(before[0], args_spec=None, kwargs_spec=None, refusal=None)
@@ -182,7 +182,7 @@ def _generating(
                 for hook in keepers[-1].hook(module):
                     hooks.callback(hook.remove)
             if stage.is_last:
-                hooks.callback(module.register_forward_hook(last.word).remove)
+                hooks.callback(module.register_forward_hook(next_token.token).remove)
         try:
             yield keepers
         finally:
@@ -196,13 +196,13 @@ def _order(program: Plan, stage: int) -> list[int]:
 
 
 @dataclass(slots=True)
-class _Last:
-    """The end of the model, which returns the word after this place."""
+class _NextToken:
+    """A hook on the last stage that returns only the token after a place."""
 
     place: int = -1
 
-    def word(self, module: nn.Module, args: Any, output: Any) -> torch.Tensor:
-        """The likeliest words, [rows, 1]."""
+    def token(self, module: nn.Module, args: Any, output: Any) -> torch.Tensor:
+        """The likeliest tokens, [rows, 1]."""
         logits = getattr(output, "logits", output)
         if not isinstance(logits, torch.Tensor) or logits.ndim != 3:
             raise UseError(

@@ -14,19 +14,46 @@ from taktline.checks import refuse, require_flag, require_instance, require_numb
 from taktline.errors import LossError, MismatchError
 from taktline.runtime.watchdog import guarded
 from taktline.sharding import is_sharded
-from taktline.train.live import Live
-from taktline.train.plainly import plainly
+from taktline.train.base import PipelineBase
 from taktline.train.ranks import Ranks
-from taktline.train.scaler import Scaler
+from taktline.train.tracebacks import short_traceback
 
 __all__ = ["Gradients"]
 
 
-class Gradients(Live):
+class Scaler(torch.amp.GradScaler):
+    """A GradScaler for all ranks: if one finds an infinite gradient, all skip the step.
+
+    >>> Scaler(Ranks(1, device=torch.device("cpu")), init_scale=4.0).get_scale()
+    4.0
+    """
+
+    def __init__(self, ranks: Ranks, **options: Any) -> None:
+        super().__init__(ranks.device.type, **options)
+        self._ranks = ranks
+
+    # Here torch looks for infinite gradients, for every optimizer.
+    def _unscale_grads_(
+        self,
+        optimizer: torch.optim.Optimizer,
+        inv_scale: torch.Tensor,
+        found_inf: torch.Tensor,
+        allow_fp16: bool,
+    ) -> dict[torch.device, torch.Tensor]:
+        found = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
+        here = any(bool(flag) for flag in found.values())
+        anywhere = torch.full_like(
+            found_inf, float(self._ranks.on_any_rank(here, "a GradScaler's step"))
+        )
+        # Also on a rank without gradients: it must skip the step, too.
+        return {device: anywhere.to(device) for device in (*found, found_inf.device)}
+
+
+class Gradients(PipelineBase):
     """The methods of a pipeline for parameters and gradients."""
 
     def scaler(self, **options: Any) -> Scaler:
-        """A ``torch.amp.GradScaler`` with one verdict for all ranks; takes its options."""
+        """A ``torch.amp.GradScaler`` with the same decision on all ranks; takes its options."""
         return Scaler(self._ranks, **options)
 
     def parameters(self) -> Iterator[nn.Parameter]:
@@ -38,10 +65,10 @@ class Gradients(Live):
         """The parameters of this process, with their names in the model.
 
         A weight with several names has the one that the model lists first. Where ranks are
-        processes, a tied weight is in each that uses it.
+        processes, each that uses a tied weight has it.
         """
         seen: set[int | str] = set()
-        first = self._built.parts.first_names()
+        first = self._built.model.first_names()
         for _, name, parameter in self._built.parameters():
             if id(parameter) not in seen:
                 known = first.get(name, name)
@@ -50,7 +77,7 @@ class Gradients(Live):
                 seen |= {id(parameter), known}
                 yield known, parameter
 
-    @plainly
+    @short_traceback
     def grad_norm(self, norm_type: float = 2.0) -> torch.Tensor:
         """The norm of all gradients of the model, the same on every rank."""
         if not (isinstance(norm_type, float) and norm_type == math.inf):
@@ -61,7 +88,7 @@ class Gradients(Live):
             self._built.schedule._runner.arrive(what)
             return norm_of(self._built.counted(), self._ranks, norm_type, device=self.device)
 
-    @plainly
+    @short_traceback
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
     ) -> torch.Tensor:
@@ -79,10 +106,9 @@ class Gradients(Live):
         return norm
 
     def accumulate(self) -> AbstractContextManager[None]:
-        """Steps inside of ``with pipe.accumulate():`` are reduced together, at its end.
+        """Average gradients over replicas once for all steps in ``with pipe.accumulate():``.
 
-        Without it, several steps add up their gradients just as well; what it saves is to average
-        them over the replicas in each.
+        Without it, several steps add up their gradients just as well, but each averages them.
         """
         return self._built.schedule.accumulate()
 
@@ -99,10 +125,10 @@ class Gradients(Live):
 def norm_of(
     parameters: Mapping[int, nn.Parameter], ranks: Ranks, norm_type: float, *, device: torch.device
 ) -> torch.Tensor:
-    """The norm of the gradients of all processes; each has its own parameters, by their places.
+    """The norm of the gradients of all processes; ``parameters`` are by their places in the model.
 
-    The norms of single gradients are put together in the order of the model, as in the plain one:
-    then not even the last bit depends on how it was cut. Optimizers make much of that.
+    The norms of single gradients are combined in the order of the model, as torch does for the
+    plain model. Then not even the last bit depends on how the model was cut.
     """
     place_of = {parameter: place for place, parameter in parameters.items()}
     norms: dict[int, torch.Tensor] = {}
@@ -122,20 +148,20 @@ def norm_of(
 
 
 def _single_norms(gradients: list[torch.Tensor], norm_type: float) -> Sequence[torch.Tensor]:
-    """The norm of each gradient, by the kernels that torch takes for it."""
+    """The norm of each gradient, by the same kernels as in torch's clip_grad_norm_."""
     if gradients[0].is_cuda:
         return torch._foreach_norm(gradients, norm_type)  # pyright: ignore[reportPrivateImportUsage]
     return [torch.linalg.vector_norm(gradient, norm_type) for gradient in gradients]
 
 
 def clip(parameters: Iterable[nn.Parameter], max_norm: float, norm: torch.Tensor) -> None:
-    """Scale gradients down to what makes the norm of all of them the largest that is allowed."""
+    """Scale gradients down, so that the norm of all of them is at most ``max_norm``."""
     for alike in _alike(parameters):
         torch.nn.utils.clip_grads_with_norm_(alike, max_norm, norm)
 
 
 def _alike(parameters: Iterable[nn.Parameter]) -> Sequence[list[nn.Parameter]]:
-    """Parameters with gradients, those of one mesh and one layout together."""
+    """Parameters with gradients, grouped by mesh and placements."""
     groups: dict[object, list[nn.Parameter]] = {}
     for parameter in parameters:
         gradient = parameter.grad

@@ -1,8 +1,7 @@
-"""Keys and values of earlier words, kept by the stages of a model of transformers.
+"""Keys and values of earlier tokens, kept by the stages of a model of transformers.
 
-A stage runs the forward of the whole model, with nothing in the place of other stages' layers. So
-the parts of the model that hand a cache to their layers are lent one, in which the layers of other
-stages have a length alone::
+A stage runs the forward of the whole model, but skips the layers of other stages. The modules that
+pass a cache to their layers get one in which the layers of other stages have only a length::
 
     layer        0    1    2    3
     stage 0    [keys values]  ·····    a cache for each micro-batch
@@ -32,10 +31,10 @@ _PAST = "past_key_values"
 
 
 def cache_of(model: Any) -> Callable[[], Any] | None:
-    """What makes a cache for a model of transformers, if each layer of it needs its own alone."""
-    if model is None or not _lenders(model) or getattr(model.config, "num_kv_shared_layers", 0):
+    """A function that makes a cache for a model of transformers; None if it cannot be cut."""
+    if model is None or not _cache_users(model) or getattr(model.config, "num_kv_shared_layers", 0):
         return None
-    if getattr(model, "_is_stateful", False):  # modules keep a state, of one micro-batch
+    if getattr(model, "_is_stateful", False):  # modules keep the state of one micro-batch
         return None
     from transformers import DynamicCache
 
@@ -47,7 +46,7 @@ def cache_of(model: Any) -> Callable[[], Any] | None:
             has_length_alone = kept is not None and kept.shape[-1:] == (1,)
             if not isinstance(key_states, Placeholder) and not has_length_alone:
                 return super().update(key_states, value_states, layer_idx, *args)
-            # A layer of another stage, of which only shapes are asked for.
+            # A layer of another stage, of which the forward needs only shapes.
             new = key_states.shape[-2]
             earlier = (0, 0, self.get_mask_sizes(new, layer_idx)[0] - new, 0)
             return pad(key_states, earlier), pad(value_states, earlier)
@@ -57,8 +56,8 @@ def cache_of(model: Any) -> Callable[[], Any] | None:
     return partial(StageCache, config=model.config) if plain else None
 
 
-def _lenders(model: nn.Module) -> list[nn.Module]:
-    """The parts of a model that take a cache and hand it to their layers."""
+def _cache_users(model: nn.Module) -> list[nn.Module]:
+    """The modules that take a cache and pass it to their layers."""
     return [
         module
         for name, module in model.named_modules()
@@ -67,25 +66,25 @@ def _lenders(model: nn.Module) -> list[nn.Module]:
 
 
 def _takes(module: nn.Module, name: str) -> bool:
-    """Whether a module has such an argument; a stage takes what its model takes."""
+    """Whether the forward of a module has such an argument; a stage has those of its model."""
     forwards = [vars(kind)["forward"] for kind in type(module).__mro__ if "forward" in vars(kind)]
     return any(name in inspect.signature(forward).parameters for forward in forwards)
 
 
 def padding_of(mask: torch.Tensor | None, module: nn.Module | None, new: int) -> dict[str, Any]:
-    """The arguments for padded texts, if so many words of each are new."""
+    """The arguments for padded texts, of which so many tokens are new."""
     if mask is None:
         return {}
-    told = {"attention_mask": mask}
+    found = {"attention_mask": mask}
     if module is not None and _takes(module, "position_ids"):
-        told["position_ids"] = (mask.cumsum(1) - 1).clamp(min=0)[:, -new:]
-    return told
+        found["position_ids"] = (mask.cumsum(1) - 1).clamp(min=0)[:, -new:]
+    return found
 
 
 class Keeper:
-    """One stage while it generates: the keys and values of its layers, for each micro-batch.
+    """The keys and values of one stage for each micro-batch, while it generates.
 
-    Its parts are lent a cache, and the mask of padded texts, as they are called.
+    Hooks pass its modules a cache, and the mask of padded texts.
     """
 
     def __init__(self, module: nn.Module, caches: Mapping[int, Any]) -> None:
@@ -100,34 +99,34 @@ class Keeper:
         self._own = {m.layer_idx for m in layers if next(m.parameters(), None) is not None}
 
     def hook(self, module: nn.Module) -> list[RemovableHandle]:
-        """Let a stage keep its keys and values from now on."""
+        """Register the hooks on a stage."""
         return [
             module.register_forward_pre_hook(self._begin),
             module.register_forward_hook(self._end),
             *(
-                part.register_forward_pre_hook(self._lend, with_kwargs=True)
-                for part in _lenders(module)
+                part.register_forward_pre_hook(self._pass_cache, with_kwargs=True)
+                for part in _cache_users(module)
             ),
         ]
 
     def expect(self, length: int, new: int, mask: torch.Tensor | None) -> None:
-        """Texts of such a length come, of which so much is new."""
+        """Set the length of the next texts, and how many of their tokens are new."""
         self._length, self._new = length, new
         parts = len(self._caches)
         self._mask = None if mask is None else split_value(mask, parts, name="attention_mask")
 
     def _begin(self, *_: Any) -> None:
-        """The next micro-batch is to be computed."""
+        """Turn to the next micro-batch."""
         self._now = next(self._turns)
 
-    def _lend(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Let a part of the model use the cache."""
+    def _pass_cache(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Add the cache to the arguments of a module."""
         mask = None if self._mask is None else self._mask[self._now]
-        lent = {_PAST: self._caches[self._now], "use_cache": True}
-        return args, {**kwargs, **lent, **padding_of(mask, module, self._new)}
+        given = {_PAST: self._caches[self._now], "use_cache": True}
+        return args, {**kwargs, **given, **padding_of(mask, module, self._new)}
 
     def _end(self, *_: Any) -> None:
-        """Let the layers of other stages be as long: masks and places depend on it."""
+        """Give the layers of other stages the same length: masks and positions depend on it."""
         for number, layer in enumerate(self._caches[self._now].layers):
             missing = self._length - layer.get_seq_length()
             if missing and number in self._own:

@@ -1,4 +1,4 @@
-"""A loader that one rank of each replica reads for all ranks of that replica."""
+"""A loader for all ranks of a replica, of which one rank reads."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.utils.data import Dataset, IterableDataset
 
 from taktline import pytree
 from taktline.errors import DataError, SignatureError
-from taktline.train.outputs import shared
+from taktline.train.broadcast import broadcast
 from taktline.train.ranks import Ranks
 from taktline.transport import transport_of
 from taktline.transport.exchange import share_error
@@ -28,7 +28,7 @@ class SharedLoader:
     """The batches of a loader, read by one rank of each replica; made by :meth:`Pipeline.loader`.
 
     All ranks make it, and iterate over it together. Each gets the same batch, with its tensors on
-    the pipeline's device. The end, and what goes wrong in reading, reach all of them.
+    the pipeline's device. All ranks stop at the end, and all raise an error in reading.
 
     >>> import taktline as tl
     >>> pipe = tl.Pipeline([torch.nn.Linear(2, 2), torch.nn.Linear(2, 1)], microbatches=2, ranks=2)
@@ -42,10 +42,9 @@ class SharedLoader:
         self._batches = batches
         self._device = ranks.device
         self._replica = f" of replica {ranks.replica}" if ranks.replicas > 1 else ""
-        names = () if ranks.mesh is None else ranks.mesh.mesh_dim_names or ()
-        groups = {name: ranks.mesh[name].get_group() for name in names} if ranks.mesh else {}
+        groups = ranks.groups
         # Tensor-parallel ranks of a stage need the same batch as well.
-        self._within = [groups[name] for name in names if name not in ranks.data_dims]
+        self._within = [groups[name] for name in groups if name not in ranks.data_dims]
         self._replicas = [transport_of(groups[name], ranks.device) for name in ranks.data_dims]
         self._reads = all(group.rank() == 0 for group in self._within)
         (self._length,) = self._agreed(lambda: [length_of(_checked(batches))], "the loader")
@@ -75,16 +74,15 @@ class SharedLoader:
 
     def set_epoch(self, epoch: int) -> None:
         """Call ``set_epoch`` of the loader that is read, its sampler and its dataset."""
-        inner = self._batches
-        parts = [inner, *(getattr(inner, name, None) for name in ("sampler", "batch_sampler"))]
-        for part in (*parts, getattr(inner, "dataset", None)):
+        inner, names = self._batches, ("sampler", "batch_sampler", "dataset")
+        for part in (inner, *(getattr(inner, name, None) for name in names)):
             if callable(set_epoch := getattr(part, "set_epoch", None)):
                 set_epoch(epoch)
 
     def _agreed(self, read: Callable[[], list[Any]], what: str) -> list[Any]:
-        """What the reading rank finds, on every rank; what it raises, as our error on every rank.
+        """The list that the reading rank reads, on every rank; an error is raised on every rank.
 
-        That is one value in a list, or at the end none.
+        The list has one value, or none at the end.
         """
         found: list[Any] | str = []
         cause = None
@@ -95,14 +93,14 @@ class SharedLoader:
                 found, cause = _text(raised), raised
         for group in self._within:
             try:
-                found = shared(found, group, self._device, 0, _CALL)
+                found = broadcast(found, group, self._device, 0, _CALL)
             except SignatureError as refused:
                 found = str(refused)
         failed = isinstance(found, str)
         lowest = highest = _FAILED if failed else len(found)
         for transport in self._replicas:
-            told = transport.exchange([lowest, highest], _CALL)
-            lowest, highest = min(low for low, _ in told), max(high for _, high in told)
+            counts = transport.exchange([lowest, highest], _CALL)
+            lowest, highest = min(low for low, _ in counts), max(high for _, high in counts)
         if highest == _FAILED:
             self._fail(f"rank 0{self._replica}, {what}: {found}" if failed else None, cause)
         if lowest != highest:
@@ -124,7 +122,7 @@ class SharedLoader:
 
 
 def _checked(batches: Any) -> Iterable[Any]:
-    """What can be iterated over for batches."""
+    """The batches; raises unless they can be iterated over."""
     if isinstance(batches, Dataset) and not isinstance(batches, IterableDataset):
         raise DataError(
             f"a {type(batches).__name__} has samples, not batches; pass a "
@@ -139,7 +137,7 @@ def _checked(batches: Any) -> Iterable[Any]:
 
 
 def length_of(batches: Any) -> int | None:
-    """How many batches there are, None if they do not say."""
+    """How many batches there are; None if that is unknown."""
     try:
         return len(batches)
     except (TypeError, NotImplementedError):
@@ -147,14 +145,14 @@ def length_of(batches: Any) -> int | None:
 
 
 def _on_device(batch: Any, device: torch.device) -> Any:
-    """A batch with its tensors on a device; other mappings than pytree knows become dicts."""
+    """A batch with its tensors on a device; mappings that pytree does not know become dicts."""
     if isinstance(batch, Mapping) and type(batch) not in pytree.SUPPORTED_NODES:
         batch = dict(batch)  # transformers' BatchEncoding
     return pytree.tree_map_only(torch.Tensor, lambda t: t.to(device, non_blocking=True), batch)
 
 
 def _text(error: Exception) -> str:
-    """An error in words, whatever its ``__str__`` does; the middle of a long one is left out."""
+    """The text of an error; the middle of a long one is left out."""
     if type(error) is DataError:
         return str(error)
     text = "".join(traceback.format_exception_only(error)).strip()

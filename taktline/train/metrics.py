@@ -1,42 +1,56 @@
-"""Loss, speed, bubble and memory of recent steps."""
+"""Loss, speed, bubble and memory of recent steps; the progress bar; reports of slow ranks."""
 
 from __future__ import annotations
 
+import logging
 import resource
 import sys
 import time
 from collections import deque
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from typing import Any, TypeVar
 
 import torch
 
-__all__ = ["Metrics"]
+from taktline.plan import Timeline, stragglers
+from taktline.text import size_text
+from taktline.train.build import Built
+from taktline.train.loader import length_of
 
+__all__ = ["Metrics", "StragglerReport", "progress"]
+
+T = TypeVar("T")
+
+_log = logging.getLogger("taktline")
 _WINDOW = 21
-"""Speeds are averaged over 20 steps: so many ends."""
+"""Speeds are averaged over 20 steps, between so many ends."""
+_REMEMBERED = 8
+"""With how many earlier steps a step is compared, where the work of stages is not known."""
 
 
 class Metrics:
-    """What is noted in each step, at the price of a look at the clock."""
+    """The metrics of the latest steps."""
 
     def __init__(self) -> None:
         self._ends: deque[tuple[float, int, int]] = deque(maxlen=_WINDOW)
-        """When a step ended, with its rows and its tokens."""
+        """When each step ended, with its rows and its tokens."""
         self.loss: torch.Tensor | None = None
         self.bubble: float | None = None
-        """Of the latest step that was measured."""
+        """Of the latest step that was traced."""
 
     def note(self, args: tuple[Any, ...], loss: torch.Tensor | None) -> None:
-        """A step has ended."""
+        """Note a step that has ended."""
         first = next((value for value in args if isinstance(value, torch.Tensor)), None)
-        rows = 0 if first is None or not first.dim() else first.shape[0]
-        counts = first is not None and first.dim() > 1 and not first.is_floating_point()
-        tokens = first.numel() if first is not None and counts else 0
+        rows = tokens = 0
+        if first is not None and first.dim():
+            rows = first.shape[0]
+            tokens = first.numel() if first.dim() > 1 and not first.is_floating_point() else 0
         self._ends.append((time.perf_counter(), rows, tokens))
         self.loss = loss
 
     def read(self, steps: int, replicas: int, device: torch.device) -> dict[str, float]:
-        """What is known by now; waits for the loss."""
+        """The metrics that are known by now; waits for the loss."""
         found: dict[str, float] = {"step": steps, "peak_memory": _peak(device)}
         if self.loss is not None:
             found["loss"] = self.loss.item()
@@ -53,8 +67,90 @@ class Metrics:
 
 
 def _peak(device: torch.device) -> int:
-    """Bytes: of tensors on a GPU, else of this process."""
+    """The peak memory in bytes: of tensors on a GPU, else of this process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else 1024 * peak
+
+
+def progress(pipe: Any, batches: Iterable[T], every: int, *, measured: bool) -> Iterator[T]:
+    """Yields the batches; the first rank shows a bar on a terminal, and lines elsewhere."""
+    total = length_of(batches)
+    bar = _bar(total) if pipe.is_first and sys.stdout.isatty() else None
+    with bar or nullcontext():
+        for done, batch in enumerate(batches, start=1):
+            # The second one: in the first, ranks still exchange shapes.
+            tracing = pipe.trace() if measured and done % every == 2 % every else nullcontext()
+            with tracing as trace:
+                yield batch
+            if trace is not None and trace.timelines:
+                pipe._metrics.bubble = trace.timelines[0].bubble()
+            if bar is not None:
+                bar.update(0, completed=done)
+            # Not each time: reading the loss waits for the GPU.
+            if not pipe.is_first or (done % every and done != total):
+                continue
+            text = line(pipe.metrics())
+            if bar is not None:
+                bar.update(0, line=text)
+            else:
+                print(f"step {done:4}  {text}", flush=True)
+
+
+def line(numbers: Mapping[str, float]) -> str:
+    """The metrics as one line of text.
+
+    >>> line({"loss": 2.5, "tokens_per_s": 1234.5, "bubble": 0.25, "peak_memory": 3 << 20})
+    'loss 2.500  1,234 tokens/s  bubble 25%  peak 3.0 MiB'
+    """
+    texts = {
+        "loss": lambda number: f"loss {number:.3f}",
+        "tokens_per_s": lambda number: f"{number:,.0f} tokens/s",
+        "rows_per_s": lambda number: f"{number:,.0f} rows/s",
+        "bubble": lambda number: f"bubble {number:.0%}",
+        "peak_memory": lambda number: f"peak {size_text(number)}",
+    }
+    if "tokens_per_s" in numbers:
+        texts.pop("rows_per_s")
+    return "  ".join(text(numbers[name]) for name, text in texts.items() if name in numbers)
+
+
+def _bar(total: int | None) -> Any:
+    """A progress bar of rich with one task, if rich is installed."""
+    try:
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+    except ImportError:
+        return None
+    bar = Progress(BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[line]}"))
+    bar.add_task("", total=total, line="")
+    return bar
+
+
+class StragglerReport:
+    """Traces every n-th step, and logs which ranks were slow in it."""
+
+    def __init__(self, every: int) -> None:
+        self.every = every
+        self._timelines: deque[Timeline] = deque(maxlen=_REMEMBERED + 1)
+
+    @contextmanager
+    def step(self, built: Built) -> Iterator[None]:
+        """Wrap a training step; all ranks take part."""
+        number = built.schedule.steps
+        traced = built.schedule._runner.recorder is not None
+        if traced or (number + 1) % self.every:
+            yield
+            return
+        with built.schedule.trace() as trace:
+            yield
+        self._timelines.extend(trace.timelines)
+        if 0 in built.ranks.own:
+            self._log_stragglers(built, number)
+
+    def _log_stragglers(self, built: Built, number: int) -> None:
+        work, ranks = built.table.work, built.ranks
+        judged = list(self._timelines) if work is None else [self._timelines[-1]]
+        where = f"replica {ranks.replica}, " if ranks.replicas > 1 else ""
+        for straggler in stragglers(judged, work=work):
+            _log.warning("%sstep %d: %s", where, number, straggler)

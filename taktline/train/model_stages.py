@@ -1,87 +1,32 @@
-"""The stages of a model that are in this process, with the names that the model has for all."""
+"""Cuts a model into stages, or takes the stages that a user has cut; explains why it cannot."""
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import torch
 from torch import nn
+from torch.func import functional_call
 
 from taktline import split
-from taktline.checkpoint.holding import Held, priority_of, state_of
-from taktline.checkpoint.names import joined, same, tied_names
-from taktline.errors import PartitionError
+from taktline.checkpoint.model_state import ModelState
+from taktline.errors import PartitionError, TaktlineError, text_of
 from taktline.plan import Plan
 from taktline.split import Pipe
-from taktline.stage.ties import declared
+from taktline.split.named.by_names import as_call
 from taktline.text import counted
-from taktline.train.refusal import explained
 from taktline.transport import Transport
 from taktline.transport.exchange import share_values
 
-__all__ = ["Model", "Parts", "stages_in", "take_apart"]
+__all__ = ["Model", "keep", "stages_in", "take_apart"]
 
 Model: TypeAlias = nn.Module | Sequence[nn.Module] | Mapping[int, nn.Module]
 """A model, a list of its stages, or the stages of this process by their numbers."""
 
 
-@dataclass(slots=True)
-class Parts:
-    """The stages that are here, and the model's own names for what is in any stage."""
-
-    modules: dict[int, nn.Module]
-    """By stage."""
-    prefixes: bool = False
-    """Whether a name begins with the number of its stage, as names of stages repeat."""
-    names: list[str] = field(default_factory=list)
-    """The names in the model's state, in its order."""
-    aliases: dict[str, str] = field(default_factory=dict)
-    """Further names in the model for what a stage knows by another name."""
-    rest: dict[str, torch.Tensor] = field(default_factory=dict)
-    """What belongs to the model's state, and to no stage."""
-
-    def name(self, stage: int, name: str) -> str:
-        """What the model calls something in a stage."""
-        return f"{stage}.{name}" if self.prefixes else name
-
-    def held(self) -> list[Held]:
-        """The parameters and lasting buffers of all stages here, by their names in the model."""
-        return [
-            Held(self.name(stage, name), value, priority_of(value, stage))
-            for stage, module in self.modules.items()
-            for name, value in state_of(module).items()
-        ]
-
-    def first_names(self) -> dict[str, str]:
-        """The later names of a weight that has several, and the one that the model lists first."""
-        here = {name: value for name, value, _ in self.held()}
-        ties = {tie for module in self.modules.values() for tie in declared(module)}
-        uses = ([self.name(*use) for use in tie.uses] for tie in ties)
-        alike: dict[str, set[str]] = {}
-        for name, first in joined(same(here), self.aliases, tied_names(uses)).items():
-            alike.setdefault(first, {first}).add(name)
-        places = {name: place for place, name in enumerate(self.names)}
-        return {
-            name: min(names, key=lambda each: places.get(each, len(places)))
-            for names in alike.values()
-            for name in names
-        }
-
-    def keep(self, stages: Sequence[int]) -> None:
-        """Drop all other stages."""
-        if missing := sorted(set(stages) - set(self.modules)):
-            raise PartitionError(
-                f"the plan puts the stages {sorted(stages)} here, but {missing} are not among the "
-                f"stages given, which are {sorted(self.modules)}"
-            )
-        self.modules = {stage: self.modules[stage] for stage in stages}
-
-
 def stages_in(model: Model, cuts: Sequence[str] | None) -> int | None:
-    """How many stages a model has by itself; None if that is open."""
+    """How many stages a model is cut into by the user; None if that is open."""
     if cuts is not None:
         return len(cuts) + 1
     if isinstance(model, Pipe):
@@ -97,24 +42,25 @@ def take_apart(
     example: Any,
     cuts: Sequence[str] | None,
     transport: Transport,
-) -> Parts:
+) -> ModelState:
     """All stages of a model, or those that were given; all processes take part."""
     if isinstance(model, Mapping):
-        parts = Parts(_checked(dict(model), plan))
-        _note_names_of_all(parts, transport)
-        return parts
+
+        def gather(names: list[Any]) -> list[Any]:
+            shape = [(int, str, bool)]
+            return share_values(transport, names, shape, "Pipeline(…)", what="the stages")
+
+        return ModelState.of_stages(_checked(dict(model), plan), gather)
     stages = _stages(model, plan, example, cuts)
     if len(stages) != plan.stages:
         raise PartitionError(
             f"the model has {counted(len(stages), 'stage')}, but {plan.name} on "
             f"{counted(plan.ranks, 'rank')} runs {plan.stages}; cut it into {plan.stages}"
         )
-    parts = Parts(_checked(dict(enumerate(stages)), plan))
+    modules = _checked(dict(enumerate(stages)), plan)
     if isinstance(model, nn.Module) and not isinstance(model, Pipe):
-        _note_names_of_model(parts, model)
-    else:
-        _note_names_of_stages(parts)
-    return parts
+        return ModelState.of_model(model, modules)
+    return ModelState.of_stages(modules)
 
 
 def _stages(
@@ -141,10 +87,10 @@ def _stages(
             return split.by_names(model, cuts, example=example)
         return split.auto(model, plan.stages, example)
     except Exception as error:  # the model's code runs there
-        told = explained(error, model, example, None if cuts else plan)
-        if told is error:
+        better = _explained(error, model, example, None if cuts else plan)
+        if better is error:
             raise
-        raise told from told.__cause__
+        raise better from better.__cause__
 
 
 def _checked(modules: dict[int, nn.Module], plan: Plan) -> dict[int, nn.Module]:
@@ -159,45 +105,85 @@ def _checked(modules: dict[int, nn.Module], plan: Plan) -> dict[int, nn.Module]:
     return modules
 
 
-def _note_names_of_model(parts: Parts, model: nn.Module) -> None:
-    """The model's own names, and what its state has beyond that of its stages."""
-    state = state_of(model)
-    # In the order of the model's own state, which may leave out or add something.
-    parts.names = [name for name in model.state_dict() if name in state] or list(state)
-    held = {name for module in parts.modules.values() for name in state_of(module)}
-    known = {id(state[name]): name for name in state if name in held}
-    for name in parts.names:
-        if name in held:
+def keep(state: ModelState, stages: Sequence[int]) -> None:
+    """Drop all stages but these."""
+    if missing := sorted(set(stages) - set(state.modules)):
+        raise PartitionError(
+            f"the plan puts the stages {sorted(stages)} here, but {missing} are not among the "
+            f"stages given, which are {sorted(state.modules)}"
+        )
+    state.modules = {stage: state.modules[stage] for stage in stages}
+
+
+def _explained(
+    error: Exception, model: nn.Module, example: Any, plan: Plan | None
+) -> TaktlineError:
+    """The error to raise in place of an error in cutting a model.
+
+    ``plan`` has the number of stages, if the user has not said where to cut.
+    """
+    name = type(model).__name__
+    own = _own_error(model, example) if _is_from_the_model(error) else None
+    if own is not None:
+        own.__suppress_context__ = own.__suppress_context__ or own.__context__ is error
+        better = PartitionError(
+            f"{name} fails by itself on the example, without any pipeline: "
+            f"{type(own).__name__}: {text_of(own)}; its traceback is above"
+        )
+        better.__cause__ = own
+        return better
+    if not isinstance(error, TaktlineError):
+        better = PartitionError(
+            f"{name} runs by itself, but not in stages that are cut by name: "
+            f"{type(error).__name__}: {text_of(error)}; trace it with taktline.pipeline, or pass "
+            "a list of stages, cut by hand"
+        )
+        better.__cause__ = error
+        return better
+    if plan is None or not (most := _most_stages(model, example, plan.stages)):
+        return error
+    return PartitionError(f"{error}; {_advice(most, plan)}")
+
+
+def _is_from_the_model(error: Exception) -> bool:
+    """Whether the model's own code has raised an error, or its cause."""
+    cause = error.__cause__ or error.__context__
+    return not isinstance(error, TaktlineError) or (
+        cause is not None and not isinstance(cause, TaktlineError)
+    )
+
+
+def _own_error(model: nn.Module, example: Any) -> Exception | None:
+    """The error that the model raises by itself; None if none, or if it has no data to run with."""
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    if example is None or any(tensor.is_meta for tensor in tensors.values()):
+        return None
+    # Buffers and random numbers must stay as they are.
+    copies = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    try:
+        args, kwargs = as_call(model, example)
+        with torch.random.fork_rng(), torch.enable_grad():
+            functional_call(model, copies, args, kwargs)
+    except Exception as error:  # the user's code may raise anything
+        return None if isinstance(error, TaktlineError) else error
+    return None
+
+
+def _most_stages(model: nn.Module, example: Any, stages: int) -> int:
+    """The largest number of stages below this one that a model can be cut into; 0: unknown."""
+    for fewer in range(stages - 1, 1, -1):
+        try:
+            split.auto(model, fewer, example)
+        except Exception:  # the first error is the one to report
             continue
-        if id(state[name]) in known:
-            parts.aliases[name] = known[id(state[name])]
-        elif not state[name].is_meta:
-            parts.rest[name] = state[name].detach()
+        return fewer
+    return 0
 
 
-def _note_names_of_stages(parts: Parts) -> None:
-    """The names in the stages; with the number of the stage if two things have one name."""
-    found: dict[str, set[int]] = {}
-    states = {stage: state_of(module) for stage, module in parts.modules.items()}
-    for state in states.values():
-        for name, value in state.items():
-            found.setdefault(name, set()).add(id(value))
-    parts.prefixes = any(len(things) > 1 for things in found.values())
-    _list_names(parts, {stage: list(state) for stage, state in states.items()})
-
-
-def _note_names_of_all(parts: Parts, transport: Transport) -> None:
-    """The same where each process knows only its own stages."""
-    mine = [(stage, list(state_of(module))) for stage, module in parts.modules.items()]
-    told = share_values(transport, mine, [(int, [str])], "Pipeline(…)", what="the stages")
-    by_stage = {stage: names for stages in told for stage, names in stages}
-    counts = Counter(name for names in by_stage.values() for name in names)
-    ties = [tie for module in parts.modules.values() for tie in declared(module)]
-    tied = {name for tie in ties for _, name in tie.uses}
-    parts.prefixes = any(count > 1 and name not in tied for name, count in counts.items())
-    _list_names(parts, by_stage)
-
-
-def _list_names(parts: Parts, by_stage: Mapping[int, Sequence[str]]) -> None:
-    names = [parts.name(stage, name) for stage in sorted(by_stage) for name in by_stage[stage]]
-    parts.names = list(dict.fromkeys(names))
+def _advice(most: int, plan: Plan) -> str:
+    """On how many ranks the model can run."""
+    each = plan.stages // plan.ranks
+    ranks = most // each
+    if ranks > 1:
+        return f"{plan.name} with {counted(each, 'stage')} a rank runs on up to {ranks} ranks"
+    return f"1f1b, with one stage a rank, runs on up to {most} ranks"

@@ -19,39 +19,42 @@ from taktline.runtime.schedule import ArgsSpec, KwargsSpec, LossFn, MergeSpec, S
 from taktline.split.example import arguments_of
 from taktline.train.arguments import as_timedelta, check, names_of
 from taktline.train.as_module import AsModule
-from taktline.train.build import build
+from taktline.train.build import Prepare, build
 from taktline.train.choose_plan import ScheduleChoice
 from taktline.train.comparison import Verification
-from taktline.train.for_checkpoints import ForCheckpoints
 from taktline.train.generate import Request, generate
 from taktline.train.gradients import Gradients
-from taktline.train.lifetime import Lifetime
 from taktline.train.loader import SharedLoader
 from taktline.train.model_stages import Model
-from taktline.train.own_loss import asked, of_output, with_own_loss
-from taktline.train.plainly import plainly
-from taktline.train.preempt import PREEMPTED
-from taktline.train.saved import Saved
-from taktline.train.steps import Outputs, evaluating, run
+from taktline.train.monitoring import Monitoring
+from taktline.train.preemption import PREEMPTED
+from taktline.train.save_load import SaveLoad
+from taktline.train.steps import (
+    Outputs,
+    asks_for_own_loss,
+    evaluating,
+    loss_in_output,
+    run,
+    with_own_loss,
+)
+from taktline.train.tracebacks import short_traceback
 from taktline.train.verify import verify
-from taktline.train.watching import Watching
-from taktline.train.wrap import Prepare
 
 __all__ = ["Pipeline"]
 
 
-class Pipeline(AsModule, Gradients, Saved, ForCheckpoints, Watching, Lifetime):
+class Pipeline(AsModule, Gradients, SaveLoad, Monitoring):
     """A model, cut into stages, on its ranks; it trains as the model does.
 
     Started by torchrun, each process is a rank. Without a launcher all ranks live in this process,
     as many as ``ranks`` says.
 
-    It trains the model's own parameters, in place, moves what it holds to ``device``, and changes
-    nothing else of it. Over processes each trains its own stages, and leaves the rest alone.
+    It trains the model's own parameters in place, and moves them to ``device``. It changes nothing
+    else of the model. Each process trains its own stages, and leaves the others alone.
 
     Args:
         model: the model; or its stages, cut already: a :class:`Pipe`, :class:`Pieces`, a list of
-            modules, or a dict with those of this process by the number of their stage.
+            modules, or a dict with the stages of this process by their numbers.
         example: arguments of one micro-batch, by which the model is cut and measured: a tuple, a
             dict of keyword arguments, or a tuple of both.
         schedule: a name, a :class:`Plan`, a CSV or JSON file with one, or a Schedule class.
@@ -63,7 +66,7 @@ class Pipeline(AsModule, Gradients, Saved, ForCheckpoints, Watching, Lifetime):
         cuts: names of submodules at which new stages begin; or a layout as Megatron writes it, a
             text such as ``"Et*3|(tt|)*2,L"``.
         mesh: a device mesh with a dimension "pp", and one that begins with "dp" for replicas.
-        data_parallel: ``"ddp"`` or ``"fsdp"``: what each stage is wrapped in.
+        data_parallel: ``"ddp"`` or ``"fsdp"``: the wrapper of each stage.
         prepare: called with each stage of this process and its number, once it is on its device
             and before it is wrapped; returns the module to use. For activation checkpointing or
             tensor parallelism.
@@ -75,10 +78,10 @@ class Pipeline(AsModule, Gradients, Saved, ForCheckpoints, Watching, Lifetime):
         seed: draws dropout from (seed, step, stage, micro-batch): for one cut into stages and
             micro-batches, the same under every schedule and on any number of ranks.
         dynamic_shapes: for stages whose outputs' shapes depend on values.
-        cuda_graphs: captures steps as CUDA graphs, once for each kind of batch, and replays them;
-            what cannot be captured runs as it is, with a warning that says why.
-        args_chunk_spec: how positional arguments are cut; without it and the next, what is not to
-            be cut along dimension 0 is guessed by comparing a batch with the example.
+        cuda_graphs: captures steps as CUDA graphs, once for each kind of batch, and replays them; a
+            step that cannot be captured runs without, with a warning that says why.
+        args_chunk_spec: how positional arguments are cut; without this and ``kwargs_chunk_spec``,
+            the batch dimension of each argument is found by comparing a batch with the example.
         kwargs_chunk_spec: how keyword arguments are cut.
         output_merge_spec: how outputs are joined.
         target_chunk_spec: how the target is cut, if not along dimension 0. Given one, its rows
@@ -109,7 +112,7 @@ class Pipeline(AsModule, Gradients, Saved, ForCheckpoints, Watching, Lifetime):
     PREEMPTED: ClassVar[int] = PREEMPTED
     """The exit code of every rank after ``on_preempt``."""
 
-    @plainly
+    @short_traceback
     def __init__(
         self,
         model: Model,
@@ -138,10 +141,10 @@ class Pipeline(AsModule, Gradients, Saved, ForCheckpoints, Watching, Lifetime):
         report_stragglers: int | None = None,
         timeout: float | timedelta | None = None,
     ) -> None:
-        check(locals())  # which are all arguments by now
+        check(locals())  # all arguments, as nothing else is set yet
         self._begin(loss_fn, on_preempt, report_stragglers)
-        running = {
-            "loss_fn": loss_fn or of_output,
+        options = {
+            "loss_fn": loss_fn or loss_in_output,
             "dynamic_shapes": dynamic_shapes,
             "cuda_graphs": cuda_graphs,
             "args_chunk_spec": args_chunk_spec,
@@ -152,7 +155,7 @@ class Pipeline(AsModule, Gradients, Saved, ForCheckpoints, Watching, Lifetime):
         self._live = build(
             model,
             None if example is None else arguments_of(example),
-            running,
+            options,
             schedule=schedule,
             microbatches=microbatches,
             ranks=ranks,
@@ -171,10 +174,10 @@ class Pipeline(AsModule, Gradients, Saved, ForCheckpoints, Watching, Lifetime):
 
     @property
     def schedules(self) -> dict[int, Schedule]:
-        """What runs each rank of this process; if all of them are here, one runs them all."""
+        """The schedule of each rank of this process; if all ranks are here, one runs them all."""
         return dict.fromkeys(self._ranks.own, self._built.schedule)
 
-    @plainly
+    @short_traceback
     def step(
         self,
         *args: Any,
@@ -190,20 +193,20 @@ class Pipeline(AsModule, Gradients, Saved, ForCheckpoints, Watching, Lifetime):
         Every row counts the same, also where micro-batches differ in size.
 
         Gradients are added to ``.grad``, as ``backward()`` does. Every rank may pass the whole
-        batch; those that do not need it leave it alone. On a GPU the loss is there before it was
-        computed, as everything is: who reads it waits.
+        batch; ranks that do not need it ignore it. On a GPU this returns before the loss is
+        computed; reading the loss waits.
 
         Args:
             args: the model's arguments.
-            target: what ``loss_fn`` compares the output with; nothing without ``loss_fn``.
+            target: passed to ``loss_fn`` with the output; leave it out without ``loss_fn``.
             return_outputs: True returns ``(loss, outputs)`` on every rank; ``"last"`` sends
                 nothing, and returns None for outputs on all ranks but that of the last stage.
             scaler: multiplies the loss for the backward; made by :meth:`scaler`.
-            losses: a list to be filled with the loss of each micro-batch.
-            aux_losses: a list to be filled with what :func:`taktline.add_loss` has added.
+            losses: a list to fill with the loss of each micro-batch.
+            aux_losses: a list to fill with the losses that :func:`taktline.add_loss` has added.
             options: ``loss_weights``, ``loss_kwargs``, ``arg_mbs``, ``kwarg_mbs`` and
-                ``target_mbs`` as in :meth:`Schedule.step`; all else are keyword arguments of the
-                model.
+                ``target_mbs`` as in :meth:`Schedule.step`; all others are keyword arguments of
+                the model.
         """
         if not self.plan.has(Kind.B, Kind.I):
             raise ScheduleError(f"{self.plan.name} has no backward; call eval(…)")
@@ -220,7 +223,7 @@ class Pipeline(AsModule, Gradients, Saved, ForCheckpoints, Watching, Lifetime):
         self._end_if_preempted()
         return (loss, output) if return_outputs else loss
 
-    @plainly
+    @short_traceback
     def eval(
         self,
         *args: Any,
@@ -232,15 +235,15 @@ class Pipeline(AsModule, Gradients, Saved, ForCheckpoints, Watching, Lifetime):
     ) -> Any:
         """Run a batch forward only, with the modules in evaluation mode.
 
-        Without any arguments it puts them into that mode, as ``nn.Module.eval()`` does.
+        Without arguments it only puts them into that mode, as ``nn.Module.eval()`` does.
 
         Returns the mean loss if there is a target, and otherwise the outputs; with
-        ``return_outputs`` and a target, both. Takes what :meth:`step` takes. For a model that
-        computes its own loss, ``labels`` or ``return_outputs=False`` ask for it.
+        ``return_outputs`` and a target, both. Takes the arguments of :meth:`step`. If the model
+        computes its own loss, pass ``labels`` or ``return_outputs=False`` to get it.
         """
         if not args and not options and target is None and return_outputs is None:
             return self.train(False)
-        if self._loss_fn is None and asked(options, return_outputs):
+        if self._loss_fn is None and asks_for_own_loss(options, return_outputs):
             target, options = with_own_loss(target, options)
         compared = target is not None or options.get("target_mbs") is not None
         wanted = not compared if return_outputs is None else return_outputs
@@ -252,7 +255,7 @@ class Pipeline(AsModule, Gradients, Saved, ForCheckpoints, Watching, Lifetime):
             return loss
         return output if loss is None else (loss, output)
 
-    @plainly
+    @short_traceback
     def verify(
         self,
         model: nn.Module,
@@ -263,17 +266,17 @@ class Pipeline(AsModule, Gradients, Saved, ForCheckpoints, Watching, Lifetime):
     ) -> Verification:
         """Compare one step with the plain model: returns the first tensor that differs, if any.
 
-        The plain model gets the pipeline's values and runs the whole batch at once. Compared are
-        the outputs of all modules for each micro-batch, the loss, the gradients that reach these
-        outputs, and those of the parameters. Dropout is off; gradients, buffers and random
-        numbers are as before afterwards. Every rank calls it with the same batch, and has memory
+        A copy of the plain model gets the pipeline's values and runs the whole batch at once. This
+        compares the outputs of all modules for each micro-batch, the loss, the gradients that
+        reach these outputs, and those of the parameters. Dropout is off. Gradients, buffers and
+        random numbers stay as they are. Every rank calls it with the same batch, and needs memory
         for the model and for the activations of the batch.
 
         Args:
             model: the plain model, in any state; of a list of stages ``nn.Sequential(*stages)``.
-            args: what :meth:`step` takes, as are ``target`` and ``options``.
-            tolerance: what counts as rounding, relative to a tensor's largest value; by default
-                1e-4 for float32.
+            args: as in :meth:`step`, and so are ``target`` and ``options``.
+            tolerance: the largest difference that counts as rounding, relative to a tensor's
+                largest value; by default 1e-4 for float32.
 
         >>> model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
         >>> pipe = Pipeline(model, cuts=["2"], microbatches=2, ranks=2, loss_fn=torch.dist)
@@ -288,7 +291,7 @@ class Pipeline(AsModule, Gradients, Saved, ForCheckpoints, Watching, Lifetime):
         with self._turn:
             return verify(self._built, model, (args, target, options), tolerance)
 
-    @plainly
+    @short_traceback
     def generate(
         self,
         ids: torch.Tensor,
@@ -299,20 +302,20 @@ class Pipeline(AsModule, Gradients, Saved, ForCheckpoints, Watching, Lifetime):
         pad_token_id: int | None = None,
         use_cache: bool = True,
     ) -> torch.Tensor:
-        """Go on with texts, by the likeliest token each time: returns all of them on every rank.
+        """Continue texts by the likeliest token each time: returns all texts on every rank.
 
         For causal language models: those of transformers, and others that return logits of shape
         [rows, length, words]. Micro-batches follow each other through the stages. Each stage
-        keeps the keys and values of its own layers; of models that are not of transformers, or
-        have layers of other kinds, the text so far is computed anew for each token.
+        keeps the keys and values of its own layers. Models that are not of transformers, or have
+        layers of other kinds, compute the whole text again for each token.
 
         Args:
             ids: texts, [rows, length].
             max_new_tokens: how many tokens to add at most.
             attention_mask: 0 for padding on the left of shorter texts, else 1.
             eos_token_id: tokens that end a text; by default those of the model.
-            pad_token_id: what an ended text is filled up with; by default the model's.
-            use_cache: False computes the text so far anew for each token.
+            pad_token_id: the token that fills up an ended text; by default the model's.
+            use_cache: False computes the whole text again for each token.
 
         >>> model = nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 9))
         >>> pipe = Pipeline([model[0], model[1]], microbatches=2, ranks=2)
@@ -328,8 +331,8 @@ class Pipeline(AsModule, Gradients, Saved, ForCheckpoints, Watching, Lifetime):
     def loader(self, batches: Iterable[Any] | None) -> SharedLoader:
         """The batches of a DataLoader, or any other iterable, for all ranks.
 
-        The first rank of each replica reads, and hands every batch to the others. All ranks call
-        this and iterate together; those that do not read may pass None.
+        The first rank of each replica reads, and sends every batch to the others. All ranks call
+        this and iterate together; ranks that do not read may pass None.
 
         >>> import taktline as tl
         >>> pipe = tl.Pipeline([nn.Linear(2, 2), nn.Linear(2, 1)], microbatches=2, ranks=2)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -12,7 +11,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
@@ -21,7 +19,7 @@ from taktline.checks import launched, require_whole
 from taktline.device import gpu_for_each_process
 from taktline.errors import MismatchError, TransportError
 from taktline.text import counted
-from taktline.train.groups import Groups, end_unused
+from taktline.train.process_groups import Groups, end_unused
 from taktline.transport import Transport, transport_of
 from taktline.transport.communicators import timeout_of
 from taktline.transport.distributed import Distributed
@@ -33,11 +31,11 @@ __all__ = ["Ranks", "find_ranks"]
 
 PIPELINE = "pp"
 _DATA = ("dp", "ddp", "fsdp")
-"""How the names of data-parallel dimensions begin."""
+"""The beginnings of names of data-parallel dimensions."""
 
 
 class Ranks:
-    """How many ranks there are, and which of them live in this process.
+    """The ranks of a pipeline, and how this process talks to the others.
 
     >>> print(Ranks(2, device=torch.device("cpu")))
     2 ranks (in one process)
@@ -48,65 +46,50 @@ class Ranks:
         size: int,
         *,
         device: torch.device,
-        group: ProcessGroup | None = None,
         mesh: DeviceMesh | None = None,
         made: Groups | None = None,
     ) -> None:
         """``made`` are the groups of the mesh, if it was made for this pipeline."""
         self.size = size
         self.device = device
-        self.group = group
         self.mesh = mesh
         self.made = made or Groups()
-        self.own = tuple(range(size)) if group is None else (group.rank(),)
-        """The ranks in this process."""
         names = () if mesh is None else mesh.mesh_dim_names or ()
+        self.groups = {} if mesh is None else {name: mesh[name].get_group() for name in names}
+        """By the names of the mesh's dimensions."""
+        self.group = self.groups.get(PIPELINE)
+        """Of the pipeline; None if all ranks are in this process."""
+        self.own = tuple(range(size)) if self.group is None else (self.group.rank(),)
+        """The ranks in this process."""
+        self.in_one_process = len(self.own) == size
         self.data_dims = tuple(name for name in names if name.startswith(_DATA))
         """The data-parallel dimensions of the mesh, where stages have replicas."""
         self._others = [name for name in names if name != PIPELINE]
-
-    @property
-    def replicas(self) -> int:
-        """How many replicas of the pipeline there are, each with data of its own."""
-        mesh = self.mesh
-        return 1 if mesh is None else math.prod(mesh[name].size() for name in self.data_dims)
-
-    @property
-    def replica(self) -> int:
-        """Which of the replicas this one is."""
-        number = 0
-        for dim in [] if self.mesh is None else [self.mesh[name] for name in self.data_dims]:
-            number = number * dim.size() + dim.get_local_rank()
-        return number
-
-    @property
-    def is_first(self) -> bool:
+        self.is_first = not any(self.groups[name].rank() for name in self._others)
         """Whether this process comes first along all dimensions of the mesh but the pipeline's."""
-        mesh = self.mesh
-        return mesh is None or not any(mesh[name].get_local_rank() for name in self._others)
-
-    @property
-    def in_one_process(self) -> bool:
-        """Whether all ranks live in this process."""
-        return len(self.own) == self.size
+        self.replicas, self.replica = 1, 0
+        """How many replicas of the pipeline there are, and the number of this one."""
+        for group in (self.groups[name] for name in self.data_dims):
+            self.replicas *= group.size()
+            self.replica = self.replica * group.size() + group.rank()
 
     @property
     def transports(self) -> list[Distributed]:
-        """How this process talks along each dimension of the mesh."""
+        """The transports along each dimension of the mesh, to other processes."""
         return [transport for transport in self.everyone if isinstance(transport, Distributed)]
 
     @property
     def everyone(self) -> list[Transport]:
-        """The same, that of the pipeline first, also where this process is alone."""
+        """All transports, that of the pipeline first, also where this process is alone."""
         return [self.transport, *self._along(self._others)]
 
     @property
     def transport(self) -> Transport:
-        """How this process talks to the others of its pipeline."""
+        """The transport to the other processes of the pipeline."""
         return Alone() if self.group is None else transport_of(self.group, self.device)
 
     def gathered(self, numbers: Mapping[int, float], what: str) -> dict[int, float]:
-        """The numbers of all processes of this pipeline, the same on each; no key comes twice."""
+        """The numbers of all processes of this pipeline, on each; no two have the same key."""
         pairs = [number for pair in numbers.items() for number in pair]
         rows = share_floats(self.transport, pairs, what, ragged=True)
         return {
@@ -117,12 +100,12 @@ class Ranks:
 
     def mean_of_replicas(self, loss: torch.Tensor) -> torch.Tensor:
         """The mean of a loss over the replicas."""
-        if self.replicas == 1 or self.mesh is None:
+        if self.replicas == 1:
             return loss
-        if loss.device.type != "cpu":  # there it is, without a wait for its value
+        if loss.device.type != "cpu":  # stays there, without waiting for its value
             total = loss.double()
             for name in self.data_dims:
-                dist.all_reduce(total, group=self.mesh[name].get_group())
+                dist.all_reduce(total, group=self.groups[name])
             return (total / self.replicas).to(loss.dtype)
         mean = float(loss)
         for transport in self._along(self.data_dims):
@@ -131,20 +114,18 @@ class Ranks:
         return torch.tensor(mean, dtype=loss.dtype, device="cpu")
 
     def on_any_rank(self, flag: bool, what: str) -> bool:
-        """Whether it is so in any process of any replica."""
+        """Whether a flag is set in any process of any replica."""
         return self.in_any_pipeline(any(_shared(self.transport, float(flag), what)), what)
 
     def in_any_pipeline(self, flag: bool, what: str) -> bool:
-        """Whether it is so in any pipeline of the mesh; all ranks of this one know of theirs."""
+        """Whether a flag is set in any pipeline of the mesh; all ranks of one have the same."""
         for transport in self._along(self._others):
             flag = any(_shared(transport, float(flag), what))
         return flag
 
     def _along(self, names: Sequence[str]) -> list[Transport]:
-        """How this process talks along other dimensions of the mesh."""
-        if self.mesh is None:
-            return []
-        return [transport_of(self.mesh[name].get_group(), self.device) for name in names]
+        """The transports along some dimensions of the mesh."""
+        return [transport_of(self.groups[name], self.device) for name in names]
 
     def __str__(self) -> str:
         where = "in one process" if self.in_one_process else "a process each"
@@ -153,7 +134,7 @@ class Ranks:
 
 
 def _shared(transport: Transport, number: float, what: str) -> list[float]:
-    """A number of every rank; ``what`` is what it is for."""
+    """The numbers of all ranks; ``what`` names the exchange, for errors."""
     return [shared for (shared,) in share_floats(transport, [number], what)]
 
 
@@ -166,9 +147,9 @@ def find_ranks(
     default: int = 1,
     timeout: timedelta | None = None,
 ) -> Ranks:
-    """Find out where this process runs, and with whom; ``ranks`` are those of the pipeline.
+    """Find the ranks of a pipeline: in this process, or those that a launcher has started.
 
-    ``default`` is how many there are in one process if nobody says.
+    ``default`` is how many there are in one process if ``ranks`` is None.
     """
     if ranks is not None:
         ranks = require_whole("ranks", ranks, least=1, error=MismatchError)
@@ -200,12 +181,12 @@ def find_ranks(
             f"the mesh has no dimension {PIPELINE!r} for the pipeline, only {list(names)}; make it "
             f'with mesh_dim_names=("{PIPELINE}", "dp"), for example'
         )
-    group = mesh[PIPELINE].get_group()
-    if ranks not in (None, group.size()):
+    size = mesh[PIPELINE].size()
+    if ranks not in (None, size):
         raise MismatchError(
-            f"ranks is {ranks}, but the mesh has {group.size()} in {PIPELINE!r}; leave out ranks"
+            f"ranks is {ranks}, but the mesh has {size} in {PIPELINE!r}; leave out ranks"
         )
-    found = Ranks(group.size(), device=device, group=group, mesh=mesh, made=made)
+    found = Ranks(size, device=device, mesh=mesh, made=made)
     if timeout is not None:
         for transport in found.transports:
             transport.timeout = timeout
@@ -218,7 +199,7 @@ def find_ranks(
 
 
 def _own_store() -> dict[str, Any]:
-    """Where restarted processes meet: torchrun's store has the addresses of the earlier ones."""
+    """A store for restarted processes: torchrun's own has the addresses of the earlier ones."""
     restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     if restart == "0":
         return {}
@@ -227,17 +208,17 @@ def _own_store() -> dict[str, Any]:
 
 
 def _own_groups(mesh: DeviceMesh, timeout: timedelta | None) -> Groups:
-    """The groups of a mesh that was made here; torch's own would wait for half an hour."""
+    """The groups of a mesh that was made here, with our timeout; torch's is half an hour."""
     own = [group for group in mesh.get_all_groups() if group is not dist.group.WORLD]
-    patience = timeout or timeout_of(dist.distributed_c10d._get_default_group())
+    limit = timeout or timeout_of(dist.distributed_c10d._get_default_group())
     for group in own:
-        dist.distributed_c10d._set_pg_timeout(patience, group)
+        dist.distributed_c10d._set_pg_timeout(limit, group)
     return Groups(own)
 
 
 @contextmanager
 def _connecting() -> Iterator[None]:
-    """What gloo says when processes cannot reach each other, with what to do about it."""
+    """Add advice to the errors of gloo when processes cannot reach each other."""
     try:
         yield
     except RuntimeError as error:
@@ -260,7 +241,7 @@ def _connecting() -> Iterator[None]:
 
 
 def _world() -> int:
-    """How many processes there are: those that have met, or that a launcher has started."""
+    """How many processes there are, in the process group or by the launcher."""
     if dist.is_available() and dist.is_initialized():
         return dist.get_world_size()
     return int(os.environ["WORLD_SIZE"]) if launched() else 1
@@ -281,7 +262,7 @@ def _device(mesh: DeviceMesh | None) -> torch.device:
 
 
 def _mesh(ranks: int | None, data_parallel: str | None, device: torch.device) -> DeviceMesh:
-    """All processes: one pipeline, or as many replicas of one as there is room for."""
+    """A mesh of all processes: one pipeline, or as many replicas as there is room for."""
     world = dist.get_world_size()
     size = ranks or world
     if world % size or (size < world and data_parallel is None):

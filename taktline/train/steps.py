@@ -1,9 +1,9 @@
-"""Runs a step or an evaluation on the ranks of this process."""
+"""Runs a step or an evaluation on the ranks of this process; the loss that a model returns."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any, Literal, TypeAlias, TypeVar
 
@@ -11,14 +11,22 @@ import torch
 from torch import nn
 
 from taktline import pytree
-from taktline.checks import require_instance, require_one_of
-from taktline.errors import BatchError, StageError
+from taktline.checks import require_one_of
+from taktline.errors import BatchError, LossError, StageError
 from taktline.runtime.schedule import Schedule
 from taktline.split.traced.trace import in_mode
+from taktline.train.broadcast import broadcast_output
 from taktline.train.build import Built
-from taktline.train.outputs import shared_output
 
-__all__ = ["OPTIONS", "Outputs", "evaluating", "run"]
+__all__ = [
+    "OPTIONS",
+    "Outputs",
+    "asks_for_own_loss",
+    "evaluating",
+    "loss_in_output",
+    "run",
+    "with_own_loss",
+]
 
 T = TypeVar("T")
 
@@ -29,7 +37,15 @@ Outputs: TypeAlias = bool | Literal["last"]
 """Whether to return outputs: on every rank, on none, or on that of the last stage."""
 
 Lists: TypeAlias = tuple[list[torch.Tensor] | None, list[torch.Tensor] | None]
-"""To be filled: the losses of micro-batches, and what was added to them."""
+"""Lists to fill: the losses of micro-batches, and the losses that were added."""
+
+_OWN = "the model's own loss"
+"""Stands in the place of a target."""
+
+_NEEDED = (
+    "step() trains, so it needs a loss: Pipeline(…, loss_fn=…) for an output and a target, or a "
+    "model that returns one itself, as those of transformers do with labels=…"
+)
 
 
 def run(
@@ -39,41 +55,34 @@ def run(
     lists: Lists,
     return_outputs: Outputs,
 ) -> tuple[Any, torch.Tensor | None]:
-    """Run a step or an eval: its output, and its loss, which is the same everywhere."""
-    for name, wanted in zip(("losses", "aux_losses"), lists, strict=True):
-        if wanted is not None:
-            require_instance(name, wanted, list, "a list to be filled", BatchError)
+    """Run a step or an eval; returns its output, and its loss, which is the same on all ranks."""
     require_one_of("return_outputs", return_outputs, (True, False, "last"), BatchError)
     args, target, options = _on_device(batch, built.ranks.device)
     keywords = {name: value for name, value in options.items() if name not in OPTIONS}
-    built.schedule._cutter = built.cutting.fitted(args, keywords)
-    found: list[list[torch.Tensor] | None] = [None if wanted is None else [] for wanted in lists]
+    built.schedule._cutter = built.batch_dims.fitted(args, keywords)
     try:
         output = verb(
             *args,
             target=target,
-            losses=found[0],
-            aux_losses=found[1],
+            losses=lists[0],
+            aux_losses=lists[1],
             share_losses=True,
             return_outputs=bool(return_outputs),
             **options,
         )
     except StageError as error:
-        for story in built.cutting.misfits(args, keywords):
-            error.add_note(story)
+        for text in built.batch_dims.misfits(args, keywords):
+            error.add_note(text)
         raise
-    for wanted, filled in zip(lists, found, strict=True):
-        if wanted is not None and filled is not None:
-            wanted[:] = filled
     ranks = built.ranks
     if return_outputs is True:
-        output = shared_output(output, ranks, built.plan.placement.rank_of[-1])
+        output = broadcast_output(output, ranks, built.plan.placement.rank_of[-1])
     loss = built.schedule.loss
     return output, None if loss is None else ranks.mean_of_replicas(loss)
 
 
 def _on_device(values: T, device: torch.device) -> T:
-    """The values with tensors of the CPU on this process's device."""
+    """The values, with CPU tensors moved to the device."""
     if device.type == "cpu":
         return values
 
@@ -86,8 +95,52 @@ def _on_device(values: T, device: torch.device) -> T:
 
 @contextmanager
 def evaluating(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Inside, modules are in evaluation mode; then each as it was."""
+    """Put modules into evaluation mode, and back at the end."""
     with ExitStack() as stack:
         for module in modules:
             stack.enter_context(in_mode(module, training=False))
         yield
+
+
+def with_own_loss(target: Any, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """The target and the options of a call to a pipeline without ``loss_fn``.
+
+    A function for ``loss_weights`` is called with the labels of a micro-batch.
+    """
+    if target is not None or options.get("target_mbs") is not None:
+        return target, options
+    weights = options.get("loss_weights")
+    if not callable(weights):
+        return (_OWN, None), options
+    weighed = {**options, "loss_weights": lambda own: weights(own[1])}
+    return (_OWN, options.get("labels")), weighed
+
+
+def asks_for_own_loss(options: Mapping[str, Any], return_outputs: object) -> bool:
+    """Whether an evaluation returns the model's own loss."""
+    return options.get("labels") is not None or return_outputs is False
+
+
+def loss_in_output(output: Any, target: Any) -> torch.Tensor:
+    """The loss in the output of a model: itself, its ``loss``, or the only number in a tuple.
+
+    >>> float(loss_in_output({"loss": torch.tensor(2.0)}, (_OWN, None)))
+    2.0
+    >>> float(loss_in_output((torch.zeros(3, 4), torch.tensor(2.0)), (_OWN, None)))
+    2.0
+    """
+    if not (isinstance(target, tuple) and target and isinstance(target[0], str)):
+        raise LossError(f"there is a target, but no loss_fn; {_NEEDED}")
+    if isinstance(output, torch.Tensor):
+        found = [output]
+    elif isinstance(output, Mapping):
+        found = [output.get("loss")]
+    elif hasattr(output, "loss"):
+        found = [output.loss]
+    else:
+        found = output if isinstance(output, tuple | list) else []
+    numbers = [x for x in found if isinstance(x, torch.Tensor) and x.numel() == 1]
+    if len(numbers) != 1:
+        several = "several numbers" if numbers else "no loss"
+        raise LossError(f"the model returns {several} in its {type(output).__name__}; {_NEEDED}")
+    return numbers[0]

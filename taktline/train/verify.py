@@ -16,13 +16,20 @@ from taktline.checks import Either, require_instance
 from taktline.errors import UseError
 from taktline.plan import Kind
 from taktline.runtime.watchdog import guarded
+from taktline.split.traced.trace import in_mode
 from taktline.stage.names import named_buffers, named_modules, named_parameters
-from taktline.train import state
+from taktline.train.broadcast import broadcast
 from taktline.train.build import Built
-from taktline.train.comparison import Comparison, Difference, Expected, Verification, cloned
-from taktline.train.outputs import shared
+from taktline.train.comparison import (
+    Comparison,
+    Difference,
+    Expected,
+    Recorder,
+    Verification,
+    cloned,
+)
+from taktline.train.state_dict import gathered_state
 from taktline.train.steps import run
-from taktline.train.tape import Tape
 from taktline.transport.exchange import share_values
 
 __all__ = ["verify"]
@@ -45,35 +52,35 @@ def verify(
         built.schedule._runner.arrive(what)
         plain = _copy_of(model, built)
     with _unchanged(built), ExitStack() as stack:
-        for module in (plain, *built.parts.modules.values()):
-            stack.enter_context(_without_dropout(module))
-        expected = Expected(plain, built.running["loss_fn"], batch)
-        tapes = {stage: Tape() for stage in built.parts.modules}
-        for stage, module in built.parts.modules.items():
+        for module in (plain, *built.model.modules.values()):
+            for drop in [m for m in module.modules() if isinstance(m, _DropoutNd)]:
+                stack.enter_context(in_mode(drop, training=False))
+        expected = Expected(plain, built.options["loss_fn"], batch)
+        recorders = {stage: Recorder() for stage in built.model.modules}
+        for stage, module in built.model.modules.items():
             same = _same_modules(built, stage, plain)
-            stack.enter_context(tapes[stage].noting(module, same))
+            stack.enter_context(recorders[stage].recording(module, same))
         _, loss = run(built, built.schedule.step, cloned(batch), (None, None), False)
         found = Comparison(expected, tolerance)
-        for stage, tape in tapes.items():
-            found.forwards(stage, tape.forwards, _order(built, stage, len(tape.forwards)))
+        for stage, recorder in recorders.items():
+            order = _order(built, stage, len(recorder.forwards))
+            found.forwards(stage, recorder.forwards, order)
         found.loss(built.plan.stages - 1, loss)
         for stage, name, parameter in built.parameters():
             found.parameter(stage, name, parameter)
-    return _together(built, found)
+    return _merged(built, found)
 
 
 def _copy_of(model: nn.Module, built: Built) -> nn.Module:
     """The plain model with the pipeline's values, on every rank."""
     require_instance("model", model, nn.Module)
     ranks = built.ranks
-    values = state.gathered(built.parts, ranks)
+    values = gathered_state(built.model, ranks)
     if ranks.group is not None:
-        values = shared(values, ranks.group, ranks.device, 0, "verify()")
-    plain = (
-        copy.deepcopy(model).to_empty(device=ranks.device)
-        if _is_meta(model)
-        else (copy.deepcopy(model).to(ranks.device))
-    )
+        values = broadcast(values, ranks.group, ranks.device, 0, "verify()")
+    plain = copy.deepcopy(model)
+    is_meta = any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
+    plain = plain.to_empty(device=ranks.device) if is_meta else plain.to(ranks.device)
     try:
         missing, unknown = plain.load_state_dict(values, strict=False)
     except RuntimeError as error:
@@ -84,29 +91,25 @@ def _copy_of(model: nn.Module, built: Built) -> nn.Module:
             f"verify() needs the plain model, with the names of pipe.state_dict(), which is "
             f"{differ}; of a list of stages it is nn.Sequential(*stages)"
         )
-    modes = [module.training for module in built.parts.modules.values()]
+    modes = [module.training for module in built.model.modules.values()]
     plain.train(all(modes))
     for parameter in plain.parameters():
         parameter.grad = None
     return plain
 
 
-def _is_meta(model: nn.Module) -> bool:
-    return any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
-
-
 def _same_modules(built: Built, stage: int, plain: nn.Module) -> dict[str, nn.Module]:
-    """The modules of a stage that are those of the model, with all that is in them."""
+    """The modules of a stage that are whole: with the same contents as in the model."""
     theirs, found = named_modules(plain), dict[str, nn.Module]()
-    for name, module in named_modules(built.parts.modules[stage]).items():
-        in_model = built.parts.name(stage, name).removesuffix(".")
+    for name, module in named_modules(built.model.modules[stage]).items():
+        in_model = built.model.name(stage, name).removesuffix(".")
         if in_model in theirs and _contents(module) == _contents(theirs[in_model]):
             found[in_model] = module
     return found
 
 
 def _contents(module: nn.Module) -> list[list[str]]:
-    """What is in it; classes may differ, as those of a cut model do."""
+    """The names in a module; classes may differ, as those of a cut model do."""
     parts = named_modules(module), named_parameters(module), named_buffers(module)
     return [list(names) for names in parts]
 
@@ -120,8 +123,8 @@ def _order(built: Built, stage: int, forwards: int) -> list[int]:
 
 @contextmanager
 def _unchanged(built: Built) -> Iterator[None]:
-    """Afterwards gradients, buffers and random numbers are as before."""
-    modules = built.parts.modules.values()
+    """Keep gradients, buffers and random numbers as they are."""
+    modules = built.model.modules.values()
     parameters = [parameter for _, _, parameter in built.parameters()]
     gradients = [parameter.grad for parameter in parameters]
     buffers = [b for module in modules for b in named_buffers(module).values()]
@@ -139,26 +142,14 @@ def _unchanged(built: Built) -> Iterator[None]:
                 buffer.copy_(value)
 
 
-@contextmanager
-def _without_dropout(module: nn.Module) -> Iterator[None]:
-    drops = [m for m in module.modules() if isinstance(m, _DropoutNd) and m.training]
-    for drop in drops:
-        drop.eval()
-    try:
-        yield
-    finally:
-        for drop in drops:
-            drop.train()
-
-
-def _together(built: Built, found: Comparison) -> Verification:
-    """What all ranks have found, on each of them."""
+def _merged(built: Built, found: Comparison) -> Verification:
+    """The result of all ranks, on each of them."""
     first = None if found.first is None else asdict(found.first)
     fields = {"phase": int, "place": int, "microbatch": int, "stage": int}
     shape = (int, Either(None, fields | {"name": str, "error": float, "advice": str}))
-    told = share_values(
+    results = share_values(
         built.ranks.transport, (found.compared, first), shape, "verify()", what="the differences"
     )
-    differences = [Difference(**each) for _, each in told if each is not None]
-    compared = sum(count for count, _ in told)
+    differences = [Difference(**each) for _, each in results if each is not None]
+    compared = sum(count for count, _ in results)
     return Verification(compared, min(differences, key=Difference.order, default=None))

@@ -1,12 +1,12 @@
-"""Containers as plain data: each by a kind of a closed set, or a type that this process knows.
+"""Containers as plain data for messages.
 
 Nothing that a message names is imported, looked up in a module or called. A name is compared with
 the names of the types that this process knows by itself:
 
 - the kinds of Python (tuple, list, dict …) and the result types of torch's operators;
 - containers that code outside of torch has registered with pytree, as transformers does;
-- named tuples that :func:`register_container` was called with, that were given as an example of
-  what a stage takes or returns, or that this process has sent.
+- named tuples that :func:`register_container` was called with, that are in an example of a stage's
+  arguments or outputs, or that this process has sent.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch
 
 from taktline import pytree
 from taktline.errors import SignatureError
-from taktline.meta import DTYPES, name_of
+from taktline.transport.plain import FACTORIES, NotPlainError, pack, unpack
 
 __all__ = [
     "decode_plain",
@@ -42,15 +42,11 @@ _KINDS: dict[str, Any] = {
     "defaultdict": defaultdict,
     "deque": deque,
 }
-_FACTORIES: dict[str, Any] = {kind.__name__: kind for kind in (list, dict, set, int, float, str)}
-"""What a defaultdict may fill itself with."""
 _NAMED = "namedtuple"
 _OF_TORCH = ("torch.return_types", "torch.fx.immutable_collections")
-"""The modules of torch whose containers hold nothing but their parts."""
+"""The modules of torch whose containers hold nothing but their items."""
 _DEEPEST = 24
-"""As deep as containers may lie in each other."""
-_DIGITS = 2**1024
-"""Beyond so large a number Python may refuse to read it."""
+"""The deepest nesting of containers."""
 
 _registered: dict[str, type] = {}
 
@@ -78,7 +74,7 @@ def register_container(cls: _Class) -> _Class:
 
 
 def note_containers(spec: pytree.TreeSpec | None) -> None:
-    """Know the named tuples in a tree from now on."""
+    """Register the named tuples in a tree."""
     if spec is None or spec.is_leaf():
         return
     if spec.type is namedtuple:
@@ -92,7 +88,7 @@ def encode_tree(spec: pytree.TreeSpec) -> Any:
 
     >>> spec = pytree.tree_flatten({"a": 1, "b": (2, 3)})[1]
     >>> encode_tree(spec)
-    ['dict', ['list', 'a', 'b'], [None, ['tuple', None, [None, None]]]]
+    ['dict', ['a', 'b'], [None, ['tuple', None, [None, None]]]]
     >>> decode_tree(encode_tree(spec)) == spec
     True
     """
@@ -120,7 +116,7 @@ def _encode_node(spec: pytree.TreeSpec, depth: int) -> Any:
 
 
 def _kind_of(cls: Any) -> str:
-    """The word for a type of container."""
+    """The name of a type of container in messages."""
     if cls.__name__ in _KINDS and _KINDS[cls.__name__] is cls:
         return cls.__name__
     name = _name(cls)
@@ -142,13 +138,13 @@ def _decode_node(data: Any, depth: int) -> pytree.TreeSpec:
     if kind == _NAMED:
         return pytree.TreeSpec(namedtuple, _named_type(context, len(children)), children)
     if isinstance(kind, str) and kind in _KINDS:
-        context = decode_plain(context, depth)
+        context = decode_plain(context)
         _check(kind, context, len(children))
         return pytree.TreeSpec(_KINDS[kind], context, children)
     cls = _known().get(kind) if isinstance(kind, str) else None
     if cls is None:
         raise _unknown(kind)
-    return pytree.TreeSpec(cls, decode_plain(context, depth), children)
+    return pytree.TreeSpec(cls, decode_plain(context), children)
 
 
 def _named_type(context: Any, children: int) -> Any:
@@ -165,7 +161,7 @@ def _named_type(context: Any, children: int) -> Any:
 
 
 def _check(kind: str, context: Any, children: int) -> None:
-    """Make sure that what a container of Python's own knows of itself is what it can know."""
+    """Raise unless the context of one of Python's own containers is valid for it."""
     if kind in ("tuple", "list"):
         fits = context is None
     elif kind == "deque":
@@ -176,7 +172,7 @@ def _check(kind: str, context: Any, children: int) -> None:
         if kind == "defaultdict":
             pair = isinstance(context, list) and len(context) == 2
             factory, keys = context if pair else (0, None)
-            if factory is not None and factory not in _FACTORIES.values():
+            if factory is not None and factory not in FACTORIES.values():
                 keys = None
         fits = isinstance(keys, list) and len(keys) == children and _are_keys(keys)
     if not fits:
@@ -191,77 +187,31 @@ def _are_keys(keys: Sequence[Any]) -> bool:
 
 
 def encode_plain(context: Any, owner: Any) -> Any:
-    """A value without tensors, such as a container's keys; lists begin with what they stand for.
+    """A value without tensors, such as a container's keys, for JSON.
 
-    >>> encode_plain([0.5, "a"], list)
-    ['list', ['float', '0x1.0000000000000p-1'], 'a']
+    >>> encode_plain([0.5, ("a", 1)], list)
+    [0.5, {'$': 'tuple', 'of': ['a', 1]}]
     """
-    kind = type(context)
-    if context is None or kind is bool or (kind is int and abs(context) < _DIGITS):
-        return context
-    if kind is str and context.isprintable():
-        return context
-    if kind is str:
-        # As numbers: a text may hold what is no character.
-        return ["str", *map(ord, context)]
-    if kind is float:
-        return ["float", context.hex()]
-    if kind is tuple or kind is list:
-        return [kind.__name__, *(encode_plain(item, owner) for item in context)]
-    if kind is dict:
-        return [
-            "dict",
-            *([encode_plain(k, owner), encode_plain(v, owner)] for k, v in context.items()),
-        ]
-    if isinstance(context, torch.dtype):
-        return ["dtype", name_of(context)]
-    if isinstance(context, type) and _FACTORIES.get(context.__name__) is context:
-        return ["type", context.__name__]
-    raise SignatureError(
-        f"a {owner.__name__} with {context!r} cannot go from one rank to another; let it have keys "
-        "and fields that are numbers and strings"
-    )
-
-
-def decode_plain(data: Any, depth: int = 1) -> Any:
-    """The value that was encoded; ``depth`` bounds how deep lists may lie in each other.
-
-    >>> decode_plain(["float", "0x1.0000000000000p-1"])
-    0.5
-    """
-    if not isinstance(data, list):
-        # Only lists stand for something else; JSON's objects are not written by us.
-        if isinstance(data, dict):
-            raise SignatureError("a plain value has arrived that is not described as one")
-        return data
-    kind, *items = data or [None]
-    if depth:
-        match kind, items:
-            case "tuple" | "list", _:
-                found = [decode_plain(item, depth - 1) for item in items]
-                return tuple(found) if kind == "tuple" else found
-            case "dict", _ if all(isinstance(item, list) and len(item) == 2 for item in items):
-                pairs = [[decode_plain(part, depth - 1) for part in item] for item in items]
-                if _are_keys([key for key, _ in pairs]):
-                    return dict(pairs)
-            case "str", _ if all(type(n) is int and 0 <= n < 0x110000 for n in items):
-                return "".join(map(chr, items))
-            case "float", [str(text)]:
-                return _decode_float(text)
-            case "dtype", [str(name)] if name in DTYPES:
-                return DTYPES[name]
-            case "type", [str(name)] if name in _FACTORIES:
-                return _FACTORIES[name]
-            case _:
-                pass
-    raise SignatureError("a plain value has arrived that is not described as one")
-
-
-def _decode_float(text: str) -> float:
     try:
-        return float.fromhex(text)
-    except (ValueError, OverflowError):
-        raise SignatureError("a number has arrived that is none") from None
+        return pack(context, "")
+    except (NotPlainError, ValueError) as error:
+        value = error.args[1] if isinstance(error, NotPlainError) else context
+        raise SignatureError(
+            f"a {owner.__name__} with {value!r} cannot go from one rank to another; let it have "
+            "keys and fields that are numbers and strings"
+        ) from None
+
+
+def decode_plain(data: Any) -> Any:
+    """The value that was encoded; a :class:`SignatureError` if none was.
+
+    >>> decode_plain({"$": "tuple", "of": ["a", 1]})
+    ('a', 1)
+    """
+    try:
+        return unpack(data)
+    except (KeyError, TypeError, ValueError, OverflowError):
+        raise SignatureError("a plain value has arrived that is not described as one") from None
 
 
 def _known() -> dict[str, Any]:

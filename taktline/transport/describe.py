@@ -71,7 +71,7 @@ def _encode_leaf(leaf: object) -> object:
 
 
 def _decode_leaf(leaf: Any) -> Leaf:
-    if not isinstance(leaf, dict):
+    if not isinstance(leaf, dict) or "$" in leaf:
         value = decode_plain(leaf)
         if value is not None and type(value) not in (bool, int, float, str):
             raise SignatureError("a value has arrived that is neither a tensor nor plain")

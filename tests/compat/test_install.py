@@ -124,7 +124,7 @@ def test_uninstalling_brings_torchs_own_back(tmp_path: Path) -> None:
     assert names == (
         "taktline.compat.torch_pipelining.schedules torch.distributed.pipelining.schedules"
     )
-    assert error.startswith("torch.distributed.pipelining has been imported already, and whoever")
+    assert error.startswith("torch.distributed.pipelining has been imported already, and the")
     assert "call taktline.compat.install() before anything that imports it, or run" in error
 
 

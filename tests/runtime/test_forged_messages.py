@@ -56,14 +56,14 @@ def forge_text(rank: int, group: Any, text: str) -> tuple[str, int]:
     return forge(rank, group, "encode", described(text))
 
 
-POPEN = '["collections:namedtuple", ["type", "subprocess:Popen"], [null]]'
+POPEN = '["collections:namedtuple", {"$": "type", "of": "subprocess:Popen"}, [null]]'
 
 
 @pytest.mark.processes
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        (f'[[["tuple", "touch", "{{path}}"]], {POPEN}]', "neither a tensor nor plain"),
+        (f'[[{{"$": "tuple", "of": ["touch", "{{path}}"]}}], {POPEN}]', "neither a tensor nor"),
         (f"[[{TENSOR}], {POPEN}]", "a container 'collections.namedtuple' has arrived, which this"),
         (f'[[{TENSOR}], ["namedtuple", ["subprocess:Popen", 1], [null]]]', "'subprocess.Popen'"),
         (f'[[{TENSOR}], ["torch:_inductor", null, [null]]]', "'torch._inductor' has arrived"),

@@ -372,9 +372,9 @@ def test_steps_that_are_refused() -> None:
 
 def test_states_that_are_refused() -> None:
     pipe, state = pipeline(), LM().state_dict()
-    with pytest.raises(tl.TaktlineError, match="nonsense is in the state, but not in the model"):
+    with pytest.raises(tl.TaktlineError, match="the model lacks nonsense of the state"):
         pipe.load_state_dict(state | {"nonsense": torch.ones(1)})
-    with pytest.raises(tl.TaktlineError, match="scale is not in the state; pass strict=False"):
+    with pytest.raises(tl.TaktlineError, match="the state lacks scale; pass strict=False"):
         pipe.load_state_dict({name: value for name, value in state.items() if name != "scale"})
     with pytest.raises(tl.TaktlineError, match=r"scale is \[\] in the model, but \[2\] in the"):
         pipe.load_state_dict(state | {"scale": torch.ones(2)})

@@ -12,7 +12,7 @@ def _load(name, folders):
     spec = PathFinder.find_spec(name, folders)
     if spec is None or spec.loader is None:
         return {}
-    # By hand: importlib.util would be most of what this file costs.
+    # By hand: importing importlib.util would take most of the time of this file.
     sys.modules[name] = module = type(sys)(name)
     module.__spec__, module.__loader__, module.__file__ = spec, spec.loader, spec.origin
     spec.loader.exec_module(module)
@@ -23,5 +23,5 @@ if os.environ.get("TAKTLINE_COMPAT") == "1":
     # From its folder, since the package itself may not be importable yet.
     _load("taktline.compat._finder", [os.path.dirname(_HERE)])["put_first"]()
 
-# There can be one sitecustomize only: the next one on the path has its turn, and the name.
+# Python runs only one sitecustomize: load the next one on the path, under this name.
 _load("sitecustomize", [folder for folder in sys.path if os.path.abspath(folder) != _HERE])

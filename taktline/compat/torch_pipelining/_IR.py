@@ -1,4 +1,4 @@
-"""A traced model, cut into stages. What is not here is torch's, from its module of this name."""
+"""A traced model, cut into stages. All other names are from torch's module of this name."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from torch.export import ExportedProgram
 
 from taktline import split
 from taktline.compat.torch_pipelining import of_torch
-from taktline.compat.torch_pipelining._boundaries import like
 from taktline.compat.torch_pipelining._errors import as_in_torch
+from taktline.compat.torch_pipelining._metadata import like
 from taktline.compat.torch_pipelining.stage import build_stage
 from taktline.errors import PartitionError
 from taktline.pytree import tree_leaves
@@ -27,18 +27,18 @@ from taktline.split.traced.pipe import assembled
 from taktline.split.traced.state import State
 
 
-def _as_it_is(*_: Any) -> Callable[[Any], Any]:
+def _unchanged(*_: Any) -> Callable[[Any], Any]:
     return lambda function: function
 
 
-# Torch's module defines an operator, which a process can have but once; here it is our own.
+# Torch's module defines an operator, which a process can do only once; here it uses ours.
 _operators = SimpleNamespace(_pipe_split=torch.ops.taktline.pipe_split)
 with (
-    patch.multiple(torch.library, define=_as_it_is, impl=_as_it_is, register_fake=_as_it_is),
+    patch.multiple(torch.library, define=_unchanged, impl=_unchanged, register_fake=_unchanged),
     patch.object(torch.ops, "pippy", _operators),
 ):
     _torchs = of_torch("_IR")
-# Torch's functions are to mark with ours, too.
+# Torch's functions must use our markers, too.
 _torchs.pipe_split, _torchs.SplitPoint = pipe_split, SplitPoint
 
 if TYPE_CHECKING:

@@ -1,7 +1,7 @@
 """The module tree of torch.distributed.pipelining, on Taktline's runtime.
 
-A module that is not here is torch's own, loaded once more under a name of this package: its path
-goes on in torch's folder. What differs in these copies, :mod:`_differences` says and puts in.
+A module that is not here is a copy of torch's own, loaded under a name of this package: the path of
+this package also has torch's folder. :mod:`_patches` changes these copies.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __path__.append(str(Path(torch.distributed.__file__).with_name("pipelining")))
 
 @contextmanager
 def _named_as_torchs() -> Iterator[None]:
-    """Inside, modules that torch's own import by their full names are those of this package."""
+    """Let copies of torch's modules import those of this package by torch's names."""
     before = {name: module for name, module in sys.modules.items() if name.startswith(PEER)}
     ours = {name: module for name, module in sys.modules.items() if name.startswith(__name__)}
     try:
@@ -36,7 +36,7 @@ def _named_as_torchs() -> Iterator[None]:
 
 
 def of_torch(name: str) -> Any:
-    """A copy of a module of torch's for which there is one of the same name here."""
+    """A copy of a module of torch that has the name of a module here."""
     spec = spec_from_file_location(f"{__name__}.{name}", f"{__path__[-1]}/{name}.py")
     assert spec is not None and spec.loader is not None  # noqa: PT018
     module = module_from_spec(spec)
@@ -49,16 +49,16 @@ import_module(f"{__name__}._utils")
 with _named_as_torchs():
     import_module(f"{__name__}.schedules")
 
-from taktline.compat.torch_pipelining import _differences  # noqa: E402
+from taktline.compat.torch_pipelining import _patches  # noqa: E402
 
-_differences.apply()
+_patches.apply()
 
 if TYPE_CHECKING:
 
     def __getattr__(name: str) -> Any: ...
 
 else:
-    # What torch's package shows, taken from these modules.
+    # The public names of torch's package, from these modules.
     _shown = of_torch("__init__")
     globals().update(
         {k: v for k, v in vars(_shown).items() if k == "__all__" or not k.startswith("__")}

@@ -1,4 +1,4 @@
-"""Runs a step by torch's calls to stages, each an instruction of Taktline's program.
+"""Runs a step by the calls that torch makes to stages, as instructions of Taktline's program.
 
 ::
 
@@ -7,7 +7,7 @@
     3SEND_F7   start stage.get_fwd_send_ops(7)
     3B7        wait; stage.backward_one_chunk(7, loss, …); hand over, if stage 2 lies here, too
 
-If a rank fails it still takes part in every message, with zeros in its own, so that nobody hangs.
+A rank that has failed still takes part in every message, and sends zeros, so that no rank hangs.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from taktline.errors import CallOrderError, ScheduleError
 from taktline.plan import Action, Kind
 from taktline.runtime.executor import Failure, Fate, Instruction, Program, Wrap
 
-__all__ = ["CallProgram", "Calls", "Order", "lowered", "placement_of", "play"]
+__all__ = ["CallProgram", "Calls", "Order", "lowered", "placement_of"]
 
 Order = Mapping[int, Sequence[Any]]
 """Actions by rank; a None is a rank that waits."""
@@ -52,16 +52,16 @@ class Calls:
             torchs.SEND_F: {},
             torchs.SEND_B: {},
         }
-        """Messages of each kind that nobody has waited for yet, by stage and micro-batch."""
+        """Messages of each kind that were not waited for yet, by stage and micro-batch."""
         left = (schedule.backward_counter, schedule._internal_losses, schedule.unsharded_stages)
         for values in (*left, *self.underway.values()):
             values.clear()
 
     def prepare(self) -> None:
-        """Let stages find out what crosses their boundaries, if they have not yet."""
+        """Let stages find their metadata, if they have not yet."""
         context, targets = self.context, self.context.target_mbs
         self.schedule._prepare(
-            # Before 2.12, what another rank gets anyway may not be given here.
+            # Before 2.12, only the rank of the first stage may pass arguments.
             context.arg_mbs[0] if context.arg_mbs and 0 in self.stages else (),
             context.kwarg_mbs[0] if context.kwarg_mbs else {},
             targets[0] if targets else None,
@@ -73,7 +73,7 @@ class Calls:
         self.schedule._update_losses(self.schedule._local_stages, self.context.losses)
 
     def row(self) -> list[Any]:
-        """What this rank does, in order."""
+        """The actions of this rank, in order."""
         schedule = self.schedule
         order = schedule._order_to_run()
         if not schedule._has_backward:
@@ -85,7 +85,7 @@ class Calls:
         return [action for action in order[schedule.rank] if action is not None]
 
     def instructions(self) -> Iterator[Instruction]:
-        """Each action, with what it does and what others need of it if this rank has failed."""
+        """Each action: how it runs, and what it does if this rank has failed."""
         for action in self.row():
             whole = action.computation_type in self.functions
             for part in (action,) if whole else _parts(action):
@@ -125,7 +125,7 @@ class Calls:
                 raise ScheduleError(f"{action=} is unknown or unsupported")
 
     def _start(self, action: Any, stage: Any) -> None:
-        """Start the messages of an action; each has a number, so that no order matters."""
+        """Start the messages of an action; each has a tag of its own, so that no order matters."""
         kind, count = action.computation_type, self.schedule._n_microbatches
         stage_idx, mb_index = key = (action.stage_index, action.microbatch_index)
         verb, way = kind.value.split("_")
@@ -142,12 +142,12 @@ class Calls:
         self.underway[kind][key] = torchs._batch_p2p(ops)
 
     def _wait(self, kind: Any, action: Any) -> None:
-        """Wait for the message of a kind that belongs to an action, if it is under way."""
+        """Wait for the message of an action, if it was started."""
         key = (action.stage_index, action.microbatch_index)
         torchs._wait_batch_p2p(self.underway[kind].pop(key, ()))
 
     def _receive(self, kind: Any, action: Any, neighbour: int) -> None:
-        """Wait for what a neighbour on another rank sends."""
+        """Wait for a message from a neighbour on another rank."""
         if neighbour not in self.stages:
             if (action.stage_index, action.microbatch_index) not in self.underway[kind]:
                 raise CallOrderError(f"Computing {action=} before receiving input")
@@ -204,7 +204,7 @@ class Calls:
             stage.grad_sync.reshard()
 
     def _forgo(self, action: Any) -> None:
-        """What other ranks need of an action if this one has failed."""
+        """Take part in the messages of an action after this rank has failed."""
         for part in _parts(action):
             stage, kind = self.stages.get(part.stage_index), part.computation_type
             if kind in (torchs.SEND_F, torchs.SEND_B):
@@ -222,7 +222,7 @@ class Calls:
                     sync.forgo_reduce()
 
     def settle_all(self) -> None:
-        """Wait until every message is out."""
+        """Wait until every message is sent."""
         for kind in (torchs.SEND_F, torchs.SEND_B):
             for work in self.underway[kind].values():
                 torchs._wait_batch_p2p(work)
@@ -230,37 +230,37 @@ class Calls:
 
 
 def _parts(action: Any) -> tuple[Any, ...]:
-    """What an action consists of: two that run together, or itself."""
+    """The two actions of an overlap, or the action itself."""
     return action.sub_actions or (action,)
 
 
 def _fill_with_zeros(stage: Any, kind: Any, microbatch: int) -> None:
-    """Give a stage something to send for a micro-batch that it has not computed."""
+    """Give a stage zeros to send for a micro-batch that it has not computed."""
     if kind == torchs.SEND_B:
         infos = stage.args_recv_info[microbatch]
         found = stage.bwd_cache.get(microbatch, [None] * len(infos))
         if not hasattr(stage, "_get_grad_send_meta"):
-            # Since 2.13 a stage sends zeros for a missing gradient by itself.
+            # Since 2.13, stages do this themselves.
             buffers = [torch.zeros_like(info.buffer) for info in infos]
             found = [zeros if x is None else x for x, zeros in zip(found, buffers, strict=False)]
         stage.bwd_cache[microbatch] = tuple(found)
     elif microbatch not in stage.fwd_cache:
-        tells = hasattr(stage, "get_outputs_meta")
-        gradients = () if tells else [info.buffer for info in stage.grad_recv_info[microbatch]]
-        metas = stage.get_outputs_meta() if tells else gradients
+        has_meta = hasattr(stage, "get_outputs_meta")
+        gradients = () if has_meta else [info.buffer for info in stage.grad_recv_info[microbatch]]
+        metas = stage.get_outputs_meta() if has_meta else gradients
         zeros = (torch.zeros(x.shape, dtype=x.dtype, device=stage.device) for x in metas)
         stage.fwd_cache[microbatch] = tuple(zeros), []
 
 
 def _as_planned(action: Any) -> Action:
-    """An action as a plan has it, for traces and errors."""
+    """The action of a plan, for traces and errors."""
     name, number = action.computation_type.value.removeprefix("WAIT_"), action.microbatch_index
     kind = Kind[name] if name in Kind.__members__ else Kind.F
     return Action(action.stage_index, kind, number if kind.has_microbatch else None)
 
 
 class CallProgram(Program):
-    """The calls of a step; gradients begin anew, and are added to what was there at its end."""
+    """The calls of a step; gradients of earlier steps are set aside, and added at the end."""
 
     def __init__(self, calls: Calls, rank_of: Sequence[int]) -> None:
         super().__init__(rank_of, [*calls.instructions()], [calls])  # pyright: ignore
@@ -278,17 +278,8 @@ class CallProgram(Program):
         return failure
 
 
-def play(calls: Calls) -> None:
-    """Run the calls of a step by themselves: what is raised is raised here, as it is."""
-    calls.prepare()
-    for instruction in calls.instructions():
-        instruction.run()
-    calls.settle_all()
-    calls.finish()
-
-
 def lowered(order: Order, rank_of: Callable[[int], int], num_stages: int, reduces: int) -> Any:
-    """An order of computations, with its messages and all that wrapped stages need.
+    """An order of computations with messages, and with actions for wrapped stages.
 
     ``reduces`` is after how many backwards a stage is reduced; 0 for never.
     """
@@ -300,12 +291,12 @@ def lowered(order: Order, rank_of: Callable[[int], int], num_stages: int, reduce
 
 
 def leaves(row: Sequence[Any]) -> list[Any]:
-    """What a rank does, one by one."""
+    """The single actions of a row."""
     return [part for action in row if action is not None for part in _parts(action)]
 
 
 def placement_of(order: Order) -> dict[int, int]:
-    """The rank of each stage, by where an order computes it.
+    """The rank of each stage in an order.
 
     >>> placement_of({0: [torchs._Action.from_str("1F0")], 1: [torchs._Action.from_str("0F0")]})
     {1: 0, 0: 1}

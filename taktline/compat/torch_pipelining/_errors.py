@@ -1,4 +1,4 @@
-"""Errors of a step as torch raises them: Taktline's own, and builtin ones at once."""
+"""Errors of Taktline that are also the builtin ones that torch raises."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ __all__ = ["as_in_torch"]
 
 
 def as_in_torch(error: TaktlineError) -> TaktlineError:
-    """The same error for code that expects what torch raises in a step.
+    """The same error for code that expects the errors of torch.
 
-    That is a RuntimeError, and a PipeliningMetadataError if a value is not as it was.
+    That is a RuntimeError, and a PipeliningMetadataError if a value has other metadata.
 
     >>> from taktline.errors import MismatchError
     >>> error = as_in_torch(MismatchError("the ranks disagree"))

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from taktline.compat.torch_pipelining import of_torch, schedules
-from taktline.compat.torch_pipelining._boundaries import like
+from taktline.compat.torch_pipelining._metadata import like
 from taktline.errors import ScheduleError
 from taktline.plan import Costs, Plan, Timeline, simulate
 
@@ -22,7 +22,7 @@ __all__ = [
 ]
 
 Rows = Sequence[Sequence[Any]]
-"""For each rank, its actions; a None is a rank that waits."""
+"""The actions of each rank; a None is a rank that waits."""
 
 
 _torchs = of_torch("_schedule_visualizer")
@@ -33,7 +33,7 @@ action_type_to_color_mapping = _torchs.action_type_to_color_mapping
 
 @like(_torchs.get_schedule_ops)
 def get_schedule_ops(schedule: str | type, *sizes: Any, **options: Any) -> Any:
-    """What each rank does under a schedule, given by its name or class.
+    """The actions of each rank in a schedule, given by its name or class.
 
     >>> get_schedule_ops("GPipe", 2, 1)
     [[0F0, 0B0, 0REDUCE_GRAD], [1F0, 1B0, 1REDUCE_GRAD]]
@@ -43,14 +43,14 @@ def get_schedule_ops(schedule: str | type, *sizes: Any, **options: Any) -> Any:
     lowers = given.get("with_comms") and not given.get("add_spacing")
     if not lowers or not issubclass(cls, schedules.PipelineScheduleSingle):
         return _torchs.get_schedule_ops(**given)
-    # One stage a rank with its messages is what torch's cannot show.
+    # Torch's function cannot show messages for one stage a rank.
     rows = _torchs.get_schedule_ops(**given | {"with_comms": False})
     order = schedules._add_send_recv(dict(enumerate(rows)), lambda stage: stage, len(rows))
     return [order[rank] for rank in range(len(rows))]
 
 
 def add_schedule_op_spacing(schedule: Rows) -> list[list[Any]]:
-    """The same with a None for each unit of time in which a rank waits.
+    """The actions with a None for each unit of time in which a rank waits.
 
     >>> read = schedules._Action.from_str
     >>> [f0, b0, f1] = map(read, ("0F0", "0B0", "1F0"))
@@ -58,7 +58,7 @@ def add_schedule_op_spacing(schedule: Rows) -> list[list[Any]]:
     [[0F0, None, None, None, 0B0], [None, 1F0, 1B0, None]]
     """
     timeline = _played(schedule)
-    begun = int(timeline.start.max())  # nothing is told of the time behind the last beginning
+    begun = int(timeline.start.max())  # rows end when the last action begins
     spaced: list[list[Any]] = []
     for rank in range(len(schedule)):
         row: list[Any] = []
@@ -76,7 +76,7 @@ def _computations(actions: Sequence[Any]) -> list[Any]:
 
 
 def _played(schedule: Rows) -> Timeline:
-    """When everything happens, if messages take no time."""
+    """The simulated timeline, if messages take no time."""
     plan = Plan.from_actions([[str(a) for a in _computations(rank)] for rank in schedule])
     units = {kind: float(drawn.width) for kind, drawn in action_type_to_color_mapping.items()}
     costs = Costs(
@@ -93,7 +93,7 @@ _torchs.add_schedule_op_spacing = add_schedule_op_spacing
 
 
 def visualize_schedule(schedule: Rows, filename: str | None = None) -> None:
-    """Draw what each rank does when: into a file, or as text if there is none.
+    """Draw the actions of each rank over time: into a file, or else as text.
 
     SVG and HTML need nothing else; any other kind of picture needs matplotlib.
 

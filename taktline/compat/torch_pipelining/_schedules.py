@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from taktline.compat.torch_pipelining import schedules as torchs
-from taktline.compat.torch_pipelining._boundaries import TELLS, like, undisturbed
-from taktline.compat.torch_pipelining._calls import Calls, Order, lowered, placement_of, play
-from taktline.compat.torch_pipelining._replaced import Watched
+from taktline.compat.torch_pipelining._calls import Calls, Order, lowered, placement_of
+from taktline.compat.torch_pipelining._metadata import HAS_META, like, unchanged
+from taktline.compat.torch_pipelining._overrides import Watched
 from taktline.compat.torch_pipelining._steps import Native, StepCall, run
 from taktline.errors import BatchError, CallOrderError
 from taktline.plan import Plan, validate
@@ -27,30 +27,28 @@ __all__ = [
 ]
 
 _TAKES = len(signature(torchs.PipelineScheduleSingle._initialize_stage).parameters) - 1
-"""Arguments to initialise stages with: since 2.12 a target, too, since 2.13 those of the loss."""
+"""How many arguments stages are initialised with: 2.12 added a target, 2.13 loss_kwargs."""
 
 
 class _PipelineSchedule(torchs._PipelineSchedule, metaclass=Watched):
-    """What is common to all schedules."""
+    """The base of all schedules."""
 
     _plan_name: str | None = None
-    """The plan of Taktline that says the same; None if there is none."""
+    """The plan of Taktline with the same order, if there is one."""
     dynamic_shapes: bool = False
     """Set it if the outputs of stages have shapes that depend on values."""
     _native: Native | None = None
-    """What runs it."""
+    """The schedule of Taktline that runs it."""
     _way: int | None = None
-    """How all ranks have agreed to run it; None until a first step."""
+    """How all ranks have agreed to run it; None before the first step."""
     _on_ours: bool | None = None
     """Whether the latest step ran on Taktline's own stages."""
-
     _compared_with: tuple[Any, ...] = ()
-    """The first target of a step that somebody has written, and the arguments of its loss."""
-
+    """The first target of a user's own step, and its loss_kwargs."""
     _prepared_for: bool | None = None
     """Whether stages were prepared for a backward; None if they were not."""
 
-    # Torch has them on some schedules only.
+    # Only some schedules of torch have these.
     backward_counter = cached_property(lambda self: Counter())
     fwd_recv_ops = cached_property(lambda self: {})
     bwd_recv_ops = cached_property(lambda self: {})
@@ -65,7 +63,7 @@ class _PipelineSchedule(torchs._PipelineSchedule, metaclass=Watched):
 
     @property
     def _grad_factor(self) -> int:
-        """What gradients are divided by."""
+        """The divisor of gradients."""
         return self._n_microbatches if self.scale_grads else 1
 
     def step(
@@ -125,33 +123,33 @@ class _PipelineSchedule(torchs._PipelineSchedule, metaclass=Watched):
 
     @contextmanager
     def _initializing(self, args: Sequence[Any], kwargs: Any) -> Iterator[Sequence[Any]]:
-        """Inside, stages find out what they return; yields what to call them with."""
-        if not TELLS and self._prepared_for not in (None, self._has_backward):
-            # Before 2.12, those of eval() know no gradients, and would stay.
+        """Let stages find their metadata; yields the arguments to call them with."""
+        if not HAS_META and self._prepared_for not in (None, self._has_backward):
+            # Before 2.12, metadata of eval() has no gradients, and would stay.
             self._note_shapes(known=False)
         self._prepared_for = self._has_backward
-        # Steps that were written for older torch leave out the target.
+        # Steps that were written for older torch do not pass the target.
         left_out = len(args) == 2 and not kwargs
-        with undisturbed(self._local_stages):
+        with unchanged(self._local_stages):
             yield (*args, *self._compared_with)[:_TAKES] if left_out else args
 
     def _note_shapes(self, *, known: bool) -> None:
-        """Whether stages know what they return, or have to find it out anew."""
+        """Note whether stages know their metadata, or must find it again."""
         for name in [name for name in vars(self) if name.endswith("ward_initialized")]:
             setattr(self, name, known and (self._has_backward or "forward" in name))
 
     def _has_own_step(self) -> bool:
-        """Whether somebody has written what is done with the micro-batches."""
+        """Whether a user has overridden ``_step_microbatches``."""
         written = type(self)._step_microbatches is not PipelineScheduleMulti._step_microbatches
         return written or "_step_microbatches" in vars(self)
 
     def _plan_maker(self) -> Any:
-        """Makes the plan that says the same, for a number of ranks; None if nothing does."""
+        """A function that makes the plan of this order for a number of ranks, if there is one."""
         return None
 
 
 class PipelineScheduleSingle(_PipelineSchedule, torchs.PipelineScheduleSingle):
-    """A schedule with one stage a rank; what runs when is left to who derives from it."""
+    """A schedule with one stage a rank; subclasses define the order."""
 
     @like(torchs.PipelineScheduleSingle._initialize_stage)
     def _initialize_stage(self, *args: Any, **kwargs: Any) -> None:
@@ -173,7 +171,7 @@ class PipelineScheduleSingle(_PipelineSchedule, torchs.PipelineScheduleSingle):
 class PipelineScheduleMulti(_PipelineSchedule, torchs.PipelineScheduleMulti):
     """A schedule that runs what ``pipeline_order`` says: for each rank, its computations in order.
 
-    A None in it is a rank that waits; here that means nothing, as ranks wait for messages only.
+    A None in it is a rank that waits; it is ignored, as ranks wait only for messages.
     """
 
     _planned: tuple[Any, Any, Any] = (None, None, None)
@@ -185,7 +183,12 @@ class PipelineScheduleMulti(_PipelineSchedule, torchs.PipelineScheduleMulti):
         """Run the order of this rank, action by action."""
         args, kwargs = self._check_inputs(args, kwargs, targets, losses)
         context = torchs._PipelineContext(self, args, kwargs, targets, losses)
-        play(Calls(self, context, outputs, loss_kwargs))
+        calls = Calls(self, context, outputs, loss_kwargs)
+        calls.prepare()
+        for instruction in calls.instructions():
+            instruction.run()
+        calls.settle_all()
+        calls.finish()
 
     @like(torchs.PipelineScheduleMulti._initialize_stages)
     def _initialize_stages(self, *args: Any, **kwargs: Any) -> None:
@@ -193,31 +196,31 @@ class PipelineScheduleMulti(_PipelineSchedule, torchs.PipelineScheduleMulti):
             super()._initialize_stages(*given, **kwargs)
 
     def _prepare(self, *given: Any) -> None:
-        # Whoever has only set an order has said with it where stages are.
+        # If only an order was set, it says where the stages are.
         self._place_stages(self._order_to_run())
         self._initialize_stages(*given[:_TAKES])
 
     def _place_stages(self, order: Order) -> None:
-        """Note on which ranks an order computes the stages."""
+        """Note the rank of each stage in an order."""
         self.stage_index_to_group_rank |= placement_of(order)
         for stage in self._stages:
             stage.stage_index_to_group_rank = self.stage_index_to_group_rank
 
     def _get_pipeline_order(self) -> Order | None:
-        """What each rank computes."""
+        """The computations of each rank."""
         return self.pipeline_order
 
     def _rank_of(self, stage: int) -> int:
         return self.stage_index_to_group_rank[stage]
 
     def _order_to_run(self) -> Order:
-        """All that each rank does."""
+        """All actions of each rank."""
         order = self.pipeline_order
         self.stage_index_to_group_rank |= placement_of(order)
         return lowered(order, self._rank_of, self._num_stages, self._n_microbatches)
 
     def _order_as_data(self) -> Mapping[int, Sequence[Any]]:
-        """The order that a plan is made of: computations, or all that a rank does."""
+        """The order that a plan is made of: with or without messages."""
         return self.pipeline_order
 
     def _plan_maker(self) -> Any:
@@ -234,7 +237,7 @@ class _PipelineScheduleRuntime(PipelineScheduleMulti, torchs._PipelineScheduleRu
     """A schedule that runs what ``pipeline_order_with_comms`` says: computations and messages."""
 
     _prepared: tuple[Any, Any, Any] = (None, None, None)
-    """The order with messages that was made last, what it was then, and what it was made of."""
+    """The order with messages that was made last, a copy of it, and the order that it came from."""
 
     @like(torchs._PipelineScheduleRuntime._prepare_schedule_with_comms)
     def _prepare_schedule_with_comms(self, actions: Any, format: Any = "compute_only") -> None:
@@ -244,7 +247,7 @@ class _PipelineScheduleRuntime(PipelineScheduleMulti, torchs._PipelineScheduleRu
             self._prepared = made, {rank: [*row] for rank, row in made.items()}, actions
 
     def _simulate(self) -> Any:
-        """Play the order through: what each rank does at a time, if each action takes as long."""
+        """Simulate the order: the action of each rank at each time, if all take equally long."""
         instant = (torchs.UNSHARD, torchs.RESHARD, torchs.REDUCE_GRAD)
         order = {
             rank: [a for a in row if a is not None and a.computation_type not in instant]
@@ -267,7 +270,7 @@ class _PipelineScheduleRuntime(PipelineScheduleMulti, torchs._PipelineScheduleRu
 
 
 def _maker_of(rows: Sequence[Sequence[Any]], name: str) -> Any:
-    """Makes a plan of what somebody has written down for each rank."""
+    """A function that makes a plan of a user's order."""
     waits = {getattr(torchs, kind) for kind in ("WAIT_SEND_F", "WAIT_SEND_B", "WAIT_REDUCE_GRAD")}
     sends = {torchs.SEND_F, torchs.RECV_F, torchs.SEND_B, torchs.RECV_B}
 
@@ -277,7 +280,7 @@ def _maker_of(rows: Sequence[Sequence[Any]], name: str) -> Any:
 
     def make(ranks: int) -> Plan:
         plan = without(waits)
-        # Messages that could wait for each other for ever are put elsewhere.
+        # Messages in an order that could deadlock are placed anew.
         return without(waits | sends) if validate(plan) else plan
 
     return make

@@ -13,9 +13,9 @@ from torch import nn
 
 from taktline.compat.torch_pipelining import _utils as utils
 from taktline.compat.torch_pipelining import stage as torchs
-from taktline.compat.torch_pipelining._boundaries import TELLS, Older, Telling, is_whole, like
-from taktline.compat.torch_pipelining._halves import Gradients
-from taktline.compat.torch_pipelining._replaced import Watched
+from taktline.compat.torch_pipelining._metadata import HAS_META, Telling, is_whole, like, unchanged
+from taktline.compat.torch_pipelining._overrides import Watched
+from taktline.compat.torch_pipelining._split_backward import Gradients
 from taktline.errors import MismatchError, StageUseError
 from taktline.split.traced.module import StageModule
 from taktline.stage import PipelineStage as OwnStage
@@ -25,11 +25,11 @@ __all__ = ["PipelineStage", "_PipelineStage", "_PipelineStageBase", "_RecvInfo",
 
 
 class _RecvInfo(torchs._RecvInfo):
-    """One input of one micro-batch; what is known of it may be left out."""
+    """One input of one micro-batch; its metadata may be left out."""
 
     @like(torchs._RecvInfo.__init__)
     def __init__(self, input_name: str, source: Any, buffer: Any, *meta: Any, **more: Any) -> None:
-        if TELLS and not meta and "tensor_meta" not in more:
+        if HAS_META and not meta and "tensor_meta" not in more:
             example = None if buffer is None else buffer.detach().requires_grad_()
             more["tensor_meta"] = None if example is None else utils.extract_tensor_meta(example)
         super().__init__(input_name, source, buffer, *meta, **more)
@@ -38,8 +38,8 @@ class _RecvInfo(torchs._RecvInfo):
 class _PipelineStageBase(torchs._PipelineStageBase, metaclass=Watched):
     """A stage that is run by calls: one for each micro-batch's forward, backward and messages.
 
-    Gradients are averaged over replicas when all of a step is done, by what Taktline has for each
-    wrapper (:mod:`taktline.stage.grad_sync`), and never by the wrapper itself.
+    Gradients are averaged over replicas at the end of a step, by Taktline
+    (:mod:`taktline.stage.grad_sync`), and never by the wrapper itself.
     """
 
     examples: tuple[Any, Any] = (None, None)
@@ -52,16 +52,16 @@ class _PipelineStageBase(torchs._PipelineStageBase, metaclass=Watched):
 
     @property
     def expects_dtensors(self) -> bool:
-        """Whether it was told of DTensors at its boundaries: their gradients are placed as torch's.
+        """Whether a user has announced DTensors: then gradients are placed as in torch.
 
-        Taktline's own stages send a gradient as its activation is placed.
+        Taktline's own stages place a gradient as its activation.
         """
-        told = getattr(self, "_user_meta", None)
-        return self.get_mesh is not None or (told is not None and told.has_dtensors())
+        given = getattr(self, "_user_meta", None)
+        return self.get_mesh is not None or (given is not None and given.has_dtensors())
 
     @property
     def native(self) -> OwnStage:
-        """The stage of Taktline that does the same."""
+        """The stage of Taktline with the same module."""
         if self._native is None:
             place = (self.stage_index, self.num_stages, self.device)
             ways = {"group": self.group, "get_mesh": self.get_mesh}
@@ -71,22 +71,22 @@ class _PipelineStageBase(torchs._PipelineStageBase, metaclass=Watched):
 
     @property
     def grad_sync(self) -> GradSync | None:
-        """What averages its gradients over replicas, told to do nothing by itself."""
+        """Averages gradients over replicas, in place of the wrapper."""
         try:
             sync = self.native.grad_sync if is_whole(self) else None
         except MismatchError as error:
             raise StageUseError(f"{self.log_prefix} {error}") from error
         if sync is not self._begun:
             self.end_sync()
-            if sync is not None and (story := sync.refusal()):
-                raise StageUseError(f"{self.log_prefix} {story}")
+            if sync is not None and (reason := sync.refusal()):
+                raise StageUseError(f"{self.log_prefix} {reason}")
             if sync is not None:
                 sync.begin()
             self._begun = sync
         return sync
 
     def end_sync(self) -> None:
-        """Give a wrapper its communication back, once what it does has ended."""
+        """Let the wrapper communicate again."""
         if self._begun is not None:
             self._begun.end()
             self._begun = None
@@ -128,21 +128,21 @@ class _PipelineStageBase(torchs._PipelineStageBase, metaclass=Watched):
         if self.has_backward and bwd_chunk_id in self.fwd_cache:
             outputs, inputs = self.fwd_cache[bwd_chunk_id]
             if self.is_last:
-                # Torch lets go of the graph of each; some may be no tensors.
+                # Torch detaches each of them; some may be no tensors.
                 outputs = tuple(x for x in outputs if isinstance(x, torch.Tensor))
                 self.fwd_cache[bwd_chunk_id] = outputs, inputs
             if (meta := getattr(self, "_stage_meta", None)) is not None and meta.inputs is None:
-                # A stage that somebody has written need not tell.
+                # A user's own stage may have no metadata.
                 meta.inputs = utils.extract_tensor_metas(tuple(inputs), allow_none=True)
         super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)  # pyright: ignore
 
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
-        """First messages to the neighbours, but for one that lies on the same rank."""
+        """First messages to the neighbours on other ranks."""
         ops = super()._get_init_p2p_neighbors_ops()
         return [op for op in ops if op.group_peer != self.group_rank]
 
     def scale_grads(self, grad_scale_factor: int) -> None:
-        """Divide what the parameters have in ``.grad``."""
+        """Divide the gradients of the parameters."""
         self.gradients_due = False
         super().scale_grads(grad_scale_factor)
 
@@ -162,10 +162,55 @@ class _PipelineStageBase(torchs._PipelineStageBase, metaclass=Watched):
         self.gradients_due = False
 
 
+class Before213:
+    """Methods that stages had before torch 2.13, and some programs still call."""
+
+    _stage_meta: Any
+    stage_index: int
+
+    def get_outputs_meta(self) -> tuple[Any, ...]:
+        """Shapes and types of the outputs."""
+        if self._stage_meta.outputs is None:
+            raise utils.PipeliningMetadataError(
+                f"Stage {self.stage_index}: outputs metadata required for recv info."
+            )
+        return self._stage_meta.outputs
+
+    def _configure_outputs_meta(self, outputs_meta: tuple[torch.Tensor, ...]) -> None:
+        """Set the metadata of the outputs."""
+        self._stage_meta.outputs = utils.extract_tensor_metas(outputs_meta)
+
+    def _shape_inference(self, args: Any, kwargs: dict[str, Any] | None = None) -> tuple[Any, ...]:
+        """Run the module once, to find the metadata of its outputs."""
+        with unchanged([self]):
+            self._forward_metadata_inference(args, kwargs)  # pyright: ignore
+        return self.get_outputs_meta()
+
+    def _create_act_recv_info(self) -> tuple[Any, ...]:
+        """The source of each input."""
+        self._setup_forward_recv_info(1, False)  # pyright: ignore
+        return self.args_recv_info[0]  # pyright: ignore
+
+    def _create_act_send_info(self) -> dict[int, list[int | None]]:
+        """The stages that each output goes to."""
+        self._setup_forward_send_info()  # pyright: ignore
+        return self.act_send_info  # pyright: ignore
+
+    def _validate_fwd_input(self, args: tuple[Any, ...], kwargs: Any) -> None:
+        """Raise unless a micro-batch's arguments are like those of the first one."""
+        desc = f"Stage {self.stage_index} forward inputs"
+        self._validate_stage_tensors(desc, self._stage_meta.inputs, tuple(args))  # pyright: ignore
+
+    def _validate_fwd_outputs(self, outputs: tuple[Any, ...]) -> None:
+        """Raise unless a micro-batch's outputs are like those of the first one."""
+        desc = f"Stage {self.stage_index} forward outputs"
+        self._validate_stage_tensors(desc, self._stage_meta.outputs, outputs)  # pyright: ignore
+
+
 _TAKES = signature(torchs.PipelineStage.__init__)
 
 
-class PipelineStage(_PipelineStageBase, Telling, Older):
+class PipelineStage(_PipelineStageBase, Telling, Before213):
     """One stage of a model, cut by hand; its arguments are those of the installed torch.
 
     >>> stage = PipelineStage(nn.Linear(4, 4), 0, 1, torch.device("cpu"))
@@ -193,8 +238,8 @@ _TRACED = torchs._PipelineStage
 class _PipelineStage(PipelineStage):
     """A stage that :func:`pipeline` has cut.
 
-    It finds out what crosses its boundaries as a stage cut out by hand does: its module has a graph
-    for each mode.
+    It finds its metadata as a stage that was cut by hand does, since its module has a graph for
+    each mode.
     """
 
     def __init__(
@@ -209,7 +254,7 @@ class _PipelineStage(PipelineStage):
         _TRACED.__init__(self, stage_module, stage_index, pipe_info, device, group)
 
     def _move_submod_to_device(self) -> None:
-        """Move the module, and what its graph makes, to the device."""
+        """Move the module, and the tensors that its graph makes, to the device."""
         if isinstance(self.submod, StageModule):
             self.submod.set_device(torch.device(self.device))
         self.submod.to(self.device)
@@ -220,10 +265,10 @@ class _PipelineStage(PipelineStage):
 
 @contextmanager
 def reduced(schedule: Any, stages: Sequence[Any]) -> Iterator[list[Any]]:
-    """Inside, gradients begin anew; then they are reduced, scaled, and added to what was there.
+    """Set gradients aside; at the end, reduce and scale the new ones, and add the earlier ones.
 
-    Otherwise, gradients that earlier steps have left would be scaled again. Yields the stages whose
-    gradients an order that says nothing of it has left to be reduced.
+    Otherwise, gradients of earlier steps would be scaled again. Yields the stages that are reduced
+    at the end, if their order has no REDUCE_GRAD.
     """
     scaled = schedule._has_backward and schedule.scale_grads
     modules = [stage.submod for stage in stages if scaled and is_whole(stage)]

@@ -1,10 +1,9 @@
-"""One step of a schedule: on Taktline's runtime, with its own stages or by calls to these.
+"""One step of a schedule: on Taktline's runtime, with its own stages or by calls to torch's.
 
-What can be seen of a schedule decides. Where its stages and the schedule itself replace no method,
-and no action has a function of its own, what a step does is known, and its order is a plan for
-Taktline's own stages. All else relies on the calls that torch makes to stages, one by one, and gets
-them (:mod:`~taktline.compat.torch_pipelining._calls`): each is an instruction of the same program,
-with the same agreement before it and the same outcome on every rank after it.
+If neither a schedule nor its stages override a method, and no action has a custom function, its
+order becomes a plan for Taktline's own stages. Otherwise each action makes the calls that torch
+makes to stages (:mod:`~taktline.compat.torch_pipelining._calls`), as an instruction of the same
+kind of program, with the same agreement before the step and the same outcome on every rank.
 """
 
 from __future__ import annotations
@@ -18,10 +17,10 @@ import torch
 
 from taktline.compat.torch_pipelining import microbatch
 from taktline.compat.torch_pipelining import schedules as torchs
-from taktline.compat.torch_pipelining._boundaries import Elsewhere, is_whole, show
 from taktline.compat.torch_pipelining._calls import CallProgram, Calls
 from taktline.compat.torch_pipelining._errors import as_in_torch
-from taktline.compat.torch_pipelining._replaced import is_replaced
+from taktline.compat.torch_pipelining._metadata import RemoteError, is_whole, set_metadata
+from taktline.compat.torch_pipelining._overrides import is_overridden
 from taktline.compat.torch_pipelining._stages import _PipelineStageBase, reduced
 from taktline.errors import (
     BatchError,
@@ -44,7 +43,7 @@ from taktline.transport.exchange import share_error
 __all__ = ["Native", "StepCall", "run"]
 
 MODES: Any = getattr(torchs, "InferenceMode", None)
-"""Whether stages must find out what they return, since torch 2.12."""
+"""How stages learn their metadata, since torch 2.12."""
 
 Cut = tuple[list[Any], list[Any], list[Any] | None]
 """Arguments, keyword arguments and targets of each micro-batch."""
@@ -52,7 +51,7 @@ Cut = tuple[list[Any], list[Any], list[Any] | None]
 
 @dataclass(frozen=True, slots=True)
 class StepCall:
-    """What a step was called with: arguments, keyword arguments and target, whole or in parts."""
+    """The arguments of a step: args, kwargs and target, whole or as micro-batches."""
 
     whole: tuple[tuple[Any, ...], dict[str, Any], Any]
     parts: tuple[list[Any] | None, list[Any] | None, list[Any] | None]
@@ -61,7 +60,7 @@ class StepCall:
     loss_kwargs: dict[str, Any] | None
 
     def microbatches(self, schedule: Any) -> Cut:
-        """The batch in parts, each argument by itself, whatever the others' sizes."""
+        """The micro-batches; each argument is cut by itself, whatever the others' sizes."""
         args, kwargs, target = self.whole
         names, given = ("arg_mbs", "kwarg_mbs", "target_mbs"), (args, kwargs, target is not None)
         for name, parts, whole in zip(names, self.parts, given, strict=True):
@@ -70,7 +69,7 @@ class StepCall:
         if self.losses is not None:
             schedule._check_inputs(losses=self.losses)
         if not schedule._has_backward:
-            # Parts of what requires a gradient would be asked to keep theirs.
+            # Torch would retain the gradients of chunks.
             detached = tree_map_only(torch.Tensor, torch.Tensor.detach, self.whole)
             args, kwargs, target = detached
         count = schedule._n_microbatches
@@ -109,11 +108,11 @@ def run(schedule: Any, call: StepCall) -> Any:
         stage.clear_runtime_states()
     make_plan = schedule._plan_maker()
     own = all(isinstance(stage, _PipelineStageBase) and is_whole(stage) for stage in stages)
-    way = _agreed(schedule) if make_plan is not None and own else _ALONE
+    way = _agreed(schedule) if make_plan is not None and own else _AS_TORCH
     if schedule._on_ours and way != _NATIVELY:
-        schedule._note_shapes(known=False)  # torch's stages do not know what ours have seen
+        schedule._note_shapes(known=False)  # torch's stages have no metadata of steps on ours
     schedule._on_ours = way == _NATIVELY
-    if make_plan is None or way == _ALONE:
+    if make_plan is None or way == _AS_TORCH:
         return _by_itself(schedule, call)
     native, made_with = schedule._native, (schedule._on_ours, _settings(schedule, make_plan))
     if native is None or native.made_with != made_with:
@@ -122,11 +121,11 @@ def run(schedule: Any, call: StepCall) -> Any:
 
 
 def _by_itself(schedule: Any, call: StepCall) -> Any:
-    """A step that somebody has written, or one on stages that are none: nobody else is asked."""
+    """Run a user's own step, or a step on stages that are not ours, without agreement of ranks."""
     args, kwargs, targets = call.microbatches(schedule)
     if targets and schedule.scale_grads and not getattr(schedule, "_warned", False):
         schedule._warned = warn_if_uneven(0, targets)
-    # Not passed where there are none: classes that were written for older torch do not take them.
+    # Passed only if there are any: classes that were written for older torch do not take them.
     loss_kwargs = {} if call.loss_kwargs is None else {"loss_kwargs": call.loss_kwargs}
     stages = schedule._local_stages
     schedule._compared_with = (targets[0], call.loss_kwargs) if targets else ()
@@ -143,24 +142,24 @@ def _by_itself(schedule: Any, call: StepCall) -> Any:
     return None
 
 
-_ALONE, _BY_CALLS, _NATIVELY = range(3)
+_AS_TORCH, _BY_CALLS, _NATIVELY = range(3)
 """How a step runs: as torch would, by calls on Taktline's runtime, on Taktline's own stages."""
 
 
 def _agreed(schedule: Any) -> int:
-    """How a step runs, on every rank.
+    """How a step runs, the same on every rank.
 
-    Ranks ask each other before the first step. Whoever leaves Taktline's own stages later, by
-    giving an action a function, say, does so on every rank.
+    Ranks agree before the first step. A program that later gives an action a custom function, or
+    overrides a method, does so on every rank.
     """
     stages = schedule._local_stages
     mine = _NATIVELY
-    # To validate, what is wrong is raised where it is, before anything is sent.
+    # With runtime validation, a rank raises by itself, before anything is sent.
     if schedule._has_own_step() or any(stage._runtime_validate for stage in stages):
-        mine = _ALONE
+        mine = _AS_TORCH
     elif (
         getattr(schedule, "_comp_type_to_function_map", None)
-        or any(is_replaced(value) for value in (schedule, *stages))
+        or any(is_overridden(value) for value in (schedule, *stages))
         or any(stage.expects_dtensors for stage in stages)
     ):
         mine = _BY_CALLS
@@ -177,21 +176,21 @@ def _agreed(schedule: Any) -> int:
 
 
 class Native(Schedule):
-    """The schedule of Taktline that does what one of these does."""
+    """The schedule of Taktline that runs one of these."""
 
-    _compared = ()  # in torch, ranks may be given what they do not use
+    _compared = ()  # in torch, ranks may get arguments that they do not use
 
     def __init__(self, theirs: Any, natively: bool, settings: dict[str, Any]) -> None:
         self.made_with = (natively, settings)
         self._calls: Calls | None = None
         self._theirs: Any = None
-        self._runner_type = partial(_Shower if natively else _Caller, proxy(self))
+        self._runner_type = partial(_MetadataRunner if natively else _CallRunner, proxy(self))
         nothing = ("args_chunk_spec", "kwargs_chunk_spec", "output_merge_spec", "seed")
         stages = [stage.native for stage in theirs._local_stages]
         super().__init__(stages, **settings, **dict.fromkeys(nothing))
 
     def run(self, theirs: Any, call: StepCall) -> Any:
-        """One step."""
+        """Run one step."""
         options: dict[str, Any] = {"loss_kwargs": call.loss_kwargs}
         refusal = None
         try:
@@ -200,7 +199,7 @@ class Native(Schedule):
             cut, refusal = (None, None, None), _refusal(error)
         self._cutter = replace(self._cutter, refusal=refusal)
         for stage in theirs._local_stages:
-            _ = stage.native  # with the module that the stage has now
+            _ = stage.native  # updates it to the stage's current module
         if theirs._on_ours:
             losses = call.losses if refusal is None else None
             options |= {"losses": losses, "return_outputs": call.return_outputs}
@@ -223,14 +222,14 @@ class Native(Schedule):
             self._calls = self._theirs = None
 
     def _prepare(self, theirs: Any, calls: Calls, error: TaktlineError | None) -> None:
-        """Let stages find out what they return; what goes wrong on one rank is raised on all."""
+        """Let stages find their metadata; an error on one rank is raised on all."""
         transport = self._runner.transport
-        for what, act in (("a step by calls", None), ("what stages give", calls.prepare)):
+        for what, act in (("a step by calls", None), ("the metadata of stages", calls.prepare)):
             try:
                 if act is not None:
                     act()
-            except Elsewhere:
-                pass  # the rank that has failed reports why
+            except RemoteError:
+                pass  # the rank that has failed reports the error
             except Exception as raised:
                 misfit = isinstance(raised, PipeliningMetadataError)
                 kind, text = (type(raised), raised) if misfit else (StageUseError, _refusal(raised))
@@ -251,8 +250,8 @@ class Native(Schedule):
         return theirs._merge_outputs(last[0].output_chunks) if last and wanted else None
 
 
-class _Shower(Runner):
-    """Shows on torch's stages what crosses their boundaries, once that is known."""
+class _MetadataRunner(Runner):
+    """Sets the metadata of torch's stages, once it is known."""
 
     def __init__(self, schedule: Native, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -268,11 +267,11 @@ class _Shower(Runner):
             for table, values in ((known.arriving, feed.arguments), (known.leaving, feed.outputs)):
                 signatures = table.get(stage.stage_index)
                 sides.append(signatures[0].tensors if signatures else values[0] if values else None)
-            show(stage, *sides)
+            set_metadata(stage, *sides)
 
 
-class _Caller(_Shower):
-    """Runs the calls of one step, bound anew each time: anything may have been replaced."""
+class _CallRunner(_MetadataRunner):
+    """Runs the calls of one step; bound for each step, as any method may have been overridden."""
 
     def _bind(self, known: Signatures | None, trains: bool) -> Bound:
         calls = self._schedule._calls
@@ -282,7 +281,7 @@ class _Caller(_Shower):
         return Bound(program, {}, Signatures, binding, known)
 
     def _remember(self, agreed: tuple[int, ...], known: Signatures | Bound) -> None:
-        """Nothing."""
+        """Remember nothing."""
 
 
 def _settings(schedule: Any, make_plan: Any) -> dict[str, Any]:
@@ -301,6 +300,6 @@ def _refusal(error: Exception) -> BatchError:
         return error
     kinds = {TypeError: BatchTypeError, AssertionError: InvalidBatchError}
     kind = next((kinds[builtin] for builtin in kinds if isinstance(error, builtin)), BatchError)
-    told = kind(f"{type(error).__name__}: {text_of(error)}")
-    told.__cause__ = error
-    return told
+    refusal = kind(f"{type(error).__name__}: {text_of(error)}")
+    refusal.__cause__ = error
+    return refusal

@@ -1,0 +1,47 @@
+"""The random number generators of a process: torch's, Python's and NumPy's."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy as np
+import torch
+
+from taktline.runtime.together import RankRandom
+
+__all__ = ["random_state", "set_random_state"]
+
+
+def random_state(device: torch.device, ranks: RankRandom | None) -> dict[str, Any]:
+    """The state of all generators; ``ranks`` has those of ranks that share this process.
+
+    >>> state = random_state(torch.device("cpu"), None)
+    >>> drawn = torch.rand(()), random.random()
+    >>> set_random_state(state, torch.device("cpu"), None)
+    >>> (torch.rand(()), random.random()) == drawn
+    True
+    """
+    version, numbers, gauss = random.getstate()
+    kind, keys, *rest = np.random.get_state(legacy=True)
+    cpu = device.type == "cpu"
+    return {
+        "torch": torch.get_rng_state(),
+        "device": None if cpu else torch.get_device_module(device).get_rng_state(device),
+        "python": (version, torch.tensor(numbers), gauss),
+        "numpy": (kind, torch.tensor(np.asarray(keys, np.int64)), *rest),
+        "ranks": None if ranks is None else ranks.states(),
+    }
+
+
+def set_random_state(state: dict[str, Any], device: torch.device, ranks: RankRandom | None) -> None:
+    """Set the state of all generators, except those of another kind of device."""
+    torch.set_rng_state(state["torch"])
+    if device.type != "cpu" and state["device"] is not None:
+        torch.get_device_module(device).set_rng_state(state["device"], device)
+    version, numbers, gauss = state["python"]
+    random.setstate((version, tuple(numbers.tolist()), gauss))
+    kind, keys, *rest = state["numpy"]
+    np.random.set_state((kind, keys.numpy().astype(np.uint32), *rest))
+    if ranks is not None and state["ranks"] is not None:
+        ranks.set_states(state["ranks"])

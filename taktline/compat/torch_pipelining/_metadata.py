@@ -1,0 +1,169 @@
+"""The metadata of values at a stage's boundaries: how a stage finds and sends it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from functools import wraps
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import nn
+
+from taktline.compat.torch_pipelining import _utils as utils
+from taktline.compat.torch_pipelining import stage as torchs
+from taktline.meta import TensorMeta
+from taktline.pytree import tree_leaves
+
+__all__ = [
+    "HAS_META",
+    "RemoteError",
+    "Telling",
+    "is_whole",
+    "like",
+    "set_metadata",
+    "unchanged",
+]
+
+like: Any = wraps
+"""Gives a method the signature of torch's."""
+
+_NOTHING = SimpleNamespace(inputs=None, outputs=None)
+
+HAS_META = hasattr(torchs.PipelineStage, "_send_meta")
+"""Whether stages send each other metadata, which they do since torch 2.12."""
+
+
+def is_whole(stage: Any) -> bool:
+    """Whether a stage has a module to run; a mock may have none."""
+    return isinstance(getattr(stage, "submod", None), nn.Module)
+
+
+class Telling(torchs.PipelineStage):
+    """A stage that also tells its neighbours if it fails to find its metadata."""
+
+    unprepared: Exception | None = None
+    """The error, if it has failed."""
+
+    @like(torchs.PipelineStage._prepare_forward_infra)
+    def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> Any:
+        given: Any = getattr(self, "_user_meta", _NOTHING)
+        metas = (*(given.inputs or ()), *(given.outputs or ()))
+        if metas and not any(meta.requires_grad for meta in metas):
+            # Examples without gradients: assume one wherever it is possible.
+            given.inputs, given.outputs = map(_with_gradients, (given.inputs, given.outputs))
+        return self._find_out(super()._prepare_forward_infra, 1, args, kwargs)
+
+    @like(torchs.PipelineStage._prepare_backward_infra)
+    def _prepare_backward_infra(self, *args: Any, **kwargs: Any) -> Any:
+        find = super()._prepare_backward_infra if self.unprepared is None else self._only_listen
+        return self._find_out(find, -1, args, kwargs)
+
+    def _find_out(self, find: Any, way: int, args: Any, kwargs: Any) -> Any:
+        """Find the metadata of a boundary; if that fails, send the neighbour the failure instead.
+
+        So all stages come to the end, where the error is raised.
+        """
+        if not HAS_META:
+            return find(*args, **kwargs)
+        self._has_told = False
+        try:
+            return find(*args, **kwargs)
+        except Exception as error:
+            remote = [
+                value for value in (*args, *kwargs.values()) if isinstance(value, RemoteError)
+            ]
+            self.unprepared = self.unprepared or (remote or [error])[0]
+        neighbour = self.stage_index + way
+        if not self._has_told and self._listens(neighbour):
+            self._send_meta(RemoteError(), neighbour)
+        return RemoteError()
+
+    def _only_listen(self, *_: Any, **__: Any) -> None:
+        """Receive the metadata of the next stage, and fail."""
+        if self._listens(self.stage_index + 1):
+            self._recv_meta(self.stage_index + 1)
+        raise RemoteError
+
+    def _listens(self, stage: int) -> bool:
+        """Whether there is such a stage, and it waits for a message."""
+        there = 0 <= stage < self.num_stages and not self._is_same_rank(stage)
+        return there and self._inference_mode == utils.InferenceMode.DYNAMIC
+
+    def _send_meta(self, meta: Any, dst_stage: int) -> None:
+        self._has_told = True
+        super()._send_meta(meta, dst_stage)
+
+    def _recv_meta(self, src_stage: int) -> Any:
+        meta = super()._recv_meta(src_stage)
+        if isinstance(meta, RemoteError):
+            raise meta
+        return meta
+
+
+class RemoteError(Exception):
+    """Another stage could not find its metadata; sent in place of the metadata, too."""
+
+
+def _with_gradients(metas: Any) -> Any:
+    return metas and tuple(replace(m, requires_grad=m.dtype.is_floating_point) for m in metas)
+
+
+def set_metadata(stage: Any, inputs: Sequence[Any] | None, outputs: Sequence[Any] | None) -> None:
+    """Set the metadata of a stage that Taktline has run, as torch does."""
+    if not HAS_META:  # there, a stage does not use it
+        return
+    meta = stage._stage_meta
+    meta.inputs = utils.extract_tensor_metas(_metas(inputs))
+    meta.outputs = utils.extract_tensor_metas(_metas(outputs))
+    meta.input_grads = meta.inputs and utils._derive_grad_metas(meta.inputs)
+    meta.output_grads = None if stage.is_last else utils._derive_grad_metas(meta.outputs or ())
+
+
+def _metas(leaves: Sequence[Any] | None) -> tuple[torch.Tensor, ...] | None:
+    """Meta tensors like these leaves; None if they lie on a mesh, or are unknown."""
+    known = [TensorMeta.of(x) if isinstance(x, torch.Tensor) else x for x in tree_leaves(leaves)]
+    tensors = [leaf for leaf in known if isinstance(leaf, TensorMeta)]
+    if leaves is None or any(tensor.sharding is not None for tensor in tensors):
+        return None
+    return tuple(
+        torch.empty(x.shape, dtype=x.dtype, device="meta", requires_grad=x.requires_grad)
+        for x in tensors
+    )
+
+
+@contextmanager
+def unchanged(stages: Sequence[Any]) -> Iterator[None]:
+    """Keep buffers and gradients as they are, while modules run to find their metadata.
+
+    An error of one of them is raised at the end.
+    """
+    own = [stage for stage in stages if is_whole(stage)]
+    buffers = [(b, b.detach().clone()) for stage in own for b in stage.submod.buffers()]
+    gradients = [(p, p.grad) for stage in own for p in stage.submod.parameters()]
+    failed: list[Exception] = []
+    with ExitStack() as stack:
+        for stage in own:
+            stage.unprepared = None
+            native = getattr(stage, "native", None)
+            sync = None if native is None else native.grad_sync
+            if sync is not None and not sync.shards:
+                sync.begin()
+                stack.callback(sync.end)
+        try:
+            yield
+        except Exception as error:
+            failed.append(error)
+    with torch.no_grad():
+        for buffer, value in buffers:
+            buffer.copy_(value)
+    for parameter, gradient in gradients:
+        parameter.grad = gradient
+    # Errors that follow from it may have been raised, too.
+    causes = [stage.unprepared for stage in own if isinstance(stage.unprepared, Exception)]
+    for stage in own:
+        stage.unprepared = None
+    for error in sorted(causes or failed, key=lambda error: isinstance(error, RemoteError)):
+        raise error

@@ -1,0 +1,133 @@
+"""All changes to our copies of torch's modules; torch's own modules stay as they are.
+
+The functions and classes that replace torch's are in other modules: the split backward
+(``_split_backward``), stages (``_stages``), schedules (``_schedules``, ``_named_schedules``), steps
+(``_steps``, ``_calls``), traced models (``_IR``) and drawings (``_schedule_visualizer``).
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Sequence
+from functools import partial, wraps
+from importlib import import_module
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from taktline.compat._finder import PEER
+from taktline.compat.torch_pipelining import _split_backward
+from taktline.compat.torch_pipelining._overrides import Watched, remember
+from taktline.errors import PipeliningMetadataError
+from taktline.split import PipeInfo
+from taktline.transport import local, transport_of
+
+__all__ = ["apply"]
+
+_WAITS = ("WAIT_SEND_F", "WAIT_SEND_B", "WAIT_REDUCE_GRAD")
+"""Kinds of actions that only later versions of torch have."""
+_NAMES = ("_backward", "_debug", "_unflatten", "_utils", "microbatch", "schedules", "stage")
+_COPIES: list[Any] = [import_module(f"taktline.compat.torch_pipelining.{name}") for name in _NAMES]
+_backward, _debug, _unflatten, _utils, microbatch, schedules, stage = _COPIES
+
+
+def apply() -> None:
+    """Apply all changes."""
+    for module in _COPIES:
+        if hasattr(module, "logger"):
+            # Under torch's name, so that TORCH_LOGS=pp shows it.
+            name = module.__name__.rpartition(".")[2]
+            module.logger = logging.getLogger(f"{PEER}.{name}")
+    stage.dist = _Ranks("torch.distributed")
+    for name in _WAITS:
+        _add_kind(name)
+    # All kinds but the overlap, which contains others; the longest first.
+    kinds = {kind.value for kind in schedules._ComputationType} - {"OVERLAP_F_B"}
+    either = "|".join(sorted(kinds, key=len, reverse=True))
+    schedules._action_regex = re.compile(rf"(\d+)({either})(\d*)")
+    _put(_check_torch_compile_compatibility, PipeInfo)
+    _put(*_names_of(_split_backward))
+    _utils.PipeliningMetadataError = _utils.PipeliningShapeError = PipeliningMetadataError
+    stage.PipeliningMetadataError = stage.PipeliningShapeError = PipeliningMetadataError
+    if hasattr(_utils, "validate_metadata"):
+        _utils.validate_metadata = _of_tensors(_utils.validate_metadata)
+        _utils.validate_tensor_metadata = partial(_utils.validate_metadata, raise_on_mismatch=True)
+    # Imported only now, as their bases are the classes that they replace.
+    from taktline.compat.torch_pipelining import _named_schedules, _schedules, _stages
+
+    ours = [
+        value for module in (_stages, _schedules, _named_schedules) for value in _names_of(module)
+    ]
+    _put(*ours)
+    remember(*(value for value in ours if isinstance(value, Watched)))
+    stage._RootArgPlaceholder = getattr(stage, "_RootArgPlaceholder", _RootArgPlaceholder)
+
+
+def _names_of(module: ModuleType) -> list[Any]:
+    return [getattr(module, name) for name in module.__all__]
+
+
+def _put(*values: Any) -> None:
+    """Replace torch's functions and classes of the same names."""
+    for value in values:
+        for module in _COPIES:
+            if hasattr(module, name := value.__name__):
+                setattr(module, name, value)
+
+
+def _of_tensors(check: Any) -> Any:
+    """Torch's check, which took a tensor as the expectation before 2.13."""
+
+    @wraps(check)
+    def validate_metadata(desc: str, expected: Any, actual: Any, **options: Any) -> Any:
+        if isinstance(expected, torch.Tensor):
+            expected = _utils.extract_tensor_meta(expected)
+        return check(desc, expected, actual, **options)
+
+    return validate_metadata
+
+
+class _RootArgPlaceholder:
+    """A placeholder for an argument of the model, which torch had before 2.13."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.meta = tensor.to("meta")
+
+
+class _Ranks(ModuleType):
+    """torch.distributed for stages, which also has ranks in threads and without a group."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(dist, name)
+
+    def get_rank(self, group: dist.ProcessGroup | None = None) -> int:
+        """The rank of this process, or thread."""
+        return dist.get_rank(group) if _has_groups() else transport_of().rank
+
+    def get_world_size(self, group: dist.ProcessGroup | None = None) -> int:
+        """How many ranks there are."""
+        return dist.get_world_size(group) if _has_groups() else transport_of().size
+
+
+def _has_groups() -> bool:
+    return local.current() is None and dist.is_initialized()
+
+
+def _check_torch_compile_compatibility(stages: Sequence[Any], schedule_name: str) -> None:
+    """Accept everything: compiled stages work under every schedule."""
+
+
+def _add_kind(name: str) -> None:
+    """Add a kind of action to torch's enumeration, as an enumeration cannot be subclassed."""
+    kinds = schedules._ComputationType
+    if name not in kinds.__members__:
+        member = str.__new__(kinds, name)
+        member._name_ = member._value_ = name
+        member._sort_order_ = len(kinds)
+        kinds._member_names_.append(name)
+        kinds._member_map_[name] = kinds._value2member_map_[name] = member
+        type.__setattr__(kinds, name, member)
+    setattr(schedules, name, kinds[name])

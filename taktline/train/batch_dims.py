@@ -1,0 +1,176 @@
+"""Finds the batch dimension of each argument by comparing a batch with the example.
+
+The example is one micro-batch, so a batch has more rows. Of each argument, the dimension that grows
+with the others is the batch; one that does not grow belongs to all rows::
+
+                    example      batch
+    hidden_states   [2, 16, 64]  [8, 16, 64]   rows are along dimension 0
+    memory          [10, 2, 64]  [10, 8, 64]   along dimension 1
+    img_ids         [16, 3]      [16, 3]       whole, for each micro-batch
+    bias            [2, 2]       [8, 8]        unclear: refused
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any, TypeAlias
+
+import torch
+
+from taktline.errors import BatchError
+from taktline.runtime.batch import Cutter
+from taktline.runtime.leaves import describe
+from taktline.runtime.microbatch import Replicate, TensorChunkSpec
+from taktline.split.example import arguments_of
+
+__all__ = ["BatchDims"]
+
+_log = logging.getLogger("taktline")
+
+_Key: TypeAlias = int | str
+"""The place of an argument, or its name."""
+_Pair: TypeAlias = tuple[int, int]
+"""A size in the example, and in the batch."""
+_Dims: TypeAlias = dict[_Key, int | None]
+"""Which dimension is the batch; None: the argument is whole for each micro-batch."""
+
+
+class BatchDims:
+    """The cutter for each batch, with the batch dimensions that were found so far."""
+
+    def __init__(self, example: Any, cutter: Cutter) -> None:
+        self.example = example
+        self._cutter = cutter
+        given = cutter.args_spec is not None or cutter.kwargs_spec is not None
+        self._example = {} if given or example is None else _tensors(*arguments_of(example))
+        self._dims: _Dims = {}
+
+    def fitted(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Cutter:
+        """The cutter for such a batch; if it is unclear how to cut, a cutter that raises why."""
+        batch = _tensors(args, kwargs)
+        pairs = {
+            key: list(zip(example.shape, batch[key].shape, strict=True))
+            for key, example in self._example.items()
+            if key in batch and example.ndim == batch[key].ndim > 0
+        }
+        try:
+            found = _dims(pairs, self._cutter.microbatches, self._dims)
+        except _UnclearError as unclear:
+            (key,) = unclear.args
+            return replace(self._cutter, refusal=_refusal(key, self._example[key], batch[key]))
+        self._note(found)
+        dims = {key: self._dims.get(key, 0) for key in batch}
+        if not any(dim != 0 for dim in dims.values()):
+            return self._cutter
+        return replace(
+            self._cutter,
+            args_spec=tuple(_spec(dims.get(place, 0)) for place in range(len(args))),
+            kwargs_spec={key: _spec(dims.get(key, 0)) for key in kwargs},
+        )
+
+    def misfits(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[str]:
+        """Sentences on the arguments that differ from the example by more than their rows."""
+        if self.example is None:
+            return []
+        batch, example = _tensors(args, kwargs), _tensors(*arguments_of(self.example))
+        return [
+            f"{_named(key)} is {describe(batch[key])} in this batch, and {describe(example[key])} "
+            "in the example"
+            for key in batch.keys() & example.keys()
+            if (batch[key].dtype, batch[key].shape[1:])
+            != (example[key].dtype, example[key].shape[1:])
+        ]
+
+    def _note(self, found: _Dims) -> None:
+        """Keep the dimensions, for batches that have as many rows as the example."""
+        news = {key: dim for key, dim in found.items() if dim != self._dims.get(key, 0)}
+        self._dims |= found
+        if news:
+            _log.info("%s", self)
+
+    def __str__(self) -> str:
+        """A sentence on the arguments that are not cut along dimension 0, if there are any."""
+        if not any(dim != 0 for dim in self._dims.values()):
+            return ""
+        whole = [_named(key) for key, dim in self._dims.items() if dim is None]
+        parts = [f"{', '.join(whole)} whole for each micro-batch"] if whole else []
+        for key, dim in self._dims.items():
+            if dim:
+                parts.append(f"{_named(key)} along dimension {dim}")
+        return f"batches are cut along dimension 0, but {'; '.join(parts)} (by the example)"
+
+
+class _UnclearError(Exception):
+    """It is unclear how the argument of this key is to be cut."""
+
+
+def _tensors(args: Iterable[Any], kwargs: Mapping[str, Any]) -> dict[_Key, torch.Tensor]:
+    """The arguments that are tensors; tensors in containers are cut along dimension 0."""
+    found: Iterator[tuple[_Key, Any]] = iter([*enumerate(args), *kwargs.items()])
+    return {key: value for key, value in found if isinstance(value, torch.Tensor)}
+
+
+def _dims(pairs: Mapping[_Key, list[_Pair]], microbatches: int, known: _Dims) -> _Dims:
+    """The dimension of each argument that is the batch; empty if nothing new was found."""
+    rows = _rows(pairs, microbatches, known)
+    if rows is None:
+        return {}
+    found: _Dims = {}
+    for key, sizes in pairs.items():
+        places = [dim for dim, size in enumerate(sizes) if size == rows]
+        if len(places) > 1:
+            raise _UnclearError(key)
+        found[key] = places[0] if places else None
+    grown = {size for key, dim in found.items() if dim is not None for size in pairs[key]} - {rows}
+    for key, dim in found.items():
+        first = pairs[key][0][0]
+        # As many as the rows of a micro-batch: more likely a mistake than a table of that length.
+        mistaken = first == rows[0] > 1
+        explained = all(size in grown or size[0] == size[1] for size in pairs[key])
+        if dim is None and (mistaken or not explained):
+            raise _UnclearError(key)
+    return found
+
+
+def _rows(pairs: Mapping[_Key, list[_Pair]], microbatches: int, known: _Dims) -> _Pair | None:
+    """How many rows there are in the example and in the batch; None if nothing has grown."""
+    firsts = {key: sizes[0] for key, sizes in pairs.items() if sizes[0][0] != sizes[0][1]}
+    grown = set(firsts.values())
+    if len(grown) > 1:
+        # A table of positions is as long as the texts, and grows with them.
+        grown -= {size for key in firsts for size in pairs[key][1:]}
+        if len(grown) != 1:
+            rows = next(iter(firsts.values()))
+            raise _UnclearError(next(key for key, size in firsts.items() if size != rows))
+    if grown:
+        return grown.pop()
+    for key, sizes in pairs.items():
+        times = any(mine * microbatches == theirs != mine for mine, theirs in sizes[1:])
+        if times and key not in known:
+            raise _UnclearError(key)  # the batch dimension is not the first, or texts are longer
+    return None
+
+
+def _refusal(key: _Key, example: torch.Tensor, batch: torch.Tensor) -> BatchError:
+    if isinstance(key, int):
+        given = f"args_chunk_spec=({'None, ' * key}TensorChunkSpec(dim), …)"
+    else:
+        given = f"kwargs_chunk_spec={{{key!r}: TensorChunkSpec(dim), …}}"
+    return BatchError(
+        f"it is unclear how to cut {_named(key)}, which is {describe(batch)} in this batch and "
+        f"{describe(example)} in the example; pass {given} with the dimension that is the batch, "
+        "or Replicate() instead for the whole in each micro-batch, and None for arguments with "
+        "the batch in front; or cut the batch yourself, and pass arg_mbs and kwarg_mbs"
+    )
+
+
+def _spec(dim: int | None) -> Replicate | TensorChunkSpec | None:
+    if dim is None:
+        return Replicate()
+    return TensorChunkSpec(dim) if dim else None
+
+
+def _named(key: _Key) -> str:
+    return f"argument {key}" if isinstance(key, int) else key

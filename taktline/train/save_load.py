@@ -1,0 +1,196 @@
+"""Methods of a pipeline that save and load it: state dicts, checkpoints, files of transformers."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, Self
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from taktline.checkpoint import loading, pretrained, saving
+from taktline.checkpoint.loading import Loaded
+from taktline.checkpoint.model_state import HeldModel
+from taktline.checkpoint.processes import Processes
+from taktline.checkpoint.saving import Training
+from taktline.checks import require_flag, require_instance
+from taktline.runtime.watchdog import guarded
+from taktline.train.base import PipelineBase
+from taktline.train.state_dict import gathered_state, load_state, own_state
+from taktline.train.tracebacks import short_traceback
+
+__all__ = ["SaveLoad"]
+
+
+class _AnyName:
+    """Has every attribute: ``torch.distributed.checkpoint`` looks up the parts of a name."""
+
+    def __getattr__(self, name: str) -> _AnyName:
+        return self
+
+    def _fqn_modifiers(self) -> dict[str, str]:
+        return {}
+
+
+class SaveLoad(PipelineBase):
+    """The methods of a pipeline that save and load.
+
+    ``torch.distributed.checkpoint`` takes it for a module without children, whose parameters and
+    buffers have the model's names, dots included.
+    """
+
+    _names = _AnyName()
+    _non_persistent_buffers_set: frozenset[str] = frozenset()
+
+    @short_traceback
+    def state_dict(self, *, gathered: bool = False) -> dict[str, torch.Tensor]:
+        """The model's state under its own names.
+
+        Args:
+            gathered: by default each process returns its own tensors; if True, the first rank
+                returns all of them, on the CPU, and the others nothing. All processes call it.
+        """
+        model = self._built.model
+        if require_flag("gathered", gathered):
+            with guarded(self._ranks.transport, "state_dict(gathered=True)") as what:
+                self._built.schedule._runner.arrive(what)
+                return gathered_state(model, self._ranks)
+        return own_state(model, with_rest=0 in self._ranks.own)
+
+    @short_traceback
+    def load_state_dict(
+        self,
+        state_dict: Mapping[str, torch.Tensor],
+        *,
+        strict: bool = True,
+        assign: Literal[False] = False,
+    ) -> None:
+        """Load a state of the whole model, or the part of it for this process."""
+        require_instance("state_dict", state_dict, Mapping, "a mapping from names to tensors")
+        require_flag("strict", strict)
+        load_state(self._built.model, state_dict, strict=strict)
+
+    @short_traceback
+    def save(
+        self,
+        folder: str | os.PathLike[str],
+        optimizer: Optimizer | Sequence[Optimizer] | None = None,
+        *,
+        scheduler: Any = None,
+        scaler: Any = None,
+        data: Any = None,
+        extra: Any = None,
+        keep: int | None = None,
+        async_save: bool = False,
+    ) -> Path:
+        """Save the model and its training into a folder of saves; returns the path of the save.
+
+        Every rank calls it, and writes its own part. The save appears whole or not at all. It has
+        the step counter and the random number generators, too. :meth:`load` loads it into any
+        layout.
+
+        Args:
+            folder: where saves are; this one gets a number, and the step in its name.
+            optimizer: what trains the model, or a list of several.
+            scheduler: what sets learning rates, or a list of several.
+            scaler: a GradScaler.
+            data: an object that knows which batch comes next; saved on every rank that passes it.
+            extra: anything else: numbers, texts, tensors, and lists or dicts of these.
+            keep: how many saves to keep; by default all.
+            async_save: copy and write everything in the background. The next ``optimizer.step()``
+                waits for the copy, the next save and the end of the program for all of it. The
+                next save raises its error, if there was one.
+
+        >>> import tempfile
+        >>> import taktline as tl
+        >>> from torch import nn
+        >>> pipe = tl.Pipeline([nn.Linear(2, 2), nn.Linear(2, 1)], microbatches=2, ranks=2)
+        >>> optimizer = torch.optim.AdamW(pipe.parameters())
+        >>> pipe.save(tempfile.mkdtemp(), optimizer, extra={"epoch": 3}).name
+        '000001-step-0'
+        """
+        training = Training(optimizer, scheduler, scaler, data, extra)
+        with self._turn:
+            return saving.save(self._held(), folder, training, keep=keep, async_save=async_save)
+
+    @short_traceback
+    def load(
+        self,
+        folder: str | os.PathLike[str],
+        optimizer: Optimizer | Sequence[Optimizer] | None = None,
+        *,
+        scheduler: Any = None,
+        scaler: Any = None,
+        data: Any = None,
+    ) -> Loaded:
+        """Load a save of any layout; every rank calls it, and reads its own part.
+
+        If anything does not fit, every rank raises the same :class:`CheckpointError`, and nothing
+        is changed. Returns ``path``, ``step`` and ``extra``.
+
+        Args:
+            folder: a save, or a folder of saves, of which the latest one that is whole is taken.
+            optimizer: as in :meth:`save`, and so are the others; one that is not passed stays.
+
+        >>> import tempfile
+        >>> import taktline as tl
+        >>> from torch import nn
+        >>> pipe = tl.Pipeline([nn.Linear(2, 2), nn.Linear(2, 1)], microbatches=2, ranks=2)
+        >>> pipe.load(pipe.save(tempfile.mkdtemp(), extra={"epoch": 3})).extra
+        {'epoch': 3}
+        """
+        training = Training(optimizer, scheduler, scaler, data)
+        with self._turn:
+            return loading.load(self._held(), folder, training)
+
+    @short_traceback
+    def save_pretrained(
+        self, folder: str | os.PathLike[str], *, max_shard_bytes: int = 5 * 10**9
+    ) -> None:
+        """Write the model so that ``from_pretrained`` of transformers reads it.
+
+        Every rank calls it, and writes files with its own part; the first one writes the index,
+        and the config if the model has one.
+        """
+        with self._turn:
+            pretrained.save_pretrained(self._held(), folder, max_shard_bytes)
+
+    @classmethod
+    def from_pretrained(cls, source: Any, **options: Any) -> Self:
+        """A pipeline of a model of transformers, of which each process reads its own part.
+
+        Args:
+            source: a folder with a config and safetensors files; or a config, for a model with new
+                values.
+            options: what :class:`Pipeline` takes beside the model.
+        """
+        model, files = pretrained.build(source)
+        pipeline: Any = cls
+        return pipeline(model, **({} if files is None else {"state_dict": files}), **options)
+
+    def named_children(self) -> Iterator[tuple[str, nn.Module]]:
+        """None: names are those of the model, wherever its modules are."""
+        return iter(())
+
+    def children(self) -> Iterator[nn.Module]:
+        """None."""
+        return iter(())
+
+    def named_buffers(self, *, recurse: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
+        """The persistent buffers of this process, with their names in the model."""
+        for name, value in {held.name: held.tensor for held in self._held().held}.items():
+            if not isinstance(value, nn.Parameter):
+                yield name, value
+
+    def _fqn_modifiers(self) -> dict[str, str]:
+        """The attribute in which torch looks up the rest of a name, by the name's first part."""
+        names = (*self._built.model.names, *(each.name for each in self._held().held))
+        return {name.partition(".")[0]: "_names" for name in names}
+
+    def _held(self) -> HeldModel:
+        built = self._built
+        processes = Processes(built.ranks.everyone)
+        return HeldModel(built.model, processes, built.schedule, built.ranks.device)

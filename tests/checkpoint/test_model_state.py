@@ -1,0 +1,79 @@
+"""The names of tensors in a state, with the number of the stage where names repeat."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from taktline.checkpoint.model_state import ModelState, joined
+from taktline.stage.ties import Tie, declare
+
+NAMES = st.sampled_from("abcdef")
+TABLES = st.lists(st.dictionaries(NAMES, NAMES), max_size=4)
+
+
+@given(TABLES)
+def test_names_that_are_said_to_be_alike_have_one_in_common(tables: list[dict[str, str]]) -> None:
+    table = joined(*tables)
+    assert not table.keys() & set(table.values())
+    for aliases in tables:
+        for name, known in aliases.items():
+            assert table.get(name, name) == table.get(known, known)
+
+
+@given(TABLES)
+def test_others_do_not(tables: list[dict[str, str]]) -> None:
+    """No two groups become one but by a table."""
+    groups = {name: {name} for name in "abcdef"}
+    for name, known in (pair for aliases in tables for pair in aliases.items()):
+        both = groups[name] | groups[known]
+        groups |= dict.fromkeys(both, both)
+    table = joined(*tables)
+    for name in groups:
+        assert table.get(name, name) in groups[name]
+
+
+def alone(mine: list[Any]) -> list[Any]:
+    """The names of all processes, if there is one."""
+    return [mine]
+
+
+def test_stages_with_one_name_for_different_parameters() -> None:
+    stages: dict[int, nn.Module] = {0: nn.Linear(2, 2), 1: nn.Linear(2, 2)}
+    for gather in (None, alone):
+        state = ModelState.of_stages(stages, gather)
+        assert state.names == ["0.weight", "0.bias", "1.weight", "1.bias"]
+
+
+def test_stages_whose_names_differ() -> None:
+    stages: dict[int, nn.Module] = {
+        0: nn.Sequential(nn.Linear(2, 2)),
+        1: nn.Linear(2, 2, bias=False),
+    }
+    for gather in (None, alone):
+        assert ModelState.of_stages(stages, gather).names == ["0.weight", "0.bias", "weight"]
+
+
+def test_stages_with_one_name_for_a_tied_parameter() -> None:
+    stages: dict[int, nn.Module] = {n: nn.Linear(2, 2, bias=False) for n in range(3)}
+    for stage in stages.values():
+        declare(stage, [Tie({0: "weight", 1: "weight"})])
+    assert ModelState.of_stages({0: stages[0], 1: stages[1]}, alone).names == ["weight"]
+    third = ModelState.of_stages(stages, alone)
+    assert third.names == ["0.weight", "1.weight", "2.weight"], "the third one is another weight"
+    assert third.first_names() == {"0.weight": "0.weight", "1.weight": "0.weight"}
+
+
+def test_a_buffer_that_every_process_has_a_copy_of() -> None:
+    def stage() -> nn.Module:
+        module = nn.Module()
+        module.register_buffer("mask", torch.ones(2))
+        return module
+
+    stages = {0: stage(), 1: stage()}
+    assert ModelState.of_stages(stages, alone).names == ["mask"]
+    assert ModelState.of_stages(stages).names == ["0.mask", "1.mask"], "all of them are here"

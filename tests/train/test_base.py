@@ -1,0 +1,205 @@
+"""What a pipeline takes it gives back: when it is closed, and when it is dropped."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import os
+import pickle
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+import taktline as tl
+from taktline.errors import UseError
+from taktline.train.process_groups import end_unused
+from tests.train.models import CUTS, LM, PARTS, batches, loss_fn
+from tests.workers import Workers
+
+TOKENS, TARGET = batches(1)[0]
+FEW, MANY = 2, 5
+
+
+def pipeline(**options: Any) -> tl.Pipeline:
+    usual: dict[str, Any] = {"schedule": "1f1b", "microbatches": PARTS, "ranks": 2}
+    usual |= {"loss_fn": loss_fn, "cuts": CUTS[2], "example": (TOKENS[:2],)}
+    return tl.Pipeline(LM(), **(usual | options))
+
+
+def held() -> dict[str, int]:
+    """Files, threads and groups of this process."""
+    world: Any = dist.distributed_c10d._world
+    tables = (world.pg_map, world.pg_names, world.pg_group_ranks, world.pg_to_tag)
+    return {
+        "files": len(os.listdir("/proc/self/fd")),
+        "threads": len(list(Path("/proc/self/task").iterdir())),
+        "groups": sum(map(len, tables)),
+    }
+
+
+def settled() -> dict[str, int]:
+    """What is held once threads that are ending have ended."""
+    now, before, same = held(), {}, 0
+    while same < 5:
+        time.sleep(0.1)
+        end_unused()  # as the next pipeline would
+        now, before = held(), now
+        same = same + 1 if now == before else 0
+    return now
+
+
+def close(pipe: tl.Pipeline) -> None:
+    pipe.close()
+
+
+def drop(pipe: tl.Pipeline) -> None:
+    """Nothing: the caller's own reference goes, too."""
+
+
+def many(
+    rank: int, group: Any, way: str, end: Callable[[tl.Pipeline], None]
+) -> tuple[dict[str, int], dict[str, int]]:
+    """What is held after some pipelines, and after many."""
+    counts: list[dict[str, int]] = []
+    for number in range(1, MANY + 1):
+        pipe = pipeline(data_parallel=way)
+        pipe.step(TOKENS, target=TARGET)
+        end(pipe)
+        del pipe
+        if number in (FEW, MANY):
+            dist.barrier()
+            counts.append(settled())
+    return counts[0], counts[1]
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize(("way", "end"), [("ddp", close), ("fsdp", drop)])
+def test_many_pipelines_hold_no_more_than_few(
+    workers: Workers, way: str, end: Callable[[tl.Pipeline], None]
+) -> None:
+    for few, after in workers.run(many, way, end, ranks=4):
+        # Less than one for each pipeline in between: some are collected later than others.
+        grown = {kind: after[kind] - few[kind] for kind in few}
+        assert max(grown.values()) < MANY - FEW, grown
+
+
+def alone(rank: int, group: Any) -> tuple[str, float]:
+    """One rank closes its pipeline, and goes on; groups that the user has made stay."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    pipe = pipeline(mesh=mesh, ranks=None, data_parallel="ddp")
+    made = pipeline(data_parallel="ddp")
+    for each in (pipe, made):
+        each.step(TOKENS, target=TARGET)
+    pipe.close()
+    if rank == 0:
+        made.close()
+    total = torch.ones(())
+    dist.all_reduce(total, group=mesh["dp"].get_group())
+    dist.barrier()
+    text = ""
+    try:
+        pipe.step(TOKENS, target=TARGET)
+    except UseError as error:
+        text = str(error)
+    return text, total.item()
+
+
+@pytest.mark.processes
+def test_closing_waits_for_nobody_and_leaves_the_users_groups(workers: Workers) -> None:
+    for text, total in workers.run(alone, ranks=4):
+        assert text == "this pipeline was closed; make a new one"
+        assert total == 2.0
+
+
+def sharded(rank: int, group: Any) -> bool:
+    """What a pipeline has sharded can be gathered as long as it lives."""
+    pipe = pipeline(data_parallel="fsdp")
+    pipe.step(TOKENS, target=TARGET)
+    state, names = pipe.state_dict(), dict(LM().state_dict())
+    stages, schedule = pipe.stages, next(iter(pipe.schedules.values()))
+    del pipe, state
+    gc.collect()
+    schedule.step(TOKENS, target=TARGET)
+    values = {
+        name: value.full_tensor() if hasattr(value, "full_tensor") else value
+        for stage in stages.values()
+        for name, value in stage.state_dict().items()
+    }
+    return bool(values) and all(torch.equal(values[name], names[name]) for name in values)
+
+
+@pytest.mark.processes
+def test_groups_live_as_long_as_stages_and_schedules(workers: Workers) -> None:
+    assert workers.run(sharded, ranks=4) == [True] * 4
+
+
+def copied(rank: int, group: Any) -> str:
+    with pytest.raises(UseError) as caught:
+        copy.deepcopy(pipeline(data_parallel="ddp"))
+    return str(caught.value)
+
+
+@pytest.mark.processes
+def test_no_copies_over_processes(workers: Workers) -> None:
+    for text in workers.run(copied, ranks=4):
+        assert text.startswith("this pipeline runs over several processes, so it cannot be copied")
+
+
+def test_a_closed_pipeline() -> None:
+    with pipeline() as pipe:
+        loss = pipe.step(TOKENS, target=TARGET)
+    pipe.close()
+    assert loss.isfinite()
+    assert repr(pipe) == str(pipe) == "Pipeline(closed)"
+    calls: list[Callable[[], Any]] = [
+        lambda: pipe.step(TOKENS, target=TARGET),
+        lambda: pipe.eval(TOKENS),
+        lambda: list(pipe.parameters()),
+        pipe.grad_norm,
+        pipe.state_dict,
+        lambda: pipe.plan,
+        lambda: pipe.device,
+        lambda: copy.deepcopy(pipe),
+    ]
+    for call in calls:
+        with pytest.raises(UseError, match="this pipeline was closed; make a new one"):
+            call()
+
+
+def test_a_pipeline_is_closed_after_an_error() -> None:
+    pipe = pipeline()
+    with pytest.raises(KeyError), pipe:
+        raise KeyError
+    assert repr(pipe) == "Pipeline(closed)"
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
+def test_a_copy_trains_by_itself(schedule: str) -> None:
+    pipe = pipeline(schedule=schedule, cuts=CUTS[2 if schedule == "1f1b" else 4], seed=1)
+    pipe.step(TOKENS, target=TARGET)
+    other = copy.deepcopy(pipe)
+    mine, others = dict(pipe.named_parameters()), dict(other.named_parameters())
+    assert list(mine) == list(others)  # tied weights stay tied
+    assert not set(map(id, mine.values())) & set(map(id, others.values()))
+    assert all(parameter.grad is None for parameter in others.values())  # as in a model's copy
+    before = {name: value.clone() for name, value in pipe.state_dict().items()}
+    optimizer = torch.optim.AdamW(other.parameters(), lr=1e-2)
+    expected = pipe.step(TOKENS, target=TARGET)
+    assert other.step(TOKENS, target=TARGET) == expected
+    optimizer.step()
+    torch.testing.assert_close(dict(pipe.state_dict()), before)
+    assert other.step(TOKENS, target=TARGET) < expected
+    assert [schedule.steps for schedule in other.schedules.values()] == [3, 3]
+
+
+def test_a_pipeline_is_not_pickled() -> None:
+    with pytest.raises(UseError, match=r"belongs to its process.*save pipe\.state_dict"):
+        pickle.dumps(pipeline())

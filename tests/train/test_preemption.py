@@ -1,0 +1,242 @@
+"""SIGTERM on any rank: all finish the step, call on_preempt once, and end with one exit code."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import taktline as tl
+from taktline.errors import ArgumentError, UseError
+from taktline.train import preemption
+from tests.workers import PRELOADED
+
+
+class Slow(nn.Linear):
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        time.sleep(0.005)
+        return super().forward(input)
+
+
+def train(store: str, rank: int, world: int, copies: int, call: str, told: Connection) -> None:
+    """Train for ever as one rank; tells when it runs, and what it saves."""
+    torch.set_num_threads(1)
+    x, first, step = torch.ones(8, 4), dict[str, Any](), 0
+
+    def saved(pipe: tl.Pipeline) -> None:
+        pipe.eval(x)  # what is done inside is no reason to end once more
+        same = all(torch.equal(_grad(p), first[n]) for n, p in pipe.named_parameters())
+        told.send(("saved", step, same))
+
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
+    torch.manual_seed(0)
+    pipe = tl.Pipeline(
+        [Slow(4, 4), Slow(4, 4)],
+        microbatches=4,
+        loss_fn=nn.functional.mse_loss,
+        ranks=2,
+        on_preempt=saved,
+        data_parallel="ddp" if copies > 1 else None,
+    )
+    for step in range(100_000):
+        if call == "step" or not step:
+            pipe.train().zero_grad()
+            pipe.step(x, target=2 * x)
+        else:
+            pipe.eval(x, target=2 * x)
+        first = first or {n: _grad(p).clone() for n, p in pipe.named_parameters()}
+        if step == 2:
+            told.send("runs")
+
+
+def _grad(parameter: nn.Parameter) -> torch.Tensor:
+    assert parameter.grad is not None
+    return parameter.grad
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    ("world", "copies", "signalled", "call"),
+    [
+        (2, 1, [0, 1], "step"),
+        (2, 1, [1], "eval"),
+        (4, 2, [3], "step"),
+    ],
+)
+def test_all_ranks_end_after_the_same_step(
+    world: int, copies: int, signalled: list[int], call: str, tmp_path: Path
+) -> None:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    store, pipes = str(tmp_path / "store"), [context.Pipe(duplex=False) for _ in range(world)]
+    processes = [
+        context.Process(target=train, args=(store, rank, world, copies, call, told))
+        for rank, (_, told) in enumerate(pipes)
+    ]
+    try:
+        for process in processes:
+            process.start()
+        assert [heard.recv() for heard, _ in pipes] == ["runs"] * world
+        for rank in signalled:
+            pid = processes[rank].pid
+            assert pid is not None
+            os.kill(pid, signal.SIGTERM)
+        for process in processes:
+            process.join(60)
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+    assert [process.exitcode for process in processes] == [83] * world
+    # Once on each, after the same step, with whole gradients.
+    found = [heard.recv() for heard, _ in pipes]
+    assert set(found) == {("saved", found[0][1], True)}
+    assert not any(heard.poll() for heard, _ in pipes)
+
+
+X = torch.ones(4, 2)
+
+
+def pipeline(**options: Any) -> tl.Pipeline:
+    stages = [nn.Linear(2, 2), nn.Linear(2, 2)]
+    usual: dict[str, Any] = {"microbatches": 2, "loss_fn": nn.functional.mse_loss, "ranks": 2}
+    return tl.Pipeline(stages, **(usual | options))
+
+
+@pytest.fixture
+def _one_signal(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Every further signal counts as a second one; and nothing is left behind."""
+    monkeypatch.setattr(preemption, "_ONE_SIGNAL", -1.0)
+    before = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, before)
+    preemption._signals.heard = None
+
+
+def terminate() -> None:
+    signal.raise_signal(signal.SIGTERM)
+
+
+def handler(*_: object) -> None:
+    """A user's own."""
+
+
+def test_it_takes_effect_at_the_end_of_the_next_step() -> None:
+    called: list[tl.Pipeline] = []
+    with pipeline(on_preempt=called.append) as pipe:
+        terminate()
+        assert not called
+        with pytest.raises(SystemExit) as end:
+            pipe.step(X, target=X)
+        assert end.value.code == tl.Pipeline.PREEMPTED == 83
+        assert called == [pipe]
+        pipe.step(X, target=X)  # whoever catches it goes on
+
+
+def test_signals_that_a_launcher_passes_on_count_once() -> None:
+    called: list[tl.Pipeline] = []
+    with pipeline(on_preempt=called.append) as pipe:
+        terminate()
+        terminate()
+        with pytest.raises(SystemExit):
+            pipe.eval(X)
+        assert called == [pipe]
+
+
+def test_an_error_in_on_preempt_is_raised() -> None:
+    def fails(_: tl.Pipeline) -> None:
+        raise OSError("disk full")
+
+    with pipeline(on_preempt=fails) as pipe:
+        terminate()
+        with pytest.raises(OSError, match="disk full"):
+            pipe.step(X, target=X)
+
+
+@pytest.mark.usefixtures("_one_signal")
+def test_a_users_own_handler_is_called_as_well_and_comes_back() -> None:
+    numbers: list[int] = []
+    own = lambda number, _: numbers.append(number)  # noqa: E731
+    signal.signal(signal.SIGTERM, own)
+    pipe = pipeline(on_preempt=print)
+    other = copy.deepcopy(pipe)
+    terminate()
+    assert numbers == [signal.SIGTERM]
+    pipe.close()
+    assert signal.getsignal(signal.SIGTERM) != own
+    other.close()
+    assert signal.getsignal(signal.SIGTERM) == own
+
+
+@pytest.mark.usefixtures("_one_signal")
+def test_a_handler_that_was_set_since_stays() -> None:
+    with pipeline(on_preempt=print):
+        signal.signal(signal.SIGTERM, handler)
+    assert signal.getsignal(signal.SIGTERM) == handler
+
+
+@pytest.mark.usefixtures("_one_signal")
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_a_pipeline_that_is_dropped_hears_nothing(elsewhere: bool) -> None:
+    numbers: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, _: numbers.append(number))
+    pipe = [pipeline(on_preempt=print)]
+    if elsewhere:  # where a handler cannot be set
+        thread = threading.Thread(target=pipe.clear)
+        thread.start()
+        thread.join()
+    pipe.clear()
+    gc.collect()
+    terminate()
+    assert numbers == [signal.SIGTERM]
+    assert preemption._signals.heard is None
+
+
+def test_nothing_changes_without_it() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with pipeline() as pipe:
+        pipe.step(X, target=X)
+        assert signal.getsignal(signal.SIGTERM) == before
+
+
+@pytest.mark.usefixtures("_one_signal")
+def test_a_second_signal_ends_the_process_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    killed: list[Any] = []
+    monkeypatch.setattr(
+        preemption.os, "kill", lambda *_: killed.append(signal.getsignal(signal.SIGTERM))
+    )
+    with pipeline(on_preempt=print):
+        terminate()
+        assert not killed
+        terminate()
+        assert killed == [signal.SIG_DFL]
+
+
+def test_it_must_be_called_and_made_in_the_main_thread() -> None:
+    with pytest.raises(ArgumentError, match="on_preempt must be"):
+        pipeline(on_preempt=3)
+    errors: list[Exception] = []
+
+    def make() -> None:
+        try:
+            pipeline(on_preempt=print)
+        except UseError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=make)
+    thread.start()
+    thread.join()
+    assert "which only the main thread can; make this pipeline there" in str(errors[0])
