@@ -1,4 +1,4 @@
-"""From a lowered plan, stages and a transport to a program: all resolved once."""
+"""Binds a lowered plan to stages and a transport: resolves each action to a function, once."""
 
 from __future__ import annotations
 
@@ -14,15 +14,14 @@ import torch
 from taktline import pytree
 from taktline.meta import Signature, TensorMeta, flatten
 from taktline.plan import Action, Kind, Plan
-from taktline.runtime.executor import Instruction, Program
-from taktline.runtime.join import join
-from taktline.runtime.plain_loop import plain_loop
+from taktline.runtime.fused_backward import join, plain_loop
 from taktline.runtime.ports import Handback, Handover, Incoming, Outgoing
-from taktline.runtime.seeds import Seeded, seeded
+from taktline.runtime.program import Instruction, Program
+from taktline.runtime.random_numbers import Drawing, RankRandom, Seeded, seeded
+from taktline.runtime.runnable_plan import merged
 from taktline.runtime.self_describing import Inbox, LearningIncoming, LearningOutgoing, Line, Outbox
 from taktline.runtime.stage_actions import Work
 from taktline.runtime.step_data import Feed
-from taktline.runtime.together import Drawing, RankRandom, merged
 from taktline.side_values import handed_on, opened
 from taktline.stage import PipelineStage
 from taktline.stage.grad_sync import GradSync
@@ -32,12 +31,12 @@ from taktline.transport.wire import Layout
 __all__ = ["Binding", "Bound", "Signatures", "bind", "channels_of"]
 
 UNDER_WAY = 2
-"""How many messages of a boundary may be under way where nothing later tells that they arrived."""
+"""How many messages of a boundary may be under way where no reply tells that they arrived."""
 
 
 @dataclass(slots=True)
 class Signatures:
-    """What crosses this rank's boundaries: for each stage, one signature a micro-batch."""
+    """The values that cross this rank's boundaries: for each stage, a signature per micro-batch."""
 
     arriving: dict[int, list[Signature]] = field(default_factory=dict)
     leaving: dict[int, list[Signature]] = field(default_factory=dict)
@@ -45,7 +44,7 @@ class Signatures:
     """The last stage that gets each skip."""
 
     def along(self, routes: Mapping[str, int]) -> Signatures:
-        """The same if each skip goes no further than its route; so far they went to the end."""
+        """The same signatures with skips that end at their route, and not at the last stage."""
         return Signatures(
             {s: [_without(x, routes, s - 1) for x in table] for s, table in self.arriving.items()},
             {s: [_without(x, routes, s) for x in table] for s, table in self.leaving.items()},
@@ -54,7 +53,7 @@ class Signatures:
 
 
 def _without(signature: Signature, routes: Mapping[str, int], stage: int) -> Signature:
-    """What leaves a stage, without skips that no later one gets."""
+    """The signature of a stage's output, without skips that no later stage gets."""
     if signature.spec is None:
         return signature
     arguments, skips = opened(pytree.tree_unflatten(signature.leaves, signature.spec))
@@ -64,7 +63,7 @@ def _without(signature: Signature, routes: Mapping[str, int], stage: int) -> Sig
 
 @dataclass(frozen=True, slots=True)
 class Binding:
-    """What a program is made from."""
+    """All that a program is made from."""
 
     plan: Plan
     stages: Mapping[int, PipelineStage]
@@ -74,15 +73,15 @@ class Binding:
     seed: int | None = None
     trains: bool = True
     sends_may_wait: bool = True
-    """Whether the plan goes on even where a send waits until its receive is posted."""
+    """Whether the plan cannot deadlock where a send waits until its receive is posted."""
     drawing: Drawing | None = None
-    """Where all stages run in one thread: whether they draw, or each rank's own random numbers."""
+    """Where all stages run in one thread: observes random numbers, and separates those of ranks."""
     seeded: Seeded = seeded
-    """Draws the numbers of a seed."""
+    """Sets the seed for a stage and micro-batch."""
 
 
 def channels_of(plan: Plan) -> list[Channel]:
-    """Every channel of a plan, in the order in which all ranks open them."""
+    """All channels of a plan, in the order in which all ranks open them."""
     rank_of = plan.placement.rank_of
     pairs = {(a, b) for a, b in pairwise(rank_of) if a != b}
     forward = {Channel(a, b, False) for a, b in pairs}
@@ -111,7 +110,7 @@ def bind(binding: Binding, known: Signatures | None) -> Bound:
         joined = list(drawing.between(joined, rank_of))
 
     def quickest() -> Sequence[Instruction]:
-        # What a rank draws depends on the order in which it computes.
+        # The random numbers of a rank depend on the order in which it computes.
         return joined if loop is None or drawing is None or drawing.draws else loop
 
     sending = [*ends.activations_out.values(), *ends.gradients_out.values()]
@@ -122,19 +121,19 @@ def bind(binding: Binding, known: Signatures | None) -> Bound:
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """A program, and what tells the signatures once it has run."""
+    """A program with its stage actions."""
 
     program: Program
     works: Mapping[int, Work]
     learned: Callable[[], Signatures]
+    """Returns the signatures after the first run."""
     binding: Binding
-    """What it was made from."""
     known: Signatures | None
-    """The signatures that it was made for; None: it learns them."""
+    """The signatures that the program was made for; None: it learns them."""
 
     @property
     def plan(self) -> Plan:
-        """What it does."""
+        """The plan that it runs."""
         return self.binding.plan
 
 
@@ -150,7 +149,7 @@ class _Ends:
     gradients_out: dict[int, Outgoing | LearningOutgoing]
 
     def of(self, stage: int) -> dict[str, Any]:
-        """Those of a stage."""
+        """The ports of a stage."""
         return {
             "activations_in": self.handed_on.get(stage - 1) or self.activations_in.get(stage),
             "activations_out": self.handed_on.get(stage) or self.activations_out.get(stage),
@@ -161,7 +160,7 @@ class _Ends:
 
 def _ends(binding: Binding, make: _Known | _Learning) -> _Ends:
     here, rank_of = binding.transport.rank, binding.plan.placement.rank_of
-    # A boundary between two stages of this rank is known by the first of them.
+    # A boundary between two stages of this rank has the number of the first.
     joined = [stage for stage in binding.stages if stage + 1 in binding.stages]
     later = [s for s in binding.stages if s + 1 < len(rank_of) and s not in joined]
     earlier = [s for s in binding.stages if s > 0 and s - 1 not in joined]
@@ -197,9 +196,9 @@ class _Known:
     def outgoing(self, stage: int, channel: Channel) -> Outgoing:
         """The sending end for a stage."""
         post = self._binding.transport.sender(channel)
-        # In training, the gradient of a micro-batch tells that its activations have arrived.
-        told = self._binding.trains and not channel.gradients
-        limit = None if told or not self._binding.sends_may_wait else UNDER_WAY
+        # In training, the gradient of a micro-batch shows that its activations have arrived.
+        answered = self._binding.trains and not channel.gradients
+        limit = None if answered or not self._binding.sends_may_wait else UNDER_WAY
         if channel.gradients:
             arriving = self._signatures.arriving[stage]
             return Outgoing(post, [self._layout(stage, s.gradients) for s in arriving], limit=limit)
@@ -209,7 +208,7 @@ class _Known:
 
     def _layout(self, stage: int, tensors: tuple[TensorMeta, ...]) -> Layout:
         owner = self._binding.stages[stage]
-        # Stages share layouts, and with them buffers, unless they may lie on different meshes.
+        # Stages share layouts and buffers, unless they may lie on different meshes.
         sharded = any(tensor.sharding for tensor in tensors)
         key = (tensors, owner.device, stage if sharded else None)
         if key not in self._layouts:
@@ -291,7 +290,7 @@ def _instruction(
     ends: _Ends,
     rank_of: Sequence[int],
 ) -> Instruction | None:
-    """What an action does; None for one that has nothing to do with this kind of stage."""
+    """The instruction of an action; None if this kind of stage has nothing to do for it."""
     stage, microbatch = action.stage, action.microbatch
     waits = _waits(action, rank_of)
     if microbatch is None:
@@ -320,7 +319,7 @@ def _instruction(
 
 
 def _waits(action: Action, rank_of: Sequence[int]) -> str:
-    """Whom an action may have to wait for."""
+    """What an action may have to wait for, in words."""
     stage, last = action.stage, len(rank_of) - 1
     match action.kind:
         case Kind.F if stage > 0:
@@ -336,7 +335,7 @@ def _waits(action: Action, rank_of: Sequence[int]) -> str:
 
 
 def _sync_instruction(action: Action, sync: GradSync) -> Instruction | None:
-    """UNSHARD, RESHARD and REDUCE_GRAD of a wrapped stage."""
+    """The instruction of UNSHARD, RESHARD or REDUCE_GRAD on a wrapped stage."""
     waits = "the replicas of this rank"
     if action.kind == Kind.REDUCE_GRAD:
         return Instruction(action, sync.reduce, sync.forgo_reduce, waits)

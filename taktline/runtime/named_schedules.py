@@ -1,4 +1,4 @@
-"""The schedules under the names that torch gives them, and one from any plan."""
+"""Schedules by the names of torch, and a schedule from any plan."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ __all__ = [
 
 
 class _Named(Schedule):
-    """A schedule that is known by its name."""
+    """A schedule whose plan has a name."""
 
     _name: ClassVar[str]
 
     @classmethod
     def _plan(cls, num_stages: int, microbatches: int, ranks: int) -> Plan:
-        """The plan for so many ranks."""
+        """The plan for a number of ranks."""
         per_rank, rest = divmod(num_stages, ranks)
         if rest or not per_rank:
             raise MismatchError(
@@ -127,7 +127,6 @@ class _Multi(_Named):
 class ScheduleGPipe(_Single):
     """All forwards, then all backwards.
 
-    >>> from taktline.plan import build
     >>> print(build("gpipe", ranks=2, microbatches=2))
     gpipe: 2 ranks × 1 stage, 2 micro-batches
     rank 0 │ 0F0 0F1             0B0──── 0B1────
@@ -140,7 +139,6 @@ class ScheduleGPipe(_Single):
 class Schedule1F1B(_Single):
     """One forward, one backward: as few micro-batches in flight as there are ranks ahead.
 
-    >>> from taktline.plan import build
     >>> print(build("1f1b", ranks=2, microbatches=2))
     1f1b: 2 ranks × 1 stage, 2 micro-batches
     rank 0 │ 0F0 0F1         0B0────     0B1────
@@ -153,7 +151,6 @@ class Schedule1F1B(_Single):
 class ScheduleInterleaved1F1B(_Multi):
     """1F1B over several stages a rank: a smaller bubble for more messages.
 
-    >>> from taktline.plan import build
     >>> print(build("interleaved_1f1b", ranks=2, microbatches=2))
     interleaved_1f1b: 2 ranks × 2 stages, 2 micro-batches
     rank 0 │ 0F0 0F1 2F0 2F1         2B0────     2B1──── 0B0──── 0B1────
@@ -166,7 +163,6 @@ class ScheduleInterleaved1F1B(_Multi):
 class ScheduleLoopedBFS(_Multi):
     """GPipe over several stages a rank: each stage runs all micro-batches before the next one.
 
-    >>> from taktline.plan import build
     >>> print(build("looped_bfs", ranks=2, microbatches=2))
     looped_bfs: 2 ranks × 2 stages, 2 micro-batches
     rank 0 │ 0F0 0F1 2F0 2F1             2B1──── 2B0──── 0B1──── 0B0────
@@ -208,7 +204,6 @@ class ScheduleLoopedBFS(_Multi):
 class ScheduleInterleavedZeroBubble(_Multi):
     """Interleaved 1F1B whose weight gradients (W) fill what would be the bubble.
 
-    >>> from taktline.plan import build
     >>> print(build("interleaved_zero_bubble", ranks=2, microbatches=2))
     interleaved_zero_bubble: 2 ranks × 2 stages, 2 micro-batches
     rank 0 │ 0F0 0F1 2F0 2F1     2I0 2W0 2I1 2W1 0I0 0W0 0I1 0W1
@@ -221,7 +216,6 @@ class ScheduleInterleavedZeroBubble(_Multi):
 class ScheduleZBVZeroBubble(_Multi):
     """Two stages a rank in the shape of a V; weight gradients fill the bubble.
 
-    >>> from taktline.plan import build
     >>> print(build("zbv", ranks=2, microbatches=2))
     zbv: 2 ranks × 2 stages, 2 micro-batches
     rank 0 │ 0F0 0F1     3F0 3I0 3W0 3F1 3I1 3W1 0I0 0W0     0I1 0W1
@@ -234,7 +228,6 @@ class ScheduleZBVZeroBubble(_Multi):
 class ScheduleDualPipeV(_Multi):
     """Two stages a rank in the shape of a V; forwards run together with backwards.
 
-    >>> from taktline.plan import build
     >>> print(build("dualpipev", ranks=2, microbatches=2))
     dualpipev: 2 ranks × 2 stages, 2 micro-batches
     rank 0 │ 0F0 0F1     3F0 3I0 3W0 3F1 3B1──── 0B0────         0B1────

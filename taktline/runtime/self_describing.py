@@ -1,14 +1,14 @@
 """Ports for boundaries whose signature is not known yet: each message describes itself.
 
-A message is a head of a fixed size, with five numbers and the text of its signature, and its
-data. What does not fit of the text comes between::
+A message is a head of fixed size, with five numbers and the text of the signature, and its data.
+Text that does not fit into the head comes between::
 
     [status, bytes of text, bytes of data, received …, text …]   (more text …)   data …
 
-``received`` tells how many messages of activations and of gradients its sender has received from
-its receiver by now, which can let go of these.
+``received`` has the numbers of messages (activations, gradients) that the sender has received from
+the receiver so far: their buffers can be freed.
 
-The receiver cannot know a size before the head is here, so it receives when it needs the values,
+The size of a message is unknown before its head, so a rank receives when it needs the values,
 message after message in the channel's order.
 """
 
@@ -36,23 +36,23 @@ __all__ = ["Inbox", "LearningIncoming", "LearningOutgoing", "Line", "Outbox"]
 _NUMBERS = struct.Struct("<5q")
 _HEAD = 512
 _ROOM = _HEAD - _NUMBERS.size
-"""How much text fits into a head."""
+"""The most text in a head, in bytes."""
 _MOST_TEXT = 1 << 24
 """Longer than the description of any values."""
 _MOST_DRAINED = 1 << 30
-"""As many bytes are taken off a channel although nobody knows what they are."""
+"""The most bytes of unreadable data that are taken off a channel."""
 _NO_MESSAGE = (
     "a message has arrived that does not begin as a message does, or is larger than the memory of "
     "this rank; start all ranks anew, with one version of Taktline"
 )
 _DONE, _FAILED = 0x7A4B0001, 0x7A4B0002
-"""What a message begins with; the last bytes tell whether its sender has failed."""
+"""The first number of a message: its sender has worked, or failed."""
 _KINDS = (False, True)
 """Activations, then gradients."""
 
 
 _Message: TypeAlias = tuple[Signature, torch.Tensor] | SignatureError | None
-"""What has arrived; an error if it cannot be read, None from a rank that has failed."""
+"""A message; an error if it cannot be read, None from a rank that has failed."""
 
 
 class Outbox:
@@ -66,7 +66,7 @@ class Outbox:
 
     @property
     def sent(self) -> int:
-        """How many messages there were."""
+        """The number of messages so far."""
         return self._settled + len(self._sent)
 
     def send(self, *buffers: torch.Tensor) -> None:
@@ -74,19 +74,19 @@ class Outbox:
         self._sent.append([(self._post(buffer), buffer) for buffer in buffers])
 
     def arrived(self, count: int) -> None:
-        """Let go of the first messages."""
+        """Free the first messages."""
         while self._settled < count:
             for handle, _ in self._sent.popleft():
                 handle.wait()
             self._settled += 1
 
     def settle_all(self) -> None:
-        """Wait until every message is out."""
+        """Wait until every message has left."""
         self.arrived(self.sent)
 
 
 class Line:
-    """All that goes to and comes from one other rank, by whether it is gradients."""
+    """The channels from and to one other rank, by whether they carry gradients."""
 
     def __init__(self) -> None:
         self.inboxes: dict[bool, Inbox] = {}
@@ -94,23 +94,23 @@ class Line:
 
     @property
     def received(self) -> list[int]:
-        """How many messages of each kind have come from there."""
+        """The number of messages of each kind from that rank."""
         return [self.inboxes[kind].received if kind in self.inboxes else 0 for kind in _KINDS]
 
     def may_have_received(self, counts: Sequence[int]) -> bool:
-        """Whether that many messages of each kind have been sent there."""
+        """Whether so many messages of each kind were sent to that rank."""
         sent = [self.outboxes[kind].sent if kind in self.outboxes else 0 for kind in _KINDS]
         return all(0 <= count <= most for count, most in zip(counts, sent, strict=True))
 
     def arrived(self, counts: Sequence[int]) -> None:
-        """Note how many messages of each kind have come there."""
+        """Free messages: that rank has received so many of each kind."""
         for kind, count in zip(_KINDS, counts, strict=True):
             if kind in self.outboxes:
                 self.outboxes[kind].arrived(count)
 
 
 class Inbox:
-    """The receiving end of a channel: takes messages in their order, keeps what comes early."""
+    """The receiving end of a channel: takes messages in their order, keeps early ones."""
 
     def __init__(
         self, post: Post, order: Sequence[tuple[int, int]], device: torch.device, line: Line
@@ -149,7 +149,7 @@ class Inbox:
             if Layout(signature.tensors, self._device).nbytes != data_size:
                 raise SignatureError(f"what has arrived is not as long as {signature} is")
         except SignatureError as error:
-            # All of the message is fetched: the next one begins behind it.
+            # Fetch the whole message: the next one begins behind it.
             if data_size > _MOST_DRAINED:
                 raise BrokenChannel(_NO_MESSAGE) from error
             self._fetch(data_size)
@@ -157,7 +157,7 @@ class Inbox:
         return signature, self._fetch(data_size)
 
     def _check(self, status: int, text: int, data: int, received: Sequence[int]) -> None:
-        """Raise if a head is none: nothing after it can be understood."""
+        """Raise if a head is invalid: nothing after it can be read."""
         if (
             status in (_DONE, _FAILED)
             and 0 <= text <= _MOST_TEXT
@@ -183,7 +183,7 @@ class LearningIncoming:
         self.learned: dict[int, Signature] = {}
 
     def post(self, microbatch: int) -> None:
-        """Nothing can be posted before the size is known."""
+        """Nothing: the size is unknown."""
 
     def take(self, microbatch: int) -> Values:
         """Wait for the values."""
@@ -223,7 +223,7 @@ class LearningOutgoing:
         self._given[microbatch] = (signature, layout.pack(tensors).buffer)
 
     def send(self, microbatch: int) -> None:
-        """Send what was packed."""
+        """Send the packed values."""
         signature, data = self._given.pop(microbatch)
         text = encode(signature)
         head = self._head(_DONE, len(text), len(data), text[:_ROOM])
@@ -231,15 +231,15 @@ class LearningOutgoing:
         self._outbox.send(head, *more, data)
 
     def fail(self, microbatch: int) -> None:
-        """Send word of a failure instead."""
+        """Report a failure instead."""
         self._given.pop(microbatch, None)
         self._outbox.send(self._head(_FAILED, 0, 0, b""))
 
     def settle(self, microbatch: int) -> None:
-        """Nothing: what comes back tells what has arrived."""
+        """Nothing: replies report what has arrived."""
 
     def settle_all(self) -> None:
-        """Wait until every message is out."""
+        """Wait until every message has left."""
         self._outbox.settle_all()
 
     def _head(self, status: int, text_size: int, data_size: int, text: bytes) -> torch.Tensor:
@@ -251,7 +251,7 @@ class LearningOutgoing:
 
 
 def _memory(device: torch.device) -> int:
-    """More bytes than a message to a device can have."""
+    """The bytes of a device's memory: no message is larger."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     if not hasattr(os, "sysconf"):

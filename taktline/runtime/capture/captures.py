@@ -1,4 +1,4 @@
-"""Which steps are captured, replayed, or run as they are."""
+"""Decides which steps are captured, replayed, or run eagerly."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from taktline.runtime.capture.cuda import Graph, Graphs
 from taktline.runtime.capture.gradients import Buffers, Pool, Touched
 from taktline.runtime.capture.inputs import Inputs, Static
 from taktline.runtime.capture.state import kept, look
-from taktline.runtime.executor import Failure
+from taktline.runtime.program import Failure
 from taktline.runtime.step_data import Feed
 from taktline.stage import PipelineStage
 from taktline.text import counted
@@ -24,16 +24,16 @@ from taktline.transport.local import LocalTransport
 __all__ = ["Captures"]
 
 _WARM_UP = 2
-"""How many steps of a kind run eagerly, once its signatures are known, before it is captured."""
+"""How many steps of a kind run eagerly before a capture, once its signatures are known."""
 _KINDS = 8
-"""How many kinds of steps are captured; each has buffers for its batch."""
+"""The most kinds of steps that are captured; each has buffers for its batch."""
 _TRIES = 8
-"""How often a kind is captured anew before it is left alone."""
+"""The most captures of a kind; then it runs eagerly."""
 
 
 @dataclass(slots=True)
 class _Captured:
-    """A graph, and what it works on."""
+    """A graph with its buffers, and the state that it was captured in."""
 
     graph: Graph
     static: Static
@@ -42,13 +42,13 @@ class _Captured:
     replays: int = 0
 
     def is_right(self, state: tuple[object, ...]) -> bool:
-        """Whether it does what an eager step would do now."""
+        """Whether a replay does the same as an eager step now."""
         return self.state == state and self.buffers.are_usable() and self.buffers.are_same()
 
 
 @dataclass(slots=True)
 class _Entry:
-    """What is known of one kind of step."""
+    """One kind of step."""
 
     name: str
     warm: int = 0
@@ -57,7 +57,7 @@ class _Entry:
     """The parameters that get gradients."""
     captured: _Captured | None = None
     refusal: str | None = None
-    """Why it is run eagerly for good."""
+    """Why it always runs eagerly; None if it does not."""
 
 
 class Captures:
@@ -76,7 +76,7 @@ class Captures:
         self._pool = Pool()
 
     def forget(self) -> None:
-        """Let go of all graphs, after a step that has failed."""
+        """Drop all graphs, after a failed step."""
         self._entries.clear()
         self._pool = Pool()
 
@@ -90,10 +90,10 @@ class Captures:
         """Run a step: by a replay, or ``eagerly``.
 
         Args:
-            key: what the ranks have agreed on for this step.
-            bound: the program of its kind.
-            eagerly: runs it.
-            apart: the parameters of whose gradients others keep what was there before.
+            key: the kind of step that the ranks have agreed on.
+            bound: the program.
+            eagerly: runs the program.
+            apart: the parameters whose earlier gradients are kept elsewhere during the step.
         """
         feed = bound.binding.feed
         inputs = Inputs(feed)
@@ -105,7 +105,7 @@ class Captures:
             self._tell(told or str(state))
             return eagerly()
         if bound.known is None:
-            return eagerly()  # which finds out what crosses boundaries
+            return eagerly()  # the first step finds the signatures
         entry = self._entry((key, inputs.kind), bound)
         if entry is None or entry.refusal is not None:
             return eagerly()
@@ -119,7 +119,7 @@ class Captures:
         return None
 
     def _entry(self, kind: Hashable, bound: Bound) -> _Entry | None:
-        """What is known of a kind of step; None if there are too many."""
+        """The entry of a kind of step; None if there are too many."""
         entry = self._entries.get(kind)
         if entry is None:
             if len(self._entries) >= _KINDS:
@@ -146,7 +146,7 @@ class Captures:
         state: tuple[object, ...],
         apart: Collection[nn.Parameter],
     ) -> bool:
-        """Capture a program; returns whether that worked."""
+        """Capture a program; returns whether it worked."""
         entry.captures += 1
         if entry.captures > _TRIES:
             self._refuse(entry, f"it was captured {_TRIES} times, and something changes every time")
@@ -195,7 +195,7 @@ class Captures:
         self._tell(reason)
 
     def _tell(self, reason: str) -> None:
-        """Warn, once for a reason."""
+        """Warn once for each reason."""
         if reason not in self._told:
             self._told.add(reason)
             warn(f"not captured as a CUDA graph, so it runs eagerly: {reason}")

@@ -1,9 +1,9 @@
 """FSDP2 and the ``replicate`` made from it: gathered, released and reduced where the plan says.
 
-While a stage is gathered, its modules hold the whole parameters, each the same object every time;
-their gradients add up there. A reduction takes them from there into the ``.grad`` of the sharded
-parameters, which the optimizer knows. FSDP's own hooks stay: they wait for what is being gathered,
-cast, and keep gradients in the type that they are reduced in.
+While a stage is gathered, its modules hold the whole parameters, always the same objects, whose
+gradients add up. A reduction moves these into the ``.grad`` of the sharded parameters, which the
+optimizer knows. FSDP's own hooks stay: they wait for gathers, cast, and keep gradients in the type
+of the reduction.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from taktline.stage.grad_sync.base import GradSync
 __all__ = ["FSDPSync"]
 
 ParamGroup = Any
-"""Parameters that FSDP communicates together; torch has no public type for them."""
+"""Parameters that FSDP communicates together; torch has no public type for such groups."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Settings:
-    """How a group of parameters communicates by itself."""
+    """The settings by which a group of parameters communicates by itself."""
 
     reduce_grads: bool
     reshard_after_backward: bool
@@ -63,13 +63,13 @@ class FSDPSync(GradSync):
 
     @property
     def groups(self) -> list[ProcessGroup]:
-        """Those that shard, then those that replicate, each once."""
+        """The groups that shard, then those that replicate, each once."""
         kinds = ("shard_process_group", "replicate_process_group")
         found = [getattr(g.mesh_info, kind, None) for kind in kinds for g in self._groups]
         return list(dict.fromkeys(group for group in found if group is not None))
 
     def refusal(self) -> str | None:
-        """What FSDP finds wrong when it is set up, which it does before its first forward."""
+        """The error of FSDP's own set-up, which otherwise runs in the first forward."""
         try:
             for root in self._roots:
                 root._lazy_init()
@@ -78,22 +78,22 @@ class FSDPSync(GradSync):
         return None
 
     def begin(self) -> None:
-        """Let nothing be gathered, released or reduced but by the plan."""
+        """Stop FSDP from gathering, releasing and reducing by itself."""
         self._settings = [_Settings.of(group) for group in self._groups]
         for group in self._groups:
             _NOTHING.apply(group)
-        # What a forward outside of the pipeline has left gathered may be old by now.
+        # Parameters gathered by a forward outside of the pipeline may be outdated.
         self.reshard()
 
     def end(self) -> None:
-        """Wait for reductions, release what a plan has left gathered, and give everything back."""
+        """Wait for reductions, release what a plan has left gathered, and restore the settings."""
         if self._reduced:
             self._reduced = False
             for root in self._roots:
                 _finish(root)
         self.reshard()
         for root in self._roots:
-            # For prefetching, which a plan does; without a backward nobody would clear it.
+            # FSDP uses it to prefetch, and clears it only in a backward.
             root._comm_ctx.post_forward_order.clear()
         for group, settings in zip(self._groups, self._settings, strict=False):
             group._post_forward_indices.clear()
@@ -101,7 +101,7 @@ class FSDPSync(GradSync):
         self._settings = []
 
     def unshard(self) -> None:
-        """Begin to gather; the first forward or backward waits for it."""
+        """Start to gather; the first forward or backward waits for it."""
         for unit in self._units:
             unit.unshard(async_op=True)
 
@@ -111,17 +111,17 @@ class FSDPSync(GradSync):
             unit.reshard()
 
     def forgo_unshard(self) -> None:
-        """Gather at once: no forward will wait for it."""
+        """Gather and wait: no forward will."""
         for unit in self._units:
             unit.unshard()
 
     def forgo_reshard(self) -> None:
-        """Release, once what was still being gathered is there."""
+        """Wait for the gather, and release."""
         self.forgo_unshard()
         self.reshard()
 
     def forgo_reduce(self) -> None:
-        """Reduce zeros where gradients are missing, since others send all of them."""
+        """Reduce zeros where gradients are missing, since the replicas send all."""
         for group in self._groups:
             for parameter in group.fsdp_params:
                 whole = getattr(parameter, "_unsharded_param", None)
@@ -139,13 +139,13 @@ class FSDPSync(GradSync):
         self._reduced = True
 
     def trainable(self, module: nn.Module) -> list[nn.Parameter]:
-        """The whole parameters: the graph knows no others."""
+        """The whole parameters: the graph has these."""
         for unit in self._units:
             unit.unshard()
         return super().trainable(module)
 
     def weights_done(self) -> None:
-        """Add what W has computed to the gradients in the type that they are reduced in."""
+        """Add the gradients of W to those in the type of the reduction."""
         for group in self._groups:
             for parameter in group.fsdp_params:
                 if parameter.reduce_dtype is not None:
@@ -153,7 +153,7 @@ class FSDPSync(GradSync):
                     parameter.to_accumulated_grad_if_needed()
 
     def forget(self) -> None:
-        """Drop gradients that are not reduced, and what a failure has left half done."""
+        """Drop gradients that are not reduced, and reset the state that a failure has left."""
         super().forget()
         for root in self._roots:
             _reset(root)
@@ -166,7 +166,7 @@ class FSDPSync(GradSync):
 
 
 def _outermost(module: nn.Module) -> Iterator[FSDPModule]:
-    """The wrapped modules that lie in no other one."""
+    """The outermost wrapped modules."""
     if isinstance(module, FSDPModule):
         yield module
     else:
@@ -190,11 +190,11 @@ def _finish(root: Any) -> None:
 
 
 def _reset(root: Any) -> None:
-    """Bring a root and all below it back to where a forward can begin."""
+    """Reset a root and all below it, so that a forward can begin."""
     if hasattr(root, "_reset_iter_state"):
         try:
             root._reset_iter_state()
-        except RuntimeError:  # it waits for gathers that another rank has left
+        except RuntimeError:  # it waits for gathers that another rank has left unfinished
             for state in root._state_ctx.all_states:
                 for group in _groups_of(state):
                     group._all_gather_result = None
