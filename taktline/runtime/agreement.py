@@ -70,8 +70,8 @@ class Call(NamedTuple):
 
 def mismatch(calls: Sequence[Call]) -> str | None:
     """Why these calls cannot be one step; None if they can."""
-    if len(calls) > 1 and (story := _disagreement(calls)):
-        return story
+    if len(calls) > 1 and (reason := _disagreement(calls)):
+        return reason
     batch = max(call.batch for call in calls)
     for rank, call in enumerate(calls):
         # Not always equal: a target may have one entry a token.
@@ -85,10 +85,10 @@ def mismatch(calls: Sequence[Call]) -> str | None:
 
 
 def _disagreement(calls: Sequence[Call]) -> str | None:
-    if story := differs("value of share_losses", [bool(call.shares) for call in calls]):
-        return f"{story}; give every rank the same"
-    if story := differs("use of trace()", [bool(call.traces) for call in calls]):
-        return f"{story}; enter and leave it on every rank at the same place"
+    if reason := differs("value of share_losses", [bool(call.shares) for call in calls]):
+        return f"{reason}; give every rank the same"
+    if reason := differs("use of trace()", [bool(call.traces) for call in calls]):
+        return f"{reason}; enter and leave it on every rank at the same place"
     if len({call.plan for call in calls}) > 1:
         groups = by_rank([f"{call.plan:015x}"[:8] for call in calls])
         return f"the ranks run different plans: {groups}; step the same schedule on every rank"
@@ -121,8 +121,8 @@ def out_of_step(calls: Sequence[Call]) -> str | None:
             f"the ranks are in different calls of step() and eval(): {numbers}; a rank has left "
             "one out, or made one more. Make the same calls on every rank"
         )
-    if story := differs("number of training steps so far", [call.step for call in calls]):
-        return f"{story}; set steps on every rank when you resume"
+    if reason := differs("number of training steps so far", [call.step for call in calls]):
+        return f"{reason}; set steps on every rank when you resume"
     return None
 
 
@@ -210,11 +210,7 @@ _made: WeakKeyDictionary[object, _Made] = WeakKeyDictionary()
 class Agreement:
     """Raises the same error on all ranks of a pipeline and its replicas, and shares losses.
 
-    Args:
-        transport: the ranks.
-        replicas: the ranks that share the work of this rank's stages.
-        feed: the data of the running step.
-        forget: called if a step fails.
+    ``forget`` is called if a step fails.
     """
 
     def __init__(

@@ -2,63 +2,29 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from typing import Any
 
 import torch
 
-from taktline import pytree
-from taktline.meta import Signature, TensorMeta, flatten
+from taktline.meta import Signature
 from taktline.plan import Action, Kind, Plan
 from taktline.runtime.fused_backward import join, plain_loop
-from taktline.runtime.ports import Handback, Handover, Incoming, Outgoing
+from taktline.runtime.ports import Handback, Handover, Incoming, KnownPorts, Outgoing, Signatures
 from taktline.runtime.program import Instruction, Program
 from taktline.runtime.random_numbers import Drawing, RankRandom, Seeded, seeded
 from taktline.runtime.runnable_plan import merged
-from taktline.runtime.self_describing import Inbox, LearningIncoming, LearningOutgoing, Line, Outbox
+from taktline.runtime.self_describing import DescribedIncoming, DescribedOutgoing, DescribedPorts
 from taktline.runtime.stage_actions import Work
 from taktline.runtime.step_data import Feed
-from taktline.side_values import handed_on, opened
 from taktline.stage import PipelineStage
 from taktline.stage.grad_sync import GradSync
 from taktline.transport import Channel, Transport
-from taktline.transport.wire import Layout
 
-__all__ = ["Binding", "Bound", "Signatures", "bind", "channels_of"]
-
-UNDER_WAY = 2
-"""How many messages of a boundary may be under way where no reply tells that they arrived."""
-
-
-@dataclass(slots=True)
-class Signatures:
-    """The values that cross this rank's boundaries: for each stage, a signature per micro-batch."""
-
-    arriving: dict[int, list[Signature]] = field(default_factory=dict)
-    leaving: dict[int, list[Signature]] = field(default_factory=dict)
-    routes: Mapping[str, int] = field(default_factory=dict)
-    """The last stage that gets each skip."""
-
-    def along(self, routes: Mapping[str, int]) -> Signatures:
-        """The same signatures with skips that end at their route, and not at the last stage."""
-        return Signatures(
-            {s: [_without(x, routes, s - 1) for x in table] for s, table in self.arriving.items()},
-            {s: [_without(x, routes, s) for x in table] for s, table in self.leaving.items()},
-            routes,
-        )
-
-
-def _without(signature: Signature, routes: Mapping[str, int], stage: int) -> Signature:
-    """The signature of a stage's output, without skips that no later stage gets."""
-    if signature.spec is None:
-        return signature
-    arguments, skips = opened(pytree.tree_unflatten(signature.leaves, signature.spec))
-    leaves, spec = flatten(handed_on(arguments, skips, routes, stage))
-    return Signature(tuple(leaves), spec)
+__all__ = ["Binding", "Bound", "bind", "channels_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +56,7 @@ def channels_of(plan: Plan) -> list[Channel]:
 
 def bind(binding: Binding, known: Signatures | None) -> Bound:
     """The program of this process; without known signatures each message describes itself."""
-    make = _Learning(binding) if known is None else _Known(binding, known)
-    ends = _ends(binding, make)
+    ends = _ends(binding, known)
     make_work = partial(_work, binding, known)
     works = {index: make_work(index, **ends.of(index)) for index in binding.stages}
     rank_of, drawing = binding.plan.placement.rank_of, binding.drawing
@@ -143,10 +108,10 @@ class _Ends:
 
     handed_on: dict[int, Handover]
     handed_back: dict[int, Handback]
-    activations_in: dict[int, Incoming | LearningIncoming]
-    activations_out: dict[int, Outgoing | LearningOutgoing]
-    gradients_in: dict[int, Incoming | LearningIncoming]
-    gradients_out: dict[int, Outgoing | LearningOutgoing]
+    activations_in: dict[int, Incoming | DescribedIncoming]
+    activations_out: dict[int, Outgoing | DescribedOutgoing]
+    gradients_in: dict[int, Incoming | DescribedIncoming]
+    gradients_out: dict[int, Outgoing | DescribedOutgoing]
 
     def of(self, stage: int) -> dict[str, Any]:
         """The ports of a stage."""
@@ -158,13 +123,19 @@ class _Ends:
         }
 
 
-def _ends(binding: Binding, make: _Known | _Learning) -> _Ends:
-    here, rank_of = binding.transport.rank, binding.plan.placement.rank_of
+def _ends(binding: Binding, known: Signatures | None) -> _Ends:
+    stages, transport, train = binding.stages, binding.transport, binding.trains
+    if known is None:
+        make = DescribedPorts(stages, transport, binding.plan)
+    else:
+        make = KnownPorts(
+            stages, transport, known, trains=train, sends_may_wait=binding.sends_may_wait
+        )
+    here, rank_of = transport.rank, binding.plan.placement.rank_of
     # A boundary between two stages of this rank has the number of the first.
-    joined = [stage for stage in binding.stages if stage + 1 in binding.stages]
-    later = [s for s in binding.stages if s + 1 < len(rank_of) and s not in joined]
-    earlier = [s for s in binding.stages if s > 0 and s - 1 not in joined]
-    train = binding.trains
+    joined = [stage for stage in stages if stage + 1 in stages]
+    later = [s for s in stages if s + 1 < len(rank_of) and s not in joined]
+    earlier = [s for s in stages if s > 0 and s - 1 not in joined]
     return _Ends(
         {s: Handover() for s in joined},
         {s: Handback() for s in joined if train},
@@ -175,94 +146,12 @@ def _ends(binding: Binding, make: _Known | _Learning) -> _Ends:
     )
 
 
-class _Known:
-    """Makes ports whose messages have known sizes."""
-
-    def __init__(self, binding: Binding, signatures: Signatures) -> None:
-        self._binding = binding
-        self._signatures = signatures
-        self._layouts: dict[object, Layout] = {}
-
-    def incoming(self, stage: int, channel: Channel) -> Incoming:
-        """The receiving end for a stage."""
-        signatures = (
-            [Signature(s.gradients) for s in self._signatures.leaving[stage]]
-            if channel.gradients
-            else self._signatures.arriving[stage]
-        )
-        layouts = [self._layout(stage, s.tensors) for s in signatures]
-        return Incoming(self._binding.transport.receiver(channel), layouts, signatures)
-
-    def outgoing(self, stage: int, channel: Channel) -> Outgoing:
-        """The sending end for a stage."""
-        post = self._binding.transport.sender(channel)
-        # In training, the gradient of a micro-batch shows that its activations have arrived.
-        answered = self._binding.trains and not channel.gradients
-        limit = None if answered or not self._binding.sends_may_wait else UNDER_WAY
-        if channel.gradients:
-            arriving = self._signatures.arriving[stage]
-            return Outgoing(post, [self._layout(stage, s.gradients) for s in arriving], limit=limit)
-        leaving = self._signatures.leaving[stage]
-        layouts = [self._layout(stage, s.tensors) for s in leaving]
-        return Outgoing(post, layouts, leaving, limit=limit)
-
-    def _layout(self, stage: int, tensors: tuple[TensorMeta, ...]) -> Layout:
-        owner = self._binding.stages[stage]
-        # Stages share layouts and buffers, unless they may lie on different meshes.
-        sharded = any(tensor.sharding for tensor in tensors)
-        key = (tensors, owner.device, stage if sharded else None)
-        if key not in self._layouts:
-            self._layouts[key] = Layout(tensors, owner.device, owner.mesh_for)
-        return self._layouts[key]
-
-
-class _Learning:
-    """Makes ports whose messages describe themselves."""
-
-    def __init__(self, binding: Binding) -> None:
-        self._binding = binding
-        self._lines: defaultdict[int, Line] = defaultdict(Line)
-
-    def incoming(self, stage: int, channel: Channel) -> LearningIncoming:
-        """The receiving end for a stage."""
-        line = self._lines[channel.sender]
-        if channel.gradients not in line.inboxes:
-            line.inboxes[channel.gradients] = Inbox(
-                self._binding.transport.receiver(channel),
-                self._order(channel),
-                self._binding.stages[stage].device,
-                line,
-            )
-        return LearningIncoming(line.inboxes[channel.gradients], self._binding.stages[stage])
-
-    def outgoing(self, stage: int, channel: Channel) -> LearningOutgoing:
-        """The sending end for a stage."""
-        line = self._lines[channel.receiver]
-        if channel.gradients not in line.outboxes:
-            post = self._binding.transport.sender(channel, eager=True)
-            line.outboxes[channel.gradients] = Outbox(post, self._binding.stages[stage].device)
-        return LearningOutgoing(line.outboxes[channel.gradients], line)
-
-    def _order(self, channel: Channel) -> list[tuple[int, int]]:
-        """The (stage, micro-batch) of each message, in the order of the plan's receives."""
-        plan, rank_of = self._binding.plan, self._binding.plan.placement.rank_of
-        kind, step = (Kind.RECV_B, 1) if channel.gradients else (Kind.RECV_F, -1)
-        rows = plan.rows_of(channel.receiver)
-        return [
-            (stage, microbatch)
-            for row, stage, microbatch in zip(
-                rows.kind.tolist(), rows.stage.tolist(), rows.microbatch.tolist(), strict=True
-            )
-            if row == kind and rank_of[stage + step] == channel.sender
-        ]
-
-
 def _learned(ends: _Ends, microbatches: int) -> Signatures:
     def table(ports: Mapping[int, object]) -> dict[int, list[Signature]]:
         return {
             stage: [port.learned[m] for m in range(microbatches)]
             for stage, port in ports.items()
-            if isinstance(port, (LearningIncoming, LearningOutgoing))
+            if isinstance(port, (DescribedIncoming, DescribedOutgoing))
         }
 
     return Signatures(table(ends.activations_in), table(ends.activations_out))

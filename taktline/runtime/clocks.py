@@ -112,8 +112,8 @@ def align(transport: Transport) -> Offsets:
         times.append(time.perf_counter_ns())
         transport.exchange([0], "the clocks of a trace")
         times.append(time.perf_counter_ns())
-    everyone = transport.exchange(times, "the clocks of a trace")
-    enters, leaves = [[row[at::2] for row in everyone] for at in (0, 1)]
+    all_ranks = transport.exchange(times, "the clocks of a trace")
+    enters, leaves = [[row[at::2] for row in all_ranks] for at in (0, 1)]
     ahead, error = [], 0
     for entered, left in zip(enters, leaves, strict=True):
         least = max(mine - zero for mine, zero in zip(entered, leaves[0], strict=True))

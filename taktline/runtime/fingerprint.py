@@ -206,16 +206,8 @@ def _constants(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     One place in each of 4,096 equal parts, at unequal distances: equal ones might always hit the
     same column.
     """
-    drawn = np.frombuffer(_noise(8 * 3 * _SAMPLED), dtype="<i8")
+    drawn = np.random.PCG64(0).random_raw(3 * _SAMPLED).view(np.int64)
     within = drawn[:_SAMPLED] & (2**_PLACE_BITS // _SAMPLED - 1)
     places = np.arange(_SAMPLED) * (2**_PLACE_BITS // _SAMPLED) + within
     weights = drawn[_SAMPLED:] | 1
     return torch.tensor(places, device=device), torch.tensor(weights, device=device)
-
-
-def _noise(count: int) -> bytes:
-    """Pseudorandom bytes, always the same."""
-    return b"".join(
-        blake2b(index.to_bytes(8, "little"), digest_size=64).digest()
-        for index in range(count // 64)
-    )

@@ -22,7 +22,7 @@ import torch
 from taktline.plan import Kind
 from taktline.runtime.ports import Handback
 from taktline.runtime.program import Instruction
-from taktline.runtime.stage_actions import Own, Work, uncast
+from taktline.runtime.stage_actions import OwnLosses, Work, uncast
 from taktline.side_values import Aside, Replay, opened
 from taktline.stage import PipelineStage
 from taktline.stage.engine import accumulate
@@ -138,7 +138,7 @@ class _Backward:
         """The stage that is running."""
         return self._at[0]
 
-    def keep(self, stage: int, results: Sequence[Any], own: Own, aside: Aside | None) -> None:
+    def keep(self, stage: int, results: Sequence[Any], own: OwnLosses, aside: Aside | None) -> None:
         """Keep the results of a forward for the backward."""
         mark = self._marks[stage]
         for value in opened(results)[0]:

@@ -8,16 +8,14 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from taktline.checks import read
-from taktline.errors import MismatchError
 from taktline.meta import Signature
-from taktline.plan import Placement, Plan
+from taktline.plan import Placement
 from taktline.runtime.agreement import differs
 from taktline.runtime.tie_holders import TieUse, untied
-from taktline.stage import PipelineStage
 from taktline.text import by_rank, counted
 from taktline.transport.describe import decode, encode
 
-__all__ = ["Handshake", "check_stages", "examples", "misfit"]
+__all__ = ["Handshake", "examples", "misfit"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,16 +81,6 @@ _SCHEMA = {
 }
 
 
-def check_stages(stages: Sequence[PipelineStage], plan: Plan) -> None:
-    """Raise if a stage belongs to a model of another number of stages."""
-    for stage in stages:
-        if stage.num_stages != plan.stages:
-            raise MismatchError(
-                f"stage {stage.stage_index} is one of {stage.num_stages} (num_stages), but "
-                f"the plan has {counted(plan.stages, 'stage')}; give both the same"
-            )
-
-
 def examples(given: Mapping[int, Signature | None]) -> list[tuple[int, str]]:
     """The examples that a user has given for stages, as texts."""
     return [(stage, encode(example).decode()) for stage, example in given.items() if example]
@@ -110,17 +98,17 @@ def misfit(ranks: Sequence[Handshake]) -> str | None:
         ("trains", "presence of a loss_fn"),
         ("dynamic_shapes", "value of dynamic_shapes"),
     ):
-        if story := differs(noun, [getattr(rank, name) for rank in ranks]):
-            return f"{story}; give every rank the same"
-    story = (
+        if reason := differs(noun, [getattr(rank, name) for rank in ranks]):
+            return f"{reason}; give every rank the same"
+    reason = (
         _misplaced([rank.stages for rank in ranks], ranks[0].rank_of)
         or _misshaped(ranks)
         or untied([use for rank in ranks for use in rank.uses])
     )
-    if story is None and differs("plan", [rank.plan for rank in ranks]):
+    if reason is None and differs("plan", [rank.plan for rank in ranks]):
         groups = by_rank([rank.plan[:8] for rank in ranks])
         return f"the ranks have different plans: {groups}; build or read the same plan on each"
-    return story
+    return reason
 
 
 def _misshaped(ranks: Sequence[Handshake]) -> str | None:

@@ -10,21 +10,24 @@ import torch
 from taktline.errors import MismatchError
 from taktline.plan import Plan
 from taktline.runtime.agreement import Agreement, ScheduleNumber
-from taktline.runtime.bind import Bound, Signatures, channels_of
+from taktline.runtime.bind import Bound, channels_of
 from taktline.runtime.capture import Captures
-from taktline.runtime.handshake import Handshake, check_stages, examples, misfit
+from taktline.runtime.fingerprint import DataCheck
+from taktline.runtime.handshake import Handshake, examples, misfit
 from taktline.runtime.outcome import LossRelay
+from taktline.runtime.ports import Signatures
 from taktline.runtime.random_numbers import Drawing, RankRandom
 from taktline.runtime.replicas import Replicas
 from taktline.runtime.runnable_plan import Runnable
 from taktline.runtime.step_data import Feed
 from taktline.runtime.tie_gradients import Ties
 from taktline.stage import PipelineStage
-from taktline.text import by_rank
+from taktline.text import by_rank, counted
 from taktline.transport import Channel, Transport, transport_of
 from taktline.transport.control import share_texts
 from taktline.transport.distributed import Distributed
 from taktline.transport.one_rank import Alone
+from taktline.transport.turn import Turn
 
 __all__ = ["PipelineRank"]
 
@@ -40,13 +43,19 @@ class PipelineRank:
         microbatches: int,
         *,
         loss_fn: Callable[..., torch.Tensor] | None,
+        parts: Callable[[int], int],
+        seed: int | None,
         dynamic_shapes: bool,
     ) -> None:
+        """``parts`` returns the number of micro-batches for a number of rows."""
         self._name = name
+        self._turn = Turn(name)
         self._make_plan = make_plan
         self._stages = list(stages)
         self._microbatches = microbatches
         self._loss_fn = loss_fn
+        self._parts = parts
+        self._seed = seed
         self._dynamic_shapes = dynamic_shapes
         self.replicas = Replicas(self._stages)
         self._ties = Ties(self._stages)
@@ -61,6 +70,7 @@ class PipelineRank:
         self._identity = ScheduleNumber(self._stages[0].group)
         self._calls = 0
         self._channels: list[Channel] = []
+        self._data = DataCheck()
         self._feed = Feed()
         self._captures: Captures | None = None
         self._known: dict[tuple[int, ...], Signatures | Bound] = {}
@@ -151,7 +161,13 @@ class PipelineRank:
     def _check(self) -> None:
         """Raise if a stage does not fit: all checks before the first step, ties before each."""
         if not self._identity.number:
-            check_stages(self._stages, self.runnable.plan)
+            count = self.runnable.plan.stages
+            for stage in self._stages:
+                if stage.num_stages != count:
+                    raise MismatchError(
+                        f"stage {stage.stage_index} is one of {stage.num_stages} (num_stages), "
+                        f"but the plan has {counted(count, 'stage')}; give both the same"
+                    )
             self.replicas.check(self.transport)
         if not self._identity.number or self._ties.uses:
             self._ties.check()
@@ -177,20 +193,20 @@ class PipelineRank:
             self._identity.proposed(),
         )
         texts = share_texts(self.transport, mine.to_text(), "the first step")
-        everyone = [Handshake.from_text(text) for text in texts]
-        if story := misfit(everyone):
-            raise MismatchError(story)
+        all_ranks = [Handshake.from_text(text) for text in texts]
+        if reason := misfit(all_ranks):
+            raise MismatchError(reason)
         # The same plan on every rank, though only some of them may hold wrapped stages.
-        self._reduces = any(rank.reduces for rank in everyone)
+        self._reduces = any(rank.reduces for rank in all_ranks)
         self._runnable = self.runnable.with_wrapped(
-            shards=any(rank.shards for rank in everyone), reduces=self._reduces
+            shards=any(rank.shards for rank in all_ranks), reduces=self._reduces
         )
-        if len({rank.entangled for rank in everyone}) > 1:
+        if len({rank.entangled for rank in all_ranks}) > 1:
             self.replicas.pipeline = self.transport
-        self._entangled = any(rank.entangled for rank in everyone)
+        self._entangled = any(rank.entangled for rank in all_ranks)
         if isinstance(self.transport, Distributed) and self.transport.plane is not None:
             self.transport.plane.entangled |= self._entangled
-        channels = self._ties.find_holders([rank.uses for rank in everyone])
+        channels = self._ties.find_holders([rank.uses for rank in all_ranks])
         if self._random is None:
             channels |= set(channels_of(self.runnable.plan))
         self._channels = sorted(channels)
@@ -200,7 +216,7 @@ class PipelineRank:
         self._ties.begin(self.transport, rank_of)
         if self.transport.size > 1 and not _on_host(self.device):
             self.agreement.relay = LossRelay(self.transport, rank_of, self.device)
-        self._identity.adopt(everyone[0].number)
+        self._identity.adopt(all_ranks[0].number)
 
 
 def _on_host(device: torch.device) -> bool:

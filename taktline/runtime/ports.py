@@ -14,15 +14,18 @@ their tree (None: the leaves are the arguments themselves).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias
 
 import torch
 
 from taktline.errors import TransportError
-from taktline.meta import Signature, TensorMeta
-from taktline.pytree import TreeSpec
-from taktline.transport import Handle, Post
+from taktline.meta import Signature, TensorMeta, flatten
+from taktline.pytree import TreeSpec, tree_unflatten
+from taktline.side_values import handed_on, opened
+from taktline.stage import PipelineStage
+from taktline.transport import Channel, Handle, Post, Transport
 from taktline.transport.wire import Layout, Parcel
 
 __all__ = [
@@ -31,13 +34,18 @@ __all__ = [
     "Handover",
     "In",
     "Incoming",
+    "KnownPorts",
     "Out",
     "Outgoing",
     "PeerFailed",
+    "Signatures",
     "Values",
 ]
 
 Values: TypeAlias = tuple[Sequence[Any], TreeSpec | None]
+
+_UNDER_WAY = 2
+"""How many messages of a boundary may be under way where no reply tells that they arrived."""
 
 
 class PeerFailed(Exception):
@@ -202,3 +210,82 @@ def _constants(signature: Signature) -> list[tuple[int, Any]]:
         for index, leaf in enumerate(signature.leaves)
         if not isinstance(leaf, TensorMeta)
     ]
+
+
+@dataclass(slots=True)
+class Signatures:
+    """The values that cross this rank's boundaries: for each stage, a signature per micro-batch."""
+
+    arriving: dict[int, list[Signature]] = field(default_factory=dict)
+    leaving: dict[int, list[Signature]] = field(default_factory=dict)
+    routes: Mapping[str, int] = field(default_factory=dict)
+    """The last stage that gets each skip."""
+
+    def along(self, routes: Mapping[str, int]) -> Signatures:
+        """The same signatures with skips that end at their route, and not at the last stage."""
+        return Signatures(
+            {s: [_without(x, routes, s - 1) for x in table] for s, table in self.arriving.items()},
+            {s: [_without(x, routes, s) for x in table] for s, table in self.leaving.items()},
+            routes,
+        )
+
+
+def _without(signature: Signature, routes: Mapping[str, int], stage: int) -> Signature:
+    """The signature of a stage's output, without skips that no later stage gets."""
+    if signature.spec is None:
+        return signature
+    arguments, skips = opened(tree_unflatten(signature.leaves, signature.spec))
+    leaves, spec = flatten(handed_on(arguments, skips, routes, stage))
+    return Signature(tuple(leaves), spec)
+
+
+class KnownPorts:
+    """Makes the ports of channels whose signatures are known."""
+
+    def __init__(
+        self,
+        stages: Mapping[int, PipelineStage],
+        transport: Transport,
+        signatures: Signatures,
+        *,
+        trains: bool,
+        sends_may_wait: bool,
+    ) -> None:
+        self._stages = stages
+        self._transport = transport
+        self._signatures = signatures
+        self._trains = trains
+        self._sends_may_wait = sends_may_wait
+        self._layouts: dict[object, Layout] = {}
+
+    def incoming(self, stage: int, channel: Channel) -> Incoming:
+        """The receiving end for a stage."""
+        signatures = (
+            [Signature(s.gradients) for s in self._signatures.leaving[stage]]
+            if channel.gradients
+            else self._signatures.arriving[stage]
+        )
+        layouts = [self._layout(stage, s.tensors) for s in signatures]
+        return Incoming(self._transport.receiver(channel), layouts, signatures)
+
+    def outgoing(self, stage: int, channel: Channel) -> Outgoing:
+        """The sending end for a stage."""
+        post = self._transport.sender(channel)
+        # In training, the gradient of a micro-batch shows that its activations have arrived.
+        answered = self._trains and not channel.gradients
+        limit = None if answered or not self._sends_may_wait else _UNDER_WAY
+        if channel.gradients:
+            arriving = self._signatures.arriving[stage]
+            return Outgoing(post, [self._layout(stage, s.gradients) for s in arriving], limit=limit)
+        leaving = self._signatures.leaving[stage]
+        layouts = [self._layout(stage, s.tensors) for s in leaving]
+        return Outgoing(post, layouts, leaving, limit=limit)
+
+    def _layout(self, stage: int, tensors: tuple[TensorMeta, ...]) -> Layout:
+        owner = self._stages[stage]
+        # Stages share layouts and buffers, unless they may lie on different meshes.
+        sharded = any(tensor.sharding for tensor in tensors)
+        key = (tensors, owner.device, stage if sharded else None)
+        if key not in self._layouts:
+            self._layouts[key] = Layout(tensors, owner.device, owner.mesh_for)
+        return self._layouts[key]

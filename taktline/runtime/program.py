@@ -16,9 +16,7 @@ __all__ = ["Failure", "Fate", "Instruction", "Program", "Wrap", "stage_error"]
 class Sending(Protocol):
     """The sending end of a boundary."""
 
-    def settle_all(self) -> None:
-        """Wait until every message has left."""
-        ...
+    def settle_all(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,12 +49,8 @@ class Failure:
     error: TaktlineError | None = None
 
 
-class Fate(Protocol):
-    """Decides what an error means for the ranks together."""
-
-    def judge(self, error: Exception, located: StageError | None) -> None:
-        """Raise if the ranks cannot go on; ``located`` is the error with its rank and stage."""
-        ...
+Fate: TypeAlias = Callable[[Exception, StageError | None], None]
+"""Raises if the ranks cannot go on after an error, also given with its rank and stage."""
 
 
 class Program:
@@ -71,7 +65,7 @@ class Program:
     ) -> None:
         """``rank_of`` has the rank of each stage; ``joined`` returns fewer, equal instructions.
 
-        The joined instructions run unless somebody observes each action by itself.
+        The joined instructions run unless each action is observed by itself.
         """
         self._rank_of = rank_of
         self._each = instructions
@@ -107,7 +101,7 @@ class Program:
                 raise  # the other ranks have left this step
             located = self._located(self._instructions[min(self.position, len(runs) - 1)], error)
             if fate is not None:
-                fate.judge(error, located)
+                fate(error, located)
             failure = Failure(located)
         if failure is not None:
             self._play_on(self.position, fate)
@@ -154,7 +148,7 @@ class Program:
                 if isinstance(error, TaktlineError) and error.recoverable != "step":
                     raise
                 if fate is not None:
-                    fate.judge(error, None)
+                    fate(error, None)
 
     def _located(self, instruction: Instruction, error: Exception) -> StageError:
         action = instruction.running

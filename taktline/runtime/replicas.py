@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 
 import torch.distributed as dist
 
@@ -92,12 +92,9 @@ class Replicas:
         """Whether other ranks compute a stage together with this one."""
         return any(bool(_work_groups(each)) for each in self._stages if each.stage_index == stage)
 
-    def step(self) -> AbstractContextManager[None]:
-        """Inside, the wrappers do not communicate by themselves."""
-        return self._step() if self._syncs else nullcontext()
-
     @contextmanager
-    def _step(self) -> Iterator[None]:
+    def step(self) -> Iterator[None]:
+        """Inside, the wrappers do not communicate by themselves."""
         begun: list[GradSync] = []
         try:
             for sync in self._syncs:

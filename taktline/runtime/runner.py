@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from typing import Any
@@ -10,20 +10,18 @@ from typing import Any
 import torch
 
 from taktline.errors import MismatchError, StageError, TaktlineError, text_of
-from taktline.plan import Plan
 from taktline.runtime.agreement import Call, mismatch, out_of_step
-from taktline.runtime.bind import Binding, Bound, Signatures, bind
+from taktline.runtime.bind import Binding, Bound, bind
 from taktline.runtime.capture import Captures, CudaGraphs, Graphs
-from taktline.runtime.fingerprint import DataCheck, digest_of
+from taktline.runtime.fingerprint import digest_of
 from taktline.runtime.pipeline_rank import PipelineRank
+from taktline.runtime.ports import Signatures
 from taktline.runtime.program import Failure, Program
 from taktline.runtime.step_data import Facts, Feed
 from taktline.runtime.trace import Recorder, watching
 from taktline.runtime.watchdog import STALL_SECONDS, Watch, guarded
-from taktline.stage import PipelineStage
 from taktline.text import counted
 from taktline.transport.distributed import Distributed
-from taktline.transport.turn import Turn
 
 __all__ = ["Finish", "Fit", "Prepare", "Runner"]
 
@@ -40,32 +38,12 @@ _REMEMBERED = 8
 class Runner(PipelineRank):
     """Runs the steps of one schedule on this rank, or on all ranks if they are in this process."""
 
-    def __init__(
-        self,
-        name: str,
-        make_plan: Callable[[int], Plan],
-        stages: Sequence[PipelineStage],
-        microbatches: int,
-        *,
-        loss_fn: Callable[..., torch.Tensor] | None,
-        parts: Callable[[int], int],
-        seed: int | None,
-        dynamic_shapes: bool,
-    ) -> None:
-        """``parts`` returns the number of micro-batches for a number of rows."""
-        super().__init__(
-            name, make_plan, stages, microbatches, loss_fn=loss_fn, dynamic_shapes=dynamic_shapes
-        )
-        self._turn = Turn(name)
-        self._parts = parts
-        self._seed = seed
-        self.recorder: Recorder | None = None
-        """Records the steps, while there is a trace."""
-        self._watch: Watch | None = None
-        self.stall_after: float | None = STALL_SECONDS
-        self._failed = False
-        """Whether the latest call has raised: then all ranks know."""
-        self._data = DataCheck()
+    recorder: Recorder | None = None
+    """Records the steps, while there is a trace."""
+    stall_after: float | None = STALL_SECONDS
+    _watch: Watch | None = None
+    _failed = False
+    """Whether the latest call has raised: then all ranks know."""
 
     def capture(self, graphs: Graphs | None = None) -> None:
         """Capture programs as CUDA graphs, or with ``graphs``, and replay them."""
@@ -90,13 +68,8 @@ class Runner(PipelineRank):
     def run(self, prepare: Prepare, fit: Fit, finish: Finish, *, trains: bool) -> tuple[Any, Feed]:
         """Run one step: returns its output, and the feed with its losses.
 
-        Every rank raises the same error.
-
-        Args:
-            prepare: fills the feed with what this rank knows by itself.
-            fit: fills in what depends on the rows of the batch, once all ranks know them.
-            finish: merges the outputs of the micro-batches.
-            trains: whether there is a backward.
+        Every rank raises the same error. ``prepare`` fills the feed, and ``fit`` those fields that
+        depend on the rows of the batch, once all ranks know them; ``finish`` merges the outputs.
         """
         self._failed = True
         with self._turn, self.watch as watch:
@@ -127,7 +100,7 @@ class Runner(PipelineRank):
     def _has_verdict(self) -> bool:
         return isinstance(self.transport, Distributed) and self.transport.verdict is not None
 
-    def judge(self, error: Exception, located: StageError | None) -> None:
+    def _judge(self, error: Exception, located: StageError | None) -> None:
         """Raise if the ranks cannot go on: another rank failed, or others compute with this one."""
         if not isinstance(self.transport, Distributed):
             return
@@ -196,13 +169,13 @@ class Runner(PipelineRank):
         ):
             watch.program = bound.program
             if failure is None:
-                eagerly = partial(bound.program.run, wrap, self)
+                eagerly = partial(bound.program.run, wrap, self._judge)
                 if self._captures is None or wrap is not None:
                     failure = eagerly()
                 else:
                     failure = self._captures.run(agreed, bound, eagerly, self._ties.apart)
             else:
-                bound.program.forgo(self)
+                bound.program.forgo(self._judge)
         watch.program, watch.doing = None, "waits for the gradients of tied weights"
         failure = self._ties.add_up(failure)
         watch.doing = "waits for every rank to end the step"
@@ -237,10 +210,10 @@ class Runner(PipelineRank):
             return
         failure, what = None, "the end of accumulate()"
         if raised is not None:
-            story = "has left accumulate() by an error, so nothing was added up"
+            reason = "has left accumulate() by an error, so nothing was added up"
             kind = type(raised).__name__
             failure = Failure(
-                MismatchError(f"rank {self.transport.rank} {story}: {kind}: {text_of(raised)}")
+                MismatchError(f"rank {self.transport.rank} {reason}: {kind}: {text_of(raised)}")
             )
         # Before any collective: a rank in another step would not answer.
         self.agreement.conclude(failure, what)
@@ -299,12 +272,12 @@ class Runner(PipelineRank):
         calls = [Call.read(numbers, rank) for rank, numbers in enumerate(shared)]
         if any(call.failed for call in calls):
             self.agreement.raise_first(error)
-        if story := out_of_step(calls):
-            raise MismatchError(story)
+        if reason := out_of_step(calls):
+            raise MismatchError(reason)
         if not self._identity.number:
             self._shake_hands()
-        if story := mismatch(calls):
-            raise MismatchError(story)
+        if reason := mismatch(calls):
+            raise MismatchError(reason)
         rows = max(call.batch for call in calls)
         self._feed.rows, self._feed.microbatches = rows, self._parts(rows)
         return trains, self._feed.microbatches, *(call.inputs for call in calls)

@@ -16,22 +16,23 @@ from __future__ import annotations
 
 import os
 import struct
-from collections import deque
-from collections.abc import Sequence
+from collections import defaultdict, deque
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
 
 from taktline.errors import SignatureError
 from taktline.meta import Signature, TensorMeta
+from taktline.plan import Kind, Plan
 from taktline.pytree import TreeSpec
 from taktline.runtime.ports import BrokenChannel, PeerFailed, Values
 from taktline.stage import PipelineStage
-from taktline.transport import Handle, Post
+from taktline.transport import Channel, Handle, Post, Transport
 from taktline.transport.describe import decode, encode
 from taktline.transport.wire import Layout
 
-__all__ = ["Inbox", "LearningIncoming", "LearningOutgoing", "Line", "Outbox"]
+__all__ = ["DescribedIncoming", "DescribedOutgoing", "Inbox", "Outbox", "Peer"]
 
 _NUMBERS = struct.Struct("<5q")
 _HEAD = 512
@@ -85,7 +86,7 @@ class Outbox:
         self.arrived(self.sent)
 
 
-class Line:
+class Peer:
     """The channels from and to one other rank, by whether they carry gradients."""
 
     def __init__(self) -> None:
@@ -113,9 +114,9 @@ class Inbox:
     """The receiving end of a channel: takes messages in their order, keeps early ones."""
 
     def __init__(
-        self, post: Post, order: Sequence[tuple[int, int]], device: torch.device, line: Line
+        self, post: Post, order: Sequence[tuple[int, int]], device: torch.device, peer: Peer
     ) -> None:
-        self._line = line
+        self._peer = peer
         self._post = post
         self._device = device
         self._order = order
@@ -138,7 +139,7 @@ class Inbox:
         head = _read(self._fetch(_HEAD))
         status, text_size, data_size, *received = _NUMBERS.unpack_from(head)
         self._check(status, text_size, data_size, received)
-        self._line.arrived(received)
+        self._peer.arrived(received)
         if status == _FAILED:
             return None
         text = head[_NUMBERS.size :][:text_size]
@@ -162,7 +163,7 @@ class Inbox:
             status in (_DONE, _FAILED)
             and 0 <= text <= _MOST_TEXT
             and 0 <= data <= _memory(self._device)
-            and self._line.may_have_received(received)
+            and self._peer.may_have_received(received)
         ):
             return
         raise BrokenChannel(_NO_MESSAGE)
@@ -173,7 +174,7 @@ class Inbox:
         return buffer
 
 
-class LearningIncoming:
+class DescribedIncoming:
     """Takes the values of one stage from an inbox, and notes their signatures."""
 
     def __init__(self, inbox: Inbox, stage: PipelineStage) -> None:
@@ -205,12 +206,12 @@ class LearningIncoming:
         self._inbox.discard((self._stage, microbatch))
 
 
-class LearningOutgoing:
+class DescribedOutgoing:
     """Sends values with their description, and notes their signatures."""
 
-    def __init__(self, outbox: Outbox, line: Line) -> None:
+    def __init__(self, outbox: Outbox, peer: Peer) -> None:
         self._outbox = outbox
-        self._line = line
+        self._peer = peer
         self._device = outbox.device
         self._given: dict[int, tuple[Signature, torch.Tensor]] = {}
         self.learned: dict[int, Signature] = {}
@@ -243,11 +244,55 @@ class LearningOutgoing:
         self._outbox.settle_all()
 
     def _head(self, status: int, text_size: int, data_size: int, text: bytes) -> torch.Tensor:
-        numbers = _NUMBERS.pack(status, text_size, data_size, *self._line.received)
+        numbers = _NUMBERS.pack(status, text_size, data_size, *self._peer.received)
         return self._written((numbers + text).ljust(_HEAD, b"\0"))
 
     def _written(self, data: bytes) -> torch.Tensor:
         return torch.frombuffer(bytearray(data), dtype=torch.uint8).to(self._device)
+
+
+class DescribedPorts:
+    """Makes the ports of channels whose messages describe themselves."""
+
+    def __init__(
+        self, stages: Mapping[int, PipelineStage], transport: Transport, plan: Plan
+    ) -> None:
+        self._stages = stages
+        self._transport = transport
+        self._plan = plan
+        self._peers: defaultdict[int, Peer] = defaultdict(Peer)
+
+    def incoming(self, stage: int, channel: Channel) -> DescribedIncoming:
+        """The receiving end for a stage."""
+        peer = self._peers[channel.sender]
+        if channel.gradients not in peer.inboxes:
+            peer.inboxes[channel.gradients] = Inbox(
+                self._transport.receiver(channel),
+                self._order(channel),
+                self._stages[stage].device,
+                peer,
+            )
+        return DescribedIncoming(peer.inboxes[channel.gradients], self._stages[stage])
+
+    def outgoing(self, stage: int, channel: Channel) -> DescribedOutgoing:
+        """The sending end for a stage."""
+        peer = self._peers[channel.receiver]
+        if channel.gradients not in peer.outboxes:
+            post = self._transport.sender(channel, eager=True)
+            peer.outboxes[channel.gradients] = Outbox(post, self._stages[stage].device)
+        return DescribedOutgoing(peer.outboxes[channel.gradients], peer)
+
+    def _order(self, channel: Channel) -> list[tuple[int, int]]:
+        """The (stage, micro-batch) of each message, in the order of the plan's receives."""
+        rank_of, rows = self._plan.placement.rank_of, self._plan.rows_of(channel.receiver)
+        kind, step = (Kind.RECV_B, 1) if channel.gradients else (Kind.RECV_F, -1)
+        return [
+            (stage, microbatch)
+            for row, stage, microbatch in zip(
+                rows.kind.tolist(), rows.stage.tolist(), rows.microbatch.tolist(), strict=True
+            )
+            if row == kind and rank_of[stage + step] == channel.sender
+        ]
 
 
 def _memory(device: torch.device) -> int:

@@ -18,14 +18,14 @@ from taktline.sharding import is_sharded, root_gradient
 from taktline.side_values import Aside, handed_on, opened, require_number
 from taktline.stage import PipelineStage
 
-__all__ = ["Keep", "Own", "Work", "uncast"]
+__all__ = ["Keep", "OwnLosses", "Work", "uncast"]
 
-Own: TypeAlias = tuple[Sequence[torch.Tensor], Sequence[torch.Tensor | None]]
+OwnLosses: TypeAlias = tuple[Sequence[torch.Tensor], Sequence[torch.Tensor | None]]
 """A stage's own losses, and their root gradients."""
 
-_NO_LOSS: Own = ((), ())
+_NO_LOSS: OwnLosses = ((), ())
 
-Keep: TypeAlias = Callable[[int, Sequence[Any], Own, Aside | None], None]
+Keep: TypeAlias = Callable[[int, Sequence[Any], OwnLosses, Aside | None], None]
 """Keeps the stage, results, own losses and side values of a forward, for one backward of all
 stages."""
 
@@ -167,7 +167,7 @@ class Work:
             values = handed_on(values, aside.skips, self._routes, self._index)
         return flatten(values) if self._joined is None else (values, None)
 
-    def _finish(self, microbatch: int, output: Any, aside: Aside) -> Own:
+    def _finish(self, microbatch: int, output: Any, aside: Aside) -> OwnLosses:
         """Keep the output if wanted, and compute the loss with its root gradient."""
         feed = self._feed
         if aside.skips:
@@ -192,7 +192,7 @@ class Work:
         scale = feed.scale if feed.scales is None else feed.scales[microbatch]
         return (loss,), (self._root_gradient(loss, scale, (0, microbatch)),)
 
-    def _note(self, microbatch: int, aside: Aside, own: Own) -> Own:
+    def _note(self, microbatch: int, aside: Aside, own: OwnLosses) -> OwnLosses:
         """Collect the side values of a forward; returns the losses with the added ones."""
         feed = self._feed
         if aside.observed:

@@ -22,7 +22,8 @@ def unwrapped(module: nn.Module) -> nn.Module:
     Linear(in_features=2, out_features=2, bias=True)
     """
     while True:
-        inside = module._modules.get("module") if _is_ddp(module) else None
+        is_ddp = isinstance(module, DistributedDataParallel)
+        inside = module._modules.get("module") if is_ddp else None
         for name in _INSIDE:
             inside = inside or module._modules.get(name)
         if inside is None:
@@ -100,7 +101,3 @@ def _walk(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
     for name, child in inner._modules.items():
         if child is not None:
             yield from _walk(child, f"{path}{name}.")
-
-
-def _is_ddp(module: nn.Module) -> bool:
-    return isinstance(module, DistributedDataParallel)

@@ -45,8 +45,8 @@ class SplitReport:
         if self.exact:
             lines = ["gradients equal those of a plain backward"]
         else:
-            told = ", ".join(f"{name} by {value:g}" for name, value in self.differences.items())
-            lines = [f"gradients differ from those of a plain backward: {told}"]
+            listed = ", ".join(f"{name} by {value:g}" for name, value in self.differences.items())
+            lines = [f"gradients differ from those of a plain backward: {listed}"]
         lines.append(f"in W: {', '.join(self.later) or 'nothing'}")
         for reason in dict.fromkeys(self.at_once.values()):
             names = [name for name, other in self.at_once.items() if other == reason]
@@ -111,10 +111,10 @@ def _gradients(
     weights = list(parameters.values())
     reasons: dict[str, str] = {}
     if split:
-        told = explain(roots, inputs, weights)
+        why = explain(roots, inputs, weights)
         pending = Splitter().run_input(roots, gradients, inputs, weights)
         later = set() if pending is None else set(pending.weights)
-        reasons = {name: told[p] for name, p in parameters.items() if p not in later}
+        reasons = {name: why[p] for name, p in parameters.items() if p not in later}
         if pending is not None:
             pending.run()
     else:

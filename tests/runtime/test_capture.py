@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import taktline as tl
 from taktline.runtime.bind import Binding
 from taktline.runtime.capture import Captures
-from taktline.runtime.capture.state import kept
+from taktline.runtime.capture.state import keep_state
 
 WIDTH = 6
 
@@ -446,7 +446,7 @@ def test_a_failed_capture_leaves_nothing_behind() -> None:
 def test_what_a_failed_capture_has_left_in_modules_is_put_back() -> None:
     module = nn.BatchNorm1d(2)
     mean, stage = module.running_mean, tl.PipelineStage(module, 0, 1, torch.device("cpu"))
-    restore = kept([stage])
+    restore = keep_state([stage])
     module.running_mean = torch.full((2,), 7.0)
     module.latest = torch.zeros(())
     module.eps = 3.0

@@ -14,7 +14,7 @@ from taktline.runtime.bind import Binding, Bound, bind
 from taktline.runtime.capture.cuda import Graph, Graphs
 from taktline.runtime.capture.gradients import Buffers, Pool, Touched
 from taktline.runtime.capture.inputs import Inputs, Static
-from taktline.runtime.capture.state import kept, look
+from taktline.runtime.capture.state import keep_state, state_of
 from taktline.runtime.program import Failure
 from taktline.runtime.step_data import Feed
 from taktline.stage import PipelineStage
@@ -71,7 +71,7 @@ class Captures:
         self._refusal = graphs.refusal()
         if dynamic_shapes:
             self._refusal = "shapes depend on values (dynamic_shapes), so no step is like another"
-        self._told: set[str] = set()
+        self._reasons: set[str] = set()
         self._entries: dict[Hashable, _Entry] = {}
         self._pool = Pool()
 
@@ -97,12 +97,12 @@ class Captures:
         """
         feed = bound.binding.feed
         inputs = Inputs(feed)
-        told = self._refusal or inputs.refusal(self._stages[0].device)
+        reason = self._refusal or inputs.refusal(self._stages[0].device)
         if isinstance(bound.binding.transport, LocalTransport):
-            told = "ranks are threads, which wait for each other in the middle of a step"
-        state = look(self._stages)
-        if told is not None or isinstance(state, str):
-            self._tell(told or str(state))
+            reason = "ranks are threads, which wait for each other in the middle of a step"
+        state = state_of(self._stages)
+        if reason is not None or isinstance(state, str):
+            self._warn(reason or str(state))
             return eagerly()
         if bound.known is None:
             return eagerly()  # the first step finds the signatures
@@ -123,7 +123,7 @@ class Captures:
         entry = self._entries.get(kind)
         if entry is None:
             if len(self._entries) >= _KINDS:
-                self._tell(f"there are more than {_KINDS} kinds of steps; the rest runs eagerly")
+                self._warn(f"there are more than {_KINDS} kinds of steps; the rest runs eagerly")
                 return None
             entry = self._entries[kind] = _Entry(_name(bound))
         return entry
@@ -154,7 +154,7 @@ class Captures:
         static = inputs.static(self._stages[0].device)
         static.fill(inputs, bound.binding.feed.number)
         buffers = self._pool.buffers(entry.touched, apart)
-        restore = kept(self._stages)
+        restore = keep_state(self._stages)
 
         def make(binding: Binding) -> Callable[[], None]:
             program = bind(binding, bound.known).program
@@ -168,15 +168,15 @@ class Captures:
 
         graph = None
         try:
-            with buffers.lent(self._stages) as told:
+            with buffers.lent(self._stages) as reasons:
                 graph = self._graphs.capture(replace(bound.binding, feed=static.feed), make)
         except Exception as error:
-            told = [_reason(error)]
-        if look(self._stages) != state:
-            told.append("its forward puts other tensors in the place of parameters or buffers")
-        if graph is None or told:
+            reasons = [_reason(error)]
+        if state_of(self._stages) != state:
+            reasons.append("its forward puts other tensors in the place of parameters or buffers")
+        if graph is None or reasons:
             restore()
-            self._refuse(entry, told[0])
+            self._refuse(entry, reasons[0])
             return False
         entry.captured = _Captured(graph, static, buffers, state)
         return True
@@ -192,17 +192,19 @@ class Captures:
 
     def _refuse(self, entry: _Entry, reason: str) -> None:
         entry.refusal, entry.captured = reason, None
-        self._tell(reason)
+        self._warn(reason)
 
-    def _tell(self, reason: str) -> None:
+    def _warn(self, reason: str) -> None:
         """Warn once for each reason."""
-        if reason not in self._told:
-            self._told.add(reason)
+        if reason not in self._reasons:
+            self._reasons.add(reason)
             warn(f"not captured as a CUDA graph, so it runs eagerly: {reason}")
 
     def __str__(self) -> str:
         lines = [f"  {entry.name}: {_state(entry)}" for entry in self._entries.values()]
-        lines += [f"  eagerly: {reason}" for reason in self._told if not self._is_of_entry(reason)]
+        lines += [
+            f"  eagerly: {reason}" for reason in self._reasons if not self._is_of_entry(reason)
+        ]
         return "\n".join(["CUDA graphs:", *(lines or ["  no step has run"])])
 
     def _is_of_entry(self, reason: str) -> bool:

@@ -139,11 +139,11 @@ class Buffers:
         before = {p: p.grad for stage in stages for p in parameters_of(stage.submod)}
         self._put()
         lent = {p: p.grad for p in before}
-        told: list[str] = []
+        reasons: list[str] = []
         try:
-            yield told
+            yield reasons
             if any(p.grad is not gradient for p, gradient in lent.items()):
-                told.append("a parameter gets a gradient that it did not get before")
+                reasons.append("a parameter gets a gradient that it did not get before")
         finally:
             for parameter, gradient in before.items():
                 parameter.grad = gradient

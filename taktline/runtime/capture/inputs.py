@@ -49,12 +49,12 @@ class Inputs:
     def kind(self) -> tuple[object, ...]:
         """All that a graph depends on: not the values of tensors, nor the weights of losses."""
         feed = self._feed
-        looks = tuple(
+        kinds = tuple(
             (leaf.dtype, leaf.shape) if isinstance(leaf, torch.Tensor) else (type(leaf), leaf)
             for leaf in self.leaves
         )
         counted = tuple(bool(count) for count in self.counts)
-        return (self._structure, looks, counted, feed.outputs is None, feed.wants_losses)
+        return (self._structure, kinds, counted, feed.outputs is None, feed.wants_losses)
 
     def static(self, device: torch.device) -> Static:
         """Buffers for steps of this kind."""

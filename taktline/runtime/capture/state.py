@@ -12,10 +12,10 @@ from torch.nn.modules.module import _has_any_global_hook
 from taktline.sharding import is_sharded, local
 from taktline.stage import PipelineStage
 
-__all__ = ["kept", "look"]
+__all__ = ["keep_state", "state_of"]
 
 
-def look(stages: Sequence[PipelineStage]) -> tuple[object, ...] | str:
+def state_of(stages: Sequence[PipelineStage]) -> tuple[object, ...] | str:
     """Modes, parameters and buffers with their addresses; or why there can be no graph.
 
     A graph is right as long as this stays the same.
@@ -29,15 +29,15 @@ def look(stages: Sequence[PipelineStage]) -> tuple[object, ...] | str:
         torch.get_float32_matmul_precision(),
     ]
     for stage in stages:
-        told = _note(stage.submod, found)
+        reason = _note(stage.submod, found)
         if stage.grad_sync is not None:
-            told = "it is wrapped in DDP or FSDP, which decide in Python what to send"
-        if told is not None:
-            return f"stage {stage.stage_index}: {told}"
+            reason = "it is wrapped in DDP or FSDP, which decide in Python what to send"
+        if reason is not None:
+            return f"stage {stage.stage_index}: {reason}"
     return tuple(found)
 
 
-def kept(stages: Sequence[PipelineStage]) -> Callable[[], None]:
+def keep_state(stages: Sequence[PipelineStage]) -> Callable[[], None]:
     """Keep the attributes of modules; returns a function that restores them.
 
     For a failed capture, whose forward leaves values that were never computed.

@@ -74,8 +74,8 @@ def divide(whole: fx.GraphModule, later: Collection[int]) -> Division | str | No
     None if there is nothing to put off.
     """
     nodes = list(whole.graph.nodes)
-    if told := _effect(nodes):
-        return told
+    if effect := _effect(nodes):
+        return effect
     results: Sequence[Any] = nodes[-1].args[0]
     late = _late(nodes, results, later)
     ours = tuple(i for i in later if isinstance(results[i], fx.Node) and results[i] in late)

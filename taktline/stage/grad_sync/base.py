@@ -52,7 +52,7 @@ class GradSync(ABC):
 
     @abstractmethod
     def unshard(self) -> None:
-        """UNSHARD: begin to gather the parameters."""
+        """UNSHARD: start to gather the parameters."""
 
     @abstractmethod
     def reshard(self) -> None:

@@ -40,11 +40,8 @@ class DDPSync(GradSync):
 
     def refusal(self) -> str | None:
         """Why a DDP cannot be averaged here; None if it can."""
-        for wrapper in self._wrappers:
-            for found, story in _hindrances(wrapper.ddp):
-                if found:
-                    return f"its DDP has {story}"
-        return None
+        hindrances = (_hindrance(wrapper.ddp) for wrapper in self._wrappers)
+        return next((f"its DDP has {found}" for found in hindrances if found), None)
 
     def begin(self) -> None:
         """Stop the reducers; a DDP under no_sync() stays as it is."""
@@ -186,32 +183,27 @@ def _buckets(wrapper: _Wrapper) -> Iterator[_Bucket]:
             yield _Bucket(bucket, group)
 
 
-def _hindrances(ddp: Any) -> Iterator[tuple[object, str]]:
-    """Features of a DDP that do not work in a stage: whether it has each, and why not."""
-    yield (
-        ddp._comm_hooks,
-        "a communication hook, which reduces by itself, at the wrong time; leave it out",
-    )
-    yield (
-        ddp.static_graph,
-        "static_graph=True, so that it reduces by itself after the first backward, which is the "
-        "wrong time; leave it out: it saves nothing here",
-    )
-    yield (
-        getattr(ddp, "_use_python_reducer", False),
-        "the Python reducer, which reduces by itself, at the wrong time; choose another "
-        "torch._dynamo.config.optimize_ddp",
-    )
-    yield (
-        getattr(ddp, "_delay_all_reduce_params", None),
-        "delay_all_reduce_named_params; leave it out: here all gradients are reduced together",
-    )
-    yield (
-        ddp.mixed_precision,
-        "mixed precision of its own, which needs its own backward; use fully_shard or autocast",
-    )
-    kinds = (nn.Embedding, nn.EmbeddingBag)
-    yield (
-        any(isinstance(module, kinds) and module.sparse for module in ddp.modules()),
-        "sparse gradients, which cannot be put into buckets; leave out sparse=True",
-    )
+def _hindrance(ddp: Any) -> str | None:
+    """The feature of a DDP that does not work in a stage, and why; None if it has none."""
+    too_early = "which reduces by itself, at the wrong time"
+    embeddings = [m for m in ddp.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag))]
+    if ddp._comm_hooks:
+        return f"a communication hook, {too_early}; leave it out"
+    if ddp.static_graph:
+        return (
+            "static_graph=True, so that it reduces by itself after the first backward, which is "
+            "the wrong time; leave it out: it saves nothing here"
+        )
+    if getattr(ddp, "_use_python_reducer", False):
+        return f"the Python reducer, {too_early}; choose another torch._dynamo.config.optimize_ddp"
+    if getattr(ddp, "_delay_all_reduce_params", None):
+        return (
+            "delay_all_reduce_named_params; leave it out: here all gradients are reduced together"
+        )
+    if ddp.mixed_precision:
+        return (
+            "mixed precision of its own, which needs its own backward; use fully_shard or autocast"
+        )
+    if any(module.sparse for module in embeddings):
+        return "sparse gradients, which cannot be put into buckets; leave out sparse=True"
+    return None

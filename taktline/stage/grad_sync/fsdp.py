@@ -8,8 +8,7 @@ of the reduction.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import nn
@@ -24,25 +23,8 @@ ParamGroup = Any
 """Parameters that FSDP communicates together; torch has no public type for such groups."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Settings:
-    """The settings by which a group of parameters communicates by itself."""
-
-    reduce_grads: bool
-    reshard_after_backward: bool
-    post_forward_mesh_info: Any
-
-    @classmethod
-    def of(cls, group: ParamGroup) -> _Settings:
-        return cls(group.reduce_grads, group.reshard_after_backward, group.post_forward_mesh_info)
-
-    def apply(self, group: ParamGroup) -> None:
-        group.reduce_grads = self.reduce_grads
-        group.reshard_after_backward = self.reshard_after_backward
-        group.post_forward_mesh_info = self.post_forward_mesh_info
-
-
-_NOTHING = _Settings(False, False, None)
+_OFF = {"reduce_grads": False, "reshard_after_backward": False, "post_forward_mesh_info": None}
+"""The settings of a group that does not communicate by itself."""
 
 
 class FSDPSync(GradSync):
@@ -58,7 +40,8 @@ class FSDPSync(GradSync):
         self._units: list[FSDPModule] = list(units.values())
         self._roots: list[Any] = [m._get_fsdp_state() for m in _outermost(module)]
         self._groups: list[ParamGroup] = [g for state in units for g in _groups_of(state)]
-        self._settings: list[_Settings] = []
+        self._settings: list[dict[str, Any]] = []
+        """The settings of each group outside of a step."""
         self._reduced = False
 
     @property
@@ -79,9 +62,9 @@ class FSDPSync(GradSync):
 
     def begin(self) -> None:
         """Stop FSDP from gathering, releasing and reducing by itself."""
-        self._settings = [_Settings.of(group) for group in self._groups]
+        self._settings = [{name: getattr(g, name) for name in _OFF} for g in self._groups]
         for group in self._groups:
-            _NOTHING.apply(group)
+            _set(group, _OFF)
         # Parameters gathered by a forward outside of the pipeline may be outdated.
         self.reshard()
 
@@ -97,7 +80,7 @@ class FSDPSync(GradSync):
             root._comm_ctx.post_forward_order.clear()
         for group, settings in zip(self._groups, self._settings, strict=False):
             group._post_forward_indices.clear()
-            settings.apply(group)
+            _set(group, settings)
         self._settings = []
 
     def unshard(self) -> None:
@@ -133,7 +116,7 @@ class FSDPSync(GradSync):
     def _reduce(self) -> None:
         for group, settings in zip(self._groups, self._settings, strict=True):
             # Unless the user has put it off with set_requires_gradient_sync(False).
-            group.reduce_grads = settings.reduce_grads
+            group.reduce_grads = settings["reduce_grads"]
             group.post_backward()
             group.reduce_grads = False
         self._reduced = True
@@ -163,6 +146,11 @@ class FSDPSync(GradSync):
                 if hasattr(parameter, "_unsharded_param"):
                     parameter._unsharded_param.grad = None
         self.reshard()
+
+
+def _set(group: ParamGroup, settings: Mapping[str, Any]) -> None:
+    for name, value in settings.items():
+        setattr(group, name, value)
 
 
 def _outermost(module: nn.Module) -> Iterator[FSDPModule]:
