@@ -25,7 +25,7 @@ from taktline.runtime.program import Instruction
 from taktline.runtime.stage_actions import OwnLosses, Work, uncast
 from taktline.side_values import Aside, Replay, opened
 from taktline.stage import PipelineStage
-from taktline.stage.engine import accumulate
+from taktline.stage.autograd_engine import accumulate
 
 __all__ = ["join", "plain_loop"]
 

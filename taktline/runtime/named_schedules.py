@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import ClassVar, Unpack
 
 from taktline.checks import refuse, require_instance, require_instances
 from taktline.errors import MismatchError, ScheduleError
 from taktline.plan import Kind, Plan, build, find, read
-from taktline.runtime.schedule import ArgsSpec, KwargsSpec, LossFn, MergeSpec, Schedule
+from taktline.runtime.schedule import (
+    ArgsSpec,
+    KwargsSpec,
+    LossFn,
+    MergeSpec,
+    Schedule,
+    ScheduleOptions,
+)
 from taktline.stage import PipelineStage
 
 __all__ = [
@@ -29,6 +36,27 @@ class _Named(Schedule):
     """A schedule whose plan has a name."""
 
     _name: ClassVar[str]
+
+    def __init__(
+        self,
+        stages: list[PipelineStage],
+        n_microbatches: int,
+        loss_fn: LossFn | None,
+        chunk_specs: tuple[ArgsSpec | None, KwargsSpec | None, MergeSpec | None],
+        scale_grads: bool,
+        options: ScheduleOptions,
+    ) -> None:
+        """``chunk_specs`` are those of arguments, keyword arguments and outputs."""
+        super().__init__(
+            stages,
+            n_microbatches,
+            loss_fn,
+            *chunk_specs,
+            scale_grads,
+            name=type(self).__name__,
+            make_plan=lambda ranks: self._plan(stages[0].num_stages, n_microbatches, ranks),
+            **options,
+        )
 
     @classmethod
     def _plan(cls, num_stages: int, microbatches: int, ranks: int) -> Plan:
@@ -54,28 +82,11 @@ class _Single(_Named):
         kwargs_chunk_spec: KwargsSpec | None = None,
         output_merge_spec: MergeSpec | None = None,
         scale_grads: bool = True,
-        *,
-        seed: int | None = None,
-        dynamic_shapes: bool = False,
-        target_chunk_spec: Any = None,
-        cuda_graphs: bool = False,
+        **options: Unpack[ScheduleOptions],
     ) -> None:
         require_instance("stage", stage, PipelineStage)
-        super().__init__(
-            [stage],
-            n_microbatches,
-            loss_fn,
-            args_chunk_spec,
-            kwargs_chunk_spec,
-            output_merge_spec,
-            scale_grads,
-            seed,
-            dynamic_shapes,
-            target_chunk_spec=target_chunk_spec,
-            cuda_graphs=cuda_graphs,
-            name=type(self).__name__,
-            make_plan=lambda ranks: self._plan(stage.num_stages, n_microbatches, ranks),
-        )
+        specs = args_chunk_spec, kwargs_chunk_spec, output_merge_spec
+        super().__init__([stage], n_microbatches, loss_fn, specs, scale_grads, options)
 
 
 class _Multi(_Named):
@@ -96,32 +107,15 @@ class _Multi(_Named):
         scale_grads: bool = True,
         backward_requires_autograd: bool = True,
         defer_pp_recv: bool = False,
-        *,
-        seed: int | None = None,
-        dynamic_shapes: bool = False,
-        target_chunk_spec: Any = None,
-        cuda_graphs: bool = False,
+        **options: Unpack[ScheduleOptions],
     ) -> None:
         stages = require_instances("stages", stages, PipelineStage)
         if not stages:
             raise MismatchError(
                 f"{type(self).__name__} needs the stages of this rank, at least one"
             )
-        super().__init__(
-            stages,
-            n_microbatches,
-            loss_fn,
-            args_chunk_spec,
-            kwargs_chunk_spec,
-            output_merge_spec,
-            scale_grads,
-            seed,
-            dynamic_shapes,
-            target_chunk_spec=target_chunk_spec,
-            cuda_graphs=cuda_graphs,
-            name=type(self).__name__,
-            make_plan=lambda ranks: self._plan(stages[0].num_stages, n_microbatches, ranks),
-        )
+        specs = args_chunk_spec, kwargs_chunk_spec, output_merge_spec
+        super().__init__(stages, n_microbatches, loss_fn, specs, scale_grads, options)
 
 
 class ScheduleGPipe(_Single):
@@ -180,25 +174,10 @@ class ScheduleLoopedBFS(_Multi):
         scale_grads: bool = True,
         backward_requires_autograd: bool = True,
         defer_pp_recv: bool = False,
-        *,
-        seed: int | None = None,
-        dynamic_shapes: bool = False,
-        target_chunk_spec: Any = None,
-        cuda_graphs: bool = False,
+        **options: Unpack[ScheduleOptions],
     ) -> None:
-        super().__init__(
-            stages,
-            n_microbatches,
-            loss_fn,
-            output_merge_spec=output_merge_spec,
-            scale_grads=scale_grads,
-            backward_requires_autograd=backward_requires_autograd,
-            defer_pp_recv=defer_pp_recv,
-            seed=seed,
-            dynamic_shapes=dynamic_shapes,
-            target_chunk_spec=target_chunk_spec,
-            cuda_graphs=cuda_graphs,
-        )
+        specs = None, None, output_merge_spec
+        super().__init__(stages, n_microbatches, loss_fn, *specs, scale_grads, **options)
 
 
 class ScheduleInterleavedZeroBubble(_Multi):
@@ -264,10 +243,7 @@ class ScheduleFromPlan(Schedule):
         kwargs_chunk_spec: KwargsSpec | None = None,
         output_merge_spec: MergeSpec | None = None,
         scale_grads: bool = True,
-        seed: int | None = None,
-        dynamic_shapes: bool = False,
-        target_chunk_spec: Any = None,
-        cuda_graphs: bool = False,
+        **options: Unpack[ScheduleOptions],
     ) -> None:
         stages = require_instances("stages", stages, PipelineStage)
         if not stages:
@@ -296,12 +272,9 @@ class ScheduleFromPlan(Schedule):
             kwargs_chunk_spec,
             output_merge_spec,
             scale_grads,
-            seed,
-            dynamic_shapes,
-            target_chunk_spec=target_chunk_spec,
-            cuda_graphs=cuda_graphs,
             name=f"plan {chosen.name!r}",
             make_plan=check,
+            **options,
         )
 
 

@@ -65,8 +65,6 @@ class PipelineRank:
         """The random numbers of all ranks, where they run in this process."""
         self._drawing: Drawing | None = None
         """The same; or finds out whether a single rank draws."""
-        self._transport: Transport | None = None
-        self._runnable: Runnable | None = None
         self._identity = ScheduleNumber(self._stages[0].group)
         self._calls = 0
         self._channels: list[Channel] = []
@@ -79,7 +77,7 @@ class PipelineRank:
     def run_all_ranks(self, count: int) -> None:
         """Run all ranks of the plan in one thread, where messages are handed over as they are."""
         self._random = self._drawing = RankRandom(count, self.device)
-        self._transport = Alone()
+        self.transport = Alone()
 
     @property
     def ranks(self) -> range:
@@ -88,13 +86,10 @@ class PipelineRank:
             return range(self._random.ranks)
         return range(self.transport.rank, self.transport.rank + 1)
 
-    @property
+    @cached_property
     def transport(self) -> Transport:
         """The connections to the other ranks."""
-        if self._transport is None:
-            stage = self._stages[0]
-            self._transport = transport_of(stage.group, stage.device)
-        return self._transport
+        return transport_of(self._stages[0].group, self.device)
 
     @cached_property
     def agreement(self) -> Agreement:
@@ -106,12 +101,10 @@ class PipelineRank:
         """The device of this rank."""
         return self._stages[0].device
 
-    @property
+    @cached_property
     def runnable(self) -> Runnable:
         """The plan, for training and for evaluation."""
-        if self._runnable is None:
-            self._runnable = Runnable(self._make_plan(self.transport.size * len(self.ranks)))
-        return self._runnable
+        return Runnable(self._make_plan(self.transport.size * len(self.ranks)))
 
     def connect(self) -> None:
         """Open the channels now, so that the first step does not wait for them; on every rank.
@@ -198,7 +191,7 @@ class PipelineRank:
             raise MismatchError(reason)
         # The same plan on every rank, though only some of them may hold wrapped stages.
         self._reduces = any(rank.reduces for rank in all_ranks)
-        self._runnable = self.runnable.with_wrapped(
+        self.runnable = self.runnable.with_wrapped(
             shards=any(rank.shards for rank in all_ranks), reduces=self._reduces
         )
         if len({rank.entangled for rank in all_ranks}) > 1:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -41,7 +41,6 @@ class Runner(PipelineRank):
     recorder: Recorder | None = None
     """Records the steps, while there is a trace."""
     stall_after: float | None = STALL_SECONDS
-    _watch: Watch | None = None
     _failed = False
     """Whether the latest call has raised: then all ranks know."""
 
@@ -56,14 +55,10 @@ class Runner(PipelineRank):
         """The captured programs, as text; empty without captures."""
         return "" if self._captures is None else str(self._captures)
 
-    @property
-    def watch(self) -> Watch:
-        """The watchdog of the steps."""
-        if self._watch is None:
-            transport = self.transport if isinstance(self.transport, Distributed) else None
-            self._watch = Watch(self._name, transport)
-        self._watch.seconds = self.stall_after
-        return self._watch
+    @cached_property
+    def _watch(self) -> Watch:
+        transport = self.transport if isinstance(self.transport, Distributed) else None
+        return Watch(self._name, transport)
 
     def run(self, prepare: Prepare, fit: Fit, finish: Finish, *, trains: bool) -> tuple[Any, Feed]:
         """Run one step: returns its output, and the feed with its losses.
@@ -72,7 +67,8 @@ class Runner(PipelineRank):
         depend on the rows of the batch, once all ranks know them; ``finish`` merges the outputs.
         """
         self._failed = True
-        with self._turn, self.watch as watch:
+        self._watch.seconds = self.stall_after
+        with self._turn, self._watch as watch:
             self._calls += 1
             try:
                 return self._step(prepare, fit, finish, watch, trains)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypedDict
 
 import torch
 
@@ -25,12 +25,25 @@ from taktline.runtime.step_data import Batch, Cutter, Facts, Feed
 from taktline.runtime.trace import Trace, tracing
 from taktline.stage import PipelineStage
 
-__all__ = ["ArgsSpec", "KwargsSpec", "LossFn", "MergeSpec", "Schedule"]
+__all__ = ["ArgsSpec", "KwargsSpec", "LossFn", "MergeSpec", "Schedule", "ScheduleOptions"]
 
 LossFn = Callable[..., torch.Tensor]
 ArgsSpec = tuple[Any, ...]
 KwargsSpec = dict[str, Any]
 MergeSpec = dict[str, Any] | tuple[Any]
+
+
+class ScheduleOptions(TypedDict, total=False):
+    """Options of every schedule."""
+
+    seed: int | None
+    """Makes random numbers depend on the seed, step, stage and micro-batch alone."""
+    dynamic_shapes: bool
+    """Whether every message describes itself: for outputs whose shapes depend on values."""
+    target_chunk_spec: Any
+    """How the target is cut, if not like the batch."""
+    cuda_graphs: bool
+    """Whether steps are captured as CUDA graphs, and replayed."""
 
 
 class Schedule:
@@ -54,9 +67,9 @@ class Schedule:
         kwargs_chunk_spec: KwargsSpec | None,
         output_merge_spec: MergeSpec | None,
         scale_grads: bool,
-        seed: int | None,
-        dynamic_shapes: bool,
         *,
+        seed: int | None = None,
+        dynamic_shapes: bool = False,
         target_chunk_spec: Any = None,
         cuda_graphs: bool = False,
         name: str,

@@ -44,6 +44,7 @@ class Ties:
         self._transport: Transport = Alone()
         self._rank_of: Sequence[int] = ()
         self._before: dict[nn.Parameter, torch.Tensor | None] | None = None
+        self._failure: Failure | None = None
         self._depth = 0
 
     @property
@@ -124,42 +125,60 @@ class Ties:
         """
         if self._depth or not self._before:
             return failure
+        self._failure = failure
         with torch.no_grad():
             for held, parameters in self._mine():
-                adding = _Adding(held, held.stages_of[self._rank][0], self._rank_of, failure)
-                self._add_up(held, parameters, adding)
-                failure = adding.failure
-        return failure
+                self._add_up(held, parameters)
+        return self._failure
 
-    def _add_up(
-        self, held: TieHolders, parameters: Sequence[nn.Parameter], adding: _Adding
-    ) -> None:
+    def _add_up(self, held: TieHolders, parameters: Sequence[nn.Parameter]) -> None:
         like = local(parameters[0].detach())
 
         def send(receiver: int, data: torch.Tensor | None) -> None:
-            message = adding.attempt(lambda: _packed(like, data))
-            adding.talk(
+            message = self._attempt(held, lambda: _packed(like, data))
+            self._talk(
                 lambda: self._send(receiver, _packed(like, None) if message is None else message)
             )
 
         def receive(sender: int) -> torch.Tensor | None:
-            return adding.talk(lambda: self._receive(sender, like))
+            return self._talk(lambda: self._receive(sender, like))
 
         def put() -> None:
             if total is not None:
                 for parameter in parameters:
                     parameter.grad = _as_gradient(total.clone(), parameter)
 
-        total = adding.attempt(lambda: _sum([_gradient(parameter) for parameter in parameters]))
+        total = self._attempt(held, lambda: _sum([_gradient(p) for p in parameters]))
         if self._rank == held.owner:
             parts = [total, *(receive(other) for other in held.others)]
-            total = adding.attempt(lambda: _sum(parts))
+            total = self._attempt(held, lambda: _sum(parts))
             for other in held.others:
                 send(other, total)
         else:
             send(held.owner, total)
             total = receive(held.owner)
-        adding.attempt(put)
+        self._attempt(held, put)
+
+    def _attempt(self, held: TieHolders, compute: Callable[[], T]) -> T | None:
+        """The result; None if the computation fails, or one has failed before."""
+        if self._failure is not None:
+            return None
+        try:
+            return compute()
+        except Exception as raised:
+            stage = held.stages_of[self._rank][0]
+            action = f"gradients of the tied weight {held.tie.name_in(stage)}"
+            error = stage_error(raised, self._rank_of[stage], stage, None, action)
+            self._failure = Failure(error)
+        return None
+
+    def _talk(self, message: Callable[[], T]) -> T | None:
+        """Send or receive, also after a failure: the other ranks still need their messages."""
+        try:
+            return message()
+        except LostRankError as lost:
+            self._failure = self._failure or Failure(lost)
+        return None
 
     def _join(self) -> None:
         """Add the gradients of this step to the earlier ones."""
@@ -191,38 +210,6 @@ class Ties:
         message = _empty(like)
         self._transport.receiver(Channel(sender, self._rank, True))(message).wait()
         return message[_HEADER:].view(like.dtype).view(like.shape) if message[0] else None
-
-
-class _Adding:
-    """Adds up one weight: computes until something fails, sends and receives in any case."""
-
-    def __init__(
-        self, held: TieHolders, stage: int, rank_of: Sequence[int], failure: Failure | None
-    ) -> None:
-        self.failure = failure
-        self._held = held
-        self._stage = stage
-        self._rank_of = rank_of
-
-    def attempt(self, compute: Callable[[], T]) -> T | None:
-        """The result; None if the computation fails, or one has failed before."""
-        if self.failure is not None:
-            return None
-        try:
-            return compute()
-        except Exception as raised:
-            name = self._held.tie.name_in(self._stage)
-            rank, action = self._rank_of[self._stage], f"gradients of the tied weight {name}"
-            self.failure = Failure(stage_error(raised, rank, self._stage, None, action))
-        return None
-
-    def talk(self, say: Callable[[], T]) -> T | None:
-        """Send or receive, also after a failure: the other ranks still need their messages."""
-        try:
-            return say()
-        except LostRankError as lost:
-            self.failure = self.failure or Failure(lost)
-        return None
 
 
 def _gradient(parameter: nn.Parameter) -> torch.Tensor | None:

@@ -11,7 +11,7 @@ from torch import nn
 from taktline import pytree
 from taktline.checks import require_instances, require_iterable, require_whole, shown
 from taktline.errors import SplitError
-from taktline.stage.engine import accumulate
+from taktline.stage.autograd_engine import accumulate
 from taktline.stage.split_backward import Pending, Splitter
 
 __all__ = ["stage_backward", "stage_backward_input", "stage_backward_weight"]

@@ -30,9 +30,9 @@ from torch.autograd.graph import GradientEdge
 
 from taktline.errors import SplitError
 from taktline.sharding import local
-from taktline.stage.engine import accumulate, add_to_grad, add_to_grads
-from taktline.stage.graph import Graph, Node, Shape
-from taktline.stage.recipe import Recipe, is_among, learn
+from taktline.stage.autograd_engine import accumulate, add_to_grad, add_to_grads
+from taktline.stage.autograd_graph import Graph, Node, Shape
+from taktline.stage.split_recipe import Recipe, is_among, learn
 
 __all__ = ["Pending", "Splitter", "explain"]
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from taktline import pytree
 from taktline.checks import require_instance
-from taktline.stage.engine import accumulate
+from taktline.stage.autograd_engine import accumulate
 from taktline.stage.split_backward import Splitter, explain
 
 __all__ = ["SplitReport", "check_split_backward"]

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import taktline as tl
 from taktline.runtime.bind import Binding
 from taktline.runtime.capture import Captures
-from taktline.runtime.capture.state import keep_state
+from taktline.runtime.capture.module_state import keep_state
 
 WIDTH = 6
 
@@ -586,7 +586,7 @@ def test_gradients_are_added_many_at_a_time(schedule: str, monkeypatch: pytest.M
 
 
 def test_large_gradients_are_added_as_they_come(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("taktline.stage.engine", "taktline.runtime.capture.adding"):
+    for module in ("taktline.stage.autograd_engine", "taktline.runtime.capture.add_gradients"):
         monkeypatch.setattr(f"{module}.SMALL", 4 * WIDTH)  # bytes of a bias
     pair = Pair()
     added: list[int] = []
@@ -600,7 +600,7 @@ def test_large_gradients_are_added_as_they_come(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_few_gradients_wait_to_be_added(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("taktline.runtime.capture.adding._MOST", 4 * WIDTH)
+    monkeypatch.setattr("taktline.runtime.capture.add_gradients._MOST", 4 * WIDTH)
     pair = Pair()
     for seed in range(6):
         pair.step(seed=seed)

@@ -12,9 +12,9 @@ from taktline.checks import warn
 from taktline.errors import TaktlineError, text_of
 from taktline.runtime.bind import Binding, Bound, bind
 from taktline.runtime.capture.cuda import Graph, Graphs
-from taktline.runtime.capture.gradients import Buffers, Pool, Touched
-from taktline.runtime.capture.inputs import Inputs, Static
-from taktline.runtime.capture.state import keep_state, state_of
+from taktline.runtime.capture.gradient_buffers import Buffers, Pool, Touched
+from taktline.runtime.capture.module_state import keep_state, state_of
+from taktline.runtime.capture.step_buffers import Inputs, Static
 from taktline.runtime.program import Failure
 from taktline.runtime.step_data import Feed
 from taktline.stage import PipelineStage

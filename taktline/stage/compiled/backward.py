@@ -12,7 +12,7 @@ from torch import fx
 
 from taktline.errors import text_of
 from taktline.stage.compiled.divide import Division, divide
-from taktline.stage.recipe import Inside
+from taktline.stage.split_recipe import Inside
 
 __all__ = ["Backward", "Compile", "PutOff"]
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from taktline.stage.graph import LEAF, Graph, Node, Shape
+from taktline.stage.autograd_graph import LEAF, Graph, Node, Shape
 
 __all__ = ["Inside", "Product", "Recipe", "is_among", "learn"]
 

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
-from taktline.stage.engine import SMALL, add_all
+from taktline.stage.autograd_engine import SMALL, add_all
 
 __all__ = ["Adding"]
 

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from taktline.runtime.capture.adding import Adding
+from taktline.runtime.capture.add_gradients import Adding
 from taktline.stage import PipelineStage
 from taktline.stage.names import parameters_of
 
