@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from taktline.runtime.together import RankRandom
+from taktline.runtime.random_numbers import RankRandom
 
 __all__ = ["random_state", "set_random_state"]
 

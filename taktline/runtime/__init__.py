@@ -1,4 +1,4 @@
-"""Carries out a plan: binds it to stages and a transport, runs it, and chunks the batch for it."""
+"""Runs plans: binds them to stages and a transport, and cuts batches into micro-batches."""
 
 from __future__ import annotations
 

@@ -1,53 +1,66 @@
-"""What a rank says of each call of step() and eval(), and what does not fit together, in words."""
+"""Agreement among the ranks of a pipeline: on each call of step() and eval(), and its outcome."""
 
 from __future__ import annotations
 
+import json
 from collections import Counter
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple, NoReturn
+from weakref import WeakKeyDictionary, ref
 
-from taktline.errors import MismatchError
+import torch.distributed as dist
+
+from taktline.checks import read
+from taktline.errors import BatchError, MismatchError, TaktlineError, text_of
+from taktline.runtime.outcome import LossRelay, Outcome
+from taktline.runtime.program import Failure
+from taktline.runtime.replicas import Replicas, prefixed
+from taktline.runtime.step_data import Feed
 from taktline.text import by_rank, counted
+from taktline.transport import Transport, local
+from taktline.transport.exchange import share_error, share_texts
+from taktline.transport.distributed import Distributed
 
-__all__ = ["Call", "differs", "mismatch", "out_of_step"]
+__all__ = ["Agreement", "Call", "ScheduleNumber", "differs", "mismatch", "out_of_step"]
 
 
 class Call(NamedTuple):
-    """What a rank says of one call of step() or eval(), as numbers."""
+    """One rank's call of step() or eval(), as numbers."""
 
     failed: int
-    """1 if it could not even begin."""
+    """1 if the rank could not begin."""
     schedule: int
-    """The number that the ranks have agreed on for it; 0 before its first step."""
+    """The number that the ranks have agreed on for the schedule; 0 before its first step."""
     waiting: int
     """How many schedules of these ranks wait for their first step."""
     place: int
-    """Which of them this is, in the order in which they were made."""
+    """The place of this schedule among the waiting ones, in the order in which they were made."""
     call: int
     """Which call of this schedule's step() and eval() it is."""
     step: int
-    """How many training steps there were before."""
+    """The number of training steps so far."""
     plan: int
     batch: int
     """The size of the batch along its micro-batches, 0 if this rank got none."""
     target: int
-    """The same for the target, unless it is cut by itself."""
+    """The same for the target, unless it has a chunk spec of its own."""
     shares: int
-    """Whether every rank shall have the losses."""
+    """Whether every rank gets the losses."""
     traces: int
-    """Whether it notes what runs when."""
+    """Whether a trace is being recorded."""
     inputs: int
-    """A digest of the shapes and types of what it got."""
-    looked_at: int = 0
-    """In which call it has looked at its data; 0 if it has not."""
+    """A digest of the shapes and types of the arguments."""
+    compared: int = 0
+    """The call whose data the fingerprints describe; 0 for none."""
     arguments: int = 0
-    """The fingerprint of the data in its arguments; 0 if it got none."""
+    """The fingerprint of the data in the arguments; 0 if the rank got none."""
     targets: int = 0
-    """The same of its target."""
+    """The fingerprint of the target."""
 
     @classmethod
     def read(cls, numbers: Sequence[int], rank: int) -> Call:
-        """From the wire."""
+        """A call from the numbers that a rank has sent."""
         if len(numbers) != len(cls._fields):
             raise MismatchError(
                 f"rank {rank} runs another version of Taktline; install the same on every rank"
@@ -57,8 +70,8 @@ class Call(NamedTuple):
 
 def mismatch(calls: Sequence[Call]) -> str | None:
     """Why these calls cannot be one step; None if they can."""
-    if len(calls) > 1 and (story := _disagreement(calls)):
-        return story
+    if len(calls) > 1 and (reason := _disagreement(calls)):
+        return reason
     batch = max(call.batch for call in calls)
     for rank, call in enumerate(calls):
         # Not always equal: a target may have one entry a token.
@@ -72,18 +85,17 @@ def mismatch(calls: Sequence[Call]) -> str | None:
 
 
 def _disagreement(calls: Sequence[Call]) -> str | None:
-    """What the ranks do not say the same of."""
-    if story := differs("value of share_losses", [bool(call.shares) for call in calls]):
-        return f"{story}; give every rank the same"
-    if story := differs("use of trace()", [bool(call.traces) for call in calls]):
-        return f"{story}; enter and leave it on every rank at the same place"
+    if reason := differs("value of share_losses", [bool(call.shares) for call in calls]):
+        return f"{reason}; give every rank the same"
+    if reason := differs("use of trace()", [bool(call.traces) for call in calls]):
+        return f"{reason}; enter and leave it on every rank at the same place"
     if len({call.plan for call in calls}) > 1:
         groups = by_rank([f"{call.plan:015x}"[:8] for call in calls])
         return f"the ranks run different plans: {groups}; step the same schedule on every rank"
     batches = {rank: call.batch for rank, call in enumerate(calls) if call.batch}
     if len(set(batches.values())) > 1:
-        told = ", ".join(f"{size} on rank {rank}" for rank, size in batches.items())
-        return f"the batch has different sizes: {told}; give every rank its part of one batch"
+        sizes = ", ".join(f"{size} on rank {rank}" for rank, size in batches.items())
+        return f"the batch has different sizes: {sizes}; give every rank its part of one batch"
     return None
 
 
@@ -109,20 +121,20 @@ def out_of_step(calls: Sequence[Call]) -> str | None:
             f"the ranks are in different calls of step() and eval(): {numbers}; a rank has left "
             "one out, or made one more. Make the same calls on every rank"
         )
-    if story := differs("number of training steps so far", [call.step for call in calls]):
-        return f"{story}; set steps on every rank when you resume"
+    if reason := differs("number of training steps so far", [call.step for call in calls]):
+        return f"{reason}; set steps on every rank when you resume"
     return None
 
 
 def _different_data(calls: Sequence[Call]) -> str | None:
-    """Which ranks were given other data than the rest of them."""
-    latest = max(call.looked_at for call in calls)
+    """Which ranks were given other data than most."""
+    latest = max(call.compared for call in calls)
     now = calls[0].call
     for what in ("arguments", "targets"):
         found = {
             rank: getattr(call, what)
             for rank, call in enumerate(calls)
-            if call.looked_at == latest and getattr(call, what)
+            if call.compared == latest and getattr(call, what)
         }
         if len(set(found.values())) > 1:
             ((most, _),) = Counter(found.values()).most_common(1)  # the first of several
@@ -139,7 +151,151 @@ def _different_data(calls: Sequence[Call]) -> str | None:
 
 
 def differs(noun: str, values: Sequence[object]) -> str | None:
-    """What ranks say differently, in words; None if they say the same."""
+    """The values that ranks disagree on, in words; None if all are the same."""
     if len(set(values)) == 1:
         return None
     return f"the ranks disagree on the {noun}: {by_rank(values)}"
+
+
+class ScheduleNumber:
+    """The number that the ranks agree on for a schedule in its first step.
+
+    Before, a rank knows a schedule only by its place among those that it has made for ``group``.
+
+    >>> first, second = local.run(lambda rank: [ScheduleNumber(None), ScheduleNumber(None)], 1)[0]
+    >>> first.waiting(first.maker), second.waiting(second.maker)
+    ((2, 0), (2, 1))
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        self.number = 0
+        """0 before the first step."""
+        self.maker = local.current()
+        if self.maker is None and group is None and dist.is_available() and dist.is_initialized():
+            group = dist.distributed_c10d._get_default_group()
+        ranks = self.maker or group
+        self._made = _Made() if ranks is None else _made.setdefault(ranks, _Made())
+        self._made.waiting.append(ref(self))
+
+    def waiting(self, transport: Transport) -> tuple[int, int]:
+        """How many schedules wait for their first step, and the place of this one among them."""
+        here = None if isinstance(transport, Distributed) else transport
+        waiting = [each for known in self._made.waiting if (each := known()) is not None]
+        # Local ranks whose schedules were all made in one place have no places of their own.
+        if self.number or self.maker is not here:
+            return 0, 0
+        return len(waiting), waiting.index(self)
+
+    def proposed(self) -> int:
+        """The next number on this rank."""
+        return self._made.numbered + 1
+
+    def adopt(self, number: int) -> None:
+        """Take the number that the ranks have agreed on."""
+        self.number = self._made.numbered = number
+        self._made.waiting = [each for each in self._made.waiting if each() not in (None, self)]
+
+
+class _Made:
+    """The schedules that this rank has made for the same ranks."""
+
+    def __init__(self) -> None:
+        self.waiting: list[ref[ScheduleNumber]] = []
+        self.numbered = 0
+
+
+_made: WeakKeyDictionary[object, _Made] = WeakKeyDictionary()
+
+
+class Agreement:
+    """Raises the same error on all ranks of a pipeline and its replicas, and shares losses.
+
+    ``forget`` is called if a step fails.
+    """
+
+    def __init__(
+        self, transport: Transport, replicas: Replicas, feed: Feed, forget: Callable[[], None]
+    ) -> None:
+        self._transport = transport
+        self._replicas = replicas
+        self._feed = feed
+        self._forget = forget
+        self.relay: LossRelay | None = None
+        """Carries losses to the other ranks where reading them would wait for a GPU."""
+        self.asks_to_stop: Callable[[], bool] | None = None
+        """Whether this rank shall end after the running step."""
+        self.preempted = False
+        """Whether any rank asked to stop in the latest step."""
+
+    @contextmanager
+    def with_replicas(self, what: str) -> Iterator[None]:
+        """An error raised inside in one replica is raised at the end of the block in all."""
+        try:
+            yield
+        except TaktlineError as raised:
+            raise self._replicas.agree(raised, what) or raised from raised.__cause__
+        if (elsewhere := self._replicas.agree(None, what)) is not None:
+            self._forget()
+            raise elsewhere
+
+    def conclude(
+        self, failure: Failure | None, what: str, *, skips: bool = False, shares: bool = False
+    ) -> bool:
+        """Agree on the outcome, and on shared losses; returns whether any rank has skips."""
+        with self.with_replicas(what):
+            outcomes = self._exchanged(failure, what, skips, shares)
+            self.preempted = any(outcome.preempted for outcome in outcomes)
+            if any(outcome.failed for outcome in outcomes):
+                self._forget()
+                self.raise_first(None if failure is None else failure.error)
+        return any(outcome.skips for outcome in outcomes)
+
+    def _exchanged(
+        self, failure: Failure | None, what: str, skips: bool, shares: bool
+    ) -> list[Outcome]:
+        shares &= self._transport.size > 1  # one process has all losses, and need not wait
+        microbatches, relay, relayed = self._feed.microbatches, self.relay, None
+        if shares and relay is not None:
+            relayed = relay.share({} if failure else self._feed.losses, microbatches)
+        mine = Outcome.of(
+            self._feed,
+            failed=failure is not None,
+            skips=skips,
+            shares=microbatches if shares else 0,
+            relayed=relayed is not None,
+            preempted=self.asks_to_stop is not None and self.asks_to_stop(),
+        )
+        outcomes = [Outcome(row) for row in self._transport.exchange(mine.numbers, what)]
+        if relay is not None:
+            relay.settle()
+        if shares and not any(outcome.failed for outcome in outcomes):
+            Outcome.share(outcomes, self._feed, relayed)
+        return outcomes
+
+    def routes(self, got: Mapping[int, Sequence[str]]) -> dict[str, int]:
+        """The last stage of all ranks that gets each skip; ``got`` has the skips of stages here."""
+        routes: dict[str, int] = {}
+        mine = json.dumps(list(got.items()))
+        for rank, text in enumerate(share_texts(self._transport, mine, "skips of a step")):
+            skips = read(text, [(int, [str])], what=f"the skips that rank {rank} gets")
+            for stage, names in skips:
+                routes |= {name: max(stage, routes.get(name, 0)) for name in names}
+        return routes
+
+    def raise_first(self, error: TaktlineError | None) -> NoReturn:
+        """Raise the same error on every rank: that of the first rank that has one."""
+        self._feed.clear()
+        shared = share_error(self._transport, error)
+        if shared is None:
+            raise MismatchError("a rank failed without saying why; look at the other ranks' output")
+        raise shared
+
+    def located(self, error: Exception) -> TaktlineError:
+        """An error from before or after the program, with its rank."""
+        rank = f"rank {self._transport.rank}: " if self._transport.size > 1 else ""
+        if isinstance(error, TaktlineError):
+            located = prefixed(error, rank)
+        else:
+            located = BatchError(f"{rank}{type(error).__name__}: {text_of(error)}")
+        located.__cause__ = error
+        return located

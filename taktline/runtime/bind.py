@@ -1,70 +1,35 @@
-"""From a lowered plan, stages and a transport to a program: all resolved once."""
+"""Binds a lowered plan to stages and a transport: resolves each action to a function, once."""
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from typing import Any
 
 import torch
 
-from taktline import pytree
-from taktline.meta import Signature, TensorMeta, flatten
+from taktline.meta import Signature
 from taktline.plan import Action, Kind, Plan
-from taktline.runtime.executor import Instruction, Program
-from taktline.runtime.join import join
-from taktline.runtime.plain_loop import plain_loop
-from taktline.runtime.ports import Handback, Handover, Incoming, Outgoing
-from taktline.runtime.seeds import Seeded, seeded
-from taktline.runtime.self_describing import Inbox, LearningIncoming, LearningOutgoing, Line, Outbox
+from taktline.runtime.fused_backward import join, plain_loop
+from taktline.runtime.ports import Handback, Handover, Incoming, KnownPorts, Outgoing, Signatures
+from taktline.runtime.program import Instruction, Program
+from taktline.runtime.random_numbers import Drawing, RankRandom, Seeded, seeded
+from taktline.runtime.runnable_plan import merged
+from taktline.runtime.self_describing import DescribedIncoming, DescribedOutgoing, DescribedPorts
 from taktline.runtime.stage_actions import Work
 from taktline.runtime.step_data import Feed
-from taktline.runtime.together import Drawing, RankRandom, merged
-from taktline.side_values import handed_on, opened
 from taktline.stage import PipelineStage
 from taktline.stage.grad_sync import GradSync
 from taktline.transport import Channel, Transport
-from taktline.transport.wire import Layout
 
-__all__ = ["Binding", "Bound", "Signatures", "bind", "channels_of"]
-
-UNDER_WAY = 2
-"""How many messages of a boundary may be under way where nothing later tells that they arrived."""
-
-
-@dataclass(slots=True)
-class Signatures:
-    """What crosses this rank's boundaries: for each stage, one signature a micro-batch."""
-
-    arriving: dict[int, list[Signature]] = field(default_factory=dict)
-    leaving: dict[int, list[Signature]] = field(default_factory=dict)
-    routes: Mapping[str, int] = field(default_factory=dict)
-    """The last stage that gets each skip."""
-
-    def along(self, routes: Mapping[str, int]) -> Signatures:
-        """The same if each skip goes no further than its route; so far they went to the end."""
-        return Signatures(
-            {s: [_without(x, routes, s - 1) for x in table] for s, table in self.arriving.items()},
-            {s: [_without(x, routes, s) for x in table] for s, table in self.leaving.items()},
-            routes,
-        )
-
-
-def _without(signature: Signature, routes: Mapping[str, int], stage: int) -> Signature:
-    """What leaves a stage, without skips that no later one gets."""
-    if signature.spec is None:
-        return signature
-    arguments, skips = opened(pytree.tree_unflatten(signature.leaves, signature.spec))
-    leaves, spec = flatten(handed_on(arguments, skips, routes, stage))
-    return Signature(tuple(leaves), spec)
+__all__ = ["Binding", "Bound", "bind", "channels_of"]
 
 
 @dataclass(frozen=True, slots=True)
 class Binding:
-    """What a program is made from."""
+    """All that a program is made from."""
 
     plan: Plan
     stages: Mapping[int, PipelineStage]
@@ -74,15 +39,15 @@ class Binding:
     seed: int | None = None
     trains: bool = True
     sends_may_wait: bool = True
-    """Whether the plan goes on even where a send waits until its receive is posted."""
+    """Whether the plan cannot deadlock where a send waits until its receive is posted."""
     drawing: Drawing | None = None
-    """Where all stages run in one thread: whether they draw, or each rank's own random numbers."""
+    """Where all stages run in one thread: observes random numbers, and separates those of ranks."""
     seeded: Seeded = seeded
-    """Draws the numbers of a seed."""
+    """Sets the seed for a stage and micro-batch."""
 
 
 def channels_of(plan: Plan) -> list[Channel]:
-    """Every channel of a plan, in the order in which all ranks open them."""
+    """All channels of a plan, in the order in which all ranks open them."""
     rank_of = plan.placement.rank_of
     pairs = {(a, b) for a, b in pairwise(rank_of) if a != b}
     forward = {Channel(a, b, False) for a, b in pairs}
@@ -91,8 +56,7 @@ def channels_of(plan: Plan) -> list[Channel]:
 
 def bind(binding: Binding, known: Signatures | None) -> Bound:
     """The program of this process; without known signatures each message describes itself."""
-    make = _Learning(binding) if known is None else _Known(binding, known)
-    ends = _ends(binding, make)
+    ends = _ends(binding, known)
     make_work = partial(_work, binding, known)
     works = {index: make_work(index, **ends.of(index)) for index in binding.stages}
     rank_of, drawing = binding.plan.placement.rank_of, binding.drawing
@@ -111,7 +75,7 @@ def bind(binding: Binding, known: Signatures | None) -> Bound:
         joined = list(drawing.between(joined, rank_of))
 
     def quickest() -> Sequence[Instruction]:
-        # What a rank draws depends on the order in which it computes.
+        # The random numbers of a rank depend on the order in which it computes.
         return joined if loop is None or drawing is None or drawing.draws else loop
 
     sending = [*ends.activations_out.values(), *ends.gradients_out.values()]
@@ -122,19 +86,19 @@ def bind(binding: Binding, known: Signatures | None) -> Bound:
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """A program, and what tells the signatures once it has run."""
+    """A program with its stage actions."""
 
     program: Program
     works: Mapping[int, Work]
     learned: Callable[[], Signatures]
+    """Returns the signatures after the first run."""
     binding: Binding
-    """What it was made from."""
     known: Signatures | None
-    """The signatures that it was made for; None: it learns them."""
+    """The signatures that the program was made for; None: it learns them."""
 
     @property
     def plan(self) -> Plan:
-        """What it does."""
+        """The plan that it runs."""
         return self.binding.plan
 
 
@@ -144,13 +108,13 @@ class _Ends:
 
     handed_on: dict[int, Handover]
     handed_back: dict[int, Handback]
-    activations_in: dict[int, Incoming | LearningIncoming]
-    activations_out: dict[int, Outgoing | LearningOutgoing]
-    gradients_in: dict[int, Incoming | LearningIncoming]
-    gradients_out: dict[int, Outgoing | LearningOutgoing]
+    activations_in: dict[int, Incoming | DescribedIncoming]
+    activations_out: dict[int, Outgoing | DescribedOutgoing]
+    gradients_in: dict[int, Incoming | DescribedIncoming]
+    gradients_out: dict[int, Outgoing | DescribedOutgoing]
 
     def of(self, stage: int) -> dict[str, Any]:
-        """Those of a stage."""
+        """The ports of a stage."""
         return {
             "activations_in": self.handed_on.get(stage - 1) or self.activations_in.get(stage),
             "activations_out": self.handed_on.get(stage) or self.activations_out.get(stage),
@@ -159,13 +123,19 @@ class _Ends:
         }
 
 
-def _ends(binding: Binding, make: _Known | _Learning) -> _Ends:
-    here, rank_of = binding.transport.rank, binding.plan.placement.rank_of
-    # A boundary between two stages of this rank is known by the first of them.
-    joined = [stage for stage in binding.stages if stage + 1 in binding.stages]
-    later = [s for s in binding.stages if s + 1 < len(rank_of) and s not in joined]
-    earlier = [s for s in binding.stages if s > 0 and s - 1 not in joined]
-    train = binding.trains
+def _ends(binding: Binding, known: Signatures | None) -> _Ends:
+    stages, transport, train = binding.stages, binding.transport, binding.trains
+    if known is None:
+        make = DescribedPorts(stages, transport, binding.plan)
+    else:
+        make = KnownPorts(
+            stages, transport, known, trains=train, sends_may_wait=binding.sends_may_wait
+        )
+    here, rank_of = transport.rank, binding.plan.placement.rank_of
+    # A boundary between two stages of this rank has the number of the first.
+    joined = [stage for stage in stages if stage + 1 in stages]
+    later = [s for s in stages if s + 1 < len(rank_of) and s not in joined]
+    earlier = [s for s in stages if s > 0 and s - 1 not in joined]
     return _Ends(
         {s: Handover() for s in joined},
         {s: Handback() for s in joined if train},
@@ -176,94 +146,12 @@ def _ends(binding: Binding, make: _Known | _Learning) -> _Ends:
     )
 
 
-class _Known:
-    """Makes ports whose messages have known sizes."""
-
-    def __init__(self, binding: Binding, signatures: Signatures) -> None:
-        self._binding = binding
-        self._signatures = signatures
-        self._layouts: dict[object, Layout] = {}
-
-    def incoming(self, stage: int, channel: Channel) -> Incoming:
-        """The receiving end for a stage."""
-        signatures = (
-            [Signature(s.gradients) for s in self._signatures.leaving[stage]]
-            if channel.gradients
-            else self._signatures.arriving[stage]
-        )
-        layouts = [self._layout(stage, s.tensors) for s in signatures]
-        return Incoming(self._binding.transport.receiver(channel), layouts, signatures)
-
-    def outgoing(self, stage: int, channel: Channel) -> Outgoing:
-        """The sending end for a stage."""
-        post = self._binding.transport.sender(channel)
-        # In training, the gradient of a micro-batch tells that its activations have arrived.
-        told = self._binding.trains and not channel.gradients
-        limit = None if told or not self._binding.sends_may_wait else UNDER_WAY
-        if channel.gradients:
-            arriving = self._signatures.arriving[stage]
-            return Outgoing(post, [self._layout(stage, s.gradients) for s in arriving], limit=limit)
-        leaving = self._signatures.leaving[stage]
-        layouts = [self._layout(stage, s.tensors) for s in leaving]
-        return Outgoing(post, layouts, leaving, limit=limit)
-
-    def _layout(self, stage: int, tensors: tuple[TensorMeta, ...]) -> Layout:
-        owner = self._binding.stages[stage]
-        # Stages share layouts, and with them buffers, unless they may lie on different meshes.
-        sharded = any(tensor.sharding for tensor in tensors)
-        key = (tensors, owner.device, stage if sharded else None)
-        if key not in self._layouts:
-            self._layouts[key] = Layout(tensors, owner.device, owner.mesh_for)
-        return self._layouts[key]
-
-
-class _Learning:
-    """Makes ports whose messages describe themselves."""
-
-    def __init__(self, binding: Binding) -> None:
-        self._binding = binding
-        self._lines: defaultdict[int, Line] = defaultdict(Line)
-
-    def incoming(self, stage: int, channel: Channel) -> LearningIncoming:
-        """The receiving end for a stage."""
-        line = self._lines[channel.sender]
-        if channel.gradients not in line.inboxes:
-            line.inboxes[channel.gradients] = Inbox(
-                self._binding.transport.receiver(channel),
-                self._order(channel),
-                self._binding.stages[stage].device,
-                line,
-            )
-        return LearningIncoming(line.inboxes[channel.gradients], self._binding.stages[stage])
-
-    def outgoing(self, stage: int, channel: Channel) -> LearningOutgoing:
-        """The sending end for a stage."""
-        line = self._lines[channel.receiver]
-        if channel.gradients not in line.outboxes:
-            post = self._binding.transport.sender(channel, eager=True)
-            line.outboxes[channel.gradients] = Outbox(post, self._binding.stages[stage].device)
-        return LearningOutgoing(line.outboxes[channel.gradients], line)
-
-    def _order(self, channel: Channel) -> list[tuple[int, int]]:
-        """The (stage, micro-batch) of each message, in the order of the plan's receives."""
-        plan, rank_of = self._binding.plan, self._binding.plan.placement.rank_of
-        kind, step = (Kind.RECV_B, 1) if channel.gradients else (Kind.RECV_F, -1)
-        rows = plan.rows_of(channel.receiver)
-        return [
-            (stage, microbatch)
-            for row, stage, microbatch in zip(
-                rows.kind.tolist(), rows.stage.tolist(), rows.microbatch.tolist(), strict=True
-            )
-            if row == kind and rank_of[stage + step] == channel.sender
-        ]
-
-
 def _learned(ends: _Ends, microbatches: int) -> Signatures:
     def table(ports: Mapping[int, object]) -> dict[int, list[Signature]]:
         return {
             stage: [port.learned[m] for m in range(microbatches)]
             for stage, port in ports.items()
-            if isinstance(port, (LearningIncoming, LearningOutgoing))
+            if isinstance(port, (DescribedIncoming, DescribedOutgoing))
         }
 
     return Signatures(table(ends.activations_in), table(ends.activations_out))
@@ -291,7 +179,7 @@ def _instruction(
     ends: _Ends,
     rank_of: Sequence[int],
 ) -> Instruction | None:
-    """What an action does; None for one that has nothing to do with this kind of stage."""
+    """The instruction of an action; None if this kind of stage has nothing to do for it."""
     stage, microbatch = action.stage, action.microbatch
     waits = _waits(action, rank_of)
     if microbatch is None:
@@ -320,7 +208,7 @@ def _instruction(
 
 
 def _waits(action: Action, rank_of: Sequence[int]) -> str:
-    """Whom an action may have to wait for."""
+    """What an action may have to wait for, in words."""
     stage, last = action.stage, len(rank_of) - 1
     match action.kind:
         case Kind.F if stage > 0:
@@ -336,7 +224,7 @@ def _waits(action: Action, rank_of: Sequence[int]) -> str:
 
 
 def _sync_instruction(action: Action, sync: GradSync) -> Instruction | None:
-    """UNSHARD, RESHARD and REDUCE_GRAD of a wrapped stage."""
+    """The instruction of UNSHARD, RESHARD or REDUCE_GRAD on a wrapped stage."""
     waits = "the replicas of this rank"
     if action.kind == Kind.REDUCE_GRAD:
         return Instruction(action, sync.reduce, sync.forgo_reduce, waits)

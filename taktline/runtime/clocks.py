@@ -1,11 +1,11 @@
-"""What tells the time: of this process, of a GPU, and of all ranks together."""
+"""Clocks for traces: of this process, of a GPU, and how those of all ranks differ."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TypeAlias
 
 import torch
 
@@ -14,22 +14,7 @@ from taktline.transport import Transport
 __all__ = ["Clock", "CudaClock", "HostClock", "Offsets", "align", "clock_for"]
 
 _ROUNDS = 8
-"""How often the ranks look at their clocks together; the best rounds count."""
-
-
-class Clock(Protocol):
-    """Stamps that cost little when they are made, and are read later."""
-
-    error: int
-    """By how many nanoseconds what is read may be wrong at most."""
-
-    def stamp(self) -> Any:
-        """This moment, in the order of what the device does."""
-        ...
-
-    def read(self, stamps: Sequence[Any]) -> list[int]:
-        """Stamps as nanoseconds of this process."""
-        ...
+"""How often the ranks compare their clocks; the best rounds count."""
 
 
 class HostClock:
@@ -42,24 +27,25 @@ class HostClock:
     """
 
     error = 0
+    """By how many nanoseconds a time may be wrong at most."""
     stamp = staticmethod(time.perf_counter_ns)
+    """A cheap mark of this moment, to be read later."""
 
     def read(self, stamps: Sequence[int]) -> list[int]:
-        """They are nanoseconds already."""
+        """Stamps as nanoseconds of this process."""
         return list(stamps)
 
 
 class CudaClock:
-    """The clock of a GPU: a stamp is when its current stream gets there.
+    """The clock of a GPU: a stamp marks when its current stream gets there.
 
-    Where both clocks are known to show the same moment, at the beginning and when stamps are read,
-    the GPU has nothing left to do.
+    Both clocks are compared at the beginning and when stamps are read, on an idle GPU.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.error = 0
         self._device = device
-        self._first = self._meet()
+        self._first = self._compared()
 
     def stamp(self) -> torch.cuda.Event:
         """An event on the current stream."""
@@ -68,18 +54,18 @@ class CudaClock:
         return event
 
     def read(self, stamps: Sequence[torch.cuda.Event]) -> list[int]:
-        """Wait for the GPU, and translate."""
-        (first, began), (last, ended) = self._first, self._meet()
-        # Nanoseconds of this process for one of the GPU's milliseconds: quartzes differ a little.
+        """Wait for the GPU; returns stamps as nanoseconds of this process."""
+        (first, began), (last, ended) = self._first, self._compared()
+        # Nanoseconds of this process in a millisecond of the GPU: the two quartzes differ a little.
         pace = (ended - began) / max(first.elapsed_time(last), 1e-6)
         if not stamps:
             return []
-        # From one of themselves, since times are told in seven digits only.
+        # From the first stamp on: elapsed_time has seven digits only.
         base = began + pace * first.elapsed_time(stamps[0])
         return [round(base + pace * stamps[0].elapsed_time(stamp)) for stamp in stamps]
 
-    def _meet(self) -> tuple[torch.cuda.Event, int]:
-        """An event, and when it was."""
+    def _compared(self) -> tuple[torch.cuda.Event, int]:
+        """An event, and its time on the clock of this process."""
         torch.cuda.synchronize(self._device)
         before = time.perf_counter_ns()
         event = self.stamp()
@@ -89,8 +75,11 @@ class CudaClock:
         return event, (before + after) // 2
 
 
+Clock: TypeAlias = HostClock | CudaClock
+
+
 def clock_for(device: torch.device) -> Clock:
-    """The clock of what computes."""
+    """The clock of a device."""
     return CudaClock(device) if device.type == "cuda" else HostClock()
 
 
@@ -100,32 +89,31 @@ class Offsets:
 
     ahead: Sequence[int]
     error: int
-    """By how much one of them may be wrong at most."""
+    """By how many nanoseconds one of them may be wrong at most."""
 
 
 def align(transport: Transport) -> Offsets:
     """Compare the clocks of all ranks, which all take part.
 
-    Nobody leaves an exchange before everybody has entered it. So each round tells of the clock of
-    a rank how far it is ahead at least (it entered before rank 0 left) and at most::
+    No rank leaves an exchange before all have entered it. So each round bounds how far the clock of
+    a rank is ahead, from below (it entered before rank 0 left) and from above::
 
         rank 0   ├── enters ─────── leaves ──┤
         rank r       ├── enters ─────── leaves ──┤
 
-    If no round contradicts that two clocks are one, as they are on one machine, they are taken as
-    one.
+    Two clocks count as one, as on one machine, unless a round contradicts that.
 
     >>> from taktline.transport.one_rank import Alone
     >>> align(Alone())
     Offsets(ahead=[0], error=0)
     """
-    looks: list[int] = []
+    times: list[int] = []
     for _ in range(_ROUNDS):
-        looks.append(time.perf_counter_ns())
+        times.append(time.perf_counter_ns())
         transport.exchange([0], "the clocks of a trace")
-        looks.append(time.perf_counter_ns())
-    everyone = transport.exchange(looks, "the clocks of a trace")
-    enters, leaves = [[row[at::2] for row in everyone] for at in (0, 1)]
+        times.append(time.perf_counter_ns())
+    all_ranks = transport.exchange(times, "the clocks of a trace")
+    enters, leaves = [[row[at::2] for row in all_ranks] for at in (0, 1)]
     ahead, error = [], 0
     for entered, left in zip(enters, leaves, strict=True):
         least = max(mine - zero for mine, zero in zip(entered, leaves[0], strict=True))

@@ -1,8 +1,8 @@
-"""A fingerprint of a batch's data, by which ranks find out that they were given different ones."""
+"""Fingerprints of a batch's data, by which ranks notice that they were given different data."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import lru_cache
 from hashlib import blake2b
 from typing import Any, NamedTuple
@@ -14,16 +14,25 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from taktline import pytree
 from taktline.sharding import local
 
-__all__ = ["DataWatch", "Fingerprint", "Look", "due"]
+__all__ = ["DataCheck", "Fingerprint", "digest_of", "due"]
 
 _SAMPLED = 4096
-"""How many elements of a tensor are looked at."""
+"""The most elements of a tensor that are read."""
 _PLACE_BITS = 28
-"""A place in a tensor is a fraction of its length with that many bits; 12 say which of the 4,096
-parts it lies in, the others where in it."""
+"""A place in a tensor is a fraction of its length with so many bits: 12 for one of 4,096 parts,
+the others for the place in the part."""
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """By size in bytes."""
-_LARGEST = 2**63 - 1
+
+
+def digest_of(texts: Iterable[str]) -> int:
+    """A number of 63 bits for some texts, the same in every process (unlike Python's hash).
+
+    >>> digest_of(["1", "True"]) == digest_of(["1", "True"]), digest_of(["ab"]) == digest_of("ab")
+    (True, False)
+    """
+    data = "\0".join(f"{len(text)}:{text}" for text in texts).encode(errors="surrogatepass")
+    return int.from_bytes(blake2b(data, digest_size=8).digest(), "little") >> 1
 
 
 def due(step: int) -> bool:
@@ -36,13 +45,13 @@ def due(step: int) -> bool:
 
 
 class Fingerprint:
-    """What stands for the values of a batch, as a number from 1 to 2**63 - 1.
+    """A number from 1 to 2**63 - 1 for the values of a batch.
 
-    Bit-equal values have the same one, whatever their strides and devices and in every process. It
-    depends on names, order, types and shapes, on up to 4,096 elements of each tensor, spread all
-    over it, and on numbers and strings; of other objects on their type alone.
+    Bit-equal values have the same number in every process, whatever their strides and devices. It
+    depends on names, order, types and shapes, on up to 4,096 elements spread over each tensor, on
+    numbers and strings, and on the types of other objects.
 
-    On a GPU it is computed and copied to the host without waiting: it is :attr:`ready` some time
+    A GPU computes it and copies it to the host without waiting: it is :attr:`ready` some time
     after :meth:`start`.
 
     >>> batch = torch.arange(12).reshape(3, 4)
@@ -58,19 +67,19 @@ class Fingerprint:
 
     @classmethod
     def start(cls, values: Any) -> Fingerprint:
-        """Begin with the fingerprint of a tree of values."""
+        """Start to compute the fingerprint of a tree of values."""
         known, elsewhere = 0, dict[torch.device, torch.Tensor]()
-        # Not in the caller's inference mode: what is kept for later must serve outside of it too.
+        # Not in the caller's inference mode: the cached constants must be usable outside of it.
         with torch.inference_mode(False), torch.no_grad():
             for path, leaf in _leaves(values):
-                salt = _digest(path, *_words(leaf))
+                salt = digest_of([path, *_words(leaf)])
                 known += salt
                 if not isinstance(leaf, torch.Tensor) or (data := _sampled(leaf)) is None:
                     continue
                 if data.device.type == "cpu":
                     known += int(data) * (salt | 1)
                 else:
-                    term = data * _signed(salt | 1)
+                    term = data * (salt | 1)
                     found = elsewhere.get(data.device)
                     elsewhere[data.device] = term if found is None else found + term
             return cls(known, [_Coming.of(total) for total in elsewhere.values()])
@@ -85,34 +94,25 @@ class Fingerprint:
         for coming in self._coming:
             coming.event.synchronize()
         total = self._known + sum(int(coming.number) for coming in self._coming)
-        return total % 2**64 % _LARGEST + 1
+        return total % 2**64 % (2**63 - 1) + 1
 
 
-class Look(NamedTuple):
-    """What was seen of the data of one call."""
+class DataCheck:
+    """Computes the fingerprints of some calls' data, without waiting for a GPU.
 
-    looked_at: int = 0
-    """The number of the call; 0: nothing was seen."""
-    arguments: int = 0
-    """The fingerprint of its arguments, 0 if there were none."""
-    targets: int = 0
-    """The same of its target."""
-
-
-class DataWatch:
-    """Looks at the data of some calls without waiting for it.
-
-    >>> watch = DataWatch()
-    >>> look = watch.look(1, torch.ones(2), None)
-    >>> look.looked_at, look.arguments > 0, look.targets
+    >>> call, arguments, targets = DataCheck().fingerprints(1, torch.ones(2), None)
+    >>> call, arguments > 0, targets
     (1, True, 0)
     """
 
     def __init__(self) -> None:
         self._pending: tuple[int, list[Fingerprint | None]] | None = None
 
-    def look(self, call: int, arguments: Any, targets: Any) -> Look:
-        """What is known by now: of this call or, from a GPU, of an earlier one."""
+    def fingerprints(self, call: int, arguments: Any, targets: Any) -> tuple[int, int, int]:
+        """The latest call with known fingerprints, and those of its arguments and targets.
+
+        From a GPU they may be those of an earlier call. 0 stands for no data.
+        """
         known, self._pending = self._pending, None
         if due(call - 1):
             given = (arguments, targets)
@@ -122,11 +122,12 @@ class DataWatch:
             else:
                 self._pending = (call, found)
         if known is None:
-            return Look()
+            return 0, 0, 0
         if not _ready(known[1]):
             self._pending = self._pending or known
-            return Look()
-        return Look(known[0], *(0 if each is None else each.read() for each in known[1]))
+            return 0, 0, 0
+        of_arguments, of_targets = (0 if each is None else each.read() for each in known[1])
+        return known[0], of_arguments, of_targets
 
 
 def _ready(found: list[Fingerprint | None]) -> bool:
@@ -134,7 +135,7 @@ def _ready(found: list[Fingerprint | None]) -> bool:
 
 
 class _Coming(NamedTuple):
-    """A number on its way from a device."""
+    """A number that is being copied from a device."""
 
     number: torch.Tensor
     event: torch.Event
@@ -149,7 +150,7 @@ class _Coming(NamedTuple):
 
 
 def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """What a tree holds, and where: by the key in a mapping, so that its order does not matter."""
+    """The paths and leaves of a tree; by key in a mapping, whose order does not matter."""
     if isinstance(value, Mapping):
         for key, inner in value.items():
             yield from _leaves(inner, f"{path}[{'='.join(_words(key))}]")
@@ -164,7 +165,7 @@ def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 def _words(leaf: Any) -> tuple[str, str]:
     """The type of a value, and the value; of a tensor, its type and its shape."""
     if isinstance(leaf, torch.Tensor):
-        # The lengths in a nested one have names that count up within a process.
+        # Symbols for the lengths in a nested tensor differ between processes.
         return str(leaf.dtype), "nested" if leaf.is_nested else str(list(leaf.shape))
     kind = type(leaf)
     if kind is int:
@@ -178,19 +179,8 @@ def _words(leaf: Any) -> tuple[str, str]:
     return kind.__qualname__, text
 
 
-def _digest(*words: str) -> int:
-    text = "".join(f"{len(word)}:{word}" for word in words)
-    digest = blake2b(text.encode(errors="surrogatepass"), digest_size=8).digest()
-    return int.from_bytes(digest, "little")
-
-
-def _signed(number: int) -> int:
-    """An unsigned 64-bit number as the int64 with the same bits."""
-    return number - 2**64 if number >= 2**63 else number
-
-
 def _sampled(tensor: torch.Tensor) -> torch.Tensor | None:
-    """The sum of a tensor's sampled elements, each times a number of its own, modulo 2**64."""
+    """The sum of a tensor's sampled elements, each with a weight of its own, modulo 2**64."""
     tensor = local(tensor.detach())
     opaque = tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized
     if opaque or tensor.is_meta or is_traceable_wrapper_subclass(tensor):
@@ -204,28 +194,20 @@ def _sampled(tensor: torch.Tensor) -> torch.Tensor | None:
         bits = bits.take((places * count) >> _PLACE_BITS)
     bits = bits.flatten()
     if bits.dtype is torch.int64:
-        # In halves: the last bits of many float64 are zeros, and a product keeps them.
+        # In halves: the low bits of many float64 are zeros, and stay so in a product.
         bits = bits.contiguous().view(torch.int32)
     return (bits * weights[: bits.numel()]).sum()
 
 
 @lru_cache(maxsize=16)
 def _constants(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Where to look in a tensor, and odd numbers to multiply with; the same in every process.
+    """The sampled places in a tensor, and odd weights; the same in every process.
 
-    One place in each of equally long parts, but nowhere at equal distances: these might always
-    meet the same column.
+    One place in each of 4,096 equal parts, at unequal distances: equal ones might always hit the
+    same column.
     """
-    drawn = np.frombuffer(_noise(8 * 3 * _SAMPLED), dtype="<i8")
+    drawn = np.random.PCG64(0).random_raw(3 * _SAMPLED).view(np.int64)
     within = drawn[:_SAMPLED] & (2**_PLACE_BITS // _SAMPLED - 1)
     places = np.arange(_SAMPLED) * (2**_PLACE_BITS // _SAMPLED) + within
     weights = drawn[_SAMPLED:] | 1
     return torch.tensor(places, device=device), torch.tensor(weights, device=device)
-
-
-def _noise(count: int) -> bytes:
-    """Bytes without any order, always the same."""
-    return b"".join(
-        blake2b(index.to_bytes(8, "little"), digest_size=64).digest()
-        for index in range(count // 64)
-    )

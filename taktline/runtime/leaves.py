@@ -1,7 +1,4 @@
-"""The leaves of arguments and outputs: how each kind is described, cut into pieces, and joined.
-
-Plain tensors, FlexAttention's block masks, and tensors that are spread over a device mesh.
-"""
+"""Describes, cuts and joins the leaves of arguments: tensors, DTensors, and block masks."""
 
 from __future__ import annotations
 
@@ -29,7 +26,7 @@ __all__ = ["bounds", "children", "cut", "describe", "flatten", "is_block_mask", 
 
 
 def children(value: Any) -> dict[Any, Any] | None:
-    """What a container holds, by key or position; None for a leaf."""
+    """The values in a container, by key or position; None for a leaf."""
     if isinstance(value, Tensor) or is_block_mask(value):
         return None
     children, tree = tree_flatten(value, is_leaf=lambda inner: inner is not value)
@@ -40,7 +37,7 @@ def children(value: Any) -> dict[Any, Any] | None:
 
 
 def flatten(value: Any) -> tuple[list[Any], TreeSpec]:
-    """The leaves of a value; torch may have registered BlockMask as a container, here it is one."""
+    """The leaves of a value; a BlockMask is a leaf, though torch may have registered it."""
     return tree_flatten(value, is_leaf=is_block_mask)
 
 
@@ -66,7 +63,7 @@ def is_block_mask(value: object) -> TypeGuard[BlockMask]:
 
 
 def bounds(rows: int, chunks: int) -> list[int]:
-    """Where each piece begins, and where the last one ends; the larger pieces come first.
+    """The beginning of each part, and the end of the last; larger parts come first.
 
     >>> bounds(5, 3)
     [0, 2, 4, 5]
@@ -76,26 +73,26 @@ def bounds(rows: int, chunks: int) -> list[int]:
 
 
 def cut(name: str, value: Any, dim: int | None, chunks: int, each: int = 1) -> Sequence[Any]:
-    """The pieces of a leaf, as views; ``each`` entries that follow one another stay together."""
+    """The parts of a leaf, as views; groups of ``each`` entries stay together."""
     if dim is None:
         return [value] * chunks
     if type(value) is not Tensor and is_block_mask(value):
         return _cut_block_mask(value, chunks)
     if is_sharded(value):
-        # Each rank cuts its own part: cutting the whole would first gather it on all of them.
+        # Each rank cuts its own shard: to cut the whole would gather it first.
         _require_even(name, value, dim, chunks)
-        local = _pieces(value.to_local(), dim, chunks, each)
-        pieces = [_like(value, piece, dim, value.stride()) for piece in local]
+        local = _parts(value.to_local(), dim, chunks, each)
+        parts = [_like(value, part, dim, value.stride()) for part in local]
     else:
-        pieces = _pieces(value, dim, chunks, each)
+        parts = _parts(value, dim, chunks, each)
     if value.requires_grad and value.is_leaf:
-        # A view of a leaf is none itself: it would not keep the gradient that a stage reads.
-        for piece in pieces:
-            piece.retain_grad()
-    return pieces
+        # A view is no leaf of autograd: it would not keep the gradient that a stage reads.
+        for part in parts:
+            part.retain_grad()
+    return parts
 
 
-def _pieces(tensor: Tensor, dim: int, chunks: int, each: int) -> Sequence[Tensor]:
+def _parts(tensor: Tensor, dim: int, chunks: int, each: int) -> Sequence[Tensor]:
     if each == 1:
         return tensor.tensor_split(chunks, dim)
     inner = bounds(tensor.shape[dim] // each, chunks)[1:-1]
@@ -103,28 +100,28 @@ def _pieces(tensor: Tensor, dim: int, chunks: int, each: int) -> Sequence[Tensor
 
 
 def _cut_block_mask(mask: BlockMask, chunks: int) -> list[BlockMask]:
-    """Masks for the parts of a batch, as views: each tensor in a mask has the batch in front."""
+    """Masks for the parts of a batch, as views: the batch is dimension 0 of all their tensors."""
 
     def part(start: int, stop: int) -> BlockMask:
-        piece = copy.copy(mask)
+        cut = copy.copy(mask)
         for attribute, value in vars(mask).items():
             if isinstance(value, Tensor) and value.shape[0] == mask.shape[0]:
-                setattr(piece, attribute, value[start:stop])
-        # The function counts samples from the start of the batch, attention from that of the part.
-        piece.mask_mod = lambda b, h, q, kv: mask.mask_mod(b + start, h, q, kv)
-        return piece
+                setattr(cut, attribute, value[start:stop])
+        # The function counts samples from the start of the batch, attention from that of its part.
+        cut.mask_mod = lambda b, h, q, kv: mask.mask_mod(b + start, h, q, kv)
+        return cut
 
     return [part(*pair) for pair in itertools.pairwise(bounds(mask.shape[0], chunks))]
 
 
 def _shards(value: DTensor, dim: int) -> int:
-    """Into how many parts the ranks divide a dimension."""
+    """The number of shards of a dimension."""
     mesh = value.device_mesh
     return math.prod(mesh.size(i) for i, p in enumerate(value.placements) if p.is_shard(dim))
 
 
 def _require_even(name: str, value: DTensor, dim: int, least: int) -> None:
-    """Raise if shards differ in size: parts of them would not lie where a layout has them."""
+    """Raise if shards differ in size: their parts would not lie where a layout has them."""
     shards = _shards(value, dim)
     if value.shape[dim] % shards or value.shape[dim] < shards * least:
         raise BatchError(
@@ -136,7 +133,7 @@ def _require_even(name: str, value: DTensor, dim: int, least: int) -> None:
 def _like(
     value: DTensor, local: Tensor, dim: int, stride: tuple[int, ...] | None = None
 ) -> DTensor:
-    """A tensor laid out like another, but as long along one dimension as this rank's part tells."""
+    """A tensor laid out like another, with a length along ``dim`` that follows from this shard."""
     shape = list(value.shape)
     shape[dim] = local.shape[dim] * _shards(value, dim)
     return type(value).from_local(
@@ -150,18 +147,18 @@ def _like(
 
 
 def same(one: Any, other: Any) -> bool:
-    """Whether two micro-batches gave the same; tensors are compared whole."""
+    """Whether the outputs of two micro-batches are the same."""
     if isinstance(one, Tensor) and isinstance(other, Tensor):
         return one is other or torch.equal(one, other)
     return one is other or bool(one == other)
 
 
 def join(name: str, values: Sequence[Any], dim: int) -> Tensor:
-    """Tensors one after the other; scalars become a vector, as there is nothing to join along."""
+    """Concatenate tensors; scalars become a vector."""
     first = values[0]
 
     def fixed(value: Any) -> tuple[object, ...]:
-        """All that must be the same in each: the kind, the other dimensions, the layout."""
+        """The properties that all must share: the kind, the other dimensions, the layout."""
         if not isinstance(value, Tensor):
             return ()
         layout = value.placements if is_sharded(value) else None

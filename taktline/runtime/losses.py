@@ -1,4 +1,4 @@
-"""Losses: which of them a caller wants, and how much each micro-batch counts."""
+"""Losses: which ones a caller wants, and the weight of each micro-batch."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from taktline.text import counted
 __all__ = ["LossWeights", "Wanted", "by_rows", "mean_of", "scales", "warn_if_uneven"]
 
 LossWeights: TypeAlias = Sequence[float] | torch.Tensor | Callable[[Any], float | torch.Tensor]
-"""One number a micro-batch, or what gives it for a micro-batch's target."""
+"""One number a micro-batch, or a function that returns it for a micro-batch's target."""
 
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What a step shall give back."""
+    """The results that the caller of a step wants."""
 
     losses: list[torch.Tensor] | None
     aux_losses: list[torch.Tensor] | None
@@ -33,16 +33,15 @@ class Wanted:
     outputs: bool
 
     def check(self) -> None:
-        """Make sure that the lists can be filled."""
+        """Raise if the arguments are of the wrong type."""
         for name, wanted in (("losses", self.losses), ("aux_losses", self.aux_losses)):
             if wanted is not None and not isinstance(wanted, list):
                 raise BatchError(f"{name} is a list to be filled, not a {type(wanted).__name__}")
-
         require_flag("share_losses", self.shares, BatchError)
         require_flag("return_outputs", self.outputs, BatchError)
 
     def fill(self, feed: Feed, microbatches: int) -> None:
-        """Fill the lists with what a step has found."""
+        """Fill the lists with the losses of a step."""
         if self.losses is not None and feed.losses:
             self.losses[:] = _listed(feed.losses, microbatches)
         if self.aux_losses is not None and feed.aux_losses:
@@ -50,7 +49,7 @@ class Wanted:
 
 
 def _listed(found: Mapping[int, torch.Tensor], count: int) -> list[torch.Tensor]:
-    """By micro-batch; one in which nothing was added has zero."""
+    """By micro-batch; zero for one without a loss."""
     zero = torch.zeros_like(next(iter(found.values())))
     return [found.get(m, zero) for m in range(count)]
 
@@ -58,7 +57,7 @@ def _listed(found: Mapping[int, torch.Tensor], count: int) -> list[torch.Tensor]
 def mean_of(
     losses: Mapping[int, torch.Tensor], scales: Sequence[float] | None = None
 ) -> torch.Tensor | None:
-    """The mean of the losses, each as it counts; None where they are not known.
+    """The weighted mean of the losses; None without losses.
 
     >>> losses = {0: torch.tensor(1.0), 1: torch.tensor(5.0)}
     >>> mean_of(losses), mean_of(losses, [0.75, 0.25])
@@ -67,18 +66,18 @@ def mean_of(
     if not losses:
         return None
     counts = [1.0] * len(losses) if scales is None else scales
-    # What does not count is left out: its loss may well be nan.
+    # Losses without weight are left out: they may be nan.
     counted = {m: count for m, count in enumerate(counts) if count}
     if scales is None:
         parts = torch.stack([losses[m] for m in counted]).double()
-    else:  # number by number: to put them all onto a GPU would wait for it
+    else:  # each by its number: a tensor of them would wait for the GPU
         parts = torch.stack([losses[m].double() * count for m, count in counted.items()])
     dtype = losses[0].dtype
     return (parts.sum() / sum(counts)).to(dtype if dtype.is_floating_point else torch.float64)
 
 
 def by_rows(rows: int, microbatches: int) -> list[float] | None:
-    """What each micro-batch counts by its share of the rows; None if they are equal.
+    """The weight of each micro-batch by its share of the rows; None if all are equal.
 
     >>> by_rows(5, 2), by_rows(6, 2)
     ([0.6, 0.4], None)
@@ -89,7 +88,7 @@ def by_rows(rows: int, microbatches: int) -> list[float] | None:
 
 
 def warn_if_uneven(rows: int, targets: Sequence[Any]) -> bool:
-    """Warn where micro-batches differ in size and each counts the same; returns whether.
+    """Warn if micro-batches of equal weight differ in size; returns whether they do.
 
     >>> warn_if_uneven(6, [None, None]), warn_if_uneven(0, [torch.zeros(2), torch.zeros(2)])
     (False, False)
@@ -99,7 +98,7 @@ def warn_if_uneven(rows: int, targets: Sequence[Any]) -> bool:
         return False
     if rows:
         sizes = [end - begin for begin, end in pairwise(bounds(rows, count))]
-    else:  # cut already
+    else:  # the caller has cut the batch
         sizes = [_rows_of(target) for target in targets]
     if len(set(sizes)) == 1:
         return False
@@ -122,7 +121,7 @@ def _rows_of(target: Any) -> int:
 
 
 def scales(weights: LossWeights, targets: Sequence[Any], *, normalised: bool) -> list[float]:
-    """What the gradient of each micro-batch's loss counts.
+    """The weight of each micro-batch's loss in the gradient.
 
     >>> scales(
     ...     lambda target: (target != 0).sum(),
@@ -141,7 +140,7 @@ def scales(weights: LossWeights, targets: Sequence[Any], *, normalised: bool) ->
             f"{counted(len(targets), 'micro-batch')}; give one for each"
             f"{fewer if len(found) > len(targets) else ''}"
         )
-    # Together, so that a GPU is waited for once.
+    # Together, to wait for a GPU only once.
     numbers = torch.stack([torch.as_tensor(number).double() for number in found]).tolist()
     if not all(math.isfinite(number) and number >= 0 for number in numbers):
         raise BatchError(f"loss_weights must be numbers from 0 up, not {numbers}")

@@ -1,8 +1,8 @@
-"""Cut a batch into micro-batches, and merge what came out of them.
+"""Cuts a batch into micro-batches, and merges their outputs.
 
-A tensor is cut along dimension 0, anything else goes whole to every micro-batch; a chunk spec says
-otherwise. It has the structure of the arguments, or ends early: one spec for a container holds for
-all that is in it, and None stands for the default.
+A tensor is cut along dimension 0, anything else goes whole to every micro-batch. A chunk spec
+changes that. It has the structure of the arguments; one spec for a container holds for all values
+in it, and None is the default.
 """
 
 from __future__ import annotations
@@ -49,11 +49,7 @@ class TensorChunkSpec:
 
     @staticmethod
     def from_tuple(chunk_dims: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Specs for positional arguments, from their dimensions.
-
-        >>> [str(spec) for spec in TensorChunkSpec.from_tuple((0, 1))]
-        ['TensorChunkSpec(0)', 'TensorChunkSpec(1)']
-        """
+        """Specs for positional arguments, from their dimensions."""
         return tree_map(TensorChunkSpec, chunk_dims)
 
     @staticmethod
@@ -67,7 +63,7 @@ class TensorChunkSpec:
 
 
 class Replicate:
-    """Give the value whole to every micro-batch; the class itself will do as well as an instance.
+    """Give the value whole to every micro-batch; the class itself serves as an instance.
 
     >>> split_value(torch.zeros(1), 2, spec=Replicate(), name="scale")
     [tensor([0.]), tensor([0.])]
@@ -78,7 +74,7 @@ _Replicate = Replicate  # torch's name
 
 
 class _CustomReducer:
-    """Merge the values of the micro-batches by a function of two, from an initial value on.
+    """Merge the values of the micro-batches by a function of two, from an initial value.
 
     >>> merge_chunks([3, 4], _CustomReducer(0, max))
     4
@@ -90,11 +86,7 @@ class _CustomReducer:
 
 
 class _LossReducer(_CustomReducer):
-    """A reducer for losses.
-
-    >>> merge_chunks([torch.tensor(1.0), torch.tensor(2.0)], _LossReducer(0.0, torch.add))
-    tensor(3.)
-    """
+    """A reducer for losses."""
 
 
 def split_args_kwargs_into_chunks(
@@ -115,7 +107,7 @@ def split_args_kwargs_into_chunks(
     arguments = _arguments(args, kwargs, args_chunk_spec, kwargs_chunk_spec)
     _require_enough(arguments, chunks)
     cut = [argument.cut(chunks) for argument in arguments]
-    # From one list per argument to one tuple per micro-batch; zip of nothing would give none.
+    # From one list per argument to one tuple per micro-batch; zip() of nothing is empty.
     positional = list(zip(*cut[: len(args)], strict=True)) if args else [()] * chunks
     if not kwargs:
         return positional, [{} for _ in range(chunks)]
@@ -126,7 +118,7 @@ def split_args_kwargs_into_chunks(
 def split_value(
     value: Any, chunks: int, *, spec: Any = None, name: str, each: int = 1
 ) -> list[Any]:
-    """The pieces of one value, which errors call by the name; ``each`` entries stay together.
+    """The parts of one value, called ``name`` in errors; groups of ``each`` entries stay together.
 
     >>> split_value(torch.arange(3), 4, name="target")
     Traceback (most recent call last):
@@ -140,7 +132,7 @@ def split_value(
 
 
 def size_of(value: Any, *, spec: Any = None, name: str) -> int:
-    """How long one value is along the dimensions that it is cut along; 0 if it is not cut.
+    """The size of one value along the dimensions of its cuts; 0 if it is not cut.
 
     >>> size_of({"labels": torch.zeros(6)}, name="target")
     6
@@ -155,7 +147,7 @@ def batch_size_of(
     args_chunk_spec: tuple[Any, ...] | None = None,
     kwargs_chunk_spec: dict[str, Any] | None = None,
 ) -> int | None:
-    """The size that all arguments share along the dimensions they are cut along, if any is cut.
+    """The size that all arguments share along the dimensions of their cuts; None if none is cut.
 
     >>> batch_size_of((torch.zeros(6, 2),), {"scale": 0.5})
     6
@@ -165,7 +157,7 @@ def batch_size_of(
 
 
 def merge_chunks(chunks: list[Any], chunk_spec: Any) -> Any:
-    """One output from those of the micro-batches, in their structure; scalars become a vector.
+    """Merge the outputs of the micro-batches, in their structure; scalars become a vector.
 
     >>> merge_chunks([(torch.tensor([1, 2]), "x"), (torch.tensor([3]), "x")], None)
     (tensor([1, 2, 3]), 'x')
@@ -187,7 +179,7 @@ def merge_chunks(chunks: list[Any], chunk_spec: Any) -> Any:
 
 
 class _Leaf(NamedTuple):
-    """A tensor (or what is none), and the dimension to cut it along; None: it is not cut."""
+    """A tensor or another value, and the dimension of its cuts; None: it is not cut."""
 
     name: str
     value: Any
@@ -203,22 +195,22 @@ class _Leaf(NamedTuple):
 
 
 class _Argument(NamedTuple):
-    """A value to be cut, leaf by leaf; one that is a leaf itself has no tree."""
+    """The leaves of a value to be cut; a value that is a leaf itself has no tree."""
 
     leaves: list[_Leaf]
     tree: TreeSpec | None
 
     def cut(self, chunks: int, each: int = 1) -> Sequence[Any]:
-        """A piece for each micro-batch."""
-        pieces = [cut(name, value, dim, chunks, each) for name, value, dim, _ in self.leaves]
+        """The part of each micro-batch."""
+        parts = [cut(name, value, dim, chunks, each) for name, value, dim, _ in self.leaves]
         if self.tree is None:
-            return pieces[0]
-        return [tree_unflatten([p[chunk] for p in pieces], self.tree) for chunk in range(chunks)]
+            return parts[0]
+        return [tree_unflatten([p[chunk] for p in parts], self.tree) for chunk in range(chunks)]
 
 
 def _argument(name: str, value: Any, spec: Any) -> _Argument:
-    """A value with its spec, once it is known that the spec fits."""
-    if spec is None and type(value) is torch.Tensor:  # the usual case: spare it the pytree
+    """A value with its spec; raises if the spec does not fit."""
+    if spec is None and type(value) is torch.Tensor:  # the usual case, without the pytree
         return _Argument([_Leaf(name, value, 0 if value.ndim else None)], None)
     leaves = [
         _Leaf(name, leaf, _cut_dim(name, leaf, spec), spec is None)
@@ -231,7 +223,7 @@ def _argument(name: str, value: Any, spec: Any) -> _Argument:
 def _arguments(
     args: Sequence[Any], kwargs: Mapping[str, Any] | None, args_spec: Any, kwargs_spec: Any
 ) -> list[_Argument]:
-    """All arguments, each with its spec; where there are none, their specs do not matter."""
+    """All arguments with their specs; specs for no arguments are ignored."""
     if args_spec is None or not args:
         args_spec = [None] * len(args)
     elif not isinstance(args_spec, tuple | list) or len(args_spec) != len(args):
@@ -255,7 +247,7 @@ def _arguments(
 
 
 def _first_cut(arguments: list[_Argument]) -> _Leaf | None:
-    """The first leaf that is cut, once all of them are known to be equally long."""
+    """The first leaf that is cut; raises if another one has another size."""
     cut = [leaf for argument in arguments for leaf in argument.leaves if leaf.dim is not None]
     for leaf in cut[1:]:
         if leaf.size != cut[0].size:
@@ -272,7 +264,7 @@ def _first_cut(arguments: list[_Argument]) -> _Leaf | None:
 
 
 def _fitting(leaf: _Leaf, size: int) -> str:
-    """What would make a leaf part of a batch of a size, in words."""
+    """The chunk spec that would make a leaf part of a batch of a size, in words."""
     dims = [dim for dim, length in enumerate(leaf.value.shape) if dim and length == size]
     if not leaf.by_default or len(dims) != 1:
         return ""
@@ -280,7 +272,7 @@ def _fitting(leaf: _Leaf, size: int) -> str:
 
 
 def _require_enough(arguments: list[_Argument], chunks: int) -> None:
-    """Raise unless each micro-batch gets a part of each leaf that is cut."""
+    """Raise unless there is a row for each micro-batch."""
     require_whole("micro-batches", chunks, least=1, error=BatchError)
     first = _first_cut(arguments)
     if first is not None and first.size < chunks:
@@ -294,7 +286,8 @@ def _require_enough(arguments: list[_Argument], chunks: int) -> None:
 def _walk(name: str, value: Any, spec: Any) -> Iterator[tuple[str, Any, Any]]:
     """Each leaf of a value, with its name and its spec."""
     values, specs = children(value), None
-    if not _is_spec(spec):
+    kinds = TensorChunkSpec | Replicate | _CustomReducer
+    if spec is not None and spec is not Replicate and not isinstance(spec, kinds):
         specs = children(spec)
         if specs is None:
             raise BatchError(
@@ -309,14 +302,8 @@ def _walk(name: str, value: Any, spec: Any) -> Iterator[tuple[str, Any, Any]]:
         yield from _walk(f"{name}[{key!r}]", inner, spec if specs is None else specs[key])
 
 
-def _is_spec(spec: Any) -> bool:
-    """Whether it says itself what to do, not as a container of others."""
-    kinds = TensorChunkSpec | Replicate | _CustomReducer
-    return spec is None or spec is Replicate or isinstance(spec, kinds)
-
-
 def _cut_dim(name: str, leaf: Any, spec: Any) -> int | None:
-    """The dimension to cut a leaf along; None if it goes whole to each micro-batch."""
+    """The dimension of a leaf's cuts; None if it goes whole to each micro-batch."""
     if spec is Replicate or isinstance(spec, Replicate):
         return None
     if isinstance(spec, _CustomReducer):
@@ -326,14 +313,14 @@ def _cut_dim(name: str, leaf: Any, spec: Any) -> int | None:
     if is_block_mask(leaf):
         if spec is not None and spec.split_dim != 0:
             raise BatchError(f"{name} is a BlockMask, which is cut along dimension 0, not {spec}")
-        return 0 if leaf.shape[0] > 1 else None  # a mask for a batch of 1 holds for all of it
+        return 0 if leaf.shape[0] > 1 else None  # a mask for one sample holds for all
     if spec is not None:
         raise BatchError(f"{name} is {describe(leaf)}, no tensor: give Replicate(), not {spec}")
     return None
 
 
 def _dimension(name: str, value: torch.Tensor, spec: TensorChunkSpec | None) -> int:
-    """The dimension that a spec means, counted from the front."""
+    """The dimension of a spec, counted from the front."""
     dim = spec.split_dim if spec else 0
     if not isinstance(dim, int) or not -value.ndim <= dim < value.ndim:
         fits = f"one from {-value.ndim} to {value.ndim - 1}" if value.ndim else "Replicate()"
@@ -342,7 +329,7 @@ def _dimension(name: str, value: torch.Tensor, spec: TensorChunkSpec | None) -> 
 
 
 def _merge(name: str, values: Sequence[Any], spec: Any) -> Any:
-    """One leaf from those of the micro-batches."""
+    """Merge the leaves of the micro-batches."""
     first = values[0]
     if isinstance(spec, _CustomReducer):
         return functools.reduce(spec.reduce_fn, values, spec.init_value)

@@ -1,15 +1,22 @@
-"""The schedules under the names that torch gives them, and one from any plan."""
+"""Schedules by the names of torch, and a schedule from any plan."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import ClassVar, Unpack
 
 from taktline.checks import refuse, require_instance, require_instances
 from taktline.errors import MismatchError, ScheduleError
 from taktline.plan import Kind, Plan, build, find, read
-from taktline.runtime.schedule import ArgsSpec, KwargsSpec, LossFn, MergeSpec, Schedule
+from taktline.runtime.schedule import (
+    ArgsSpec,
+    KwargsSpec,
+    LossFn,
+    MergeSpec,
+    Schedule,
+    ScheduleOptions,
+)
 from taktline.stage import PipelineStage
 
 __all__ = [
@@ -26,13 +33,34 @@ __all__ = [
 
 
 class _Named(Schedule):
-    """A schedule that is known by its name."""
+    """A schedule whose plan has a name."""
 
     _name: ClassVar[str]
 
+    def __init__(
+        self,
+        stages: list[PipelineStage],
+        n_microbatches: int,
+        loss_fn: LossFn | None,
+        chunk_specs: tuple[ArgsSpec | None, KwargsSpec | None, MergeSpec | None],
+        scale_grads: bool,
+        options: ScheduleOptions,
+    ) -> None:
+        """``chunk_specs`` are those of arguments, keyword arguments and outputs."""
+        super().__init__(
+            stages,
+            n_microbatches,
+            loss_fn,
+            *chunk_specs,
+            scale_grads,
+            name=type(self).__name__,
+            make_plan=lambda ranks: self._plan(stages[0].num_stages, n_microbatches, ranks),
+            **options,
+        )
+
     @classmethod
     def _plan(cls, num_stages: int, microbatches: int, ranks: int) -> Plan:
-        """The plan for so many ranks."""
+        """The plan for a number of ranks."""
         per_rank, rest = divmod(num_stages, ranks)
         if rest or not per_rank:
             raise MismatchError(
@@ -54,28 +82,11 @@ class _Single(_Named):
         kwargs_chunk_spec: KwargsSpec | None = None,
         output_merge_spec: MergeSpec | None = None,
         scale_grads: bool = True,
-        *,
-        seed: int | None = None,
-        dynamic_shapes: bool = False,
-        target_chunk_spec: Any = None,
-        cuda_graphs: bool = False,
+        **options: Unpack[ScheduleOptions],
     ) -> None:
         require_instance("stage", stage, PipelineStage)
-        super().__init__(
-            [stage],
-            n_microbatches,
-            loss_fn,
-            args_chunk_spec,
-            kwargs_chunk_spec,
-            output_merge_spec,
-            scale_grads,
-            seed,
-            dynamic_shapes,
-            target_chunk_spec=target_chunk_spec,
-            cuda_graphs=cuda_graphs,
-            name=type(self).__name__,
-            make_plan=lambda ranks: self._plan(stage.num_stages, n_microbatches, ranks),
-        )
+        specs = args_chunk_spec, kwargs_chunk_spec, output_merge_spec
+        super().__init__([stage], n_microbatches, loss_fn, specs, scale_grads, options)
 
 
 class _Multi(_Named):
@@ -96,38 +107,20 @@ class _Multi(_Named):
         scale_grads: bool = True,
         backward_requires_autograd: bool = True,
         defer_pp_recv: bool = False,
-        *,
-        seed: int | None = None,
-        dynamic_shapes: bool = False,
-        target_chunk_spec: Any = None,
-        cuda_graphs: bool = False,
+        **options: Unpack[ScheduleOptions],
     ) -> None:
         stages = require_instances("stages", stages, PipelineStage)
         if not stages:
             raise MismatchError(
                 f"{type(self).__name__} needs the stages of this rank, at least one"
             )
-        super().__init__(
-            stages,
-            n_microbatches,
-            loss_fn,
-            args_chunk_spec,
-            kwargs_chunk_spec,
-            output_merge_spec,
-            scale_grads,
-            seed,
-            dynamic_shapes,
-            target_chunk_spec=target_chunk_spec,
-            cuda_graphs=cuda_graphs,
-            name=type(self).__name__,
-            make_plan=lambda ranks: self._plan(stages[0].num_stages, n_microbatches, ranks),
-        )
+        specs = args_chunk_spec, kwargs_chunk_spec, output_merge_spec
+        super().__init__(stages, n_microbatches, loss_fn, specs, scale_grads, options)
 
 
 class ScheduleGPipe(_Single):
     """All forwards, then all backwards.
 
-    >>> from taktline.plan import build
     >>> print(build("gpipe", ranks=2, microbatches=2))
     gpipe: 2 ranks × 1 stage, 2 micro-batches
     rank 0 │ 0F0 0F1             0B0──── 0B1────
@@ -140,7 +133,6 @@ class ScheduleGPipe(_Single):
 class Schedule1F1B(_Single):
     """One forward, one backward: as few micro-batches in flight as there are ranks ahead.
 
-    >>> from taktline.plan import build
     >>> print(build("1f1b", ranks=2, microbatches=2))
     1f1b: 2 ranks × 1 stage, 2 micro-batches
     rank 0 │ 0F0 0F1         0B0────     0B1────
@@ -153,7 +145,6 @@ class Schedule1F1B(_Single):
 class ScheduleInterleaved1F1B(_Multi):
     """1F1B over several stages a rank: a smaller bubble for more messages.
 
-    >>> from taktline.plan import build
     >>> print(build("interleaved_1f1b", ranks=2, microbatches=2))
     interleaved_1f1b: 2 ranks × 2 stages, 2 micro-batches
     rank 0 │ 0F0 0F1 2F0 2F1         2B0────     2B1──── 0B0──── 0B1────
@@ -166,7 +157,6 @@ class ScheduleInterleaved1F1B(_Multi):
 class ScheduleLoopedBFS(_Multi):
     """GPipe over several stages a rank: each stage runs all micro-batches before the next one.
 
-    >>> from taktline.plan import build
     >>> print(build("looped_bfs", ranks=2, microbatches=2))
     looped_bfs: 2 ranks × 2 stages, 2 micro-batches
     rank 0 │ 0F0 0F1 2F0 2F1             2B1──── 2B0──── 0B1──── 0B0────
@@ -184,31 +174,15 @@ class ScheduleLoopedBFS(_Multi):
         scale_grads: bool = True,
         backward_requires_autograd: bool = True,
         defer_pp_recv: bool = False,
-        *,
-        seed: int | None = None,
-        dynamic_shapes: bool = False,
-        target_chunk_spec: Any = None,
-        cuda_graphs: bool = False,
+        **options: Unpack[ScheduleOptions],
     ) -> None:
-        super().__init__(
-            stages,
-            n_microbatches,
-            loss_fn,
-            output_merge_spec=output_merge_spec,
-            scale_grads=scale_grads,
-            backward_requires_autograd=backward_requires_autograd,
-            defer_pp_recv=defer_pp_recv,
-            seed=seed,
-            dynamic_shapes=dynamic_shapes,
-            target_chunk_spec=target_chunk_spec,
-            cuda_graphs=cuda_graphs,
-        )
+        specs = None, None, output_merge_spec
+        super().__init__(stages, n_microbatches, loss_fn, *specs, scale_grads, **options)
 
 
 class ScheduleInterleavedZeroBubble(_Multi):
     """Interleaved 1F1B whose weight gradients (W) fill what would be the bubble.
 
-    >>> from taktline.plan import build
     >>> print(build("interleaved_zero_bubble", ranks=2, microbatches=2))
     interleaved_zero_bubble: 2 ranks × 2 stages, 2 micro-batches
     rank 0 │ 0F0 0F1 2F0 2F1     2I0 2W0 2I1 2W1 0I0 0W0 0I1 0W1
@@ -221,7 +195,6 @@ class ScheduleInterleavedZeroBubble(_Multi):
 class ScheduleZBVZeroBubble(_Multi):
     """Two stages a rank in the shape of a V; weight gradients fill the bubble.
 
-    >>> from taktline.plan import build
     >>> print(build("zbv", ranks=2, microbatches=2))
     zbv: 2 ranks × 2 stages, 2 micro-batches
     rank 0 │ 0F0 0F1     3F0 3I0 3W0 3F1 3I1 3W1 0I0 0W0     0I1 0W1
@@ -234,7 +207,6 @@ class ScheduleZBVZeroBubble(_Multi):
 class ScheduleDualPipeV(_Multi):
     """Two stages a rank in the shape of a V; forwards run together with backwards.
 
-    >>> from taktline.plan import build
     >>> print(build("dualpipev", ranks=2, microbatches=2))
     dualpipev: 2 ranks × 2 stages, 2 micro-batches
     rank 0 │ 0F0 0F1     3F0 3I0 3W0 3F1 3B1──── 0B0────         0B1────
@@ -271,10 +243,7 @@ class ScheduleFromPlan(Schedule):
         kwargs_chunk_spec: KwargsSpec | None = None,
         output_merge_spec: MergeSpec | None = None,
         scale_grads: bool = True,
-        seed: int | None = None,
-        dynamic_shapes: bool = False,
-        target_chunk_spec: Any = None,
-        cuda_graphs: bool = False,
+        **options: Unpack[ScheduleOptions],
     ) -> None:
         stages = require_instances("stages", stages, PipelineStage)
         if not stages:
@@ -303,12 +272,9 @@ class ScheduleFromPlan(Schedule):
             kwargs_chunk_spec,
             output_merge_spec,
             scale_grads,
-            seed,
-            dynamic_shapes,
-            target_chunk_spec=target_chunk_spec,
-            cuda_graphs=cuda_graphs,
             name=f"plan {chosen.name!r}",
             make_plan=check,
+            **options,
         )
 
 

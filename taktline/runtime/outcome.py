@@ -1,23 +1,24 @@
-"""How a step went, as numbers that the ranks exchange at its end: failures, losses and more."""
+"""The outcome of a step as the ranks exchange it at the end: failures, losses, requests to stop."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
 from taktline.runtime.step_data import Feed
+from taktline.transport import Channel, Handle, Transport
 from taktline.transport.exchange import as_floats, as_integers
 
-__all__ = ["Outcome"]
+__all__ = ["LossRelay", "Outcome"]
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
-"""The types that losses are shared in."""
+"""The types in which losses are shared."""
 _NO_LOSS = -1
 
 
 class Outcome:
-    """What one rank says of a step.
+    """One rank's outcome of a step, as numbers.
 
     >>> feed = Feed(losses={0: torch.tensor(0.5), 1: torch.tensor(2.0)})
     >>> mine = Outcome.of(feed, failed=False, skips=False, shares=2)
@@ -43,13 +44,13 @@ class Outcome:
         relayed: bool = False,
         preempted: bool = False,
     ) -> Outcome:
-        """This rank's own; ``shares`` is the number of micro-batches whose losses it tells.
+        """This rank's outcome; ``shares`` is the number of micro-batches whose losses it has.
 
-        ``relayed`` says that the main ones go another way, since to read them would take a wait.
+        ``relayed`` leaves out the main losses, which a :class:`LossRelay` carries.
         """
         numbers = [int(failed), int(skips), int(preempted)]
         if shares:
-            # A rank that has failed may lack some; then nobody looks at them.
+            # A rank that has failed may lack some losses; no rank reads them then.
             losses = {} if failed else feed.losses
             aux = {} if failed else feed.aux_losses
             numbers += [_code(losses[0].dtype) if losses else _NO_LOSS, int(bool(aux))]
@@ -61,10 +62,7 @@ class Outcome:
 
     @staticmethod
     def share(outcomes: Sequence[Outcome], feed: Feed, relayed: torch.Tensor | None = None) -> None:
-        """Put every rank's losses into the feed: the main ones, and the sums of added ones.
-
-        With the main ones, how much each of them counts.
-        """
+        """Put all ranks' losses into the feed: main ones with their scales, sums of added ones."""
         dtype, losses, aux = None, {}, {}
         for outcome in outcomes:
             code, has_aux, *bits = outcome.numbers[3:]
@@ -82,7 +80,7 @@ class Outcome:
 
 
 def _code(dtype: torch.dtype) -> int:
-    """The type that losses of a type are shared in; counts are whole numbers, which it holds."""
+    """The type in which losses of a type are shared; float64 holds those of integer types."""
     return _DTYPES.index(dtype if dtype in _DTYPES else torch.float64)
 
 
@@ -95,7 +93,7 @@ def _values(losses: dict[int, torch.Tensor], count: int) -> list[float]:
     values = [losses[m] for m in range(count)]
     if len({(value.dtype, value.device) for value in values}) > 1:
         values = [value.to(values[0].device, torch.float64) for value in values]
-    # Together, so that a GPU is waited for once.
+    # Together, to wait for a GPU only once.
     return torch.stack(values).double().tolist()
 
 
@@ -104,3 +102,53 @@ def _tensors(values: dict[int, float], dtype: torch.dtype | None) -> dict[int, t
         return {}
     together = torch.tensor(list(values.values()), dtype=dtype, device="cpu")
     return dict(zip(values, together.unbind(), strict=True))
+
+
+class LossRelay:
+    """Sends losses from rank to rank as tensors, so that no host waits for the GPU.
+
+    Losses take the way of the gradients, and reach a rank at its last stage::
+
+        stage        0         1         2         3
+        rank         0         1         2         0
+        losses                 1 ◀────── 2 ◀────── 0
+    """
+
+    def __init__(self, transport: Transport, rank_of: Sequence[int], device: torch.device) -> None:
+        """``rank_of`` has the rank of each stage."""
+        self._transport = transport
+        self._device = device
+        last_stages = {rank: stage for stage, rank in enumerate(rank_of)}
+        del last_stages[rank_of[-1]]
+        sources = {rank: rank_of[stage + 1] for rank, stage in last_stages.items()}
+        self._source = sources.get(transport.rank)
+        self._targets = [rank for rank, source in sources.items() if source == transport.rank]
+        self._sent: list[Handle] = []
+
+    def share(self, losses: Mapping[int, torch.Tensor], count: int) -> torch.Tensor:
+        """The losses of ``count`` micro-batches, the same on every rank; all ranks take part.
+
+        A rank that should have losses and has none sends zeros.
+        """
+        here = self._transport.rank
+        if self._source is not None:
+            values = torch.empty(count, dtype=torch.float64, device=self._device)
+            arrives = Channel(self._source, here, True)
+            self._transport.receiver(arrives)(values.view(torch.uint8)).wait()
+        elif losses:
+            zero = torch.zeros((), dtype=torch.float64, device=self._device)
+            found = [losses[m].to(zero) if m in losses else zero for m in range(count)]
+            values = torch.stack(found)
+        else:
+            values = torch.zeros(count, dtype=torch.float64, device=self._device)
+        data = values.view(torch.uint8)
+        self._sent = [
+            self._transport.sender(Channel(here, target, True))(data) for target in self._targets
+        ]
+        return values
+
+    def settle(self) -> None:
+        """Wait for the sends, after all ranks have posted their receives."""
+        for handle in self._sent:
+            handle.wait()
+        self._sent = []

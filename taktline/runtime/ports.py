@@ -1,4 +1,4 @@
-"""Where a stage's values come from and go to: its neighbour on this rank, or a channel.
+"""The ports of a stage: its values come from and go to a stage on this rank, or a channel.
 
 ::
 
@@ -8,21 +8,24 @@
     stage ──give──▶ Outgoing ──send──▶ channel ──▶ Incoming ──take──▶ stage
                                                       ▲ post
 
-Over a channel, activations and gradients take the same ports. A value that crosses is a flat list
-of leaves with the tree that they came from (None: they are the arguments themselves).
+Over a channel, activations and gradients take the same ports. Values are a flat list of leaves with
+their tree (None: the leaves are the arguments themselves).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias
 
 import torch
 
 from taktline.errors import TransportError
-from taktline.meta import Signature, TensorMeta
-from taktline.pytree import TreeSpec
-from taktline.transport import Handle, Post
+from taktline.meta import Signature, TensorMeta, flatten
+from taktline.pytree import TreeSpec, tree_unflatten
+from taktline.side_values import handed_on, opened
+from taktline.stage import PipelineStage
+from taktline.transport import Channel, Handle, Post, Transport
 from taktline.transport.wire import Layout, Parcel
 
 __all__ = [
@@ -31,47 +34,45 @@ __all__ = [
     "Handover",
     "In",
     "Incoming",
+    "KnownPorts",
     "Out",
     "Outgoing",
     "PeerFailed",
+    "Signatures",
     "Values",
 ]
 
 Values: TypeAlias = tuple[Sequence[Any], TreeSpec | None]
 
+_UNDER_WAY = 2
+"""How many messages of a boundary may be under way where no reply tells that they arrived."""
+
 
 class PeerFailed(Exception):
-    """The rank that should have sent something has failed; it tells why at the end of the step."""
+    """The sender of a message has failed; it reports why at the end of the step."""
 
 
 class BrokenChannel(TransportError):
-    """What arrives cannot be understood any more, so nothing can be played on."""
+    """Messages cannot be read any more, so that the step cannot be played to its end."""
 
     recoverable = "restart"
 
 
 class In(Protocol):
-    """Where values come from."""
+    """The source of a stage's values."""
 
-    def take(self, microbatch: int) -> Values:
-        """The values of a micro-batch, once they are here."""
-        ...
+    def take(self, microbatch: int) -> Values: ...
 
 
 class Out(Protocol):
-    """Where values go."""
+    """The destination of a stage's values; ``settle`` frees those that have arrived."""
 
-    def give(self, microbatch: int, leaves: Sequence[Any], spec: TreeSpec | None) -> None:
-        """Hand over the values of a micro-batch."""
-        ...
-
-    def settle(self, microbatch: int) -> None:
-        """Note that the values have arrived."""
-        ...
+    def give(self, microbatch: int, leaves: Sequence[Any], spec: TreeSpec | None) -> None: ...
+    def settle(self, microbatch: int) -> None: ...
 
 
 class Handback:
-    """Of gradients between two stages on one rank: they are handed over as they are."""
+    """Hands over gradients between two stages on one rank, as they are."""
 
     def __init__(self) -> None:
         self._waiting: dict[int, Values] = {}
@@ -81,26 +82,26 @@ class Handback:
         self._waiting[microbatch] = leaves, spec
 
     def take(self, microbatch: int) -> Values:
-        """The values, which are forgotten here."""
+        """Return the values, and forget them."""
         return self._waiting.pop(microbatch)
 
     def settle(self, microbatch: int) -> None:
-        """Nothing: what is handed over is there at once."""
+        """Nothing: the values arrive at once."""
 
 
 class Handover(Handback):
-    """Of activations between two stages on one rank: nothing is copied."""
+    """Hands over activations between two stages on one rank, without a copy."""
 
     def give(self, microbatch: int, leaves: Sequence[Any], spec: TreeSpec | None) -> None:
-        """Keep the values, cut off from the graph that made them."""
-        self._waiting[microbatch] = [_cut_off(leaf) for leaf in leaves], spec
+        """Keep the values, detached from their graph."""
+        self._waiting[microbatch] = [_detached(leaf) for leaf in leaves], spec
 
 
-def _cut_off(leaf: Any) -> Any:
+def _detached(leaf: Any) -> Any:
     if not isinstance(leaf, torch.Tensor):
         return leaf
-    cut = leaf.detach()
-    return cut.requires_grad_() if leaf.requires_grad else cut
+    detached = leaf.detach()
+    return detached.requires_grad_() if leaf.requires_grad else detached
 
 
 class Outgoing:
@@ -123,7 +124,7 @@ class Outgoing:
         self._sent: dict[int, tuple[Handle, Parcel]] = {}
 
     def give(self, microbatch: int, leaves: Sequence[Any], spec: TreeSpec | None) -> None:
-        """Pack the values; without signatures (gradients) a missing one becomes zeros."""
+        """Pack the values; missing gradients become zeros."""
         if self._signatures is not None:
             signature = self._signatures[microbatch]
             if not signature.describes(leaves, spec):
@@ -137,16 +138,16 @@ class Outgoing:
         self._packed[microbatch] = self._layouts[microbatch].pack(leaves)
 
     def send(self, microbatch: int) -> None:
-        """Send what was packed."""
+        """Send the packed values."""
         self._dispatch(microbatch, self._packed.pop(microbatch))
 
     def fail(self, microbatch: int) -> None:
-        """Send word of a failure instead."""
+        """Report a failure instead."""
         self._packed.pop(microbatch, None)
         self._dispatch(microbatch, self._layouts[microbatch].failure())
 
     def settle(self, microbatch: int) -> None:
-        """Wait until a message is out, and take its buffer back."""
+        """Wait until a message has left, and recycle its buffer."""
         sent = self._sent.pop(microbatch, None)
         if sent is not None:
             handle, parcel = sent
@@ -154,7 +155,7 @@ class Outgoing:
             self._layouts[microbatch].recycle(parcel)
 
     def settle_all(self) -> None:
-        """Wait until every message is out."""
+        """Wait until every message has left."""
         for microbatch in list(self._sent):
             self.settle(microbatch)
 
@@ -177,7 +178,7 @@ class Incoming:
         self._posted: dict[int, tuple[Handle, torch.Tensor]] = {}
 
     def post(self, microbatch: int) -> None:
-        """Get ready to receive."""
+        """Post the receive."""
         buffer = self._layouts[microbatch].empty()
         self._posted[microbatch] = (self._post(buffer), buffer)
 
@@ -196,16 +197,95 @@ class Incoming:
         return leaves, self._specs[microbatch]
 
     def discard(self, microbatch: int) -> None:
-        """Wait for the values, if they were not taken, and forget them."""
+        """Receive the values unless they were taken, and forget them."""
         posted = self._posted.pop(microbatch, None)
         if posted is not None:
             posted[0].wait()
 
 
 def _constants(signature: Signature) -> list[tuple[int, Any]]:
-    """The leaves that do not travel, and where they belong."""
+    """The leaves that do not travel, with their places."""
     return [
         (index, leaf)
         for index, leaf in enumerate(signature.leaves)
         if not isinstance(leaf, TensorMeta)
     ]
+
+
+@dataclass(slots=True)
+class Signatures:
+    """The values that cross this rank's boundaries: for each stage, a signature per micro-batch."""
+
+    arriving: dict[int, list[Signature]] = field(default_factory=dict)
+    leaving: dict[int, list[Signature]] = field(default_factory=dict)
+    routes: Mapping[str, int] = field(default_factory=dict)
+    """The last stage that gets each skip."""
+
+    def along(self, routes: Mapping[str, int]) -> Signatures:
+        """The same signatures with skips that end at their route, and not at the last stage."""
+        return Signatures(
+            {s: [_without(x, routes, s - 1) for x in table] for s, table in self.arriving.items()},
+            {s: [_without(x, routes, s) for x in table] for s, table in self.leaving.items()},
+            routes,
+        )
+
+
+def _without(signature: Signature, routes: Mapping[str, int], stage: int) -> Signature:
+    """The signature of a stage's output, without skips that no later stage gets."""
+    if signature.spec is None:
+        return signature
+    arguments, skips = opened(tree_unflatten(signature.leaves, signature.spec))
+    leaves, spec = flatten(handed_on(arguments, skips, routes, stage))
+    return Signature(tuple(leaves), spec)
+
+
+class KnownPorts:
+    """Makes the ports of channels whose signatures are known."""
+
+    def __init__(
+        self,
+        stages: Mapping[int, PipelineStage],
+        transport: Transport,
+        signatures: Signatures,
+        *,
+        trains: bool,
+        sends_may_wait: bool,
+    ) -> None:
+        self._stages = stages
+        self._transport = transport
+        self._signatures = signatures
+        self._trains = trains
+        self._sends_may_wait = sends_may_wait
+        self._layouts: dict[object, Layout] = {}
+
+    def incoming(self, stage: int, channel: Channel) -> Incoming:
+        """The receiving end for a stage."""
+        signatures = (
+            [Signature(s.gradients) for s in self._signatures.leaving[stage]]
+            if channel.gradients
+            else self._signatures.arriving[stage]
+        )
+        layouts = [self._layout(stage, s.tensors) for s in signatures]
+        return Incoming(self._transport.receiver(channel), layouts, signatures)
+
+    def outgoing(self, stage: int, channel: Channel) -> Outgoing:
+        """The sending end for a stage."""
+        post = self._transport.sender(channel)
+        # In training, the gradient of a micro-batch shows that its activations have arrived.
+        answered = self._trains and not channel.gradients
+        limit = None if answered or not self._sends_may_wait else _UNDER_WAY
+        if channel.gradients:
+            arriving = self._signatures.arriving[stage]
+            return Outgoing(post, [self._layout(stage, s.gradients) for s in arriving], limit=limit)
+        leaving = self._signatures.leaving[stage]
+        layouts = [self._layout(stage, s.tensors) for s in leaving]
+        return Outgoing(post, layouts, leaving, limit=limit)
+
+    def _layout(self, stage: int, tensors: tuple[TensorMeta, ...]) -> Layout:
+        owner = self._stages[stage]
+        # Stages share layouts and buffers, unless they may lie on different meshes.
+        sharded = any(tensor.sharding for tensor in tensors)
+        key = (tensors, owner.device, stage if sharded else None)
+        if key not in self._layouts:
+            self._layouts[key] = Layout(tensors, owner.device, owner.mesh_for)
+        return self._layouts[key]

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 
 import torch.distributed as dist
 
 from taktline.errors import MismatchError, TaktlineError, restore, text_of
-from taktline.runtime.digest import digest_of
+from taktline.runtime.fingerprint import digest_of
 from taktline.sharding import is_sharded
 from taktline.stage import PipelineStage
 from taktline.stage.grad_sync import GradSync
@@ -17,7 +17,7 @@ from taktline.transport.distributed import Distributed
 from taktline.transport.exchange import share_error, share_texts
 from taktline.transport.local import LocalTransport
 
-__all__ = ["Replicas"]
+__all__ = ["Replicas", "prefixed"]
 
 
 class Replicas:
@@ -27,15 +27,15 @@ class Replicas:
         self._stages = list(stages)
         self._syncs: list[GradSync] = []
         self._others: list[tuple[str, Transport]] = []
-        """Who takes part in what this rank computes, and what one of them is called."""
+        """The ranks that take part in the work of this rank, each group with its noun."""
         self.pipeline: Transport | None = None
-        """The pipeline, if only some of its ranks share their work with others."""
+        """The pipeline, if only some of its ranks share their work with replicas."""
         self._checked = False
         self._depth = 0
 
     @property
     def shards(self) -> bool:
-        """Whether a stage of this rank is to be gathered before it computes."""
+        """Whether a stage of this rank is gathered before it computes."""
         return any(sync.shards for sync in self._syncs)
 
     @property
@@ -48,7 +48,9 @@ class Replicas:
         if self._checked:
             return
         wrapped = {
-            stage: sync for stage in self._stages if (sync := _found(stage, transport)) is not None
+            stage: sync
+            for stage in self._stages
+            if (sync := _grad_sync(stage, transport)) is not None
         }
         groups: dict[dist.ProcessGroup, str] = {
             group: "replica" for sync in wrapped.values() for group in sync.groups
@@ -56,7 +58,7 @@ class Replicas:
         if isinstance(transport, Distributed):
             for stage in self._stages:
                 groups |= dict.fromkeys(_work_groups(stage), "tensor-parallel rank")
-        # Known first: those who wait there for this rank are told, too, if something is wrong.
+        # Set before the checks: the replicas wait for this rank, and must hear of an error.
         self._others = [
             (noun, transport_of(group, stage.device))
             for stage in self._stages[:1]
@@ -70,32 +72,29 @@ class Replicas:
         self._checked = True
 
     def agree(self, error: TaktlineError | None, what: str) -> TaktlineError | None:
-        """The error of any of them, so that none goes on to wait for one that does not.
+        """The error of any replica, so that none waits for one that has failed.
 
-        ``what`` is the call that this rank is in; that they differ is an error, too.
+        ``what`` is the call that this rank is in; different calls are an error, too.
         """
         for noun, others in self._others:
-            error = _agreed(_told(error, noun, others.rank), what, noun, others)
-        # Those who share their work know now; they tell the rest.
+            error = _agreed(_in_replica(error, noun, others.rank), what, noun, others)
+        # The ranks that share their work know the error now, and pass it on to their pipeline.
         if self.pipeline is not None:
             error = _agreed(error, what, "rank", self.pipeline)
         return error
 
     @property
     def entangled(self) -> bool:
-        """Whether processes of other pipelines take part in what this rank's stages do."""
+        """Whether processes of other pipelines take part in the work of this rank's stages."""
         return bool(self._others)
 
     def computes_together(self, stage: int) -> bool:
         """Whether other ranks compute a stage together with this one."""
         return any(bool(_work_groups(each)) for each in self._stages if each.stage_index == stage)
 
-    def step(self) -> AbstractContextManager[None]:
-        """Inside, the wrappers do nothing by themselves."""
-        return self._step() if self._syncs else nullcontext()
-
     @contextmanager
-    def _step(self) -> Iterator[None]:
+    def step(self) -> Iterator[None]:
+        """Inside, the wrappers do not communicate by themselves."""
         begun: list[GradSync] = []
         try:
             for sync in self._syncs:
@@ -108,7 +107,7 @@ class Replicas:
 
     @contextmanager
     def accumulate(self) -> Iterator[None]:
-        """Inside, nothing is reduced; after it, :meth:`catch_up` does so, unless it failed."""
+        """Inside, nothing is reduced; :meth:`catch_up` does so later, unless the block raised."""
         self._depth += 1
         for sync in self._syncs:
             sync.accumulating = True
@@ -122,7 +121,7 @@ class Replicas:
         self._leave()
 
     def catch_up(self) -> None:
-        """Do the reductions that were put off; all replicas have to be there."""
+        """Do the reductions that were put off; all replicas take part."""
         for sync in self._syncs:
             sync.catch_up()
 
@@ -135,7 +134,7 @@ class Replicas:
 def _agreed(
     error: TaktlineError | None, what: str, noun: str, others: Transport
 ) -> TaktlineError | None:
-    """The first error of some ranks, or the one that they are in different calls."""
+    """The first error of some ranks, or one about their different calls."""
     mine = [int(error is not None), digest_of([what])]
     rows = others.exchange(mine, "what other pipelines say")
     if any(failed for failed, _ in rows):
@@ -148,17 +147,22 @@ def _agreed(
     )
 
 
-def _told(error: TaktlineError | None, noun: str, number: int) -> TaktlineError | None:
-    """An error of this rank, with the replica that it went wrong in."""
+def _in_replica(error: TaktlineError | None, noun: str, number: int) -> TaktlineError | None:
+    """An error of this rank, with its replica."""
     if error is None or text_of(error).startswith(("replica ", "tensor-parallel rank ")):
         return error
-    told = restore(type(error), (f"{noun} {number}: {text_of(error)}",), vars(error))
-    told.__cause__ = error.__cause__
-    return told
+    return prefixed(error, f"{noun} {number}: ")
 
 
-def _found(stage: PipelineStage, transport: Transport) -> GradSync | None:
-    """What wraps a stage, if anything does and it can work on this transport."""
+def prefixed(error: TaktlineError, prefix: str) -> TaktlineError:
+    """The same error with a text in front of its own."""
+    made = restore(type(error), (f"{prefix}{text_of(error)}",), vars(error))
+    made.__cause__ = error.__cause__
+    return made
+
+
+def _grad_sync(stage: PipelineStage, transport: Transport) -> GradSync | None:
+    """The wrapper of a stage; raises if it cannot work on this transport."""
     try:
         sync = stage.grad_sync
     except MismatchError as error:

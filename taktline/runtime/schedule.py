@@ -1,11 +1,10 @@
-"""What every schedule can do: run a batch forward and backward, or forward only."""
+"""The base of all schedules: runs a batch forward and backward, or forward only."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypedDict
 
 import torch
 
@@ -19,15 +18,14 @@ from taktline.checks import (
 )
 from taktline.errors import BatchError, MismatchError, ScheduleError
 from taktline.plan import Plan
-from taktline.runtime.batch import Batch, Cutter
 from taktline.runtime.losses import LossWeights, Wanted, by_rows, mean_of, scales, warn_if_uneven
 from taktline.runtime.microbatch import merge_chunks
 from taktline.runtime.runner import Runner
-from taktline.runtime.step_data import Facts, Feed
+from taktline.runtime.step_data import Batch, Cutter, Facts, Feed
 from taktline.runtime.trace import Trace, tracing
 from taktline.stage import PipelineStage
 
-__all__ = ["ArgsSpec", "KwargsSpec", "LossFn", "MergeSpec", "Schedule"]
+__all__ = ["ArgsSpec", "KwargsSpec", "LossFn", "MergeSpec", "Schedule", "ScheduleOptions"]
 
 LossFn = Callable[..., torch.Tensor]
 ArgsSpec = tuple[Any, ...]
@@ -35,18 +33,30 @@ KwargsSpec = dict[str, Any]
 MergeSpec = dict[str, Any] | tuple[Any]
 
 
+class ScheduleOptions(TypedDict, total=False):
+    """Options of every schedule."""
+
+    seed: int | None
+    """Makes random numbers depend on the seed, step, stage and micro-batch alone."""
+    dynamic_shapes: bool
+    """Whether every message describes itself: for outputs whose shapes depend on values."""
+    target_chunk_spec: Any
+    """How the target is cut, if not like the batch."""
+    cuda_graphs: bool
+    """Whether steps are captured as CUDA graphs, and replayed."""
+
+
 class Schedule:
-    """A plan, this rank's stages, and how to cut a batch: all that a step needs."""
+    """A plan, this rank's stages, and how to cut a batch."""
 
     _compared: Sequence[str] = ("args", "target")
-    """Which parts of a batch are the same on every rank that is given them."""
+    """The parts of a batch that must be the same on every rank that gets them."""
     _by_rows: ClassVar[bool] = False
     """Whether micro-batches count by their rows, and a batch with fewer rows runs fewer of them.
 
-    Otherwise it is as in torch: each counts the same, and has at least a row.
+    Otherwise, as in torch, each counts the same and has at least one row.
     """
     _runner_type: Callable[..., Runner] = Runner
-    """What runs the steps."""
 
     def __init__(
         self,
@@ -57,9 +67,9 @@ class Schedule:
         kwargs_chunk_spec: KwargsSpec | None,
         output_merge_spec: MergeSpec | None,
         scale_grads: bool,
-        seed: int | None,
-        dynamic_shapes: bool,
         *,
+        seed: int | None = None,
+        dynamic_shapes: bool = False,
         target_chunk_spec: Any = None,
         cuda_graphs: bool = False,
         name: str,
@@ -110,9 +120,9 @@ class Schedule:
 
     @property
     def stall_after(self) -> float | None:
-        """After how many seconds a step that stands still is told of (log "taktline"); None: never.
+        """After how many seconds a step that stands still is logged ("taktline"); None: never.
 
-        60 by default, or what the environment variable TAKTLINE_STALL_SECONDS says.
+        60 by default, or the value of the environment variable TAKTLINE_STALL_SECONDS.
         """
         return self._runner.stall_after
 
@@ -124,7 +134,7 @@ class Schedule:
 
     @property
     def plan(self) -> Plan:
-        """What each rank does, in order."""
+        """The actions of each rank, in order."""
         return self._runner.runnable.plan
 
     def step(
@@ -150,19 +160,19 @@ class Schedule:
 
         Args:
             args: the model's arguments; used on the rank of the first stage.
-            target: what ``loss_fn`` compares the output with; used on the rank of the last stage.
+            target: the second argument of ``loss_fn``; used on the rank of the last stage.
             losses: a list to be filled with the loss of each micro-batch, on that rank.
-            return_outputs: whether to keep and give the outputs; costs their memory.
+            return_outputs: whether to keep and return the outputs; costs their memory.
             loss_kwargs: further arguments for ``loss_fn``, the same for each micro-batch.
             loss_weights: how much the loss of each micro-batch counts, such as its number of
                 tokens: numbers, or a function of a micro-batch's target. They are divided by
                 their sum, unless ``scale_grads`` is off. Without them, each counts by its rows in
                 a :class:`ScheduleFromPlan`, and the same in a schedule of torch's name.
-            aux_losses: a list to be filled with the sum of what :func:`taktline.add_loss` has
-                added in each micro-batch, on the ranks that did.
+            aux_losses: a list to be filled with the sum of the losses that
+                :func:`taktline.add_loss` added in each micro-batch, on the ranks of these stages.
             share_losses: whether every rank gets the losses of all.
-            grad_scale: what every gradient is multiplied with, as a GradScaler asks for.
-            arg_mbs: instead of ``args``: the arguments of each micro-batch, cut already.
+            grad_scale: multiplies every gradient, as a GradScaler needs it.
+            arg_mbs: instead of ``args``: the arguments of each micro-batch.
             kwarg_mbs: instead of ``kwargs``, likewise.
             target_mbs: instead of ``target``, likewise.
             kwargs: keyword arguments for the stages of this rank.
@@ -193,7 +203,7 @@ class Schedule:
     ) -> Any:
         """Run a batch forward only, without gradients; with a target, the losses too.
 
-        Takes what ``step`` takes. It does not touch ``module.training``: see to that yourself.
+        Takes the arguments of ``step``. It does not change ``module.training``.
         """
         batch = Batch(args, kwargs, target, arg_mbs, kwarg_mbs, target_mbs)
         wanted = Wanted(losses, aux_losses, share_losses, return_outputs)
@@ -204,13 +214,12 @@ class Schedule:
 
         For stages in DDP, ``fully_shard`` or ``replicate``, whose gradients each step would
         otherwise average over the replicas, and for tied weights, whose gradients it would add up
-        over the ranks; for all else nothing changes. If something is raised inside, nothing is
-        reduced.
+        over the ranks. If something is raised inside, nothing is reduced.
         """
         return self._runner.accumulate()
 
     def trace(self) -> AbstractContextManager[Trace]:
-        """Note what runs when in every step and eval inside of the block, on every rank.
+        """Record when each action runs, in every step and eval inside of the block, on every rank.
 
         All ranks enter and leave it together. On leaving, each rank has the timelines of all::
 
@@ -241,9 +250,8 @@ class Schedule:
             feed.wants_losses = wanted.shares or wanted.losses is not None
             if wanted.outputs and self._has_last():
                 feed.outputs = {}
-            facts = self._measured(batch, feed, trains)
-            arguments, targets = batch.compared(self._compared)
-            return replace(facts, shares=wanted.shares, arguments=arguments, targets=targets)
+            compared = batch.compared(self._compared)
+            return Facts(*self._measured(batch, feed, trains), wanted.shares, *compared)
 
         def fit(feed: Feed) -> None:
             self._cut_target(batch, feed)
@@ -267,8 +275,8 @@ class Schedule:
                 f"{error}; pass return_outputs=False if you do not need them"
             ) from error
 
-    def _measured(self, batch: Batch, feed: Feed, trains: bool) -> Facts:
-        """Cut the arguments; what the other ranks have to know of this rank's part of the batch."""
+    def _measured(self, batch: Batch, feed: Feed, trains: bool) -> tuple[int, int, int]:
+        """Cut the arguments; returns the rows of batch and target, and a digest of the inputs."""
         if not any(stage.is_first for stage in self._stages):
             batch = batch.without_args()
         feed.arguments, feed.keywords = batch.arguments(self._cutter)
@@ -281,16 +289,16 @@ class Schedule:
                 )
             size = batch.target_size(self._cutter)
             target = size if self._cutter.target_spec is None else 0
-        return Facts(batch.size(self._cutter), target, batch.look())
+        return batch.size(self._cutter), target, batch.digest()
 
     def _cut_target(self, batch: Batch, feed: Feed) -> None:
-        """Cut the target where the batch is cut, which a rank without it cannot know before."""
+        """Cut the target where the batch is cut; the rows come from the rank of the first stage."""
         batch.require_whole(self._cutter, feed.rows)
         if self._compares():
             feed.targets = batch.targets(self._cutter, feed.rows)
 
     def _weigh(self, feed: Feed, loss_weights: LossWeights | None) -> None:
-        """What the loss of each micro-batch counts."""
+        """Set the weight of each micro-batch's loss."""
         feed.scale = 1 / feed.microbatches if self.scale_grads else 1.0
         if self._by_rows and self.scale_grads:
             feed.row_scales = by_rows(feed.rows, feed.microbatches)

@@ -1,14 +1,14 @@
 """Ports for boundaries whose signature is not known yet: each message describes itself.
 
-A message is a head of a fixed size, with five numbers and the text of its signature, and its
-data. What does not fit of the text comes between::
+A message is a head of fixed size, with five numbers and the text of the signature, and its data.
+Text that does not fit into the head comes between::
 
     [status, bytes of text, bytes of data, received …, text …]   (more text …)   data …
 
-``received`` tells how many messages of activations and of gradients its sender has received from
-its receiver by now, which can let go of these.
+``received`` has the numbers of messages (activations, gradients) that the sender has received from
+the receiver so far: their buffers can be freed.
 
-The receiver cannot know a size before the head is here, so it receives when it needs the values,
+The size of a message is unknown before its head, so a rank receives when it needs the values,
 message after message in the channel's order.
 """
 
@@ -16,43 +16,44 @@ from __future__ import annotations
 
 import os
 import struct
-from collections import deque
-from collections.abc import Sequence
+from collections import defaultdict, deque
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
 
 from taktline.errors import SignatureError
 from taktline.meta import Signature, TensorMeta
+from taktline.plan import Kind, Plan
 from taktline.pytree import TreeSpec
 from taktline.runtime.ports import BrokenChannel, PeerFailed, Values
 from taktline.stage import PipelineStage
-from taktline.transport import Handle, Post
+from taktline.transport import Channel, Handle, Post, Transport
 from taktline.transport.describe import decode, encode
 from taktline.transport.wire import Layout
 
-__all__ = ["Inbox", "LearningIncoming", "LearningOutgoing", "Line", "Outbox"]
+__all__ = ["DescribedIncoming", "DescribedOutgoing", "Inbox", "Outbox", "Peer"]
 
 _NUMBERS = struct.Struct("<5q")
 _HEAD = 512
 _ROOM = _HEAD - _NUMBERS.size
-"""How much text fits into a head."""
+"""The most text in a head, in bytes."""
 _MOST_TEXT = 1 << 24
 """Longer than the description of any values."""
 _MOST_DRAINED = 1 << 30
-"""As many bytes are taken off a channel although nobody knows what they are."""
+"""The most bytes of unreadable data that are taken off a channel."""
 _NO_MESSAGE = (
     "a message has arrived that does not begin as a message does, or is larger than the memory of "
     "this rank; start all ranks anew, with one version of Taktline"
 )
 _DONE, _FAILED = 0x7A4B0001, 0x7A4B0002
-"""What a message begins with; the last bytes tell whether its sender has failed."""
+"""The first number of a message: its sender has worked, or failed."""
 _KINDS = (False, True)
 """Activations, then gradients."""
 
 
 _Message: TypeAlias = tuple[Signature, torch.Tensor] | SignatureError | None
-"""What has arrived; an error if it cannot be read, None from a rank that has failed."""
+"""A message; an error if it cannot be read, None from a rank that has failed."""
 
 
 class Outbox:
@@ -66,7 +67,7 @@ class Outbox:
 
     @property
     def sent(self) -> int:
-        """How many messages there were."""
+        """The number of messages so far."""
         return self._settled + len(self._sent)
 
     def send(self, *buffers: torch.Tensor) -> None:
@@ -74,19 +75,19 @@ class Outbox:
         self._sent.append([(self._post(buffer), buffer) for buffer in buffers])
 
     def arrived(self, count: int) -> None:
-        """Let go of the first messages."""
+        """Free the first messages."""
         while self._settled < count:
             for handle, _ in self._sent.popleft():
                 handle.wait()
             self._settled += 1
 
     def settle_all(self) -> None:
-        """Wait until every message is out."""
+        """Wait until every message has left."""
         self.arrived(self.sent)
 
 
-class Line:
-    """All that goes to and comes from one other rank, by whether it is gradients."""
+class Peer:
+    """The channels from and to one other rank, by whether they carry gradients."""
 
     def __init__(self) -> None:
         self.inboxes: dict[bool, Inbox] = {}
@@ -94,28 +95,28 @@ class Line:
 
     @property
     def received(self) -> list[int]:
-        """How many messages of each kind have come from there."""
+        """The number of messages of each kind from that rank."""
         return [self.inboxes[kind].received if kind in self.inboxes else 0 for kind in _KINDS]
 
     def may_have_received(self, counts: Sequence[int]) -> bool:
-        """Whether that many messages of each kind have been sent there."""
+        """Whether so many messages of each kind were sent to that rank."""
         sent = [self.outboxes[kind].sent if kind in self.outboxes else 0 for kind in _KINDS]
         return all(0 <= count <= most for count, most in zip(counts, sent, strict=True))
 
     def arrived(self, counts: Sequence[int]) -> None:
-        """Note how many messages of each kind have come there."""
+        """Free messages: that rank has received so many of each kind."""
         for kind, count in zip(_KINDS, counts, strict=True):
             if kind in self.outboxes:
                 self.outboxes[kind].arrived(count)
 
 
 class Inbox:
-    """The receiving end of a channel: takes messages in their order, keeps what comes early."""
+    """The receiving end of a channel: takes messages in their order, keeps early ones."""
 
     def __init__(
-        self, post: Post, order: Sequence[tuple[int, int]], device: torch.device, line: Line
+        self, post: Post, order: Sequence[tuple[int, int]], device: torch.device, peer: Peer
     ) -> None:
-        self._line = line
+        self._peer = peer
         self._post = post
         self._device = device
         self._order = order
@@ -138,7 +139,7 @@ class Inbox:
         head = _read(self._fetch(_HEAD))
         status, text_size, data_size, *received = _NUMBERS.unpack_from(head)
         self._check(status, text_size, data_size, received)
-        self._line.arrived(received)
+        self._peer.arrived(received)
         if status == _FAILED:
             return None
         text = head[_NUMBERS.size :][:text_size]
@@ -149,7 +150,7 @@ class Inbox:
             if Layout(signature.tensors, self._device).nbytes != data_size:
                 raise SignatureError(f"what has arrived is not as long as {signature} is")
         except SignatureError as error:
-            # All of the message is fetched: the next one begins behind it.
+            # Fetch the whole message: the next one begins behind it.
             if data_size > _MOST_DRAINED:
                 raise BrokenChannel(_NO_MESSAGE) from error
             self._fetch(data_size)
@@ -157,12 +158,12 @@ class Inbox:
         return signature, self._fetch(data_size)
 
     def _check(self, status: int, text: int, data: int, received: Sequence[int]) -> None:
-        """Raise if a head is none: nothing after it can be understood."""
+        """Raise if a head is invalid: nothing after it can be read."""
         if (
             status in (_DONE, _FAILED)
             and 0 <= text <= _MOST_TEXT
             and 0 <= data <= _memory(self._device)
-            and self._line.may_have_received(received)
+            and self._peer.may_have_received(received)
         ):
             return
         raise BrokenChannel(_NO_MESSAGE)
@@ -173,7 +174,7 @@ class Inbox:
         return buffer
 
 
-class LearningIncoming:
+class DescribedIncoming:
     """Takes the values of one stage from an inbox, and notes their signatures."""
 
     def __init__(self, inbox: Inbox, stage: PipelineStage) -> None:
@@ -183,7 +184,7 @@ class LearningIncoming:
         self.learned: dict[int, Signature] = {}
 
     def post(self, microbatch: int) -> None:
-        """Nothing can be posted before the size is known."""
+        """Nothing: the size is unknown."""
 
     def take(self, microbatch: int) -> Values:
         """Wait for the values."""
@@ -205,12 +206,12 @@ class LearningIncoming:
         self._inbox.discard((self._stage, microbatch))
 
 
-class LearningOutgoing:
+class DescribedOutgoing:
     """Sends values with their description, and notes their signatures."""
 
-    def __init__(self, outbox: Outbox, line: Line) -> None:
+    def __init__(self, outbox: Outbox, peer: Peer) -> None:
         self._outbox = outbox
-        self._line = line
+        self._peer = peer
         self._device = outbox.device
         self._given: dict[int, tuple[Signature, torch.Tensor]] = {}
         self.learned: dict[int, Signature] = {}
@@ -223,7 +224,7 @@ class LearningOutgoing:
         self._given[microbatch] = (signature, layout.pack(tensors).buffer)
 
     def send(self, microbatch: int) -> None:
-        """Send what was packed."""
+        """Send the packed values."""
         signature, data = self._given.pop(microbatch)
         text = encode(signature)
         head = self._head(_DONE, len(text), len(data), text[:_ROOM])
@@ -231,27 +232,71 @@ class LearningOutgoing:
         self._outbox.send(head, *more, data)
 
     def fail(self, microbatch: int) -> None:
-        """Send word of a failure instead."""
+        """Report a failure instead."""
         self._given.pop(microbatch, None)
         self._outbox.send(self._head(_FAILED, 0, 0, b""))
 
     def settle(self, microbatch: int) -> None:
-        """Nothing: what comes back tells what has arrived."""
+        """Nothing: replies report what has arrived."""
 
     def settle_all(self) -> None:
-        """Wait until every message is out."""
+        """Wait until every message has left."""
         self._outbox.settle_all()
 
     def _head(self, status: int, text_size: int, data_size: int, text: bytes) -> torch.Tensor:
-        numbers = _NUMBERS.pack(status, text_size, data_size, *self._line.received)
+        numbers = _NUMBERS.pack(status, text_size, data_size, *self._peer.received)
         return self._written((numbers + text).ljust(_HEAD, b"\0"))
 
     def _written(self, data: bytes) -> torch.Tensor:
         return torch.frombuffer(bytearray(data), dtype=torch.uint8).to(self._device)
 
 
+class DescribedPorts:
+    """Makes the ports of channels whose messages describe themselves."""
+
+    def __init__(
+        self, stages: Mapping[int, PipelineStage], transport: Transport, plan: Plan
+    ) -> None:
+        self._stages = stages
+        self._transport = transport
+        self._plan = plan
+        self._peers: defaultdict[int, Peer] = defaultdict(Peer)
+
+    def incoming(self, stage: int, channel: Channel) -> DescribedIncoming:
+        """The receiving end for a stage."""
+        peer = self._peers[channel.sender]
+        if channel.gradients not in peer.inboxes:
+            peer.inboxes[channel.gradients] = Inbox(
+                self._transport.receiver(channel),
+                self._order(channel),
+                self._stages[stage].device,
+                peer,
+            )
+        return DescribedIncoming(peer.inboxes[channel.gradients], self._stages[stage])
+
+    def outgoing(self, stage: int, channel: Channel) -> DescribedOutgoing:
+        """The sending end for a stage."""
+        peer = self._peers[channel.receiver]
+        if channel.gradients not in peer.outboxes:
+            post = self._transport.sender(channel, eager=True)
+            peer.outboxes[channel.gradients] = Outbox(post, self._stages[stage].device)
+        return DescribedOutgoing(peer.outboxes[channel.gradients], peer)
+
+    def _order(self, channel: Channel) -> list[tuple[int, int]]:
+        """The (stage, micro-batch) of each message, in the order of the plan's receives."""
+        rank_of, rows = self._plan.placement.rank_of, self._plan.rows_of(channel.receiver)
+        kind, step = (Kind.RECV_B, 1) if channel.gradients else (Kind.RECV_F, -1)
+        return [
+            (stage, microbatch)
+            for row, stage, microbatch in zip(
+                rows.kind.tolist(), rows.stage.tolist(), rows.microbatch.tolist(), strict=True
+            )
+            if row == kind and rank_of[stage + step] == channel.sender
+        ]
+
+
 def _memory(device: torch.device) -> int:
-    """More bytes than a message to a device can have."""
+    """The bytes of a device's memory: no message is larger."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     if not hasattr(os, "sysconf"):

@@ -1,4 +1,4 @@
-"""A stage at work: what each compute action does, from taking its values to giving its results."""
+"""The compute actions of a stage (F, B, I, W), from taking its values to giving its results."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from taktline import pytree
 from taktline.errors import LossError
 from taktline.meta import Signature, as_arguments, flatten
 from taktline.runtime.ports import In, Out, Values
-from taktline.runtime.seeds import Seeded, seeded
+from taktline.runtime.random_numbers import Seeded, seeded
 from taktline.runtime.step_data import Feed
 from taktline.sharding import is_sharded, root_gradient
 from taktline.side_values import Aside, handed_on, opened, require_number
 from taktline.stage import PipelineStage
 
-__all__ = ["Keep", "Own", "Work", "uncast"]
+__all__ = ["Keep", "OwnLosses", "Work", "uncast"]
 
-Own: TypeAlias = tuple[Sequence[torch.Tensor], Sequence[torch.Tensor | None]]
-"""A stage's own losses, and the gradients that its backward begins with at them."""
+OwnLosses: TypeAlias = tuple[Sequence[torch.Tensor], Sequence[torch.Tensor | None]]
+"""A stage's own losses, and their root gradients."""
 
-_NO_LOSS: Own = ((), ())
+_NO_LOSS: OwnLosses = ((), ())
 
-Keep: TypeAlias = Callable[[int, Sequence[Any], Own, Aside | None], None]
-"""Takes what the forward of a stage leaves for a backward of all stages at once: its results, own
-losses, and what it left aside."""
+Keep: TypeAlias = Callable[[int, Sequence[Any], OwnLosses, Aside | None], None]
+"""Keeps the stage, results, own losses and side values of a forward, for one backward of all
+stages."""
 
 _Kept: TypeAlias = tuple[Sequence[torch.Tensor | None], Aside | None]
-"""What a backward needs of its forward: the gradients at its own losses, and what it left aside."""
+"""The values of a forward that its backward needs: root gradients of own losses, side values."""
 
 _NOT_KEPT: _Kept = ((), None)
 
@@ -44,8 +44,8 @@ class Work:
         gradients out ◀── B, I ◀── gradients in
                              W
 
-    These run once for each stage and micro-batch of a step, so what a stage does not use (skips,
-    losses of its own, a seed, containers) costs it next to nothing.
+    These run once for each stage and micro-batch of a step, so features that a stage does not use
+    (skips, losses of its own, a seed, containers) cost next to nothing.
     """
 
     def __init__(
@@ -66,9 +66,9 @@ class Work:
         routes: Mapping[str, int] | None = None,
         joined: Keep | None = None,
     ) -> None:
-        """``routes`` tells the last stage that gets each skip; None: they go to the end.
+        """``routes`` has the last stage that gets each skip; None: skips go to the last stage.
 
-        With ``joined``, what a stage hands on stays in the graph, and as it is.
+        With ``joined``, values go to the next stage within the graph.
         """
         self._stage = stage
         self._index = stage.stage_index
@@ -86,11 +86,11 @@ class Work:
         self._routes = routes
         self._joined = joined
         self.got: set[str] = set()
-        """The skips that the stage has got so far."""
+        """The names of the skips that the stage has got so far."""
         self._blank = Aside(self._index, {})
-        """Of the next forward; one that has used it keeps it."""
+        """The side values of the next forward; replaced once a forward has used it."""
         self._kept = [_NOT_KEPT] * microbatches
-        """Of each micro-batch from F to B or I."""
+        """For each micro-batch, from F to B or I."""
 
     def forward(self, microbatch: int) -> None:
         """F."""
@@ -142,7 +142,7 @@ class Work:
 
     @contextmanager
     def noting(self, note: Callable[[], None]) -> Iterator[None]:
-        """Inside, ``note`` is called whenever an action has waited for its values."""
+        """Inside, ``note`` is called whenever the values of an action have arrived."""
         ports = self._activations_in, self._gradients_in
         self._activations_in, self._gradients_in = (
             None if port is None else _Noting(port, note) for port in ports
@@ -161,14 +161,14 @@ class Work:
             return self._stage.submod(*arguments, **keywords)
 
     def _handed_on(self, output: Any, aside: Aside) -> Values:
-        """What goes to the next stage: the output, and the skips that are got after this one."""
+        """The values for the next stage: the output, and skips that later stages get."""
         values = as_arguments(output)
         if aside.skips:
             values = handed_on(values, aside.skips, self._routes, self._index)
         return flatten(values) if self._joined is None else (values, None)
 
-    def _finish(self, microbatch: int, output: Any, aside: Aside) -> Own:
-        """Keep the output if it is asked for, and compute the loss, with what it counts."""
+    def _finish(self, microbatch: int, output: Any, aside: Aside) -> OwnLosses:
+        """Keep the output if wanted, and compute the loss with its root gradient."""
         feed = self._feed
         if aside.skips:
             aside.finish()
@@ -192,8 +192,8 @@ class Work:
         scale = feed.scale if feed.scales is None else feed.scales[microbatch]
         return (loss,), (self._root_gradient(loss, scale, (0, microbatch)),)
 
-    def _note(self, microbatch: int, aside: Aside, own: Own) -> Own:
-        """Note what a forward has left aside; returns the losses with those that it has added."""
+    def _note(self, microbatch: int, aside: Aside, own: OwnLosses) -> OwnLosses:
+        """Collect the side values of a forward; returns the losses with the added ones."""
         feed = self._feed
         if aside.observed:
             feed.observed.append(aside.observed)
@@ -213,9 +213,9 @@ class Work:
     def _root_gradient(
         self, loss: torch.Tensor, scale: float, place: tuple[int, int]
     ) -> torch.Tensor | None:
-        """What the backward of a loss begins with; ``place`` is that of its count in a buffer."""
+        """The gradient that the backward of a loss begins with; ``place`` is that in ``counts``."""
         if not scale:
-            return None  # a micro-batch that does not count is left out: its loss may well be nan
+            return None  # a micro-batch without weight is left out: its loss may be nan
         counts = self._feed.counts
         return root_gradient(
             loss, scale * self._feed.grad_scale if counts is None else counts[place]
@@ -227,7 +227,7 @@ class Work:
         if self._gradients_in is not None:
             found = self._gradients_in.take(microbatch)[0]
             gradients = [*found, *gradients] if gradients else found
-            # They answer what was sent for this micro-batch, so that has arrived.
+            # A gradient shows that the activations of its micro-batch have arrived.
             if self._activations_out is not None:
                 self._activations_out.settle(microbatch)
         if aside is None:
@@ -241,21 +241,21 @@ class Work:
 
 
 class _Noting:
-    """Where values come from, with a note when they are here."""
+    """A port that calls a function when values have arrived."""
 
     def __init__(self, port: In, note: Callable[[], None]) -> None:
         self._port = port
         self._note = note
 
     def take(self, microbatch: int) -> Values:
-        """The values of a micro-batch, once they are here."""
+        """Wait for the values of a micro-batch."""
         values = self._port.take(microbatch)
         self._note()
         return values
 
 
 def uncast(device_type: str, run: Callable[..., None], *arguments: Any) -> None:
-    """Run without autocast: a backward has the types of its forward, as plain ones do."""
+    """Run without autocast: a backward uses the types of its forward, as in plain training."""
     if not torch.is_autocast_enabled(device_type):
         run(*arguments)
         return
@@ -264,13 +264,13 @@ def uncast(device_type: str, run: Callable[..., None], *arguments: Any) -> None:
 
 
 def _value(loss: torch.Tensor) -> torch.Tensor:
-    """A loss as a number for the user."""
+    """A loss as a scalar for the user."""
     loss = loss.detach()
     if loss.dim():
         loss = loss.reshape(())
     if loss.dtype.itemsize == 1 and loss.is_floating_point():
-        loss = loss.float()  # eight bits are for storage: they cannot be added up
-    # A copy: torch's mse_loss gives a scalar in a storage as large as the output.
+        loss = loss.float()  # 8-bit floats cannot be added up
+    # A copy: torch's mse_loss returns a scalar in a storage as large as the output.
     return loss.full_tensor() if is_sharded(loss) else loss.clone()
 
 

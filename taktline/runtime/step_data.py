@@ -1,4 +1,4 @@
-"""What one step works on: the micro-batches that go in, the outputs and losses that come out."""
+"""The data of one step: the batch that comes in, its micro-batches, outputs and losses."""
 
 from __future__ import annotations
 
@@ -8,74 +8,227 @@ from typing import Any
 
 import torch
 
-__all__ = ["Facts", "Feed"]
+from taktline import pytree
+from taktline.errors import BatchError
+from taktline.runtime.fingerprint import digest_of
+from taktline.runtime.leaves import bounds
+from taktline.runtime.microbatch import (
+    batch_size_of,
+    size_of,
+    split_args_kwargs_into_chunks,
+    split_value,
+)
+from taktline.text import counted
+
+__all__ = ["Batch", "Cutter", "Facts", "Feed"]
+
+
+@dataclass(frozen=True, slots=True)
+class Cutter:
+    """How a schedule cuts batches."""
+
+    microbatches: int
+    args_spec: tuple[Any, ...] | None = None
+    kwargs_spec: dict[str, Any] | None = None
+    target_spec: Any = None
+    """With a spec of its own, the target may have other rows than the batch."""
+    fewer: bool = False
+    """Whether a batch with fewer rows is cut into fewer micro-batches."""
+    refusal: BatchError | None = None
+    """Why the batch cannot be cut; raised where all ranks hear of it."""
+
+    def parts(self, rows: int) -> int:
+        """The number of micro-batches of a batch with so many rows; 0 rows: unknown.
+
+        >>> Cutter(8, fewer=True).parts(6)
+        6
+        """
+        return min(self.microbatches, rows) if self.fewer and rows else self.microbatches
+
+
+@dataclass(slots=True)
+class Batch:
+    """The arguments and target of a step, whole or as micro-batches; a rank uses its part.
+
+    >>> batch = Batch(args=(torch.arange(6),))
+    >>> batch.arguments(Cutter(microbatches=3))[0][2]
+    (tensor([4, 5]),)
+    """
+
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    target: Any = None
+    arg_mbs: Sequence[tuple[Any, ...]] | None = None
+    kwarg_mbs: Sequence[dict[str, Any]] | None = None
+    target_mbs: Sequence[Any] | None = None
+
+    def without_args(self) -> Batch:
+        """The batch on a rank without the first stage: keyword arguments are for all stages."""
+        return Batch((), self.kwargs, self.target, None, self.kwarg_mbs, self.target_mbs)
+
+    def arguments(
+        self, cutter: Cutter
+    ) -> tuple[Sequence[Sequence[Any]], Sequence[Mapping[str, Any]]]:
+        """Positional and keyword arguments of each micro-batch."""
+        parts, count = cutter.parts(self.size(cutter)), cutter.microbatches
+        args, kwargs = split_args_kwargs_into_chunks(
+            self.args, self.kwargs, parts, cutter.args_spec, cutter.kwargs_spec
+        )
+        if self.arg_mbs is not None:
+            args = _ready("arg_mbs", self.arg_mbs, count, whole=bool(self.args))
+        if self.kwarg_mbs is not None:
+            kwargs = _ready("kwarg_mbs", self.kwarg_mbs, count, whole=bool(self.kwargs))
+        return args, kwargs
+
+    @property
+    def has_target(self) -> bool:
+        """Whether a target was given, whole or as micro-batches."""
+        return self.target is not None or self.target_mbs is not None
+
+    def targets(self, cutter: Cutter, rows: int) -> Sequence[Any] | None:
+        """The target of each micro-batch, cut like a batch of so many rows; None: no target.
+
+        >>> flat = Batch(target=torch.arange(6))  # two a row
+        >>> [part.tolist() for part in flat.targets(Cutter(2), 3)]
+        [[0, 1, 2, 3], [4, 5]]
+        """
+        if self.target_mbs is not None:
+            whole = self.target is not None
+            return _ready("target_mbs", self.target_mbs, cutter.microbatches, whole=whole)
+        if self.target is None:
+            return None
+        size, parts, spec = self.target_size(cutter), cutter.parts(rows), cutter.target_spec
+        each = size // rows if rows and size and size % rows == 0 else 1
+        if rows > size > 0 and rows % size == 0:
+            _require_aligned(rows, size, parts)
+        return split_value(self.target, parts, spec=spec, name="target", each=each)
+
+    def require_whole(self, cutter: Cutter, rows: int) -> None:
+        """Raise if the batch runs as fewer micro-batches, but some of it came as micro-batches."""
+        parts = cutter.parts(rows)
+        if parts == cutter.microbatches:
+            return
+        for name in ("arg_mbs", "kwarg_mbs", "target_mbs"):
+            chunks = getattr(self, name)
+            if chunks is not None:
+                raise BatchError(
+                    f"{name} has {counted(len(chunks), 'micro-batch')}, but the batch has "
+                    f"{counted(rows, 'row')} and runs as {parts}; give all of it whole, or all of "
+                    "it as micro-batches"
+                )
+
+    def size(self, cutter: Cutter) -> int:
+        """The rows of the batch; 0 if unknown."""
+        if cutter.refusal is not None:
+            raise cutter.refusal
+        return batch_size_of(self.args, self.kwargs, cutter.args_spec, cutter.kwargs_spec) or 0
+
+    def target_size(self, cutter: Cutter) -> int:
+        """The rows of the target; 0 if unknown."""
+        return size_of(self.target, spec=cutter.target_spec, name="target")
+
+    def compared(self, parts: Sequence[str]) -> tuple[Any, Any]:
+        """The arguments and targets that ranks compare; None where nothing was given."""
+        given = {"args": self.args or self.arg_mbs, "kwargs": self.kwargs or self.kwarg_mbs}
+        arguments = {name: value for name, value in given.items() if name in parts and value}
+        target = self.target if self.target_mbs is None else self.target_mbs
+        return arguments or None, target if "target" in parts else None
+
+    def digest(self) -> int:
+        """A digest of shapes, types and plain values, which decide what crosses boundaries."""
+        rest = (self.kwargs, self.arg_mbs, self.kwarg_mbs)
+        if not any(rest) and all(type(value) is torch.Tensor for value in self.args):
+            return digest_of(map(_description, self.args))  # the usual case, without the pytree
+        leaves, spec = pytree.tree_flatten((self.args, *rest))
+        return digest_of([*map(_description, leaves), str(spec)])
+
+
+def _require_aligned(rows: int, size: int, parts: int) -> None:
+    """Raise if the rows of one entry of the target would get into two micro-batches."""
+    each = rows // size
+    if bounds(rows, parts) != [each * bound for bound in bounds(size, parts)]:
+        raise BatchError(
+            f"the target has one entry for {each} rows of the batch, and {rows} rows in "
+            f"{counted(parts, 'micro-batch')} would part some of them; let the number of "
+            f"micro-batches divide {size}"
+        )
+
+
+def _ready(name: str, chunks: Sequence[Any], count: int, *, whole: bool) -> Sequence[Any]:
+    """Micro-batches from the caller; ``whole`` is whether the whole batch was given, too."""
+    if whole:
+        raise BatchError(f"{name} and the whole batch were given; give one of them")
+    if len(chunks) != count:
+        raise BatchError(
+            f"{name} has {counted(len(chunks), 'micro-batch')}, but the schedule runs {count}; "
+            f"give {count}"
+        )
+    return chunks
+
+
+def _description(leaf: object) -> str:
+    """A leaf's type, and its value if it is plain; different values have different texts."""
+    if isinstance(leaf, torch.Tensor):
+        return f"{leaf.dtype}{list(leaf.shape)}{leaf.requires_grad}"
+    if type(leaf) is float:
+        return leaf.hex()
+    if type(leaf) is int:
+        return hex(leaf)
+    return repr(leaf) if leaf is None or type(leaf) in (bool, str) else str(type(leaf))
 
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What a rank knows of its part of a batch."""
+    """The properties of a rank's batch that the ranks compare."""
 
     size: int = 0
-    """0 if there is nothing to cut."""
+    """The rows; 0 if unknown."""
     target: int = 0
-    look: int = 0
-    """A fingerprint of shapes and types."""
+    """The rows of the target."""
+    inputs: int = 0
+    """A digest of shapes and types."""
     shares: bool = False
-    """Whether every rank shall have the losses."""
+    """Whether every rank gets the losses."""
     arguments: Any = None
-    """What all ranks that were given arguments must have been given; None: nothing."""
+    """Arguments that must be the same on every rank that got some; None: none."""
     targets: Any = None
-    """The same of targets."""
+    """Likewise of targets."""
 
 
 @dataclass(slots=True)
 class Feed:
-    """The micro-batches of a step on one rank, and what it keeps of their results."""
+    """The micro-batches of a step on one rank, and their results."""
 
     arguments: Sequence[Sequence[Any]] = ()
     keywords: Sequence[Mapping[str, Any]] = ()
     targets: Sequence[Any] | None = None
     loss_keywords: Mapping[str, Any] = field(default_factory=dict)
     rows: int = 0
-    """The size of the batch along its micro-batches, agreed on by all ranks; 0: nobody knows."""
+    """The rows of the batch, agreed on by all ranks; 0 if unknown."""
     microbatches: int = 0
     outputs: dict[int, Any] | None = None
-    """Outputs of the last stage; None if they are not asked for."""
+    """Outputs of the last stage; None if the caller does not want them."""
     scale: float = 1.0
-    """What the gradient of every micro-batch's loss counts."""
+    """The weight of every micro-batch's loss in the gradient."""
     scales: Sequence[float] | None = None
-    """The same for each loss of the loss function, where they count differently."""
+    """The weight of each loss of the loss function, where they differ."""
     row_scales: Sequence[float] | None = None
-    """The same for each loss that stages add, where micro-batches differ in size."""
+    """The weight of each loss that stages add, where micro-batches differ in size."""
     grad_scale: float = 1.0
-    """What every gradient is multiplied with, for those that would vanish in half precision."""
+    """Multiplies every gradient, so that none underflows in half precision."""
     counts: torch.Tensor | None = None
-    """All of that for each micro-batch, in a buffer on the device: for the loss, and for those that
-    stages add. Only for a step that is captured, and replayed with other numbers."""
+    """The product of these for each micro-batch, in a buffer on the device: for the loss, and for
+    losses that stages add. Only in a captured step, which is replayed with other numbers."""
     wants_losses: bool = False
-    """Whether anybody asks for the losses."""
+    """Whether the caller wants the losses."""
     losses: dict[int, torch.Tensor] = field(default_factory=dict)
     aux_losses: dict[int, torch.Tensor] = field(default_factory=dict)
-    """The sum of what this rank's stages have added in each micro-batch."""
+    """The sum of the losses that this rank's stages add, for each micro-batch."""
     observed: list[list[tuple[Any, Any]]] = field(default_factory=list)
-    """What the modules of each forward have noted, for the end of the step."""
+    """Statistics from the modules of each forward, applied at the end of the step."""
     number: int = 0
-    """Which training step this is, for seeds."""
+    """The number of the training step, for seeds."""
 
     def clear(self) -> None:
-        """Let go of everything."""
-        self.arguments = ()
-        self.keywords = ()
-        self.targets = None
-        self.loss_keywords = {}
-        self.rows = 0
-        self.microbatches = 0
-        self.outputs = None
-        self.scale = 1.0
-        self.scales = None
-        self.row_scales = None
-        self.grad_scale = 1.0
-        self.wants_losses = False
-        self.losses = {}
-        self.aux_losses = {}
-        self.observed = []
+        """Reset every field."""
+        self.__init__()

@@ -1,26 +1,31 @@
-"""What ran when, on every rank, as timelines like those of a simulation."""
+"""Traces: when each action ran, on every rank, as timelines like those of a simulation."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
-from typing import Any, Protocol, TypeAlias
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
-import torch
+from torch.autograd import profiler
+from torch.profiler import record_function
 
 from taktline.errors import ScheduleError
 from taktline.plan import Action, Costs, Plan, Straggler, Timeline, stragglers
 from taktline.plan.deps import needs
 from taktline.plan.rows import FloatArray, Rows
-from taktline.runtime.clocks import clock_for
-from taktline.runtime.recorder import Record, Recorder
+from taktline.runtime.bind import Bound
+from taktline.runtime.clocks import Clock, Offsets, align, clock_for
+from taktline.runtime.program import Instruction, Wrap
 from taktline.text import counted
 from taktline.transport import Transport
 
-__all__ = ["Trace", "tracing"]
+if TYPE_CHECKING:
+    from taktline.runtime.runner import Runner
+
+__all__ = ["Recorder", "Trace", "tracing", "watching"]
 
 _MS = 1e6
 """Nanoseconds."""
@@ -28,9 +33,9 @@ _Times: TypeAlias = npt.NDArray[np.int64]
 
 
 class Trace:
-    """The timelines of what ran inside of ``with schedule.trace() as trace``, on every rank.
+    """The timelines of the steps inside of ``with schedule.trace() as trace``, on every rank.
 
-    What it is asked for beyond these, such as ``bubble()``, it asks the last one for.
+    It has the methods of the last timeline, too, such as ``bubble()``.
 
     >>> trace = Trace()
     >>> trace.timelines
@@ -47,11 +52,11 @@ class Trace:
         """By how many milliseconds the clocks of two ranks may differ; 0 on one machine's CPUs."""
 
         self.work: Costs | None = None
-        """The work of the stages, if somebody has counted it: a ``Pipeline`` with an example."""
+        """The work of the stages, if it was counted: in a ``Pipeline`` with an example."""
 
     @property
     def timeline(self) -> Timeline:
-        """The last one."""
+        """The last timeline."""
         if not self.timelines:
             raise ScheduleError(
                 "there is no timeline: run a step inside of schedule.trace(), and leave it"
@@ -63,7 +68,6 @@ class Trace:
         return stragglers(self.timelines, work=self.work, factor=factor)
 
     def __getattr__(self, name: str) -> Any:
-        # So that what is asked of a timeline can be asked here, of the last one.
         if name.startswith("_"):
             raise AttributeError(name)
         return getattr(self.timeline, name)
@@ -78,24 +82,88 @@ class Trace:
         return self.timeline._repr_svg_() if self.timelines else None
 
 
-class _Traced(Protocol):
-    """What runs the steps."""
+@dataclass(slots=True)
+class _Record:
+    """The recorded actions of one step on this rank."""
 
-    recorder: Recorder | None
+    plan: Plan
+    offsets: Offsets
+    actions: list[Action] = field(default_factory=list)
+    stamps: list[Any] = field(default_factory=list)
+    """Three of each action: when it began, when its values had arrived, and when it ended."""
 
-    @property
-    def transport(self) -> Transport: ...
 
-    @property
-    def ranks(self) -> range: ...
+class Recorder:
+    """Records the steps of this rank while there is a trace."""
 
-    @property
-    def device(self) -> torch.device: ...
+    def __init__(self, clock: Clock) -> None:
+        self.clock = clock
+        self.records: list[_Record] = []
+        """The steps that have worked on every rank."""
+        self._latest: _Record | None = None
+        self._arrived: Any = None
+
+    @contextmanager
+    def watch(self, bound: Bound, transport: Transport, profiled: bool) -> Iterator[Wrap]:
+        """Record a step; all ranks take part."""
+        record = self._latest = _Record(bound.plan, align(transport))
+        with ExitStack() as stack:
+            for work in bound.works.values():
+                stack.enter_context(work.noting(self._note))
+            yield lambda instruction: self._recorded(
+                record, instruction.action, _named(instruction) if profiled else instruction.run
+            )
+
+    def keep(self) -> None:
+        """Keep the latest step: it has worked on every rank."""
+        if self._latest is not None:
+            self.records.append(self._latest)
+            self._latest = None
+
+    def _note(self) -> None:
+        self._arrived = self.clock.stamp()
+
+    def _recorded(
+        self, record: _Record, action: Action, run: Callable[[], None]
+    ) -> Callable[[], None]:
+        stamp, keep = self.clock.stamp, record.stamps.extend
+        record.actions.append(action)
+
+        def recorded() -> None:
+            self._arrived = None
+            began = stamp()
+            run()
+            ended = stamp()
+            keep((began, began if self._arrived is None else self._arrived, ended))
+
+        return recorded
+
+
+def watching(
+    recorder: Recorder | None, bound: Bound, transport: Transport
+) -> AbstractContextManager[Wrap | None]:
+    """The wrapper for the instructions of a step: None without a trace and a profiler."""
+    # Read once a step: the flag changes when a profiler starts and stops.
+    profiled = profiler._is_profiler_enabled
+    if recorder is None:
+        return nullcontext(_named if profiled else None)
+    return recorder.watch(bound, transport, profiled)
+
+
+def _named(instruction: Instruction) -> Callable[[], None]:
+    """Run an instruction in a named range of PyTorch's profiler."""
+    name, run = f"taktline {instruction.action}", instruction.run
+
+    def named() -> None:
+        with record_function(name):
+            run()
+
+    return named
 
 
 @contextmanager
-def tracing(runner: _Traced) -> Iterator[Trace]:
-    """Note every step inside; on leaving, unless by an error, gather them from all ranks."""
+def tracing(runner: Runner) -> Iterator[Trace]:
+    """Record every step inside; on leaving without an error, gather the records of all ranks."""
     if runner.recorder is not None:
         raise ScheduleError("this schedule is being traced already; leave that block first")
     trace, recorder = Trace(), Recorder(clock_for(runner.device))
@@ -107,14 +175,14 @@ def tracing(runner: _Traced) -> Iterator[Trace]:
     for record in recorder.records:
         timeline, error = _gather(record, recorder, runner.transport, runner.ranks)
         trace.timelines.append(timeline)
-        # Both of two clocks may be wrong.
+        # The errors of two clocks add up.
         trace.clock_error = max(trace.clock_error, 2 * error / _MS)
 
 
 def _gather(
-    record: Record, recorder: Recorder, transport: Transport, ranks: range
+    record: _Record, recorder: Recorder, transport: Transport, ranks: range
 ) -> tuple[Timeline, int]:
-    """The timeline of one step, and by how much its clocks may be wrong; all ranks take part."""
+    """The timeline of one step, and the error of its clocks; all ranks take part."""
     plan = _apart(record.plan)
     read = np.array(recorder.clock.read(record.stamps), np.int64).reshape(-1, 3)
     rank_of = np.array([plan.placement.rank_of[action.stage] for action in record.actions])
@@ -136,7 +204,7 @@ def _gather(
             for numbers, length, ahead in zip(shared, lengths, record.offsets.ahead, strict=True)
         ]
     )
-    # Before they are floats, which have fewer digits than a clock has.
+    # Subtracted as integers: floats have fewer digits than a clock.
     began, arrived, ended = ((columns - columns.min()) / _MS).T
     return _timeline(plan, began, arrived, ended), record.offsets.error + max(
         numbers[0] for numbers in shared
@@ -153,7 +221,7 @@ def _apart(plan: Plan) -> Plan:
 
 
 def _times(actions: Sequence[Action], read: _Times, rows: Rows) -> _Times:
-    """The three times of each row; one that had nothing to do took no time."""
+    """The three times of each row; a row without an instruction takes no time."""
     times = np.empty((len(rows), 3), np.int64)
     done = 0
     for row in range(len(rows)):
@@ -166,10 +234,10 @@ def _times(actions: Sequence[Action], read: _Times, rows: Rows) -> _Times:
 
 
 def _timeline(plan: Plan, began: FloatArray, arrived: FloatArray, ended: FloatArray) -> Timeline:
-    """When each action computed, without the time in which it waited for its values."""
+    """A timeline of when each action computed, without its wait for values."""
     rank, source = plan.rank_of_rows(), needs(plan).arrival
     target = np.flatnonzero((source >= 0) & (rank[source] != rank))
-    # From the beginning of the send: its rank may be held up in it when the message has left.
+    # From the beginning of the send: its rank may be held up after the message has left.
     there = _arrivals(began[source[target]], began[target], arrived[target])
     arrival = ended.copy()
     arrival[source[target]] = there
@@ -180,10 +248,10 @@ def _timeline(plan: Plan, began: FloatArray, arrived: FloatArray, ended: FloatAr
 
 
 def _arrivals(sent: FloatArray, began: FloatArray, arrived: FloatArray) -> FloatArray:
-    """When each message was there.
+    """When each message arrived.
 
-    That is seen where it was sent after its receiver had begun to wait. Others may have been there
-    long before: they are taken to have been on their way as long as those are, in the median.
+    The time is known where the receiver was already waiting when the message was sent. The others
+    are taken to travel as long as the median of these.
     """
     seen = sent > began
     if not seen.any():

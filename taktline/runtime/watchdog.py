@@ -1,7 +1,6 @@
-"""Looks after steps from a thread of its own: when one stands still, it reports where and why.
+"""The watchdog: reports where and why a step stands still, from the control plane's thread.
 
-Nothing is noted for it on the way but the position in the program. What a rank is doing there it
-reads off the rank's stack when it looks.
+A step notes nothing but its position in the program; the watchdog reads the rest off the stack.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ import torch
 
 from taktline.checks import seconds_in_environment
 from taktline.plan import Kind
-from taktline.runtime.executor import Program
+from taktline.runtime.program import Instruction, Program
 from taktline.text import counted
 from taktline.transport import Transport, gloo
 from taktline.transport.distributed import Distributed
@@ -31,12 +30,12 @@ from taktline.transport.verdict import Verdict
 __all__ = ["STALL_SECONDS", "STUCK", "Watch", "guarded"]
 
 STALL_SECONDS = seconds_in_environment("TAKTLINE_STALL_SECONDS", 60.0)
-"""After how long a step that stands still is told of, unless a schedule says otherwise."""
+"""After how long a step that stands still is logged, unless a schedule says otherwise."""
 
 STUCK_SECONDS = seconds_in_environment("TAKTLINE_STUCK_SECONDS", 5.0)
-"""So long after its wait was to end, a process ends that does not get out of it."""
+"""A process ends if a wait lasts so much longer than it should."""
 STUCK = 84
-"""The exit code then."""
+"""The exit code of such a process."""
 
 _log = logging.getLogger("taktline")
 _HOME = str(Path(__file__).parent.parent)
@@ -46,34 +45,29 @@ _OURS = tuple(
 )
 _COLLECTIVES = ("_functional_collectives.py", "distributed_c10d.py")
 _FRAMES = 4
-"""How far from the innermost frame a wait is looked for."""
+"""In how many of the innermost frames a wait is looked for."""
 _WRAPPERS = tuple(
     str(Path("torch", *parts))
     for parts in (("distributed", "utils.py"), ("nn", "parallel", "distributed.py"))
 )
-"""What is innermost while DDP waits for others."""
+"""The innermost files while DDP waits for other ranks."""
 _REST_SECONDS = 1.0
-"""After how long without any use of a processor an operation of torch counts as a wait."""
+"""An operation of torch that uses no processor for so long counts as a wait."""
 _UNKNOWN = -1
 _TORCH = str(Path(torch.__file__).parent)
 _LATE = 0.5
-"""By how much a wait outlasts the timeout before the plane ends it."""
+"""By how much a wait may outlast the timeout."""
 _LEAVE_SECONDS = 0.1
-"""So long after a verdict, waits in groups that are not ours are ended, too."""
+"""So long after a verdict, waits in groups of others are ended, too."""
 
 
 class Watch:
-    """The steps of one schedule on this rank, under the eyes of the control plane's thread.
-
-    Args:
-        name: what the schedule is called.
-        transport: its ranks, if they are processes; otherwise there is nothing to watch.
-    """
+    """Watches the steps of one schedule on this rank; ``transport`` is None for local ranks."""
 
     def __init__(self, name: str, transport: Distributed | None) -> None:
         self.seconds: float | None = STALL_SECONDS
         self.doing = ""
-        """What this rank does outside of its program."""
+        """What this rank does outside of its program, in words."""
         self.program: Program | None = None
         self._name = name
         self._transport = transport
@@ -81,7 +75,7 @@ class Watch:
         self._thread = 0
         self._mark: object = None
         self._since = time.monotonic()
-        self._told = False
+        self._reported = False
         self._leaves_at = math.inf
         self._native_thread = 0
         self._used, self._used_at = _UNKNOWN, math.inf
@@ -89,7 +83,7 @@ class Watch:
 
     def __enter__(self) -> Self:
         self._thread, self._native_thread = threading.get_ident(), threading.get_native_id()
-        self._mark, self._since, self._told = None, time.monotonic(), False
+        self._mark, self._since, self._reported = None, time.monotonic(), False
         self._leaves_at = self._used_at = math.inf
         if self._plane is not None:
             self._plane.state = self._state
@@ -104,50 +98,50 @@ class Watch:
             self._plane.state = _idle
 
     def tick(self) -> None:
-        """See whether the step goes on; on the plane's thread, some times a second."""
+        """Check whether the step goes on; called on the plane's thread, some times a second."""
         now, transport, plane = time.monotonic(), self._transport, self._plane
         mark = self._progress()
         if mark != self._mark:
-            self._mark, self._since, self._told = mark, now, False
+            self._mark, self._since, self._reported = mark, now, False
         if (used := _processor_time(self._native_thread)) != self._used:
             self._used, self._used_at = used, now
         if transport is None or plane is None:
             return
         stood = now - self._since
-        if self.seconds is not None and stood >= self.seconds and not self._told:
-            self._told = True
+        if self.seconds is not None and stood >= self.seconds and not self._reported:
+            self._reported = True
             _log.warning("%s", self.report())
         if transport.verdict is not None:
             self._hurry(now, transport.verdict)
-        elif self._is_late(stood, transport) and not self._computes():
-            # A wait that is not ours, in which another timeout holds.
+        elif stood > transport.timeout.total_seconds() + _LATE and not self._computes():
+            # A wait in a group of others, which has another timeout.
             transport.give_up(plane.stalled(transport.processes, (), self._waits_for()))
 
     def _progress(self) -> object:
-        """What is another value as soon as the step goes on."""
+        """A value that changes when the step goes on."""
         return (self.doing, None if self.program is None else self.program.position)
 
-    def _is_late(self, stood: float, transport: Distributed) -> bool:
-        return stood > transport.timeout.total_seconds() + _LATE
-
     def report(self) -> str:
-        """What all ranks are doing, as far as they have said."""
+        """The state of all ranks, as far as they have reported it."""
         transport, plane = self._transport, self._plane
-        rank, lines = (0, "") if transport is None else (transport.rank, "")
+        rank, lines = 0 if transport is None else transport.rank, ""
         if plane is not None and transport is not None:
             lines = f"\n{plane.news.report(transport.processes)}"
         stood = _seconds(time.monotonic() - self._since)
         return f"rank {rank} of {self._name} has stood still for {stood}{lines}"
 
+    @property
+    def _instruction(self) -> Instruction | None:
+        return None if self.program is None else self.program.current
+
     def where(self) -> str:
-        """What this rank is doing, in short."""
-        instruction = None if self.program is None else self.program.current
+        """The running action, in words; empty outside of the program."""
+        instruction = self._instruction
         return "" if instruction is None else f"in {instruction.action}"
 
     def _state(self) -> tuple[str, bool]:
-        """What this rank is doing, and for how long."""
-        waited = _seconds(time.monotonic() - self._since)
-        instruction = None if self.program is None else self.program.current
+        """What this rank is doing, and for how long; True: it is in a step."""
+        waited, instruction = _seconds(time.monotonic() - self._since), self._instruction
         if instruction is None:
             return f"{self.doing}, for {waited}", True
         if self._computes():
@@ -156,7 +150,7 @@ class Watch:
         return f"{instruction.action} for {waited}: waits for {self._waits_for()}", True
 
     def _waits_for(self) -> str:
-        instruction = None if self.program is None else self.program.current
+        instruction = self._instruction
         if instruction is None:
             return self.doing.removeprefix("waits for ")
         if instruction.action.kind <= Kind.W and self._rests():
@@ -164,19 +158,19 @@ class Watch:
         return instruction.waits or "other ranks"
 
     def _computes(self) -> bool:
-        instruction = None if self.program is None else self.program.current
+        instruction = self._instruction
         if instruction is None or instruction.action.kind > Kind.W or self._frame() is None:
             return False
         return not self._waits()
 
     def _waits(self) -> bool:
-        """Whether this rank waits for others."""
+        """Whether this rank waits for other ranks."""
         return _shows_wait(self._frame()) or self._rests()
 
     def _rests(self) -> bool:
-        """Whether an operation of torch uses no processor: so looks a collective in a backward.
+        """Whether an operation of torch uses no processor, as a collective in a backward.
 
-        Autograd calls it, so that there is no frame to see.
+        Autograd calls such a collective, so no frame shows it.
         """
         frame = self._frame()
         inside = frame is not None and frame.f_code.co_filename.startswith((_HOME, _TORCH))
@@ -184,13 +178,13 @@ class Watch:
         return inside and rests and not _shows_wait(frame)
 
     def _frame(self) -> FrameType | None:
-        # If it asks itself, it has just given up waiting.
+        # If the step's own thread asks, it has just given up waiting.
         if self._thread == threading.get_ident():
             return None
         return sys._current_frames().get(self._thread)
 
     def _hurry(self, now: float, verdict: Verdict) -> None:
-        """A verdict is there and the step goes on: it waits in a group that is not ours."""
+        """End the waits of a step that goes on after a verdict: it waits in a group of others."""
         self._leaves_at = min(self._leaves_at, now + _LEAVE_SECONDS)
         if now >= self._leaves_at:
             gloo.shut(gloo.every_socket())
@@ -198,7 +192,7 @@ class Watch:
             self._end(verdict)
 
     def _end(self, verdict: Verdict) -> NoReturn:
-        """End the process, which waits for ever."""
+        """End a process that would wait for ever."""
         _log.critical(
             "%s\nrank %d %s, and cannot leave a collective that waits for others: its process "
             "ends, with exit code %d",
@@ -216,7 +210,7 @@ def _idle() -> tuple[str, bool]:
 
 
 def _processor_time(thread: int) -> int:
-    """What a thread of this process has used so far, in ticks, if the system says so."""
+    """The processor time of a thread of this process, in ticks, if the system reports it."""
     try:
         after_name = Path(f"/proc/self/task/{thread}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -225,7 +219,7 @@ def _processor_time(thread: int) -> int:
 
 
 def _shows_wait(frame: FrameType | None) -> bool:
-    """Whether a frame is one of a wait: for a message, or in a collective of torch's."""
+    """Whether a frame waits for a message, or in a collective of torch."""
     if frame is not None and frame.f_code.co_filename.endswith(_WRAPPERS):
         return True
     for _ in range(_FRAMES):
@@ -239,7 +233,7 @@ def _shows_wait(frame: FrameType | None) -> bool:
 
 
 class _Guard(Watch):
-    """A call outside of a step; it may compute for long, but no collective lasts as long."""
+    """Watches a call outside of a step; any change of its frame counts as progress."""
 
     def _progress(self) -> object:
         frame = self._frame()
@@ -251,7 +245,7 @@ class _Guard(Watch):
 
 @contextmanager
 def guarded(transport: Transport, what: str) -> Iterator[str]:
-    """A wait outside of a step, which ends as one inside of it does, and says why."""
+    """End waits inside of the block as in a step, and raise why they were ended."""
     if not isinstance(transport, Distributed):
         yield what
         return
@@ -270,7 +264,7 @@ def guarded(transport: Transport, what: str) -> Iterator[str]:
 
 
 def _place(frame: FrameType | None) -> str:
-    """Where in the user's own code a rank is."""
+    """The place in the user's own code, in words."""
     while frame is not None:
         name = frame.f_code.co_filename
         if not name.startswith(_HOME) and "site-packages" not in name and "<" not in name:

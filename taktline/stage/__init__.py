@@ -1,4 +1,4 @@
-"""One stage of a model: its module and the micro-batches that are in flight in it."""
+"""One stage of a model: its module, its micro-batches in flight, its backward whole or split."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from taktline.stage.backward import (
     stage_backward_input,
     stage_backward_weight,
 )
-from taktline.stage.check import SplitReport, check_split_backward
 from taktline.stage.compiled import compile_stages
+from taktline.stage.split_report import SplitReport, check_split_backward
 from taktline.stage.stage import PipelineStage
 from taktline.stage.ties import Tie
 

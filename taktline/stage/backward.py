@@ -1,7 +1,4 @@
-"""The backward of one stage as functions: whole, or its two halves.
-
-Stages run on the same parts; these are for code that brings its own graph.
-"""
+"""The backward of a stage as functions, whole or in two halves, for code with its own graph."""
 
 from __future__ import annotations
 
@@ -14,7 +11,7 @@ from torch import nn
 from taktline import pytree
 from taktline.checks import require_instances, require_iterable, require_whole, shown
 from taktline.errors import SplitError
-from taktline.stage.engine import accumulate
+from taktline.stage.autograd_engine import accumulate
 from taktline.stage.split_backward import Pending, Splitter
 
 __all__ = ["stage_backward", "stage_backward_input", "stage_backward_weight"]
@@ -31,7 +28,7 @@ def stage_backward(
     Args:
         stage_output: the output, or the loss; any nesting of tensors.
         output_grads: the gradients of its tensors in the same nesting; None for a loss.
-        input_values: the inputs, of which those that are tensors have their gradient given back.
+        input_values: the inputs; the gradients of tensors among them are returned.
         outputs_with_grads_idxs: which outputs to begin with, if not all.
 
     >>> x = torch.ones(2, requires_grad=True)
@@ -67,7 +64,7 @@ def stage_backward_input(
     input_values: list[Any],
     weights: Iterator[nn.Parameter],
 ) -> tuple[tuple[torch.Tensor | None, ...], list[dict[str, Any]]]:
-    """The first half: the gradients of the inputs, and what the second half needs.
+    """The first half: returns the gradients of the inputs, and the state for the second half.
 
     >>> layer, x = nn.Linear(2, 2), torch.ones(3, 2, requires_grad=True)
     >>> _, groups = stage_backward_input([layer(x).sum()], None, [x], layer.parameters())
@@ -95,9 +92,9 @@ def stage_backward_input(
 def stage_backward_weight(
     weights: Iterator[nn.Parameter], param_groups: list[dict[str, Any]], retain_graph: bool = False
 ) -> tuple[torch.Tensor | None, ...]:
-    """The second half: the gradients of the weights; returns what is in their ``.grad`` then.
+    """The second half: adds the gradients of the weights; returns their ``.grad``.
 
-    ``retain_graph`` is accepted for code that passes it: the graph has gone with the first half.
+    ``retain_graph`` changes nothing: the first half has freed the graph.
 
     >>> layer, x = nn.Linear(1, 1, bias=False), torch.ones(2, 1)
     >>> _, groups = stage_backward_input([layer(x).sum()], None, [x], layer.parameters())
@@ -122,7 +119,7 @@ def _tensors(name: str, values: Any) -> list[torch.Tensor]:
 def _roots(
     outputs: Sequence[Any], gradients: Sequence[Any]
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """The outputs to begin with, and their gradients; a loss begins with one."""
+    """The outputs that require a gradient, and their gradients; that of a loss is one."""
     if len(outputs) != len(gradients):
         raise SplitError(f"there are {len(outputs)} outputs, but {len(gradients)} gradients")
     roots: list[torch.Tensor] = []
@@ -131,8 +128,7 @@ def _roots(
         if not isinstance(output, torch.Tensor) or not output.requires_grad:
             continue
         if gradient is None and output.numel() != 1:
-            # Nobody asked for this one.
-            continue
+            continue  # no gradient came for this output
         if gradient is not None and (
             not isinstance(gradient, torch.Tensor) or gradient.shape != output.shape
         ):

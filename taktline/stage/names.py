@@ -1,4 +1,4 @@
-"""What the parameters of a stage are called in the user's model, whatever wraps its modules."""
+"""Names of parameters, buffers and modules as in the user's model, without wrappers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 __all__ = ["named_buffers", "named_modules", "named_parameters", "parameters_of", "unwrapped"]
 
 _INSIDE = ("_orig_mod", "_checkpoint_wrapped_module")
-"""Where ``torch.compile`` and checkpoint wrappers keep what they wrap."""
+"""The attributes in which ``torch.compile`` and checkpoint wrappers keep the wrapped module."""
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
@@ -22,7 +22,8 @@ def unwrapped(module: nn.Module) -> nn.Module:
     Linear(in_features=2, out_features=2, bias=True)
     """
     while True:
-        inside = module._modules.get("module") if _is_ddp(module) else None
+        is_ddp = isinstance(module, DistributedDataParallel)
+        inside = module._modules.get("module") if is_ddp else None
         for name in _INSIDE:
             inside = inside or module._modules.get(name)
         if inside is None:
@@ -31,7 +32,7 @@ def unwrapped(module: nn.Module) -> nn.Module:
 
 
 def named_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
-    """All parameters by their names in the user's model; one with two names is there twice.
+    """All parameters by their names in the user's model, tied ones by each of their names.
 
     >>> from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
     >>> stage = nn.Sequential(checkpoint_wrapper(nn.Linear(2, 2)))
@@ -47,7 +48,7 @@ def named_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def named_modules(module: nn.Module) -> dict[str, nn.Module]:
-    """All modules by their names in the user's model, without what wraps them.
+    """All modules by their names in the user's model, without wrappers.
 
     >>> list(named_modules(nn.Sequential(nn.Linear(2, 2), nn.ReLU())))
     ['', '0', '1']
@@ -56,7 +57,7 @@ def named_modules(module: nn.Module) -> dict[str, nn.Module]:
 
 
 def parameters_of(module: nn.Module) -> list[nn.Parameter]:
-    """What ``module.parameters()`` lists, in a fraction of its time: steps ask for it anew.
+    """A faster ``module.parameters()``, for every step.
 
     >>> [tuple(p.shape) for p in parameters_of(nn.Sequential(nn.Linear(2, 3), nn.ReLU()))]
     [(3, 2), (3,)]
@@ -81,7 +82,7 @@ def parameters_of(module: nn.Module) -> list[nn.Parameter]:
 
 
 def named_buffers(module: nn.Module, *, persistent: bool = False) -> dict[str, torch.Tensor]:
-    """All buffers by their names in the user's model, or only those that a state dict has.
+    """All buffers by their names in the user's model, or only those of a state dict.
 
     >>> list(named_buffers(nn.Sequential(nn.BatchNorm1d(2))))
     ['0.running_mean', '0.running_var', '0.num_batches_tracked']
@@ -100,7 +101,3 @@ def _walk(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
     for name, child in inner._modules.items():
         if child is not None:
             yield from _walk(child, f"{path}{name}.")
-
-
-def _is_ddp(module: nn.Module) -> bool:
-    return isinstance(module, DistributedDataParallel)

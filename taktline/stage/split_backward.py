@@ -1,23 +1,22 @@
-"""The split backward: I gives the gradients of a stage's inputs, W those of its weights.
+"""The split backward: I computes the gradients of a stage's inputs, W those of its weights.
 
-What W can do later, and cheaply, are the matrix products of linear layers::
+W computes the matrix products of linear layers, which can be put off cheaply::
 
     forward    Y = X · Wᵀ + b          the graph:   Addmm ──▶ X
                                                      ├─────▶ b
     in I       dX = dY · W, db, and                  └─ T ──▶ W
-               X and dY are put aside
+               X and dY are kept
     in W       dW = dYᵀ · X
 
-So I is one pass of the engine over the graph, in which these products are left out, and after which
-the graph is gone; of a micro-batch stay X and dY of each linear layer. All other gradients (norms,
-biases, embeddings, convolutions, what is compiled or checkpointed) are due in I, once: the engine
-computes them on the way. A weight is left out only if every use of it is such a product.
+I is one pass of the engine over the graph without these products. It frees the graph and keeps X
+and dY of each linear layer. The engine computes all other gradients on the way: norms, biases,
+embeddings, convolutions, checkpointed blocks. W computes the gradient of a weight only if every use
+of the weight is such a product.
 
-Finding the products means walking through the graph. What was found is remembered for a shape of
-graph (a Recipe), and used again where shape and leaves are the same. That they are must be seen in
-each graph: nothing but its edges tells whether a weight has one more use than before.
+The products of a graph are remembered as a Recipe, and used again for graphs of the same shape and
+leaves. Each graph is compared, since only its edges show whether a weight has one more use.
 
-What is compiled is one node here, and knows by itself what to leave out: see ``compiled``.
+A compiled block is one node here, and decides itself what to leave out: see ``compiled``.
 """
 
 from __future__ import annotations
@@ -31,36 +30,36 @@ from torch.autograd.graph import GradientEdge
 
 from taktline.errors import SplitError
 from taktline.sharding import local
-from taktline.stage.engine import accumulate, add_to_grad, add_to_grads
-from taktline.stage.graph import Graph, Node, Shape
-from taktline.stage.recipe import Recipe, is_among, learn
+from taktline.stage.autograd_engine import accumulate, add_to_grad, add_to_grads
+from taktline.stage.autograd_graph import Graph, Node, Shape
+from taktline.stage.split_recipe import Recipe, is_among, learn
 
 __all__ = ["Pending", "Splitter", "explain"]
 
 _REMEMBERED = 8
-"""For how many shapes of graphs there is a recipe at a time."""
+"""The most recipes that are kept."""
 
 
 class _Compiled(NamedTuple):
-    """What a compiled node has left out."""
+    """The gradients that a compiled node has left out."""
 
     weights: Sequence[torch.Tensor]
     held: list[Any]
     versions: Sequence[int]
-    """Of the tensors that it holds."""
+    """The versions of the tensors in ``held``."""
     run: Callable[[list[Any]], Sequence[Any]]
 
 
 class Pending:
-    """What W has left to do for one micro-batch."""
+    """The work of W for one micro-batch."""
 
     __slots__ = ("_compiled", "_factors", "_gradients", "_recipe", "_versions")
 
     def __init__(self, recipe: Recipe, nodes: Sequence[Node]) -> None:
-        """``nodes`` are those of the products."""
+        """``nodes`` has the node of each product."""
         self._recipe = recipe
         self._factors: list[torch.Tensor] = []
-        # What the nodes are about to work on, in the order in which the engine comes to them.
+        # The incoming gradients of the nodes, in the order in which the engine reaches them.
         self._gradients: dict[int, tuple[torch.Tensor | None]] = {}
         for index, node in enumerate(nodes):
             self._factors.append(getattr(node, recipe.products[index].kind.factor).detach())
@@ -70,7 +69,7 @@ class Pending:
 
     @property
     def weights(self) -> list[torch.Tensor]:
-        """The weights that wait for their gradients."""
+        """The weights whose gradients W computes."""
         return [*self._recipe.weights, *(w for part in self._compiled for w in part.weights)]
 
     def take_over(
@@ -79,19 +78,19 @@ class Pending:
         held: list[Any],
         run: Callable[[list[Any]], Sequence[Any]],
     ) -> None:
-        """Compute these weights' gradients, too, from what a compiled node holds for them."""
+        """Compute gradients for a compiled node later, too, from the values that it holds."""
         self._compiled.append(_Compiled(weights, held, _versions(held), run))
 
     def part_from(self, leaves: Sequence[torch.Tensor]) -> None:
-        """Copy new gradients in the memory of those put aside: later ones are added to them."""
-        aside = {_memory(g) for (g,) in self._gradients.values() if g is not None}
-        aside |= {_memory(x) for part in self._compiled for x in _tensors(part.held)}
+        """Copy new gradients that share memory with kept values: later ones are added in place."""
+        kept = {_memory(g) for (g,) in self._gradients.values() if g is not None}
+        kept |= {_memory(x) for part in self._compiled for x in _tensors(part.held)}
         for leaf in leaves:
-            if leaf.grad is not None and (None in aside or _memory(leaf.grad) in (None, *aside)):
+            if leaf.grad is not None and (None in kept or _memory(leaf.grad) in (None, *kept)):
                 leaf.grad = leaf.grad.clone()
 
     def run(self) -> None:
-        """Do the products; those of one weight are summed first, in the engine's order."""
+        """Compute the products; those of one weight are summed first, in the engine's order."""
         if _versions(self._factors) != self._versions or any(
             _versions(part.held) != part.versions for part in self._compiled
         ):
@@ -114,7 +113,7 @@ class Pending:
         for part in self._compiled:
             with torch.no_grad():  # as inside of the engine
                 add_to_grads(part.weights, part.run(part.held))
-        # Who keeps an output keeps the graph, and with it what notes gradients here.
+        # A kept output keeps the graph, whose hooks keep this object.
         self._factors, self._versions = [], []
         self._gradients.clear()
         self._compiled.clear()
@@ -134,11 +133,11 @@ class Splitter:
         inputs: Sequence[torch.Tensor],
         weights: Sequence[torch.Tensor],
     ) -> Pending | None:
-        """I: gradients for the inputs and all that W does not do; None if W has nothing to do."""
+        """I: add all gradients that W does not compute; None if W has nothing to do."""
         rest = [i for i, root in enumerate(roots) if not (root.is_leaf and is_among(root, inputs))]
         if len(rest) == len(roots):
             return self._run_input(roots, gradients, inputs, weights)
-        # An output that is an input hands its gradient through, and is no part of the graph.
+        # An output that is an input passes its gradient on, and is no part of the graph.
         passed = [i for i in range(len(roots)) if i not in rest]
         pending = None
         if rest:
@@ -167,7 +166,7 @@ class Splitter:
         for inside in recipe.compiled:
             nodes[inside.slot].put_off = pending, inside
         new = [leaf for leaf in recipe.leaves if leaf.grad is None]
-        # The engine runs quicker if it is not told where to go.
+        # The engine runs faster without a list of inputs.
         everywhere = not found and all(x.is_leaf for x in inputs)
         accumulate(roots, gradients, () if everywhere else (*inputs, *recipe.leaves, *edges))
         if new:
@@ -180,7 +179,7 @@ class Splitter:
         inputs: Sequence[torch.Tensor],
         weights: Sequence[torch.Tensor],
     ) -> tuple[Recipe, Sequence[Node]]:
-        """The recipe for a graph, with its nodes; most often it is that of the graph before."""
+        """The recipe for a graph, with its nodes; most often that of the previous graph."""
         recipe = self._latest
         if recipe is not None:
             nodes = recipe.shape.follow(roots, inputs)
@@ -207,7 +206,7 @@ def _versions(values: Iterable[object]) -> list[int]:
 
 
 def _memory(tensor: torch.Tensor) -> int | None:
-    """Where a tensor lies; None for one that only stands for another, such as a collective's."""
+    """The address of a tensor; None for a wrapper, such as the result of a collective."""
     try:
         return local(tensor).untyped_storage().data_ptr()
     except RuntimeError:
@@ -217,7 +216,7 @@ def _memory(tensor: torch.Tensor) -> int | None:
 def explain(
     roots: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], weights: Sequence[torch.Tensor]
 ) -> dict[torch.Tensor, str]:
-    """Why each weight gets its gradient in I; those that are missing here get it in W."""
+    """Why I computes the gradients of weights; W computes those that are not listed."""
     computed = [root for root in roots if not (root.is_leaf and is_among(root, inputs))]
     recipe, reasons = learn(Graph(computed, inputs), inputs, weights)
     later = set(recipe.weights)

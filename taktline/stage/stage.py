@@ -1,4 +1,4 @@
-"""One stage: a module, and what its backward needs of each micro-batch in flight."""
+"""One stage: a module, and the values that its backward needs of each micro-batch in flight."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from taktline.errors import MismatchError, SplitError
 from taktline.meta import Signature, as_arguments, flatten
 from taktline.plan.placement import MOST_STAGES
 from taktline.sharding import GetMesh, Sharding, find_mesh, gradient_of, is_sharded
-from taktline.stage.engine import accumulate
+from taktline.stage.autograd_engine import accumulate
 from taktline.stage.grad_sync import GradSync, sync_of
 from taktline.stage.names import parameters_of
 from taktline.stage.split_backward import Splitter
@@ -32,25 +32,25 @@ __all__ = ["PipelineStage"]
 
 
 class PipelineStage:
-    """One piece of a model, to be run by a schedule.
+    """One stage of a model, to be run by a schedule.
 
     Args:
-        submodule: the piece; it lies on ``device`` already.
-        stage_index: its number, from 0.
-        num_stages: how many pieces the model has.
+        submodule: the module; it lies on ``device`` already.
+        stage_index: the number of the stage, from 0.
+        num_stages: the number of stages of the model.
         device: where it computes.
-        input_args: one micro-batch's arguments as an example. Nothing needs them: shapes are
-            learned in the first step. Where they are given, what arrives is checked against them
-            (dimension 0, the size of the micro-batch, may differ).
+        input_args: one micro-batch's arguments as an example. Not needed: shapes are learned in
+            the first step. If given, arriving values are checked against it (dimension 0, the
+            size of the micro-batch, may differ).
         output_args: the same for the output.
         output_grads: not needed: gradients have the shapes of the outputs.
         input_grads: not needed, likewise.
         group: the ranks of the pipeline; all ranks by default.
-        dw_builder: makes the function that computes the weights' gradients (W) of a micro-batch.
-        get_mesh: finds this rank's mesh for a DTensor that arrives, by the names of the mesh's
-            dimensions and its layout. Not needed where parameters of the stage lie on it.
-        ties: the weights that this stage shares with others. Not needed for the pieces that
-            ``pipeline`` and ``taktline.split`` make: these carry theirs.
+        dw_builder: returns the function that computes the weights' gradients (W) of a micro-batch.
+        get_mesh: returns this rank's mesh for an arriving DTensor, by the names of the mesh's
+            dimensions and its layout. Not needed if parameters of the stage lie on the mesh.
+        ties: the weights that this stage shares with others. Not needed for stages that
+            ``pipeline`` and ``taktline.split`` make.
 
     >>> stage = PipelineStage(nn.Linear(4, 4), 0, 2, torch.device("cpu"))
     >>> stage
@@ -111,12 +111,12 @@ class PipelineStage:
 
     @property
     def is_first(self) -> bool:
-        """Whether it takes the batch."""
+        """Whether it takes the arguments of the batch."""
         return self.stage_index == 0
 
     @property
     def is_last(self) -> bool:
-        """Whether it gives the output and the loss."""
+        """Whether it returns the output of the model."""
         return self.stage_index == self.num_stages - 1
 
     @property
@@ -126,7 +126,7 @@ class PipelineStage:
 
     @property
     def grad_sync(self) -> GradSync | None:
-        """What averages its gradients over replicas; None if nothing is wrapped."""
+        """The wrapper that averages its gradients over replicas; None if there is none."""
         if self._looked_at is not self.submod:
             self._sync = sync_of(self.submod)
             self._looked_at = self.submod
@@ -134,7 +134,7 @@ class PipelineStage:
 
     @property
     def may_join(self) -> bool:
-        """Whether one full backward does all that I and W do: nobody else has a say in them."""
+        """Whether one full backward may replace I and W: nothing overrides or observes them."""
         names = ("keep", "backward", "backward_input", "backward_weight")
         own = all(
             getattr(getattr(self, name), "__func__", None) is vars(PipelineStage)[name]
@@ -143,9 +143,9 @@ class PipelineStage:
         return own and self.dw_builder is None and self.grad_sync is None
 
     def begin(self) -> tuple[bool, ...]:
-        """Find the parameters that get gradients; returns what else its output may depend on."""
+        """Find the trainable parameters; returns the flags on which the output may depend."""
         parameters = parameters_of(self.submod)
-        # Of a wrapped stage they are known only once it is gathered.
+        # The parameters of a wrapped stage are known only after it is gathered.
         self._trainable = (
             [p for p in parameters if p.requires_grad] if self.grad_sync is None else None
         )
@@ -157,10 +157,10 @@ class PipelineStage:
         inputs: Sequence[torch.Tensor],
         roots: Sequence[torch.Tensor],
     ) -> None:
-        """Note what the backward begins with (roots) and where it ends (inputs)."""
+        """Keep the beginning (roots) and the ends (inputs) of the backward."""
         self._in_flight[microbatch] = (inputs, roots)
         for root in roots:
-            if is_sharded(root):  # for its gradient, which comes back without a mesh
+            if is_sharded(root):  # its gradient comes back without a mesh
                 self._meshes[_mesh_key(Sharding.of(root))] = root.device_mesh
 
     def backward(
@@ -182,7 +182,7 @@ class PipelineStage:
         inputs, roots = self._in_flight.pop(microbatch)
         roots, gradients = _reached(roots, gradients)
         if self.dw_builder is not None:
-            # The module itself puts off its weights' gradients.
+            # The module itself puts off the gradients of its weights.
             if roots:
                 accumulate(roots, gradients)
             self._weights_due[microbatch] = self._weights_function()
@@ -195,7 +195,7 @@ class PipelineStage:
         return [gradient_of(tensor) for tensor in inputs]
 
     def backward_weight(self, microbatch: int) -> None:
-        """W: add up the gradients of the weights that I has left out."""
+        """W: add up the gradients that I has left out."""
         due = self._weights_due.pop(microbatch, None)
         if due is not None:
             due()
@@ -203,14 +203,14 @@ class PipelineStage:
                 self._sync.weights_done()
 
     def mesh_for(self, sharding: Sharding) -> DeviceMesh:
-        """This rank's mesh for a tensor that arrives in shards."""
+        """This rank's mesh for an arriving DTensor."""
         key = _mesh_key(sharding)
         if key not in self._meshes:
             self._meshes[key] = find_mesh(sharding, self.submod, self.get_mesh)
         return self._meshes[key]
 
     def _weights_function(self) -> Callable[..., None]:
-        """What computes the weights' gradients of the micro-batch whose backward has just run."""
+        """The function that adds the weights' gradients of the latest backward."""
         function = None if self.dw_builder is None else self.dw_builder()
         if not callable(function):
             raise SplitError(
@@ -245,7 +245,7 @@ def _signature(example: Any) -> Signature | None:
 def _reached(
     roots: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]
 ) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
-    """Roots and their gradients, without those that got none."""
+    """Roots and their gradients, without roots that got none."""
     found = [gradient for gradient in gradients if gradient is not None]
     if len(found) == len(gradients) == len(roots):
         return roots, found

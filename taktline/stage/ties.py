@@ -1,4 +1,4 @@
-"""Tied weights: one weight that several stages use, such as an embedding that is the head, too."""
+"""Tied weights: one weight in several stages, such as that of an embedding and the head."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _MARK = "_taktline_ties"
 class Tie:
     """One weight in several stages: the name of the parameter in each of them.
 
-    The stages on one rank may share one parameter; on several ranks each has a copy. Schedules
-    take care of these: before the first step all get the values of the first stage, and each step
-    adds up their gradients, so that the same optimizer steps keep them the same.
+    Stages on one rank may share one parameter; on several ranks each has a copy. Before the first
+    step a schedule gives all copies the values of the first stage, and each step adds up their
+    gradients, so that the same optimizer steps keep them equal.
 
     >>> tie = Tie({0: "embed.weight", 3: "head.weight"})
     >>> tie.name, tie.stages
@@ -30,7 +30,7 @@ class Tie:
     """
 
     uses: tuple[tuple[int, str], ...]
-    """Each stage, and what it calls the parameter; the first stage first."""
+    """Each stage with the name of the parameter there, in the order of stages."""
 
     def __init__(self, uses: Mapping[int, str]) -> None:
         require_instance("uses", uses, Mapping, "a dict of stages and names of parameters")
@@ -43,7 +43,7 @@ class Tie:
 
     @property
     def name(self) -> str:
-        """What the first stage calls it: its one name in a norm, or in a state."""
+        """The name in the first stage, by which norms and states know it."""
         return self.uses[0][1]
 
     @property
@@ -52,7 +52,7 @@ class Tie:
         return tuple(stage for stage, _ in self.uses)
 
     def name_in(self, stage: int) -> str | None:
-        """What a stage calls it, if it uses it.
+        """The name in a stage, None if the stage does not use it.
 
         >>> Tie({0: "embed.weight", 3: "head.weight"}).name_in(3)
         'head.weight'
@@ -79,12 +79,12 @@ def find_ties(modules: Sequence[nn.Module]) -> tuple[Tie, ...]:
 
 
 def declare(module: nn.Module, ties: Iterable[Tie]) -> None:
-    """Let a module carry the ties of the model that it is a piece of."""
+    """Attach the ties of a model to the module of a stage."""
     module.__dict__[_MARK] = tuple(ties)
 
 
 def declared(module: nn.Module) -> tuple[Tie, ...]:
-    """The ties that a module carries.
+    """The ties that are attached to a module.
 
     >>> declared(nn.Linear(2, 2))
     ()

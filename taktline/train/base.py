@@ -117,12 +117,14 @@ class PipelineBase:
     def _listen(self) -> None:
         """Let every step ask whether SIGTERM has come."""
         if self._preemption is not None:
-            self._built.schedule._runner.accord.asks_to_stop = self._preemption.heard
+            self._built.schedule._runner.agreement.asks_to_stop = self._preemption.heard
 
     def _end_if_preempted(self) -> None:
         """End this process if SIGTERM has reached any rank; all ranks call this."""
         preemption, ranks = self._preemption, self._ranks
         if preemption is None or preemption.ending:
             return
-        if ranks.in_any_pipeline(self._built.schedule._runner.accord.preempted, "whether to end"):
+        if ranks.in_any_pipeline(
+            self._built.schedule._runner.agreement.preempted, "whether to end"
+        ):
             preemption.end(self, lambda: ranks.on_any_rank(True, "the end of on_preempt"))

@@ -20,9 +20,9 @@ from typing import Any, TypeAlias
 import torch
 
 from taktline.errors import BatchError
-from taktline.runtime.batch import Cutter
 from taktline.runtime.leaves import describe
 from taktline.runtime.microbatch import Replicate, TensorChunkSpec
+from taktline.runtime.step_data import Cutter
 from taktline.split.example import arguments_of
 
 __all__ = ["BatchDims"]

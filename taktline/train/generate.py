@@ -19,7 +19,7 @@ from torch.nn.functional import pad
 from taktline.checks import refuse, require_flag, require_instance, require_whole
 from taktline.errors import ArgumentError, MismatchError, TaktlineError, UseError
 from taktline.plan import Kind, Plan
-from taktline.runtime.digest import digest_of
+from taktline.runtime.fingerprint import digest_of
 from taktline.runtime.leaves import describe
 from taktline.text import by_rank
 from taktline.train.broadcast import broadcast_output

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from taktline.meta import Signature
 from taktline.runtime import agreement
 from taktline.runtime.agreement import Call, out_of_step
-from taktline.runtime.introduction import Introduction, examples, misfit
+from taktline.runtime.handshake import Handshake, examples, misfit
 
 OF_ONE_BATCH = (
     "give arguments and target of one batch, with as many entries for each row, or say with "
@@ -29,9 +29,9 @@ HELD = [[0, 4], [1, 5], [2, 6], [3, 7]]
 
 def introductions(
     held: Sequence[list[int]] = HELD, rank_of: list[int] = LOOP, **differing: Sequence[Any]
-) -> list[Introduction]:
+) -> list[Handshake]:
     """The ranks that hold these stages, each with its own value of some fields."""
-    alike = Introduction("1F1B", 8, len(rank_of), [], rank_of, "0123456789abcdef", True, False)
+    alike = Handshake("1F1B", 8, len(rank_of), [], rank_of, "0123456789abcdef", True, False)
     return [
         replace(alike, stages=stages, **{field: of[rank] for field, of in differing.items()})
         for rank, stages in enumerate(held)
@@ -39,8 +39,8 @@ def introductions(
 
 
 def test_an_introduction_survives_as_text() -> None:
-    mine = Introduction("plan 'größer'", 8, 2, [1], [0, 1], "0123456789abcdef", False, True)
-    assert Introduction.from_text(mine.to_text()) == mine
+    mine = Handshake("plan 'größer'", 8, 2, [1], [0, 1], "0123456789abcdef", False, True)
+    assert Handshake.from_text(mine.to_text()) == mine
 
 
 @pytest.mark.parametrize(
@@ -250,10 +250,10 @@ def calls(**differing: Sequence[int]) -> list[Call]:
         {"batch": [0]},
         {"call": [3, 3, 3, 3], "step": [2, 2, 2, 2]},
         # Some were given no arguments, some no target.
-        {"looked_at": [7, 7, 7, 7], "arguments": [11, 0, 0, 11], "targets": [0, 0, 0, 12]},
+        {"compared": [7, 7, 7, 7], "arguments": [11, 0, 0, 11], "targets": [0, 0, 0, 12]},
         # What a GPU has found of an earlier call is compared with its like.
-        {"looked_at": [6, 0], "arguments": [11, 12]},
-        {"looked_at": [6, 7], "arguments": [11, 12]},
+        {"compared": [6, 0], "arguments": [11, 12]},
+        {"compared": [6, 7], "arguments": [11, 12]},
         {"shares": [1, 1, 1, 1]},
         {"batch": [8, 0, 0, 0], "target": [0, 0, 0, 8]},
         {"batch": [8, 8, 8, 8], "target": [8, 8, 8, 8]},
@@ -301,14 +301,14 @@ def test_calls_that_are_one_step(differing: dict[str, list[int]]) -> None:
             "1, 2; set steps on every rank when you resume",
         ),
         (
-            {"looked_at": [7, 7, 7], "arguments": [0, 11, 12]},
+            {"compared": [7, 7, 7], "arguments": [0, 11, 12]},
             "the ranks were given different arguments: those of rank 2 are not those of rank 1, "
             "so inputs would meet the targets of other samples. Give every rank of a pipeline the "
             "same batch: draw it from a generator of its own, or read it on one rank and hand it "
             "on with pipe.loader(…)",
         ),
         (
-            {"looked_at": [6, 6], "arguments": [11, 11], "targets": [12, 13]},
+            {"compared": [6, 6], "arguments": [11, 11], "targets": [12, 13]},
             "the ranks were given different targets in call 6 (this is call 7): those of rank 1 "
             "are not those of rank 0, so inputs would meet the targets of other samples. Give "
             "every rank of a pipeline the same batch: draw it from a generator of its own, or "

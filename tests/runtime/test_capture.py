@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import taktline as tl
 from taktline.runtime.bind import Binding
 from taktline.runtime.capture import Captures
-from taktline.runtime.capture.state import kept
+from taktline.runtime.capture.module_state import keep_state
 
 WIDTH = 6
 
@@ -446,7 +446,7 @@ def test_a_failed_capture_leaves_nothing_behind() -> None:
 def test_what_a_failed_capture_has_left_in_modules_is_put_back() -> None:
     module = nn.BatchNorm1d(2)
     mean, stage = module.running_mean, tl.PipelineStage(module, 0, 1, torch.device("cpu"))
-    restore = kept([stage])
+    restore = keep_state([stage])
     module.running_mean = torch.full((2,), 7.0)
     module.latest = torch.zeros(())
     module.eps = 3.0
@@ -586,7 +586,7 @@ def test_gradients_are_added_many_at_a_time(schedule: str, monkeypatch: pytest.M
 
 
 def test_large_gradients_are_added_as_they_come(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("taktline.stage.engine", "taktline.runtime.capture.adding"):
+    for module in ("taktline.stage.autograd_engine", "taktline.runtime.capture.add_gradients"):
         monkeypatch.setattr(f"{module}.SMALL", 4 * WIDTH)  # bytes of a bias
     pair = Pair()
     added: list[int] = []
@@ -600,7 +600,7 @@ def test_large_gradients_are_added_as_they_come(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_few_gradients_wait_to_be_added(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("taktline.runtime.capture.adding._MOST", 4 * WIDTH)
+    monkeypatch.setattr("taktline.runtime.capture.add_gradients._MOST", 4 * WIDTH)
     pair = Pair()
     for seed in range(6):
         pair.step(seed=seed)

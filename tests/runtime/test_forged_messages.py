@@ -103,7 +103,7 @@ def inbox(*messages: bytes) -> self_describing.Inbox:
         buffer.copy_(torch.frombuffer(bytearray(left.pop(0)), dtype=torch.uint8))
         return Done()
 
-    return self_describing.Inbox(post, [(1, 0)], CPU, self_describing.Line())
+    return self_describing.Inbox(post, [(1, 0)], CPU, self_describing.Peer())
 
 
 @pytest.mark.parametrize(

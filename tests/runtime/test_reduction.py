@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 import taktline as tl
 from taktline.plan import Plan
 from taktline.plan.passes import add_reduce, add_shard
-from taktline.runtime.plans import Runnable
+from taktline.runtime.runnable_plan import Runnable
 from tests.runtime.cases import SCHEDULES
 from tests.runtime.parallel import (
     WRAPPERS,

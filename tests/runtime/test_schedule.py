@@ -19,6 +19,7 @@ from torch.nn.functional import mse_loss
 import taktline as tl
 from taktline.errors import BatchError, InvalidPlanError, ScheduleError
 from taktline.plan import Kind, write
+from taktline.runtime.schedule import ScheduleOptions
 from tests import warm
 from tests.runtime.cases import SCHEDULES
 
@@ -39,7 +40,8 @@ def gradient(module: nn.Linear) -> Tensor:
 def alone(module: nn.Module | None = None, microbatches: int = 2, **options: Any) -> Any:
     """A schedule with one stage on one rank."""
     stage = tl.PipelineStage(module or linear(), 0, 1, CPU)
-    return tl.ScheduleGPipe(stage, microbatches, **{"loss_fn": mse_loss, **options})
+    options.setdefault("loss_fn", mse_loss)
+    return tl.ScheduleGPipe(stage, microbatches, **options)
 
 
 def test_a_stage_runs_the_module_that_it_has() -> None:
@@ -65,6 +67,9 @@ def test_signatures_are_those_of_torch(name: str, method: str) -> None:
 def assert_offers(ours: Any, theirs: Any) -> None:
     """The same parameters, kinds and defaults in the same order; ours may add keyword-only ones."""
     added = [p for p in ours.values() if p.name not in theirs]
+    if added and added[-1].name == "options":
+        assert added.pop().annotation == "Unpack[ScheduleOptions]"
+        assert not ScheduleOptions.__required_keys__
     assert all(p.kind is p.KEYWORD_ONLY and p.default is not p.empty for p in added), added
     shared = [(p.name, p.kind, p.default) for p in ours.values() if p.name in theirs]
     assert shared == [(p.name, p.kind, p.default) for p in theirs.values()]

@@ -211,7 +211,7 @@ def test_a_value_goes_no_further_than_the_last_stage_that_gets_it() -> None:
         schedule = tl.ScheduleFromPlan([stage], plan, F.mse_loss)
         for _ in range(2):
             schedule.step(torch.ones(4, 6), target=torch.ones(4, 6))
-        (bound,) = schedule._runner._kept._known.values()
+        (bound,) = schedule._runner._known.values()
         assert isinstance(bound, Bound)
         out = bound.works[rank]._activations_out
         return [len(layout.tensors) for layout in out._layouts] if isinstance(out, Outgoing) else []

@@ -21,7 +21,7 @@ import taktline as tl
 from taktline.errors import MismatchError, ScheduleError, StageError
 from taktline.plan import Kind, Level, Timeline, build, lower, read_timeline, write_timeline
 from taktline.plan.deps import needs
-from taktline.runtime.executor import Program
+from taktline.runtime.program import Program
 from taktline.runtime.trace import _arrivals
 from taktline.transport import local
 from tests.runtime.cases import (

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 import taktline as tl
 from taktline.plan.action import Action, Kind, parse
 from taktline.runtime import watchdog
-from taktline.runtime.executor import Instruction, Program
+from taktline.runtime.program import Instruction, Program
 from taktline.runtime.watchdog import Watch
 from taktline.transport import gloo, transport_of
 from taktline.transport.distributed import Distributed
@@ -184,7 +184,7 @@ def test_a_step_that_goes_on_is_not_told_of(ranks: Any) -> None:
     with watch:
         for number in range(3):
             watch.doing = f"does thing {number}"
-            watch._told = False
+            watch._reported = False
             watch.seconds = 3600.0
             watch.tick()
     assert not records

@@ -30,8 +30,8 @@ from taktline.stage import (
     stage_backward_input,
     stage_backward_weight,
 )
-from taktline.stage.recipe import Product
 from taktline.stage.split_backward import Pending, Splitter
+from taktline.stage.split_recipe import Product
 
 Gradients = list[Tensor | None]
 Forward = Callable[[Any, Tensor], Any]

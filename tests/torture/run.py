@@ -17,7 +17,7 @@ import taktline as tl
 from taktline.errors import DeadlockError
 from taktline.meta import as_arguments
 from taktline.runtime.losses import scales
-from taktline.runtime.seeds import seeded
+from taktline.runtime.random_numbers import seeded
 from tests.runtime.scenarios import CPU, add_up, gradients_of
 from tests.torture.case import Call, Case, Fault
 from tests.torture.plans import order_of_forwards

@@ -25,7 +25,7 @@ from taktline.compat.torch_pipelining import schedules as torchs
 from taktline.compat.torch_pipelining._stages import reduced
 from taktline.errors import CallOrderError, ScheduleError
 from taktline.plan import Action, Kind
-from taktline.runtime.executor import Failure, Fate, Instruction, Program, Wrap
+from taktline.runtime.program import Failure, Fate, Instruction, Program, Wrap
 
 __all__ = ["CallProgram", "Calls", "Order", "lowered", "placement_of"]
 

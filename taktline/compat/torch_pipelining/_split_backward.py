@@ -24,7 +24,7 @@ from torch.nn import Parameter
 
 from taktline.compat.torch_pipelining import _backward as _torchs
 from taktline.errors import SplitError, StageBackwardError
-from taktline.stage.engine import add_to_grad
+from taktline.stage.autograd_engine import add_to_grad
 
 __all__ = ["get_param_groups", "stage_backward_input", "stage_backward_weight"]
 

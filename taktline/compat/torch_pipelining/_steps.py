@@ -32,8 +32,9 @@ from taktline.errors import (
     text_of,
 )
 from taktline.pytree import tree_map_only
-from taktline.runtime.bind import Bound, Signatures
+from taktline.runtime.bind import Bound
 from taktline.runtime.losses import warn_if_uneven
+from taktline.runtime.ports import Signatures
 from taktline.runtime.runner import Runner
 from taktline.runtime.schedule import Schedule
 from taktline.runtime.step_data import Feed

@@ -1,4 +1,4 @@
-"""Steps as CUDA graphs: a rank's program is captured once for a kind of batch, and replayed.
+"""Steps as CUDA graphs: a rank's program is captured once for a kind of step, and replayed.
 
 ::
 
@@ -7,10 +7,10 @@
     step 4      captured, and replayed
     step 5 …    replayed
 
-What a graph works on stays where it is: the batch is copied into buffers of its own, gradients are
-added up in buffers that stay, losses and outputs are copied out. A replay runs no Python, so all
-that Python would look at is looked at before: where something has changed, the program is captured
-anew; what cannot be captured runs eagerly, and a warning says why.
+A graph works on fixed memory: the batch is copied into buffers, gradients are added up in buffers,
+losses and outputs are copied out. A replay runs no Python, so all state that Python would read is
+compared before: after a change, the program is captured anew. A program that cannot be captured
+runs eagerly, and a warning says why.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which steps are captured, replayed, or run as they are."""
+"""Decides which steps are captured, replayed, or run eagerly."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from taktline.checks import warn
 from taktline.errors import TaktlineError, text_of
 from taktline.runtime.bind import Binding, Bound, bind
 from taktline.runtime.capture.cuda import Graph, Graphs
-from taktline.runtime.capture.gradients import Buffers, Pool, Touched
-from taktline.runtime.capture.inputs import Inputs, Static
-from taktline.runtime.capture.state import kept, look
-from taktline.runtime.executor import Failure
+from taktline.runtime.capture.gradient_buffers import Buffers, Pool, Touched
+from taktline.runtime.capture.module_state import keep_state, state_of
+from taktline.runtime.capture.step_buffers import Inputs, Static
+from taktline.runtime.program import Failure
 from taktline.runtime.step_data import Feed
 from taktline.stage import PipelineStage
 from taktline.text import counted
@@ -24,16 +24,16 @@ from taktline.transport.local import LocalTransport
 __all__ = ["Captures"]
 
 _WARM_UP = 2
-"""How many steps of a kind run eagerly, once its signatures are known, before it is captured."""
+"""How many steps of a kind run eagerly before a capture, once its signatures are known."""
 _KINDS = 8
-"""How many kinds of steps are captured; each has buffers for its batch."""
+"""The most kinds of steps that are captured; each has buffers for its batch."""
 _TRIES = 8
-"""How often a kind is captured anew before it is left alone."""
+"""The most captures of a kind; then it runs eagerly."""
 
 
 @dataclass(slots=True)
 class _Captured:
-    """A graph, and what it works on."""
+    """A graph with its buffers, and the state that it was captured in."""
 
     graph: Graph
     static: Static
@@ -42,13 +42,13 @@ class _Captured:
     replays: int = 0
 
     def is_right(self, state: tuple[object, ...]) -> bool:
-        """Whether it does what an eager step would do now."""
+        """Whether a replay does the same as an eager step now."""
         return self.state == state and self.buffers.are_usable() and self.buffers.are_same()
 
 
 @dataclass(slots=True)
 class _Entry:
-    """What is known of one kind of step."""
+    """One kind of step."""
 
     name: str
     warm: int = 0
@@ -57,7 +57,7 @@ class _Entry:
     """The parameters that get gradients."""
     captured: _Captured | None = None
     refusal: str | None = None
-    """Why it is run eagerly for good."""
+    """Why it always runs eagerly; None if it does not."""
 
 
 class Captures:
@@ -71,12 +71,12 @@ class Captures:
         self._refusal = graphs.refusal()
         if dynamic_shapes:
             self._refusal = "shapes depend on values (dynamic_shapes), so no step is like another"
-        self._told: set[str] = set()
+        self._reasons: set[str] = set()
         self._entries: dict[Hashable, _Entry] = {}
         self._pool = Pool()
 
     def forget(self) -> None:
-        """Let go of all graphs, after a step that has failed."""
+        """Drop all graphs, after a failed step."""
         self._entries.clear()
         self._pool = Pool()
 
@@ -90,22 +90,22 @@ class Captures:
         """Run a step: by a replay, or ``eagerly``.
 
         Args:
-            key: what the ranks have agreed on for this step.
-            bound: the program of its kind.
-            eagerly: runs it.
-            apart: the parameters of whose gradients others keep what was there before.
+            key: the kind of step that the ranks have agreed on.
+            bound: the program.
+            eagerly: runs the program.
+            apart: the parameters whose earlier gradients are kept elsewhere during the step.
         """
         feed = bound.binding.feed
         inputs = Inputs(feed)
-        told = self._refusal or inputs.refusal(self._stages[0].device)
+        reason = self._refusal or inputs.refusal(self._stages[0].device)
         if isinstance(bound.binding.transport, LocalTransport):
-            told = "ranks are threads, which wait for each other in the middle of a step"
-        state = look(self._stages)
-        if told is not None or isinstance(state, str):
-            self._tell(told or str(state))
+            reason = "ranks are threads, which wait for each other in the middle of a step"
+        state = state_of(self._stages)
+        if reason is not None or isinstance(state, str):
+            self._warn(reason or str(state))
             return eagerly()
         if bound.known is None:
-            return eagerly()  # which finds out what crosses boundaries
+            return eagerly()  # the first step finds the signatures
         entry = self._entry((key, inputs.kind), bound)
         if entry is None or entry.refusal is not None:
             return eagerly()
@@ -119,11 +119,11 @@ class Captures:
         return None
 
     def _entry(self, kind: Hashable, bound: Bound) -> _Entry | None:
-        """What is known of a kind of step; None if there are too many."""
+        """The entry of a kind of step; None if there are too many."""
         entry = self._entries.get(kind)
         if entry is None:
             if len(self._entries) >= _KINDS:
-                self._tell(f"there are more than {_KINDS} kinds of steps; the rest runs eagerly")
+                self._warn(f"there are more than {_KINDS} kinds of steps; the rest runs eagerly")
                 return None
             entry = self._entries[kind] = _Entry(_name(bound))
         return entry
@@ -146,7 +146,7 @@ class Captures:
         state: tuple[object, ...],
         apart: Collection[nn.Parameter],
     ) -> bool:
-        """Capture a program; returns whether that worked."""
+        """Capture a program; returns whether it worked."""
         entry.captures += 1
         if entry.captures > _TRIES:
             self._refuse(entry, f"it was captured {_TRIES} times, and something changes every time")
@@ -154,7 +154,7 @@ class Captures:
         static = inputs.static(self._stages[0].device)
         static.fill(inputs, bound.binding.feed.number)
         buffers = self._pool.buffers(entry.touched, apart)
-        restore = kept(self._stages)
+        restore = keep_state(self._stages)
 
         def make(binding: Binding) -> Callable[[], None]:
             program = bind(binding, bound.known).program
@@ -168,15 +168,15 @@ class Captures:
 
         graph = None
         try:
-            with buffers.lent(self._stages) as told:
+            with buffers.lent(self._stages) as reasons:
                 graph = self._graphs.capture(replace(bound.binding, feed=static.feed), make)
         except Exception as error:
-            told = [_reason(error)]
-        if look(self._stages) != state:
-            told.append("its forward puts other tensors in the place of parameters or buffers")
-        if graph is None or told:
+            reasons = [_reason(error)]
+        if state_of(self._stages) != state:
+            reasons.append("its forward puts other tensors in the place of parameters or buffers")
+        if graph is None or reasons:
             restore()
-            self._refuse(entry, told[0])
+            self._refuse(entry, reasons[0])
             return False
         entry.captured = _Captured(graph, static, buffers, state)
         return True
@@ -192,17 +192,19 @@ class Captures:
 
     def _refuse(self, entry: _Entry, reason: str) -> None:
         entry.refusal, entry.captured = reason, None
-        self._tell(reason)
+        self._warn(reason)
 
-    def _tell(self, reason: str) -> None:
-        """Warn, once for a reason."""
-        if reason not in self._told:
-            self._told.add(reason)
+    def _warn(self, reason: str) -> None:
+        """Warn once for each reason."""
+        if reason not in self._reasons:
+            self._reasons.add(reason)
             warn(f"not captured as a CUDA graph, so it runs eagerly: {reason}")
 
     def __str__(self) -> str:
         lines = [f"  {entry.name}: {_state(entry)}" for entry in self._entries.values()]
-        lines += [f"  eagerly: {reason}" for reason in self._told if not self._is_of_entry(reason)]
+        lines += [
+            f"  eagerly: {reason}" for reason in self._reasons if not self._is_of_entry(reason)
+        ]
         return "\n".join(["CUDA graphs:", *(lines or ["  no step has run"])])
 
     def _is_of_entry(self, reason: str) -> bool:

@@ -1,4 +1,4 @@
-"""CUDA graphs themselves, and random numbers inside of them."""
+"""CUDA graphs, and random numbers inside of them."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ import torch
 
 from taktline.errors import ScheduleError
 from taktline.runtime.bind import Binding
-from taktline.runtime.seeds import seed_of
-from taktline.runtime.together import RankRandom
+from taktline.runtime.random_numbers import RankRandom, seed_of
 
 __all__ = ["CudaGraphs", "Graph", "Graphs"]
 
@@ -23,7 +22,7 @@ class Graph(Protocol):
     """A captured program."""
 
     def replay(self, number: int) -> None:
-        """Do all of it again, in the training step of this number."""
+        """Run the program again, in the training step of this number."""
         ...
 
 
@@ -31,16 +30,16 @@ class Graphs(Protocol):
     """Makes graphs."""
 
     def refusal(self) -> str | None:
-        """Why there can be none; None if there can."""
+        """Why there can be no graphs; None if there can."""
         ...
 
     def capture(self, binding: Binding, make: Callable[[Binding], Callable[[], None]]) -> Graph:
-        """Capture what is made from a binding; raises if that does not work."""
+        """Capture the function that ``make`` returns for a binding; raises if that fails."""
         ...
 
 
 class CudaGraphs:
-    """Those of one GPU, which share a pool of memory: results are copied before the next replay."""
+    """Graphs of one GPU, which share a memory pool: results are copied before the next replay."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -48,17 +47,17 @@ class CudaGraphs:
         self._alive: WeakSet[_Captured] = WeakSet()
 
     def refusal(self) -> str | None:
-        """Why there can be none."""
+        """Why there can be no graphs; None if there can."""
         return None if self._device.type == "cuda" else f"the stages compute on {self._device}"
 
     def capture(self, binding: Binding, make: Callable[[Binding], Callable[[], None]]) -> Graph:
-        """Capture what is made from a binding."""
+        """Capture the function that ``make`` returns for a binding."""
         draws = _Draws(binding, self._device)
         run = make(draws.binding)
         graph = torch.cuda.CUDAGraph()
         for generator in draws.generators:
             graph.register_generator_state(generator)
-        if self._pool is None or not self._alive:  # a pool goes with the last graph that uses it
+        if self._pool is None or not self._alive:  # a pool is freed with its last graph
             self._pool = torch.cuda.graph_pool_handle()
         with torch.cuda.device(self._device), draws.drawing(), _fresh_casts(), _undrawn():
             self._run(graph, run)
@@ -67,17 +66,17 @@ class CudaGraphs:
         return captured
 
     def _run(self, graph: torch.cuda.CUDAGraph, run: Callable[[], None]) -> None:
-        """Capture what a function does."""
+        """Capture a function."""
         raised: list[Exception] = []
         try:
             with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
                 try:
                     run()
                 except Exception as error:
-                    raised.append(error)  # the capture has to be ended nonetheless
+                    raised.append(error)  # the capture must be ended in any case
         except Exception as error:
             raised.append(error)
-            with suppress(RuntimeError):  # the allocator may not have heard of the end
+            with suppress(RuntimeError):  # the allocator may still be in the capture
                 torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), self._pool)
         if raised:
             self._pool = None
@@ -86,7 +85,7 @@ class CudaGraphs:
 
 @contextmanager
 def _undrawn() -> Iterator[None]:
-    """Raise if inside random numbers are drawn on the CPU; they are not drawn, then."""
+    """Raise if the block draws random numbers on the CPU, and restore the generator."""
     before = torch.default_generator.get_state()
     try:
         yield
@@ -99,7 +98,7 @@ def _undrawn() -> Iterator[None]:
 
 @contextmanager
 def _fresh_casts() -> Iterator[None]:
-    """Inside, autocast casts weights itself: what was cast before would not be cast again."""
+    """Inside, autocast casts all weights: cached casts would not be part of the graph."""
     torch.clear_autocast_cache()
     try:
         yield
@@ -120,17 +119,17 @@ class _Captured:
 
 
 class _Draws:
-    """The random numbers of a captured program: the ones that it would draw eagerly.
+    """The random numbers of a captured program: the same as in an eager step.
 
-    Whoever draws from numbers of its own (a rank of several in this process; with a seed, a stage
-    for a micro-batch) has a generator in the graph.
+    Each source of numbers (a rank of several in this process; with a seed, a stage for a
+    micro-batch) has a generator in the graph.
     """
 
     def __init__(self, binding: Binding, device: torch.device) -> None:
         index = torch.cuda.current_device() if device.index is None else device.index
         self._default = torch.cuda.default_generators[index]
         self._own = self._default.graphsafe_get_state()
-        # Not the default one: a capture that fails would leave it unusable.
+        # Not the default state: a failed capture would leave it unusable.
         self._now = self._caller = self._own.clone_state()
         self._seed = binding.seed
         self._random = binding.drawing if isinstance(binding.drawing, RankRandom) else None
@@ -145,12 +144,12 @@ class _Draws:
 
     @property
     def generators(self) -> list[torch.Generator]:
-        """All that a graph has to know of."""
+        """All generators of the graph."""
         return [self._caller, *self._of_rank, *self._of_call.values()]
 
     @contextmanager
     def drawing(self) -> Iterator[None]:
-        """Inside, the default generator draws for others."""
+        """Inside, the default generator has the state of the graph."""
         self._default.graphsafe_set_state(self._caller)
         try:
             yield
@@ -158,14 +157,14 @@ class _Draws:
             self._default.graphsafe_set_state(self._own)
 
     def switch(self, rank: int) -> None:
-        """Let a rank draw."""
+        """Draw for another rank from now on."""
         self._now = self._of_rank[rank]
         self._default.graphsafe_set_state(self._now)
 
     def before(self, number: int) -> None:
-        """Have everyone draw what it would draw now, in the training step of this number."""
+        """Before a replay: set all generators, for the training step of this number."""
         if self._random is not None:
-            self._random.switch(self._random.ranks)  # to the caller: no rank draws by itself
+            self._random.switch(self._random.ranks)  # to the caller: no rank is running
             *_, (*states, _) = self._random.states()
             for generator, state in zip(self._of_rank, states, strict=True):
                 generator.set_state(state)
@@ -175,7 +174,7 @@ class _Draws:
                 generator.manual_seed(seed_of((self._seed, number, *call)))
 
     def after(self) -> None:
-        """Note how far everyone has come."""
+        """After a replay: read the states of all generators."""
         self._own.set_state(self._caller.get_state())
         if self._random is not None:
             states = self._random.states()
@@ -184,7 +183,7 @@ class _Draws:
 
     @contextmanager
     def _seeded(self, key: tuple[int, int, int, int], device: torch.device) -> Iterator[None]:
-        """The numbers of a stage and a micro-batch inside."""
+        """Inside, draw for a stage and a micro-batch."""
         _, _, stage, microbatch = key
         self._default.graphsafe_set_state(self._of_call[stage, microbatch])
         yield
@@ -192,12 +191,12 @@ class _Draws:
 
 
 class _RankDraws(RankRandom):
-    """Ranks that share a thread, in a graph."""
+    """The numbers of ranks that share a thread, in a graph."""
 
     def __init__(self, graph: _Draws, random: RankRandom) -> None:
         self.ranks, self.draws = random.ranks, random.draws
         self._graph = graph
 
     def switch(self, rank: int) -> None:
-        """Let a rank draw."""
+        """Draw for another rank from now on."""
         self._graph.switch(rank)

@@ -1,4 +1,4 @@
-"""Compiled stages whose backward comes in two halves: gradients of inputs, and of weights."""
+"""Compiled stages whose backward is split: gradients of inputs, and of weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The backward of a compiled graph: whole, or with the gradients of weights put off."""
+"""The backward of a compiled graph: whole, or with the gradients of weights put off to W."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from torch import fx
 
 from taktline.errors import text_of
 from taktline.stage.compiled.divide import Division, divide
-from taktline.stage.recipe import Inside
+from taktline.stage.split_recipe import Inside
 
 __all__ = ["Backward", "Compile", "PutOff"]
 
 _log = logging.getLogger("taktline")
 
 Call: TypeAlias = Callable[[list[Any]], Sequence[Any]]
-"""Takes a list of arguments, which it empties, so that each can go when it was used."""
+"""Takes a list of arguments and empties it, so that each can be freed after its use."""
 
 Compile: TypeAlias = Callable[[fx.GraphModule, Sequence[Any], Sequence[int]], Call]
-"""Compiles a graph for such arguments, of the whole backward's those with these numbers."""
+"""Compiles a graph for example arguments, whose numbers in the whole backward are given."""
 
 
 class PutOff(Protocol):
-    """Who runs a node of the graph, and takes over what it does not do at once."""
+    """Takes over the gradients that a node of the graph does not compute at once."""
 
     def take_over(self, weights: Sequence[torch.Tensor], held: list[Any], run: Call) -> None:
-        """Compute these weights' gradients later, from what is held."""
+        """Compute the gradients of weights later, from the held values."""
         ...
 
 
@@ -41,10 +41,10 @@ class _Halves:
 
 
 class Backward:
-    """Called by autograd with what was saved and the gradients of outputs.
+    """Called by autograd with saved values and the gradients of outputs.
 
-    The node of the graph that is running says who waits for it: if it has an attribute
-    ``put_off``, that one takes over the gradients of weights, of those that may wait.
+    If the running node has an attribute ``put_off``, that object takes over the gradients of the
+    weights that may wait.
     """
 
     def __init__(
@@ -56,17 +56,17 @@ class Backward:
         where: str,
         tensors: Sequence[bool],
     ) -> None:
-        """``tensors`` tells which arguments of the forward are tensors."""
+        """``tensors`` is whether each argument of the forward is a tensor."""
         self._boxed_call = True
-        """Tells torch that it takes a list; in the instance, where torch's wrappers find it."""
+        """Tells torch that it takes a list; torch looks for it in the instance."""
         self._graph = graph
         self._example = example
         self._compiles = compiles
         self._where = where
         self._edges = [i for i, is_tensor in enumerate(tensors) if is_tensor]
-        """Of each edge of the node, the argument of the forward that it leads to."""
+        """For each edge of the node, the argument of the forward that it leads to."""
         self._whole: Call | None = None
-        # By the results that come later; None where nothing can.
+        # By the results that come later; None where none can.
         self._halves: dict[tuple[int, ...], _Halves | None] = {}
 
     def __call__(self, arguments: list[Any]) -> Sequence[Any]:
@@ -80,7 +80,7 @@ class Backward:
             if halves is not None:
                 return self._run_first(halves, arguments, weights, off)
         if self._whole is None:
-            # Compilers change the graph that they are given.
+            # A compiler changes its graph.
             copied = fx.GraphModule(self._graph, _copied(self._graph.graph))
             self._whole = self._compiles(copied, self._example, range(len(self._example)))
         return self._whole(arguments)

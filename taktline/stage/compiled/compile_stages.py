@@ -1,4 +1,4 @@
-"""``compile_stages``: torch.compile, with a backward that can be split."""
+"""``compile_stages``: ``torch.compile`` with a backward that can be split."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ __all__ = ["compile_stages"]
 def compile_stages(module: nn.Module, stage: int = 0, *, dynamic: bool | None = None) -> nn.Module:
     """Compile a stage by ``torch.compile``, so that its backward splits into I and W.
 
-    For ``prepare=`` of a :class:`Pipeline`. Under plain ``torch.compile`` all of a backward is done
-    in I, and W is empty. Where a backward cannot be divided, that is so here, too, and the log
+    For ``prepare=`` of a :class:`Pipeline`. Under plain ``torch.compile`` I computes all gradients,
+    and W is empty. Where a backward cannot be divided, that is so here, too, and the log
     ("taktline") has a warning with the reason.
 
     Args:
@@ -32,7 +32,7 @@ def compile_stages(module: nn.Module, stage: int = 0, *, dynamic: bool | None = 
     )
     """
     backend = _Backend(f"stage {stage}")
-    if type(module).compile is not nn.Module.compile:  # it knows what of it can be compiled
+    if type(module).compile is not nn.Module.compile:  # the module chooses what to compile
         module.compile(backend=backend, dynamic=dynamic)
         return module
     compiled = torch.compile(module, backend=backend, dynamic=dynamic)
@@ -41,19 +41,19 @@ def compile_stages(module: nn.Module, stage: int = 0, *, dynamic: bool | None = 
 
 
 class _Backend:
-    """What Inductor does, but for the backward."""
+    """Inductor, but for the backward."""
 
     def __init__(self, where: str) -> None:
         self._where = where
 
     def __call__(self, graph: fx.GraphModule, example: Sequence[Any]) -> Callable[..., Any]:
         """Compile a graph that was traced from a forward."""
-        # Here, because it loads the compiler.
+        # Imported here, because they load the compiler.
         from torch._functorch import config
         from torch._inductor.compile_fx import compile_fx
 
         inner: Any = _Inner(self._where)
-        # What W needs must not be written over in I, and what is kept in files is whole.
+        # I must not overwrite values for W, and cached backwards are whole.
         with config.patch(donated_buffer=False, enable_autograd_cache=False):
             made: Any = compile_fx(graph, example, inner_compile=inner)
         return made
@@ -80,7 +80,7 @@ class _Inner:
 
 
 class _Later:
-    """Compiles parts of a backward when they are first needed, in the context of now."""
+    """Compiles parts of a backward when they are first needed, in the context of its creation."""
 
     def __init__(self, options: dict[str, Any]) -> None:
         from torch._guards import CompileContext, TracingContext
@@ -92,7 +92,7 @@ class _Later:
         self._fake = V.fake_mode
 
     def __call__(self, graph: fx.GraphModule, example: Sequence[Any], takes: Sequence[int]) -> Call:
-        """Compile a graph that takes these of the whole backward's arguments, and others."""
+        """Compile a graph; ``takes`` are its arguments among those of the whole backward."""
         from torch._guards import compile_context, tracing
         from torch._inductor.compile_fx import compile_fx_inner
         from torch._inductor.virtualized import V

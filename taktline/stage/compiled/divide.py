@@ -1,4 +1,4 @@
-"""Divides the graph of a compiled backward: what W does, and what I does before it.
+"""Divides the graph of a compiled backward into I and W.
 
 ::
 
@@ -9,9 +9,9 @@
     in W       saved ───────▶ ┌───▼──────┐ ──▶ dW
                               └──────────┘
 
-W gets the last products on the way to gradients of weights, and what follows from them. All else
-is done in I, where it is computed together with what it is computed from: sums for biases and norms
-cost next to nothing there, and would keep activations until W.
+W computes the last products on the way to gradients of weights, and all that follows from them. I
+computes the rest, fused with its inputs: sums for biases and norms cost next to nothing there, and
+in W would need activations.
 """
 
 from __future__ import annotations
@@ -54,28 +54,28 @@ _VIEWS = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Division:
-    """The two halves of a graph, and which of its arguments each of them takes."""
+    """The two halves of a graph, and the arguments of each."""
 
     first: fx.GraphModule
-    """Returns all results of the whole, None for those of the second, and then what that takes."""
+    """Returns all results, None for those of the second, and then inputs of the second."""
     second: fx.GraphModule
-    """Takes its arguments of the whole, and what the first has made for it."""
+    """Takes arguments of the whole, and results of the first."""
     takes_first: tuple[int, ...]
     takes_second: tuple[int, ...]
     made: tuple[fx.Node, ...]
-    """What the first makes for the second."""
+    """The nodes that the first computes for the second."""
     later: tuple[int, ...]
-    """Which results the second returns."""
+    """The numbers of the results that the second returns."""
 
 
 def divide(whole: fx.GraphModule, later: Collection[int]) -> Division | str | None:
-    """The halves of a graph of which these results may come later; or why there are none.
+    """The halves of a graph whose results ``later`` may come later; or why it cannot be divided.
 
     None if there is nothing to put off.
     """
     nodes = list(whole.graph.nodes)
-    if told := _effect(nodes):
-        return told
+    if effect := _effect(nodes):
+        return effect
     results: Sequence[Any] = nodes[-1].args[0]
     late = _late(nodes, results, later)
     ours = tuple(i for i in later if isinstance(results[i], fx.Node) and results[i] in late)
@@ -95,7 +95,7 @@ def divide(whole: fx.GraphModule, later: Collection[int]) -> Division | str | No
 
 
 def _effect(nodes: Iterable[fx.Node]) -> str | None:
-    """What keeps a graph from being run in two parts."""
+    """Why a graph cannot run in two parts; None if it can."""
     for node in nodes:
         schema = getattr(node.target, "_schema", None)
         if schema is not None and schema.is_mutable:
@@ -104,16 +104,16 @@ def _effect(nodes: Iterable[fx.Node]) -> str | None:
 
 
 def _late(nodes: Sequence[fx.Node], results: Sequence[Any], later: Collection[int]) -> set[fx.Node]:
-    """What W does."""
+    """The nodes of W."""
     now = _needed(result for i, result in enumerate(results) if i not in later)
-    # Gradients of weights also come from products with weights, where nobody asks for the input's.
+    # Products with weights lead to gradients of weights, too, if those of inputs are not needed.
     now |= _needed(need for node in nodes if _is(node, _PRODUCTS) for need in node.all_input_nodes)
     then = _needed(results[i] for i in later) - now
     late: set[fx.Node] = set()
     for node in nodes:
         if node in then and (_is(node, _PRODUCTS) or any(x in late for x in node.all_input_nodes)):
             late.add(node)
-    for node in reversed(nodes):  # a view takes no memory, but what it views would be kept besides
+    for node in reversed(nodes):  # a view is free in W; in I, its base would be kept besides
         if _is(node, _VIEWS) and all(user in late for user in node.users):
             late.add(node)
     return late
@@ -124,7 +124,7 @@ def _is(node: fx.Node, kinds: Collection[object]) -> bool:
 
 
 def _needed(results: Iterable[Any]) -> set[fx.Node]:
-    """The nodes that results are computed by; arguments are none."""
+    """The nodes that compute results, without arguments."""
     found: set[fx.Node] = set()
     waiting = [node for node in results if isinstance(node, fx.Node)]
     while waiting:
@@ -138,7 +138,7 @@ def _needed(results: Iterable[Any]) -> set[fx.Node]:
 def _part(
     whole: fx.GraphModule, given: Sequence[fx.Node], results: Sequence[Any], made: Sequence[fx.Node]
 ) -> tuple[fx.GraphModule, tuple[int, ...]]:
-    """What computes these results from arguments of the whole, and from what was made before."""
+    """A graph that computes results from arguments of the whole and nodes of the first half."""
     needed: set[fx.Node] = set()
     waiting = [node for node in results if isinstance(node, fx.Node)]
     while waiting:
@@ -146,7 +146,7 @@ def _part(
         if node not in needed:
             needed.add(node)
             waiting += () if node in made else node.all_input_nodes
-    # Sizes that are open are known by arguments of their own.
+    # Dynamic sizes are arguments of their own.
     takes = [i for i, x in enumerate(given) if x in needed or _is_size(x.meta.get("val"))]
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node] = {}
@@ -157,7 +157,7 @@ def _part(
         if node in needed and node not in copies:
             copies[node] = graph.node_copy(node, copies.__getitem__)
     output = graph.output([copies[x] if isinstance(x, fx.Node) else x for x in results])
-    # All are seen from outside, so that they have the strides that they were traced with.
+    # Visible outputs keep the strides of the trace.
     visible = [i for i, x in enumerate(results) if isinstance(x, fx.Node)]
     output.meta["user_visible_output_idxs"] = visible
     return fx.GraphModule(whole, graph), tuple(takes)

@@ -1,4 +1,4 @@
-"""Stages that other pipelines hold copies of: how DDP, FSDP2 and ``replicate`` are told when.
+"""Gradients of replicated stages: DDP, FSDP2 and ``replicate`` communicate when the plan says.
 
 ::
 
@@ -21,7 +21,7 @@ __all__ = ["GradSync", "sync_of"]
 
 
 def sync_of(module: nn.Module) -> GradSync | None:
-    """What averages the gradients of a module; None for a plain one.
+    """The wrapper that averages the gradients of a module; None for a plain module.
 
     >>> print(sync_of(nn.Linear(2, 2)))
     None
@@ -56,6 +56,6 @@ def _any(modules: list[nn.Module], classes: tuple[type, ...]) -> bool:
 
 
 def _loaded(module: str, name: str) -> tuple[type, ...]:
-    """A class, if it is loaded: importing it is slow, and until then nothing can be one of it."""
+    """A class, if its module was imported; before, no object can be an instance."""
     found = getattr(sys.modules.get(module), name, None)
     return () if found is None else (found,)

@@ -1,4 +1,4 @@
-"""What a stage asks of a wrapper that averages its gradients over replicas."""
+"""The base of wrappers that average the gradients of a stage over replicas."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["GradSync"]
 
 
 class GradSync(ABC):
-    """Takes a wrapper's communication out of its hands, to do it where the plan says.
+    """Makes a wrapper communicate only where the plan says.
 
     ::
 
@@ -24,19 +24,19 @@ class GradSync(ABC):
     """
 
     name: ClassVar[str]
-    """What the wrapper is called in messages."""
+    """The wrapper's name in messages."""
     shards: ClassVar[bool] = False
-    """Whether UNSHARD and RESHARD have something to do."""
+    """Whether UNSHARD and RESHARD do anything."""
 
     def __init__(self) -> None:
         self.accumulating = False
-        """Whether a reduction is put off until somebody calls :meth:`catch_up`."""
+        """Whether reductions are put off until :meth:`catch_up`."""
         self._put_off = False
 
     @property
     @abstractmethod
     def groups(self) -> Sequence[ProcessGroup]:
-        """The ranks that gradients are averaged over; several for a mesh of several dimensions."""
+        """The groups that average gradients; several for a mesh of several dimensions."""
 
     @abstractmethod
     def refusal(self) -> str | None:
@@ -44,19 +44,19 @@ class GradSync(ABC):
 
     @abstractmethod
     def begin(self) -> None:
-        """Before a step: from here on nothing is gathered or reduced unasked."""
+        """Before a step: stop the wrapper from gathering and reducing by itself."""
 
     @abstractmethod
     def end(self) -> None:
-        """After a step, whatever came of it: leave the wrapper as it was."""
+        """After a step, also a failed one: restore the wrapper."""
 
     @abstractmethod
     def unshard(self) -> None:
-        """UNSHARD: begin to gather the parameters."""
+        """UNSHARD: start to gather the parameters."""
 
     @abstractmethod
     def reshard(self) -> None:
-        """RESHARD: release them."""
+        """RESHARD: release the gathered parameters."""
 
     def reduce(self) -> None:
         """REDUCE_GRAD: average the gradients, unless they are still accumulating."""
@@ -74,7 +74,7 @@ class GradSync(ABC):
         self.reshard()
 
     def forgo_reduce(self) -> None:
-        """REDUCE_GRAD on a rank that has failed: its replicas wait for it, not for its numbers."""
+        """REDUCE_GRAD on a rank that has failed: its replicas wait for it."""
         if not self.accumulating:
             self._reduce()
 
@@ -93,13 +93,13 @@ class GradSync(ABC):
         """Average the gradients now."""
 
     def trainable(self, module: nn.Module) -> list[nn.Parameter]:
-        """The parameters that the graph of a forward ends at."""
+        """The trainable parameters in the graph of a forward."""
         return [parameter for parameter in module.parameters() if parameter.requires_grad]
 
     @abstractmethod
     def weights_done(self) -> None:
-        """W has added gradients, of which no hook could tell the wrapper."""
+        """After W: handle gradients that were added without the wrapper's hooks."""
 
     def forget(self) -> None:
-        """Give up a step that failed, and gradients that are not reduced yet."""
+        """After a failed step: drop gradients that are not reduced yet."""
         self._put_off = False

@@ -1,9 +1,8 @@
-"""DistributedDataParallel: its reducer rests, and gradients are averaged once, when told.
+"""DistributedDataParallel: gradients are averaged once, where the plan says, without its reducer.
 
-The reducer counts one backward for each forward, and learns of gradients by hooks of the engine. In
-a pipeline several forwards are under way, and the weights left to W get their gradients without the
-engine. So what DDP would do is done here: the same buckets of the same size, divided by the number
-of replicas and summed over the same group.
+The reducer expects one backward for each forward, and hears of gradients by hooks of the engine. In
+a pipeline several forwards are in flight, and W adds gradients without the engine. So the average
+is computed here: in buckets of the same size, over the same group.
 """
 
 from __future__ import annotations
@@ -40,27 +39,24 @@ class DDPSync(GradSync):
         return list(dict.fromkeys(wrapper.group for wrapper in self._wrappers))
 
     def refusal(self) -> str | None:
-        """What the reduction here does not do as DDP does."""
-        for wrapper in self._wrappers:
-            for found, story in _hindrances(wrapper.ddp):
-                if found:
-                    return f"its DDP has {story}"
-        return None
+        """Why a DDP cannot be averaged here; None if it can."""
+        hindrances = (_hindrance(wrapper.ddp) for wrapper in self._wrappers)
+        return next((f"its DDP has {found}" for found in hindrances if found), None)
 
     def begin(self) -> None:
-        """Take the reduction from the reducers; those under no_sync() stay as they are."""
+        """Stop the reducers; a DDP under no_sync() stays as it is."""
         self._wanted = [wrapper for wrapper in self._wrappers if wrapper.syncs]
         self._held = True
         for wrapper in self._wanted:
             wrapper.syncs = False
         for wrapper in self._wrappers:
-            # What DDP does in its first forward, which a rank that fails may not come to.
+            # DDP does this in its first forward, which a failing rank may not reach.
             if wrapper.ddp.will_sync_module_buffers():
                 wrapper.ddp._sync_buffers()
                 wrapper.ddp.require_forward_param_sync = False
 
     def end(self) -> None:
-        """Give it back."""
+        """Restart the reducers."""
         if self._held:
             self._held = False
             for wrapper in self._wanted:
@@ -73,7 +69,7 @@ class DDPSync(GradSync):
         """Nothing."""
 
     def weights_done(self) -> None:
-        """Nothing: gradients lie where they are reduced."""
+        """Nothing: gradients are where they are reduced."""
 
     def _reduce(self) -> None:
         pending = [bucket for wrapper in self._wanted for bucket in _buckets(wrapper)]
@@ -82,17 +78,17 @@ class DDPSync(GradSync):
         for bucket in pending:
             bucket.finish()
         for wrapper in self._wanted:
-            # Buffers are broadcast at the first forward after a reduction, as in DDP.
+            # As in DDP, the first forward after a reduction broadcasts buffers.
             wrapper.ddp.require_forward_param_sync = True
 
 
 @dataclass(slots=True)
 class _Wrapper:
-    """One DDP, and where to say whether it reduces."""
+    """One DDP, and the switch of its reducer."""
 
     ddp: DistributedDataParallel
     state: Any = None
-    """That of ``replicate``, which tells its DDP anew before each forward."""
+    """The state of ``replicate``, which sets the switch of its DDP before each forward."""
 
     @classmethod
     def of(cls, module: nn.Module) -> _Wrapper:
@@ -100,7 +96,7 @@ class _Wrapper:
             return cls(module)
         state = sys.modules["torch.distributed._composable.replicate"].replicate.state(module)
         if state._init_args or state._init_kwargs:
-            # It makes its DDP at the first forward; what it is made with is needed before that.
+            # It makes its DDP at the first forward; here it is needed before that.
             state.lazy_init()
         return cls(state._ddp, state)
 
@@ -112,7 +108,7 @@ class _Wrapper:
 
     @property
     def syncs(self) -> bool:
-        """Whether a backward reduces."""
+        """Whether the reducer runs in a backward."""
         if self.state is not None:
             return not self.state._no_sync
         return self.ddp.require_backward_grad_sync
@@ -125,10 +121,10 @@ class _Wrapper:
 
 
 class _Bucket:
-    """Some parameters whose gradients travel together.
+    """Parameters whose gradients are averaged together.
 
-    Behind the gradients there is one number for each parameter that tells whether any replica has
-    used it: a gradient that is nowhere stays None, and one that is missing here counts as zero.
+    Behind the gradients there is one number for each parameter: whether a replica has used it. A
+    gradient that no replica has stays None; one that is missing here counts as zero.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], group: dist.ProcessGroup) -> None:
@@ -138,7 +134,7 @@ class _Bucket:
         self._work: dist.Work | None = None
 
     def post(self) -> None:
-        """Begin to sum up."""
+        """Start the sum."""
         first = self._parameters[0]
         used = [float(p.grad is not None) for p in self._parameters]
         parts = [
@@ -151,7 +147,7 @@ class _Bucket:
         self._work = dist.all_reduce(self._flat, group=self._group, async_op=True)
 
     def finish(self) -> None:
-        """Wait, and put the averages where the gradients were."""
+        """Wait for the sum, and write the averages to the gradients."""
         if self._work is not None:
             self._work.wait()
         sizes = [p.numel() for p in self._parameters]
@@ -167,7 +163,7 @@ class _Bucket:
 
 
 def _buckets(wrapper: _Wrapper) -> Iterator[_Bucket]:
-    """The parameters that DDP reduces, in buckets of its size and of one kind each."""
+    """The parameters that DDP reduces, in buckets of its size, each of one type and device."""
     ddp, group = wrapper.ddp, wrapper.group
     ignored: set[str] = ddp.parameters_to_ignore  # pyright: ignore[reportAssignmentType]
     kinds: dict[tuple[torch.dtype, torch.device], list[nn.Parameter]] = {}
@@ -187,32 +183,27 @@ def _buckets(wrapper: _Wrapper) -> Iterator[_Bucket]:
             yield _Bucket(bucket, group)
 
 
-def _hindrances(ddp: Any) -> Iterator[tuple[object, str]]:
-    """What a DDP may have, and why it cannot then be part of a stage."""
-    yield (
-        ddp._comm_hooks,
-        "a communication hook, which reduces by itself, at the wrong time; leave it out",
-    )
-    yield (
-        ddp.static_graph,
-        "static_graph=True, so that it reduces by itself after the first backward, which is the "
-        "wrong time; leave it out: it saves nothing here",
-    )
-    yield (
-        getattr(ddp, "_use_python_reducer", False),
-        "the Python reducer, which reduces by itself, at the wrong time; choose another "
-        "torch._dynamo.config.optimize_ddp",
-    )
-    yield (
-        getattr(ddp, "_delay_all_reduce_params", None),
-        "delay_all_reduce_named_params; leave it out: here all gradients are reduced together",
-    )
-    yield (
-        ddp.mixed_precision,
-        "mixed precision of its own, which needs its own backward; use fully_shard or autocast",
-    )
-    kinds = (nn.Embedding, nn.EmbeddingBag)
-    yield (
-        any(isinstance(module, kinds) and module.sparse for module in ddp.modules()),
-        "sparse gradients, which cannot be put into buckets; leave out sparse=True",
-    )
+def _hindrance(ddp: Any) -> str | None:
+    """The feature of a DDP that does not work in a stage, and why; None if it has none."""
+    too_early = "which reduces by itself, at the wrong time"
+    embeddings = [m for m in ddp.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag))]
+    if ddp._comm_hooks:
+        return f"a communication hook, {too_early}; leave it out"
+    if ddp.static_graph:
+        return (
+            "static_graph=True, so that it reduces by itself after the first backward, which is "
+            "the wrong time; leave it out: it saves nothing here"
+        )
+    if getattr(ddp, "_use_python_reducer", False):
+        return f"the Python reducer, {too_early}; choose another torch._dynamo.config.optimize_ddp"
+    if getattr(ddp, "_delay_all_reduce_params", None):
+        return (
+            "delay_all_reduce_named_params; leave it out: here all gradients are reduced together"
+        )
+    if ddp.mixed_precision:
+        return (
+            "mixed precision of its own, which needs its own backward; use fully_shard or autocast"
+        )
+    if any(module.sparse for module in embeddings):
+        return "sparse gradients, which cannot be put into buckets; leave out sparse=True"
+    return None

@@ -1,15 +1,14 @@
 """FSDP2 and the ``replicate`` made from it: gathered, released and reduced where the plan says.
 
-While a stage is gathered, its modules hold the whole parameters, each the same object every time;
-their gradients add up there. A reduction takes them from there into the ``.grad`` of the sharded
-parameters, which the optimizer knows. FSDP's own hooks stay: they wait for what is being gathered,
-cast, and keep gradients in the type that they are reduced in.
+While a stage is gathered, its modules hold the whole parameters, always the same objects, whose
+gradients add up. A reduction moves these into the ``.grad`` of the sharded parameters, which the
+optimizer knows. FSDP's own hooks stay: they wait for gathers, cast, and keep gradients in the type
+of the reduction.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import nn
@@ -21,28 +20,11 @@ from taktline.stage.grad_sync.base import GradSync
 __all__ = ["FSDPSync"]
 
 ParamGroup = Any
-"""Parameters that FSDP communicates together; torch has no public type for them."""
+"""Parameters that FSDP communicates together; torch has no public type for such groups."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Settings:
-    """How a group of parameters communicates by itself."""
-
-    reduce_grads: bool
-    reshard_after_backward: bool
-    post_forward_mesh_info: Any
-
-    @classmethod
-    def of(cls, group: ParamGroup) -> _Settings:
-        return cls(group.reduce_grads, group.reshard_after_backward, group.post_forward_mesh_info)
-
-    def apply(self, group: ParamGroup) -> None:
-        group.reduce_grads = self.reduce_grads
-        group.reshard_after_backward = self.reshard_after_backward
-        group.post_forward_mesh_info = self.post_forward_mesh_info
-
-
-_NOTHING = _Settings(False, False, None)
+_OFF = {"reduce_grads": False, "reshard_after_backward": False, "post_forward_mesh_info": None}
+"""The settings of a group that does not communicate by itself."""
 
 
 class FSDPSync(GradSync):
@@ -58,18 +40,19 @@ class FSDPSync(GradSync):
         self._units: list[FSDPModule] = list(units.values())
         self._roots: list[Any] = [m._get_fsdp_state() for m in _outermost(module)]
         self._groups: list[ParamGroup] = [g for state in units for g in _groups_of(state)]
-        self._settings: list[_Settings] = []
+        self._settings: list[dict[str, Any]] = []
+        """The settings of each group outside of a step."""
         self._reduced = False
 
     @property
     def groups(self) -> list[ProcessGroup]:
-        """Those that shard, then those that replicate, each once."""
+        """The groups that shard, then those that replicate, each once."""
         kinds = ("shard_process_group", "replicate_process_group")
         found = [getattr(g.mesh_info, kind, None) for kind in kinds for g in self._groups]
         return list(dict.fromkeys(group for group in found if group is not None))
 
     def refusal(self) -> str | None:
-        """What FSDP finds wrong when it is set up, which it does before its first forward."""
+        """The error of FSDP's own set-up, which otherwise runs in the first forward."""
         try:
             for root in self._roots:
                 root._lazy_init()
@@ -78,30 +61,30 @@ class FSDPSync(GradSync):
         return None
 
     def begin(self) -> None:
-        """Let nothing be gathered, released or reduced but by the plan."""
-        self._settings = [_Settings.of(group) for group in self._groups]
+        """Stop FSDP from gathering, releasing and reducing by itself."""
+        self._settings = [{name: getattr(g, name) for name in _OFF} for g in self._groups]
         for group in self._groups:
-            _NOTHING.apply(group)
-        # What a forward outside of the pipeline has left gathered may be old by now.
+            _set(group, _OFF)
+        # Parameters gathered by a forward outside of the pipeline may be outdated.
         self.reshard()
 
     def end(self) -> None:
-        """Wait for reductions, release what a plan has left gathered, and give everything back."""
+        """Wait for reductions, release what a plan has left gathered, and restore the settings."""
         if self._reduced:
             self._reduced = False
             for root in self._roots:
                 _finish(root)
         self.reshard()
         for root in self._roots:
-            # For prefetching, which a plan does; without a backward nobody would clear it.
+            # FSDP uses it to prefetch, and clears it only in a backward.
             root._comm_ctx.post_forward_order.clear()
         for group, settings in zip(self._groups, self._settings, strict=False):
             group._post_forward_indices.clear()
-            settings.apply(group)
+            _set(group, settings)
         self._settings = []
 
     def unshard(self) -> None:
-        """Begin to gather; the first forward or backward waits for it."""
+        """Start to gather; the first forward or backward waits for it."""
         for unit in self._units:
             unit.unshard(async_op=True)
 
@@ -111,17 +94,17 @@ class FSDPSync(GradSync):
             unit.reshard()
 
     def forgo_unshard(self) -> None:
-        """Gather at once: no forward will wait for it."""
+        """Gather and wait: no forward will."""
         for unit in self._units:
             unit.unshard()
 
     def forgo_reshard(self) -> None:
-        """Release, once what was still being gathered is there."""
+        """Wait for the gather, and release."""
         self.forgo_unshard()
         self.reshard()
 
     def forgo_reduce(self) -> None:
-        """Reduce zeros where gradients are missing, since others send all of them."""
+        """Reduce zeros where gradients are missing, since the replicas send all."""
         for group in self._groups:
             for parameter in group.fsdp_params:
                 whole = getattr(parameter, "_unsharded_param", None)
@@ -133,19 +116,19 @@ class FSDPSync(GradSync):
     def _reduce(self) -> None:
         for group, settings in zip(self._groups, self._settings, strict=True):
             # Unless the user has put it off with set_requires_gradient_sync(False).
-            group.reduce_grads = settings.reduce_grads
+            group.reduce_grads = settings["reduce_grads"]
             group.post_backward()
             group.reduce_grads = False
         self._reduced = True
 
     def trainable(self, module: nn.Module) -> list[nn.Parameter]:
-        """The whole parameters: the graph knows no others."""
+        """The whole parameters: the graph has these."""
         for unit in self._units:
             unit.unshard()
         return super().trainable(module)
 
     def weights_done(self) -> None:
-        """Add what W has computed to the gradients in the type that they are reduced in."""
+        """Add the gradients of W to those in the type of the reduction."""
         for group in self._groups:
             for parameter in group.fsdp_params:
                 if parameter.reduce_dtype is not None:
@@ -153,7 +136,7 @@ class FSDPSync(GradSync):
                     parameter.to_accumulated_grad_if_needed()
 
     def forget(self) -> None:
-        """Drop gradients that are not reduced, and what a failure has left half done."""
+        """Drop gradients that are not reduced, and reset the state that a failure has left."""
         super().forget()
         for root in self._roots:
             _reset(root)
@@ -165,8 +148,13 @@ class FSDPSync(GradSync):
         self.reshard()
 
 
+def _set(group: ParamGroup, settings: Mapping[str, Any]) -> None:
+    for name, value in settings.items():
+        setattr(group, name, value)
+
+
 def _outermost(module: nn.Module) -> Iterator[FSDPModule]:
-    """The wrapped modules that lie in no other one."""
+    """The outermost wrapped modules."""
     if isinstance(module, FSDPModule):
         yield module
     else:
@@ -190,11 +178,11 @@ def _finish(root: Any) -> None:
 
 
 def _reset(root: Any) -> None:
-    """Bring a root and all below it back to where a forward can begin."""
+    """Reset a root and all below it, so that a forward can begin."""
     if hasattr(root, "_reset_iter_state"):
         try:
             root._reset_iter_state()
-        except RuntimeError:  # it waits for gathers that another rank has left
+        except RuntimeError:  # it waits for gathers that another rank has left unfinished
             for state in root._state_ctx.all_states:
                 for group in _groups_of(state):
                     group._all_gather_result = None

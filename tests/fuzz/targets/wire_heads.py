@@ -51,5 +51,5 @@ def try_(input: tuple[str, bytes]) -> None:
             buffer.copy_(torch.frombuffer(bytearray(left.pop()), dtype=torch.uint8))
         return _Done()
 
-    inbox = self_describing.Inbox(post, [(1, 0)], torch.device("cpu"), self_describing.Line())
+    inbox = self_describing.Inbox(post, [(1, 0)], torch.device("cpu"), self_describing.Peer())
     inbox.take((1, 0))

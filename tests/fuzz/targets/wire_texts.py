@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 
 import taktline as tl
 from taktline.meta import Signature, flatten
-from taktline.runtime.introduction import Introduction, misfit
+from taktline.runtime.handshake import Handshake, misfit
 from taktline.transport import exchange
 from taktline.transport.describe import decode, encode
 from tests.fuzz.mutate import spoil_bytes, spoil_json, spoil_text
@@ -31,7 +31,7 @@ VALUES: list[Any] = [
     [defaultdict(list, {"a": [torch.zeros(3)]}), deque([1, 2], maxlen=3), torch.Size([1, 2])],
     [torch.zeros(3, 2).max(0), {1: 2, None: 3, 1.5: 4, (1, "a"): 5}],
 ]
-INTRODUCTION = Introduction(
+INTRODUCTION = Handshake(
     "1F1B", 4, 2, [0], [0, 1], "0123456789abcdef", True, False, takes=[(0, "[[7], null]")]
 )
 
@@ -66,6 +66,6 @@ def try_(input: tuple[str, bytes]) -> None:
         if signature.spec is not None:
             pytree.tree_unflatten([None] * len(signature.leaves), signature.spec)
     elif kind == "introduction":
-        misfit([Introduction.from_text(text.decode("utf-8", "replace")), INTRODUCTION])
+        misfit([Handshake.from_text(text.decode("utf-8", "replace")), INTRODUCTION])
     else:
         str(exchange._restored(text.decode("utf-8", "replace"), 1))

@@ -1,4 +1,4 @@
-"""Which products of a graph the split backward leaves to W, learned once for a shape of graph."""
+"""Recipes of the split backward: which products W computes, found once for a shape of graph."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from taktline.stage.graph import LEAF, Graph, Node, Shape
+from taktline.stage.autograd_graph import LEAF, Graph, Node, Shape
 
 __all__ = ["Inside", "Product", "Recipe", "is_among", "learn"]
 
@@ -17,13 +17,13 @@ class _Kind(NamedTuple):
     """A kind of product."""
 
     edge: int
-    """Which one leads to the weight."""
+    """The edge that leads to the weight."""
     factor: str
-    """Where the node has saved the other factor."""
+    """The node's attribute with the other factor."""
     raw: str
-    """The same without what hooks make of it."""
+    """The same before hooks on saved tensors."""
     scaled: bool
-    """Whether the product may be multiplied with a number."""
+    """Whether the node may scale the product."""
 
 
 _KINDS = {
@@ -37,18 +37,18 @@ _COMPILED = "CompiledFunctionBackward"
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """One product that W does: where its node is, and what lies between it and the weight."""
+    """One product that W computes: the slot of its node, and the chain from it to the weight."""
 
     slot: int
     kind: _Kind
     chain: tuple[str, ...]
     weight: torch.Tensor
     number: int
-    """Of the weight, among those of the recipe."""
+    """The place of the weight in the recipe."""
 
     def compute(self, factor: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
         """The gradient of the weight, by the same product as the engine's."""
-        if gradient.requires_grad:  # handed through from who asked for a backward
+        if gradient.requires_grad:  # it comes from the caller of the backward
             gradient = gradient.detach()
         if self.chain == (_TURN,):  # the usual case
             return gradient.t().mm(factor)
@@ -57,13 +57,13 @@ class Product:
 
 
 class Inside(NamedTuple):
-    """A node that was compiled, and may itself leave out the gradients of leaves."""
+    """A compiled node, which can leave out the gradients of leaves by itself."""
 
     slot: int
     edges: int
-    """How many it has."""
+    """The number of its edges."""
     leaves: dict[int, torch.Tensor]
-    """Those that no other node leads to, by its edge."""
+    """The leaves that only this node leads to, by edge."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,16 +72,16 @@ class Recipe:
 
     shape: Shape
     ends: tuple[tuple[int, torch.Tensor | None], ...]
-    """The leaves of the graph by their slots; None stands for an input of the stage."""
+    """The leaves of the graph with their slots; None for an input of the stage."""
     products: tuple[Product, ...] = ()
     weights: tuple[torch.Tensor, ...] = ()
-    """What gets its gradient in W."""
+    """The leaves whose gradients W computes."""
     leaves: tuple[torch.Tensor, ...] = ()
-    """What gets its gradient in I, besides the stage's inputs."""
+    """The leaves whose gradients I computes, besides the stage's inputs."""
     edges: tuple[int, ...] = ()
-    """The slots of products that the engine comes to only if it is told to."""
+    """The slots of products that the engine reaches only if asked to."""
     whole: bool = False
-    """Nothing can be left out: everything is due in I."""
+    """Whether I computes all gradients."""
     compiled: tuple[Inside, ...] = ()
 
     def fits(self, nodes: Sequence[Node], inputs: Sequence[torch.Tensor]) -> bool:
@@ -101,7 +101,7 @@ class Recipe:
 
 
 def is_among(tensor: object, others: Sequence[torch.Tensor]) -> bool:
-    """Whether it is one of them, and not only equal to one."""
+    """Whether a tensor is one of these objects."""
     for other in others:  # noqa: SIM110 -- any() would take three times as long
         if other is tensor:
             return True
@@ -111,7 +111,7 @@ def is_among(tensor: object, others: Sequence[torch.Tensor]) -> bool:
 def learn(
     graph: Graph, inputs: Sequence[torch.Tensor], weights: Sequence[torch.Tensor]
 ) -> tuple[Recipe, dict[torch.Tensor, str]]:
-    """The recipe for a graph, and why each weight that is not left out is not."""
+    """The recipe for a graph, and the reasons of weights whose gradients I computes."""
     known, given = set(weights), set(inputs)
     ends = [
         (slot, None if node.variable in given else node.variable)
@@ -180,8 +180,8 @@ def _uses(
     leaf: Node,
     weight: torch.Tensor,
 ) -> list[tuple[Node, tuple[str, ...]]] | str:
-    """Every product that a weight is a factor of; or why they cannot be left out."""
-    # By its strides the engine chooses one of two forms of a product; for 1 × 1 they tell nothing.
+    """All products with a weight, each with the chain to it; or why W cannot compute them."""
+    # The engine chooses the form of a product by the strides, which for 1 × 1 are ambiguous.
     plain = weight.dim() == 2 and weight.stride() == (weight.size(1), 1) and weight.numel() != 1
     if not plain or weight.is_complex():
         return "no plain matrix"
@@ -189,7 +189,7 @@ def _uses(
         return "it has hooks"
     found: list[tuple[Node, tuple[str, ...]]] = []
     order: list[tuple[int, int]] = []
-    # Each with what lies between it and the weight, and the last before the weight.
+    # Each node with the chain to the weight, and the node next to the weight.
     waiting: list[tuple[Node, tuple[str, ...], Node]] = [(leaf, (), None)]
     while waiting:
         here, chain, last = waiting.pop()
@@ -208,8 +208,8 @@ def _uses(
                 order.append((parent._sequence_nr(), (last or parent)._sequence_nr()))
     if len(found) > 1 and any(_CAST in chain for _, chain in found):
         return "cast, and used more than once"
-    # The engine sums in the order of what comes last, W in that of the products. For two it is
-    # the same, whatever the order; and for products that all share the last.
+    # The engine sums in the order of the nodes next to the weight, W in that of the products. Two
+    # terms have the same sum in any order; products with the same last node are in order.
     lasts = [last for _, last in sorted(order)]
     if len(found) > 2 and len(set(lasts)) > 1 and lasts != sorted(set(lasts)):
         return "used several times, in an order of its own"
@@ -217,7 +217,7 @@ def _uses(
 
 
 def _hindrance(kind: _Kind, product: Node) -> str | None:
-    """Why a product cannot be left out."""
+    """Why W cannot compute a product; None if it can."""
     if getattr(product, kind.raw).unpack_hook is not None:
         return "checkpointed, or its activations are kept elsewhere"
     return "in a scaled product" if kind.scaled and product._saved_alpha != 1 else None

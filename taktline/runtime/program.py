@@ -1,4 +1,4 @@
-"""Runs the flat program of a process; if something fails, plays the rest for the others."""
+"""The flat program of a process: runs its instructions; after a failure, only its messages."""
 
 from __future__ import annotations
 
@@ -10,36 +10,27 @@ from taktline.errors import StageError, TaktlineError, text_of
 from taktline.plan import Action
 from taktline.runtime.ports import PeerFailed
 
-__all__ = ["Failure", "Fate", "Instruction", "Program", "Receiving", "Sending", "Wrap"]
+__all__ = ["Failure", "Fate", "Instruction", "Program", "Wrap", "stage_error"]
 
 
 class Sending(Protocol):
     """The sending end of a boundary."""
 
-    def send(self, microbatch: int) -> None: ...
-    def fail(self, microbatch: int) -> None: ...
-    def settle(self, microbatch: int) -> None: ...
     def settle_all(self) -> None: ...
-
-
-class Receiving(Protocol):
-    """The receiving end of a boundary."""
-
-    def post(self, microbatch: int) -> None: ...
-    def discard(self, microbatch: int) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
 class Instruction:
-    """One action, resolved: what it does, and what others need of it if this rank has failed."""
+    """One action, resolved to a function."""
 
     action: Action
     run: Callable[[], None]
     forgo: Callable[[], None] | None
+    """Replaces ``run`` once this rank has failed: the part that other ranks need."""
     waits: str = ""
-    """Whom it may have to wait for."""
+    """What the action may have to wait for, in words."""
     at: Callable[[], Action] | None = None
-    """Of one that does several actions: which it has come to."""
+    """Where one instruction does several actions: returns the one that is running."""
 
     @property
     def running(self) -> Action:
@@ -48,26 +39,22 @@ class Instruction:
 
 
 Wrap: TypeAlias = Callable[[Instruction], Callable[[], None]]
-"""Puts something around what an instruction runs."""
+"""Returns a function that runs an instruction and observes it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """A step that did not work on this rank; without an error, it was another rank's."""
+    """A step that failed on this rank; without an error, another rank has the error."""
 
     error: TaktlineError | None = None
 
 
-class Fate(Protocol):
-    """Knows what an error means for the ranks together."""
-
-    def judge(self, error: Exception, told: StageError | None) -> None:
-        """Raise if the ranks cannot go on because of it; ``told`` is it with its place."""
-        ...
+Fate: TypeAlias = Callable[[Exception, StageError | None], None]
+"""Raises if the ranks cannot go on after an error, also given with its rank and stage."""
 
 
 class Program:
-    """All that one rank does in a step, in order; or all that the ranks of one process do."""
+    """All actions of one rank in a step, in order; or of all ranks of one process."""
 
     def __init__(
         self,
@@ -76,29 +63,29 @@ class Program:
         sending: Iterable[Sending],
         joined: Callable[[], Sequence[Instruction]] | None = None,
     ) -> None:
-        """``rank_of`` tells where each stage lies; ``joined`` does the same in fewer instructions.
+        """``rank_of`` has the rank of each stage; ``joined`` returns fewer, equal instructions.
 
-        These are run unless somebody looks on, who is to see each action by itself.
+        The joined instructions run unless each action is observed by itself.
         """
         self._rank_of = rank_of
         self._each = instructions
         self._joined = joined
         self._instructions = instructions
-        """Those that are running."""
+        """The instructions of the current run."""
         self._sending = list(sending)
         self.position = 0
         """The instruction that is running."""
 
     @property
     def current(self) -> Instruction | None:
-        """What is running; None once all of it has run."""
+        """The instruction that is running; None after the last."""
         left = self._instructions[self.position :]
         return left[0] if left else None
 
     def run(self, wrap: Wrap | None = None, fate: Fate | None = None) -> Failure | None:
-        """Run everything, with something around each instruction; None if it all worked.
+        """Run all instructions, each wrapped; returns None if all worked.
 
-        Where the ranks cannot go on together it raises, and plays nothing on.
+        Raises if the ranks cannot go on together.
         """
         self._instructions = self._quickest() if wrap is None else self._each
         runs = [each.run if wrap is None else wrap(each) for each in self._instructions]
@@ -111,20 +98,20 @@ class Program:
             failure = Failure()
         except Exception as error:
             if isinstance(error, TaktlineError) and error.recoverable != "step":
-                raise  # nobody would answer what this rank still has to say
-            told = self._told(self._instructions[min(self.position, len(runs) - 1)], error)
+                raise  # the other ranks have left this step
+            located = self._located(self._instructions[min(self.position, len(runs) - 1)], error)
             if fate is not None:
-                fate.judge(error, told)
-            failure = Failure(told)
+                fate(error, located)
+            failure = Failure(located)
         if failure is not None:
             self._play_on(self.position, fate)
         return failure
 
     def run_alone(self, after: Callable[[], None]) -> None:
-        """Run everything, and wait for what was sent; what goes wrong is raised, with its place.
+        """Run all instructions and wait for all sends; raises the first error with its place.
 
-        Nothing is played on: for a capture, in which nothing reaches the others. ``after`` is
-        called after each instruction.
+        For a capture, in which no message reaches another rank. ``after`` is called after each
+        instruction.
         """
         self._instructions = running = self._quickest()
         try:
@@ -132,17 +119,17 @@ class Program:
                 instruction.run()
                 after()
         except Exception as error:
-            raise self._told(running[self.position], error) from error
+            raise self._located(running[self.position], error) from error
         self.settle()
 
     def forgo(self, fate: Fate | None = None) -> None:
-        """Run nothing, but take part in every message."""
+        """Compute nothing, but take part in every message."""
         self._play_on(0, fate)
 
     def settle(self) -> None:
-        """Let go of what was sent; call it when every rank has ended, and all of it has arrived.
+        """Wait for all sends and free their buffers; only after every rank has ended the step.
 
-        Not before: gloo may lose track of a message whose connection ends, and wait for it in vain.
+        Not earlier: gloo may lose track of a message whose connection ends, and wait for ever.
         """
         for port in self._sending:
             port.settle_all()
@@ -151,7 +138,7 @@ class Program:
         return self._each if self._joined is None else self._joined()
 
     def _play_on(self, position: int, fate: Fate | None) -> None:
-        """Take part in every message from here on, without computing, so that nobody hangs."""
+        """Take part in the messages from a position on, so that no other rank hangs."""
         for call in [instruction.forgo for instruction in self._instructions[position:]]:
             if call is None:
                 continue
@@ -161,16 +148,24 @@ class Program:
                 if isinstance(error, TaktlineError) and error.recoverable != "step":
                     raise
                 if fate is not None:
-                    fate.judge(error, None)
+                    fate(error, None)
 
-    def _told(self, instruction: Instruction, error: Exception) -> StageError:
+    def _located(self, instruction: Instruction, error: Exception) -> StageError:
         action = instruction.running
-        told = StageError(
-            rank=self._rank_of[action.stage],
-            stage=action.stage,
-            microbatch=action.microbatch,
-            action=str(action),
-            reason=f"{type(error).__name__}: {text_of(error)}",
-        )
-        told.__cause__ = error
-        return told
+        rank = self._rank_of[action.stage]
+        return stage_error(error, rank, action.stage, action.microbatch, str(action))
+
+
+def stage_error(
+    error: Exception, rank: int, stage: int, microbatch: int | None, action: str
+) -> StageError:
+    """An error with the rank, stage and action where it was raised."""
+    located = StageError(
+        rank=rank,
+        stage=stage,
+        microbatch=microbatch,
+        action=action,
+        reason=f"{type(error).__name__}: {text_of(error)}",
+    )
+    located.__cause__ = error
+    return located

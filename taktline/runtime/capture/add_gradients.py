@@ -1,7 +1,7 @@
 """Adds small gradients to their buffers, many at a time.
 
-Autograd adds each one by itself: of a model with small parameters, these are a third of all kernels
-of a graph, each of which takes longer to begin than to run. Large ones are left to autograd.
+Autograd adds each gradient by itself: in a model with small parameters, a third of all kernels of a
+graph, each of which takes longer to launch than to run. Autograd still adds large gradients.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ import torch
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
-from taktline.stage.engine import SMALL, add_all
+from taktline.stage.autograd_engine import SMALL, add_all
 
 __all__ = ["Adding"]
 
 _MOST = 16 * 2**20
-"""How many bytes of gradients may wait to be added."""
+"""The most bytes of gradients that wait to be added."""
 
 
 class Adding:
-    """The gradients that wait to be added, each parameter's in the order in which they came.
+    """Gradients that wait to be added, those of a parameter in the order of arrival.
 
     >>> layer, buffer = nn.Linear(1, 1, bias=False), torch.ones(1, 1)
     >>> with Adding({layer.weight: buffer}).instead():
@@ -43,8 +43,8 @@ class Adding:
 
     @contextmanager
     def instead(self) -> Iterator[None]:
-        """Inside, each ``.grad`` is None, and what comes there is taken; then it is the buffer."""
-        nodes: list[object] = []  # which would be made anew, without their hooks
+        """Inside, new gradients are taken from ``.grad``; afterwards ``.grad`` is the buffer."""
+        nodes: list[object] = []  # kept: new nodes would have no hooks
         with ExitStack() as stack:
             for parameter, buffer in self._buffers.items():
                 node = get_gradient_edge(parameter).node
@@ -57,7 +57,7 @@ class Adding:
             self._add()
 
     def take_all(self) -> None:
-        """Take what did not come by autograd, such as W's; to be called after each action."""
+        """Take gradients that did not come by autograd, such as those of W; after each action."""
         for parameter in self._buffers:
             self._take(parameter)
 

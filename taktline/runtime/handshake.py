@@ -1,4 +1,4 @@
-"""What the ranks tell each other before the first step, and what does not fit, in words."""
+"""The handshake of a schedule's ranks before its first step, and why they do not fit together."""
 
 from __future__ import annotations
 
@@ -8,64 +8,61 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from taktline.checks import read
-from taktline.errors import MismatchError
 from taktline.meta import Signature
-from taktline.plan import Placement, Plan
+from taktline.plan import Placement
 from taktline.runtime.agreement import differs
-from taktline.runtime.holders import Use, untied
-from taktline.stage import PipelineStage
+from taktline.runtime.tie_holders import TieUse, untied
 from taktline.text import by_rank, counted
 from taktline.transport.describe import decode, encode
 
-__all__ = ["Introduction", "check_stages", "examples", "misfit"]
+__all__ = ["Handshake", "examples", "misfit"]
 
 
 @dataclass(frozen=True, slots=True)
-class Introduction:
-    """What a rank brings to a schedule; told once, before its first step."""
+class Handshake:
+    """One rank's part of a schedule, shared once before its first step."""
 
     schedule: str
     microbatches: int
     num_stages: int
     stages: list[int]
     rank_of: list[int]
-    """Where the plan wants each stage."""
+    """The process of each stage, by the plan."""
     plan: str
-    """The plan's fingerprint."""
+    """The plan's digest."""
     trains: bool
     dynamic_shapes: bool
     shards: bool = False
-    """Whether a stage is to be gathered before it computes."""
+    """Whether a stage is gathered before it computes."""
     reduces: bool = False
     """Whether a stage averages its gradients over replicas."""
     entangled: bool = False
-    """Whether processes outside of the pipeline take part in what its stages do."""
+    """Whether processes outside of the pipeline take part in the work of its stages."""
     takes: list[tuple[int, str]] = field(default_factory=list)
-    """What each stage takes, where its user has given an example, as text."""
+    """The input of each stage with an example, as text."""
     gives: list[tuple[int, str]] = field(default_factory=list)
-    """What each stage gives, likewise."""
+    """The output of each stage with an example, as text."""
     ties: list[dict[str, Any]] = field(default_factory=list)
-    """How its stages hold weights that several stages share."""
+    """The tied weights in the rank's stages, as plain values."""
     number: int = 1
-    """What the rank would number the schedule; the first rank's counts."""
+    """The number that the rank proposes for the schedule; that of rank 0 counts."""
 
     @property
-    def uses(self) -> list[Use]:
-        """The same, from the wire."""
-        return [Use.from_plain(plain) for plain in self.ties]
+    def uses(self) -> list[TieUse]:
+        """The tied weights in the rank's stages."""
+        return [TieUse.from_plain(plain) for plain in self.ties]
 
     def to_text(self) -> str:
-        """For the wire."""
+        """As JSON."""
         return json.dumps(asdict(self))
 
     @classmethod
-    def from_text(cls, text: str) -> Introduction:
-        """From the wire."""
-        return cls(**read(text, _INTRODUCTION, what="what a rank says of itself"))
+    def from_text(cls, text: str) -> Handshake:
+        """From JSON, checked."""
+        return cls(**read(text, _SCHEMA, what="what a rank says of itself"))
 
 
-_TIE = {"tie": {"uses": [(int, str)]}, "stage": int, "look": str, "identity": str}
-_INTRODUCTION = {
+_SCHEMA = {
     "number": int,
     "schedule": str,
     "microbatches": int,
@@ -80,18 +77,8 @@ _INTRODUCTION = {
     "entangled": bool,
     "takes": [(int, str)],
     "gives": [(int, str)],
-    "ties": [_TIE],
+    "ties": [{"tie": {"uses": [(int, str)]}, "stage": int, "kind": str, "identity": str}],
 }
-
-
-def check_stages(stages: Sequence[PipelineStage], plan: Plan) -> None:
-    """Raise if a stage belongs to a model of another number of stages."""
-    for stage in stages:
-        if stage.num_stages != plan.stages:
-            raise MismatchError(
-                f"stage {stage.stage_index} is one of {stage.num_stages} (num_stages), but "
-                f"the plan has {counted(plan.stages, 'stage')}; give both the same"
-            )
 
 
 def examples(given: Mapping[int, Signature | None]) -> list[tuple[int, str]]:
@@ -99,10 +86,10 @@ def examples(given: Mapping[int, Signature | None]) -> list[tuple[int, str]]:
     return [(stage, encode(example).decode()) for stage, example in given.items() if example]
 
 
-def misfit(ranks: Sequence[Introduction]) -> str | None:
+def misfit(ranks: Sequence[Handshake]) -> str | None:
     """Why these ranks cannot run a schedule together; None if they can.
 
-    Every rank comes to the same answer, since all see the same introductions.
+    All ranks see the same handshakes, so all return the same.
     """
     for name, noun in (
         ("schedule", "schedule"),
@@ -111,21 +98,20 @@ def misfit(ranks: Sequence[Introduction]) -> str | None:
         ("trains", "presence of a loss_fn"),
         ("dynamic_shapes", "value of dynamic_shapes"),
     ):
-        if story := differs(noun, [getattr(rank, name) for rank in ranks]):
-            return f"{story}; give every rank the same"
-    if story := _misplaced([rank.stages for rank in ranks], ranks[0].rank_of):
-        return story
-    if story := _misshaped(ranks):
-        return story
-    if story := untied([use for rank in ranks for use in rank.uses]):
-        return story
-    if differs("plan", [rank.plan for rank in ranks]):
+        if reason := differs(noun, [getattr(rank, name) for rank in ranks]):
+            return f"{reason}; give every rank the same"
+    reason = (
+        _misplaced([rank.stages for rank in ranks], ranks[0].rank_of)
+        or _misshaped(ranks)
+        or untied([use for rank in ranks for use in rank.uses])
+    )
+    if reason is None and differs("plan", [rank.plan for rank in ranks]):
         groups = by_rank([rank.plan[:8] for rank in ranks])
         return f"the ranks have different plans: {groups}; build or read the same plan on each"
-    return None
+    return reason
 
 
-def _misshaped(ranks: Sequence[Introduction]) -> str | None:
+def _misshaped(ranks: Sequence[Handshake]) -> str | None:
     """Where the examples of two neighbouring stages do not fit together."""
     takes = {stage: (r, text) for r, rank in enumerate(ranks) for stage, text in rank.takes}
     gives = {stage: (r, text) for r, rank in enumerate(ranks) for stage, text in rank.gives}
@@ -143,7 +129,7 @@ def _misshaped(ranks: Sequence[Introduction]) -> str | None:
 
 
 def _misplaced(held: Sequence[Sequence[int]], rank_of: Sequence[int]) -> str | None:
-    """Where the stages that each rank holds are not those that the plan gives it."""
+    """Where ranks hold other stages than the plan places there."""
     placement = Placement.custom(rank_of, len(held))
     wanted = [list(placement.stages_of(rank)) for rank in range(len(held))]
     if [sorted(stages) for stages in held] == wanted:

@@ -1,4 +1,4 @@
-"""What a forward and a backward look at in modules, and a replay would not."""
+"""The state of modules that a forward and a backward read, and a replay would not."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from torch.nn.modules.module import _has_any_global_hook
 from taktline.sharding import is_sharded, local
 from taktline.stage import PipelineStage
 
-__all__ = ["kept", "look"]
+__all__ = ["keep_state", "state_of"]
 
 
-def look(stages: Sequence[PipelineStage]) -> tuple[object, ...] | str:
-    """Modes, parameters and buffers, and where these lie; or why there can be no graph.
+def state_of(stages: Sequence[PipelineStage]) -> tuple[object, ...] | str:
+    """Modes, parameters and buffers with their addresses; or why there can be no graph.
 
-    As long as it is the same, a graph is right.
+    A graph is right as long as this stays the same.
     """
     if _has_any_global_hook():
         return "there are hooks on all modules, which a replay would not call"
@@ -29,18 +29,18 @@ def look(stages: Sequence[PipelineStage]) -> tuple[object, ...] | str:
         torch.get_float32_matmul_precision(),
     ]
     for stage in stages:
-        told = _note(stage.submod, found)
+        reason = _note(stage.submod, found)
         if stage.grad_sync is not None:
-            told = "it is wrapped in DDP or FSDP, which decide in Python what to send"
-        if told is not None:
-            return f"stage {stage.stage_index}: {told}"
+            reason = "it is wrapped in DDP or FSDP, which decide in Python what to send"
+        if reason is not None:
+            return f"stage {stage.stage_index}: {reason}"
     return tuple(found)
 
 
-def kept(stages: Sequence[PipelineStage]) -> Callable[[], None]:
-    """Keep what modules have now; returns what puts it back, after a capture that failed.
+def keep_state(stages: Sequence[PipelineStage]) -> Callable[[], None]:
+    """Keep the attributes of modules; returns a function that restores them.
 
-    What its forward has left there was never computed.
+    For a failed capture, whose forward leaves values that were never computed.
     """
     modules = [module for stage in stages for module in stage.submod.modules()]
     had = [(module, dict(vars(module)), dict(module._buffers)) for module in modules]
@@ -57,7 +57,7 @@ def kept(stages: Sequence[PipelineStage]) -> Callable[[], None]:
 
 
 def _note(stage: nn.Module, found: list[object]) -> str | None:
-    """Add what is found in a stage; returns why it cannot be captured, if so."""
+    """Collect the state of a stage; returns why it cannot be captured, or None."""
     waiting = [stage]
     seen: set[int] = set()
     while waiting:  # not by modules(), which takes several times as long
@@ -82,12 +82,12 @@ def _note(stage: nn.Module, found: list[object]) -> str | None:
 
 
 def _place(tensor: torch.Tensor) -> int:
-    """Where this rank's part of it lies."""
+    """The address of this rank's part of a tensor."""
     return (local(tensor.detach()) if is_sharded(tensor) else tensor).data_ptr()
 
 
 def _is_hooked(module: nn.Module) -> bool:
-    """Whether it has hooks that are not our own, which do the same every time."""
+    """Whether a module has hooks of the user; our own do the same every time."""
     forward, before = module._forward_hooks, module._forward_pre_hooks
     backward, before_it = module._backward_hooks, module._backward_pre_hooks
     if not (forward or before or backward or before_it):

@@ -1,4 +1,4 @@
-"""Gradients in buffers that stay, because a graph adds to the memory that it was captured with."""
+"""Fixed buffers for gradients: a graph adds to the memory that it was captured with."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from taktline.runtime.capture.adding import Adding
+from taktline.runtime.capture.add_gradients import Adding
 from taktline.stage import PipelineStage
 from taktline.stage.names import parameters_of
 
@@ -17,14 +17,14 @@ __all__ = ["Buffers", "Pool", "Touched"]
 
 
 class Touched:
-    """Which parameters get gradients in a step that runs eagerly."""
+    """Finds the parameters that get gradients in an eager step."""
 
     def __init__(self, stages: Sequence[PipelineStage]) -> None:
         parameters = {p: p.grad for stage in stages for p in parameters_of(stage.submod)}
         self._before = [(p, gradient, _version(gradient)) for p, gradient in parameters.items()]
 
     def found(self) -> list[nn.Parameter]:
-        """Those that have got some since."""
+        """The parameters with new gradients."""
         return [
             p
             for p, gradient, version in self._before
@@ -42,16 +42,16 @@ class _Slot:
         self.buffer = _zeros(parameter) if parameter.grad is None else parameter.grad
 
     def has_place(self) -> bool:
-        """Whether ``.grad`` is the buffer, or can be again; if not, it gets another buffer."""
+        """Whether ``.grad`` is the buffer, or can be; otherwise the slot gets another buffer."""
         gradient = self.parameter.grad
         if gradient is self.buffer:
             return True
-        if _references(self) > _ALONE:  # somebody keeps what was in it
+        if _references(self) > _ALONE:  # the user keeps the old gradient
             self.buffer = _zeros(self.parameter) if gradient is None else gradient
             return False
         if gradient is None:
             return True
-        # It was made by a step that ran eagerly; or it is part of something larger.
+        # An eager step has made the gradient; or it is a view of something larger.
         if gradient._is_view() or sys.getrefcount(gradient) > _MINE:
             self.buffer = gradient
             return False
@@ -70,10 +70,10 @@ class Pool:
     def buffers(
         self, parameters: Sequence[nn.Parameter], apart: Collection[nn.Parameter]
     ) -> Buffers:
-        """Those of some parameters.
+        """The buffers of some parameters.
 
-        Of most, the buffer is ``.grad`` itself. Of those ``apart`` it is one of its own, from which
-        gradients are copied, because others keep what was in ``.grad`` before.
+        Most buffers are ``.grad`` itself. Parameters ``apart`` have a separate buffer, from which
+        gradients are copied, because their earlier gradients are kept elsewhere.
         """
         others = set(apart)
         for parameter in parameters:
@@ -106,7 +106,7 @@ class Buffers:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Inside, ``.grad`` are the buffers; where there was nothing before, these are zero."""
+        """Inside, ``.grad`` are the buffers; buffers without an earlier gradient begin at zero."""
         before = {parameter: parameter.grad for parameter in self._apart}
         fresh = [slot.buffer for slot in self._own if slot.parameter.grad is None]
         fresh += self._apart.values()
@@ -120,9 +120,9 @@ class Buffers:
 
     @contextmanager
     def adding(self, stages: Sequence[PipelineStage]) -> Iterator[Callable[[], None]]:
-        """Inside, gradients are added to the buffers; what is yielded is called after each action.
+        """Inside, gradients are added to the buffers; call the yielded function after each action.
 
-        Many at a time, unless somebody else has a say in how they are added.
+        Many are added at a time, unless a stage overrides its backward.
         """
         ours = all(stage.may_join for stage in stages)
         own = {slot.parameter: slot.buffer for slot in self._own}
@@ -134,16 +134,16 @@ class Buffers:
     def lent(self, stages: Sequence[PipelineStage]) -> Iterator[list[str]]:
         """Inside, ``.grad`` are the buffers, and nothing is added to them.
 
-        Afterwards all is as before; the list has what has kept to no buffer.
+        Afterwards all is as before; the list has reasons against the capture.
         """
         before = {p: p.grad for stage in stages for p in parameters_of(stage.submod)}
         self._put()
         lent = {p: p.grad for p in before}
-        told: list[str] = []
+        reasons: list[str] = []
         try:
-            yield told
+            yield reasons
             if any(p.grad is not gradient for p, gradient in lent.items()):
-                told.append("a parameter gets a gradient that it did not get before")
+                reasons.append("a parameter gets a gradient that it did not get before")
         finally:
             for parameter, gradient in before.items():
                 parameter.grad = gradient
@@ -164,12 +164,12 @@ def _version(gradient: torch.Tensor | None) -> int:
 
 
 def _references(slot: _Slot) -> int:
-    """How many there are to a buffer, with those from here."""
+    """The number of references to a buffer."""
     return sys.getrefcount(slot.buffer)
 
 
 def _of_a_gradient() -> int:
-    """How many there are to a gradient that nobody else has, with that of a local variable."""
+    """The number of references to a gradient that the user does not hold."""
     parameter = nn.Parameter(torch.empty(0))
     parameter.grad = torch.empty(0)
     gradient = parameter.grad

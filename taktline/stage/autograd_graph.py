@@ -1,4 +1,4 @@
-"""The autograd graph of a stage's forward, as far as its backward goes."""
+"""The autograd graph of a stage's forward."""
 
 from __future__ import annotations
 
@@ -12,31 +12,32 @@ from torch.autograd.graph import get_gradient_edge
 __all__ = ["LEAF", "Graph", "Node", "Shape"]
 
 Node = Any
-"""A node of the autograd graph; torch has no public type for them that knows their fields."""
+"""A node of the autograd graph; torch has no public type with all its fields."""
 
 LEAF: Any = type(get_gradient_edge(torch.zeros(0, requires_grad=True)).node)
-# Instead of a slot, where an edge leads to nothing; instead of a count, where others' nodes begin.
+# The slot of an edge to nothing; the edge count of a node outside of the stage.
 _NOTHING, _FOREIGN = -1, -1
 
 
 class Shape(NamedTuple):
-    """What the nodes of a graph are, and how they lead to each other."""
+    """The types of a graph's nodes, and its edges."""
 
     roots: int
     kinds: tuple[type, ...]
     edges: tuple[int, ...]
-    """The slot that each edge leads to: those to the roots, then those of each node."""
+    """The slot at the end of each edge: of edges to the roots, then of those of each node."""
     steps: tuple[tuple[int, int], ...]
-    """For each node that is no leaf: the first edge to it, and the number of edges from it."""
+    """For each inner node: the first edge to it, and the number of edges from it."""
     first: tuple[int, ...]
     """The first edge to each node."""
 
     def follow(
         self, roots: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
     ) -> list[Node] | None:
-        """The nodes of a graph by their slots, if it has this shape; quicker than finding its own.
+        """The nodes of a graph by their slots; None if it has another shape.
 
-        Only where inputs are leaves: nothing here looks for where others' nodes begin.
+        Quicker than a new :class:`Graph`. Only where inputs are leaves, so that the graph ends with
+        the stage.
         """
         if len(roots) != self.roots:
             return None
@@ -61,12 +62,12 @@ class Shape(NamedTuple):
 
 
 class Graph:
-    """All nodes that the roots reach, numbered as they are found: their slots."""
+    """All nodes that the roots reach; a node's slot is its place in the order of discovery."""
 
     def __init__(self, roots: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> None:
         self.nodes: list[Node] = []
         self.roots = {root.grad_fn for root in roots}
-        # What lies behind an input that is no leaf belongs to others.
+        # Nodes behind an input that is no leaf belong to other stages.
         ends = {x.grad_fn for x in inputs if x.grad_fn is not None}
         slots: dict[Node | None, int] = {None: _NOTHING}
         edges: list[int] = []
@@ -82,7 +83,7 @@ class Graph:
                 edges.append(slots[child])
 
         lead([(root.grad_fn, 0) for root in roots])
-        for slot, node in enumerate(self.nodes):  # which become more
+        for slot, node in enumerate(self.nodes):  # the list grows meanwhile
             if node in ends:
                 steps.append((first[slot], _FOREIGN))
             elif type(node) is not LEAF:
@@ -92,7 +93,7 @@ class Graph:
         self.shape = Shape(len(roots), kinds, tuple(edges), tuple(steps), tuple(first))
 
     def leading_to(self, slots: Iterable[int]) -> set[Node]:
-        """These nodes, and all that lead to them."""
+        """The nodes in some slots, and all nodes that lead to them."""
         found: set[Node] = set()
         waiting = [self.nodes[slot] for slot in slots]
         while waiting:
@@ -104,7 +105,7 @@ class Graph:
 
     @cached_property
     def consumers(self) -> dict[Node, list[tuple[Node, int]]]:
-        """Who leads to each node, and by which edge."""
+        """The nodes that lead to each node, with the number of the edge."""
         found: dict[Node, list[tuple[Node, int]]] = {node: [] for node in self.nodes}
         for node in self.nodes:
             for edge, (child, _) in enumerate(node.next_functions):

@@ -17,8 +17,7 @@ import taktline as tl
 from taktline.errors import DeadlockError, StageError, TransportError
 from taktline.plan import Kind, Plan, build, lower
 from taktline.plan.schedules import names
-from taktline.runtime.plans import Runnable
-from taktline.runtime.together import merged
+from taktline.runtime.runnable_plan import Runnable, merged
 from taktline.stage.ties import declare
 
 X, Y = torch.ones(8, 4), torch.zeros(8, 4)

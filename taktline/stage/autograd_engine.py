@@ -1,4 +1,4 @@
-"""The autograd engine, called without detours."""
+"""Direct calls of the autograd engine, and the sums of gradients that it does not do."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from torch.autograd import Variable
 __all__ = ["SMALL", "accumulate", "add_all", "add_to_grad", "add_to_grads"]
 
 SMALL = 4 * 2**20
-"""How many bytes a gradient may have for which an operation takes longer to begin than to run.
+"""The most bytes of a gradient whose addition takes longer to launch than to run.
 
-To add many at once is slower for larger ones."""
+Adding many larger ones at once is slower than one by one."""
 
-# What torch.autograd.backward() calls in the end. Its own checks and conversions cost as much as
-# the whole backward of a small stage, and what they check is known here.
+# The call inside of torch.autograd.backward(), whose checks cost as much as the whole backward of a
+# small stage, and are not needed here.
 _run = Variable._execution_engine.run_backward  # pyright: ignore
 
 
@@ -40,14 +40,14 @@ def add_to_grad(leaf: torch.Tensor, gradient: torch.Tensor) -> None:
     """Add to a leaf's ``.grad``, as the engine does."""
     known = leaf.grad
     if known is not None:
-        # By .data, should somebody have differentiated this gradient itself.
+        # By .data, if the gradient itself was differentiated.
         (known.data if known.requires_grad else known).add_(gradient)
     else:
         leaf.grad = gradient if leaf.grad_dtype is None else gradient.to(leaf.grad_dtype)
 
 
 def add_to_grads(leaves: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> None:
-    """The same for many leaves, in few operations where they have gradients."""
+    """Add to the ``.grad`` of many leaves, in few operations if all have gradients."""
     known = [leaf.grad for leaf in leaves]
     ready = [each for each in known if each is not None and not each.requires_grad]
     if len(ready) == len(known):
@@ -58,7 +58,7 @@ def add_to_grads(leaves: Sequence[torch.Tensor], gradients: Sequence[torch.Tenso
 
 
 def add_all(buffers: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> None:
-    """Add gradients to buffers: the small ones of a kind by one operation."""
+    """Add gradients to buffers, small ones of the same types in one operation."""
     alike: defaultdict[object, tuple[list[torch.Tensor], list[torch.Tensor]]]
     alike = defaultdict(lambda: ([], []))
     for buffer, gradient in zip(buffers, gradients, strict=True):

@@ -1,4 +1,4 @@
-"""Reports what of a module's backward is split, and whether its gradients are right."""
+"""Reports which parts of a module's backward are split, and whether its gradients are right."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import nn
 
 from taktline import pytree
 from taktline.checks import require_instance
-from taktline.stage.engine import accumulate
+from taktline.stage.autograd_engine import accumulate
 from taktline.stage.split_backward import Splitter, explain
 
 __all__ = ["SplitReport", "check_split_backward"]
@@ -20,7 +20,7 @@ __all__ = ["SplitReport", "check_split_backward"]
 
 @dataclass(frozen=True, slots=True)
 class SplitReport:
-    """What the split backward does with each parameter of a module.
+    """Where the split backward computes the gradient of each parameter of a module.
 
     >>> block = nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2))
     >>> print(check_split_backward(block, torch.ones(1, 2)))
@@ -34,7 +34,7 @@ class SplitReport:
     at_once: dict[str, str]
     """Parameters whose gradients I computes, and why."""
     differences: dict[str, float]
-    """Where gradients differ from those of a plain backward: the largest difference."""
+    """The largest difference from a plain backward, by parameter or input that differs."""
 
     @property
     def exact(self) -> bool:
@@ -45,8 +45,8 @@ class SplitReport:
         if self.exact:
             lines = ["gradients equal those of a plain backward"]
         else:
-            told = ", ".join(f"{name} by {value:g}" for name, value in self.differences.items())
-            lines = [f"gradients differ from those of a plain backward: {told}"]
+            listed = ", ".join(f"{name} by {value:g}" for name, value in self.differences.items())
+            lines = [f"gradients differ from those of a plain backward: {listed}"]
         lines.append(f"in W: {', '.join(self.later) or 'nothing'}")
         for reason in dict.fromkeys(self.at_once.values()):
             names = [name for name, other in self.at_once.items() if other == reason]
@@ -57,8 +57,8 @@ class SplitReport:
 def check_split_backward(module: nn.Module, *example: Any, **kwargs: Any) -> SplitReport:
     """Run a module's backward whole and split on an example, and compare.
 
-    Gradients, buffers and random numbers are left as they were. Tensors of floating point among the
-    positional arguments stand for what the stage before would give.
+    Gradients, buffers and random numbers are left as they were. Floating-point tensors among the
+    positional arguments count as outputs of the stage before.
 
     >>> report = check_split_backward(nn.Linear(2, 3), torch.ones(1, 2))
     >>> report.exact, report.later
@@ -96,7 +96,7 @@ def _gradients(
     *,
     split: bool,
 ) -> tuple[dict[str, torch.Tensor | None], dict[str, str]]:
-    """All gradients of one run, and why parameters get theirs in I."""
+    """All gradients of one run, and the reasons of parameters whose gradients I computes."""
     for parameter in parameters.values():
         parameter.grad = None
     _restore(module, buffers)
@@ -111,10 +111,10 @@ def _gradients(
     weights = list(parameters.values())
     reasons: dict[str, str] = {}
     if split:
-        told = explain(roots, inputs, weights)
+        why = explain(roots, inputs, weights)
         pending = Splitter().run_input(roots, gradients, inputs, weights)
         later = set() if pending is None else set(pending.weights)
-        reasons = {name: told[p] for name, p in parameters.items() if p not in later}
+        reasons = {name: why[p] for name, p in parameters.items() if p not in later}
         if pending is not None:
             pending.run()
     else:
@@ -140,6 +140,6 @@ def _requires_grad(value: object) -> bool:
 def _difference(one: torch.Tensor | None, other: torch.Tensor | None) -> float:
     if one is None or other is None:
         return 0.0 if one is other else float("inf")
-    # What is infinite, or no number, in both is no difference.
+    # Equal infinities and nan in both are no difference.
     gaps = (one - other)[one.ne(other) & ~(one.isnan() & other.isnan())].abs()
     return gaps.nan_to_num(float("inf")).max().item() if gaps.numel() else 0.0

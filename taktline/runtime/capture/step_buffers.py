@@ -1,4 +1,4 @@
-"""What goes into a step and comes out of it, in buffers that stay where they are."""
+"""Fixed buffers for the batch and the results of a captured step."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _PLAIN = (bool, int, float, str, type(None))
 
 
 class Inputs:
-    """The batch of one step, taken apart."""
+    """The batch of one step as leaves."""
 
     def __init__(self, feed: Feed) -> None:
         self._feed = feed
@@ -47,14 +47,14 @@ class Inputs:
 
     @property
     def kind(self) -> tuple[object, ...]:
-        """What a graph depends on: all but what tensors hold, and how much losses count."""
+        """All that a graph depends on: not the values of tensors, nor the weights of losses."""
         feed = self._feed
-        looks = tuple(
+        kinds = tuple(
             (leaf.dtype, leaf.shape) if isinstance(leaf, torch.Tensor) else (type(leaf), leaf)
             for leaf in self.leaves
         )
         counted = tuple(bool(count) for count in self.counts)
-        return (self._structure, looks, counted, feed.outputs is None, feed.wants_losses)
+        return (self._structure, kinds, counted, feed.outputs is None, feed.wants_losses)
 
     def static(self, device: torch.device) -> Static:
         """Buffers for steps of this kind."""
@@ -77,7 +77,7 @@ class Inputs:
 
 
 class Static:
-    """The buffers of a captured program: what it takes, and what it leaves."""
+    """The buffers of a captured program, for its batch and its results."""
 
     def __init__(self, feed: Feed, leaves: Sequence[Any]) -> None:
         self.feed = feed
@@ -85,7 +85,7 @@ class Static:
         self._counts: list[float] = []
 
     def fill(self, inputs: Inputs, number: int) -> None:
-        """Copy a batch into them, for the training step of this number."""
+        """Copy a batch into the buffers, for the training step of this number."""
         self.feed.number = number
         pairs: dict[torch.dtype, dict[int, tuple[torch.Tensor, torch.Tensor]]] = {}
         for mine, theirs in zip(self._leaves, inputs.leaves, strict=True):
@@ -99,13 +99,13 @@ class Static:
             self.feed.counts.copy_(torch.tensor(inputs.counts, dtype=torch.float64).view(2, -1))
 
     def begin(self) -> None:
-        """Let go of results; called by what is captured."""
+        """Drop earlier results; part of the captured program."""
         self.feed.losses, self.feed.aux_losses, self.feed.observed = {}, {}, []
         if self.feed.outputs is not None:
             self.feed.outputs = {}
 
     def hand_over(self, feed: Feed) -> None:
-        """Give copies of the results to a step: the next replay writes over these here."""
+        """Copy the results to the feed of a step: the next replay overwrites them."""
         mine = self.feed
         feed.losses, feed.aux_losses = _copies(mine.losses), _copies(mine.aux_losses)
         feed.observed = mine.observed
@@ -113,19 +113,19 @@ class Static:
 
 
 def _taken_apart(tree: tuple[Any, ...]) -> tuple[list[Any], Hashable]:
-    """The leaves of a batch, and what else two batches can differ in."""
+    """The leaves of a batch, and its structure."""
     arguments, keywords, targets, loss_keywords = tree
     leaves = [*chain(*arguments), *([None] if targets is None else targets)]
     usual = not any(keywords) and not loss_keywords
     if usual and {torch.Tensor, type(None)}.issuperset(map(type, leaves)):
-        # To take it apart as a tree would take longer than all else before a replay.
+        # A pytree would take longer than all else before a replay.
         return leaves, (*map(len, arguments), targets is None)
     leaves, spec = pytree.tree_flatten(tree)
     return leaves, str(spec)
 
 
 def _counts(feed: Feed) -> list[float]:
-    """What the loss of each micro-batch counts, and then what those that stages add do."""
+    """The weight of each micro-batch's loss, and then of the losses that stages add."""
     found = [
         feed.scale if scales is None else scales[microbatch]
         for scales in (feed.scales, feed.row_scales)

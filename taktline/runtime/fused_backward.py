@@ -1,7 +1,8 @@
-"""Micro-batch by micro-batch through all stages, where these run in one thread.
+"""Quicker programs with the same gradients, for stages that run in one thread.
 
-No rank waits for another there, so nobody gains by the order of the schedule. One forward and one
-backward of all stages cost what they cost in a plain accumulation loop::
+``join`` replaces I and W by one full backward. ``plain_loop`` runs micro-batch by micro-batch, with
+one backward of all stages: no rank waits for another there, so the schedule's order gains nothing,
+and a step costs as much as a plain accumulation loop::
 
     rank 0   F0           B0 │ F1           B1 │
     rank 1      F0     B0    │    F1     B1    │ …
@@ -12,20 +13,55 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 
 from taktline.plan import Kind
-from taktline.runtime.executor import Instruction
 from taktline.runtime.ports import Handback
-from taktline.runtime.stage_actions import Own, Work, uncast
+from taktline.runtime.program import Instruction
+from taktline.runtime.stage_actions import OwnLosses, Work, uncast
 from taktline.side_values import Aside, Replay, opened
 from taktline.stage import PipelineStage
-from taktline.stage.engine import accumulate
+from taktline.stage.autograd_engine import accumulate
 
-__all__ = ["plain_loop"]
+__all__ = ["join", "plain_loop"]
+
+
+def join(
+    instructions: Sequence[Instruction],
+    stages: Mapping[int, PipelineStage],
+    works: Mapping[int, Work],
+    *,
+    alone: bool,
+) -> list[Instruction]:
+    """The same instructions with one full backward instead of I and W, where nothing is lost.
+
+    That is where W follows its I at once, or if all ranks run here (``alone``) and gradients are
+    added up in the same order.
+    """
+    found = dict(enumerate(instructions))
+    places = {instruction.action: place for place, instruction in found.items()}
+    halves: defaultdict[int, tuple[list[int | None], list[int | None]]]
+    halves = defaultdict(lambda: ([], []))
+    for action in places:  # the micro-batches of each stage, in the order of inputs and of weights
+        if action.kind in (Kind.B, Kind.I):
+            halves[action.stage][0].append(action.microbatch)
+        if action.kind in (Kind.B, Kind.W):
+            halves[action.stage][1].append(action.microbatch)
+    for action, place in places.items():
+        microbatch = action.microbatch
+        if action.kind != Kind.W or microbatch is None or not stages[action.stage].may_join:
+            continue
+        first = places.get(replace(action, kind=Kind.I))
+        inputs, weights = halves[action.stage]
+        if first is not None and (first == place - 1 or (alone and inputs == weights)):
+            whole = partial(works[action.stage].backward, microbatch)
+            found[first] = replace(found[first], run=whole)
+            del found[place]
+    return list(found.values())
 
 
 def plain_loop(
@@ -33,7 +69,7 @@ def plain_loop(
     stages: Mapping[int, PipelineStage],
     make_work: Callable[..., Work],
 ) -> list[Instruction] | None:
-    """The same as a plain loop; None if gradients could differ, or if others have a say in them.
+    """The same instructions as a plain loop; None if gradients could differ.
 
     ``make_work(stage, joined=…, ports…)`` makes the work of a stage.
     """
@@ -69,7 +105,7 @@ def plain_loop(
 
 
 def _order(instructions: Sequence[Instruction]) -> list[int] | None:
-    """In which order every stage computes and adds up gradients of micro-batches, if it is one."""
+    """The order in which all stages compute and add up micro-batches; None if they differ."""
     orders: defaultdict[tuple[int, bool], list[int | None]] = defaultdict(list)
     for each in instructions:
         action = each.action
@@ -84,8 +120,8 @@ def _order(instructions: Sequence[Instruction]) -> list[int] | None:
 class _Backward:
     """The backward of a micro-batch through all stages, as one call.
 
-    Autograd runs what was computed last first, so it goes from stage to stage. Where it is, hooks
-    note at all that leaves a stage.
+    Autograd runs the last computation first, so it goes from stage to stage. Hooks on the outputs
+    of each stage note where it is.
     """
 
     def __init__(self, last: int, device_type: str) -> None:
@@ -99,11 +135,11 @@ class _Backward:
 
     @property
     def stage(self) -> int:
-        """Where it is."""
+        """The stage that is running."""
         return self._at[0]
 
-    def keep(self, stage: int, results: Sequence[Any], own: Own, aside: Aside | None) -> None:
-        """Note what a forward has left for the backward."""
+    def keep(self, stage: int, results: Sequence[Any], own: OwnLosses, aside: Aside | None) -> None:
+        """Keep the results of a forward for the backward."""
         mark = self._marks[stage]
         for value in opened(results)[0]:
             _note(mark, value)
@@ -129,7 +165,7 @@ class _Backward:
 
 
 def _note(mark: torch.Tensor, tree: Any) -> None:
-    """Let a backward note that it comes to what is in a tree."""
+    """Hook a mark to the nodes of all tensors in a tree."""
     if isinstance(tree, torch.Tensor):
         if (node := tree.grad_fn) is not None:
             node._register_hook_dict(mark)
@@ -141,9 +177,9 @@ def _note(mark: torch.Tensor, tree: Any) -> None:
 
 
 def _mark(at: list[int], stage: int) -> torch.Tensor:
-    """What nodes of autograd take a hook from, which notes that the backward is at a stage.
+    """A tensor whose hook notes that the backward has come to a stage; nodes share the hook.
 
-    ``Tensor.register_hook`` would take as long as a small layer.
+    ``Tensor.register_hook`` takes as long as a small layer.
     """
 
     def come(_: torch.Tensor) -> None:

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 import taktline as tl
 from taktline.meta import Signature
-from taktline.runtime.batch import Batch
-from taktline.runtime.digest import digest_of
+from taktline.runtime.fingerprint import digest_of
+from taktline.runtime.step_data import Batch
 
 CPU = torch.device("cpu")
 # Python's hash is the same for many of these, and == for some.
@@ -23,16 +23,16 @@ VALUES: list[Any] = [-1, -2, 1, True, 1.0, 0, False, 2**61 - 1, 0.0, -0.0, "1", 
 @pytest.mark.parametrize(("one", "other"), list(combinations(VALUES, 2)), ids=repr)
 def test_calls_with_different_values_look_different(one: Any, other: Any) -> None:
     x = torch.ones(4, 2)
-    looks = [Batch(args=(x, value)).look() for value in (one, other)]
+    looks = [Batch(args=(x, value)).digest() for value in (one, other)]
     assert looks[0] != looks[1]
-    assert Batch(args=(x, one)).look() == looks[0]
+    assert Batch(args=(x, one)).digest() == looks[0]
     signature = Signature.of([x, one])
     assert signature.describes([x, one])
     assert not signature.describes([x, other])
 
 
 def test_nan_looks_like_itself() -> None:
-    assert Batch(args=(math.nan,)).look() == Batch(args=(math.nan,)).look()
+    assert Batch(args=(math.nan,)).digest() == Batch(args=(math.nan,)).digest()
     assert Signature.of([math.nan]).describes([math.nan])
 
 

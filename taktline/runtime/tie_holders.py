@@ -1,4 +1,4 @@
-"""Who holds a tied weight: what the ranks tell each other before the first step."""
+"""Which ranks and stages hold a tied weight: shared by the ranks before the first step."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from taktline.sharding import Sharding, is_sharded
 from taktline.stage import PipelineStage, Tie
 from taktline.stage.names import named_parameters
 
-__all__ = ["Holders", "Use", "holders_of", "untied"]
+__all__ = ["TieHolders", "TieUse", "holders_of", "untied"]
 
 _PROCESS = secrets.token_hex(8)
 
 
 @dataclass(frozen=True, slots=True)
-class Use:
+class TieUse:
     """A tied weight in one stage."""
 
     tie: Tie
     stage: int
-    look: str
-    """Shape, type and shards."""
+    kind: str
+    """Shape, type and shards, as text."""
     identity: str
-    """The parameter itself: local ranks may hold one and the same."""
+    """The parameter object: local ranks may share one."""
 
     @classmethod
-    def of(cls, tie: Tie, stage: PipelineStage) -> Use:
-        """How a stage holds a weight; raises if it does not."""
+    def of(cls, tie: Tie, stage: PipelineStage) -> TieUse:
+        """The use of a weight in a stage; raises if the stage does not have it."""
         name = tie.name_in(stage.stage_index)
         parameter = named_parameters(stage.submod).get(name or "")
         if parameter is None:
@@ -44,23 +44,23 @@ class Use:
             tie,
             stage.stage_index,
             f"{TensorMeta(tuple(parameter.shape), parameter.dtype)}{shards}",
-            # With the number of the process: one that is forked has all else in common.
+            # With the process number: a forked process has the same token and ids.
             f"{_PROCESS}-{os.getpid()}-{id(parameter)}",
         )
 
     @classmethod
-    def from_plain(cls, plain: dict[str, Any]) -> Use:
-        """From the wire."""
+    def from_plain(cls, plain: dict[str, Any]) -> TieUse:
+        """From plain values."""
         return cls(**{**plain, "tie": Tie(dict(plain["tie"]["uses"]))})
 
     def to_plain(self) -> dict[str, Any]:
-        """For the wire."""
+        """As plain values."""
         return asdict(self)
 
 
-def untied(uses: Sequence[Use]) -> str | None:
-    """Why the uses that all ranks tell of are not one weight each; None if they are."""
-    found = {(use.tie, use.stage): use.look for use in uses}
+def untied(uses: Sequence[TieUse]) -> str | None:
+    """Why the uses of all ranks do not fit together; None if they do."""
+    found = {(use.tie, use.stage): use.kind for use in uses}
     for tie in dict.fromkeys(use.tie for use in uses):
         for stage in tie.stages:
             if (tie, stage) not in found:
@@ -68,26 +68,24 @@ def untied(uses: Sequence[Use]) -> str | None:
                     f"{tie}: these are tied, but stage {stage} does not know of it; give each of "
                     "the stages the same ties="
                 )
-        looks = {stage: found[tie, stage] for stage in tie.stages}
-        if len(set(looks.values())) > 1:
-            told = ", ".join(f"{look} in stage {stage}" for stage, look in looks.items())
-            return f"{tie}: these are tied, but differ: {told}; tie weights that are the same"
+        kinds = {stage: found[tie, stage] for stage in tie.stages}
+        if len(set(kinds.values())) > 1:
+            listed = ", ".join(f"{kind} in stage {stage}" for stage, kind in kinds.items())
+            return f"{tie}: these are tied, but differ: {listed}; tie weights that are the same"
     return None
 
 
 @dataclass(frozen=True, slots=True)
-class Holders:
-    """The copies of a tied weight: for each rank that holds some, a stage for each copy.
-
-    The rank of the first stage comes first: it keeps the sum.
-    """
+class TieHolders:
+    """The copies of a tied weight."""
 
     tie: Tie
     stages_of: dict[int, list[int]]
+    """By rank, a stage for each copy; the first rank adds up the gradients."""
 
     @property
     def owner(self) -> int:
-        """The rank of the first stage."""
+        """The rank that adds up the gradients."""
         return next(iter(self.stages_of))
 
     @property
@@ -96,20 +94,20 @@ class Holders:
         return list(self.stages_of)[1:]
 
 
-def holders_of(ranks: Sequence[Sequence[Use]]) -> list[Holders]:
-    """Those weights of which there are several copies.
+def holders_of(ranks: Sequence[Sequence[TieUse]]) -> list[TieHolders]:
+    """The weights with several copies, from the uses of each rank.
 
-    A parameter that several stages, or several local ranks, hold is one copy.
+    A parameter that several stages or local ranks share is one copy.
     """
     found: dict[Tie, dict[int, list[int]]] = {}
     seen: set[tuple[Tie, str]] = set()
-    told = [(use, rank) for rank, uses in enumerate(ranks) for use in uses]
-    for use, rank in sorted(told, key=lambda pair: pair[0].stage):
+    pairs = [(use, rank) for rank, uses in enumerate(ranks) for use in uses]
+    for use, rank in sorted(pairs, key=lambda pair: pair[0].stage):
         if (use.tie, use.identity) not in seen:
             seen.add((use.tie, use.identity))
             found.setdefault(use.tie, {}).setdefault(rank, []).append(use.stage)
     return [
-        Holders(tie, stages_of)
+        TieHolders(tie, stages_of)
         for tie, stages_of in found.items()
         if sum(map(len, stages_of.values())) > 1
     ]

@@ -1,0 +1,170 @@
+"""Random numbers: by a seed, wherever a stage runs; and separate for ranks in one thread."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
+from itertools import chain
+from typing import TypeAlias
+
+import torch
+
+from taktline.runtime.program import Instruction
+
+__all__ = ["Drawing", "RankRandom", "Seeded", "seed_of", "seeded"]
+
+_CALLER = -1
+"""Stands for the caller's own numbers, among those of the ranks."""
+
+Seeded: TypeAlias = Callable[
+    [tuple[int, int, int, int], torch.device], AbstractContextManager[None]
+]
+"""The type of :func:`seeded`, and of its replacement in a CUDA graph."""
+
+
+def seed_of(key: tuple[int, int, int, int]) -> int:
+    """The seed for a (seed, step, stage, micro-batch).
+
+    >>> seed_of((0, 0, 0, 0)) != seed_of((0, 0, 0, 1))
+    True
+    """
+    digest = hashlib.blake2b(repr(key).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1  # torch takes 63 bits
+
+
+@contextmanager
+def seeded(key: tuple[int, int, int, int], device: torch.device) -> Iterator[None]:
+    """Inside, random numbers depend on the key; afterwards the generators are as before.
+
+    >>> cpu = torch.device("cpu")
+    >>> with seeded((0, 0, 0, 0), cpu):
+    ...     first = torch.rand(3)
+    >>> with seeded((0, 0, 0, 0), cpu):
+    ...     torch.equal(first, torch.rand(3))
+    True
+    """
+    seed = seed_of(key)
+    if device.type == "cpu":
+        before = torch.default_generator.get_state()
+        torch.default_generator.manual_seed(seed)
+        try:
+            yield
+        finally:
+            torch.default_generator.set_state(before)
+    else:
+        with torch.random.fork_rng(devices=[device], device_type=device.type), device:
+            torch.default_generator.manual_seed(seed)
+            torch.get_device_module(device).manual_seed(seed)
+            yield
+
+
+class Drawing:
+    """Finds out whether steps draw random numbers.
+
+    >>> drawing = Drawing(torch.device("cpu"))
+    >>> with drawing.step():
+    ...     drawn = torch.rand(())
+    >>> drawing.draws
+    True
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._generators = [torch.default_generator]
+        if device.type == "cuda":
+            torch.cuda.init()
+            index = torch.cuda.current_device() if device.index is None else device.index
+            self._generators.append(torch.cuda.default_generators[index])
+        self.draws = False
+        """Whether any step has drawn so far."""
+
+    def states(self) -> list[list[torch.Tensor]]:
+        """The state of each generator."""
+        return [[generator.get_state()] for generator in self._generators]
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Compare the states before and after a step."""
+        begun = self.states()
+        try:
+            yield
+        finally:
+            self.draws = self.draws or not _equal(begun, self.states())
+
+
+class RankRandom(Drawing):
+    """Separate random numbers for ranks that share a thread: each draws as in its own process.
+
+    Each rank continues its own numbers. Once the caller draws or seeds, all ranks start from the
+    caller's state.
+
+    >>> random = RankRandom(2, torch.device("cpu"))
+    >>> with random.step():
+    ...     random.switch(1)
+    ...     first = torch.rand(())
+    >>> torch.equal(first, torch.rand(()))
+    True
+    """
+
+    def __init__(self, ranks: int, device: torch.device) -> None:
+        super().__init__(device)
+        self.ranks = ranks
+        # Each generator with its state for each rank; the last state is the caller's.
+        self._states = [(each, [each.get_state()] * (ranks + 1)) for each in self._generators]
+        self._rank = _CALLER
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Inside, ranks draw; afterwards the caller's generators are as before."""
+        now = [generator.get_state() for generator in self._generators]
+        before = [states[_CALLER] for _, states in self._states]
+        if not all(map(torch.equal, now, before)):
+            for (_, states), state in zip(self._states, now, strict=True):
+                states[:] = [state] * len(states)
+        with super().step():
+            self.switch(0)  # draws between the ranks count as those of rank 0
+            try:
+                yield
+            finally:
+                self.switch(_CALLER)
+
+    def states(self) -> list[list[torch.Tensor]]:
+        """The states of each generator: one for each rank, and the caller's."""
+        return [list(states) for _, states in self._states]
+
+    def set_states(self, states: list[list[torch.Tensor]]) -> None:
+        """Set all states, unless they are of another number of ranks."""
+        if [len(each) for each in states] == [len(known) for _, known in self._states]:
+            for (_, known), each in zip(self._states, states, strict=True):
+                known[:] = each
+
+    def switch(self, rank: int) -> None:
+        """Draw for another rank from now on."""
+        # Always: to compare the states would take longer.
+        for generator, states in self._states:
+            states[self._rank] = generator.get_state()
+            generator.set_state(states[rank])
+        self._rank = rank
+
+    def between(
+        self, instructions: Iterable[Instruction], rank_of: Sequence[int]
+    ) -> Iterator[Instruction]:
+        """The same instructions, with a switch wherever the rank changes."""
+        before = _CALLER
+        for each in instructions:
+            rank = rank_of[each.action.stage]
+            yield each if rank == before else replace(each, run=self._switched(rank, each.run))
+            before = rank
+
+    def _switched(self, rank: int, run: Callable[[], None]) -> Callable[[], None]:
+        def switched() -> None:
+            self.switch(rank)
+            run()
+
+        return switched
+
+
+def _equal(some: list[list[torch.Tensor]], others: list[list[torch.Tensor]]) -> bool:
+    pairs = zip(chain(*some), chain(*others), strict=True)
+    return all(a is b or torch.equal(a, b) for a, b in pairs)
