@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from taktline.errors import MismatchError
-from taktline.split.traced.module import StageModule
+from taktline.split.traced.stage_module import StageModule
 from taktline.train.ranks import Ranks
 
 __all__ = ["Prepare", "wrapped"]

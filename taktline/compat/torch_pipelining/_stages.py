@@ -17,7 +17,7 @@ from taktline.compat.torch_pipelining._boundaries import TELLS, Older, Telling, 
 from taktline.compat.torch_pipelining._halves import Gradients
 from taktline.compat.torch_pipelining._replaced import Watched
 from taktline.errors import MismatchError, StageUseError
-from taktline.split.traced.module import StageModule
+from taktline.split.traced.stage_module import StageModule
 from taktline.stage import PipelineStage as OwnStage
 from taktline.stage.grad_sync import GradSync
 

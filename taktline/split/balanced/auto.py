@@ -1,4 +1,4 @@
-"""A model cut into stages that cost the same, as far as its layers allow."""
+"""Cuts a model into stages that cost about the same."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from torch import nn
 from taktline.checks import require_flag, require_instance, require_whole
 from taktline.errors import PartitionError
 from taktline.plan import Partition, balance
-from taktline.split.balanced import effort
-from taktline.split.balanced.layers import find_reused, find_starts, layered, why_not
+from taktline.split.arguments import Call
+from taktline.split.balanced.layer_costs import LayerCosts, count_operations, measure_times
+from taktline.split.balanced.layers import find_reused, find_starts, layer_layout, why_not
 from taktline.split.named.by_names import as_call, by_names, without_compiler
-from taktline.split.named.course import Cut
+from taktline.split.named.forward_summary import Cut
 from taktline.split.named.layout import Layout
 from taktline.split.named.recurrent import open_recurrent, recurrent_in, tensors_of
-from taktline.split.pieces import Pieces
+from taktline.split.stages import Pieces
 from taktline.text import counted, table
 
 __all__ = ["Division", "auto"]
@@ -34,9 +35,9 @@ def auto(
 ) -> Pieces:
     """Cut a model into ``n`` stages so that the largest of them costs as little as possible.
 
-    What is cut is the row of layers in it (an ``nn.Sequential``, ``nn.ModuleList`` or
-    ``nn.ModuleDict``), together with what comes before and after it, such as the embedding and the
-    head. It is cut with :func:`taktline.plan.balance` and :func:`by_names`.
+    The cuts go through the row of layers (an ``nn.Sequential``, ``nn.ModuleList`` or
+    ``nn.ModuleDict``); what comes before and after it, such as the embedding and the head, counts,
+    too. :func:`taktline.plan.balance` finds the cuts, and :func:`by_names` makes them.
 
     Args:
         model: any module with a row of layers; it may be on the meta device.
@@ -63,8 +64,8 @@ def auto(
     require_flag("measure", measure, PartitionError)
     call = as_call(model, example)
     whole = open_recurrent(model, [f"{name}.0" for name in recurrent_in(model)])
-    layout, found = _counted(whole, call)
-    costs: Mapping[Cut, float] = found.operations
+    layout, counted_costs = _count(whole, call)
+    costs: Mapping[Cut, float] = counted_costs.operations
     starts = find_starts(layout, list(costs), call)
     if len(starts) < n:
         others = [cut for cut in costs if cut not in starts]
@@ -72,7 +73,7 @@ def auto(
         raise PartitionError(_too_many(model, n, list(costs), others, reason))
     if measure:
         _require_values(model)
-        times = effort.measure(whole, {cut.unit for cut in costs}, call)
+        times = measure_times(whole, {cut.unit for cut in costs}, call)
         costs = {cut: times.get(cut, 0.0) for cut in costs}
     memory = {cut: _size(whole, cut.unit) for cut in costs}
     division = balance(_joined(costs, starts), n, memory=_joined(memory, starts), limits=limits)
@@ -84,30 +85,30 @@ def auto(
     return pieces
 
 
-def _counted(whole: nn.Module, call: Any) -> tuple[Layout, effort.Effort]:
-    """A model by its layers, with the work of each; one that is used again is several."""
-    layout = layered(whole)
-    found = effort.count(layout, call)
-    if reused := find_reused(whole, found):
-        layout = layered(whole, reused)
-        found = effort.count(layout, call)
-    return layout, found
+def _count(model: nn.Module, call: Call) -> tuple[Layout, LayerCosts]:
+    """The layers of a model with their costs; a module that is called again is several layers."""
+    layout = layer_layout(model)
+    costs = count_operations(layout, call)
+    if reused := find_reused(model, costs):
+        layout = layer_layout(model, reused)
+        costs = count_operations(layout, call)
+    return layout, costs
 
 
 def _stage_sizes(memory: Mapping[Cut, int], cuts: Sequence[Cut]) -> tuple[int, ...]:
-    """The bytes of each stage; what is called several times in one is there once."""
+    """The bytes of each stage; a module that it calls several times counts once."""
     parts = _parts(list(memory), cuts)
     return tuple(sum({cut.unit: memory[cut] for cut in part}.values()) for part in parts)
 
 
 @dataclass(frozen=True, slots=True)
 class Division:
-    """Where a model was cut, and what its stages cost.
+    """The cuts of a model, and the costs of its stages.
 
     Args:
-        partition: the cut of its layers.
+        partition: how many layers each stage has, and their costs.
         starts: the submodule with which each stage begins; the first begins with the model.
-        unit: what the costs are counted in.
+        unit: the unit of the costs.
     """
 
     partition: Partition
@@ -126,9 +127,9 @@ class Division:
 def _too_many(
     model: nn.Module, n: int, layers: Sequence[Cut], others: Sequence[Cut], reason: str
 ) -> str:
-    """Why a model cannot be cut into so many stages, and which numbers would do.
+    """The error for too many stages.
 
-    ``others`` are the layers with which no stage can begin, and ``reason`` that of the first one.
+    ``others`` are the layers with which no stage can begin; ``reason`` is why for the first.
     """
     most = len(layers) - len(others)
     why = ""
@@ -159,12 +160,12 @@ def _size(model: nn.Module, name: str) -> int:
 
 
 def _joined(values: Mapping[Cut, float], starts: Sequence[Cut]) -> list[float]:
-    """The values of what can only lie in one stage, added up."""
+    """The sums of values from each start up to the next one."""
     return [sum(map(values.__getitem__, part)) for part in _parts(list(values), starts[1:])]
 
 
 def _parts(calls: Sequence[Cut], starts: Sequence[Cut]) -> list[Sequence[Cut]]:
-    """Calls up to each of some of them, and from the last one on."""
+    """Calls in groups, of which all but the first begin with one of ``starts``."""
     bounds = [0, *map(calls.index, starts), len(calls)]
     return [calls[start:end] for start, end in pairwise(bounds)]
 

@@ -1,4 +1,4 @@
-"""Where a traced model is cut: marks that a trace leaves in its graph."""
+"""The marks in the graph of a trace at which it is cut."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ __all__ = ["SplitPoint", "is_marker", "marked", "pipe_split", "require_outside",
 
 _library = torch.library.Library("taktline", "DEF")
 _library.define("pipe_split() -> ()")
-# It has no tensor to be dispatched by.
+# It has no tensor for the dispatcher.
 _library.impl("pipe_split", lambda: None, "BackendSelect")
 _OP = torch.ops.taktline.pipe_split.default
-has_side_effect(_OP)  # so that no pass takes it for dead code
+has_side_effect(_OP)  # so that no pass removes it as dead code
 
 # Models that were marked for torch's own pipelining can be cut as they are.
 _PEER_OP = "pippy._pipe_split.default"
@@ -91,7 +91,7 @@ def is_marker(node: fx.Node) -> bool:
 
 
 def require_outside(traced: fx.GraphModule) -> None:
-    """Raise if a mark lies in a region that is one operation of the graph."""
+    """Raise if a mark lies inside of a region, which is one operation of the graph."""
     for node in traced.graph.nodes:
         for part in node.all_input_nodes:
             inner = _graph_of(traced, part)
@@ -120,7 +120,7 @@ def _has_marker(inner: fx.GraphModule) -> bool:
 
 @contextmanager
 def marked(module: nn.Module, spec: Mapping[str, SplitPoint]) -> Iterator[None]:
-    """While this lasts, a call of each submodule leaves its mark; the module is as before then."""
+    """Let calls of submodules leave marks; at the end the module is as before."""
     called: set[str] = set()
     with ExitStack() as wrappers:
         for name, point in spec.items():

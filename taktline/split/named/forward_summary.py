@@ -1,4 +1,4 @@
-"""Where stages begin, what goes on in a model's forward, and what crosses, as a walk has seen."""
+"""What a dry run has seen of a model's forward: its calls, and the tensors that cross each cut."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Any, NamedTuple
 
 from taktline.split.named.placeholder import Absent
 
-__all__ = ["Course", "Cut", "Path", "Value"]
+__all__ = ["Cut", "ForwardSummary", "Path", "UnitTensor"]
 
 Path = tuple[Any, ...]
-"""A place among the arguments of a call, as pytree has it."""
+"""The place of a leaf among the arguments of a call, as pytree writes it."""
 
 
 class Cut(NamedTuple):
-    """A call of a submodule, with which a stage begins.
+    """A call of a submodule with which a stage begins.
 
     >>> Cut.read("encoder.layer@3", ["encoder.layer"])
     'encoder.layer@3'
@@ -28,7 +28,7 @@ class Cut(NamedTuple):
 
     @classmethod
     def read(cls, text: str, names: Container[str]) -> Cut:
-        """What a text says; ``names`` are those of submodules, which may have an @ themselves."""
+        """Parse a cut; ``names`` are the submodules, whose names may contain an @."""
         unit, _, call = text.rpartition("@")
         if text in names or not (unit and call.isdecimal()):
             return cls(text)
@@ -41,8 +41,8 @@ class Cut(NamedTuple):
         return repr(str(self))
 
 
-class Value(NamedTuple):
-    """A tensor among the arguments or the output of a call of a unit."""
+class UnitTensor(NamedTuple):
+    """A tensor among the arguments or in the output of a call of a unit."""
 
     unit: str
     call: int
@@ -55,46 +55,45 @@ class Value(NamedTuple):
 
 
 @dataclass(slots=True)
-class Course:
-    """What a walk has seen."""
+class ForwardSummary:
+    """What a dry run has seen."""
 
     order: list[tuple[str, int]] = field(default_factory=list)
-    """The calls of units, and of what is inside of units, with their stages."""
+    """The calls of units, and of modules inside of units, with their stages."""
     calls: dict[str, list[int]] = field(default_factory=dict)
-    """The stages in which each unit is called, in the order of its calls."""
+    """The stages that call each unit, in the order of the calls."""
     units: dict[str, set[int]] = field(default_factory=dict)
-    """The stages that use parameters of a unit without a call of it."""
+    """The stages that use parameters of a unit without calling the unit."""
     uses: dict[str, set[int]] = field(default_factory=dict)
-    """The stages in which each parameter of a container is used."""
+    """The stages that use each parameter of a container."""
     crossings: list[frozenset[Path]] = field(default_factory=list)
-    """For each cut the places, among the arguments of its unit, of what comes from before it."""
-    beside: list[list[Value]] = field(default_factory=list)
-    """For each cut what else comes from before it."""
+    """For each cut: which arguments of its unit come from earlier stages."""
+    beside: list[list[UnitTensor]] = field(default_factory=list)
+    """For each cut: the other tensors that come from earlier stages."""
     changed: frozenset[str] = frozenset()
-    """The buffers and attributes that the forward changes by itself."""
+    """The buffers and attributes that the forward itself changes."""
     hooked: frozenset[str] = frozenset()
-    """The models inside of the model that register hooks with their layers, to collect outputs."""
+    """The models inside of the model that register hooks with their layers."""
     opened: set[int] = field(default_factory=set)
-    """Which checkpoints, in the order of their calls, a cut goes through."""
+    """The numbers of the checkpoints that a cut goes through."""
     numbers: list[int] = field(default_factory=list)
-    """For each cut how many numbers cross that the forward asks for, as it may do at most."""
-    looks: dict[Value, Absent] = field(default_factory=dict)
-    """What the values look like that come beside."""
+    """For each cut: how many numbers cross at most that the forward reads from tensors."""
+    shapes: dict[UnitTensor, Absent] = field(default_factory=dict)
+    """The shapes and types of the tensors in ``beside``."""
     guessed: list[int] = field(default_factory=list)
-    """Which numbers were guessed, of those that cross."""
+    """Which of the numbers that cross were guessed."""
     is_sized: bool = False
-    """Whether the size of a tensor was guessed, of the numbers that cross."""
+    """Whether sizes of tensors are among them."""
     is_guessed: bool = False
-    """Whether a number was guessed, so that another micro-batch may go another way."""
+    """Whether any number was guessed, so that another micro-batch may take another branch."""
     is_asking: bool = False
-    """Whether the forward asks any tensor for a number, also one that every stage has."""
+    """Whether the forward reads a number from any tensor."""
     is_drawing: bool = False
-    """Whether the forward draws random numbers by itself."""
+    """Whether the forward itself draws random numbers."""
 
-    def join(self, other: Course) -> None:
-        """Let this be what either of two walks has seen, which have guessed otherwise."""
-        if len(other.order) > len(self.order):
-            self.order, other.order = other.order, self.order
+    def join(self, other: ForwardSummary) -> None:
+        """Add what a dry run with other guesses has seen."""
+        self.order = max(self.order, other.order, key=len)
         for mine, others in ((self.units, other.units), (self.uses, other.uses)):
             for name, stages in others.items():
                 mine.setdefault(name, set()).update(stages)
@@ -107,13 +106,17 @@ class Course:
         self.beside = [sorted({*one, *another}) for one, another in pairs]
         self.numbers = list(map(max, self.numbers, other.numbers))
         self.is_sized |= other.is_sized
-        self.looks |= other.looks
+        self.shapes |= other.shapes
         self.changed |= other.changed
         self.hooked |= other.hooked
         self.opened |= other.opened
 
-    def cuts(self) -> list[Cut]:
-        """The calls of units, in their order."""
+    def crossing(self) -> Any:
+        """All that crosses cuts, to be compared."""
+        return self.crossings, list(map(set, self.beside)), self.numbers
+
+    def unit_calls(self) -> list[Cut]:
+        """The calls of units, in order."""
         seen: Counter[str] = Counter()
         found: list[Cut] = []
         for name, _ in self.order:
