@@ -18,7 +18,7 @@ from taktline import pytree
 from taktline.meta import as_arguments, name_of
 from taktline.side_values import Aside, Skip
 from taktline.split.arguments import arguments_of, tensors_in
-from taktline.split.costs import OperationCounter
+from taktline.split.balanced.costs import OperationCounter
 from taktline.split.named.changes import Changes
 from taktline.transport.containers import note_containers
 

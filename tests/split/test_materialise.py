@@ -250,7 +250,7 @@ def test_a_stage_that_stays_without_values() -> None:
 def test_what_was_changed_behind_deferred() -> None:
     with deferred():
         model = nn.Linear(2, 2)
-    with pytest.raises(StateError, match=r"weight, bias; .* change nothing of it behind that"):
+    with pytest.raises(StateError, match=r"weight, bias; .* do not replace its tensors afterwards"):
         materialise(model.double(), "cpu")
 
 

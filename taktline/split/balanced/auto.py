@@ -13,7 +13,7 @@ from taktline.checks import require_flag, require_instance, require_whole
 from taktline.errors import PartitionError
 from taktline.plan import Partition, balance
 from taktline.split.arguments import Call
-from taktline.split.balanced.layer_costs import LayerCosts, count_operations, measure_times
+from taktline.split.balanced.costs import LayerCosts, count_operations, measure_times
 from taktline.split.balanced.layers import find_reused, find_starts, layer_layout, why_not
 from taktline.split.named.by_names import as_call, by_names, without_compiler
 from taktline.split.named.forward_summary import Cut
@@ -68,20 +68,20 @@ def auto(
     costs: Mapping[Cut, float] = counted_costs.operations
     starts = find_starts(layout, list(costs), call)
     if len(starts) < n:
-        others = [cut for cut in costs if cut not in starts]
-        reason = why_not(layout, others[0], call) if others else ""
-        raise PartitionError(_too_many(model, n, list(costs), others, reason))
+        raise _too_many_stages(model, n, layout, list(costs), starts, call)
     if measure:
-        _require_values(model)
         times = measure_times(whole, {cut.unit for cut in costs}, call)
         costs = {cut: times.get(cut, 0.0) for cut in costs}
-    memory = {cut: _size(whole, cut.unit) for cut in costs}
-    division = balance(_joined(costs, starts), n, memory=_joined(memory, starts), limits=limits)
-    cuts = [starts[bound] for bound in division.bounds[1:-1]]
+    memory = {cut: sum(t.nbytes for t in tensors_of(whole, cut.unit)) for cut in costs}
+    groups = _grouped(list(costs), starts[1:])
+    partition = balance(_sums(costs, groups), n, memory=_sums(memory, groups), limits=limits)
+    cuts = [starts[bound] for bound in partition.bounds[1:-1]]
     pieces = by_names(model, tuple(map(str, cuts)), example=example)
-    division = replace(division, stage_memory=_stage_sizes(memory, cuts))
+    # A module that a stage calls several times takes its memory once.
+    once = [{cut.unit: memory[cut] for cut in calls} for calls in _grouped(list(memory), cuts)]
+    partition = replace(partition, stage_memory=tuple(sum(sizes.values()) for sizes in once))
     unit = "milliseconds" if measure else "operations"
-    pieces.division = Division(division, ("", *map(str, cuts)), unit)
+    pieces.division = Division(partition, ("", *map(str, cuts)), unit)
     return pieces
 
 
@@ -93,12 +93,6 @@ def _count(model: nn.Module, call: Call) -> tuple[Layout, LayerCosts]:
         layout = layer_layout(model, reused)
         costs = count_operations(layout, call)
     return layout, costs
-
-
-def _stage_sizes(memory: Mapping[Cut, int], cuts: Sequence[Cut]) -> tuple[int, ...]:
-    """The bytes of each stage; a module that it calls several times counts once."""
-    parts = _parts(list(memory), cuts)
-    return tuple(sum({cut.unit: memory[cut] for cut in part}.values()) for part in parts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,19 +118,22 @@ class Division:
         return table(rows, left=["from"])
 
 
-def _too_many(
-    model: nn.Module, n: int, layers: Sequence[Cut], others: Sequence[Cut], reason: str
-) -> str:
-    """The error for too many stages.
-
-    ``others`` are the layers with which no stage can begin; ``reason`` is why for the first.
-    """
-    most = len(layers) - len(others)
+def _too_many_stages(
+    model: nn.Module,
+    n: int,
+    layout: Layout,
+    layers: Sequence[Cut],
+    starts: Sequence[Cut],
+    call: Call,
+) -> PartitionError:
+    """The error for more stages than there are layers with which one can begin."""
+    others = [cut for cut in layers if cut not in starts]
     why = ""
     if others:
+        reason = why_not(layout, others[0], call)
         why = f"; no stage can begin with {_listed(others)} (with {others[0]!r}: {reason})"
-    would_do = f"{most} stages or fewer" if most > 1 else "1 stage"
-    return (
+    would_do = f"{len(starts)} stages or fewer" if len(starts) > 1 else "1 stage"
+    return PartitionError(
         f"{type(model).__name__} cannot be cut into {n} stages, but into {would_do}: its forward "
         f"calls {counted(len(layers), 'layer')} ({_listed(layers)}){why}"
     )
@@ -147,25 +144,12 @@ def _listed(cuts: Sequence[Cut]) -> str:
     return ", ".join(few if len(few) < 6 else [*few[:3], "…", few[-1]])
 
 
-def _require_values(model: nn.Module) -> None:
-    if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
-        raise PartitionError(
-            "a model on the meta device cannot run, so its layers cannot be measured; count their "
-            "operations (measure=False), or materialise it first"
-        )
+def _sums(values: Mapping[Cut, float], groups: Iterable[Sequence[Cut]]) -> list[float]:
+    return [sum(map(values.__getitem__, group)) for group in groups]
 
 
-def _size(model: nn.Module, name: str) -> int:
-    return sum(t.numel() * t.element_size() for t in tensors_of(model, name))
-
-
-def _joined(values: Mapping[Cut, float], starts: Sequence[Cut]) -> list[float]:
-    """The sums of values from each start up to the next one."""
-    return [sum(map(values.__getitem__, part)) for part in _parts(list(values), starts[1:])]
-
-
-def _parts(calls: Sequence[Cut], starts: Sequence[Cut]) -> list[Sequence[Cut]]:
-    """Calls in groups, of which all but the first begin with one of ``starts``."""
+def _grouped(calls: Sequence[Cut], starts: Sequence[Cut]) -> list[Sequence[Cut]]:
+    """Calls in groups; all but the first group begin with one of ``starts``."""
     bounds = [0, *map(calls.index, starts), len(calls)]
     return [calls[start:end] for start, end in pairwise(bounds)]
 

@@ -9,7 +9,7 @@ from torch import nn
 
 from taktline.errors import PartitionError
 from taktline.split.arguments import Call
-from taktline.split.balanced.layer_costs import LayerCosts
+from taktline.split.balanced.costs import LayerCosts
 from taktline.split.named.containers import joined
 from taktline.split.named.dry_run import dry_run, find_refused_cuts
 from taktline.split.named.forward_summary import Cut

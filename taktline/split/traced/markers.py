@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from enum import Enum
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -94,8 +95,7 @@ def require_outside(traced: fx.GraphModule) -> None:
     """Raise if a mark lies inside of a region, which is one operation of the graph."""
     for node in traced.graph.nodes:
         for part in node.all_input_nodes:
-            inner = _graph_of(traced, part)
-            if inner is not None and _has_marker(inner):
+            if part.op == "get_attr" and _has_marker(attrgetter(str(part.target))(traced)):
                 kind = getattr(node.target, "__name__", str(node.target))
                 region = _REGIONS.get(kind, kind)
                 raise PartitionError(
@@ -104,17 +104,9 @@ def require_outside(traced: fx.GraphModule) -> None:
                 )
 
 
-def _graph_of(owner: nn.Module, node: fx.Node) -> fx.GraphModule | None:
-    if node.op != "get_attr":
-        return None
-    value: Any = owner
-    for name in str(node.target).split("."):
-        value = getattr(value, name, None)
-    return value if isinstance(value, fx.GraphModule) else None
-
-
-def _has_marker(inner: fx.GraphModule) -> bool:
-    parts = (part for part in inner.modules() if isinstance(part, fx.GraphModule))
+def _has_marker(inner: Any) -> bool:
+    modules = inner.modules() if isinstance(inner, fx.GraphModule) else ()
+    parts = [part for part in modules if isinstance(part, fx.GraphModule)]
     return any(is_marker(node) for part in parts for node in part.graph.nodes)
 
 
@@ -158,18 +150,16 @@ def _wrapped(
     own = vars(submodule).get("forward")
     forward: Callable[..., Any] = submodule.forward
 
-    def split_before(*args: Any, **kwargs: Any) -> Any:
+    def split(*args: Any, **kwargs: Any) -> Any:
         called.add(name)
-        pipe_split()
-        return forward(*args, **kwargs)
-
-    def split_after(*args: Any, **kwargs: Any) -> Any:
-        called.add(name)
+        if point is SplitPoint.BEGINNING:
+            pipe_split()
         output = forward(*args, **kwargs)
-        pipe_split()
+        if point is SplitPoint.END:
+            pipe_split()
         return output
 
-    submodule.forward = split_before if point is SplitPoint.BEGINNING else split_after
+    submodule.forward = split
     try:
         yield
     finally:

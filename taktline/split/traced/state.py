@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import fx, nn
 
-__all__ = ["Attribute", "State", "look_up"]
+__all__ = ["Attribute", "State"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +54,7 @@ class State:
 
     def attribute(self, traced: nn.Module, name: str) -> Attribute:
         """The module's own attribute of a name, or a constant of the trace."""
-        return self._attributes.get(name) or Attribute(look_up(traced, name))
+        return self._attributes.get(name) or Attribute(attrgetter(name)(traced))
 
     def name_for(self, name: str, user: fx.Node) -> str:
         """The name of an attribute in the submodule that uses it.
@@ -77,11 +78,3 @@ def _paths(node: fx.Node) -> list[str]:
     stack = node.meta.get("nn_module_stack") or {}
     # The second call of a submodule is called name@1.
     return [str(path).partition("@")[0] for path, _ in stack.values()]
-
-
-def look_up(module: nn.Module, name: str) -> Any:
-    """An attribute by a name with dots."""
-    value: Any = module
-    for part in name.split("."):
-        value = getattr(value, part)
-    return value

@@ -1,4 +1,4 @@
-"""The costs of a model's layers: counted without data, or timed."""
+"""The costs of what runs: floating-point operations, also without data, and times of layers."""
 
 from __future__ import annotations
 
@@ -10,17 +10,63 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
 
-from taktline.split.arguments import Call
-from taktline.split.costs import OperationCounter
+from taktline.errors import PartitionError
+from taktline.split.arguments import Call, tensors_in
 from taktline.split.named.dry_run import dry_run
 from taktline.split.named.forward_summary import Cut
 from taktline.split.named.layout import Layout
 from taktline.split.traced.trace import in_mode
 
-__all__ = ["LayerCosts", "count_operations", "measure_times"]
+__all__ = ["LayerCosts", "OperationCounter", "count_operations", "measure_times"]
 
+_RECURRENT = (torch.ops.aten.mkldnn_rnn_layer, torch.ops.aten._cudnn_rnn)
 _RUNS = 3
+
+
+class OperationCounter(TorchDispatchMode):
+    """Counts the operations that run inside of it.
+
+    >>> with OperationCounter() as counter:
+    ...     _ = torch.ones(2, 3) @ torch.ones(3, 4)
+    >>> counter.flops, counter.elements
+    (48, 18)
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.flops = 0
+        """Floating-point operations of products of matrices, convolutions and the like."""
+        self.elements = 0
+        """Numbers that all other operations have returned, without views."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        packet = getattr(func, "overloadpacket", func)
+        if packet in _RECURRENT:
+            self.flops += _recurrent_flops(*args)
+        elif packet in flop_registry:
+            self.flops += flop_registry[packet](*args, **kwargs, out_val=result)
+        elif not _returns_view(func):
+            self.elements += sum(tensor.numel() for tensor in tensors_in(result))
+        return result
+
+
+def _recurrent_flops(inputs: torch.Tensor, *others: Any) -> int:
+    """Each vector of the input, or of the state, is multiplied with every matrix of weights."""
+    vectors = inputs.numel() // inputs.shape[-1]
+    matrices = [weight for weight in tensors_in(others[:2]) if weight.ndim == 2]
+    return sum(2 * vectors * weight.numel() for weight in matrices)
+
+
+def _returns_view(func: Any) -> bool:
+    schema = getattr(func, "_schema", None)
+    return schema is None or any(made.alias_info is not None for made in schema.returns)
 
 
 class LayerCosts(NamedTuple):
@@ -63,6 +109,11 @@ def measure_times(model: nn.Module, units: Iterable[str], call: Call) -> dict[Cu
 
     The shortest of a few runs, after one to warm up.
     """
+    if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
+        raise PartitionError(
+            "a model on the meta device cannot run, so its layers cannot be measured; count their "
+            "operations (measure=False), or materialise it first"
+        )
     args, kwargs = call
     named = {name: model.get_submodule(name) for name in units}
     best: dict[Cut, float] = {}
