@@ -272,16 +272,16 @@ def test_an_optimizer_that_was_made_before() -> None:
     pipe = tl.Pipeline(
         model, cuts=["2"], microbatches=2, loss_fn=nn.functional.cross_entropy, ranks=2
     )
-    twin = copy.deepcopy(model)
-    other = torch.optim.SGD(twin.parameters(), lr=0.5)
+    reference = copy.deepcopy(model)
+    other = torch.optim.SGD(reference.parameters(), lr=0.5)
     x = torch.arange(4)
     for _ in range(3):
         optimizer.zero_grad()
         other.zero_grad()
         pipe.step(x, target=x)
-        nn.functional.cross_entropy(twin(x), x).backward()
+        nn.functional.cross_entropy(reference(x), x).backward()
         optimizer.step()
         other.step()
     assert model[2].weight is model[0].weight
-    for name, parameter in twin.named_parameters():
+    for name, parameter in reference.named_parameters():
         torch.testing.assert_close(model.get_parameter(name), parameter)

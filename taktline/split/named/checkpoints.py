@@ -10,7 +10,7 @@ could not run again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from threading import Lock
 from types import MethodType
@@ -35,7 +35,7 @@ _kept_anew: Callable[..., Any] = _names[_GENERATOR]
 class Checkpoints(PlaceholderContext):
     """A forward that may have checkpoints, numbered in the order of their calls."""
 
-    opened: frozenset[int] = frozenset()
+    opened: Collection[int] = ()
     """The checkpoints that a cut goes through."""
     is_kept = False
     """Whether a re-entrant checkpoint runs, so that its tensors have no gradient yet."""

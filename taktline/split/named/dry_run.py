@@ -135,8 +135,8 @@ def _run(
                 summary.changed = layout.common_in(changes.changed())
                 summary.hooked = frozenset(_with_hooks(layout) - installed)
                 summary.is_guessed |= bool(numbers.guessed) or numbers.is_sized
-                summary.is_asking |= len(numbers) > 0
-                summary.is_drawing |= rng != _rng_states(device)
+                summary.reads_numbers |= len(numbers) > 0
+                summary.draws |= rng != _rng_states(device)
                 values = changes.values()
                 if at_end is None:
                     changes.undo()

@@ -18,7 +18,7 @@ from taktline.errors import PartitionError
 from taktline.split.arguments import Args, Kwargs
 from taktline.split.named.checkpoints import Checkpoints
 from taktline.split.named.data_dependent import Guess, Numbers
-from taktline.split.named.forward_summary import Cut, ForwardSummary, Path, UnitTensor
+from taktline.split.named.forward_summary import Boundary, Cut, ForwardSummary, Path, UnitTensor
 from taktline.split.named.layout import Layout
 from taktline.split.named.placeholder import ANYWHERE, Absent, Placeholder
 from taktline.split.named.shape_probe import ShapeProbe
@@ -197,10 +197,9 @@ class DryRunContext(Checkpoints):
         for value in changed:
             if isinstance(value, Placeholder):
                 self._bring(value, "a buffer of the model")
-        self.summary.beside = [[] for _ in self._layout.cuts]
         for value, (home, last) in sorted(self._needs.items()):
-            for stage in range(home, last):
-                self.summary.beside[stage].append(value)
+            for boundary in self.summary.boundaries[home:last]:
+                boundary.extras.append(value)
 
     def _history(self, parents: Sequence[Placeholder] = ()) -> _History:
         return _History(self._stage, self._now(), parents)
@@ -232,11 +231,11 @@ class DryRunContext(Checkpoints):
         for place, leaf in given:
             if leaf.history is not None:
                 leaf.history.add_place(UnitTensor(*cut, False, place), stage, self._now())
-        self.summary.crossings.append(frozenset(crossing))
         self.summary.guessed = list(self.numbers.guessed)
         self.summary.is_sized = self.numbers.is_sized
-        is_asked = self.summary.guessed or self.summary.is_sized
-        self.summary.numbers.append(len(self.numbers) if is_asked else 0)
+        is_guessed = self.summary.guessed or self.summary.is_sized
+        numbers = len(self.numbers) if is_guessed else 0
+        self.summary.boundaries.append(Boundary(frozenset(crossing), numbers=numbers))
 
     def _bring(self, placeholder: Placeholder, user: str) -> None:
         """Let the present stage have a value: note what must cross for that."""

@@ -131,7 +131,7 @@ class FirstRun(StageRun):
         """The received arguments or outputs of a call of a unit, with their numbers."""
         return [
             (number, value)
-            for number, value in enumerate(self._known.takes, self._entering)
+            for number, value in enumerate(self._known.entry.extras, self._arguments)
             if value[:3] == (unit, call, is_output)
         ]
 
@@ -154,11 +154,11 @@ class FirstRun(StageRun):
             self.numbers.require_all_taken(self._stage)
         start = self._layout.start(self._stage)
         leaves, _ = pytree.tree_flatten_with_path(arguments)
-        given = [(path, leaf) for path, leaf in leaves if path in self._known.entering]
-        if len(given) != self._entering:
+        given = [(path, leaf) for path, leaf in leaves if path in self._known.entry.arguments]
+        if len(given) != self._arguments:
             raise PartitionError(
                 f"{start!r}, with which stage {self._stage} begins, waits for {len(given)} tensors "
-                f"from the stage before, but {self._entering} came; every rank must cut the "
+                f"from the stage before, but {self._arguments} came; every rank must cut the "
                 "same model"
             )
         types: dict[torch.dtype, torch.dtype] = {}

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from taktline.split.named.placeholder import Absent
 
-__all__ = ["Cut", "ForwardSummary", "Path", "UnitTensor"]
+__all__ = ["Boundary", "Cut", "ForwardSummary", "Path", "UnitTensor"]
 
 Path = tuple[Any, ...]
 """The place of a leaf among the arguments of a call, as pytree writes it."""
@@ -55,6 +55,23 @@ class UnitTensor(NamedTuple):
 
 
 @dataclass(slots=True)
+class Boundary:
+    """What crosses a cut."""
+
+    arguments: frozenset[Path] = frozenset()
+    """Which arguments of the first unit after the cut come from earlier stages."""
+    extras: list[UnitTensor] = field(default_factory=list)
+    """The other tensors that cross, in order."""
+    numbers: int = 0
+    """How many numbers cross at most that the forward reads from tensors."""
+
+    def join(self, other: Boundary) -> Boundary:
+        """What crosses in either of two dry runs."""
+        extras = sorted({*self.extras, *other.extras})
+        return Boundary(self.arguments | other.arguments, extras, max(self.numbers, other.numbers))
+
+
+@dataclass(slots=True)
 class ForwardSummary:
     """What a dry run has seen."""
 
@@ -66,29 +83,25 @@ class ForwardSummary:
     """The stages that use parameters of a unit without calling the unit."""
     uses: dict[str, set[int]] = field(default_factory=dict)
     """The stages that use each parameter of a container."""
-    crossings: list[frozenset[Path]] = field(default_factory=list)
-    """For each cut: which arguments of its unit come from earlier stages."""
-    beside: list[list[UnitTensor]] = field(default_factory=list)
-    """For each cut: the other tensors that come from earlier stages."""
+    boundaries: list[Boundary] = field(default_factory=list)
+    """What crosses each cut."""
     changed: frozenset[str] = frozenset()
     """The buffers and attributes that the forward itself changes."""
     hooked: frozenset[str] = frozenset()
     """The models inside of the model that register hooks with their layers."""
     opened: set[int] = field(default_factory=set)
     """The numbers of the checkpoints that a cut goes through."""
-    numbers: list[int] = field(default_factory=list)
-    """For each cut: how many numbers cross at most that the forward reads from tensors."""
     shapes: dict[UnitTensor, Absent] = field(default_factory=dict)
-    """The shapes and types of the tensors in ``beside``."""
+    """The shapes and types of the extras."""
     guessed: list[int] = field(default_factory=list)
     """Which of the numbers that cross were guessed."""
     is_sized: bool = False
     """Whether sizes of tensors are among them."""
     is_guessed: bool = False
     """Whether any number was guessed, so that another micro-batch may take another branch."""
-    is_asking: bool = False
+    reads_numbers: bool = False
     """Whether the forward reads a number from any tensor."""
-    is_drawing: bool = False
+    draws: bool = False
     """Whether the forward itself draws random numbers."""
 
     def join(self, other: ForwardSummary) -> None:
@@ -100,20 +113,13 @@ class ForwardSummary:
         for name, stages in other.calls.items():
             known = self.calls.setdefault(name, [])
             known += [stage for stage in stages if stage not in known]
-        pairs = zip(self.crossings, other.crossings, strict=True)
-        self.crossings = [one | another for one, another in pairs]
-        pairs = zip(self.beside, other.beside, strict=True)
-        self.beside = [sorted({*one, *another}) for one, another in pairs]
-        self.numbers = list(map(max, self.numbers, other.numbers))
+        pairs = zip(self.boundaries, other.boundaries, strict=True)
+        self.boundaries = [one.join(another) for one, another in pairs]
         self.is_sized |= other.is_sized
         self.shapes |= other.shapes
         self.changed |= other.changed
         self.hooked |= other.hooked
         self.opened |= other.opened
-
-    def crossing(self) -> Any:
-        """All that crosses cuts, to be compared."""
-        return self.crossings, list(map(set, self.beside)), self.numbers
 
     def unit_calls(self) -> list[Cut]:
         """The calls of units, in order."""

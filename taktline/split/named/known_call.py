@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,7 +11,7 @@ import torch
 from taktline import pytree
 from taktline.split.arguments import Call
 from taktline.split.named.direct_calls import DirectCalls
-from taktline.split.named.forward_summary import ForwardSummary, Path, UnitTensor
+from taktline.split.named.forward_summary import Boundary, ForwardSummary, Path
 from taktline.split.named.mutable import is_constant
 from taktline.split.named.placeholder import Absent, Placeholder
 from taktline.split.named.prefix import Prefix
@@ -23,30 +23,12 @@ __all__ = ["KnownCall", "leaf_at"]
 class KnownCall:
     """What crosses the boundaries of a stage in such a call, and how to repeat the call."""
 
-    entering: frozenset[Path] = frozenset()
-    """Which arguments of this stage's first unit come from the stage before."""
-    takes: tuple[UnitTensor, ...] = ()
-    """The other tensors that come."""
-    crossing: frozenset[Path] = frozenset()
-    """Which arguments of the next stage's first unit go to the next stage."""
-    sends: tuple[UnitTensor, ...] = ()
-    """The other tensors that go."""
-    asked: int = 0
-    """How many numbers that the forward reads come, as the last value."""
-    asks: int = 0
-    """How many numbers that the forward reads go, as the last value."""
-    is_sized: bool = False
-    """Whether sizes of tensors are among the numbers."""
-    shapes: Mapping[UnitTensor, Absent] = field(default_factory=dict)
-    """The shapes of tensors that a micro-batch which takes another branch has not."""
-    is_guessed: bool = False
-    """Whether the branches that a micro-batch takes may depend on its data."""
-    order: tuple[str, ...] | None = None
-    """The calls of units up to the end of this stage; None if they depend on data."""
-    changed: frozenset[str] = frozenset()
-    """The buffers and attributes that the forward itself changes."""
-    opened: frozenset[int] = frozenset()
-    """The checkpoints that a cut goes through."""
+    entry: Boundary = field(default_factory=Boundary)
+    """What comes from the stage before."""
+    exit: Boundary = field(default_factory=Boundary)
+    """What goes to the next stage."""
+    summary: ForwardSummary = field(default_factory=ForwardSummary)
+    """What the dry run with such arguments has seen."""
     needed: tuple[bool, ...] = ()
     """For each leaf of the model's arguments, whether a later stage needs its data."""
     is_checked: bool = False
@@ -61,7 +43,7 @@ class KnownCall:
     direct_calls: DirectCalls | None = None
     _placeholders: dict[Absent, Placeholder] = field(default_factory=dict)
     _exits: tuple[Path, ...] = ()
-    """The paths in ``crossing``, in the order of the arguments."""
+    """The paths of the arguments that go to the next stage, in order."""
     _arguments: Call | None = None
     """The arguments of the model, if they are the same in each call."""
     _handed_on: Call | None = None
@@ -87,26 +69,17 @@ class KnownCall:
 
     def follow(self, summary: ForwardSummary, stage: int) -> None:
         """Take over what a dry run has seen of a stage."""
+        self.summary = summary
         if stage:
-            self.entering = summary.crossings[stage - 1]
-            self.takes = tuple(summary.beside[stage - 1])
-            self.asked = summary.numbers[stage - 1]
-        if stage < len(summary.crossings):
-            self.crossing = summary.crossings[stage]
-            self.sends = tuple(summary.beside[stage])
-            self.asks = summary.numbers[stage]
-        if not (summary.is_guessed or summary.is_drawing):
-            self.order = tuple(name for name, where in summary.order if where <= stage)
-        self.is_sized = summary.is_sized
-        self.changed = summary.changed
-        self.opened = frozenset(summary.opened)
-        if self.takes or self.sends or self.changed or summary.is_asking or summary.is_drawing:
+            self.entry = summary.boundaries[stage - 1]
+        if stage < len(summary.boundaries):
+            self.exit = summary.boundaries[stage]
+        has_extras = self.entry.extras or self.exit.extras
+        if has_extras or summary.changed or summary.reads_numbers or summary.draws:
             self.is_plain = False
-        self.is_guessed = summary.is_guessed
-        if summary.is_guessed:
-            self.shapes = summary.shapes
         # A repeated run may have to begin again, which would draw or read numbers twice.
-        self.is_repeatable = not (self.asked or self.asks or (stage and summary.is_drawing))
+        has_numbers = self.entry.numbers or self.exit.numbers
+        self.is_repeatable = not (has_numbers or (stage and summary.draws))
 
     def arguments(self, received: Call) -> Call:
         """The arguments of the model, with placeholders for those whose data has not come."""
@@ -117,7 +90,7 @@ class KnownCall:
     def packed(
         self,
         arguments: Any,
-        beside: tuple[torch.Tensor, ...],
+        extras: tuple[torch.Tensor, ...],
         received: Call,
         require_data: Callable[[Any], Any],
     ) -> tuple[Any, ...]:
@@ -128,10 +101,10 @@ class KnownCall:
         values = tuple([leaf_at(arguments, path) for path in self._exits])
         if not values or not all(type(value) is torch.Tensor for value in values):
             leaves, _ = pytree.tree_flatten_with_path(arguments)
-            crossing = [(path, leaf) for path, leaf in leaves if path in self.crossing]
+            crossing = [(path, leaf) for path, leaf in leaves if path in self.exit.arguments]
             self._exits = tuple(path for path, _ in crossing)
             values = tuple(require_data(leaf) for _, leaf in crossing)
-        return self.handed_on((*values, *beside), received)
+        return self.handed_on((*values, *extras), received)
 
     def handed_on(self, values: tuple[Any, ...], received: Call) -> tuple[Any, ...]:
         """Values for the next stage, with those arguments of the model whose data it needs."""

@@ -28,14 +28,14 @@ class RepeatedRun(StageRun):
 
     def __init__(self, layout: Layout, stage: int, given: StageInput) -> None:
         super().__init__(layout, stage, given)
-        self._counts = bool(self._known.sends) or self._layout.is_shared(self._stage)
+        self._counts = bool(self._known.exit.extras) or self._layout.is_shared(self._stage)
         self.bare = self._has_begun and not self._counts
         self._prefix: Any = given.known.prefix
         self._steps = iter(self._prefix.steps)
 
     def before_own(self, unit: Any, args: Args, kwargs: Kwargs) -> Call:
         """Check that all values are in their places where the stage begins."""
-        if self._known.sends:
+        if self._known.exit.extras:
             self._note_before(unit, args, kwargs)
         if self._has_begun:
             return args, kwargs

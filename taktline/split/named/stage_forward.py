@@ -56,11 +56,11 @@ def crossings_of(stage_module: nn.Module) -> list[str]:
     forward: StageForward | None = vars(stage_module).get("_stage_forward")
     if forward is None or forward.layout.summary is None or forward._is_last:
         return []
-    summary, stage = forward.layout.summary, forward.stage
+    boundary = forward.layout.summary.boundaries[forward.stage]
     return [
-        *([f"{forward.layout.cuts[stage]} (an argument)"] * len(summary.crossings[stage])),
-        *map(str, summary.beside[stage]),
-        *(["numbers that the forward asks for"] if summary.numbers[stage] else []),
+        *([f"{forward.layout.cuts[forward.stage]} (an argument)"] * len(boundary.arguments)),
+        *map(str, boundary.extras),
+        *(["numbers that the forward asks for"] if boundary.numbers else []),
     ]
 
 
@@ -113,8 +113,8 @@ class StageForward:
             known = self._learn(received, device, is_measured=modes > 0)
             # In a mode, tensors may have no data, or operations may be counted.
             known.is_repeatable &= not modes
-        if not modes and not known.changed <= self._changed:
-            self._separate(stage_module, known.changed)
+        if not modes and not known.summary.changed <= self._changed:
+            self._separate(stage_module, known.summary.changed)
         # A run without data must not change the model.
         changes = Changes(all_modules(stage_module)) if modes else self._changes
         if changes is not None:
@@ -186,7 +186,7 @@ class StageForward:
             known.is_checked = True
             changed = self.layout.common_in(changes.changed())
             is_noted = bool(inner) or not self.layout.inner
-            self._require_like_model(known, run.order, changed, is_noted=is_noted)
+            self._require_like_model(known.summary, run.order, changed, is_noted=is_noted)
             if run.seen is not None:
                 known.direct_calls = self._direct_calls(
                     stage_module, run.seen, given, versions, output
@@ -218,8 +218,8 @@ class StageForward:
             try:
                 output = forward(*args, **kwargs)
             except Leave as leave:
-                beside = run.beside() if known.sends or known.asks else ()
-                return known.packed(leave.arguments, beside, received, run.require_handed_on)
+                extras = run.extras() if known.exit.extras or known.exit.numbers else ()
+                return known.packed(leave.arguments, extras, received, run.require_handed_on)
         return run.finish(output)
 
     @property
@@ -272,21 +272,31 @@ class StageForward:
         self._changes = Changes(self.layout.common_of(stage_module), self._changed)
 
     def _require_like_model(
-        self, known: KnownCall, order: Sequence[str], changed: frozenset[str], *, is_noted: bool
+        self,
+        summary: ForwardSummary,
+        order: Sequence[str],
+        changed: frozenset[str],
+        *,
+        is_noted: bool,
     ) -> None:
         """Raise if a stage has not done what the whole model does up to its end.
 
         ``is_noted`` is whether ``order`` has the calls of modules inside of units.
         """
-        missing = known.changed - changed if self._is_last and not known.is_guessed else set()
-        for name in sorted(missing | (changed - known.changed)):
+        is_complete = self._is_last and not summary.is_guessed
+        missing = summary.changed - changed if is_complete else set()
+        for name in sorted(missing | (changed - summary.changed)):
             raise PartitionError(
                 f"stage {self.stage} changes {name!r} otherwise than the whole model; {_BY_HAND}"
             )
-        expects = known.order
-        if expects is not None and not is_noted:
-            expects = tuple(name for name in expects if name in self.layout.probes)
-        if expects is None or tuple(order) == expects:
+        if summary.is_guessed or summary.draws:
+            return  # the calls depend on data
+        expects = [
+            name
+            for name, stage in summary.order
+            if stage <= self.stage and (is_noted or name in self.layout.probes)
+        ]
+        if list(order) == expects:
             return
         pairs = zip_longest(order, expects)
         found, expected = next(pair for pair in pairs if pair[0] != pair[1])
@@ -311,7 +321,7 @@ class StageForward:
             without = dry_run(self.layout, args, kwargs)
         except Exception:
             return True  # the forward reads the data
-        return without.crossing() != summary.crossing()
+        return without.boundaries != summary.boundaries
 
     def _require_at_home(self, summary: ForwardSummary) -> None:
         """Raise if a stage uses a unit or a parameter that it has not."""

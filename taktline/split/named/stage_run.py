@@ -70,20 +70,21 @@ class StageRun(Checkpoints, ABC):
     def __init__(self, layout: Layout, stage: int, given: StageInput) -> None:
         values, _, self.device, known = given
         self.given = given
-        self.opened = known.opened
+        self.opened = known.summary.opened
         self._layout = layout
         self._stage = stage
         self._values = values
         self._known = known
-        if known.asks or known.asked:
-            self.numbers = Numbers(self, values[-1] if known.asked else None)
-            self._sizes = Sizes(self) if known.is_sized else None
-        self._entering = len(values) - len(known.takes) - (1 if known.asked else 0)
-        """How many of the values are arguments of the stage's first unit."""
+        received_numbers = known.entry.numbers > 0
+        if received_numbers or known.exit.numbers:
+            self.numbers = Numbers(self, values[-1] if received_numbers else None)
+            self._sizes = Sizes(self) if known.summary.is_sized else None
+        self._arguments = len(values) - len(known.entry.extras) - received_numbers
+        """How many of the values are arguments of the stage's first unit; then come extras."""
         self._has_begun = stage == 0
         self._calls: dict[str, int] = {}
         """How often each unit was called, as far as it matters."""
-        if known.sends or not self.repeats:
+        if known.exit.extras or not self.repeats:
             self._caught: dict[UnitTensor, torch.Tensor] = {}
             self._unsure: set[UnitTensor] = set()
 
@@ -122,7 +123,7 @@ class StageRun(Checkpoints, ABC):
             self._layout.probes[unit.unit].note_sizes(leaves, self.numbers)
             for leaf in leaves:
                 self.numbers.note(leaf)
-        for value in self._known.sends:
+        for value in self._known.exit.extras:
             if value.unit == unit.unit and value.call == call:
                 leaves = pytree.tree_leaves(output if value.is_output else (args, kwargs))
                 self._caught[value] = leaves[value.leaf]
@@ -141,18 +142,21 @@ class StageRun(Checkpoints, ABC):
         self._calls[unit] = call + 1
         return call
 
-    def beside(self) -> tuple[torch.Tensor, ...]:
+    def extras(self) -> tuple[torch.Tensor, ...]:
         """The values for the next stage besides the arguments of its first unit."""
-        received = dict(zip(self._known.takes, self._values[self._entering :], strict=False))
-        sent = [self._sent(value, received) for value in self._known.sends]
-        if self._known.asks:
-            sent.append(self.numbers.sent(self._known.asks, self.device))
+        entry, exit = self._known.entry, self._known.exit
+        received = dict(zip(entry.extras, self._values[self._arguments :], strict=False))
+        sent = [self._sent(value, received) for value in exit.extras]
+        if exit.numbers:
+            sent.append(self.numbers.sent(exit.numbers, self.device))
         return tuple(sent)
 
     def _sent(self, value: UnitTensor, received: Mapping[UnitTensor, Any]) -> torch.Tensor:
         sent = self._caught.get(value, received.get(value))
-        if sent is None and value in self._known.shapes:
-            absent = self._known.shapes[value]
+        summary = self._known.summary
+        if sent is None and summary.is_guessed and value in summary.shapes:
+            # A micro-batch that takes another branch has not this tensor.
+            absent = summary.shapes[value]
             return torch.zeros(absent.shape, dtype=absent.dtype, device=self.device)
         if not isinstance(sent, torch.Tensor):
             raise PartitionError(
