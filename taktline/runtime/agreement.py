@@ -19,8 +19,8 @@ from taktline.runtime.replicas import Replicas, prefixed
 from taktline.runtime.step_data import Feed
 from taktline.text import by_rank, counted
 from taktline.transport import Transport, local
-from taktline.transport.exchange import share_error, share_texts
 from taktline.transport.distributed import Distributed
+from taktline.transport.exchange import share_error, share_texts
 
 __all__ = ["Agreement", "Call", "ScheduleNumber", "differs", "mismatch", "out_of_step"]
 

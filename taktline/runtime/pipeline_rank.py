@@ -24,8 +24,8 @@ from taktline.runtime.tie_gradients import Ties
 from taktline.stage import PipelineStage
 from taktline.text import by_rank, counted
 from taktline.transport import Channel, Transport, transport_of
-from taktline.transport.exchange import share_texts
 from taktline.transport.distributed import Distributed
+from taktline.transport.exchange import share_texts
 from taktline.transport.one_rank import Alone
 from taktline.transport.turn import Turn
 

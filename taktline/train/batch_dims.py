@@ -23,7 +23,7 @@ from taktline.errors import BatchError
 from taktline.runtime.leaves import describe
 from taktline.runtime.microbatch import Replicate, TensorChunkSpec
 from taktline.runtime.step_data import Cutter
-from taktline.split.example import arguments_of
+from taktline.split.arguments import arguments_of
 
 __all__ = ["BatchDims"]
 

@@ -21,7 +21,7 @@ from taktline.runtime.watchdog import guarded
 from taktline.split import Pipe, materialise
 from taktline.split.named.by_names import without_compiler
 from taktline.split.named.stage_forward import has_dynamic_shapes
-from taktline.split.traced.module import StageModule
+from taktline.split.traced.stage_module import StageModule
 from taktline.stage import PipelineStage, compile_stages
 from taktline.stage.names import named_parameters
 from taktline.stage.ties import declared

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple
@@ -14,13 +13,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.autograd.graph import saved_tensors_hooks
 from torch.func import functional_call
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import FlopCounterMode
 
 from taktline import pytree
 from taktline.meta import as_arguments, name_of
 from taktline.side_values import Aside, Skip
-from taktline.split.balanced.recurrent import RECURRENT
-from taktline.split.example import arguments_of
+from taktline.split.arguments import arguments_of, tensors_in
+from taktline.split.balanced.costs import OperationCounter
 from taktline.split.named.changes import Changes
 from taktline.transport.containers import note_containers
 
@@ -90,7 +88,7 @@ def _run_with_data(
 ) -> list[StageNeeds]:
     """The same on real tensors, as what is done, or its shapes, may depend on data."""
     tensors = [tensor for m in modules for tensor in (*m.parameters(), *m.buffers())]
-    if any(tensor.is_meta for tensor in (*tensors, *_tensors((args, kwargs)))):
+    if any(tensor.is_meta for tensor in (*tensors, *tensors_in((args, kwargs)))):
         raise ValueError("there is no data")
     device = tensors[0].device if tensors else torch.device("cpu")
     args, kwargs = pytree.tree_map_only(torch.Tensor, lambda part: part.to(device), (args, kwargs))
@@ -112,17 +110,16 @@ def _run(
     skips: dict[str, Skip] = {}
     for stage, (module, state) in enumerate(zip(modules, states, strict=True)):
         kept = _Kept({_memory(tensor) for tensor in state.values()})
-        work = FlopCounterMode(display=False, custom_mapping=RECURRENT)
-        with Aside(stage, skips) as aside, work, kept.noting():
+        with Aside(stage, skips) as aside, OperationCounter() as counter, kept.noting():
             output = functional_call(module, state, tuple(args), kwargs if stage == 0 else {})
         skips, args = aside.skips, as_arguments(output)
         note_containers(pytree.tree_structure(args))
         handed = (args, [skip.value for skip in skips.values()])
         crosses = tuple(
-            (name_of(leaf.dtype), tuple(leaf.shape), leaf.nbytes) for leaf in _tensors(handed)
+            (name_of(leaf.dtype), tuple(leaf.shape), leaf.nbytes) for leaf in tensors_in(handed)
         )
         sends = sum(nbytes for *_, nbytes in crosses)
-        found.append(StageNeeds(work.get_total_flops(), sends, kept.bytes, crosses))
+        found.append(StageNeeds(counter.flops, sends, kept.bytes, crosses))
     return found
 
 
@@ -154,9 +151,7 @@ def _quietly() -> Iterator[None]:
     log = logging.getLogger("torch._subclasses.fake_tensor")
     before, log.disabled = log.disabled, True
     try:
-        with torch.compiler.set_stance("force_eager"), warnings.catch_warnings():
-            # Counting has hooks on all modules, which torch warns of where one is compiled.
-            warnings.filterwarnings("ignore", "Using `torch.compile\\(module\\)` when there are")
+        with torch.compiler.set_stance("force_eager"):
             yield
     finally:
         log.disabled = before
@@ -185,7 +180,3 @@ class _Kept:
 
 def _memory(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
-
-
-def _tensors(value: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor)]

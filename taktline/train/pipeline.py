@@ -16,7 +16,7 @@ from taktline.device import require_device
 from taktline.errors import ScheduleError
 from taktline.plan import Kind
 from taktline.runtime.schedule import ArgsSpec, KwargsSpec, LossFn, MergeSpec, Schedule
-from taktline.split.example import arguments_of
+from taktline.split.arguments import arguments_of
 from taktline.train.arguments import as_timedelta, check, names_of
 from taktline.train.as_module import AsModule
 from taktline.train.build import Prepare, build

@@ -195,17 +195,17 @@ def train_plainly(model: nn.Module) -> None:
 @pytest.mark.parametrize("kind", MODELS)
 def test_steps_do_what_the_model_does(kind: type[Chain], schedule: str) -> None:
     model = make(kind)
-    twin = copy.deepcopy(model)
+    reference = copy.deepcopy(model)
     pipe = pipeline(model, schedule)
     for _ in range(2):
         pipe.step(X, target=TARGET)
-        train_plainly(twin)
-    for name, parameter in twin.named_parameters():
+        train_plainly(reference)
+    for name, parameter in reference.named_parameters():
         found = model.get_parameter(name).grad
         torch.testing.assert_close(found, parameter.grad, msg=lambda text, name=name: name + text)
-    assert dict(model.named_buffers()) == dict(twin.named_buffers())
+    assert dict(model.named_buffers()) == dict(reference.named_buffers())
     state = pipe.state_dict(gathered=True)
-    for name, value in twin.state_dict().items():
+    for name, value in reference.state_dict().items():
         assert torch.equal(state[name.replace("_orig_mod.", "")], value)
 
 
@@ -239,16 +239,16 @@ class Hides(Chain):
 
 def test_a_model_that_is_compiled_as_a_whole(caplog: pytest.LogCaptureFixture) -> None:
     model = make(Chain)
-    twin = copy.deepcopy(model)
+    reference = copy.deepcopy(model)
     pipe = pipeline(torch.compile(model, backend="eager"), "1f1b")  # pyright: ignore[reportArgumentType]
     assert "compiled as a whole, and its stages run as they are" in caplog.text
     pipe.step(X, target=TARGET)
-    train_plainly(twin)
+    train_plainly(reference)
     for name, parameter in pipe.named_parameters():
-        torch.testing.assert_close(parameter.grad, twin.get_parameter(name).grad)
+        torch.testing.assert_close(parameter.grad, reference.get_parameter(name).grad)
 
 
-def test_stand_ins_are_not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_foreign_units_are_not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     compiled: list[Any] = []
     monkeypatch.setattr(nn.Module, "compile", lambda module: compiled.append(module))
     pieces = tl.split.by_names(make(Chain), ["blocks.3"], example=(X,))

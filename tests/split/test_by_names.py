@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import taktline as tl
 from taktline import skip
-from taktline.split.named import looks
+from taktline.split.named import call_cache
 from taktline.stage import ties
 from tests.split.models import ResNet, ViT
 from tests.workers import Workers
@@ -71,7 +71,7 @@ def same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 def train(
     rank: int, group: dist.ProcessGroup | None, pieces: tl.split.Pieces, schedule: str
 ) -> dict[str, Tensor]:
-    """A step as one of several ranks; gives its gradients."""
+    """A step as one of several ranks; returns its gradients."""
     ranks = pieces.num_stages // (2 if schedule == "zbv" else 1)
     per_rank = pieces.num_stages // ranks
     plan = tl.build(schedule, ranks=ranks, microbatches=COUNT, stages_per_rank=per_rank)
@@ -138,10 +138,10 @@ def test_together_the_pieces_are_the_model(name: str) -> None:
     assert all(found[key] is parameters[key] for key in found)
     assert {key for piece in pieces for key in piece.state_dict()} == before.keys()
     for mode in (True, False):
-        twin = copy.deepcopy(model).train(mode)
+        reference = copy.deepcopy(model).train(mode)
         for piece in pieces:
             piece.train(mode)
-        assert torch.equal(pieces(x), twin(x))
+        assert torch.equal(pieces(x), reference(x))
 
 
 def test_images_do_not_travel_to_stages_that_need_none() -> None:
@@ -186,12 +186,12 @@ class Crossing(nn.Module):
 def test_a_value_that_every_layer_takes(outside: bool) -> None:
     torch.manual_seed(0)
     model = Crossing(outside)
-    twin = copy.deepcopy(model)
+    reference = copy.deepcopy(model)
     x = torch.randn(3, 4)
     pieces = tl.split.by_names(model, ["layers.1", "layers.3"], example=(x,))
     pieces(x).square().sum().backward()
-    twin(x).square().sum().backward()
-    same(gradients(model), gradients(twin))
+    reference(x).square().sum().backward()
+    same(gradients(model), gradients(reference))
 
 
 class Down(nn.Linear):
@@ -264,12 +264,12 @@ class Scaled(nn.Module):
 def test_a_parameter_of_the_model_itself_that_several_stages_use() -> None:
     torch.manual_seed(0)
     model = Scaled()
-    twin, x = copy.deepcopy(model), torch.randn(2, 4)
+    reference, x = copy.deepcopy(model), torch.randn(2, 4)
     pieces = tl.split.by_names(model, ["layers.1", "layers.2"], example=(x,))
     assert pieces.ties == (ties.Tie(dict.fromkeys(range(3), "scale")),)
     pieces(x).sum().backward()
-    twin(x).sum().backward()
-    same(gradients(model), gradients(twin))
+    reference(x).sum().backward()
+    same(gradients(model), gradients(reference))
 
 
 def test_types_of_the_model_itself_change_with_the_pieces() -> None:
@@ -314,12 +314,12 @@ def test_a_piece_can_be_copied() -> None:
 
 
 def test_lengths_that_keep_changing_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(looks, "_ROOM", 8)
+    monkeypatch.setattr(call_cache, "_SIZE", 8)
     model = Filled()
     pieces = tl.split.by_names(model, ["layers.1", "layers.3"], example=(torch.ones(1, 4),))
     for length in (*range(1, 20), 1):
         x = torch.ones(length, 4)
         assert torch.equal(pieces(x), model(x))
-    roles = [vars(piece)["_stage_forward"] for piece in pieces]
-    known = [*roles, *roles[0].layout.probes.values()]
+    forwards = [vars(piece)["_stage_forward"] for piece in pieces]
+    known = [*forwards, *forwards[0].layout.probes.values()]
     assert {len(each._known) for each in known} == {8}

@@ -164,7 +164,7 @@ def test_an_example_that_is_none() -> None:
         tl.split.by_names(Model(), ONE, example=[X])
 
 
-def test_a_forward_that_fails_is_told_of() -> None:
+def test_a_forward_that_fails_is_reported() -> None:
     with pytest.raises(TypeError) as caught:
         tl.split.by_names(Model(), ONE, example=(X, X))
     assert "ran the forward of Model without data" in caught.value.__notes__[0]
@@ -241,14 +241,14 @@ def test_slices_in_another_order(cuts: list[str]) -> None:
 
 
 @pytest.mark.parametrize("name", ["output_hidden_states", "output_attentions", "use_cache"])
-def test_what_all_layers_give(name: str) -> None:
+def test_what_all_layers_return(name: str) -> None:
     pieces = tl.split.by_names(LANGUAGES["llama"].make(), LANGUAGES["llama"].cuts(2))
     message = f"{name} asks for what the layers of all stages return"
     with pytest.raises(PartitionError, match=message):
         pieces(texts(1)[0], **{name: True})
 
 
-def test_every_rank_is_told() -> None:
+def test_every_rank_raises() -> None:
     model = Model()
 
     def main(rank: int) -> str:

@@ -96,12 +96,12 @@ def test_checkpoints_of_transformers() -> None:
     language = LANGUAGES["llama"]
     model: Any = language.make()
     model.gradient_checkpointing_enable()
-    twin = language.make()
+    reference = language.make()
     words, mask, target = texts(SIZE)
     pieces = tl.split.by_names(model, language.cuts(2))
     loss(pieces(words, attention_mask=mask), target).backward()
-    loss(twin(words, attention_mask=mask), target).backward()
-    same(gradients(model), gradients(twin))
+    loss(reference(words, attention_mask=mask), target).backward()
+    same(gradients(model), gradients(reference))
 
 
 def test_labels_reach_the_last_stage() -> None:
@@ -153,7 +153,7 @@ def test_a_model_that_gets_its_data_in_pieces(name: str) -> None:
 def train_replicas(
     rank: int, group: dist.ProcessGroup, wrapper: str, words: Tensor, target: Tensor
 ) -> dict[str, Tensor]:
-    """A step on two pipelines of two stages, each with half of the batch; gives the gradients."""
+    """A step on two pipelines of two stages, each with half of the batch; returns the gradients."""
     mesh = mesh_of(group)
     place, replica = mesh["pp"].get_local_rank(), mesh["dp"].get_local_rank()
     language = LANGUAGES["llama"]

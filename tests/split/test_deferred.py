@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from taktline.errors import StateError
 from taktline.split import deferred, materialise
-from taktline.split.on_meta import log
+from taktline.split.on_meta import operation_log
 
 _HF = {
     "vocab_size": 64,
@@ -201,14 +201,14 @@ def test_two_models_are_apart_and_one_in_another_is_part_of_it() -> None:
 def test_a_log_goes_with_its_tensors() -> None:
     with deferred():
         model = nn.Linear(2, 2)
-    assert log.find_log(model.weight) is not None
-    known = len(log._logs)
+    assert operation_log.find_log(model.weight) is not None
+    known = len(operation_log._logs)
     del model
     gc.collect()
     for _ in range(3):
         with deferred():
             nn.Linear(2, 2)
-    assert len(log._logs) <= known
+    assert len(operation_log._logs) <= known
 
 
 def test_what_comes_from_outside() -> None:

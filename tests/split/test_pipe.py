@@ -26,13 +26,13 @@ def names(pipe: Any) -> list[list[str]]:
 
 @pytest.mark.parametrize("name", ["pipeline", "pipe_split", "build_stage", "Pipe"])
 def test_signatures_are_those_of_torch(name: str) -> None:
-    def told(function: Any) -> list[tuple[str, object, object]]:
+    def signature_of(function: Any) -> list[tuple[str, object, object]]:
         parameters = inspect.signature(function).parameters.values()
         return [(p.name, p.kind, p.default) for p in parameters]
 
-    assert told(getattr(tl, name)) == told(getattr(peer, name))
+    assert signature_of(getattr(tl, name)) == signature_of(getattr(peer, name))
     for method in ("forward", "get_stage_module", "info", "build_stage", "print_readable"):
-        assert told(getattr(tl.Pipe, method)) == told(getattr(peer.Pipe, method))
+        assert signature_of(getattr(tl.Pipe, method)) == signature_of(getattr(peer.Pipe, method))
     assert [point.name for point in tl.SplitPoint] == [point.name for point in peer.SplitPoint]
 
 
@@ -143,13 +143,13 @@ class Moody(nn.Module):
 def test_modes() -> None:
     model, x = Moody(), torch.randn(2, 4)
     pipe = tl.pipeline(model, (x,))
-    twin = copy.deepcopy(pipe)
+    reference = copy.deepcopy(pipe)
     for mode in (False, True, False):
-        for each in (model, pipe, twin):
+        for each in (model, pipe, reference):
             each.train(mode)
         assert torch.equal(pipe(x), model(x))
-        assert torch.equal(twin(x), model(x))
-    twin.get_stage_module(1).get_parameter("b.weight").data.zero_()
+        assert torch.equal(reference(x), model(x))
+    reference.get_stage_module(1).get_parameter("b.weight").data.zero_()
     assert torch.equal(pipe(x), model(x))
 
 

@@ -35,13 +35,13 @@ class Counts(Three):
 
 def test_a_buffer_is_assigned_where_it_is_computed() -> None:
     model = Counts(late=False)
-    twin = copy.deepcopy(model)
+    reference = copy.deepcopy(model)
     x = torch.randn(2, 4)
     pipe = tl.pipeline(model, (x,))
     assert [list(dict(pipe.get_stage_module(n).named_buffers())) for n in (0, 1)] == [["total"], []]
     for _ in range(3):
-        assert torch.equal(pipe(x), twin(x))
-    assert torch.equal(model.total, twin.total)
+        assert torch.equal(pipe(x), reference(x))
+    assert torch.equal(model.total, reference.total)
 
 
 def test_a_buffer_that_one_stage_writes_and_another_reads() -> None:

@@ -43,7 +43,7 @@ def cut(name: str, stages: int, attention: str, traced: bool) -> tl.split.Pieces
 def train(
     rank: int, group: dist.ProcessGroup | None, pieces: tl.split.Pieces | tl.Pipe
 ) -> dict[str, Tensor]:
-    """A step as one of two ranks; gives its gradients."""
+    """A step as one of two ranks; returns its gradients."""
     several = pieces.num_stages // 2
     schedule = "1f1b" if several == 1 else "interleaved_1f1b"
     plan = tl.build(schedule, ranks=2, microbatches=COUNT, stages_per_rank=several)

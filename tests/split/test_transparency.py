@@ -46,25 +46,25 @@ def trace(name: str, stages: int, model: nn.Module) -> tl.Pipe:
 @both
 def test_pieces_one_after_the_other_are_the_module(name: str, stages: int) -> None:
     model = make(name)
-    twin = copy.deepcopy(model)
+    reference = copy.deepcopy(model)
     pipe = trace(name, stages, model)
     assert pipe.num_stages == stages
     x, _ = CASES[name].batch(SIZE)
     for mode in (True, False, True):
         pipe.train(mode)
-        twin.train(mode)
+        reference.train(mode)
         torch.manual_seed(0)
         output = pipe(x)
         torch.manual_seed(0)
-        assert torch.equal(output, twin(x))
+        assert torch.equal(output, reference(x))
     for (key, buffer), (_, expected) in zip(
-        model.named_buffers(), twin.named_buffers(), strict=True
+        model.named_buffers(), reference.named_buffers(), strict=True
     ):
         assert torch.equal(buffer, expected), key
 
 
 def train(rank: int, group: dist.ProcessGroup | None, name: str, schedule: str) -> dict[str, Any]:
-    """A step as one rank, with a model of its own; gives its gradients."""
+    """A step as one rank, with a model of its own; returns its gradients."""
     torch.manual_seed(0)
     model = make(name)
     per_rank = 2 if schedule in ("zbv", "interleaved_zero_bubble") else 1
@@ -129,17 +129,17 @@ def test_gradients_over_gloo(workers: Workers, name: str) -> None:
 
 
 def test_gradients_land_on_the_model() -> None:
-    model, twin = make("rotated"), make("rotated")
+    model, reference = make("rotated"), make("rotated")
     x, target = CASES["rotated"].batch(SIZE)
     pipe = trace("rotated", 4, model)
     loss = CASES["rotated"].loss
     optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
-    twin_optimizer = torch.optim.SGD(twin.parameters(), lr=0.1)
-    for net, steps in ((pipe, optimizer), (twin, twin_optimizer)):
+    reference_optimizer = torch.optim.SGD(reference.parameters(), lr=0.1)
+    for net, steps in ((pipe, optimizer), (reference, reference_optimizer)):
         loss(net(x), target).backward()
         steps.step()
     for (key, parameter), (_, expected) in zip(
-        model.named_parameters(), twin.named_parameters(), strict=True
+        model.named_parameters(), reference.named_parameters(), strict=True
     ):
         assert torch.equal(parameter, expected), key
 

@@ -17,7 +17,7 @@ from taktline.compat.torch_pipelining._metadata import HAS_META, Telling, is_who
 from taktline.compat.torch_pipelining._overrides import Watched
 from taktline.compat.torch_pipelining._split_backward import Gradients
 from taktline.errors import MismatchError, StageUseError
-from taktline.split.traced.module import StageModule
+from taktline.split.traced.stage_module import StageModule
 from taktline.stage import PipelineStage as OwnStage
 from taktline.stage.grad_sync import GradSync
 

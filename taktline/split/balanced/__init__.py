@@ -1,1 +1,1 @@
-"""Cuts by what layers cost."""
+"""Cuts into stages of equal costs."""

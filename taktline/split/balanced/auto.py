@@ -1,4 +1,4 @@
-"""A model cut into stages that cost the same, as far as its layers allow."""
+"""Cuts a model into stages that cost about the same."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from torch import nn
 from taktline.checks import require_flag, require_instance, require_whole
 from taktline.errors import PartitionError
 from taktline.plan import Partition, balance
-from taktline.split.balanced import effort
-from taktline.split.balanced.layers import find_reused, find_starts, layered, why_not
+from taktline.split.arguments import Call
+from taktline.split.balanced.costs import LayerCosts, count_operations, measure_times
+from taktline.split.balanced.layers import find_reused, find_starts, layer_layout, why_not
 from taktline.split.named.by_names import as_call, by_names, without_compiler
-from taktline.split.named.course import Cut
+from taktline.split.named.forward_summary import Cut
 from taktline.split.named.layout import Layout
 from taktline.split.named.recurrent import open_recurrent, recurrent_in, tensors_of
-from taktline.split.pieces import Pieces
+from taktline.split.stages import Pieces
 from taktline.text import counted, table
 
 __all__ = ["Division", "auto"]
@@ -34,9 +35,9 @@ def auto(
 ) -> Pieces:
     """Cut a model into ``n`` stages so that the largest of them costs as little as possible.
 
-    What is cut is the row of layers in it (an ``nn.Sequential``, ``nn.ModuleList`` or
-    ``nn.ModuleDict``), together with what comes before and after it, such as the embedding and the
-    head. It is cut with :func:`taktline.plan.balance` and :func:`by_names`.
+    The cuts go through the row of layers (an ``nn.Sequential``, ``nn.ModuleList`` or
+    ``nn.ModuleDict``); what comes before and after it, such as the embedding and the head, counts,
+    too. :func:`taktline.plan.balance` finds the cuts, and :func:`by_names` makes them.
 
     Args:
         model: any module with a row of layers; it may be on the meta device.
@@ -63,51 +64,45 @@ def auto(
     require_flag("measure", measure, PartitionError)
     call = as_call(model, example)
     whole = open_recurrent(model, [f"{name}.0" for name in recurrent_in(model)])
-    layout, found = _counted(whole, call)
-    costs: Mapping[Cut, float] = found.operations
+    layout, counted_costs = _count(whole, call)
+    costs: Mapping[Cut, float] = counted_costs.operations
     starts = find_starts(layout, list(costs), call)
     if len(starts) < n:
-        others = [cut for cut in costs if cut not in starts]
-        reason = why_not(layout, others[0], call) if others else ""
-        raise PartitionError(_too_many(model, n, list(costs), others, reason))
+        raise _too_many_stages(model, n, layout, list(costs), starts, call)
     if measure:
-        _require_values(model)
-        times = effort.measure(whole, {cut.unit for cut in costs}, call)
+        times = measure_times(whole, {cut.unit for cut in costs}, call)
         costs = {cut: times.get(cut, 0.0) for cut in costs}
-    memory = {cut: _size(whole, cut.unit) for cut in costs}
-    division = balance(_joined(costs, starts), n, memory=_joined(memory, starts), limits=limits)
-    cuts = [starts[bound] for bound in division.bounds[1:-1]]
+    memory = {cut: sum(t.nbytes for t in tensors_of(whole, cut.unit)) for cut in costs}
+    groups = _grouped(list(costs), starts[1:])
+    partition = balance(_sums(costs, groups), n, memory=_sums(memory, groups), limits=limits)
+    cuts = [starts[bound] for bound in partition.bounds[1:-1]]
     pieces = by_names(model, tuple(map(str, cuts)), example=example)
-    division = replace(division, stage_memory=_stage_sizes(memory, cuts))
+    # A module that a stage calls several times takes its memory once.
+    once = [{cut.unit: memory[cut] for cut in calls} for calls in _grouped(list(memory), cuts)]
+    partition = replace(partition, stage_memory=tuple(sum(sizes.values()) for sizes in once))
     unit = "milliseconds" if measure else "operations"
-    pieces.division = Division(division, ("", *map(str, cuts)), unit)
+    pieces.division = Division(partition, ("", *map(str, cuts)), unit)
     return pieces
 
 
-def _counted(whole: nn.Module, call: Any) -> tuple[Layout, effort.Effort]:
-    """A model by its layers, with the work of each; one that is used again is several."""
-    layout = layered(whole)
-    found = effort.count(layout, call)
-    if reused := find_reused(whole, found):
-        layout = layered(whole, reused)
-        found = effort.count(layout, call)
-    return layout, found
-
-
-def _stage_sizes(memory: Mapping[Cut, int], cuts: Sequence[Cut]) -> tuple[int, ...]:
-    """The bytes of each stage; what is called several times in one is there once."""
-    parts = _parts(list(memory), cuts)
-    return tuple(sum({cut.unit: memory[cut] for cut in part}.values()) for part in parts)
+def _count(model: nn.Module, call: Call) -> tuple[Layout, LayerCosts]:
+    """The layers of a model with their costs; a module that is called again is several layers."""
+    layout = layer_layout(model)
+    costs = count_operations(layout, call)
+    if reused := find_reused(model, costs):
+        layout = layer_layout(model, reused)
+        costs = count_operations(layout, call)
+    return layout, costs
 
 
 @dataclass(frozen=True, slots=True)
 class Division:
-    """Where a model was cut, and what its stages cost.
+    """The cuts of a model, and the costs of its stages.
 
     Args:
-        partition: the cut of its layers.
+        partition: how many layers each stage has, and their costs.
         starts: the submodule with which each stage begins; the first begins with the model.
-        unit: what the costs are counted in.
+        unit: the unit of the costs.
     """
 
     partition: Partition
@@ -123,19 +118,22 @@ class Division:
         return table(rows, left=["from"])
 
 
-def _too_many(
-    model: nn.Module, n: int, layers: Sequence[Cut], others: Sequence[Cut], reason: str
-) -> str:
-    """Why a model cannot be cut into so many stages, and which numbers would do.
-
-    ``others`` are the layers with which no stage can begin, and ``reason`` that of the first one.
-    """
-    most = len(layers) - len(others)
+def _too_many_stages(
+    model: nn.Module,
+    n: int,
+    layout: Layout,
+    layers: Sequence[Cut],
+    starts: Sequence[Cut],
+    call: Call,
+) -> PartitionError:
+    """The error for more stages than there are layers with which one can begin."""
+    others = [cut for cut in layers if cut not in starts]
     why = ""
     if others:
+        reason = why_not(layout, others[0], call)
         why = f"; no stage can begin with {_listed(others)} (with {others[0]!r}: {reason})"
-    would_do = f"{most} stages or fewer" if most > 1 else "1 stage"
-    return (
+    would_do = f"{len(starts)} stages or fewer" if len(starts) > 1 else "1 stage"
+    return PartitionError(
         f"{type(model).__name__} cannot be cut into {n} stages, but into {would_do}: its forward "
         f"calls {counted(len(layers), 'layer')} ({_listed(layers)}){why}"
     )
@@ -146,25 +144,12 @@ def _listed(cuts: Sequence[Cut]) -> str:
     return ", ".join(few if len(few) < 6 else [*few[:3], "…", few[-1]])
 
 
-def _require_values(model: nn.Module) -> None:
-    if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
-        raise PartitionError(
-            "a model on the meta device cannot run, so its layers cannot be measured; count their "
-            "operations (measure=False), or materialise it first"
-        )
+def _sums(values: Mapping[Cut, float], groups: Iterable[Sequence[Cut]]) -> list[float]:
+    return [sum(map(values.__getitem__, group)) for group in groups]
 
 
-def _size(model: nn.Module, name: str) -> int:
-    return sum(t.numel() * t.element_size() for t in tensors_of(model, name))
-
-
-def _joined(values: Mapping[Cut, float], starts: Sequence[Cut]) -> list[float]:
-    """The values of what can only lie in one stage, added up."""
-    return [sum(map(values.__getitem__, part)) for part in _parts(list(values), starts[1:])]
-
-
-def _parts(calls: Sequence[Cut], starts: Sequence[Cut]) -> list[Sequence[Cut]]:
-    """Calls up to each of some of them, and from the last one on."""
+def _grouped(calls: Sequence[Cut], starts: Sequence[Cut]) -> list[Sequence[Cut]]:
+    """Calls in groups; all but the first group begin with one of ``starts``."""
     bounds = [0, *map(calls.index, starts), len(calls)]
     return [calls[start:end] for start, end in pairwise(bounds)]
 

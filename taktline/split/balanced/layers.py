@@ -1,35 +1,33 @@
-"""The layers of a model: the longest rows that a cut can go through, and where it can."""
+"""The layers of a model, and at which of them a stage can begin."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from types import MappingProxyType
-from typing import Any
+from collections.abc import Collection, Iterable, Sequence
 
 from torch import nn
 
 from taktline.errors import PartitionError
-from taktline.split.balanced.effort import Effort
+from taktline.split.arguments import Call
+from taktline.split.balanced.costs import LayerCosts
 from taktline.split.named.containers import joined
-from taktline.split.named.course import Cut
+from taktline.split.named.dry_run import dry_run, find_refused_cuts
+from taktline.split.named.forward_summary import Cut
 from taktline.split.named.layout import Layout
 from taktline.split.named.recurrent import Layer, Layers
-from taktline.split.named.walk import find_refused, walk
+from taktline.split.named.units import ROWS
 
-__all__ = ["find_reused", "find_starts", "layered", "why_not"]
+__all__ = ["find_reused", "find_starts", "layer_layout", "why_not"]
 
-_ROWS: tuple[type, ...] = (nn.ModuleList, nn.ModuleDict, nn.Sequential, Layers)
+_ROWS: tuple[type, ...] = (*ROWS, Layers)
 _MATTERS = 10
-"""A row matters that has at least such a part of the parameters of the largest one."""
-
-
+"""A row counts if it has at least a tenth of the parameters of the largest one."""
 _OFTEN = 64
-"""A module that is called more often than this goes through time, or through a list of data."""
+"""A module that is called more often loops over time, or over a list of data."""
 
 
-def layered(model: nn.Module, reused: Mapping[str, int] = MappingProxyType({})) -> Layout:
-    """A layout whose units are the layers of a model, with what comes before and after them.
+def layer_layout(model: nn.Module, reused: Collection[str] = ()) -> Layout:
+    """A layout without cuts, whose units are the layers of a model, and what is around them.
 
     The rows of layers are those with the most parameters that repeat a kind of layer, such as those
     of an encoder and a decoder; rows beside them, such as the groups of blocks of a residual
@@ -39,8 +37,7 @@ def layered(model: nn.Module, reused: Mapping[str, int] = MappingProxyType({})) 
                 ├── 0         ├── 0               units: stem, group1.0, group1.1,
                 └── 1         └── 1                      group2.0, group2.1, head
 
-    ``reused`` are modules that are layers, too, as they are called several times; see
-    :func:`find_reused`.
+    Modules that are called several times (``reused``) are layers, too; see :func:`find_reused`.
     """
     rows = [row for row in _rows(model) if not any(_inside(row, name) for name in reused)]
     if not rows:
@@ -57,17 +54,15 @@ def layered(model: nn.Module, reused: Mapping[str, int] = MappingProxyType({})) 
 
 
 def _opened(model: nn.Module, containers: Iterable[str], reused: Iterable[str]) -> Layout:
-    """A layout in which some modules, and what they are in, are containers."""
+    """A layout in which some modules, and those around them, are containers."""
     units = [*(_first(model, name) for name in containers), *reused]
-    layout = Layout.of(model, [Cut(name) for name in units])
-    layout.cuts = ()
-    return layout
+    return Layout.of(model, [Cut(name) for name in units]).with_cuts(())
 
 
-def find_reused(model: nn.Module, seen: Effort) -> dict[str, int]:
-    """The modules that are called several times, and matter as a row of layers does; how often.
+def find_reused(model: nn.Module, seen: LayerCosts) -> list[str]:
+    """The modules that are called several times, and count as much as a row of layers.
 
-    Not those with a row in them that is longer.
+    Without those that contain a longer row.
     """
     units = Counter(cut.unit for cut in seen.operations)
     found: dict[str, int] = {}
@@ -78,48 +73,42 @@ def find_reused(model: nn.Module, seen: Effort) -> dict[str, int]:
             found[name] = times
     sizes = {row: _count(model.get_submodule(row)) for row in _rows(model)}
     largest = max(sizes.values(), default=0)
-    return {
-        name: times
+    return [
+        name
         for name, times in found.items()
         if _count(model.get_submodule(name)) * times * _MATTERS > largest
         and not any(
             _inside(row, name) and _length(model.get_submodule(row)) > times for row in sizes
         )
-    }
+    ]
 
 
-def find_starts(layout: Layout, units: Sequence[Cut], call: Any) -> list[Cut]:
-    """Those of the calls of units, in their order, with which a stage can begin."""
+def find_starts(layout: Layout, units: Sequence[Cut], call: Call) -> list[Cut]:
+    """The calls of units with which a stage can begin, in order."""
     calls = Counter(cut.unit for cut in units)
-    layout.cuts = tuple(cut for cut in units[1:] if not cut.call or calls[cut.unit] <= _OFTEN)
-    try:
-        refused = find_refused(layout, *call)
-        return [*units[:1], *(cut for cut in layout.cuts if cut not in refused)]
-    finally:
-        layout.cuts = ()
+    cuts = [cut for cut in units[1:] if not cut.call or calls[cut.unit] <= _OFTEN]
+    refused = find_refused_cuts(layout.with_cuts(cuts), *call)
+    return [*units[:1], *(cut for cut in cuts if cut not in refused)]
 
 
-def why_not(layout: Layout, cut: Cut, call: Any) -> str:
+def why_not(layout: Layout, cut: Cut, call: Call) -> str:
     """Why no stage can begin with a call of a unit."""
-    layout.cuts = (cut,)
     try:
-        walk(layout, *call)
+        dry_run(layout.with_cuts([cut]), *call)
     except PartitionError as error:
         return str(error)
-    finally:
-        layout.cuts = ()
     return f"{cut.unit!r} is called more than {_OFTEN} times"
 
 
 def _rows(model: nn.Module) -> list[str]:
-    """The names of the rows of layers: the one with the most parameters, and others that matter."""
+    """The names of the rows of layers: the one with the most parameters, and others that count."""
     rows = {
         name: module
         for name, module in model.named_modules()
         if isinstance(module, _ROWS) and _length(module) > 1 and _count(module)
     }
     repeating = [name for name, row in rows.items() if _repeats(row)]
-    # A row inside of a layer, such as the experts of a block, is none of the model's.
+    # A row inside of a layer, such as the experts of a block, does not count.
     outer = [name for name in repeating if not any(_inside(name, other) for other in repeating)]
     sizes = {name: _count(rows[name]) for name in outer or rows}
     largest = max(sizes.values(), default=0)
@@ -129,7 +118,7 @@ def _rows(model: nn.Module) -> list[str]:
 
 
 def _spine(model: nn.Module) -> str:
-    """The innermost module that has all others in it: its submodules are what can be cut."""
+    """The innermost module that contains all others: cuts go between its submodules."""
     name = ""
     while True:
         children = [
@@ -156,7 +145,7 @@ def _repeats(row: nn.Module) -> bool:
 
 
 def _ancestors(name: str) -> list[str]:
-    """What a module is in, from the model on."""
+    """The names of the modules around a module, from the model on."""
     parts = name.split(".") if name else []
     return [".".join(parts[:depth]) for depth in range(len(parts))]
 

@@ -1,12 +1,19 @@
-"""What a forward changes by itself, such as a counter: every stage runs that forward.
+"""What a forward itself changes, such as a counter: every stage runs that forward.
 
-Each stage has its own, so that it counts as in the plain model; those of the last stage, which gets
-to the end of the forward, are the model's own.
+Each stage changes its own, so that it counts as in the plain model. Those of the last stage, which
+gets to the end of the forward, are the model's.
+
+A stage leaves its forward where the next stage begins. So it must not read, in its next call, what
+the forward changes after that::
+
+    forward of the model:   x * self.count   layer 0   layer 1   self.count += 1
+    stage 0:                reads            runs      ▶ leave   never gets here
 """
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
+from collections.abc import Callable, Collection, Container, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -14,90 +21,83 @@ from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from taktline.errors import PartitionError
-from taktline.split.named.mutable import (
-    cloned,
-    is_constant,
-    is_mutable,
-    look_at,
-    put_back,
-    saved,
-)
-from taktline.split.named.of_transformers import INSTALLED
+from taktline.split.named.forward_summary import Cut
+from taktline.split.named.hugging_face import INSTALLED
+from taktline.split.named.mutable import clone, fingerprint, is_constant, is_mutable, restore, save
 from taktline.split.named.placeholder import Placeholder, resolved
 
-__all__ = ["HOOKS", "Changes", "follow"]
+__all__ = ["HOOKS", "Changes", "copy_attributes", "find_late_changes"]
 
 _SMALL = 1024
-"""No forward asks for a number in a buffer that is larger."""
+"""Larger buffers hold no numbers that a forward would read."""
 _TABLES = frozenset(vars(nn.Module())) - {"training"} | {INSTALLED}
-"""Of parameters, hooks and the like."""
+"""Attributes of every module, such as its tables of parameters and hooks."""
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 """The tables of hooks on calls of a module."""
 
+_Entry = tuple[str, dict[str, Any], str]
+"""A name in the model, and the table and key of its value."""
+
 
 class Changes:
-    """The buffers and attributes of some modules, as they were when they were looked at."""
+    """The buffers and attributes of some modules, to find and undo changes."""
 
     def __init__(
         self, modules: Mapping[str, nn.Module], names: Container[str] | None = None
     ) -> None:
-        """``names`` are those that matter; by default all, and hooks."""
-        self._tensors: list[tuple[str, dict[str, Any], str]] = []
-        """Names, and places, of buffers and of tensors in attributes."""
-        self._attributes: list[tuple[str, dict[str, Any], str]] = []
-        """The same of numbers and the like, and of what can be changed in place."""
-        self._tables: list[tuple[str, dict[str, Any]]] = []
-        """All that they are in, with what their names begin with."""
+        """``names`` are those that matter; by default all do, and hooks."""
         self._names = names
         self._modules = modules if names is None else {}
-        """Those whose hooks matter."""
+        """The modules whose hooks matter."""
+        self._tensors: list[_Entry] = []
+        """Buffers, and tensors in attributes."""
+        self._attributes: list[_Entry] = []
+        """Constants, and values that can be changed in place."""
+        self._tables: list[tuple[str, dict[str, Any]]] = []
+        """The tables of all modules, with the prefix of their names."""
         for path, module in modules.items():
             for table in (module._buffers, vars(module)):
                 self._tables.append((f"{path}." if path else "", table))
                 for name, key in self._named(*self._tables[-1]):
                     value = table[key]
-                    # Parameters of other stages lie among the attributes.
+                    # Parameters of other stages are placeholders among the attributes.
                     is_own = table is module._buffers or not isinstance(value, Placeholder)
                     if isinstance(value, torch.Tensor) and is_own:
                         self._tensors.append((name, table, key))
                     elif is_constant(value) or is_mutable(value):
                         self._attributes.append((name, table, key))
-        self.look()
 
     def _named(self, prefix: str, table: dict[str, Any]) -> list[tuple[str, str]]:
-        """The names and keys of what is in a table, and matters."""
+        """The names and keys of the values in a table that matter."""
         return [
             (f"{prefix}{key}", key)
             for key in table
             if key not in _TABLES and (self._names is None or f"{prefix}{key}" in self._names)
         ]
 
-    def look(self) -> None:
-        """See how they are."""
+    def keep(self) -> None:
+        """Keep the present values, to compare with them and go back to them later."""
         self._keys = [set(table) for _, table in self._tables]
-        self._looks = [look_at(table.get(key)) for _, table, key in self._attributes]
+        self._fingerprints = [fingerprint(table.get(key)) for _, table, key in self._attributes]
+        self._saved = [save(table.get(key)) for _, table, key in self._attributes]
         now: list[Any] = [table.get(key) for _, table, key in self._tensors]
         self._before = [(tensor, _version(tensor)) for tensor in now]
-
-    def keep(self) -> None:
-        """Look, and keep what is needed to undo all."""
-        self.look()
-        self._values = [saved(table.get(key)) for _, table, key in self._attributes]
         with _disable_current_modes():
             self._copies = [
-                tensor.detach().clone() if _is_small(tensor) else None for tensor, _ in self._before
+                tensor.detach().clone() if _is_small(tensor) else None for tensor in now
             ]
-        self._hooks = [(table, dict(table)) for table in self._hook_tables()]
-
-    def _hook_tables(self) -> list[dict[int, Any]]:
-        """The hooks of the modules."""
-        found = {id(module): module for module in self._modules.values()}
-        return [vars(module)[key] for module in found.values() for key in HOOKS]
+        modules = {id(module): module for module in self._modules.values()}
+        tables = [vars(module)[key] for module in modules.values() for key in HOOKS]
+        self._hooks = [(table, dict(table)) for table in tables]
 
     def changed(self) -> set[str]:
-        """The names of those that are others, or have other values, since."""
-        attributes = zip(self._attributes, self._looks, strict=True)
-        found = {name for (name, table, key), look in attributes if look_at(table.get(key)) != look}
+        """The names whose values have changed since they were kept."""
+        attributes = zip(self._attributes, self._fingerprints, strict=True)
+        found = {
+            name
+            for (name, table, key), before in attributes
+            if fingerprint(table.get(key)) != before
+        }
         for (prefix, table), keys in zip(self._tables, self._keys, strict=True):
             found |= {name for name, key in self._named(prefix, table) if key not in keys}
         tensors = zip(self._tensors, self._before, strict=True)
@@ -108,14 +108,14 @@ class Changes:
         }
 
     def undo(self) -> None:
-        """Go back to what was kept."""
+        """Go back to the values that were kept."""
         for (_, table), keys in zip(self._tables, self._keys, strict=True):
             for key in table.keys() - keys:
                 del table[key]
-        for (_, table, key), value in zip(self._attributes, self._values, strict=True):
-            table[key] = put_back(value)
+        for (_, table, key), value in zip(self._attributes, self._saved, strict=True):
+            table[key] = restore(value)
         for table, before in self._hooks:
-            if table != before:  # what is noted of them in attributes is gone, too
+            if table != before:
                 table.clear()
                 table.update(before)
         with torch.no_grad(), _disable_current_modes():
@@ -127,14 +127,14 @@ class Changes:
                     tensor.copy_(copy)
 
     def separate(self) -> None:
-        """Have copies of the tensors, and of what is changed in place."""
+        """Replace tensors and mutable values by copies."""
         for _, table, key in self._tensors:
             table[key] = table[key].detach().clone()
         for _, table, key in self._attributes:
-            table[key] = cloned(table[key])
+            table[key] = clone(table[key])
 
-    def settle(self) -> None:
-        """Let tensors that were there have the values of those that took their places."""
+    def write_through(self) -> None:
+        """Copy the value of a tensor that has replaced a kept one into that, and put it back."""
         with torch.no_grad():
             for (name, table, key), (tensor, _) in zip(self._tensors, self._before, strict=True):
                 now = resolved(table.get(key))
@@ -148,33 +148,35 @@ class Changes:
                     table[key] = tensor
 
     def values(self) -> dict[str, Any]:
-        """All of them, by their names."""
+        """The present values by name."""
         return {
             name: table[key]
             for prefix, table in self._tables
             for name, key in self._named(prefix, table)
         }
 
+    def fingerprints(self) -> dict[str, Any]:
+        """Summaries of the present values by name; small tensors are compared by their data."""
+        return {name: fingerprint(value, _by_data) for name, value in self.values().items()}
 
-def follow(copy: nn.Module, module: nn.Module) -> None:
-    """Let the copy of a module have its attributes, and its small buffers."""
+
+def copy_attributes(copy: nn.Module, module: nn.Module) -> None:
+    """Give the copy of a module the present attributes and small buffers of the module."""
     for key, value in vars(module).items():
         if key in _TABLES:
             continue
         if is_constant(value):
             vars(copy)[key] = value
-        elif is_mutable(value) and not _is_same(vars(copy), key, value):
-            vars(copy)[key] = cloned(value)
+        elif is_mutable(value) and (
+            key not in vars(copy) or fingerprint(vars(copy)[key]) != fingerprint(value)
+        ):
+            vars(copy)[key] = clone(value)
     with torch.no_grad():
         for key, buffer in copy._buffers.items():
             now = module._buffers.get(key)
-            is_small = buffer is not None and buffer.numel() <= _SMALL
-            if is_small and type(now) is torch.Tensor and not isinstance(buffer, Placeholder):
+            is_own = _is_small(buffer) and not isinstance(buffer, Placeholder)
+            if is_own and type(now) is torch.Tensor:
                 copy._buffers[key] = now.detach().clone()
-
-
-def _is_same(table: Mapping[str, Any], key: str, value: Any) -> bool:
-    return key in table and look_at(table[key]) == look_at(value)
 
 
 def _is_small(tensor: torch.Tensor | None) -> bool:
@@ -192,3 +194,96 @@ def _is_like(now: Any, tensor: torch.Tensor | None) -> bool:
         and not now.requires_grad
         and (now.shape, now.dtype, now.device) == (tensor.shape, tensor.dtype, tensor.device)
     )
+
+
+def _by_data(tensor: torch.Tensor) -> Any:
+    is_here = not isinstance(tensor, Placeholder) and not tensor.is_meta
+    if is_here and _is_small(tensor):
+        return str(tensor.tolist())
+    return (is_here, tuple(tensor.shape), tensor.dtype, tensor._version if is_here else 0)
+
+
+def find_late_changes(
+    modules: Mapping[str, nn.Module],
+    changed: Collection[str],
+    cuts: Collection[Cut],
+    run: Callable[[Callable[[int], None]], None],
+) -> dict[Cut, PartitionError]:
+    """The cuts before which a stage reads what the forward changes later, with an error each.
+
+    Args:
+        modules: what every stage runs, by name.
+        changed: the names of what the forward changes.
+        cuts: where stages begin.
+        run: runs the forward, and calls a function with each stage that has ended.
+    """
+    state = Changes(modules, changed)
+    state.keep()
+    found: dict[Cut, PartitionError] = {}
+    ends: list[Changes] = []
+    at_ends: list[dict[str, Any]] = []
+    read: dict[str, int] = {}
+
+    def note_end(stage: int) -> None:
+        ends.append(Changes(modules, changed))
+        ends[-1].keep()
+        at_ends.append(state.fingerprints())
+
+    try:
+        with _noting_reads(modules, changed, lambda name: read.setdefault(name, len(ends))):
+            run(note_end)
+        after = state.fingerprints()
+        whole: list[dict[str, Any]] = []
+        run(lambda _: whole.append(state.fingerprints()))
+        for stage, (end, start) in enumerate(zip(ends, cuts, strict=True)):
+            late = {
+                name
+                for name in changed
+                if at_ends[stage].get(name) != after.get(name)
+                and read.get(name, len(ends)) <= stage
+            }
+            if not late:
+                continue
+            end.undo()
+            own: list[dict[str, Any]] = []
+            run(lambda _, own=own: own.append(state.fingerprints()))
+            for name in sorted(late):
+                if own[stage].get(name) != whole[stage].get(name):
+                    found[start] = PartitionError(
+                        f"stage {stage} reads {name!r}, which the forward changes after that stage "
+                        f"has ended with the call of {start!r}, so it would not know of it; change "
+                        f"{name!r} before that call, or cut the model elsewhere"
+                    )
+    finally:
+        state.undo()
+    return found
+
+
+@contextmanager
+def _noting_reads(
+    modules: Mapping[str, nn.Module], names: Collection[str], note: Callable[[str], object]
+) -> Iterator[None]:
+    """Call ``note`` with the name of each attribute or buffer of some names that is read."""
+    kinds = {path: type(module) for path, module in modules.items()}
+    try:
+        for path, module in modules.items():
+            prefix = f"{path}." if path else ""
+            own = {name.removeprefix(prefix): name for name in names if name.startswith(prefix)}
+            if own:
+                module.__class__ = _noting_class(kinds[path], own, note)
+        yield
+    finally:
+        for path, module in modules.items():
+            module.__class__ = kinds[path]
+
+
+def _noting_class(
+    kind: type[nn.Module], names: Mapping[str, str], note: Callable[[str], object]
+) -> type[nn.Module]:
+    def getattribute(self: Any, name: str) -> Any:
+        if name in names:
+            note(names[name])
+        return kind.__getattribute__(self, name)
+
+    texts = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
+    return type(kind.__name__, (kind,), {"__getattribute__": getattribute, **texts})

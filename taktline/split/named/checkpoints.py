@@ -1,16 +1,16 @@
-"""What a forward calls past ``__torch_function__``: checkpoints, and functions of autograd.
+"""Checkpoints and functions of autograd in a forward, which ``__torch_function__`` does not see.
 
 A function of autograd must get the values of placeholders, or it would have no gradient for them.
 
-``checkpoint(block, x)`` is a function to autograd if it is re-entrant: its output has a gradient if
-``x`` has one. A placeholder has none, and gets its data inside of the block, too late; so a block
-that is given placeholders runs as it is. So does one that a stage begins or ends in: it could not
-run again.
+A re-entrant ``checkpoint(block, x)`` is a function of autograd: its output has a gradient if ``x``
+has one. A placeholder has none, and gets its data inside of the block, too late. So a block that
+gets placeholders runs without its checkpoint. So does a block in which a stage begins or ends: it
+could not run again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from threading import Lock
 from types import MethodType
@@ -33,12 +33,12 @@ _kept_anew: Callable[..., Any] = _names[_GENERATOR]
 
 
 class Checkpoints(PlaceholderContext):
-    """A forward that may have checkpoints, which are numbered in the order of their calls."""
+    """A forward that may have checkpoints, numbered in the order of their calls."""
 
-    opened: frozenset[int] = frozenset()
-    """Those that a cut goes through."""
+    opened: Collection[int] = ()
+    """The checkpoints that a cut goes through."""
     is_kept = False
-    """Whether one runs, so that what is computed has no gradient yet."""
+    """Whether a re-entrant checkpoint runs, so that its tensors have no gradient yet."""
 
     def __enter__(self) -> Self:
         self._checkpoints = -1
@@ -51,17 +51,17 @@ class Checkpoints(PlaceholderContext):
         _replace(-1)
 
     def is_open(self, checkpoint: int) -> bool:
-        """Whether what is to be checkpointed runs as it is."""
+        """Whether a block runs without its checkpoint."""
         return checkpoint in self.opened
 
     def next_checkpoint(self) -> int:
-        """The number of one that begins."""
+        """The number of a checkpoint that begins."""
         self._checkpoints += 1
         return self._checkpoints
 
     @contextmanager
     def open_checkpoint(self, checkpoint: int) -> Iterator[None]:
-        """Note that one runs as it is."""
+        """Note that a block runs without its checkpoint."""
         self.open_checkpoints.append(checkpoint)
         try:
             yield
@@ -69,7 +69,7 @@ class Checkpoints(PlaceholderContext):
             self.open_checkpoints.pop()
 
     def checkpoint(self, function: Callable[..., Any], preserve: bool, args: Any) -> Any:
-        """Run what is to be checkpointed, re-entrantly."""
+        """Run a block with a re-entrant checkpoint, if possible."""
         number, args = self.next_checkpoint(), resolved(args)
         if self.is_open(number) or any(isinstance(arg, Placeholder) for arg in args):
             with self.open_checkpoint(number):
@@ -83,11 +83,11 @@ class Checkpoints(PlaceholderContext):
 
 _lock = Lock()
 _running = 0
-"""How many forwards run just now, in all threads."""
+"""How many forwards run now, in all threads."""
 
 
 def _replace(change: int) -> None:
-    """Have functions of torch replaced while any forward runs."""
+    """Replace functions of torch while any forward runs."""
     global _running
     with _lock:
         _running += change
@@ -100,19 +100,19 @@ def _replace(change: int) -> None:
 
 
 def _apply_resolved(kind: Any, *args: Any, **kwargs: Any) -> Any:
-    """What any function of autograd does, in any thread."""
+    """Replaces ``torch.autograd.Function.apply``, in all threads."""
     context = here.context
     if context is None:
         return _apply(kind, *args, **kwargs)
     args, kwargs = resolved((args, kwargs))
-    # As a whole: what it returns may be known, but what is done in it has no gradient.
+    # Called as a whole: operations inside of it have no gradient.
     is_known = not any(isinstance(arg, Placeholder) for arg in args)
     apply = MethodType(_apply, kind)
     return apply(*args, **kwargs) if is_known else context.call(apply, args, kwargs)
 
 
 def _checkpoint(function: Callable[..., Any], preserve: bool, *args: Any) -> Any:
-    """What torch asks autograd for, in any thread."""
+    """Replaces the function of re-entrant checkpoints, in all threads."""
     context = here.context
     if isinstance(context, Checkpoints):
         return context.checkpoint(function, preserve, args)
@@ -120,7 +120,7 @@ def _checkpoint(function: Callable[..., Any], preserve: bool, *args: Any) -> Any
 
 
 def _checkpoint_anew(*args: Any, **kwargs: Any) -> Iterator[None]:
-    """What torch has around a checkpoint that is not re-entrant, in any thread."""
+    """Replaces the generator of other checkpoints, in all threads."""
     context = here.context
     if isinstance(context, Checkpoints) and context.is_open(number := context.next_checkpoint()):
         return _as_it_is(context, number)

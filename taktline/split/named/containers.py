@@ -1,4 +1,4 @@
-"""Containers: the modules that cuts go through, of which each stage has copies."""
+"""Containers: the modules that cuts go through. Each stage has a copy of them."""
 
 from __future__ import annotations
 
@@ -10,32 +10,32 @@ from typing import Any
 from torch import nn
 
 from taktline.errors import PartitionError
-from taktline.split.named.course import Cut
+from taktline.split.named.forward_summary import Cut
 from taktline.split.named.placeholder import Placeholder
 from taktline.split.named.recurrent import Layer
 from taktline.stage.names import unwrapped
 
-__all__ = ["containers_of", "copied", "is_unit", "joined", "separated"]
+__all__ = ["containers_of", "copied", "is_unit", "joined", "with_own_tables"]
 
-# Of buffers, hooks and the like: what is registered with a copy does not concern the model.
 _TABLES = {key for key, value in vars(nn.Module()).items() if isinstance(value, (dict, set))}
-
-
-Substitute = Callable[[str, nn.Module], nn.Module | None]
+"""Buffers, hooks and the like: registering one with a copy must not change the model."""
 
 
 def copied(
     container: nn.Module,
     path: str,
     containers: frozenset[str],
-    child: Substitute,
+    child: Callable[[str, nn.Module], nn.Module | None],
     parameter: Callable[[str, nn.Parameter], nn.Parameter | Placeholder] = lambda _, own: own,
 ) -> nn.Module:
-    """A container with tables of its own, and others, or none, in the place of its units."""
+    """A copy of a container and of the containers in it.
+
+    ``child`` and ``parameter`` return what replaces a unit and a parameter; None leaves out a unit.
+    """
     _require_free(container, path)
     made = object.__new__(type(container))
     made.__dict__ = _own_tables(container)
-    made._compiled_call_impl = None  # which is that of the whole model
+    made._compiled_call_impl = None  # it would run the whole model
     made._modules, made._parameters = {}, {}
     for key, module in container._modules.items():
         name = joined(path, key)
@@ -55,7 +55,7 @@ def copied(
 
 
 def containers_of(model: nn.Module, cuts: Sequence[Cut]) -> frozenset[str]:
-    """All ancestors of the cuts, and what has no forward of its own, such as lists of modules."""
+    """The ancestors of the cuts, and modules without a forward in them, such as lists."""
     found = {""}
     for cut in cuts:
         parts = cut.unit.split(".")
@@ -68,12 +68,12 @@ def containers_of(model: nn.Module, cuts: Sequence[Cut]) -> frozenset[str]:
 
 
 def is_unit(module: nn.Module) -> bool:
-    """Whether a submodule has something to train or to save, so that one stage must have it."""
+    """Whether a submodule has a state, so that it must lie in one stage."""
     return isinstance(module, Layer) or bool(module.state_dict(keep_vars=True))
 
 
 def _require_free(container: nn.Module, path: str) -> None:
-    """Raise if a copy of a container would still run parts of the whole model."""
+    """Raise if a copy of a container would still refer to the whole model."""
     who = f"{path!r} ({type(container).__name__})" if path else type(container).__name__
     if "forward" in vars(container):
         raise PartitionError(
@@ -91,12 +91,13 @@ def _require_free(container: nn.Module, path: str) -> None:
             )
 
 
-def separated(module: nn.Module) -> nn.Module:
-    """A module with tables of its own, and the same tensors."""
+def with_own_tables(module: nn.Module) -> nn.Module:
+    """A copy of a module and its submodules, with the same tensors."""
     made = object.__new__(type(module))
     made.__dict__ = _own_tables(module)
     made._modules = {
-        key: None if child is None else separated(child) for key, child in module._modules.items()
+        key: None if child is None else with_own_tables(child)
+        for key, child in module._modules.items()
     }
     return made
 
@@ -108,5 +109,5 @@ def _own_tables(module: nn.Module) -> dict[str, Any]:
 
 
 def joined(path: str, key: str) -> str:
-    """The name of something in a module of a name."""
+    """The full name of a member of a module."""
     return ".".join(filter(None, (path, key)))

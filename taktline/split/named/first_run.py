@@ -1,4 +1,4 @@
-"""A stage's way through the forward of which nothing is known: it is noted for later calls."""
+"""The first run of a stage with arguments of some shapes: it records what later calls repeat."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ import torch
 
 from taktline import pytree
 from taktline.errors import PartitionError
-from taktline.split.example import Args, Call, Kwargs
-from taktline.split.named.course import Value
+from taktline.split.arguments import Args, Call, Kwargs
+from taktline.split.named.direct_calls import SeenCall, versions_of
+from taktline.split.named.forward_summary import UnitTensor
 from taktline.split.named.layout import Layout
 from taktline.split.named.placeholder import Placeholder
-from taktline.split.named.program import Seen, versions_of
-from taktline.split.named.recorded import refill, replayed
-from taktline.split.named.script import Script, Step, written
+from taktline.split.named.prefix import Prefix, Step, record_prefix
 from taktline.split.named.shape_probe import ShapeProbe
-from taktline.split.named.stage_run import Given, Leave, StageRun
+from taktline.split.named.side_effects import apply_side_effects, refill
+from taktline.split.named.stage_run import StageInput, StageRun
 
 __all__ = ["FirstRun", "OtherTypes"]
 
 
 class OtherTypes(BaseException):
-    """Ends a forward whose placeholders have not the types of what came, to begin it anew."""
+    """Ends a forward whose placeholders have not the types of the received values."""
 
     def __init__(self, types: Mapping[torch.dtype, torch.dtype]) -> None:
         super().__init__()
@@ -31,161 +31,161 @@ class OtherTypes(BaseException):
 
 
 class FirstRun(StageRun):
-    """A forward of which nothing is known.
+    """A forward that records its prefix and the calls of its own units.
 
-    ``types`` are the types that submodules of other stages really return, where something that is
-    not to be seen here, such as mixed precision, changes them; ``last``, not to try others.
+    ``types`` are the types that other stages really return where mixed precision, which does not
+    show here, changes them. ``last`` is whether to accept types that differ from these.
     """
 
-    script: Script | None = None
-    """The way to where the stage begins."""
-    seen: list[Seen] | None = None
-    """The calls of own submodules, if the forward may be left out."""
+    prefix: Prefix | None = None
+    seen: list[SeenCall] | None = None
+    """The calls of own units, if the forward may be left out."""
 
     def __init__(
         self,
         layout: Layout,
         stage: int,
-        given: Given,
+        given: StageInput,
         *,
         types: Mapping[torch.dtype, torch.dtype],
         last: bool,
     ) -> None:
         super().__init__(layout, stage, given)
         self.order: list[str] = []
-        """The calls of units, and of what is inside of units."""
+        """The calls of units, and of modules inside of units."""
         self._types = types
         self._last = last
-        self._is_open = self._kind.is_open
+        self._is_repeatable = self._known.is_repeatable
         self._steps: list[Step] = []
         self._versions: dict[int, int] = {}
-        self._coming: dict[int, int] = {}
-        """The numbers of values that have come, by the ids of their placeholders, or their own."""
-        if self._is_in and self._is_open:
-            self.script = Script((), ())
+        self._received: dict[int, int] = {}
+        """The numbers of received values, by the ids of their placeholders, or their own."""
+        if self._has_begun and self._is_repeatable:
+            self.prefix = Prefix((), ())
 
     def note_inner(self, name: str) -> None:
-        """Note a call of what is inside of a unit."""
+        """Note a call of a module inside of a unit."""
         self.order.append(name)
 
     def before_own(self, unit: Any, args: Args, kwargs: Kwargs) -> Call:
-        """The arguments for a unit of this stage, with what came from the stage before."""
-        kind = type(unit).__name__
-        if not self._is_in:
+        """The arguments of an own unit, with the data of the received values."""
+        name = type(unit).__name__
+        if not self._has_begun:
             if not self._begins(unit):
                 raise PartitionError(
-                    f"the forward calls a {kind} of stage {self._stage} before "
+                    f"the forward calls a {name} of stage {self._stage} before "
                     f"{self._layout.start(self._stage)!r}, with which the stage begins; every "
                     "micro-batch must take the same way through the stages"
                 )
-            self._enter((args, kwargs))
+            self._begin((args, kwargs))
         self.order.append(unit.unit)
         self.is_inside = True
         self._given = (args, kwargs)
-        args, kwargs = self.require_data(self._given, f"a {kind}")
+        args, kwargs = self.require_data(self._given, f"a {name}")
         self._note_before(unit, args, kwargs)
         if self.seen is not None:
             self._versions = versions_of((*args, *kwargs.values()))
         return args, kwargs
 
     def note_own(self, unit: Any, args: Args, kwargs: Kwargs, output: Any) -> None:
-        """Note what a unit of this stage has returned."""
+        """Note the output of an own unit."""
         self.is_inside = False
         super().note_own(unit, args, kwargs, output)
         if self._before is not None:
             refill(self._given, (args, kwargs))
         if self.seen is not None:
             after = versions_of((*args, *kwargs.values(), output))
-            self.seen.append(Seen(unit, args, kwargs, self._versions, output, after))
+            self.seen.append(SeenCall(unit, args, kwargs, self._versions, output, after))
 
     def call_foreign(self, probe: ShapeProbe, training: bool, args: Args, kwargs: Kwargs) -> Any:
-        """Placeholders before this stage begins; raises :class:`Leave` where it ends."""
-        if self._is_in:
-            self.require_exit(probe)
-            raise Leave(args, kwargs)
+        """Placeholders before this stage begins; raises ``Leave`` where it ends."""
+        if self._has_begun:
+            raise self.leave(probe, args, kwargs)
         self.order.append(probe.name)
         call = self.count(probe.name)
-        for number, value in self._came_with(probe.name, call, is_output=False):
+        for number, value in self._received_from(probe.name, call, is_output=False):
             placeholder = pytree.tree_leaves((args, kwargs))[value.leaf]
             if isinstance(placeholder, Placeholder):
                 placeholder.value = self._fitting(placeholder, number, str(value))
-                self._coming[id(placeholder)] = number
-        given: Any = pytree.tree_map(lambda part: part, (args, kwargs))  # lists as they are now
+                self._received[id(placeholder)] = number
+        given: Any = pytree.tree_map(lambda part: part, (args, kwargs))  # the call may change lists
         output = probe.output(args, kwargs, training=training, stage=0, device=self.device)
         if self._types:
             output = pytree.tree_map_only(Placeholder, self._typed, output)
         came = {
             value.leaf: number
-            for number, value in self._came_with(probe.name, call, is_output=True)
+            for number, value in self._received_from(probe.name, call, is_output=True)
         }
         if came:
             leaves, spec = pytree.tree_flatten(output)
             for leaf, number in came.items():
                 leaves[leaf] = self._fitting(leaves[leaf], number, f"the output of {probe.name!r}")
-                self._coming[id(leaves[leaf])] = number
+                self._received[id(leaves[leaf])] = number
             output = pytree.tree_unflatten(leaves, spec)
         self._steps.append(Step(probe, training, given[0], given[1], output))
-        return replayed(output, probe.module, args, kwargs)
+        return apply_side_effects(output, probe.module, args, kwargs)
 
-    def _came_with(self, unit: str, call: int, *, is_output: bool) -> list[tuple[int, Value]]:
-        """What came of a call of a unit, with its number."""
+    def _received_from(
+        self, unit: str, call: int, *, is_output: bool
+    ) -> list[tuple[int, UnitTensor]]:
+        """The received arguments or outputs of a call of a unit, with their numbers."""
         return [
             (number, value)
-            for number, value in enumerate(self._kind.takes, self._entering)
+            for number, value in enumerate(self._known.entry.extras, self._arguments)
             if value[:3] == (unit, call, is_output)
         ]
 
     def call(self, func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
-        """Call a function of torch that is given placeholders."""
+        """Call a function of torch with placeholders among its arguments."""
         output = super().call(func, args, kwargs)
-        if not self._is_in:
+        if not self._has_begun:
             self._steps.append(Step(func, None, args, kwargs, output))
         return output
 
     def note_change(self) -> None:
-        """A placeholder looks otherwise than when it was made, so a script cannot return it."""
-        if not self._is_in:
-            self._is_open = False
+        """Give up the prefix: it could not return a placeholder whose shape has changed since."""
+        if not self._has_begun:
+            self._is_repeatable = False
 
-    def _enter(self, arguments: Any) -> None:
-        """Give the placeholders among the arguments of the first unit their data."""
-        self._is_in = True
+    def _begin(self, arguments: Any) -> None:
+        """End the prefix, and give the placeholders among the first arguments their data."""
+        self._has_begun = True
         if self.numbers is not None:
             self.numbers.require_all_taken(self._stage)
         start = self._layout.start(self._stage)
         leaves, _ = pytree.tree_flatten_with_path(arguments)
-        given = [(path, leaf) for path, leaf in leaves if path in self._kind.entering]
-        if len(given) != self._entering:
+        given = [(path, leaf) for path, leaf in leaves if path in self._known.entry.arguments]
+        if len(given) != self._arguments:
             raise PartitionError(
                 f"{start!r}, with which stage {self._stage} begins, waits for {len(given)} tensors "
-                f"from the stage before, but {self._entering} came; every rank must cut the "
+                f"from the stage before, but {self._arguments} came; every rank must cut the "
                 "same model"
             )
         types: dict[torch.dtype, torch.dtype] = {}
         for number, (_, placeholder) in enumerate(given):
-            if isinstance(placeholder, Placeholder):  # whose data has not come beside
+            if isinstance(placeholder, Placeholder):
                 name_of = f"{start!r}, with which stage {self._stage} begins,"
                 value = self._fitting(placeholder, number, name_of)
                 if placeholder.dtype is not value.dtype:
                     types[placeholder.dtype] = value.dtype
-                # Of a placeholder that is there twice, the last value counts.
-                self._coming[id(placeholder)] = number
+                # If a placeholder is there twice, the last value counts.
+                self._received[id(placeholder)] = number
         if types and not self._last:
             raise OtherTypes({} if self._types else types)
         places = [
-            (path, self._coming[id(leaf)]) for path, leaf in given if id(leaf) in self._coming
+            (path, self._received[id(leaf)]) for path, leaf in given if id(leaf) in self._received
         ]
-        if not types and self._is_open:
-            self.script = written(self._steps, self._coming, places)
-            if self.script and self._kind.is_plain and not torch.is_inference_mode_enabled():
+        if not types and self._is_repeatable:
+            self.prefix = record_prefix(self._steps, self._received, places)
+            if self.prefix and self._known.is_plain and not torch.is_inference_mode_enabled():
                 self.seen = []
         self._steps.clear()
         for _, placeholder in given:
             if isinstance(placeholder, Placeholder):
-                placeholder.value = self._values[self._coming[id(placeholder)]]
+                placeholder.value = self._values[self._received[id(placeholder)]]
 
     def _fitting(self, placeholder: Any, number: int, user: str) -> torch.Tensor:
-        """A value that came, if it has the shape of its placeholder."""
+        """A received value; raises if it has not the shape of its placeholder."""
         value = self._values[number]
         if placeholder.shape != value.shape:
             raise PartitionError(

@@ -1,13 +1,13 @@
-"""A model by the names of its submodules: which of them each stage has, and copies without data.
+"""The layout of a model that is cut by names: which stage has which submodule.
 
 ::
 
     model                 container: an ancestor of a cut; each stage has a copy
-    ├── embed_tokens      unit: lies in one stage, foreign units replace it elsewhere
+    ├── embed_tokens      unit: lies in one stage; foreign units replace it elsewhere
     ├── layers            container
     │   ├── 0             unit
     │   └── 1             unit; a cut begins a stage here
-    ├── rotary_emb        free: has nothing to train or to save, so every stage has it
+    ├── rotary_emb        free: has no state, so every stage has it
     └── norm              unit
 """
 
@@ -25,60 +25,70 @@ import torch
 from torch import nn
 
 from taktline.errors import PartitionError
-from taktline.split.named.changes import follow
-from taktline.split.named.containers import containers_of, copied, is_unit, joined, separated
-from taktline.split.named.course import Cut
-from taktline.split.named.of_transformers import forget_caches, hook_routers
+from taktline.split.named.changes import copy_attributes
+from taktline.split.named.containers import (
+    containers_of,
+    copied,
+    is_unit,
+    joined,
+    with_own_tables,
+)
+from taktline.split.named.forward_summary import Cut, ForwardSummary
+from taktline.split.named.hugging_face import disable_cache, install_router_hooks
 from taktline.split.named.placeholder import ANYWHERE, Placeholder
-from taktline.split.named.replacement import copied_unit, foreign_unit, own_unit
 from taktline.split.named.shape_probe import ShapeProbe
-from taktline.split.named.watch import inner_of
+from taktline.split.named.units import copied_unit, foreign_unit, inner_modules, own_unit
 from taktline.stage.names import unwrapped
 
-__all__ = ["Layout"]
+__all__ = ["Layout", "all_modules"]
+
+
+def all_modules(model: nn.Module) -> dict[str, nn.Module]:
+    """All modules of a model by name, also those inside of units."""
+    return dict(nn.Module.named_modules(model, remove_duplicate=False))
 
 
 @dataclass(eq=False)
 class Layout:
-    """All that the pieces of a model have in common.
+    """What the stages of a model have in common.
 
     Args:
-        kind: the model's class.
+        model_class: the class of the model.
         cuts: the calls of units with which stages begin, from the second stage on.
     """
 
-    kind: type[nn.Module]
+    model_class: type[nn.Module]
     cuts: tuple[Cut, ...]
     containers: frozenset[str] = frozenset()
     probes: dict[str, ShapeProbe] = field(default_factory=dict)
-    """Of the units, in the order in which the model has them."""
+    """One for each unit, in the order of the units in the model."""
     direct: dict[str, Placeholder] = field(default_factory=dict)
-    """The parameters of containers themselves."""
+    """Placeholders for the parameters of containers."""
     homes: dict[str, frozenset[int]] = field(default_factory=dict)
-    """The stages that have each unit: those that use it."""
+    """The stages that have each unit."""
     users: dict[str, frozenset[int]] = field(default_factory=dict)
-    """The stages that use each parameter of a container."""
+    """The stages that have each parameter of a container."""
     hooked: list[str] = field(default_factory=list)
-    """The units whose replacements have got hooks."""
+    """The foreign units that have got hooks."""
     retyped: int = 0
-    """How often something has got another type."""
-    course: Any = None
-    """What the first walk through the forward has seen, once the cuts are known."""
-    example: Any = None
-    """What the arguments of that walk look like."""
+    """How often the types of parameters have changed."""
+    summary: ForwardSummary | None = None
+    """What the first dry run has seen."""
+    example_key: Any = None
+    """The cache key of the arguments of that dry run."""
     empty_model: nn.Module = field(init=False)
     """The model without data."""
 
     @classmethod
     def of(cls, model: nn.Module, cuts: Sequence[Cut]) -> Layout:
-        """The layout of a model; which stage has what is to be found out yet."""
-        hook_routers(model)
+        """The layout of a model, without homes and users, which a dry run has to find."""
+        install_router_hooks(model)
         made = cls(type(model), tuple(cuts), containers=containers_of(model, cuts))
-        free = _without_data(model)
+        free = _buffers_without_data(model)
         units = {cut.unit for cut in cuts}
         skips: dict[str, Any] = {}
 
-        def note(name: str, module: nn.Module) -> nn.Module:
+        def child(name: str, module: nn.Module) -> nn.Module:
             if name not in units and not is_unit(module):
                 return copy.deepcopy(module, free)
             inside = unwrapped(module)  # without data there is nothing to compile
@@ -86,16 +96,20 @@ class Layout:
             made.probes[name] = ShapeProbe(name, probe, module.training, skips, made.hooked)
             return copied_unit(made.probes[name])
 
-        def keep(name: str, parameter: nn.Parameter) -> Placeholder:
+        def parameter(name: str, parameter: nn.Parameter) -> Placeholder:
             made.direct[name] = Placeholder.of(parameter, name, ANYWHERE, parameter=True)
             return made.direct[name]
 
-        made.empty_model = copied(model, "", made.containers, note, keep)
-        made._rebind(model, made.empty_model)
-        made._forget_caches(made.empty_model)
+        made.empty_model = made._copy(model, child, parameter)
         for name in made.containers:
             container = made.empty_model.get_submodule(name)
             container._buffers = copy.deepcopy(container._buffers, free)
+        return made
+
+    def with_cuts(self, cuts: Sequence[Cut]) -> Layout:
+        """The same layout with other cuts through the same containers."""
+        made = copy.copy(self)
+        made.cuts = tuple(cuts)
         return made
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Layout:
@@ -103,84 +117,81 @@ class Layout:
 
     @property
     def advice(self) -> str:
-        """What to do where a stage misses something."""
-        if self.example is None:
+        """What the user can do if a stage lacks something."""
+        if self.example_key is None:
             return "call by_names with an example= of what the model is called with"
         return "cut the model by hand, or with taktline.pipeline, which traces it"
 
     @property
     def stages(self) -> int:
-        """How many pieces there are."""
+        """The number of stages."""
         return len(self.cuts) + 1
 
     @cached_property
     def arguments(self) -> tuple[str, ...]:
-        """The names of what the model's forward takes."""
-        return tuple(signature(self.kind.forward).parameters)[1:]
+        """The names of the arguments of the model's forward."""
+        return tuple(signature(self.model_class.forward).parameters)[1:]
 
     @cached_property
     def inner(self) -> dict[int, str]:
-        """The names of what is inside of the copies of units, by their ids."""
-        return inner_of({name: probe.module for name, probe in self.probes.items()})
+        """The names of the modules inside of the units without data, by their ids."""
+        return inner_modules({name: probe.module for name, probe in self.probes.items()})
 
     @cached_property
     def common(self) -> dict[str, nn.Module]:
-        """What every stage runs, without data."""
+        """The modules without data that every stage runs."""
         return self.common_of(self.empty_model)
 
     def common_of(self, model: nn.Module) -> dict[str, nn.Module]:
-        """The same of a piece: containers, and submodules that are no units."""
+        """The modules of a stage that every stage runs: containers, and submodules in no unit."""
         found: dict[str, nn.Module] = {}
         for name in sorted(self.containers):
             container = model.get_submodule(name)
             found[name] = container
             for key, child in container._modules.items():
                 path = joined(name, key)
-                if child is not None and path not in self.probes and path not in self.containers:
+                if child is not None and self._is_free(path):
                     inner = nn.Module.named_modules(child)
                     found |= {joined(path, part): module for part, module in inner}
         return found
 
-    def all_of(self, model: nn.Module) -> dict[str, nn.Module]:
-        """All modules of a piece, what is inside of units included."""
-        return dict(nn.Module.named_modules(model, remove_duplicate=False))
+    def _is_free(self, path: str) -> bool:
+        """Whether a child of a container has no state, so that every stage has it."""
+        return path not in self.probes and path not in self.containers
 
     def common_in(self, changed: Collection[str]) -> frozenset[str]:
-        """Those of the names of what is changed that are not of units."""
+        """Those of the names of attributes that belong to no unit."""
         return frozenset(name for name in changed if name.rpartition(".")[0] in self.common)
 
-    def follow(self, piece: nn.Module) -> None:
-        """Be in training or evaluation, and have what a forward may ask for, as a piece does."""
-        common = self.common_of(piece)
+    def follow(self, stage_module: nn.Module) -> None:
+        """Let the model without data have the modes and attributes of a stage."""
+        common = self.common_of(stage_module)
         for name, module in self.common.items():
-            follow(module, common[name])
+            copy_attributes(module, common[name])
         for name, probe in self.probes.items():
-            probe.training = piece.get_submodule(name).training
+            probe.training = stage_module.get_submodule(name).training
 
-    def separate(self, piece: nn.Module, changed: Collection[str]) -> None:
-        """Let a piece have submodules of its own in the place of those that stages share.
-
-        ``changed`` are the names of what a forward changes.
-        """
+    def separate(self, stage_module: nn.Module, changed: Collection[str]) -> None:
+        """Give a stage its own copies of the shared submodules whose attributes are changed."""
         for name in self.containers:
-            container = piece.get_submodule(name)
+            container = stage_module.get_submodule(name)
             for key, child in container._modules.items():
                 path = joined(name, key)
-                is_shared = path not in self.probes and path not in self.containers
-                if child and is_shared and any(each.startswith(f"{path}.") for each in changed):
-                    container._modules[key] = separated(child)
+                is_changed = any(each.startswith(f"{path}.") for each in changed)
+                if child and self._is_free(path) and is_changed:
+                    container._modules[key] = with_own_tables(child)
 
     def start(self, stage: int) -> Cut | None:
-        """The call with which a stage begins; None for the first one, and after the last one."""
+        """The call with which a stage begins; None for the first stage, and after the last."""
         return self.cuts[stage - 1] if 0 < stage < self.stages else None
 
     def is_shared(self, stage: int) -> bool:
-        """Whether a stage begins or ends with one of several calls of a unit."""
+        """Whether a stage begins or ends with a unit that several stages have."""
         ends = (self.start(stage), self.start(stage + 1))
         return any(cut is not None and len(self.homes[cut.unit]) > 1 for cut in ends)
 
-    def piece(self, model: nn.Module, stage: int) -> nn.Module:
-        """The model as one stage has it, without what it does around its forward."""
+    def stage_modules(self, model: nn.Module, stage: int) -> nn.Module:
+        """A copy of the model with the units of one stage."""
 
         def child(name: str, module: nn.Module) -> nn.Module:
             if name not in self.probes:
@@ -196,48 +207,57 @@ class Layout:
         def parameter(name: str, parameter: nn.Parameter) -> nn.Parameter | Placeholder:
             return parameter if stage in self.users[name] else self.direct[name]
 
-        made = copied(model, "", self.containers, child, parameter)
-        self._rebind(model, made)
-        self._forget_caches(made)
+        made = self._copy(model, child, parameter)
         for hooks in (made._forward_hooks, made._forward_pre_hooks):
             for key, hook in hooks.items():
-                hooks[key] = _observing(hook, self.kind.__name__)
+                hooks[key] = _observing(hook, self.model_class.__name__)
         return made
 
-    def _rebind(self, model: nn.Module, piece: nn.Module) -> None:
-        """Let methods that containers keep as attributes be those of a piece."""
+    def _copy(
+        self,
+        model: nn.Module,
+        child: Callable[[str, nn.Module], nn.Module],
+        parameter: Callable[[str, nn.Parameter], nn.Parameter | Placeholder],
+    ) -> nn.Module:
+        """A copy of the model's containers, with replaced units and parameters."""
+        made = copied(model, "", self.containers, child, parameter)
+        self._rebind(model, made)
+        if "use_cache" not in self.arguments:
+            for name in self.containers - {""}:
+                disable_cache(made.get_submodule(name))
+        return made
+
+    def _rebind(self, model: nn.Module, made: nn.Module) -> None:
+        """Bind methods that containers keep as attributes to the copies of the containers."""
         paths = {id(part): path for path, part in model.named_modules()}
         for name in self.containers:
-            attributes = vars(piece.get_submodule(name))
+            attributes = vars(made.get_submodule(name))
             for key, value in attributes.items():
                 path = paths.get(id(value.__self__)) if isinstance(value, MethodType) else None
                 if path in self.containers:
-                    attributes[key] = MethodType(value.__func__, piece.get_submodule(path))
+                    attributes[key] = MethodType(value.__func__, made.get_submodule(path))
                 elif path is not None:
                     raise PartitionError(
                         f"the attribute {joined(name, key)!r} is a method of {path!r}, which would "
                         "run in stages that do not have that; call it as a method of the submodule"
                     )
 
-    def _forget_caches(self, piece: nn.Module) -> None:
-        for name in self.containers - {""} if "use_cache" not in self.arguments else ():
-            forget_caches(piece.get_submodule(name))
-
-    def retype(self, piece: nn.Module, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Follow what is done to the parameters of a piece, as far as it changes their types."""
+    def retype(
+        self, stage_module: nn.Module, change: Callable[[torch.Tensor], torch.Tensor]
+    ) -> None:
+        """Change the types of placeholders as ``change`` changes those of a stage's parameters."""
         types: dict[torch.dtype, torch.dtype] = {}
 
         def follow(table: dict[str, Any]) -> bool:
-            """Whether anything in a table has another type now."""
+            """Change the placeholders in a table; returns whether any has another type now."""
             changed = False
             for key, placeholder in table.items():
                 if isinstance(placeholder, Placeholder):
-                    if placeholder.dtype not in types:
-                        types[placeholder.dtype] = change(
-                            torch.empty(0, dtype=placeholder.dtype, device="cpu")
-                        ).dtype
-                    if types[placeholder.dtype] is not placeholder.dtype:
-                        table[key], changed = placeholder.typed(types[placeholder.dtype]), True
+                    before = placeholder.dtype
+                    if before not in types:
+                        types[before] = change(torch.empty(0, dtype=before, device="cpu")).dtype
+                    if types[before] is not before:
+                        table[key], changed = placeholder.typed(types[before]), True
             return changed
 
         for probe in self.probes.values():
@@ -249,20 +269,20 @@ class Layout:
         self.retyped += 1
         for name, placeholder in self.direct.items():
             path, _, key = name.rpartition(".")
-            for model in (self.empty_model, piece):
+            for model in (self.empty_model, stage_module):
                 container = vars(model.get_submodule(path))
                 if key in container:
                     container[key] = placeholder
 
 
 def _placeholders(unit: str, module: nn.Module) -> dict[int, Any]:
-    """For a copy of a unit: placeholders for all that has data."""
+    """A memo for ``deepcopy`` of a unit: placeholders for its tensors."""
     memo: dict[int, Any] = {}
     computed = [
         (key, value)
         for part in module.modules()
         for key, value in vars(part).items()
-        # Such as the weight that a hook makes of its direction and its length.
+        # Such as the weight that a hook of weight normalization computes.
         if type(value) is torch.Tensor and value.grad_fn is not None
     ]
     for name, tensor in (*module.named_parameters(), *module.named_buffers(), *computed):
@@ -271,8 +291,8 @@ def _placeholders(unit: str, module: nn.Module) -> dict[int, Any]:
     return memo
 
 
-def _without_data(model: nn.Module) -> dict[int, Any]:
-    """For copies of what every stage has: placeholders for what has no data yet."""
+def _buffers_without_data(model: nn.Module) -> dict[int, Any]:
+    """A memo for ``deepcopy`` of free submodules: placeholders for buffers on the meta device."""
     return {
         id(buffer): Placeholder.of(buffer, name, ANYWHERE)
         for name, buffer in model.named_buffers()
@@ -280,13 +300,13 @@ def _without_data(model: nn.Module) -> dict[int, Any]:
     }
 
 
-def _observing(hook: Callable[..., Any], who: str) -> Callable[..., None]:
-    """A hook of the model itself, which every stage has: it may look at what it is given."""
+def _observing(hook: Callable[..., Any], name: str) -> Callable[..., None]:
+    """A hook of the model itself that may only look at its arguments: every stage has it."""
 
     def call(*args: Any) -> None:
         if hook(*args) is not None:
             raise PartitionError(
-                f"a hook of {who} itself changes what it is given, which in a stage is what comes "
+                f"a hook of {name} itself changes what it is given, which in a stage is what comes "
                 "from the one before, or goes to the next; do so in a submodule"
             )
 

@@ -6,14 +6,14 @@ import copy
 from collections import deque
 from collections.abc import Callable
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from taktline import pytree
 
-__all__ = ["cloned", "copies", "is_constant", "is_mutable", "look_at", "put_back", "saved"]
+__all__ = ["clone", "fingerprint", "is_constant", "is_mutable", "restore", "save", "with_copies"]
 
 _CONTAINERS = (list, dict, set, deque)
 _NOT_OBJECTS = (
@@ -21,11 +21,11 @@ _NOT_OBJECTS = (
     *(nn.Module, torch.Tensor),
 )
 _LIBRARIES = ("torch", "transformers", "builtins", "functools")
-"""Objects of these do not count what a forward does."""
+"""A forward does not keep its state in objects of these libraries."""
 
 
 def is_constant(leaf: object) -> bool:
-    """Whether a value is all that there is to know of it."""
+    """Whether a value cannot change and compares by value."""
     return leaf is None or isinstance(leaf, (bool, int, float, str, torch.dtype, torch.device))
 
 
@@ -41,7 +41,7 @@ def _is_object(value: object) -> bool:
 
 
 def _parts(value: Any) -> list[tuple[Any, Any]]:
-    """What a mutable value, or a tuple, consists of, by place or name."""
+    """The parts of a mutable value or a tuple, by place or name."""
     if isinstance(value, dict):
         return list(value.items())
     if isinstance(value, set):
@@ -51,17 +51,20 @@ def _parts(value: Any) -> list[tuple[Any, Any]]:
     return list(vars(value).items()) if _is_object(value) else []
 
 
-def _tensor_look(tensor: torch.Tensor) -> Any:
+def _tensor_fingerprint(tensor: torch.Tensor) -> Any:
     version = 0 if tensor.is_inference() else tensor._version
     return (type(tensor), tuple(tensor.shape), tensor.dtype, id(tensor), version)
 
 
-def look_at(
+def fingerprint(
     value: Any,
-    of_tensor: Callable[[torch.Tensor], Any] = _tensor_look,
+    of_tensor: Callable[[torch.Tensor], Any] = _tensor_fingerprint,
     memo: frozenset[int] = frozenset(),
 ) -> Any:
-    """What a value is like, to be compared; tensors by what they are and how often they changed."""
+    """A summary of a value that differs once the value has changed.
+
+    By default tensors are compared by identity and version.
+    """
     if is_constant(value):
         return (type(value), value)
     if isinstance(value, torch.Tensor):
@@ -69,55 +72,51 @@ def look_at(
     if id(value) in memo or not (is_mutable(value) or isinstance(value, tuple)):
         return id(value)
     inside = memo | {id(value)}
-    parts = ((_key(key), look_at(part, of_tensor, inside)) for key, part in _parts(value))
-    return (type(value), *parts)
+    return (
+        type(value),
+        *(
+            (key if is_constant(key) else id(key), fingerprint(part, of_tensor, inside))
+            for key, part in _parts(value)
+        ),
+    )
 
 
-def _key(key: Any) -> Any:
-    return key if is_constant(key) else id(key)
+class _Saved(NamedTuple):
+    """A mutable value, and the parts that it had."""
+
+    value: Any
+    parts: list[tuple[Any, Any]]
 
 
-def saved(value: Any, memo: frozenset[int] = frozenset()) -> Any:
-    """What :func:`put_back` needs to make a mutable value what it is now."""
+def save(value: Any, memo: frozenset[int] = frozenset()) -> Any:
+    """What :func:`restore` needs to undo later changes of a value."""
     if id(value) in memo or not is_mutable(value):
         return value
     inside = memo | {id(value)}
-    return _Saved(value, [(key, saved(part, inside)) for key, part in _parts(value)])
+    return _Saved(value, [(key, save(part, inside)) for key, part in _parts(value)])
 
 
-class _Saved:
-    """A mutable value, and what it consisted of."""
-
-    def __init__(self, value: Any, parts: list[tuple[Any, Any]]) -> None:
-        self.value = value
-        self.parts = parts
-
-
-def put_back(kept: Any) -> Any:
-    """A value as it was when it was saved: the same object, with the same in it."""
-    if not isinstance(kept, _Saved):
-        return kept
-    parts = [(key, put_back(part)) for key, part in kept.parts]
-    _fill(kept.value, parts)
-    return kept.value
+def restore(saved: Any) -> Any:
+    """The same object as when it was saved, with the parts that it had then."""
+    if not isinstance(saved, _Saved):
+        return saved
+    _fill(saved.value, [(key, restore(part)) for key, part in saved.parts])
+    return saved.value
 
 
-def cloned(value: Any, memo: dict[int, Any] | None = None) -> Any:
-    """A mutable value of its own, with the same tensors and constants in it."""
+def clone(value: Any, memo: dict[int, Any] | None = None) -> Any:
+    """A copy of a mutable value and of the mutable values in it, with the same tensors."""
     memo = {} if memo is None else memo
     if not is_mutable(value):
         return value
     if id(value) not in memo:
         memo[id(value)] = made = copy.copy(value)
-        _fill(made, [(key, cloned(part, memo)) for key, part in _parts(value)])
+        _fill(made, [(key, clone(part, memo)) for key, part in _parts(value)])
     return memo[id(value)]
 
 
 def _fill(value: Any, parts: list[tuple[Any, Any]]) -> None:
-    """Let a mutable value consist of parts."""
-    if isinstance(value, list):
-        value[:] = [part for _, part in parts]
-        return
+    """Replace all parts of a mutable value."""
     table = value if isinstance(value, _CONTAINERS) else vars(value)
     table.clear()
     if isinstance(table, dict):
@@ -128,10 +127,10 @@ def _fill(value: Any, parts: list[tuple[Any, Any]]) -> None:
         table.extend(part for _, part in parts)
 
 
-def copies(tree: Any) -> tuple[Any, list[torch.Tensor]]:
-    """A tree with copies of what autograd keeps from being changed in place; and these.
+def with_copies(tree: Any) -> tuple[Any, list[torch.Tensor]]:
+    """A tree with copies of the tensors that require gradients; and these copies.
 
-    It refuses to change what a backward ends with; versions of copies show whether a stage does.
+    Autograd refuses to change a leaf in place. The version of a copy shows whether a stage does.
     """
     made: list[torch.Tensor] = []
 

@@ -1,4 +1,4 @@
-"""Tensors of other stages: their shape and type are known, their data is not here."""
+"""Placeholders for tensors of other stages: a shape and a type, without data."""
 
 from __future__ import annotations
 
@@ -11,8 +11,15 @@ import torch
 
 from taktline import pytree
 from taktline.errors import PartitionError
-from taktline.split.example import Args, Kwargs
-from taktline.split.named.operations import META, depends_on_data, made, no_data, on_meta, sized
+from taktline.split.arguments import Args, Kwargs, aliased
+from taktline.split.named.meta_operations import (
+    META,
+    missing_data,
+    run_on_meta,
+    run_with_sizes,
+    size_depends_on_data,
+    to_meta,
+)
 
 __all__ = [
     "ANYWHERE",
@@ -26,9 +33,6 @@ __all__ = [
 
 ANYWHERE = 1 << 30
 """The stage of a value that every stage has."""
-
-
-# What is to be seen of a tensor here is its shape alone, so the result is no placeholder.
 _FILLED = {
     torch.ops.aten.full_like,
     torch.ops.aten.new_full,
@@ -37,30 +41,31 @@ _FILLED = {
     torch.ops.aten.ones_like,
     torch.ops.aten.zeros_like,
 }
+"""Operations that read the shape of their argument alone, so their results need no placeholder."""
 
 
 class PlaceholderContext:
-    """A forward in which placeholders appear; says where what is made of them comes from."""
+    """A running forward with placeholders; its methods see each operation on them."""
 
     mixed = False
-    """Whether tensors with data appear in it, too, and matter."""
+    """Whether the forward computes with real tensors, too, so that their data must not be lost."""
     bare = False
-    """Whether no placeholder comes to the submodules of this stage: they run as they are."""
+    """Whether the units of this stage get no placeholders, so that they run unchanged."""
     repeats = False
-    """Whether what is not of this stage is known from another call."""
+    """Whether an earlier call has shown what units of other stages return."""
     numbers: Any = None
-    """The :class:`Numbers` that it asks for, if they are known, or to be noted."""
+    """The :class:`Numbers` that the forward reads from tensors, if they are tracked."""
     _outer: PlaceholderContext | None
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
     def source(self, placeholders: Sequence[Placeholder]) -> Placeholder:
-        """The placeholder that decides whose value an operation's result is."""
+        """The placeholder whose maker and stage an operation's result gets."""
         return placeholders[0]
 
     def note_made(self, made: Placeholder, placeholders: Sequence[Placeholder], func: Any) -> None:
-        """Note that an operation on placeholders has made one."""
+        """Note that an operation on placeholders has returned a new one."""
 
     def note_written(
         self, placeholder: Placeholder, placeholders: Sequence[Placeholder], func: Any
@@ -68,16 +73,16 @@ class PlaceholderContext:
         """Note that an operation on placeholders has changed one of them in place."""
 
     def call(self, func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
-        """Call a function of torch that is given placeholders."""
+        """Call a function of torch with placeholders among its arguments."""
         args, kwargs = resolved((args, kwargs))
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
 
     def note_change(self) -> None:
-        """Note that a placeholder has got another shape."""
+        """Note that an operation has changed the shape of a placeholder in place."""
 
     def note_asked(self, placeholder: Placeholder) -> None:
-        """Note that the forward asks a placeholder for a number."""
+        """Note that the forward reads a number from a placeholder."""
 
     def __enter__(self) -> Self:
         self._outer = here.context
@@ -89,10 +94,9 @@ class PlaceholderContext:
 
 
 class _Here(local):
-    """What runs on this thread."""
+    """The forward with placeholders that runs on this thread."""
 
     context: PlaceholderContext | None = None
-    """The forward that is running, if it knows placeholders."""
 
 
 here = _Here()
@@ -100,20 +104,20 @@ _nowhere = PlaceholderContext(META)
 
 
 class Placeholder(torch.Tensor):
-    """A tensor without data: operations on it return placeholders, and cost next to nothing."""
+    """A tensor without data: operations on it return placeholders, and compute shapes alone."""
 
     meta: torch.Tensor
     _device: torch.device
     maker: str
-    """The submodule, or the parameter, that it comes from."""
+    """The submodule or parameter that the placeholder comes from."""
     stage: int
-    """The stage that has made it."""
+    """The stage that has the data."""
     parameter: bool
-    """Whether it is a parameter of the model itself."""
+    """Whether the placeholder is for a parameter of a container."""
     owner = ""
-    """The unit whose parameter or buffer it is."""
+    """The unit that has the placeholder as a parameter or buffer."""
     history: Any = None
-    """Where a walk has seen it come from."""
+    """How a dry run has seen the placeholder being made."""
     value: torch.Tensor | None
     """The data, once it has come from another stage."""
 
@@ -127,7 +131,7 @@ class Placeholder(torch.Tensor):
         *,
         parameter: bool = False,
     ) -> Placeholder:
-        """A tensor with what a meta tensor knows, on a device."""
+        """A placeholder with the shape, strides and type of a meta tensor."""
         made = torch.Tensor._make_wrapper_subclass(  # pyright: ignore[reportAttributeAccessIssue]
             cls,
             meta.shape,
@@ -146,34 +150,34 @@ class Placeholder(torch.Tensor):
         return made
 
     def __init__(self, *_: Any, **__: Any) -> None:
-        """All is done above."""
+        """Do nothing: ``__new__`` has set everything."""
 
-    # In Python, as forwards ask often: torch would ask __torch_function__ each time.
+    # Properties in Python are faster: torch's own go through __torch_function__.
 
     @property
     def shape(self) -> torch.Size:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Its shape."""
+        """The shape of the data."""
         return (self.meta if self.value is None else self.value).shape
 
     @property
     def dtype(self) -> torch.dtype:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Its type."""
+        """The type of the data."""
         return (self.meta if self.value is None else self.value).dtype
 
     @property
     def device(self) -> torch.device:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Where its data would be."""
+        """The device of the data."""
         return self._device if self.value is None else self.value.device
 
     @classmethod
     def of(
         cls, tensor: torch.Tensor, maker: str, stage: int, *, parameter: bool = False
     ) -> Placeholder:
-        """What is left of a tensor without its data."""
+        """A placeholder for a tensor."""
         return cls(as_meta(tensor), maker, stage, tensor.device, parameter=parameter)
 
     def typed(self, dtype: torch.dtype) -> Placeholder:
-        """The same with another type."""
+        """A placeholder like this one, with another type."""
         return self._like(self.meta.to(dtype))
 
     def _like(self, meta: torch.Tensor) -> Placeholder:
@@ -185,11 +189,11 @@ class Placeholder(torch.Tensor):
         return f"Placeholder({self.maker!r}, {self.dtype}, {list(self.shape)})"
 
     def __format__(self, format_spec: str) -> str:
-        # A text for people: there is no number to be shown.
+        # There is no number to format, as in a message for the log.
         return repr(self) if self.value is None else format(self.value, format_spec)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Placeholder:
-        # Its own attributes do not change, except that it gets its data, which a copy has not.
+        # A copy is a placeholder that has not got its data yet.
         return self._like(self.meta)
 
     @classmethod
@@ -210,21 +214,21 @@ class Placeholder(torch.Tensor):
         context = here.context or PlaceholderContext(placeholders[0].device)
         source = context.source(placeholders)
         if func is torch.ops.aten._local_scalar_dense.default:
-            raise no_data(source, "a number")
+            raise missing_data(source, "a number")
         if context.mixed:
             _require_no_writing(func, args, kwargs, source)
         metas = [_without_data(leaf) for leaf in leaves]
         meta_args, meta_kwargs = pytree.tree_unflatten(metas, spec)
         if context.mixed and func.overloadpacket in _FILLED:
             return func(*meta_args, **{**meta_kwargs, "device": context.device})
-        if depends_on_data(func, args):
+        if size_depends_on_data(func, args):
             if context.numbers is None:
-                raise no_data(source, str(func))
+                raise missing_data(source, str(func))
             for placeholder in placeholders:
                 context.note_asked(placeholder)
-            output = sized(func, meta_args, meta_kwargs, context, source.maker)
+            output = run_with_sizes(func, meta_args, meta_kwargs, context, source.maker)
         else:
-            output = made(func, meta_args, meta_kwargs, context, source)
+            output = run_on_meta(func, meta_args, meta_kwargs, context, source)
         device = next((leaf for leaf in leaves if isinstance(leaf, torch.device)), context.device)
         # An operation in place returns the tensor itself.
         same = {id(meta): leaf for meta, leaf in zip(metas, leaves, strict=True)}
@@ -246,13 +250,13 @@ class Placeholder(torch.Tensor):
 
 @dataclass(frozen=True, slots=True)
 class Absent:
-    """An argument of the model of which later stages need the shape alone."""
+    """Sent instead of an argument of the model if later stages need its shape alone."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
 
     def as_placeholder(self, device: torch.device) -> Placeholder:
-        """What a forward sees of it."""
+        """A placeholder for the argument."""
         meta = torch.empty(self.shape, dtype=self.dtype, device="meta")
         return Placeholder(meta, "an argument of the model", 0, device)
 
@@ -266,18 +270,18 @@ pytree.register_pytree_node(
 
 def as_meta(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor on the meta device with the same shape, strides and type."""
-    return tensor.meta if isinstance(tensor, Placeholder) else on_meta(tensor)
+    return tensor.meta if isinstance(tensor, Placeholder) else to_meta(tensor)
 
 
 def _without_data(leaf: Any) -> Any:
     if isinstance(leaf, torch.Tensor):
-        # Several may have one meta tensor in common, and some operations change its shape.
+        # Placeholders may share a meta tensor, and some operations change its shape.
         return as_meta(leaf).detach()
     return META if isinstance(leaf, torch.device) else leaf
 
 
 def resolved(tree: Any) -> Any:
-    """A tree with the data of those placeholders that have got theirs."""
+    """A tree in which placeholders that have got their data are replaced by it."""
     return pytree.tree_map_only(
         Placeholder,
         lambda placeholder: placeholder if placeholder.value is None else placeholder.value,
@@ -286,13 +290,10 @@ def resolved(tree: Any) -> Any:
 
 
 def _require_no_writing(func: Any, args: Args, kwargs: Kwargs, source: Placeholder) -> None:
-    """Raise if an operation would write what is not here into a tensor that is."""
+    """Raise if an operation writes data that is missing here into a real tensor."""
     if not func._schema.is_mutable:
         return
-    for place, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is None or not argument.alias_info.is_write:
-            continue
-        written = args[place] if place < len(args) else kwargs.get(argument.name)
+    for written in aliased(func, args, kwargs, written=True):
         if isinstance(written, torch.Tensor) and not isinstance(written, Placeholder):
             raise PartitionError(
                 f"the forward writes ({func}) a value of {source.maker!r} into a tensor that every "

@@ -1,7 +1,7 @@
-"""The layers of an ``nn.LSTM``, ``nn.GRU`` or ``nn.RNN``, opened so that a cut can go between them.
+"""Opens an ``nn.LSTM``, ``nn.GRU`` or ``nn.RNN``, so that a cut can go between its layers.
 
-In the place of the module is one of its class that calls a submodule for each layer. It has the
-weights itself, under their own names, so that each of them lies in the stages that use it.
+The opened module calls one submodule for each layer. It keeps the weights itself, under their own
+names, so that each weight lies in the stages that use it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import PackedSequence
 
 from taktline.errors import PartitionError
-from taktline.split.named.replacement import made_from
+from taktline.split.named.units import derived_class
 
 __all__ = ["Layer", "Layers", "open_recurrent", "recurrent_in", "tensors_of"]
 
@@ -27,7 +27,7 @@ _FUNCTIONS: dict[str, Any] = {
 
 
 class Layer(nn.Module):
-    """One layer, without its weights, which it is given."""
+    """One layer; its weights are arguments."""
 
     def __init__(self, whole: nn.RNNBase, number: int) -> None:
         super().__init__()
@@ -36,33 +36,33 @@ class Layer(nn.Module):
         self.train(whole.training)
 
     def forward(self, x: Tensor, state: tuple[Tensor, ...], *weights: Tensor) -> Any:
-        """The output and the last state of a sequence, time first."""
-        begun = state if self.mode == "LSTM" else state[0]
+        """The output for a sequence, time first, and the last state."""
+        start = state if self.mode == "LSTM" else state[0]
         x, *last = _FUNCTIONS[self.mode](
-            x, begun, weights, self.bias, 1, 0.0, self.training, self.bidirectional, False
+            x, start, weights, self.bias, 1, 0.0, self.training, self.bidirectional, False
         )
         return nn.functional.dropout(x, self.dropout, self.training), tuple(last)
 
 
 class Layers:
-    """Mixed into the class of a recurrent module whose layers are opened."""
+    """Mixed into the class of a recurrent module that is opened."""
 
     _modules: dict[str, Layer]
     training: bool
 
     def forward(self, input: Any, hx: Any = None) -> Any:
-        """What the module returns."""
+        """The output of the last layer, and the last states of all layers."""
         whole: Any = self
         if isinstance(input, PackedSequence):
             raise PartitionError(
                 f"the layers of a {type(self).__name__} that is given a packed sequence cannot lie "
                 "in several stages; cut the model elsewhere, or pass padded sequences"
             )
-        x, alone = input, input.dim() == 2
-        if alone:
+        x, is_unbatched = input, input.dim() == 2
+        if is_unbatched:
             x = x.unsqueeze(0 if whole.batch_first else 1)
         x = x.transpose(0, 1) if whole.batch_first else x
-        states = self._begin(x, hx, alone=alone)
+        states = self._first_states(x, hx, is_unbatched=is_unbatched)
         directions = 2 if whole.bidirectional else 1
         found: list[tuple[Tensor, ...]] = []
         for number, layer in enumerate(self._modules.values()):
@@ -71,31 +71,32 @@ class Layers:
             found.append(last)
         ends = [torch.cat(parts) for parts in zip(*found, strict=True)]
         x = x.transpose(0, 1) if whole.batch_first else x
-        if alone:
-            x, ends = x.squeeze(0 if whole.batch_first else 1), [each.squeeze(1) for each in ends]
+        if is_unbatched:
+            x = x.squeeze(0 if whole.batch_first else 1)
+            ends = [each.squeeze(1) for each in ends]
         return x, tuple(ends) if whole.mode == "LSTM" else ends[0]
 
     def weights(self, number: int) -> list[Tensor]:
-        """Those of a layer, in the order in which torch takes them."""
+        """The weights of a layer, in the order in which torch takes them."""
         whole: Any = self
         kinds = ["weight_ih", "weight_hh", *(["bias_ih", "bias_hh"] if whole.bias else [])]
         kinds += ["weight_hr"] if whole.proj_size else []
         ends = ["", "_reverse"] if whole.bidirectional else [""]
         return [getattr(self, f"{kind}_l{number}{end}") for end in ends for kind in kinds]
 
-    def _begin(self, x: Tensor, hx: Any, *, alone: bool) -> list[Tensor]:
-        """The states that all layers begin with."""
+    def _first_states(self, x: Tensor, hx: Any, *, is_unbatched: bool) -> list[Tensor]:
+        """The states with which the layers begin."""
         whole: Any = self
         if hx is not None:
             given = list(hx) if whole.mode == "LSTM" else [hx]
-            return [each.unsqueeze(1) for each in given] if alone else given
+            return [each.unsqueeze(1) for each in given] if is_unbatched else given
         count = whole.num_layers * (2 if whole.bidirectional else 1)
         widths = [whole.proj_size or whole.hidden_size]
         widths += [whole.hidden_size] if whole.mode == "LSTM" else []
         return [x.new_zeros(count, x.shape[1], width) for width in widths]
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        # Without what the class does for all weights together, of which a stage has some.
+        # The class would flatten all weights together, and a stage has some of them alone.
         return nn.Module._apply(self, fn, recurse)  # pyright: ignore[reportArgumentType]
 
     def flatten_parameters(self) -> None:
@@ -103,7 +104,7 @@ class Layers:
 
 
 def recurrent_in(model: nn.Module) -> dict[str, nn.RNNBase]:
-    """The recurrent modules of a model with several layers that can be opened, by their names."""
+    """The recurrent modules with several layers that can be opened, by name."""
     return {
         name: module
         for name, module in model.named_modules(remove_duplicate=False)
@@ -117,7 +118,7 @@ def recurrent_in(model: nn.Module) -> dict[str, nn.RNNBase]:
 
 
 def tensors_of(model: nn.Module, name: str) -> list[Tensor]:
-    """The parameters and buffers that a submodule uses, or a layer is given."""
+    """The parameters and buffers that a submodule uses."""
     module = model.get_submodule(name)
     whole, _, key = name.rpartition(".")
     parent = model.get_submodule(whole)
@@ -127,7 +128,7 @@ def tensors_of(model: nn.Module, name: str) -> list[Tensor]:
 
 
 def open_recurrent(model: nn.Module, cuts: Iterable[object]) -> nn.Module:
-    """The model, or one that shares all with it, in which what cuts go through is opened."""
+    """A copy of the model that shares its tensors; cuts go between its recurrent layers."""
     inside = {str(cut).rpartition(".")[0] for cut in cuts}
     found = {name: module for name, module in recurrent_in(model).items() if name in inside}
     return _replaced(model, "", found) if found else model
@@ -148,8 +149,8 @@ def _replaced(module: nn.Module, path: str, opened: Collection[str]) -> nn.Modul
 
 
 def _opened(module: Any) -> nn.Module:
-    made = object.__new__(made_from(type(module), Layers))
+    made = object.__new__(derived_class(type(module), Layers))
     layers = {str(number): Layer(module, number) for number in range(module.num_layers)}
-    # Its list of all weights would keep those of other stages.
+    # The list of all weights would keep alive those of other stages.
     made.__dict__ = {**vars(module), "_modules": layers, "_flat_weights": []}
     return made

@@ -1,10 +1,10 @@
-"""One stage's way through the model's forward: from where values come in to where they go out.
+"""One micro-batch in one stage: a run of the model's forward from where values come in.
 
 ::
 
     forward of the model:   embed   layer 0   layer 1   layer 2   layer 3   norm   head
-    stage 1 of 3:           (…)     (…)       ▶ real    real      ▶ leave
-                                              what stage 0 sent   what stage 2 needs
+    stage 1 of 3:           (…)     (…)       ▶ runs    runs      ▶ leave
+                                              values of stage 0   values for stage 2
 
 (…) are placeholders.
 """
@@ -20,24 +20,24 @@ import torch
 
 from taktline import pytree
 from taktline.errors import PartitionError
-from taktline.split.example import Args, Call, Kwargs
+from taktline.split.arguments import Args, Call, Kwargs
 from taktline.split.named.checkpoints import Checkpoints
-from taktline.split.named.course import Value
-from taktline.split.named.kind import Kind
+from taktline.split.named.data_dependent import Numbers, Sizes
+from taktline.split.named.forward_summary import UnitTensor
+from taktline.split.named.hugging_face import collected_lists
+from taktline.split.named.known_call import KnownCall
 from taktline.split.named.layout import Layout
-from taktline.split.named.numbers import Numbers, Sizes
-from taktline.split.named.of_transformers import lists
 from taktline.split.named.placeholder import Placeholder, resolved
-from taktline.split.named.recorded import Before, Recorded, since
 from taktline.split.named.shape_probe import ShapeProbe
+from taktline.split.named.side_effects import FullOutput, StateBefore, collected_since
 
-__all__ = ["Given", "Leave", "StageRun"]
+__all__ = ["Leave", "StageInput", "StageRun"]
 
 
 class Leave(BaseException):
     """Ends a forward where the next stage begins.
 
-    Not an Exception: no handler in the forward is meant for it.
+    Not an Exception, so that no handler in the forward catches it.
     """
 
     def __init__(self, args: Args, kwargs: Kwargs) -> None:
@@ -45,16 +45,15 @@ class Leave(BaseException):
         self.arguments = (args, kwargs)
 
 
-class Given(NamedTuple):
-    """What one call of a stage is given."""
+class StageInput(NamedTuple):
+    """What one call of a stage gets."""
 
     values: Sequence[Any]
-    """What comes from the stage before."""
-    came: Call
+    """The values from the stage before."""
+    received: Call
     """The arguments of the model."""
     device: torch.device
-    kind: Kind
-    """What is known of such calls."""
+    known: KnownCall
 
 
 class StageRun(Checkpoints, ABC):
@@ -62,38 +61,40 @@ class StageRun(Checkpoints, ABC):
 
     mixed = True
     is_inside = False
+    """Whether an own unit runs."""
     _lengths: Mapping[str, int] = MappingProxyType({})
-    """How much was collected before a unit has run."""
-    _before: Before | None = None
-    """All else that there was, if it matters."""
+    """The lengths of the lists of collected outputs before an own unit runs."""
+    _before: StateBefore | None = None
+    """The state before an own unit runs, if the unit has side effects."""
 
-    def __init__(self, layout: Layout, stage: int, given: Given) -> None:
-        values, _, self.device, kind = given
+    def __init__(self, layout: Layout, stage: int, given: StageInput) -> None:
+        values, _, self.device, known = given
         self.given = given
-        self.opened = kind.opened
+        self.opened = known.summary.opened
         self._layout = layout
         self._stage = stage
         self._values = values
-        self._kind = kind
-        if kind.asks or kind.asked:
-            self.numbers = Numbers(self, values[-1] if kind.asked else None)
-            self._sizes = Sizes(self) if kind.is_sized else None
-        self._entering = len(values) - len(kind.takes) - (1 if kind.asked else 0)
-        """How many values the stage begins with; the others come beside them."""
-        self._is_in = stage == 0
+        self._known = known
+        received_numbers = known.entry.numbers > 0
+        if received_numbers or known.exit.numbers:
+            self.numbers = Numbers(self, values[-1] if received_numbers else None)
+            self._sizes = Sizes(self) if known.summary.is_sized else None
+        self._arguments = len(values) - len(known.entry.extras) - received_numbers
+        """How many of the values are arguments of the stage's first unit; then come extras."""
+        self._has_begun = stage == 0
         self._calls: dict[str, int] = {}
         """How often each unit was called, as far as it matters."""
-        if kind.sends or not self.repeats:
-            self._caught: dict[Value, torch.Tensor] = {}
-            self._unsure: set[Value] = set()
+        if known.exit.extras or not self.repeats:
+            self._caught: dict[UnitTensor, torch.Tensor] = {}
+            self._unsure: set[UnitTensor] = set()
 
     def is_open(self, checkpoint: int) -> bool:
-        """Whether it has units of other stages in it, which cannot run again."""
-        return not self._is_in or super().is_open(checkpoint)
+        """Whether a block has units of other stages, which cannot run again."""
+        return not self._has_begun or super().is_open(checkpoint)
 
     def is_foreign(self, unit: Any) -> bool:
-        """Whether a unit of this stage is called for another one, which has it, too."""
-        if self._is_in:
+        """Whether this call of an own unit belongs to another stage that has the unit, too."""
+        if self._has_begun:
             return unit.ends is not None and unit.ends == self._calls.get(unit.unit, 0)
         return not self._begins(unit) and len(self._layout.homes[unit.unit]) > 1
 
@@ -102,27 +103,27 @@ class StageRun(Checkpoints, ABC):
         return unit.begins is not None and unit.begins == self._calls.get(unit.unit, 0)
 
     def call_early(self, unit: Any, args: Args, kwargs: Kwargs) -> Any:
-        """What a unit of this stage returns that is called for another one."""
+        """Treat a call of an own unit as one of another stage's."""
         probe = self._layout.probes[unit.unit]
         return self.call_foreign(probe, unit.training, args, kwargs)
 
     @abstractmethod
     def call_foreign(self, probe: ShapeProbe, training: bool, args: Args, kwargs: Kwargs) -> Any:
-        """What a unit of another stage returns; raises :class:`Leave` where this stage ends."""
+        """The output of a foreign unit; raises :class:`Leave` where this stage ends."""
 
     def note_own(self, unit: Any, args: Args, kwargs: Kwargs, output: Any) -> None:
-        """Keep what later stages need of what a unit of this stage was given and has returned."""
+        """Keep the arguments and outputs of an own unit that later stages need."""
         call = self.count(unit.unit)
         if self._lengths:
-            output = Recorded(output, since(self._lengths))
+            output = FullOutput(output, collected_since(self._lengths))
         if self._before is not None:
-            output = self._before.left(output)
+            output = self._before.with_effects(output)
         if self.numbers is not None:
             leaves = pytree.tree_leaves(output)
             self._layout.probes[unit.unit].note_sizes(leaves, self.numbers)
             for leaf in leaves:
                 self.numbers.note(leaf)
-        for value in self._kind.sends:
+        for value in self._known.exit.extras:
             if value.unit == unit.unit and value.call == call:
                 leaves = pytree.tree_leaves(output if value.is_output else (args, kwargs))
                 self._caught[value] = leaves[value.leaf]
@@ -130,30 +131,33 @@ class StageRun(Checkpoints, ABC):
                     self._unsure.add(value)
 
     def _note_before(self, unit: Any, args: Args, kwargs: Kwargs) -> None:
-        """Note what there is before a unit runs, to see what it leaves behind."""
-        self._lengths = {key: len(part) for key, part in lists().items()}
+        """Note the state before an own unit runs, to find its side effects."""
+        self._lengths = {key: len(part) for key, part in collected_lists().items()}
         leaves_more = self._layout.probes[unit.unit].leaves_more
-        self._before = Before(unit.unit, unit, args, kwargs) if leaves_more else None
+        self._before = StateBefore(unit.unit, unit, args, kwargs) if leaves_more else None
 
     def count(self, unit: str) -> int:
-        """Which call of a unit this is."""
+        """The number of a call of a unit, from 0 up."""
         call = self._calls.get(unit, 0)
         self._calls[unit] = call + 1
         return call
 
-    def beside(self) -> tuple[torch.Tensor, ...]:
-        """What goes to the next stage beside what it begins with."""
-        came = dict(zip(self._kind.takes, self._values[self._entering :], strict=False))
-        sent = [self._sent(value, came) for value in self._kind.sends]
-        if self._kind.asks:
-            sent.append(self.numbers.sent(self._kind.asks, self.device))
+    def extras(self) -> tuple[torch.Tensor, ...]:
+        """The values for the next stage besides the arguments of its first unit."""
+        entry, exit = self._known.entry, self._known.exit
+        received = dict(zip(entry.extras, self._values[self._arguments :], strict=False))
+        sent = [self._sent(value, received) for value in exit.extras]
+        if exit.numbers:
+            sent.append(self.numbers.sent(exit.numbers, self.device))
         return tuple(sent)
 
-    def _sent(self, value: Value, came: Mapping[Value, Any]) -> torch.Tensor:
-        sent = self._caught.get(value, came.get(value))
-        if sent is None and value in self._kind.looks:
-            look = self._kind.looks[value]
-            return torch.zeros(look.shape, dtype=look.dtype, device=self.device)
+    def _sent(self, value: UnitTensor, received: Mapping[UnitTensor, Any]) -> torch.Tensor:
+        sent = self._caught.get(value, received.get(value))
+        summary = self._known.summary
+        if sent is None and summary.is_guessed and value in summary.shapes:
+            # A micro-batch that takes another branch has not this tensor.
+            absent = summary.shapes[value]
+            return torch.zeros(absent.shape, dtype=absent.dtype, device=self.device)
         if not isinstance(sent, torch.Tensor):
             raise PartitionError(
                 f"a later stage needs {value}, which stage {self._stage} has not come to; every "
@@ -193,8 +197,8 @@ class StageRun(Checkpoints, ABC):
                 )
         return tree
 
-    def require_exit(self, probe: ShapeProbe) -> None:
-        """Raise unless the next stage begins with a submodule."""
+    def leave(self, probe: ShapeProbe, args: Args, kwargs: Kwargs) -> Leave:
+        """The end of this stage at a call of the next stage's first unit; raises at others."""
         start = self._layout.start(self._stage + 1)
         if start is None or start.unit != probe.name:
             raise PartitionError(
@@ -202,17 +206,18 @@ class StageRun(Checkpoints, ABC):
                 f"{min(self._layout.homes[probe.name])}, in the middle of stage {self._stage}; "
                 f"{self._layout.advice}"
             )
+        return Leave(args, kwargs)
 
     def require_handed_on(self, arguments: Any) -> Any:
-        """The arguments with which the next stage begins, with their data."""
+        """The arguments of the next stage's first unit, with their data."""
         return self.require_data(arguments, repr(self._layout.start(self._stage + 1)))
 
     def finish(self, output: Any) -> Any:
         """The output of the model, after its last stage."""
-        if not self._is_in or self._stage < self._layout.stages - 1:
-            start = self._layout.start(self._stage + (1 if self._is_in else 0))
+        if not self._has_begun or self._stage < self._layout.stages - 1:
+            start = self._layout.start(self._stage + (1 if self._has_begun else 0))
             raise PartitionError(
-                f"the forward of {self._layout.kind.__name__} has ended without a call of "
+                f"the forward of {self._layout.model_class.__name__} has ended without a call of "
                 f"{start!r}; every micro-batch must take the same way through the stages"
             )
         return self.require_data(output, "the output of the model")

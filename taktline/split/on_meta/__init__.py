@@ -1,1 +1,1 @@
-"""Models built without memory for their tensors, and pieces that get theirs."""
+"""Models that are built without memory for their tensors, and get values stage by stage."""

@@ -1,4 +1,4 @@
-"""Models without values: built on the meta device, with a log of how their tensors are made."""
+"""Builds models on the meta device, with a log of how their tensors are made."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from torch.utils._python_dispatch import (
 
 from taktline import pytree
 from taktline.errors import StateError
-from taktline.split.example import Args, Kwargs
-from taktline.split.on_meta.log import Log, keep, tensors_in, written
+from taktline.split.arguments import Args, Kwargs, tensors_in
+from taktline.split.on_meta.operation_log import Log, keep, written
 from taktline.split.on_meta.replay import replay
 
 __all__ = ["deferred"]
@@ -28,10 +28,10 @@ __all__ = ["deferred"]
 def deferred() -> Iterator[None]:
     """Build a model without memory for its parameters.
 
-    All tensors that are made inside lie on the meta device, and how they are made is noted.
-    :func:`materialise` carries that out for a piece of the model, so that it gets the values which
-    the model would have had if it had been built as usual, on the CPU, from the same seed. Code
-    inside sees tensors on the CPU, and may read their values.
+    All tensors that are made inside lie on the meta device, and a log says how they are made.
+    :func:`materialise` carries that out for one stage: it gets the values that the model would have
+    if it were built as usual, on the CPU, from the same seed. Code inside sees tensors on the CPU,
+    and may read their values.
 
     The global generator moves on, but not as far as it would have.
 
@@ -66,7 +66,7 @@ def deferred() -> Iterator[None]:
 
 
 class _Recorder(TorchDispatchMode):
-    """Operations on the meta device instead of the CPU, each of them noted."""
+    """Runs operations on the meta device instead of the CPU, and logs them."""
 
     def __init__(self, log: Log) -> None:
         super().__init__()
@@ -79,7 +79,7 @@ class _Recorder(TorchDispatchMode):
             return self._record(func, args, dict(kwargs or {}))
 
     def _record(self, op: OpOverload, args: Args, kwargs: Kwargs) -> Any:
-        given = list(tensors_in((args, kwargs)))
+        given = tensors_in((args, kwargs))
         if op is torch.ops.aten.lift_fresh.default and not given[0].is_meta:
             return self._log.constant(given[0])
         draws = torch.Tag.nondeterministic_seeded in op.tags
@@ -106,14 +106,14 @@ class _Recorder(TorchDispatchMode):
         return self._log.constant(value) if real else value
 
     def _now(self, op: OpOverload, args: Args, kwargs: Kwargs) -> Any:
-        """Carry out what the meta device does not know the shape of; its result is a constant."""
+        """Run an operation that the meta device does not have; its result is a constant."""
         args, kwargs = pytree.tree_map(lambda value: _real(self._log, value), (args, kwargs))
         result = op(*args, **kwargs)
         return pytree.tree_map(self._on_meta, result)
 
 
 class _Disguise(TorchFunctionMode):
-    """Tensors of a log as if they were on the CPU: some code does nothing on the meta device."""
+    """Shows tensors of a log as if they were on the CPU: some code skips the meta device."""
 
     def __init__(self, log: Log) -> None:
         super().__init__()
@@ -153,7 +153,7 @@ _READING = {
 
 
 def _real(log: Log, value: Any) -> Any:
-    """A value as it is, and a tensor without values with them."""
+    """The value; of a tensor on the meta device, one with its data."""
     if not isinstance(value, torch.Tensor) or not value.is_meta:
         return value
     with _disable_current_modes():

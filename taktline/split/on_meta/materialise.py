@@ -1,4 +1,4 @@
-"""Values for a piece of a model that was built on the meta device."""
+"""Gives values to a stage of a model that was built on the meta device."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from taktline.checks import refuse, require_instance
 from taktline.device import require_device
 from taktline.errors import ArgumentError, StateError
-from taktline.split.on_meta.log import Log, find_log
+from taktline.split.on_meta.operation_log import Log, find_log
 from taktline.split.on_meta.replay import replay
-from taktline.split.traced.module import StageModule
+from taktline.split.traced.stage_module import StageModule
 from taktline.stage.ties import declared
 from taktline.text import counted
 
@@ -28,20 +28,20 @@ M = TypeVar("M", bound=nn.Module)
 def materialise(
     piece: M, device: torch.device | str, *, state_dict: Mapping[str, torch.Tensor] | None = None
 ) -> M:
-    """Give a piece on the meta device its values, and nothing to the rest of the model.
+    """Give values to one stage of a model on the meta device.
 
     Args:
-        piece: a module; its parameters get their values, and stay the objects that an optimizer may
-            have; its buffers and tensors in attributes are replaced in place.
-        device: where they go.
-        state_dict: their values, by the names that they have in the piece; a tied weight may be
-            there under any of its names. It is asked for these names alone, so it may read them
-            from a file. Without it, values are made as the model's constructor does, which must
-            have run in :func:`deferred`: they are those of a model that is built as usual, on the
-            CPU, from the same seed. Buffers that are not in it are made so too.
+        piece: a module; its parameters stay the same objects, which an optimizer may have; its
+            buffers and the tensors in its attributes are replaced.
+        device: the device of the values.
+        state_dict: the values, by their names in the piece; a tied weight may have any of its
+            names. Only these names are looked up, so it may read them from a file. Without it, the
+            values are those that the model's constructor makes: the model must be built in
+            :func:`deferred`, and they are as if it were built as usual, on the CPU, from the same
+            seed. So are buffers that are not in it.
 
-    A tensor that several pieces have in common stays one, if all of them are materialised in one
-    process. The global generator is left as it is.
+    A tensor that several pieces share stays one, if all of them are materialised in one process.
+    The global generator stays as it is.
 
     >>> from taktline.split import deferred, materialise
     >>> with deferred():
@@ -82,24 +82,24 @@ def materialise(
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Where a module has a tensor."""
+    """A table of a module, and a key in it."""
 
     module: nn.Module
     table: str
     key: str
 
     def get(self) -> torch.Tensor | None:
-        """What is there now."""
+        """The tensor in this place."""
         return getattr(self.module, self.table).get(self.key)
 
     def put(self, tensor: torch.Tensor) -> None:
-        """Replace it; past ``__setattr__``, which would ask whether it may."""
+        """Replace the tensor in this place, without the checks of ``__setattr__``."""
         getattr(self.module, self.table)[self.key] = tensor
 
 
 @dataclass(slots=True, eq=False)
 class _Want:
-    """A tensor on the meta device: where it is to be replaced, its names, and its value."""
+    """A tensor on the meta device, its places and names, and its value."""
 
     tensor: torch.Tensor
     value: torch.Tensor | None = None
@@ -108,20 +108,20 @@ class _Want:
 
     @property
     def is_parameter(self) -> bool:
-        """Whether it must have a value of its own; the others can be computed."""
+        """Whether the tensor is a parameter."""
         return isinstance(self.tensor, nn.Parameter)
 
     def install(self) -> None:
-        """Put its value into its places."""
+        """Put the value into all places."""
         value: Any = self.value
         if self.is_parameter and not isinstance(value, nn.Parameter):
             made: Any = nn.Parameter(value, requires_grad=self.tensor.requires_grad)
             made.__class__ = type(self.tensor)
             made.__dict__.update(vars(self.tensor))
             try:
-                # So it stays the object that an optimizer may have by now.
+                # An optimizer may have this very object.
                 torch.utils.swap_tensors(self.tensor, made)
-            except RuntimeError:  # somebody else refers to it, too
+            except RuntimeError:  # there are other references to it
                 value = made
             else:
                 return
@@ -131,12 +131,12 @@ class _Want:
         _made[self.tensor] = (weakref.ref(first.module), first.table, first.key)
 
 
-# Where the tensors on the meta device have gone, so that a tie stays one object.
 _made: Any = WeakTensorKeyDictionary()
+"""The places of materialised tensors, so that a tie stays one object."""
 
 
 def _known(want: _Want, device: torch.device) -> torch.Tensor | None:
-    """The tensor that another piece has in place of the same one."""
+    """The tensor that another piece has got for the same one."""
     reference, table, key = _made.get(want.tensor) or (None, "", "")
     module = reference() if reference else None
     value = None if module is None else _Place(module, table, key).get()
@@ -145,12 +145,12 @@ def _known(want: _Want, device: torch.device) -> torch.Tensor | None:
 
 
 def _wanted(piece: nn.Module) -> list[_Want]:
-    """All tensors of a piece that are on the meta device, each once."""
+    """The tensors of a piece that are on the meta device, each once."""
     wants: dict[int, _Want] = {}
     for prefix, module in piece.named_modules(remove_duplicate=False):
         for table in ("_parameters", "_buffers", "__dict__"):
             for key, value in getattr(module, table).items():
-                # Not what stands for a tensor of another stage.
+                # Placeholders belong to other stages.
                 plain = isinstance(value, nn.Parameter) or type(value) is torch.Tensor
                 if plain and value.is_meta:
                     want = wants.setdefault(id(value), _Want(value))
@@ -165,7 +165,7 @@ def _wanted(piece: nn.Module) -> list[_Want]:
 
 
 def _open(wants: Iterable[_Want]) -> list[_Want]:
-    """Those that have no value yet."""
+    """The tensors that have no value yet."""
     return [want for want in wants if want.value is None]
 
 
@@ -185,7 +185,7 @@ def _looked_up(want: _Want, state_dict: Mapping[str, torch.Tensor]) -> torch.Ten
 
 
 def _require_parameters(wants: list[_Want]) -> None:
-    """Raise if parameters were not in the state dict."""
+    """Raise if the state dict lacks parameters."""
     names = [want.names[0] for want in wants if want.is_parameter]
     if names:
         raise StateError(
@@ -196,33 +196,33 @@ def _require_parameters(wants: list[_Want]) -> None:
 
 
 def _require_all(wants: list[_Want], state_dict: Mapping[str, torch.Tensor] | None) -> None:
-    """Raise if there is no way to a value."""
+    """Raise if tensors have no value."""
     names = [want.names[0] for want in wants]
     if names:
-        source = "is not told" if state_dict is None else "is neither in the state dict nor told"
+        lacking = "" if state_dict is None else ", and they are not in the state dict"
         raise StateError(
-            f"how these tensors are made {source}: {', '.join(names)}; build the model in "
-            "taktline.split.deferred(), and change nothing of it behind that",
+            f"the values of these tensors are unknown{lacking}: {', '.join(names)}; build the "
+            "model in taktline.split.deferred(), and do not replace its tensors afterwards",
             names=names,
         )
 
 
 def _replay(wants: list[_Want], device: torch.device) -> None:
-    """Make what is in a log."""
+    """Make the values of tensors that are in a log."""
     by_log: dict[Log, list[_Want]] = {}
     for want in wants:
         log = find_log(want.tensor)
         if log is not None:
             by_log.setdefault(log, []).append(want)
-    for log, told in by_log.items():
-        made = replay(log, [want.tensor for want in told])
-        for want in reversed(told):
-            # One at a time, so that no piece is on two devices at once.
+    for log, logged in by_log.items():
+        made = replay(log, [want.tensor for want in logged])
+        for want in reversed(logged):
+            # One at a time, so that few are on two devices at once.
             want.value = made.pop().to(device)
 
 
 def _initialise(piece: nn.Module, wants: list[_Want], device: torch.device) -> None:
-    """Make buffers as models of transformers do, which know how to for each of their modules."""
+    """Make buffers with ``_init_weights``, which Hugging Face models have."""
     hosts = [part for part in piece.modules() if hasattr(part, "_init_weights")]
     for want in wants:
         place = want.places[0]

@@ -1,6 +1,6 @@
-"""A flat graph cut at its marks into one graph for each stage.
+"""Cuts a flat graph at its marks into one graph for each stage.
 
-Values that a later stage needs travel through every boundary on their way::
+A value that a later stage needs crosses every boundary on its way::
 
     a = f(x)             stage 0: x       -> a, b
     b = g(a)
@@ -13,6 +13,7 @@ Values that a later stage needs travel through every boundary on their way::
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,24 +22,24 @@ from torch import fx
 from torch.fx.graph import _PyTreeCodeGen, _PyTreeInfo
 
 from taktline import pytree
-from taktline.split.traced.alias import Aliases
-from taktline.split.traced.arguments import add_checks
+from taktline.errors import PartitionError
+from taktline.split.arguments import aliased
 from taktline.split.traced.markers import is_marker
-from taktline.split.traced.sizes import read_locally
+from taktline.split.traced.shapes import add_checks, read_sizes_locally
 from taktline.split.traced.state import Attribute, State
 
-__all__ = ["Piece", "cut"]
+__all__ = ["StageGraph", "cut"]
 
 
 @dataclass(slots=True)
-class Piece:
-    """The graph of one stage, and what it gets from its module."""
+class StageGraph:
+    """The graph of one stage, and the attributes that it needs."""
 
     graph: fx.Graph = field(default_factory=fx.Graph)
     attributes: dict[str, Attribute] = field(default_factory=dict)
 
     def parameters(self) -> set[str]:
-        """The names of its parameters."""
+        """The names of the parameters."""
         return {
             name
             for name, attribute in self.attributes.items()
@@ -46,15 +47,15 @@ class Piece:
         }
 
 
-def cut(traced: fx.GraphModule, state: State) -> list[Piece]:
-    """The pieces of a graph, in order."""
+def cut(traced: fx.GraphModule, state: State) -> list[StageGraph]:
+    """The graphs of the stages, in order."""
     stages = _stages(traced.graph)
     last = max(stages.values(), default=0)
-    read_locally(traced.graph, stages, _crossing(stages, last))
+    read_sizes_locally(traced.graph, stages, _crossing(stages, last))
     crossing = _crossing(stages, last)
-    aliases = Aliases(stages)
+    aliases = _Aliases(stages)
     aliases.require_own_buffers(stages)
-    pieces: list[Piece] = []
+    made: list[StageGraph] = []
     for stage in range(last + 1):
         builder = _Builder(traced, state)
         if stage == 0:
@@ -64,14 +65,14 @@ def cut(traced: fx.GraphModule, state: State) -> list[Piece]:
         for node in traced.graph.nodes:
             if node.op == "call_function" and stages.get(node) == stage:
                 builder.copy(node)
-        builder.give(None if stage == last else crossing[stage])
+        builder.return_(None if stage == last else crossing[stage])
         builder.set_calling(first=stage == 0, last=stage == last)
-        pieces.append(builder.piece)
-    return pieces
+        made.append(builder.made)
+    return made
 
 
 def _crossing(stages: dict[fx.Node, int], last: int) -> list[list[fx.Node]]:
-    """The values that pass each boundary."""
+    """The values that cross each boundary."""
     until = {node: max(_uses(node, stages, last), default=0) for node in stages}
     return [
         [node for node, stage in stages.items() if stage <= boundary < until[node]]
@@ -80,7 +81,7 @@ def _crossing(stages: dict[fx.Node, int], last: int) -> list[list[fx.Node]]:
 
 
 def _stages(graph: fx.Graph) -> dict[fx.Node, int]:
-    """The stage of each value; marks with nothing between them count as one, and none at an end."""
+    """The stage of each value. Marks with nothing between them count once, and none at an end."""
     stages: dict[fx.Node, int] = {}
     stage, busy, due = 0, False, False
     for node in graph.nodes:
@@ -101,10 +102,9 @@ def _stages(graph: fx.Graph) -> dict[fx.Node, int]:
 
 
 def _belongs_to_its_input(node: fx.Node) -> bool:
-    """Whether a node is no reason to begin a stage, or to hand on what it takes.
+    """Whether a node lies in the stage of its inputs, so that these need not cross.
 
-    Parts of a result are, and checks, and buffers that are assigned: the trace does that at its
-    end, whichever stage has computed them.
+    Parts of a result and checks do. So do assignments of buffers, which a trace makes at its end.
     """
     if node.target is torch.ops.aten.copy_.default:
         return getattr(node.args[0], "op", "") == "get_attr" and isinstance(node.args[1], fx.Node)
@@ -113,6 +113,70 @@ def _belongs_to_its_input(node: fx.Node) -> bool:
 
 def _uses(node: fx.Node, stages: dict[fx.Node, int], last: int) -> list[int]:
     return [last if user.op == "output" else stages.get(user, 0) for user in node.users]
+
+
+class _Aliases:
+    """Which values of a graph share memory, and which operations write to it."""
+
+    def __init__(self, stages: Mapping[fx.Node, int]) -> None:
+        self._root: dict[fx.Node, fx.Node] = {}
+        self._written: dict[int, dict[fx.Node, fx.Node]] = {}
+        for node, stage in stages.items():
+            self._root[node] = self._find_root(node)
+            for target in _aliased_nodes(node, written=True):
+                root = self._root.get(target, target)
+                self._written.setdefault(stage, {})[root] = node
+
+    def _find_root(self, node: fx.Node) -> fx.Node:
+        if node.target is operator.getitem:
+            # A part of a result: chunk() returns views of its argument, max() new tensors.
+            whole = node.all_input_nodes[0]
+            root = self._root.get(whole, whole)
+            return node if root is whole else root
+        viewed = next(_aliased_nodes(node, written=False), None)
+        return node if viewed is None else self._root.get(viewed, viewed)
+
+    def require_own_buffers(self, stages: Mapping[fx.Node, int]) -> None:
+        """Raise if a stage changes a parameter or buffer that another stage uses.
+
+        The other stage would not notice if it runs on another rank.
+        """
+        for stage, written in self._written.items():
+            for root, node in written.items():
+                users = sorted({stages[user] for user in root.users if user in stages} - {stage})
+                if root.op == "get_attr" and users:
+                    raise PartitionError(
+                        f"stage {stage} changes {str(root.target)!r} ({node.target}), which stage "
+                        f"{users[0]} uses too; move the split point so that one stage does both"
+                    )
+
+    def changed(self, stage: int, values: Sequence[fx.Node]) -> set[fx.Node]:
+        """The received values that a stage changes in place.
+
+        The stage must copy them: autograd refuses to change a leaf.
+        """
+        written = self._written.get(stage, {})
+        changed: dict[fx.Node, fx.Node] = {}
+        for node in values:
+            root = self._root[node]
+            if root not in written:
+                continue
+            if root in changed:
+                raise PartitionError(
+                    f"stage {stage} changes {node.name!r} in place ({written[root].target}), which "
+                    f"shares memory with {changed[root].name!r} from an earlier stage; memory "
+                    "cannot be shared across stages: use an operation that makes a new tensor, or "
+                    "move the split point"
+                )
+            changed[root] = node
+        return set(changed.values())
+
+
+def _aliased_nodes(node: fx.Node, *, written: bool) -> Iterator[fx.Node]:
+    """The arguments that an operation writes to, or that its result may be a view of."""
+    for value in aliased(node.target, node.args, node.kwargs, written=written):
+        if isinstance(value, fx.Node):
+            yield value
 
 
 class _Builder:
@@ -124,46 +188,46 @@ class _Builder:
         self._values: dict[fx.Node, fx.Node] = {}
         self._gotten: dict[str, fx.Node] = {}
         self._inputs: list[str] = []
-        self.piece = Piece()
+        self.made = StageGraph()
 
     def take_arguments(self) -> None:
-        """What the whole module takes."""
+        """Take the arguments of the whole module."""
         for node in self._traced.graph.nodes:
             if node.op == "placeholder":
-                self._values[node] = self.piece.graph.node_copy(node)
-        add_checks(self.piece.graph, list(self._values.values()))
+                self._values[node] = self.made.graph.node_copy(node)
+        add_checks(self.made.graph, list(self._values.values()))
 
     def take(self, values: list[fx.Node], changed: set[fx.Node]) -> None:
-        """What the stage before returns; copies of those that this stage changes in place."""
+        """Take what the stage before returns; copy what this stage changes in place."""
         for node in values:
-            argument = self.piece.graph.placeholder(node.name)
+            argument = self.made.graph.placeholder(node.name)
             argument.meta = dict(node.meta)
             self._values[node] = argument
             self._inputs.append(argument.name)
         for node in values:
             if node in changed:
-                copied = self.piece.graph.call_function(
+                copied = self.made.graph.call_function(
                     torch.ops.aten.clone.default, (self._values[node],)
                 )
                 copied.meta = dict(node.meta)
                 self._values[node] = copied
 
     def copy(self, node: fx.Node) -> None:
-        """One operation."""
+        """Copy one operation."""
         names = {
             part: self._attribute(part, node)
             for part in node.all_input_nodes
             if part.op == "get_attr"
         }
-        self._values[node] = self.piece.graph.node_copy(
+        self._values[node] = self.made.graph.node_copy(
             node, lambda part: names.get(part) or self._values[part]
         )
 
-    def give(self, values: list[fx.Node] | None) -> None:
-        """What the next stage takes; None: what the whole module returns."""
+    def return_(self, values: list[fx.Node] | None) -> None:
+        """Return what the next stage takes; None for what the whole module returns."""
         if values is not None:
             given = tuple(self._values[node] for node in values)
-            self.piece.graph.output(given[0] if len(given) == 1 else given)
+            self.made.graph.output(given[0] if len(given) == 1 else given)
             return
         output = self._traced.graph.output_node()
         result = fx.map_arg(
@@ -172,10 +236,10 @@ class _Builder:
                 self._attribute(part, output) if part.op == "get_attr" else self._values[part]
             ),
         )
-        self.piece.graph.output(result)
+        self.made.graph.output(result)
 
     def set_calling(self, *, first: bool, last: bool) -> None:
-        """Take and give containers where the whole module does."""
+        """Take and return containers where the whole module does."""
         codegen = self._traced.graph._codegen
         if not isinstance(codegen, _PyTreeCodeGen) or not (first or last):
             return
@@ -185,15 +249,15 @@ class _Builder:
             names = self._inputs
             in_spec = pytree.tree_structure((tuple(range(len(names))), {}))
         out_spec = info.out_spec if last else None
-        self.piece.graph.set_codegen(_PyTreeCodeGen(_PyTreeInfo(names, in_spec, out_spec)))
+        self.made.graph.set_codegen(_PyTreeCodeGen(_PyTreeInfo(names, in_spec, out_spec)))
 
     def _attribute(self, node: fx.Node, user: fx.Node) -> fx.Node:
         traced_name = str(node.target)
         name = self._state.name_for(traced_name, user)
         if name not in self._gotten:
             attribute: Any = self._state.attribute(self._traced, name)
-            self.piece.attributes[name] = attribute
-            made = self.piece.graph.create_node("get_attr", name)
+            self.made.attributes[name] = attribute
+            made = self.made.graph.create_node("get_attr", name)
             made.meta = dict(node.meta)
             self._gotten[name] = made
         return self._gotten[name]

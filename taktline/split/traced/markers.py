@@ -1,10 +1,11 @@
-"""Where a traced model is cut: marks that a trace leaves in its graph."""
+"""The marks in the graph of a trace at which it is cut."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from enum import Enum
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -18,10 +19,10 @@ __all__ = ["SplitPoint", "is_marker", "marked", "pipe_split", "require_outside",
 
 _library = torch.library.Library("taktline", "DEF")
 _library.define("pipe_split() -> ()")
-# It has no tensor to be dispatched by.
+# It has no tensor for the dispatcher.
 _library.impl("pipe_split", lambda: None, "BackendSelect")
 _OP = torch.ops.taktline.pipe_split.default
-has_side_effect(_OP)  # so that no pass takes it for dead code
+has_side_effect(_OP)  # so that no pass removes it as dead code
 
 # Models that were marked for torch's own pipelining can be cut as they are.
 _PEER_OP = "pippy._pipe_split.default"
@@ -91,11 +92,10 @@ def is_marker(node: fx.Node) -> bool:
 
 
 def require_outside(traced: fx.GraphModule) -> None:
-    """Raise if a mark lies in a region that is one operation of the graph."""
+    """Raise if a mark lies inside of a region, which is one operation of the graph."""
     for node in traced.graph.nodes:
         for part in node.all_input_nodes:
-            inner = _graph_of(traced, part)
-            if inner is not None and _has_marker(inner):
+            if part.op == "get_attr" and _has_marker(attrgetter(str(part.target))(traced)):
                 kind = getattr(node.target, "__name__", str(node.target))
                 region = _REGIONS.get(kind, kind)
                 raise PartitionError(
@@ -104,23 +104,15 @@ def require_outside(traced: fx.GraphModule) -> None:
                 )
 
 
-def _graph_of(owner: nn.Module, node: fx.Node) -> fx.GraphModule | None:
-    if node.op != "get_attr":
-        return None
-    value: Any = owner
-    for name in str(node.target).split("."):
-        value = getattr(value, name, None)
-    return value if isinstance(value, fx.GraphModule) else None
-
-
-def _has_marker(inner: fx.GraphModule) -> bool:
-    parts = (part for part in inner.modules() if isinstance(part, fx.GraphModule))
+def _has_marker(inner: Any) -> bool:
+    modules = inner.modules() if isinstance(inner, fx.GraphModule) else ()
+    parts = [part for part in modules if isinstance(part, fx.GraphModule)]
     return any(is_marker(node) for part in parts for node in part.graph.nodes)
 
 
 @contextmanager
 def marked(module: nn.Module, spec: Mapping[str, SplitPoint]) -> Iterator[None]:
-    """While this lasts, a call of each submodule leaves its mark; the module is as before then."""
+    """Let calls of submodules leave marks; at the end the module is as before."""
     called: set[str] = set()
     with ExitStack() as wrappers:
         for name, point in spec.items():
@@ -158,18 +150,16 @@ def _wrapped(
     own = vars(submodule).get("forward")
     forward: Callable[..., Any] = submodule.forward
 
-    def split_before(*args: Any, **kwargs: Any) -> Any:
+    def split(*args: Any, **kwargs: Any) -> Any:
         called.add(name)
-        pipe_split()
-        return forward(*args, **kwargs)
-
-    def split_after(*args: Any, **kwargs: Any) -> Any:
-        called.add(name)
+        if point is SplitPoint.BEGINNING:
+            pipe_split()
         output = forward(*args, **kwargs)
-        pipe_split()
+        if point is SplitPoint.END:
+            pipe_split()
         return output
 
-    submodule.forward = split_before if point is SplitPoint.BEGINNING else split_after
+    submodule.forward = split
     try:
         yield
     finally:

@@ -1,4 +1,4 @@
-"""A module, traced and cut into stages."""
+"""Traces a module, and cuts it into stages."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from torch import fx, nn
 from taktline.checks import require_callable, require_instance
 from taktline.errors import PartitionError
 from taktline.meta import as_arguments
-from taktline.split.example import Args, Kwargs
+from taktline.split.arguments import Args, Kwargs
 from taktline.split.on_meta.materialise import materialise
-from taktline.split.pieces import Pieces, require_stage
-from taktline.split.traced.cut import Piece, cut
+from taktline.split.stages import Pieces, require_stage
+from taktline.split.traced.cut import StageGraph, cut
 from taktline.split.traced.markers import SplitPoint, is_marker
-from taktline.split.traced.module import StageModule, WithoutKeywords
+from taktline.split.traced.stage_module import StageModule, WithoutKeywords
 from taktline.split.traced.state import State
 from taktline.split.traced.trace import Policy, in_mode, trace
 from taktline.stage import PipelineStage, Tie
@@ -30,7 +30,7 @@ __all__ = ["Pipe", "PipeInfo", "build_stage", "pipeline"]
 
 @dataclass
 class PipeInfo:
-    """What a stage needs to know of the whole.
+    """What :func:`build_stage` needs to know of the whole pipeline.
 
     >>> PipeInfo(fx.Graph(), 2, False).num_stages
     2
@@ -42,7 +42,7 @@ class PipeInfo:
 
 
 class Pipe(nn.Module):
-    """A model in pieces, as :func:`pipeline` makes it. Calling it runs them one after the other.
+    """The stages of a traced model. Calling it runs them one after the other.
 
     >>> import taktline as tl
     >>> model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
@@ -71,22 +71,22 @@ class Pipe(nn.Module):
         return value
 
     def get_stage_module(self, stage_idx: int) -> nn.Module:
-        """The piece of one stage; its parameters and buffers are those of the model."""
+        """The module of one stage; its parameters and buffers are those of the model."""
         stage = require_stage(stage_idx, self.num_stages)
         return self.split_gm.get_submodule(f"submod_pp_{stage}")
 
     @property
     def ties(self) -> tuple[Tie, ...]:
-        """The parameters that several stages use; schedules keep their copies the same."""
+        """The parameters that several stages use; schedules keep them equal."""
         return declared(self.get_stage_module(0))
 
     @property
     def replicated_params(self) -> list[dict[str, str]]:
-        """The same in the words of torch."""
+        """The ties, in the format of torch."""
         return [{f"submod_pp_{stage}": name for stage, name in tie.uses} for tie in self.ties]
 
     def info(self) -> PipeInfo:
-        """What :func:`build_stage` needs to know."""
+        """The information for :func:`build_stage`."""
         return PipeInfo(
             graph=self.split_gm.graph,
             num_stages=self.num_stages,
@@ -96,15 +96,12 @@ class Pipe(nn.Module):
     def build_stage(
         self, stage_index: int, device: torch.device, group: dist.ProcessGroup | None = None
     ) -> PipelineStage:
-        """A stage to run in a schedule, once its piece is moved to a device.
-
-        A piece without values is materialised there.
-        """
+        """A stage to run in a schedule; its module is moved to a device, or materialised there."""
         module = materialise(self.get_stage_module(stage_index), device)
         return build_stage(module, stage_index, self.info(), device, group)
 
     def print_readable(self):
-        """Print the code of all pieces."""
+        """Print the code of all stages."""
         self.split_gm.print_readable()
 
     def __str__(self):
@@ -127,7 +124,7 @@ def build_stage(
     device: torch.device,
     group: dist.ProcessGroup | None = None,
 ) -> PipelineStage:
-    """A stage to run in a schedule, of a piece that lies on its device already.
+    """A stage to run in a schedule, of a module that lies on its device already.
 
     >>> import taktline as tl
     >>> model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
@@ -149,13 +146,13 @@ def pipeline(
     """Trace a module with torch.export, and cut it into stages.
 
     Args:
-        module: the model; it is left as it is, and the stages have its own parameters.
+        module: the model; it stays unchanged, and the stages have its own parameters.
         mb_args: the arguments of one micro-batch, as an example of their shapes.
         mb_kwargs: its keyword arguments; they go to the first stage.
-        split_spec: names of submodules, and whether to cut before or after each. Beside it,
-            :func:`pipe_split` in a forward cuts where it is called.
+        split_spec: names of submodules, and whether to cut before or after each. Calls of
+            :func:`pipe_split` in a forward cut, too.
         split_policy: instead of ``split_spec``, a function that puts calls of :func:`pipe_split`
-            into the graph of the traced module, and returns that.
+            into the graph of the traced module, and returns the graph module.
 
     >>> import taktline as tl
     >>> model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))
@@ -181,31 +178,31 @@ def pipeline(
             "no split point: pass split_spec or split_policy, or call pipe_split() in the forward; "
             "split_spec={} makes a pipeline of one stage"
         )
-    pieces = {training: cut(traced, state)}
+    stages = {training: cut(traced, state)}
     other, why_not = _other_mode(module, mb_args, mb_kwargs, split_spec or {}, split_policy, state)
     if not why_not:
-        why_not = _difference(pieces[training], other)
+        why_not = _difference(stages[training], other)
     if not why_not:
-        pieces[not training] = other
-    return assembled(pieces, traced, state, training, why_not)
+        stages[not training] = other
+    return assembled(stages, traced, state, training, why_not)
 
 
 def assembled(
-    pieces: dict[bool, list[Piece]],
+    stages: dict[bool, list[StageGraph]],
     traced: fx.GraphModule,
     state: State,
     training: bool,
     why_not: str,
 ) -> Pipe:
-    """A pipe of pieces by mode; ``why_not`` says why there are none for the other one."""
+    """A pipe of the stages of each mode; ``why_not`` says why one mode is missing."""
     modules = [
-        StageModule({mode: pieces[mode][stage] for mode in pieces}, training, state.order, why_not)
-        for stage in range(len(pieces[training]))
+        StageModule({mode: stages[mode][stage] for mode in stages}, training, state.order, why_not)
+        for stage in range(len(stages[training]))
     ]
     keywords = WithoutKeywords(frozenset(_argument_names(traced)))
-    for piece in modules[1:]:
-        piece.register_forward_pre_hook(keywords, with_kwargs=True)
-    Pieces(modules)  # finds the ties, for the pieces to carry
+    for module in modules[1:]:
+        module.register_forward_pre_hook(keywords, with_kwargs=True)
+    Pieces(modules)  # declares the ties
     return Pipe(_joined(modules, traced, training), len(modules), False, None)
 
 
@@ -216,8 +213,8 @@ def _other_mode(
     spec: dict[str, SplitPoint],
     policy: Policy | None,
     state: State,
-) -> tuple[list[Piece], str]:
-    """The pieces in evaluation of a module in training, or the reverse; or why there are none."""
+) -> tuple[list[StageGraph], str]:
+    """The stages in the mode that the module is not in; or why there are none."""
     try:
         with in_mode(module, not module.training):
             return cut(trace(module, args, kwargs, spec, policy), state), ""
@@ -225,11 +222,11 @@ def _other_mode(
         return [], str(error)
 
 
-def _difference(pieces: list[Piece], other: list[Piece]) -> str:
-    """Why two cuts of a model cannot be the two modes of the same stages."""
-    if len(pieces) != len(other):
-        return f"it has {len(other)} stages there, and {len(pieces)} here"
-    for stage, (one, two) in enumerate(zip(pieces, other, strict=True)):
+def _difference(stages: list[StageGraph], other: list[StageGraph]) -> str:
+    """Why the stages of two modes do not fit together."""
+    if len(stages) != len(other):
+        return f"it has {len(other)} stages there, and {len(stages)} here"
+    for stage, (one, two) in enumerate(zip(stages, other, strict=True)):
         names = sorted(one.parameters() ^ two.parameters())
         if names:
             return f"stage {stage} uses {', '.join(names)} in one mode only"
@@ -237,7 +234,7 @@ def _difference(pieces: list[Piece], other: list[Piece]) -> str:
 
 
 def _joined(modules: list[StageModule], traced: fx.GraphModule, training: bool) -> fx.GraphModule:
-    """All pieces in a module whose graph shows how they follow each other."""
+    """A module of all stages, whose graph calls one after the other."""
     root = nn.Module()
     graph = fx.Graph()
     values: tuple[fx.Node, ...] = tuple(graph.placeholder(name) for name in _argument_names(traced))

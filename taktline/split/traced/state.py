@@ -1,26 +1,27 @@
-"""The parameters and buffers of a module that is cut, and what each is called in a piece."""
+"""The parameters and buffers of a module that is cut, and their names in a stage."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import fx, nn
 
-__all__ = ["Attribute", "State", "look_up"]
+__all__ = ["Attribute", "State"]
 
 
 @dataclass(frozen=True, slots=True)
 class Attribute:
-    """Something that a graph gets from its module."""
+    """An attribute of a module that a graph uses."""
 
     value: Any
     persistent: bool = False
-    """Of a buffer: whether it is part of a state dict."""
+    """Whether a buffer is part of the state dict."""
 
     def install(self, module: nn.Module, name: str) -> None:
-        """Put it into a module, under a name with dots."""
+        """Put the attribute into a module, under a name with dots."""
         *path, last = name.split(".")
         for part in path:
             if part not in module._modules:
@@ -37,7 +38,7 @@ class Attribute:
 
 
 class State:
-    """All that a module has, by its own names."""
+    """The parameters and buffers of a module by name."""
 
     def __init__(self, module: nn.Module) -> None:
         lasting = set(module.state_dict(keep_vars=True))
@@ -52,14 +53,13 @@ class State:
         self.order = {name: place for place, name in enumerate(named)}
 
     def attribute(self, traced: nn.Module, name: str) -> Attribute:
-        """What a graph gets under a name: the module's own, or a constant of the trace."""
-        return self._attributes.get(name) or Attribute(look_up(traced, name))
+        """The module's own attribute of a name, or a constant of the trace."""
+        return self._attributes.get(name) or Attribute(attrgetter(name)(traced))
 
     def name_for(self, name: str, user: fx.Node) -> str:
-        """What to call an attribute where it is used.
+        """The name of an attribute in the submodule that uses it.
 
-        A trace has one name for a tensor that the module has under several. Its users were called
-        in submodules, and these know it under names of their own.
+        A trace has one name for a tensor; the module may have several, one in each submodule.
         """
         if name not in self._attributes:
             return name
@@ -74,15 +74,7 @@ class State:
 
 
 def _paths(node: fx.Node) -> list[str]:
-    """The submodules that a node was called in, from the outermost."""
+    """The submodules around the call of a node, from the outermost."""
     stack = node.meta.get("nn_module_stack") or {}
-    # The second call of a submodule is known as name@1.
+    # The second call of a submodule is called name@1.
     return [str(path).partition("@")[0] for path, _ in stack.values()]
-
-
-def look_up(module: nn.Module, name: str) -> Any:
-    """An attribute by a name with dots."""
-    value: Any = module
-    for part in name.split("."):
-        value = getattr(value, part)
-    return value

@@ -1,4 +1,4 @@
-"""A module as one flat graph, with marks where it is to be cut."""
+"""Traces a module as one flat graph, with marks where it is cut."""
 
 from __future__ import annotations
 
@@ -11,12 +11,11 @@ import torch
 from torch import fx, nn
 from torch.fx.node import has_side_effect
 
-from taktline import pytree
 from taktline.errors import PartitionError
 from taktline.side_values import Aside, add_loss
-from taktline.split.example import Args, Kwargs
+from taktline.split.arguments import Args, Kwargs, tensors_in
 from taktline.split.traced.markers import SplitPoint, marked, require_outside, tracing
-from taktline.split.traced.sizes import batch_dims
+from taktline.split.traced.shapes import batch_dims
 
 __all__ = ["Policy", "in_mode", "trace"]
 
@@ -24,7 +23,7 @@ _log = logging.getLogger("taktline")
 
 Policy = Callable[[fx.GraphModule], fx.GraphModule]
 
-# A loss leaves its mark in the graph, and the piece that computes it adds it.
+# A loss leaves a mark in the graph, and the stage that computes the loss adds it.
 _library = torch.library.Library("taktline", "FRAGMENT")
 _library.define("add_loss(Tensor loss) -> ()")
 _library.impl("add_loss", lambda loss: None, "CompositeExplicitAutograd")
@@ -39,12 +38,12 @@ def trace(
     spec: Mapping[str, SplitPoint],
     policy: Policy | None,
 ) -> fx.GraphModule:
-    """The module's graph, in the mode that it is in; the module itself is left as it was."""
+    """The module's graph in its present mode; the module stays unchanged."""
     if not isinstance(args, tuple):
         raise PartitionError(f"mb_args must be a tuple of arguments, not a {type(args).__name__}")
     with marked(module, spec), tracing():
         program = _export(module, args, kwargs)
-    # Without guards: those would refuse micro-batches of another size even where they fit.
+    # Guards would refuse micro-batches of other sizes even if the graph fits them.
     traced = program.module(check_guards=False)
     if not isinstance(traced, fx.GraphModule):
         raise PartitionError(f"torch.export gave a {type(traced).__name__}, not a graph")
@@ -59,24 +58,24 @@ def trace(
     return traced
 
 
-class _Recorder(Aside):
-    """The aside of a forward that is traced."""
+class _TracedAside(Aside):
+    """Records the losses of a forward that is traced."""
 
     def add(self, loss: torch.Tensor) -> None:
-        """Leave a mark."""
+        """Leave a mark in the graph."""
         _LOSS(loss)
 
 
 @contextmanager
 def _recording() -> Iterator[None]:
-    """Record what a forward adds; what it puts, it must get."""
-    with _Recorder(0, {}) as aside:
+    """Record the losses of a forward; raise if a skip is never taken."""
+    with _TracedAside(0, {}) as aside:
         yield
     aside.finish()
 
 
 def _with_losses(traced: fx.GraphModule) -> fx.GraphModule:
-    """The graph, adding losses where it has marks."""
+    """The graph, with calls of ``add_loss`` instead of marks."""
     for part in traced.modules():
         if isinstance(part, fx.GraphModule):
             marks = [node for node in part.graph.nodes if node.target is _LOSS]
@@ -88,7 +87,7 @@ def _with_losses(traced: fx.GraphModule) -> fx.GraphModule:
 
 
 def _export(module: nn.Module, args: Args, kwargs: Kwargs | None) -> torch.export.ExportedProgram:
-    """Export a module for any size of the batch, or for the one of the example if that fails."""
+    """Export a module for any size of the batch, or else for that of the example."""
     # Here, because it loads the compiler.
     from torch.export import export
 
@@ -99,9 +98,8 @@ def _export(module: nn.Module, args: Args, kwargs: Kwargs | None) -> torch.expor
             if not _has_guards(program):
                 return program
     except Exception as error:
-        # torch.export raises errors of any type over a size that it cannot follow. What is wrong
-        # with the model itself is raised again below; otherwise only batches of other sizes are
-        # lost, and the log says why.
+        # torch.export raises errors of any type if it cannot trace a size. An error of the model
+        # itself is raised again below.
         _log.info("traced for one size of batch: %s: %s", type(error).__name__, error)
     with _recording():
         try:
@@ -118,12 +116,10 @@ def _export(module: nn.Module, args: Args, kwargs: Kwargs | None) -> torch.expor
 
 
 def _any_batch(module: nn.Module, args: Args, kwargs: Kwargs | None) -> Any:
-    """What lets torch.export know that the first dimension of the tensors is that of one batch."""
+    """Dynamic shapes for torch.export: the first dimension of tensors is that of one batch."""
     from torch.export import Dim, ShapesCollection
 
-    tensors = [
-        leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)
-    ]
+    tensors = tensors_in((args, kwargs))
     sizes = [tensor.shape[0] for tensor in tensors if tensor.ndim]
     batch, shapes = Dim("batch"), ShapesCollection()
     for tensor in tensors:
@@ -133,7 +129,7 @@ def _any_batch(module: nn.Module, args: Args, kwargs: Kwargs | None) -> Any:
 
 
 def _has_guards(program: torch.export.ExportedProgram) -> bool:
-    """Whether the trace holds for some sizes only: it went a way that depends on them."""
+    """Whether the trace is valid for some sizes alone, as a branch depends on them."""
     from sympy import true
 
     tensors = (node.meta.get("val") for node in program.graph.nodes)
@@ -145,14 +141,14 @@ def _has_guards(program: torch.export.ExportedProgram) -> bool:
     ]
     guards = [guard.expr for guard in sizes[0].node.shape_env.guards] if sizes else []
     symbols = sorted(set().union(*(guard.free_symbols for guard in guards)), key=str)
-    # All of them are the one batch, so what just says that they are equal always holds.
+    # All symbols are the one batch, so guards that they are equal always hold.
     one = dict.fromkeys(symbols, next(iter(symbols), None))
     return any(guard.subs(one) is not true for guard in guards)
 
 
 @contextmanager
 def in_mode(module: nn.Module, training: bool) -> Iterator[None]:
-    """A module in training or evaluation; afterwards each part is as it was."""
+    """Put a module into training or evaluation; at the end each part is as before."""
     before = {part: part.training for part in module.modules()}
     try:
         module.train(training)

@@ -1,9 +1,8 @@
-"""How tensors are made: the operations of a constructor, in order, none of them carried out."""
+"""A log of the operations with which a constructor makes tensors, none of them carried out."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,9 +12,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from taktline import pytree
 from taktline.errors import StateError
-from taktline.split.example import Args, Kwargs
+from taktline.split.arguments import Args, Kwargs, aliased, tensors_in
 
-__all__ = ["Call", "Draw", "Log", "Ref", "find_log", "keep", "tensors_in", "written"]
+__all__ = ["Draw", "Log", "Operation", "Ref", "find_log", "keep", "written"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -26,15 +25,14 @@ class Draw:
     number: int
     """Which draw of this generator it is, from 1 up."""
     begin: int | torch.Tensor | None
-    """None to go on; else after which draw, or from which state."""
+    """Where the generator stands: None where it was, or after which draw, or in which state."""
 
 
 class DrawLog:
-    """The draws from one generator that are put off.
+    """The delayed draws from one generator.
 
-    A generator stands still while nothing is drawn from it. Here it takes one step for each draw,
-    so that every place on its way looks different. A generator that is found elsewhere was seeded
-    (a state not seen before), or set back to where it had been (a state that was)::
+    Each delayed draw moves the generator by one number, so that it has another state after each. A
+    generator in another state than that was seeded (an unknown state), or set back (a known one)::
 
         draw 0 ─ draw 1 ─ seed(7) ─ draw 2 ─ set back ─ draw 3
            └───────┴─────────────────────────────┴────────┘   3 goes on where 1 ended
@@ -43,19 +41,20 @@ class DrawLog:
     def __init__(self, generator: torch.Generator) -> None:
         self.generator = generator
         self.start = generator.get_state()
-        self._place = _digest(self.start)
-        self._places = {self._place: 0}
+        self._state = _digest(self.start)
+        self._draws = {self._state: 0}
+        """The draws after which the generator had a state."""
         self._count = 0
 
-    def put_off(self) -> Draw:
-        """Note a draw that is not made now."""
+    def add(self) -> Draw:
+        """Note a draw that is delayed."""
         state = self.generator.get_state()
-        place = _digest(state)
-        begin = None if place == self._place else self._places.get(place, state)
+        digest = _digest(state)
+        begin = None if digest == self._state else self._draws.get(digest, state)
         self._count += 1
         torch.rand((), generator=self.generator)
-        self._place = _digest(self.generator.get_state())
-        self._places[self._place] = self._count
+        self._state = _digest(self.generator.get_state())
+        self._draws[self._state] = self._count
         return Draw(self.generator, self._count, begin)
 
 
@@ -65,7 +64,7 @@ def _digest(state: torch.Tensor) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class Ref:
-    """A tensor: where it lies in a piece of memory, which has a number."""
+    """A tensor: its view of a numbered storage."""
 
     memory: int
     size: tuple[int, ...]
@@ -76,7 +75,7 @@ class Ref:
     negative: bool = False
 
     def view(self, memory: torch.UntypedStorage) -> torch.Tensor:
-        """The tensor in its memory."""
+        """The tensor in a storage."""
         empty = torch.empty(0, dtype=self.dtype, device=memory.device)
         tensor = empty.set_(memory, self.offset, self.size, self.stride)
         tensor = tensor.conj() if self.conjugate else tensor
@@ -84,33 +83,33 @@ class Ref:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Call:
-    """One operation; tensors in it are written as Ref."""
+class Operation:
+    """One operation; its tensors are written as Ref."""
 
     op: OpOverload
     args: Args
     kwargs: Kwargs
     made: tuple[Ref | None, ...]
-    """Of each tensor that it returns: what it is known as later, if its memory is new."""
+    """The tensors that it returns; None for one whose memory is not new."""
     reads: frozenset[int]
     writes: frozenset[int]
-    """The memory that it changes or makes."""
+    """The memory that it changes or allocates."""
     dtype: torch.dtype
-    """The default type at the time."""
+    """The default type when it was called."""
     draw: Draw | None
 
 
 class Log:
-    """The operations that were called, and the values that they began with.
+    """The operations, and the constants that they use.
 
-    Tensors are known by their memory, as ``.data`` and ``nn.Parameter`` make new tensors of the
-    same memory without an operation.
+    Tensors are known by their memory: ``.data`` and ``nn.Parameter`` make new tensors of the same
+    memory without an operation.
     """
 
     def __init__(self) -> None:
-        self.calls: list[Call] = []
+        self.operations: list[Operation] = []
         self.constants: dict[int, torch.Tensor] = {}
-        """The bytes of memory that came with its values."""
+        """The bytes of memory that had values from the start."""
         self.draw_logs: dict[torch.Generator, DrawLog] = {}
         self._numbers: dict[StorageWeakRef, int] = {}
 
@@ -118,11 +117,11 @@ class Log:
         return StorageWeakRef(tensor.untyped_storage()) in self._numbers
 
     def alive(self) -> bool:
-        """Whether there is still a tensor in it that is alive."""
+        """Whether any of its tensors is alive."""
         return any(not memory.expired() for memory in self._numbers)
 
     def ref(self, tensor: torch.Tensor) -> Ref:
-        """How a tensor is written."""
+        """The reference to a tensor."""
         number = self._numbers.get(StorageWeakRef(tensor.untyped_storage()))
         if number is None:
             raise StateError(
@@ -140,7 +139,7 @@ class Log:
         )
 
     def constant(self, value: torch.Tensor) -> torch.Tensor:
-        """A tensor on the meta device that stands for one with values; these are copied."""
+        """A tensor on the meta device for one with values, which are copied."""
         memory = StorageWeakRef(value.untyped_storage())
         if memory not in self._numbers:
             self.constants[self._number(memory)] = _bytes(value).clone()
@@ -150,7 +149,7 @@ class Log:
         return ref.view(whole.untyped_storage())
 
     def add(self, op: OpOverload, args: Args, kwargs: Kwargs, result: Any) -> None:
-        """Write down an operation, unless it only looks at memory in another way."""
+        """Add an operation, unless it returns a view."""
         draw = self._draw(kwargs) if torch.Tag.nondeterministic_seeded in op.tags else None
         reads = frozenset(self.ref(tensor).memory for tensor in tensors_in((args, kwargs)))
         writes = {self.ref(tensor).memory for tensor in written(op, args, kwargs)}
@@ -159,7 +158,9 @@ class Log:
         if writes or draw:
             args, kwargs = pytree.tree_map(self._write, (args, kwargs))
             dtype = torch.get_default_dtype()
-            self.calls.append(Call(op, args, kwargs, made, reads, frozenset(writes), dtype, draw))
+            self.operations.append(
+                Operation(op, args, kwargs, made, reads, frozenset(writes), dtype, draw)
+            )
 
     def _number(self, memory: StorageWeakRef) -> int:
         return self._numbers.setdefault(memory, len(self._numbers))
@@ -174,12 +175,12 @@ class Log:
         generator = kwargs.get("generator") or torch.default_generator
         if generator not in self.draw_logs:
             self.draw_logs[generator] = DrawLog(generator)
-        return self.draw_logs[generator].put_off()
+        return self.draw_logs[generator].add()
 
     def _write(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
             return self.ref(value)
-        # Values are made on the CPU, wherever they go then.
+        # Values are made on the CPU, and moved later.
         return torch.device("cpu") if isinstance(value, torch.device) else value
 
 
@@ -187,26 +188,18 @@ _logs: list[Log] = []
 
 
 def keep(log: Log) -> None:
-    """Keep a log for as long as one of its tensors is alive."""
+    """Keep a log while one of its tensors is alive."""
     _logs[:] = [*(known for known in _logs if known.alive()), log]
 
 
 def find_log(tensor: torch.Tensor) -> Log | None:
-    """The log of how a tensor is made."""
+    """The log that has a tensor."""
     return next((log for log in reversed(_logs) if tensor in log), None)
 
 
-def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """The tensors in arguments or results."""
-    return (leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor))
-
-
-def written(op: OpOverload, args: Args, kwargs: Kwargs) -> Iterator[torch.Tensor]:
+def written(op: OpOverload, args: Args, kwargs: Kwargs) -> list[torch.Tensor]:
     """The tensors that an operation changes in place."""
-    for place, argument in enumerate(op._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            value = args[place] if place < len(args) else kwargs.get(argument.name)
-            yield from tensors_in(value)
+    return tensors_in(list(aliased(op, args, kwargs, written=True)))
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,50 +1,58 @@
-"""What is in the place of a model's submodules in one of its pieces.
+"""Units: the modules of a stage in the place of a model's submodules.
 
-An *own unit* is a submodule of this stage; a call of it is reported to the stage's run. A *foreign
-unit* replaces a submodule of another stage: it has no parameters, and returns placeholders. A
-*copied unit* is the copy of a submodule without data, in the model that a walk goes through. All
-are of the submodule's class, or rather of a class made from it, so that a forward finds what it
-expects; the class itself and the model are left alone.
+An *own unit* is a submodule of this stage, and reports its calls to the run of the stage. A
+*foreign unit* replaces a submodule of another stage: without parameters, it returns placeholders.
+A *copied unit* is a submodule without data, in the model of a dry run. The class of each is derived
+from the submodule's, so that a forward finds what it expects; that class and the model stay
+unchanged.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import cache
 from inspect import getattr_static
 from typing import Any
 
 from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 from taktline.errors import PartitionError
 from taktline.side_values import uncompiled
 from taktline.split.named.placeholder import here, resolved
 from taktline.split.named.shape_probe import ShapeProbe
 
-__all__ = ["ROWS", "call_of", "copied_unit", "foreign_unit", "is_own_unit", "made_from", "own_unit"]
-
-ROWS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
-"""What holds submodules by their places or names."""
+__all__ = [
+    "ROWS",
+    "call_of",
+    "copied_unit",
+    "derived_class",
+    "foreign_unit",
+    "inner_modules",
+    "is_own_unit",
+    "noting_inner_calls",
+    "own_unit",
+]
 
 
 class _OwnUnit:
     """Mixed into the class of a submodule of this stage."""
 
     unit = ""
-    """Its name in the model."""
+    """The name of the submodule in the model."""
     begins: int | None = None
-    """The call of it with which the stage begins."""
+    """The call of the submodule with which the stage begins."""
     ends: int | None = None
-    """The call of it with which the next stage begins."""
+    """The call of the submodule with which the next stage begins."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        # Not a hook: a checkpoint that the class puts around itself must see the real arguments.
+        # Not a hook: a checkpoint that the class puts around its call must see the real arguments.
         context: Any = here.context
         if context is not None and context.bare:
             return super().__call__(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
-        if context is None or not hasattr(
-            context, "before_own"
-        ):  # on its own, or a second time under a checkpoint
+        if context is None or not hasattr(context, "before_own"):
+            # The user calls the unit, or a checkpoint runs it again in the backward.
             args, kwargs = resolved((args, kwargs))
             return super().__call__(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
         if context.is_foreign(self):
@@ -56,7 +64,7 @@ class _OwnUnit:
 
 
 class _CopiedUnit:
-    """Mixed into the class of the copy of a submodule without data."""
+    """Mixed into the class of a submodule without data."""
 
     _probe: ShapeProbe
 
@@ -77,14 +85,14 @@ class _ForeignUnit:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         context: Any = here.context
-        is_watched = self._forward_hooks or self._forward_pre_hooks
-        if context is not None and context.repeats and not is_watched:
+        has_hooks = self._forward_hooks or self._forward_pre_hooks
+        if context is not None and context.repeats and not has_hooks:
             return context.call_again(self._probe, self.training, args, kwargs)
-        # Whatever the class puts around its call, there is nothing to be checkpointed or the like.
+        # Not the call of the class, which may checkpoint: there is nothing to compute.
         return nn.Module.__call__(self, *args, **kwargs)  # pyright: ignore[reportArgumentType]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Give placeholders, or end this stage."""
+        """Return placeholders, or end this stage."""
         probe: ShapeProbe = vars(self)["_probe"]
         context: Any = here.context
         if not hasattr(context, "call_foreign"):
@@ -97,12 +105,12 @@ class _ForeignUnit:
         """Compile nothing."""
 
     def register_forward_hook(self, *args: Any, **kwargs: Any) -> Any:
-        """Register a hook, and say so: calls that are like others do without this."""
+        """Register a hook, and note that the unit has one."""
         self._probe.hooked.append(self._probe.name)
         return nn.Module.register_forward_hook(self, *args, **kwargs)  # pyright: ignore[reportArgumentType]
 
     def register_forward_pre_hook(self, *args: Any, **kwargs: Any) -> Any:
-        """Register a hook, and say so."""
+        """Register a hook, and note that the unit has one."""
         self._probe.hooked.append(self._probe.name)
         return nn.Module.register_forward_pre_hook(self, *args, **kwargs)  # pyright: ignore[reportArgumentType]
 
@@ -116,66 +124,69 @@ class _ForeignUnit:
     uncompiled(__call__)
     uncompiled(forward)
 
-    # A forward that looks into a submodule finds what the model has; others, what this stage has.
+    # A running forward finds the submodules that the model has; others, those that the stage has.
 
     def named_children(self) -> Iterator[tuple[str, nn.Module]]:
-        """What a forward finds in it."""
-        return nn.Module.named_children(self._looked_into())
+        """The children of the unit."""
+        return nn.Module.named_children(self._as_seen())
 
     def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
-        """What a forward finds in it."""
-        return nn.Module.named_modules(self._looked_into(), *args, **kwargs)
+        """The modules in the unit."""
+        return nn.Module.named_modules(self._as_seen(), *args, **kwargs)
 
-    def _looked_into(self) -> Any:
+    def _as_seen(self) -> Any:
         return self if here.context is None else self._probe.module
 
 
-def _through_probe(name: str) -> Callable[..., Any]:
+def _method_of_probe(name: str) -> Callable[..., Any]:
     def method(self: Any, *args: Any) -> Any:
         return getattr(self._probe.module, name)(*args)
 
     return method
 
 
+ROWS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+"""Modules that hold others by place or name."""
 _LOOKS = ("__contains__", "__getitem__", "__iter__", "__len__", "items", "keys", "values")
-_ForeignRow = type("_ForeignRow", (_ForeignUnit,), {name: _through_probe(name) for name in _LOOKS})
-"""Mixed into the class of a row of another stage: a forward may go through it one by one."""
+_ForeignRow = type(
+    "_ForeignRow", (_ForeignUnit,), {name: _method_of_probe(name) for name in _LOOKS}
+)
+"""Mixed into the class of a list of modules of another stage: a forward may loop over it."""
 
 
 @cache
-def made_from(kind: type[nn.Module], mixin: type, **attributes: Any) -> type:
-    """A class with a mixin before a module's own class, and its name."""
+def derived_class(kind: type[nn.Module], mixin: type, **attributes: Any) -> type:
+    """A class with a mixin before a module's own class, and the name of that."""
     names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
     return type(kind.__name__, (mixin, kind), {"__doc__": kind.__doc__, **names, **attributes})
 
 
-def own_unit(
-    module: nn.Module, unit: str, *, begins: int | None = None, ends: int | None = None
-) -> nn.Module:
-    """A submodule, met on its way in: the same in all but its class, parameters included.
+def own_unit(module: nn.Module, unit: str, *, begins: int | None, ends: int | None) -> nn.Module:
+    """A submodule that reports its calls: it shares everything with the module but its class.
 
-    ``begins`` and ``ends`` are the calls of it with which the stage, and the next one, begin.
+    ``begins`` and ``ends`` are the calls with which this stage and the next one begin.
     """
-    made = object.__new__(made_from(type(module), _OwnUnit, unit=unit, begins=begins, ends=ends))
+    kind = derived_class(type(module), _OwnUnit, unit=unit, begins=begins, ends=ends)
+    made = object.__new__(kind)
     made.__dict__ = module.__dict__
     return made
 
 
 def is_own_unit(module: nn.Module) -> bool:
-    """Whether a submodule is met on its way in, with nothing around it."""
+    """Whether a submodule is an own unit, and nothing is wrapped around it."""
     return isinstance(module, _OwnUnit)
 
 
 def copied_unit(probe: ShapeProbe) -> nn.Module:
-    """The copy of a submodule, to be met by a walk."""
+    """The module of a probe, which reports its calls to a dry run."""
     if not isinstance(probe.module, _CopiedUnit):
-        probe.module.__class__ = made_from(type(probe.module), _CopiedUnit)
+        probe.module.__class__ = derived_class(type(probe.module), _CopiedUnit)
         vars(probe.module)["_probe"] = probe
     return probe.module
 
 
 def call_of(module: nn.Module) -> tuple[type, Callable[..., Any]]:
-    """The class of a submodule, and what a call of it does, past the report."""
+    """The class of a submodule, and its call without the report of an own unit."""
     kind = type(module)
     if isinstance(module, _OwnUnit) and kind.__call__ is _OwnUnit.__call__:
         return kind, super(_OwnUnit, module).__call__.__func__  # pyright: ignore[reportAttributeAccessIssue]
@@ -183,20 +194,19 @@ def call_of(module: nn.Module) -> tuple[type, Callable[..., Any]]:
 
 
 @cache
-def _foreign_kind(kind: type[nn.Module]) -> type:
-    """The class of what replaces modules of a class.
+def _foreign_class(kind: type[nn.Module]) -> type:
+    """The class of foreign units.
 
-    A default in the class must not hide what the module has itself.
+    Its class attributes come from the probe: a default must not hide what the module has set.
     """
-    mixin = _ForeignRow if issubclass(kind, ROWS) else _ForeignUnit
-    made = made_from(kind, mixin)
+    made = derived_class(kind, _ForeignRow if issubclass(kind, ROWS) else _ForeignUnit)
     for name in {name for part in kind.__mro__ for name in vars(part)} - set(dir(nn.Module)):
         if not hasattr(getattr_static(kind, name), "__get__"):
-            setattr(made, name, _of_probe(name))
+            setattr(made, name, _attribute_of_probe(name))
     return made
 
 
-def _of_probe(name: str) -> property:
+def _attribute_of_probe(name: str) -> property:
     return property(
         lambda self: getattr(self._probe.module, name),
         lambda self, value: setattr(self._probe.module, name, value),
@@ -204,9 +214,37 @@ def _of_probe(name: str) -> property:
 
 
 def foreign_unit(probe: ShapeProbe, kind: type[nn.Module], training: bool) -> nn.Module:
-    """What is in the place of a submodule of another stage."""
-    made = object.__new__(_foreign_kind(kind))
+    """The replacement of a submodule of another stage."""
+    made = object.__new__(_foreign_class(kind))
     nn.Module.__init__(made)
     vars(made)["_probe"] = probe
     vars(made)["training"] = training
     return made
+
+
+def inner_modules(units: Mapping[str, nn.Module]) -> dict[int, str]:
+    """The names of all modules inside of units, by their ids."""
+    return {
+        id(module): f"{unit}.{name}"
+        for unit, whole in units.items()
+        for name, module in nn.Module.named_modules(whole)
+        if name
+    }
+
+
+@contextmanager
+def noting_inner_calls(context: Any, names: Mapping[int, str]) -> Iterator[None]:
+    """Report to a context each call of an inner module that its unit has not made.
+
+    ``names`` are the inner modules by their ids.
+    """
+
+    def note(module: nn.Module, args: Any) -> None:
+        if here.context is context and not context.is_inside and id(module) in names:
+            context.note_inner(names[id(module)])
+
+    hook = register_module_forward_pre_hook(note)
+    try:
+        yield
+    finally:
+        hook.remove()

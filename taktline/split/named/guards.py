@@ -1,8 +1,8 @@
-"""Forwards that are plain: which submodules they call, and with what, is always the same.
+"""Finds out whether a forward is plain: it always calls the same submodules in the same way.
 
-A plain forward has assignments, conditions, loops over its submodules, and arithmetic. What it
-calls is as plain as itself, or a function of torch that looks at no data. Attributes and globals
-are numbers and the like, which are watched::
+A plain forward has assignments, conditions, loops over its submodules, and arithmetic. It calls
+plain functions, and functions of torch that read no data. Its attributes and globals are numbers
+and the like; guards notice when one of them changes::
 
     def forward(self, tokens):
         x = self.embed(tokens) + self.position(torch.arange(tokens.shape[1]))
@@ -10,8 +10,8 @@ are numbers and the like, which are watched::
             x = layer(x)
         return self.head(self.norm(x))
 
-So what one call has shown holds for all that look alike, if a walk has seen that the forward asks
-no tensor for a number, as in a condition, and draws no random ones.
+So all calls with the same shapes do the same, if a dry run has seen that the forward reads no
+number from a tensor, as in a condition, and draws no random numbers.
 """
 
 from __future__ import annotations
@@ -29,12 +29,13 @@ from torch import nn
 from taktline.split.named.changes import HOOKS
 from taktline.split.named.mutable import is_constant
 from taktline.split.named.placeholder import Placeholder
+from taktline.split.named.units import ROWS
 
 __all__ = ["Guards", "guards_of"]
 
 
 class Guards:
-    """What must stay as it is for a plain forward to call the same."""
+    """Values that must not change, so that a plain forward makes the same calls."""
 
     __slots__ = ("_parts", "_sizes", "_values")
 
@@ -44,16 +45,16 @@ class Guards:
         self._sizes: list[int] = []
 
     def watch(self, values: Mapping[str, Any], name: str) -> None:
-        """Keep a value, by its name among others."""
+        """Guard a value in a table."""
         self._values.append((values, name, values[name]))
 
     def watch_size(self, parts: Sized) -> None:
-        """Keep the number of parts, such as hooks."""
+        """Guard the number of parts of a container, such as hooks."""
         self._parts.append(parts)
         self._sizes.append(len(parts))
 
     def hold(self) -> bool:
-        """Whether all is as it was."""
+        """Whether nothing has changed."""
         for values, name, value in self._values:
             found = values.get(name)
             if found is not value and (type(found) is not type(value) or found != value):
@@ -69,7 +70,7 @@ _CODES = (
 )
 _FAMILIES = ("LOAD_FAST", "STORE_FAST", "BINARY_", "UNARY_", "JUMP_", "POP_JUMP_")
 _CONSTANTS = ("LOAD_CONST", "LOAD_SMALL_INT")
-"""What plain code does, as Python 3.11 and later call it: it sets nothing but its own names."""
+"""The bytecode of plain functions, since Python 3.11: it sets local variables alone."""
 _MODULES = (torch, nn.functional)
 _LOOPS = ("range", "enumerate", "zip", "reversed", "len")
 _OPERATIONS = (
@@ -78,13 +79,12 @@ _OPERATIONS = (
     *("softmax", "sqrt", "squeeze", "stack", "sum", "tanh", "transpose", "unsqueeze", "view"),
     "zeros",
 )
-"""Functions and attributes of torch that look at no data, and change nothing but generators."""
+"""Functions and attributes of torch that read no data, and change nothing but generators."""
 _CHILDREN = ("children", "items", "keys", "named_children", "values")
-_ROWS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 
 class _NotPlain(Exception):
-    """Something else may happen in another call."""
+    """Another call may do something else."""
 
 
 def guards_of(
@@ -97,9 +97,9 @@ def guards_of(
 
     Args:
         kind: the model's class.
-        containers: of a piece of the model, by their names; they have the submodules.
-        units: the names of those submodules that belong to one stage; others run in all.
-        hooked: those of them that have hooks in other stages than their own.
+        containers: the containers of a stage, by name.
+        units: the names of the units; every stage runs the other submodules.
+        hooked: the foreign units that have hooks.
     """
     guards = Guards()
     reader = _Reader(list(containers.values()), guards)
@@ -109,7 +109,7 @@ def guards_of(
             _watch_hooks(getattr(nn.modules.module, f"_global{hooks}"), guards)
         for name, container in containers.items():
             owner = type(container) if name else kind
-            if owner not in _ROWS:
+            if owner not in ROWS:
                 _require_own_methods(owner)
                 reader.read(owner.forward)
             guards.watch_size(container._modules)
@@ -124,7 +124,7 @@ def guards_of(
 
 
 def _require_own_methods(kind: type[nn.Module]) -> None:
-    """Raise if objects of a class may do something else when they are called, or looked into."""
+    """Raise if a class has special methods, such as ``__call__``."""
     for base in kind.__mro__:
         if base is object or base.__module__.startswith("torch.nn."):
             continue
@@ -135,7 +135,7 @@ def _require_own_methods(kind: type[nn.Module]) -> None:
 
 
 def _watch(module: nn.Module, guards: Guards, *, is_container: bool) -> None:
-    """Watch the hooks of a submodule; and all of one that every stage has."""
+    """Guard the hooks of a submodule; of one that every stage has, also the attributes."""
     for part in [module] if is_container else module.modules():
         for hooks in HOOKS:
             _watch_hooks(getattr(part, hooks), guards)
@@ -154,7 +154,7 @@ def _watch_hooks(hooks: Sized, guards: Guards) -> None:
 
 
 class _Reader:
-    """Reads functions of a forward, and what they read."""
+    """Reads the functions of a forward."""
 
     def __init__(self, containers: Sequence[nn.Module], guards: Guards) -> None:
         self._guards = guards
@@ -162,7 +162,7 @@ class _Reader:
         self._seen: set[FunctionType] = set()
 
     def read(self, function: object) -> None:
-        """Take note of what a function depends on; raise if it is not plain."""
+        """Guard the values that a function depends on; raise if it is not plain."""
         if not isinstance(function, FunctionType):
             raise _NotPlain
         if function in self._seen:
@@ -198,7 +198,7 @@ class _Reader:
                     raise _NotPlain
             elif not any(name in table for table in tables):
                 value = getattr_static(type(container), name, None)
-                if value is None or (name in _CHILDREN and type(container) in _ROWS):
+                if value is None or (name in _CHILDREN and type(container) in ROWS):
                     continue
                 if getattr(value, "__module__", "").startswith("torch."):
                     raise _NotPlain
@@ -209,7 +209,7 @@ class _Reader:
 
 
 def _reads(function: FunctionType) -> tuple[set[str], set[str]]:
-    """The globals and the attributes that a function reads."""
+    """The names of the globals and attributes that a function reads."""
     whole = function.__code__
     defaults = (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values())
     has_any = whole.co_flags & (CO_VARARGS | CO_VARKEYWORDS)
@@ -222,7 +222,7 @@ def _reads(function: FunctionType) -> tuple[set[str], set[str]]:
         code = step.opname
         if code not in (*_CODES, *_CONSTANTS) and not code.startswith(_FAMILIES):
             raise _NotPlain
-        # Which of two arguments is the same object may differ each time.
+        # Whether two arguments are the same object may differ each time.
         if code == "IS_OP" and before not in _CONSTANTS:
             raise _NotPlain
         if code == "LOAD_GLOBAL":

@@ -1,17 +1,16 @@
-"""Numbers that a forward asks tensors for: what it does may depend on them, in every stage.
+"""Numbers that a forward reads from tensors: its branches may depend on them, in every stage.
 
-A stage that has the data notes the numbers, and they go to the next one with all else. So a stage
-that has not the data gets the number, and takes the same branch::
+A stage that has the data notes the numbers, and sends them to the next stage, which takes the same
+branch without the data::
 
     forward of the model:   x = layer0(x)   if x.mean() > 0:   x = layer1(x)
-    stage 0:                real            0.7 > 0: noted     ▶ leave, with [True]
-    stage 1:                placeholder     True, as noted     ▶ real
+    stage 0:                runs            0.7 > 0: noted     ▶ leave, with [True]
+    stage 1:                placeholder     True, as noted     ▶ runs
 
-Before anything has run, numbers are guessed: a walk through the forward takes all for 0, others for
-1, or one of them alone.
+A dry run has no numbers. It guesses 0 for all of them; others guess 1, or 1 for a single one.
 
-The size of a tensor is such a number where it depends on data, as in ``x[x > 0]``: a stage that has
-not the data makes a placeholder of that size.
+The size of a tensor is such a number if it depends on data, as in ``x[x > 0]``: a stage without the
+data makes a placeholder of that size.
 """
 
 from __future__ import annotations
@@ -20,6 +19,7 @@ import struct
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
@@ -27,8 +27,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from taktline import pytree
 from taktline.errors import PartitionError
-from taktline.split.example import Args
-from taktline.split.named.operations import depends_on_data
+from taktline.split.arguments import Args, tensors_in
+from taktline.split.named.meta_operations import size_depends_on_data
 from taktline.split.named.placeholder import Placeholder, PlaceholderContext, here, resolved
 
 __all__ = ["NUMBERS", "Guess", "Number", "Numbers", "Sizes"]
@@ -37,9 +37,9 @@ Number = bool | int | float
 NUMBERS = (bool, int, float)
 
 _BY_ITSELF = 16
-"""How many numbers are tried each by itself."""
+"""How many numbers get a guess of their own."""
 _ENDLESS = 256
-"""A loop that has asked for so many numbers goes on until the guess is another one."""
+"""After so many numbers the guess changes, to end a loop that waits for another one."""
 
 _Tensor = torch.Tensor
 _TYPES: dict[Any, type[Number] | None] = {
@@ -56,33 +56,33 @@ _TYPES: dict[Any, type[Number] | None] = {
     _Tensor.item: None,
     _Tensor.tolist: None,
 }
-"""What asks a tensor for a number, and which; None: one of the tensor's own type."""
+"""Functions that read a number from a tensor, and its type; None for the tensor's own type."""
 
 
 class Guess(NamedTuple):
-    """What all numbers are taken for, but for one, which is the other of 0 and 1."""
+    """A guess of all numbers: 0 or 1, and the other one at a single place."""
 
     usual: int
     but: int | None = None
 
     @classmethod
     def others(cls, places: Sequence[int]) -> list[Guess]:
-        """Guesses to be tried after that of 0 for all, for the numbers at places by themselves."""
+        """The guesses after that of 0 for all; some differ at one of these places."""
         few = places[:_BY_ITSELF]
         return [cls(1), *(cls(usual, place) for place in few for usual in (0, 1))]
 
     def at(self, place: int) -> int:
-        """The number at a place."""
+        """The guess for the number at a place."""
         return self.usual ^ (place == self.but or place >= _ENDLESS)
 
 
 class Numbers(TorchFunctionMode):
-    """The numbers that a forward has asked for by now, outside of its units.
+    """The numbers that a forward reads outside of its units.
 
     Args:
         context: the forward.
-        came: those that earlier stages have noted, in the order in which they were asked for.
-        guess: what to take for those that are not known; None if that is an error.
+        came: the numbers that earlier stages have noted, in the order in which they were read.
+        guess: a guess of unknown numbers; without it, they are an error.
     """
 
     def __init__(
@@ -97,9 +97,9 @@ class Numbers(TorchFunctionMode):
         self._guess = guess
         self._noted: list[int] = []
         self.guessed: list[int] = []
-        """The places of those that were not known."""
+        """The places of the numbers that were guessed."""
         self.is_sized = False
-        """Whether a size was not known."""
+        """Whether a size was guessed."""
 
     def __len__(self) -> int:
         return len(self._noted)
@@ -112,7 +112,7 @@ class Numbers(TorchFunctionMode):
         if func not in _TYPES or here.context is not context or context.is_inside:
             return func(*args, **kwargs)
         args, kwargs = resolved((args, kwargs))
-        tensors = [part for part in pytree.tree_leaves((args, kwargs)) if isinstance(part, _Tensor)]
+        tensors = tensors_in((args, kwargs))
         unknown = next((tensor for tensor in tensors if isinstance(tensor, Placeholder)), None)
         if unknown is None:
             answer = func(*args, **kwargs)
@@ -122,12 +122,12 @@ class Numbers(TorchFunctionMode):
         if func is not _Tensor.tolist:
             return self.take(kind, unknown.maker)
         parts = [self.take(kind, unknown.maker) for _ in range(unknown.numel())]
-        return _nested(parts, list(unknown.shape))
+        return np.array(parts, dtype=object).reshape(unknown.shape).tolist()
 
     def note(self, value: Any) -> Any:
-        """Note a value that is known here, if it is a number.
+        """Note a value if it is a number.
 
-        Returns the one that an earlier stage has noted, if any: random numbers differ.
+        Returns the number of an earlier stage if there is one: random numbers differ.
         """
         if type(value) not in NUMBERS:
             return value
@@ -137,7 +137,7 @@ class Numbers(TorchFunctionMode):
         return value
 
     def take(self, kind: type[Number], maker: str) -> Any:
-        """The next number, of a type, that was made of data which is not here."""
+        """The next number, which depends on data that this stage has not."""
         place = len(self._noted)
         if place < len(self._came):
             number = self._came[place]
@@ -153,15 +153,15 @@ class Numbers(TorchFunctionMode):
         return struct.unpack("d", struct.pack("q", number))[0] if kind is float else kind(number)
 
     def note_sizes(self, output: Any) -> None:
-        """Note the sizes of tensors that an operation has returned, as they depend on data."""
-        for part in pytree.tree_leaves(output):
-            # Those of placeholders were taken from what came, or guessed.
-            if isinstance(part, _Tensor) and not isinstance(part, Placeholder):
+        """Note the sizes of tensors that an operation has returned."""
+        for part in tensors_in(output):
+            # Sizes of placeholders come from earlier stages, or were guessed.
+            if not isinstance(part, Placeholder):
                 for size in part.shape:
                     self.note_size(size)
 
     def note_size(self, size: int) -> None:
-        """Note a size that is known here, and that earlier stages have noted, too."""
+        """Note a size; raises if an earlier stage has noted another one."""
         if self.note(size) != size:
             raise PartitionError(
                 f"a tensor has the size {size} here, but {self._noted[-1]} in an earlier stage; "
@@ -169,7 +169,7 @@ class Numbers(TorchFunctionMode):
             )
 
     def take_size(self, likely: Sequence[int], maker: str) -> int:
-        """The next size of a tensor that is not here; ``likely`` are two guesses."""
+        """The next size of a tensor that this stage has not; ``likely`` are two guesses."""
         if self._guess is None or len(self._noted) < len(self._came):
             return self.take(int, maker)
         self.is_sized = True
@@ -177,7 +177,7 @@ class Numbers(TorchFunctionMode):
         return self._noted[-1]
 
     def require_all_taken(self, stage: int) -> None:
-        """Raise unless the stage before has noted as many numbers up to where this one begins."""
+        """Raise unless the stage before has noted as many numbers."""
         if self._count is not None and len(self._noted) != self._count:
             raise PartitionError(
                 f"the forward of stage {stage} has asked for {len(self._noted)} numbers before it "
@@ -186,7 +186,7 @@ class Numbers(TorchFunctionMode):
             )
 
     def sent(self, room: int, device: torch.device) -> torch.Tensor:
-        """All of them for the next stage, in as much room as it expects."""
+        """All numbers for the next stage, padded to the length that it expects."""
         if len(self._noted) > room:
             raise PartitionError(
                 f"the forward has asked for {len(self._noted)} numbers that depend on data, where "
@@ -197,7 +197,7 @@ class Numbers(TorchFunctionMode):
 
 
 class Sizes(TorchDispatchMode):
-    """Notes the sizes that depend on data, of what a forward makes outside of its units."""
+    """Notes the sizes that depend on data in results of operations outside of units."""
 
     def __init__(self, context: PlaceholderContext) -> None:
         super().__init__()
@@ -207,13 +207,13 @@ class Sizes(TorchDispatchMode):
         output = func(*args, **(kwargs or {}))
         context = self._context
         is_outside = here.context is context and not context.is_inside
-        if is_outside and depends_on_data(func, args):
+        if is_outside and size_depends_on_data(func, args):
             context.numbers.note_sizes(output)
         return output
 
 
 def _read(came: torch.Tensor | None) -> tuple[int | None, Sequence[int]]:
-    """How many numbers came, and these; None if they have no data."""
+    """The count of the numbers that came, or None without data, and the numbers."""
     if came is None:
         return None, ()
     if came.is_meta or isinstance(came, FakeTensor):
@@ -223,7 +223,7 @@ def _read(came: torch.Tensor | None) -> tuple[int | None, Sequence[int]]:
 
 
 def _written(number: Number) -> int:
-    """A number as a whole one, of 64 bits."""
+    """A number as an integer of 64 bits."""
     if isinstance(number, float):
         return struct.unpack("q", struct.pack("d", number))[0]
     return int(number)
@@ -235,11 +235,3 @@ def _type_of(tensor: torch.Tensor) -> type[Number]:
     if tensor.is_floating_point():
         return float
     return bool if tensor.dtype is torch.bool else int
-
-
-def _nested(parts: list[Any], shape: list[int]) -> Any:
-    """Numbers as lists in lists."""
-    if not shape:
-        return parts[0]
-    size = len(parts) // shape[0] if shape[0] else 0
-    return [_nested(parts[at * size : (at + 1) * size], shape[1:]) for at in range(shape[0])]

@@ -1,9 +1,8 @@
-"""What a call of a submodule leaves behind beside its output, which counts as part of that.
+"""What a call of a submodule leaves behind besides its output.
 
-A layer may keep a tensor in an attribute, such as a loss of its own, or put it into a list or dict
-that it is given. Models of transformers collect the logits of routers and the like by hooks on what
-is inside of their layers, which put them into lists of the model that is running. Where the output
-of a submodule of another stage is known, all this is put where the forward looks for it.
+A layer may keep a tensor in an attribute, such as an added loss, or put it into a list or dict
+among its arguments. Hooks of Hugging Face models append router logits and the like to lists of the
+running model. A stage that replaces the submodule with placeholders leaves the same behind.
 """
 
 from __future__ import annotations
@@ -20,59 +19,59 @@ from torch import nn
 
 from taktline import pytree
 from taktline.errors import PartitionError
-from taktline.split.named.mutable import is_mutable, look_at
-from taktline.split.named.of_transformers import lists
+from taktline.split.named.hugging_face import collected_lists
+from taktline.split.named.mutable import fingerprint, is_mutable
 from taktline.split.named.placeholder import Placeholder
 
 __all__ = [
-    "Before",
-    "Recorded",
-    "recorded",
+    "FullOutput",
+    "StateBefore",
+    "apply_side_effects",
+    "call_isolated",
+    "collected_since",
     "refill",
-    "replayed",
-    "since",
 ]
 
 _TABLES = frozenset(vars(nn.Module()))
 _CONTAINERS = (list, dict, deque)
 
 
-class Recorded(NamedTuple):
-    """The output of a submodule, and what else its call has left behind."""
+class FullOutput(NamedTuple):
+    """The output of a submodule, and all that its call has left behind besides."""
 
     output: Any
     collected: dict[str, list[Any]]
-    """What was collected from inside of it."""
+    """What hooks have appended to each list of the running model."""
     attributes: dict[str, Any] = {}  # noqa: RUF012 - a value, which nobody changes
-    """Tensors that it has kept in attributes of its own, by their names."""
+    """Tensors that the submodule has put into its attributes, by their names."""
     arguments: tuple[Any, ...] = ()
-    """Its arguments, if it has changed lists or dicts among them."""
+    """The arguments, if the call has changed lists or dicts among them."""
 
 
-def since(lengths: Mapping[str, int]) -> dict[str, list[Any]]:
-    """What was collected since lists had these lengths."""
-    return {key: part[lengths[key] :] for key, part in lists().items() if key in lengths}
+def collected_since(lengths: Mapping[str, int]) -> dict[str, list[Any]]:
+    """What hooks have appended since the lists had these lengths."""
+    return {key: part[lengths[key] :] for key, part in collected_lists().items() if key in lengths}
 
 
-def recorded(call: Callable[[], Any]) -> Any:
-    """What a call returns, with what is collected from it; the lists themselves get nothing."""
-    into = lists()
-    if not into:
+def call_isolated(call: Callable[[], Any]) -> Any:
+    """The output of a call, with what its hooks collect; removes that from the lists again."""
+    lists = collected_lists()
+    if not lists:
         return call()
-    lengths = {key: len(part) for key, part in into.items()}
+    lengths = {key: len(part) for key, part in lists.items()}
     try:
         output = call()
-        return Recorded(output, since(lengths))
+        return FullOutput(output, collected_since(lengths))
     finally:
-        for key, part in into.items():
+        for key, part in lists.items():
             del part[lengths[key] :]
 
 
-def replayed(output: Any, module: nn.Module, args: Any, kwargs: Any) -> Any:
-    """The output itself, with all that belongs to it where a call of the module leaves it."""
-    if type(output) is not Recorded:
+def apply_side_effects(output: Any, module: nn.Module, args: Any, kwargs: Any) -> Any:
+    """The output alone; puts the rest where a call of the module leaves it."""
+    if type(output) is not FullOutput:
         return output
-    for key, part in lists().items():
+    for key, part in collected_lists().items():
         part += output.collected.get(key, ())
     for name, value in output.attributes.items():
         path, _, key = name.rpartition(".")
@@ -82,32 +81,30 @@ def replayed(output: Any, module: nn.Module, args: Any, kwargs: Any) -> Any:
     return output.output
 
 
-class Before:
-    """A submodule and its arguments before a call, to see what else than an output it leaves."""
+class StateBefore:
+    """The state of a submodule and its arguments before a call, to find what the call changes."""
 
     def __init__(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         self._name = name
         self._module = module
-        self._looks = {name: look_at(value) for name, value in _attributes(module)}
+        self._attributes = {name: fingerprint(value) for name, value in _attributes(module)}
         self._arguments = (args, kwargs)
-        self._leaves = pytree.tree_flatten(self._arguments)
-        self._others = [(what, value, look_at(value)) for what, value in self._find_others()]
-
-    def _find_others(self) -> list[tuple[str, Any]]:
-        """What a call may change that cannot be made the same in other stages."""
-        given = [
+        self._leaves, self._spec = pytree.tree_flatten(self._arguments)
+        others = [
             (f"a {type(leaf).__name__} that it is given", leaf)
-            for leaf in self._leaves[0]
+            for leaf in self._leaves
             if is_mutable(leaf)
         ]
-        return given + [(f"the global {name!r}", value) for name, value in _globals(self._module)]
+        others += [(f"the global {name!r}", value) for name, value in _globals(module)]
+        self._others = [(what, value, fingerprint(value)) for what, value in others]
+        """What a call may change, and other stages cannot reproduce."""
 
-    def left(self, output: Any) -> Any:
-        """The output, with all that the call has left behind beside it."""
-        for what, value, look in self._others:
-            # A table that depends on no data may be kept anywhere.
+    def with_effects(self, output: Any) -> Any:
+        """The output, with all that the call has left behind."""
+        for what, value, before in self._others:
+            # A table of values that depend on no data may be kept anywhere.
             is_table = isinstance(value, _CONTAINERS) and not _has(Placeholder, value)
-            if look_at(value) != look and not is_table:
+            if fingerprint(value) != before and not is_table:
                 raise PartitionError(
                     f"{self._name!r} changes {what}, which other stages would not know of; let it "
                     "return what it adds, or put it into a list or dict that it is given"
@@ -115,19 +112,18 @@ class Before:
         attributes = {
             name: value
             for name, value in _attributes(self._module)
-            if self._looks.get(name) != look_at(value) and _has(torch.Tensor, value)
+            if self._attributes.get(name) != fingerprint(value) and _has(torch.Tensor, value)
         }
         leaves, spec = pytree.tree_flatten(self._arguments)
-        before = self._leaves[0]
-        is_same = spec == self._leaves[1] and all(map(operator.is_, leaves, before))
+        is_same = spec == self._spec and all(map(operator.is_, leaves, self._leaves))
         if is_same and not attributes:
             return output
-        whole = output if type(output) is Recorded else Recorded(output, {})
+        whole = output if type(output) is FullOutput else FullOutput(output, {})
         return whole._replace(attributes=attributes, arguments=() if is_same else self._arguments)
 
 
 def _attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    """What a module and all that is in it keep beside parameters, buffers and numbers."""
+    """The attributes of a module and of its submodules that are no numbers and the like."""
     for path, part in nn.Module.named_modules(module):
         for key, value in vars(part).items():
             if key not in _TABLES and (
@@ -137,7 +133,7 @@ def _attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def _globals(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    """The lists, dicts and the like that forwards use, and are not the modules' own."""
+    """The global lists, dicts and the like that the forwards of a module use."""
     for kind in {type(part) for _, part in nn.Module.named_modules(module)}:
         yield from _globals_of(kind)
 
@@ -157,7 +153,7 @@ def _has(kind: type[torch.Tensor], value: Any) -> bool:
 
 
 def refill(old: Any, new: Any) -> Any:
-    """Let the lists and dicts of a tree have in them what those of another one have."""
+    """The old tree, whose lists and dicts get the contents of those in the new tree."""
     if type(old) is not type(new):
         return new
     if type(old) in (list, deque):

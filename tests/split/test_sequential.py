@@ -112,10 +112,10 @@ class Sum(nn.Module):
 def test_a_value_of_several_tensors_stays_one() -> None:
     model, x = nn.Sequential(Two(4, 4), Sum(), linear()), torch.randn(2, 4)
     pieces = tl.split.by_names(model, ["1", "2"])
-    twin = copy.deepcopy(model)
+    reference = copy.deepcopy(model)
     pieces(x).sum().backward()
-    twin(x).sum().backward()
-    for found, expected in zip(model.parameters(), twin.parameters(), strict=True):
+    reference(x).sum().backward()
+    for found, expected in zip(model.parameters(), reference.parameters(), strict=True):
         assert torch.equal(found.grad, expected.grad)  # pyright: ignore[reportArgumentType]
 
 

@@ -1,8 +1,8 @@
-"""The forward of a model without data: where its values come from, and which of them cross cuts.
+"""A dry run's record of where values come from, and which of them must cross which cut.
 
-A stage begins with a unit, and gets what the forward hands to it. What it uses beside that, of what
-earlier stages have made, crosses too: what a unit has returned, or was given, under its name; what
-the forward has made of such values by itself is made of them again where it is used.
+A stage begins with a unit, and gets the arguments of that. Other tensors of earlier stages that it
+uses cross, too: outputs and arguments of units by their names. A tensor that the forward itself has
+computed from these does not cross: the stage that uses it computes it again.
 """
 
 from __future__ import annotations
@@ -15,73 +15,73 @@ import torch
 
 from taktline import pytree
 from taktline.errors import PartitionError
-from taktline.split.example import Args, Kwargs
+from taktline.split.arguments import Args, Kwargs
 from taktline.split.named.checkpoints import Checkpoints
-from taktline.split.named.course import Course, Cut, Path, Value
+from taktline.split.named.data_dependent import Guess, Numbers
+from taktline.split.named.forward_summary import Boundary, Cut, ForwardSummary, Path, UnitTensor
 from taktline.split.named.layout import Layout
-from taktline.split.named.numbers import Guess, Numbers
 from taktline.split.named.placeholder import ANYWHERE, Absent, Placeholder
-from taktline.split.named.recorded import replayed
 from taktline.split.named.shape_probe import ShapeProbe
+from taktline.split.named.side_effects import apply_side_effects
 
-__all__ = ["Walk"]
+__all__ = ["DryRunContext"]
 
 
 class _Place(NamedTuple):
-    """Where a placeholder was seen as an argument of a unit."""
+    """A placeholder as an argument or output of a unit."""
 
-    value: Value
+    value: UnitTensor
     stage: int
     time: int
 
 
 @dataclass(slots=True, eq=False)
 class _History:
-    """Where a placeholder comes from."""
+    """How a placeholder was made."""
 
     stage: int
     time: int
     parents: Sequence[Placeholder] = ()
-    """What an operation has made it of."""
+    """The placeholders among the arguments of the operation that returned it."""
     is_drawn: bool = False
-    """Whether the operation draws random numbers."""
+    """Whether that operation draws random numbers."""
     is_view: bool = False
-    """Whether it has its data in common with what it is made of."""
-    output: Value | None = None
-    """The output of a unit that it is."""
+    """Whether it shares its data with these arguments."""
+    output: UnitTensor | None = None
+    """Which output of a unit it is, if it is one."""
     places: list[_Place] = field(default_factory=list)
-    """Its first place in each stage."""
+    """The first unit of each stage that gets it as an argument."""
     written: int = 0
     """When it was changed in place."""
 
     def named(self, before: int) -> _Place | None:
-        """By which name it is to be had, to make of it what was made at a time."""
+        """The argument or output of a unit that had this value before a time."""
         found = [place for place in self.places if self.written <= place.time < before]
         if self.output is not None and not self.written:
             found.insert(0, _Place(self.output, self.stage, self.time))
-        # In the last stage that has it; there, as early as possible.
+        # The first in the last stage that has the value.
         return next((place for place in found if place.stage == found[-1].stage), None)
 
-    def place(self, value: Value, stage: int, time: int) -> None:
-        """Note a place."""
+    def add_place(self, value: UnitTensor, stage: int, time: int) -> None:
+        """Note that a unit gets it as an argument."""
         if not self.places or self.places[-1].stage < stage or self.places[-1].time < self.written:
             self.places.append(_Place(value, stage, time))
 
 
-class Walk(Checkpoints):
-    """The forward of a model in which all is foreign, and the stage that it has come to."""
+class DryRunContext(Checkpoints):
+    """A forward in which all units are foreign, and the stage that it has come to."""
 
     mixed = True
     is_inside = False
 
     def __init__(
         self,
-        course: Course,
+        summary: ForwardSummary,
         layout: Layout,
         device: torch.device,
         *,
         guess: Guess,
-        anew: bool,
+        reruns: bool,
         refused: set[Cut] | None,
         at_end: Callable[[int], None] | None,
     ) -> None:
@@ -89,25 +89,25 @@ class Walk(Checkpoints):
         self.refused = refused
         self.at_end = at_end
         self.arguments: set[int] = set()
-        """The ids of the tensors that the model is called with."""
-        self.course = course
+        """The ids of the model's arguments."""
+        self.summary = summary
         self.numbers = Numbers(self, guess=guess)
         self._layout = layout
-        self._anew = anew
+        self._reruns = reruns
         self._stage = 0
         self._time = 1
-        self._needs: dict[Value, tuple[int, int]] = {}
-        """Of values that cross: the stages that has and that last needs it."""
+        self._needs: dict[UnitTensor, tuple[int, int]] = {}
+        """For values that cross: the stage that has it, and the last that needs it."""
 
     def source(self, placeholders: Sequence[Placeholder]) -> Placeholder:
-        """One that is made by a stage, if there is any."""
+        """A placeholder that a stage has made, if there is one."""
         for placeholder in placeholders:
             if placeholder.parameter:
-                self.course.uses.setdefault(placeholder.maker, set()).add(self._stage)
+                self.summary.uses.setdefault(placeholder.maker, set()).add(self._stage)
         return min(placeholders, key=lambda placeholder: placeholder.stage)
 
     def note_made(self, made: Placeholder, placeholders: Sequence[Placeholder], func: Any) -> None:
-        """Note what a placeholder is made of."""
+        """Note how a placeholder was made."""
         made.history = self._history(tuple(placeholders))
         made.history.is_drawn = torch.Tag.nondeterministic_seeded in func.tags
         made.history.is_view = any(part.alias_info is not None for part in func._schema.returns)
@@ -115,7 +115,7 @@ class Walk(Checkpoints):
     def note_written(
         self, placeholder: Placeholder, placeholders: Sequence[Placeholder], func: Any
     ) -> None:
-        """Note that a placeholder was changed in place, and what it is a view of."""
+        """Note that a placeholder, and those that it is a view of, were changed in place."""
         others = tuple(other for other in placeholders if other is not placeholder)
         written = [placeholder]
         while written:
@@ -127,34 +127,34 @@ class Walk(Checkpoints):
                 history.parents = (*history.parents, *others)
 
     def note_asked(self, placeholder: Placeholder) -> None:
-        """See to it that a stage which asks for a number has the data."""
+        """Let a stage that reads a number have the data."""
         self._bring(placeholder, "the forward")
 
     def is_open(self, checkpoint: int) -> bool:
-        """Always: there is no data to be kept."""
+        """True: there is no data to keep."""
         return True
 
     def note_inner(self, name: str) -> None:
-        """Note a call of what is inside of a unit."""
-        self.course.order.append((name, self._stage))
+        """Note a call of a module inside of a unit."""
+        self.summary.order.append((name, self._stage))
 
     def call_foreign(self, probe: ShapeProbe, training: bool, args: Args, kwargs: Kwargs) -> Any:
-        """Note a call, and return its placeholders."""
+        """Note a call of a unit, and return placeholders."""
         leaves = pytree.tree_leaves((args, kwargs))
         placeholders = [(place, x) for place, x in enumerate(leaves) if isinstance(x, Placeholder)]
-        calls = self.course.calls.setdefault(probe.name, [])
+        calls = self.summary.calls.setdefault(probe.name, [])
         call = len(calls)
         if (probe.name, call) in self._layout.cuts:
             self._begin(Cut(probe.name, call), args, kwargs)
         calls.append(self._stage)
-        self.course.order.append((probe.name, self._stage))
+        self.summary.order.append((probe.name, self._stage))
         for place, placeholder in placeholders:
             self._bring(placeholder, repr(probe.name))
             if placeholder.history is not None:
-                placeholder.history.place(
-                    Value(probe.name, call, False, place), self._stage, self._now()
+                placeholder.history.add_place(
+                    UnitTensor(probe.name, call, False, place), self._stage, self._now()
                 )
-        if self._anew:
+        if self._reruns:
             probe.forget()
         output = probe.output(
             args, kwargs, training=training, stage=self._stage, device=self.device
@@ -163,11 +163,11 @@ class Walk(Checkpoints):
         for leaf, placeholder in enumerate(pytree.tree_leaves(output)):
             if isinstance(placeholder, Placeholder) and placeholder.history is None:
                 placeholder.history = self._history()
-                placeholder.history.output = Value(probe.name, call, True, leaf)
-        return replayed(output, probe.module, args, kwargs)
+                placeholder.history.output = UnitTensor(probe.name, call, True, leaf)
+        return apply_side_effects(output, probe.module, args, kwargs)
 
     def _require_no_writing(self, probe: ShapeProbe, leaves: Sequence[Any]) -> None:
-        """Raise if a unit changes in place what every stage makes for itself."""
+        """Raise if a unit changes in place a tensor that every stage computes."""
         for place in probe.writes:
             written = leaves[place] if place < len(leaves) else None
             is_made = isinstance(written, torch.Tensor) and not isinstance(written, Placeholder)
@@ -178,16 +178,16 @@ class Walk(Checkpoints):
                 )
 
     def finish(self, output: Any, changed: Sequence[Any]) -> None:
-        """Check what has been seen, after the last call.
+        """Complete the summary after the forward has ended.
 
-        ``changed`` is what the forward has changed by itself.
+        ``changed`` are the values that the forward has put into attributes and buffers.
         """
         missing = self._layout.cuts[self._stage :]
         if self.refused is not None:
             self.refused.update(missing)
         elif missing:
             raise PartitionError(
-                f"the forward of {self._layout.kind.__name__} does not call "
+                f"the forward of {self._layout.model_class.__name__} does not call "
                 f"{', '.join(map(repr, missing))}, so no stage can begin there; name "
                 "submodules that it calls"
             )
@@ -195,13 +195,11 @@ class Walk(Checkpoints):
             if isinstance(leaf, Placeholder):
                 self._bring(leaf, "the output of the model")
         for value in changed:
-            # The last stage has the model's own buffers.
             if isinstance(value, Placeholder):
                 self._bring(value, "a buffer of the model")
-        self.course.beside = [[] for _ in self._layout.cuts]
         for value, (home, last) in sorted(self._needs.items()):
-            for stage in range(home, last):
-                self.course.beside[stage].append(value)
+            for boundary in self.summary.boundaries[home:last]:
+                boundary.extras.append(value)
 
     def _history(self, parents: Sequence[Placeholder] = ()) -> _History:
         return _History(self._stage, self._now(), parents)
@@ -219,7 +217,7 @@ class Walk(Checkpoints):
                 f"the forward calls {cut!r} before {self._layout.cuts[self._stage]!r}; list the "
                 "cuts in the order of their calls"
             )
-        self.course.opened.update(self.open_checkpoints)
+        self.summary.opened.update(self.open_checkpoints)
         if self.at_end is not None:
             self.at_end(self._stage)
         crossing: list[Path] = []
@@ -232,15 +230,15 @@ class Walk(Checkpoints):
         self._stage = stage
         for place, leaf in given:
             if leaf.history is not None:
-                leaf.history.place(Value(*cut, False, place), stage, self._now())
-        self.course.crossings.append(frozenset(crossing))
-        self.course.guessed = list(self.numbers.guessed)
-        self.course.is_sized = self.numbers.is_sized
-        is_asked = self.course.guessed or self.course.is_sized
-        self.course.numbers.append(len(self.numbers) if is_asked else 0)
+                leaf.history.add_place(UnitTensor(*cut, False, place), stage, self._now())
+        self.summary.guessed = list(self.numbers.guessed)
+        self.summary.is_sized = self.numbers.is_sized
+        is_guessed = self.summary.guessed or self.summary.is_sized
+        numbers = len(self.numbers) if is_guessed else 0
+        self.summary.boundaries.append(Boundary(frozenset(crossing), numbers=numbers))
 
     def _bring(self, placeholder: Placeholder, user: str) -> None:
-        """See to it that the present stage has a value."""
+        """Let the present stage have a value: note what must cross for that."""
         seen: set[tuple[int, int]] = set()
         needed = [(placeholder, self._now())]
         while needed:
@@ -250,9 +248,9 @@ class Walk(Checkpoints):
             seen.add((id(placeholder), before))
             history: _History | None = placeholder.history
             if placeholder.owner:
-                self.course.units.setdefault(placeholder.owner, set()).add(self._stage)
+                self.summary.units.setdefault(placeholder.owner, set()).add(self._stage)
             elif placeholder.parameter:
-                self.course.uses.setdefault(placeholder.maker, set()).add(self._stage)
+                self.summary.uses.setdefault(placeholder.maker, set()).add(self._stage)
             elif history is None:
                 self._refuse(
                     placeholder.stage,
@@ -280,7 +278,7 @@ class Walk(Checkpoints):
                 needed += [(parent, history.time) for parent in history.parents]
 
     def _refuse(self, stage: int, why: str) -> None:
-        """Refuse all cuts between a stage and the present one, if there are any."""
+        """Refuse the cuts between a stage and the present one."""
         if self.refused is not None:
             self.refused.update(self._layout.cuts[stage : self._stage])
         elif stage < self._stage:
@@ -289,4 +287,4 @@ class Walk(Checkpoints):
     def _cross(self, place: _Place, placeholder: Placeholder) -> None:
         if place.stage < self._stage:
             self._needs[place.value] = place.stage, self._stage
-            self.course.looks[place.value] = Absent(tuple(placeholder.shape), placeholder.dtype)
+            self.summary.shapes[place.value] = Absent(tuple(placeholder.shape), placeholder.dtype)

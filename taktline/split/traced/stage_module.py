@@ -1,4 +1,4 @@
-"""One piece of a traced model as a module."""
+"""The module of one stage of a traced model."""
 
 from __future__ import annotations
 
@@ -12,33 +12,33 @@ from torch import fx, nn
 from torch.fx.node import map_aggregate
 
 from taktline.errors import PartitionError
-from taktline.split.example import Args, Call, Kwargs
-from taktline.split.traced.cut import Piece
+from taktline.split.arguments import Args, Call, Kwargs
+from taktline.split.traced.cut import StageGraph
 
 __all__ = ["StageModule", "WithoutKeywords"]
 
 
 @dataclass(frozen=True)
 class WithoutKeywords:
-    """A hook for later stages: keywords of the first one reach all stages of its rank."""
+    """A hook that drops the model's keywords in later stages: they reach all stages of a rank."""
 
     names: frozenset[str]
 
     def __call__(self, module: nn.Module, args: Args, kwargs: Kwargs) -> Call:
-        """Arguments without what only the first stage takes."""
+        """The arguments without keywords of the model."""
         return args, {name: value for name, value in kwargs.items() if name not in self.names}
 
 
 class StageModule(fx.GraphModule):
-    """A piece with a graph for training and one for evaluation.
+    """A stage with a graph for training and one for evaluation.
 
-    A trace holds for the mode that it was made in, as dropout and batch norm depend on it. So
-    ``train()`` and ``eval()`` change the graph.
+    A trace is valid for one mode: dropout and batch norm depend on it. So ``train()`` and
+    ``eval()`` change the graph.
     """
 
     def __init__(
         self,
-        pieces: Mapping[bool, Piece],
+        stages: Mapping[bool, StageGraph],
         training: bool,
         order: Mapping[str, int],
         why_not: str = "",
@@ -46,9 +46,9 @@ class StageModule(fx.GraphModule):
         super().__init__(nn.Module(), fx.Graph(), "StageModule")
         attributes: dict[str, Any] = {}
         graphs: dict[bool, fx.Graph] = {}
-        # The mode that was asked for comes first, so it keeps the names of its constants.
-        for mode in sorted(pieces, key=lambda mode: mode != training):
-            graphs[mode] = _with_own_names(pieces[mode], attributes)
+        # The present mode comes first, so that it keeps the names of its constants.
+        for mode in sorted(stages, key=lambda mode: mode != training):
+            graphs[mode] = _with_own_names(stages[mode], attributes)
         for name in sorted(attributes, key=lambda name: order.get(name, len(order))):
             attributes[name].install(self, name)
         self._graphs = graphs
@@ -70,7 +70,7 @@ class StageModule(fx.GraphModule):
         return self
 
     def set_device(self, device: torch.device) -> None:
-        """Create on a device what the graphs create, such as positions and masks."""
+        """Let the graphs create tensors, such as positions and masks, on a device."""
         nested = [m.graph for m in self.modules() if isinstance(m, fx.GraphModule)]
         for graph in {*nested, *self._graphs.values()}:
             for node in graph.nodes:
@@ -107,20 +107,20 @@ _TABLES = (
 )
 
 
-def _with_own_names(piece: Piece, taken: dict[str, Any]) -> fx.Graph:
-    """The graph of a piece, once its attributes are among those that are taken.
+def _with_own_names(stage: StageGraph, taken: dict[str, Any]) -> fx.Graph:
+    """The graph of a stage, whose attributes are added to ``taken``.
 
-    Constants and regions may differ between the modes and yet have the same name.
+    Two modes may have different constants and regions of the same name.
     """
-    for node in piece.graph.nodes:
+    for node in stage.graph.nodes:
         if node.op != "get_attr":
             continue
-        name, attribute = str(node.target), piece.attributes[str(node.target)]
+        name, attribute = str(node.target), stage.attributes[str(node.target)]
         while name in taken and taken[name].value is not attribute.value:
             name += "_"
         taken[name] = attribute
         node.target = name
-    return piece.graph
+    return stage.graph
 
 
 def _copied(graph: fx.Graph) -> fx.Graph:

@@ -1,7 +1,8 @@
-"""Traced stages and batches of other sizes than the example's."""
+"""The arguments of a traced model, and batches of other sizes than the example's."""
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -10,10 +11,83 @@ from torch import Tensor, nn
 
 import taktline as tl
 from taktline.errors import PartitionError
-from tests.split.models import BEGINNING, CASES, Three, make
+from tests.split.models import BEGINNING, CASES, Options, Three, make
 from tests.split.test_deferred import MODELS
 
 CPU = torch.device("cpu")
+
+
+def test_keywords_defaults_and_containers() -> None:
+    model = Options()
+    pair, y = {"x": torch.randn(2, 4), "z": torch.randn(2)}, torch.randn(2, 4)
+    calls: list[dict[str, Any]] = [{}, {"y": y}, {"scale": 3.0, "y": y}]
+    for kwargs in calls:
+        pipe = tl.pipeline(model, (pair,), kwargs)
+        found, expected = pipe(pair, **kwargs), model(pair, **kwargs)
+        assert found.keys() == expected.keys()
+        assert torch.equal(found["x"][0], expected["x"][0])
+        assert torch.equal(found["x"][1], pair["z"])
+        assert found["scale"] == expected["scale"]
+
+
+def test_another_constant_than_that_of_the_trace() -> None:
+    pair = {"x": torch.randn(2, 4), "z": torch.randn(2)}
+    pipe = tl.pipeline(Options(), (pair,), {"scale": 3.0})
+    with pytest.raises(
+        PartitionError, match=r"scale is 4.0, but .* traced with 3.0, .* pipeline\("
+    ):
+        pipe(pair, scale=4.0)
+
+
+def test_another_shape_than_that_of_the_trace() -> None:
+    pipe = tl.pipeline(Three(), (torch.ones(2, 4),), split_spec={"b": BEGINNING})
+    with pytest.raises(
+        PartitionError, match=r"x has the shape \[2, 5\], but .* for \[2 or more, 4\], and sizes"
+    ):
+        pipe(torch.ones(2, 5))
+    with pytest.raises(PartitionError, match=r"x has the shape \[1, 4\], but"):
+        pipe(torch.ones(1, 4))
+
+
+def test_none_where_a_tensor_comes_later() -> None:
+    pair = {"x": torch.randn(2, 4), "z": torch.randn(2)}
+    pipe = tl.pipeline(Options(), (pair, None))
+    pipe(pair, None)
+    with pytest.raises(
+        PartitionError, match="y is a tensor, but the pipeline was traced with None"
+    ):
+        pipe(pair, torch.ones(2, 4))
+
+
+def test_keywords_on_a_rank_with_several_stages() -> None:
+    """They go to all stages of a rank, and only the first one takes them."""
+
+    class Shifted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b, self.c = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x: Tensor, *, shift: Tensor) -> Tensor:
+            x = self.a(x)
+            tl.pipe_split()
+            x = self.b(x) + shift
+            tl.pipe_split()
+            x = self.c(x)
+            tl.pipe_split()
+            return x * shift
+
+    model, x, shift = Shifted(), torch.randn(4, 4), torch.randn(4, 4)
+    pipe = copy.deepcopy(tl.pipeline(model, (x[:2],), {"shift": shift[:2]}))
+
+    def main(rank: int) -> Any:
+        stages = [pipe.build_stage(stage, CPU) for stage in (rank, 3 - rank)]
+        schedule = tl.ScheduleZBVZeroBubble(stages, 2, nn.functional.mse_loss)
+        kwargs: dict[str, Any] = {"shift": shift} if rank == 0 else {}
+        return schedule.step(*((x,) if rank == 0 else ()), target=x, **kwargs)
+
+    torch.testing.assert_close(tl.local.run(main, 2)[0], model(x, shift=shift))
+    with pytest.raises(TypeError, match="unexpected keyword argument 'nonsense'"):
+        pipe.get_stage_module(1)(x[:2], shift[:2], nonsense=x)
 
 
 @pytest.mark.slow

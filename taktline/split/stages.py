@@ -1,4 +1,4 @@
-"""A model in pieces, however it was cut."""
+"""The stages of a model, however it was cut."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ __all__ = ["Pieces", "by_hand", "require_stage"]
 class Pieces(Sequence[nn.Module]):
     """The stages of a model, in order. Calling them runs one after the other.
 
-    A parameter that is one object in several pieces becomes a :class:`Tie`, which the pieces carry
-    to whatever schedule runs them.
+    A parameter that is one object in several stages becomes a :class:`Tie`, which schedules find in
+    the modules.
 
     >>> embed, head = nn.Embedding(8, 4), nn.Linear(4, 8, bias=False)
     >>> head.weight = embed.weight
@@ -43,32 +43,29 @@ class Pieces(Sequence[nn.Module]):
             if not isinstance(module, nn.Module):
                 raise PartitionError(f"stage {stage} is {shown(module)}, which is no nn.Module")
         self.division: object = None
-        """What the stages cost, if that decided where to cut."""
+        """The costs of the stages, if they decided where to cut."""
         self.ties: tuple[Tie, ...] = find_ties(self._modules)
         for module in self._modules:
             declare(module, self.ties)
 
     @property
     def num_stages(self) -> int:
-        """How many pieces there are."""
+        """The number of stages."""
         return len(self._modules)
 
     def get_stage_module(self, stage_idx: int) -> nn.Module:
-        """The piece of one stage."""
+        """The module of one stage."""
         return self._modules[require_stage(stage_idx, self.num_stages)]
 
     def build_stage(
         self, stage_index: int, device: torch.device, group: ProcessGroup | None = None
     ) -> PipelineStage:
-        """A stage to run in a schedule, once its piece is moved to a device.
-
-        A piece without values is materialised there.
-        """
+        """A stage to run in a schedule; its module is moved to a device, or materialised there."""
         module = materialise(self.get_stage_module(stage_index), device)
         return PipelineStage(module, stage_index, self.num_stages, device, group=group)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """What the model returns."""
+        """Run all stages; returns the output of the model."""
         value = self._modules[0](*args, **kwargs)
         for module in self._modules[1:]:
             value = module(*as_arguments(value))
@@ -99,7 +96,7 @@ class Pieces(Sequence[nn.Module]):
 
 
 def require_stage(stage: int, count: int) -> int:
-    """The number of a stage, if it is one of so many."""
+    """The number of a stage; raises if there is no such stage."""
     if not 0 <= require_whole("stage_idx", stage) < count:
         raise PartitionError(
             f"there is no stage {shown(stage)}: stages are numbered from 0 to {count - 1}"
@@ -108,7 +105,7 @@ def require_stage(stage: int, count: int) -> int:
 
 
 def by_hand(modules: Iterable[nn.Module]) -> Pieces:
-    """Take modules as they are for the stages of a model.
+    """Take modules as the stages of a model.
 
     >>> model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 2))
     >>> by_hand([model[:2], model[2:]])

@@ -1,4 +1,4 @@
-"""Calls that look alike: how to know them again, and what was learned of them lately."""
+"""A cache of what was learned from calls, by the shapes and types of their arguments."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from taktline import pytree
 from taktline.split.named.mutable import is_constant
 from taktline.split.named.placeholder import Absent, Placeholder
 
-__all__ = ["Recent", "autocast_of", "look"]
+__all__ = ["CallCache", "autocast_dtype", "cache_key"]
 
 Value = TypeVar("Value")
 
-_ROOM = 64
-"""More than the lengths that a step, or a program with buckets of lengths, comes back to."""
+_SIZE = 64
+"""More entries than a program has buckets of sequence lengths."""
 
 
-class Recent(dict[Hashable, Value]):
-    """The values that were asked for last; those of longest ago are forgotten.
+class CallCache(dict[Hashable, Value]):
+    """A dict that drops the entries which were not used for longest.
 
-    >>> squares = Recent()
+    >>> squares = CallCache()
     >>> [squares.find(number, lambda: number * number) for number in range(100)][-1]
     9801
     >>> len(squares), next(iter(squares))
@@ -30,7 +30,7 @@ class Recent(dict[Hashable, Value]):
     """
 
     def find(self, key: Hashable, make: Callable[[], Value]) -> Value:
-        """The value of a key; it is made if it is not known."""
+        """The value of a key; ``make`` makes it if it is missing."""
         value = self.pop(key, None)
         if value is None:
             value = make()
@@ -38,22 +38,22 @@ class Recent(dict[Hashable, Value]):
         return value
 
     def keep(self, key: Hashable, value: Value) -> None:
-        """Put a value last, so that the first one is always the longest unused."""
+        """Put a value last."""
         self[key] = value
-        if len(self) > _ROOM:
+        if len(self) > _SIZE:
             del self[next(iter(self))]
 
 
-def look(value: Any) -> Any:
-    """What a forward can see of an argument without its data, to be compared.
+def cache_key(value: Any) -> Any:
+    """All that a forward can see of an argument without its data.
 
-    Without pytree where possible: this runs for every submodule before a stage, each time.
+    Without pytree where possible: this runs in each call, for every unit before a stage.
     """
     kind = type(value)
     if kind is tuple or kind is list:
-        return (kind, *[look(part) for part in value])
+        return (kind, *[cache_key(part) for part in value])
     if kind is dict:
-        return (kind, *[(key, look(part)) for key, part in value.items()])
+        return (kind, *[(key, cache_key(part)) for key, part in value.items()])
     if kind is Absent:
         return value
     if isinstance(value, torch.Tensor):
@@ -62,10 +62,10 @@ def look(value: Any) -> Any:
     if is_constant(value):
         return (kind, value)
     leaves, spec = pytree.tree_flatten(value)
-    return type(value) if spec.is_leaf() else (spec, *map(look, leaves))
+    return kind if spec.is_leaf() else (spec, *map(cache_key, leaves))
 
 
-def autocast_of(device: torch.device) -> torch.dtype | None:
-    """The type that autocast has for results on a device."""
+def autocast_dtype(device: torch.device) -> torch.dtype | None:
+    """The type in which autocast computes on a device; None if autocast is off."""
     kind = device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None

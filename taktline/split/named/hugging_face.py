@@ -1,7 +1,7 @@
-"""What models of transformers do beside others: they cache keys and values, and collect outputs.
+"""What is special about Hugging Face models: they cache keys and values, and collect outputs.
 
-They collect the logits of routers and the like by hooks on what is inside of their layers, which
-put them into lists of the model that is running.
+Such a model registers hooks with its layers, which append router logits and the like to lists of
+the running model.
 """
 
 from __future__ import annotations
@@ -15,68 +15,61 @@ import torch
 from torch import nn
 
 from taktline.errors import PartitionError
-from taktline.split.example import Kwargs
+from taktline.split.arguments import Kwargs
 
 __all__ = [
     "INSTALLED",
-    "forget_caches",
-    "hook",
-    "hook_routers",
-    "lists",
+    "collected_lists",
+    "disable_cache",
+    "install_hooks",
+    "install_router_hooks",
     "require_not_collected",
     "without_cache",
     "without_padding",
 ]
 
 INSTALLED = "_output_capturing_hooks_installed"
-"""The attribute of a model that says that it has its hooks."""
+"""The attribute that a model sets once it has registered its hooks."""
+_CAPTURING = "transformers.utils.output_capturing"
 
 
-_COLLECTING = "transformers.utils.output_capturing"
+def install_router_hooks(model: nn.Module) -> None:
+    """Let a model that collects router logits register its hooks before it is copied."""
+    capturing: Any = sys.modules.get(_CAPTURING)
+    config = getattr(model, "config", None)
+    if capturing is not None and getattr(config, "output_router_logits", False):
+        known = capturing._CAN_RECORD_REGISTRY
+        install_hooks(part for part in model.modules() if str(type(part)) in known)
 
 
-def hook_routers(model: nn.Module) -> None:
-    """Let a model that collects the logits of routers have its hooks before it is copied."""
-    collecting: Any = sys.modules.get(_COLLECTING)
-    if collecting is not None and getattr(
-        getattr(model, "config", None), "output_router_logits", False
-    ):
-        known = collecting._CAN_RECORD_REGISTRY
-        hook(part for part in model.modules() if str(type(part)) in known)
+def install_hooks(models: Iterable[nn.Module]) -> None:
+    """Let models register their hooks before they are copied.
 
-
-def hook(models: Iterable[nn.Module]) -> None:
-    """Let models have their hooks before they are copied.
-
-    Copies would register them each by themselves, with layers that they share.
+    Otherwise each copy would register hooks of its own with layers that the copies share.
     """
     for model in models:
-        sys.modules[_COLLECTING].maybe_install_capturing_hooks(model)
+        sys.modules[_CAPTURING].maybe_install_capturing_hooks(model)
 
 
-def _collector() -> Any:
-    return getattr(sys.modules.get(_COLLECTING), "_active_collector", None)
-
-
-def lists() -> dict[str, list[Any]]:
-    """The lists of the model that is running, by the names of what they collect."""
-    collector = _collector()
+def collected_lists() -> dict[str, list[Any]]:
+    """The lists to which hooks of the running model append, by name."""
+    collector: Any = getattr(sys.modules.get(_CAPTURING), "_active_collector", None)
     found = None if collector is None else collector.get()
     return {} if not found else {key: part for key, part in found.items() if type(part) is list}
 
 
 def without_cache(names: Collection[str], kwargs: Kwargs) -> Kwargs:
-    """Keywords that keep a model from caching keys and values, if they are among its arguments.
+    """Keywords with ``use_cache=False``, if the model takes that and the user has not set it.
 
-    Most do so unless told otherwise. No stage could return the cache of all layers.
+    Most models cache by default, but no stage could return the cache of all layers.
     """
     if "use_cache" not in names or kwargs.get("use_cache") is not None:
         return kwargs
     return {**kwargs, "use_cache": False}
 
 
-def forget_caches(container: nn.Module) -> None:
-    """Keep a model inside of another one, which has no argument for it, from caching."""
+def disable_cache(container: nn.Module) -> None:
+    """Turn off the cache of a model inside of one that has no argument for it."""
     config: Any = copy.copy(vars(container).get("config"))
     if getattr(config, "use_cache", False):
         config.use_cache = False
@@ -84,7 +77,7 @@ def forget_caches(container: nn.Module) -> None:
 
 
 def require_not_collected(model: nn.Module, kwargs: Kwargs) -> None:
-    """Raise if a model is to collect what layers return, in all stages."""
+    """Raise if a call asks for the outputs of the layers of all stages."""
     config = getattr(model, "config", None)
     for name in ("output_hidden_states", "output_attentions", "use_cache"):
         default = name != "use_cache" and getattr(config, name, False)
@@ -101,7 +94,7 @@ def require_not_collected(model: nn.Module, kwargs: Kwargs) -> None:
 
 
 def without_padding(model: nn.Module, dummy: Any) -> Any:
-    """An example of words in which none is what fills up short texts: models warn of these."""
+    """An example without padding tokens, of which models warn."""
     padding = getattr(getattr(model, "config", None), "pad_token_id", None)
     if not isinstance(dummy, torch.Tensor) or not isinstance(padding, int):
         return dummy

@@ -48,14 +48,14 @@ class Mixture(nn.Module):
 def test_layers_that_look_at_their_data() -> None:
     torch.manual_seed(0)
     model, x = Mixture(), torch.randn(6, WIDTH)
-    twin = copy.deepcopy(model)
+    reference = copy.deepcopy(model)
     state = torch.get_rng_state()
     pieces = tl.split.by_names(model, ["layers.1", "layers.3"], example=(x,))
     for _ in range(2):
         pieces(x).square().sum().backward()
-        twin(x).square().sum().backward()
+        reference(x).square().sum().backward()
     assert torch.equal(torch.get_rng_state(), state)
-    for name, parameter in twin.named_parameters():
+    for name, parameter in reference.named_parameters():
         torch.testing.assert_close(model.get_parameter(name).grad, parameter.grad)
 
 
@@ -112,7 +112,7 @@ def loss_fn(output: Any, target: Tensor) -> Tensor:
 def test_models_of_transformers(make: Callable[[], nn.Module], schedule: str) -> None:
     torch.manual_seed(0)
     model = make()
-    twin = copy.deepcopy(model)
+    reference = copy.deepcopy(model)
     words = torch.randint(2, WORDS, (4, 6))
     pipe = tl.Pipeline(
         model, example=(words[:2],), schedule=schedule, microbatches=2, loss_fn=loss_fn, ranks=2
@@ -120,8 +120,8 @@ def test_models_of_transformers(make: Callable[[], nn.Module], schedule: str) ->
     for _ in range(2):
         pipe.step(words, target=words)
         for part in words.chunk(2):
-            (loss_fn(twin(part), part) / 2).backward()
-    for name, parameter in twin.named_parameters():
+            (loss_fn(reference(part), part) / 2).backward()
+    for name, parameter in reference.named_parameters():
         found = model.get_parameter(name).grad
         torch.testing.assert_close(found, parameter.grad, msg=lambda text, name=name: name + text)
     assert "work as counted" in str(pipe)

@@ -1,7 +1,7 @@
-"""What a stage of a plain model does, without the model's forward: its own submodules, in a row.
+"""The calls of a stage's own units, one after the other, without the model's forward.
 
-A program is written while the first call of a kind runs, if all that the submodules are given is
-what came from the stage before, or what others of them have returned.
+The first call of a stage records them, if the forward is plain (see :mod:`guards`), and each unit
+gets nothing but values from the stage before and outputs of other units.
 """
 
 from __future__ import annotations
@@ -12,44 +12,44 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from taktline.split.example import Args, Kwargs
+from taktline.split.arguments import Args, Kwargs
+from taktline.split.named.guards import Guards
 from taktline.split.named.mutable import is_constant
-from taktline.split.named.plain import Guards
-from taktline.split.named.replacement import call_of
+from taktline.split.named.units import call_of
 
-__all__ = ["Program", "Seen", "versions_of", "written"]
+__all__ = ["DirectCalls", "SeenCall", "record_direct_calls", "versions_of"]
 
 
-class _Call(NamedTuple):
-    """A call of a submodule; values are known by their number."""
+class _DirectCall(NamedTuple):
+    """A call of a unit; values are known by their number."""
 
     modules: Mapping[str, nn.Module | None]
     name: str
     kind: type
-    """What the submodule was then: it may have been wrapped since."""
+    """The class of the unit: it may have been wrapped since."""
     call: Callable[..., Any]
     args: tuple[int, ...]
     kwargs: tuple[tuple[str, int], ...]
     done: tuple[int, ...] = ()
-    """What nobody needs any more."""
+    """The values that no later call needs."""
 
 
-class Program(NamedTuple):
-    """All calls of a stage. Values are numbered: what came, constants, and what calls return."""
+class DirectCalls(NamedTuple):
+    """All calls of a stage. Values are numbered: received ones, constants, outputs of calls."""
 
-    calls: tuple[_Call, ...]
+    calls: tuple[_DirectCall, ...]
     constants: tuple[Any, ...]
     returned: tuple[int, ...]
     guards: Guards
 
-    def run(self, came: Iterable[Any]) -> tuple[Any, ...]:
-        """Run a stage with what came from the stage before."""
-        values: list[Any] = [*came, *self.constants]
+    def run(self, received: Iterable[Any]) -> tuple[Any, ...]:
+        """Run a stage on the values from the stage before."""
+        values: list[Any] = [*received, *self.constants]
         for modules, name, kind, call, args, kwargs, done in self.calls:
             module: Any = modules[name]
             if type(module) is not kind:
                 call = type(module).__call__
-            if len(args) == 1 and not kwargs:  # as most often
+            if len(args) == 1 and not kwargs:  # the usual case, made quick
                 values.append(call(module, values[args[0]]))
             else:
                 named = {key: values[number] for key, number in kwargs}
@@ -59,21 +59,21 @@ class Program(NamedTuple):
         return tuple([values[number] for number in self.returned])
 
 
-class Seen(NamedTuple):
-    """A call of a submodule of this stage, as it was seen."""
+class SeenCall(NamedTuple):
+    """A call of an own unit in the first run."""
 
     module: nn.Module
     args: Args
     kwargs: Kwargs
     before: Mapping[int, int]
-    """The versions of its arguments."""
+    """The versions of the arguments before the call."""
     output: Any
     after: Mapping[int, int]
-    """The versions of its arguments and output."""
+    """The versions of the arguments and the output after the call."""
 
 
 def versions_of(values: Iterable[Any]) -> dict[int, int]:
-    """Numbers that grow when tensors among some values are changed in place, if they may be."""
+    """The versions of tensors by id: they grow with each change in place."""
     return {
         id(value): 0 if value.is_inference() else value._version
         for value in values
@@ -81,17 +81,17 @@ def versions_of(values: Iterable[Any]) -> dict[int, int]:
     }
 
 
-def written(
-    seen: Sequence[Seen],
-    came: Sequence[Any],
+def record_direct_calls(
+    seen: Sequence[SeenCall],
+    received: Sequence[Any],
     versions: Mapping[int, int],
     returned: Sequence[Any],
     guards: Guards,
     containers: Sequence[nn.Module],
-) -> Program | None:
-    """A program of what was seen; None if something else has gone into it.
+) -> DirectCalls | None:
+    """The calls that a first run has seen; None if a unit got a value from elsewhere.
 
-    ``versions`` are those of what came, when it did.
+    ``versions`` are those of the received values before the run.
     """
     places = {
         id(module): (container._modules, name)
@@ -104,24 +104,24 @@ def written(
         for value in (*call.args, *call.kwargs.values())
         if is_constant(value)
     ]
-    first = len(came) + len(constants)
-    fixed = iter(range(len(came), first))
-    numbers = {id(value): number for number, value in enumerate(came)}
+    first = len(received) + len(constants)
+    constant_numbers = iter(range(len(received), first))
+    numbers = {id(value): number for number, value in enumerate(received)}
     now = dict(versions)
 
     def number(value: Any) -> int:
-        return next(fixed) if is_constant(value) else numbers[id(value)]
+        return next(constant_numbers) if is_constant(value) else numbers[id(value)]
 
-    calls: list[_Call] = []
+    calls: list[_DirectCall] = []
     try:
         for place, call in enumerate(seen, first):
             if not isinstance(call.output, torch.Tensor):
                 return None  # a number would be taken for a constant
             if any(now.get(key) != version for key, version in call.before.items()):
-                return None  # changed in place, outside of submodules
+                return None  # the forward has changed a tensor in place
             args = tuple(map(number, call.args))
             kwargs = tuple((key, number(value)) for key, value in call.kwargs.items())
-            calls.append(_Call(*places[id(call.module)], *call_of(call.module), args, kwargs))
+            calls.append(_DirectCall(*places[id(call.module)], *call_of(call.module), args, kwargs))
             numbers[id(call.output)] = place
             now.update(call.after)
         if any(now.get(key) != version for key, version in versions_of(returned).items()):
@@ -129,15 +129,15 @@ def written(
         last = tuple(numbers[id(value)] for value in returned)
     except KeyError:
         return None
-    return Program(tuple(_freed(calls, last)), tuple(constants), last, guards)
+    return DirectCalls(tuple(_freeing(calls, last)), tuple(constants), last, guards)
 
 
-def _freed(calls: Sequence[_Call], returned: Iterable[int]) -> list[_Call]:
-    """Calls with what is not needed after them."""
+def _freeing(calls: Sequence[_DirectCall], returned: Iterable[int]) -> list[_DirectCall]:
+    """The calls, each with the values that no later call needs."""
     needed = set(returned)
-    freed: list[_Call] = []
+    freeing: list[_DirectCall] = []
     for call in reversed(calls):
         used = {*call.args, *(number for _, number in call.kwargs)}
-        freed.append(call._replace(done=tuple(used - needed)))
+        freeing.append(call._replace(done=tuple(used - needed)))
         needed |= used
-    return freed[::-1]
+    return freeing[::-1]

@@ -140,17 +140,17 @@ def test_values_cross_with_their_gradients(
 ) -> None:
     torch.manual_seed(0)
     model = kind()
-    twin = copy.deepcopy(model)
+    reference = copy.deepcopy(model)
     pieces = tl.split.by_names(model, cuts, example=args)
     for number in range(3):  # the later ones go quicker
         torch.manual_seed(number)
         found = total(pieces(*args))
         torch.manual_seed(number)
-        expected = total(twin(*args))
+        expected = total(reference(*args))
         torch.testing.assert_close(found, expected)
         found.backward()
         expected.backward()
-    for name, parameter in twin.named_parameters():
+    for name, parameter in reference.named_parameters():
         torch.testing.assert_close(model.get_parameter(name).grad, parameter.grad)
 
 
@@ -158,13 +158,13 @@ def require_plain_training(
     model: nn.Module, args: tuple[Tensor, ...], target: Tensor, **options: Any
 ) -> None:
     """Two steps on a pipeline have the gradients of the plain model."""
-    twin, rows = copy.deepcopy(model), len(args[0]) // options["microbatches"]
+    reference, rows = copy.deepcopy(model), len(args[0]) // options["microbatches"]
     example = tuple(part[:rows] for part in args)
     pipe = tl.Pipeline(model, example=example, loss_fn=F.mse_loss, **options)
     for _ in range(2):
         pipe.step(*args, target=target)
-        F.mse_loss(twin(*args), target).backward()
-    for name, parameter in twin.named_parameters():
+        F.mse_loss(reference(*args), target).backward()
+    for name, parameter in reference.named_parameters():
         torch.testing.assert_close(model.get_parameter(name).grad, parameter.grad)
 
 
@@ -201,7 +201,7 @@ def test_no_more_crosses_than_is_used() -> None:
     assert pieces[2](values, *call).shape == X.shape
 
 
-def test_boundaries_tell_what_crosses() -> None:
+def test_boundaries_list_what_crosses() -> None:
     pipe = tl.Pipeline(
         Written(), example=(X,), microbatches=2, ranks=3, cuts=["layers.1", "layers.2"]
     )

@@ -1,0 +1,59 @@
+"""The arguments of a call: how users write them, and the tensors among them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from taktline import pytree
+from taktline.errors import PartitionError
+
+__all__ = ["Args", "Call", "Kwargs", "aliased", "arguments_of", "device_of", "tensors_in"]
+
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any]
+Call = tuple[Args, Kwargs]
+
+
+def arguments_of(example: Any) -> Call:
+    """An example as positional and keyword arguments.
+
+    >>> arguments_of(((1, 2), {"scale": 3})), arguments_of((1, 2)), arguments_of({"scale": 3})
+    (((1, 2), {'scale': 3}), ((1, 2), {}), ((), {'scale': 3}))
+    """
+    match example:
+        case (tuple() as args, dict() as kwargs):
+            return args, kwargs
+        case tuple():
+            return example, {}
+        case Mapping():
+            return (), dict(example)
+        case torch.Tensor():
+            return (example,), {}
+    raise PartitionError(
+        "example must be a tuple of arguments, a dict of keyword arguments, or (args, kwargs), not "
+        f"a {type(example).__name__}"
+    )
+
+
+def tensors_in(tree: Any) -> list[torch.Tensor]:
+    """The tensors in nested values."""
+    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+def device_of(tree: Any) -> torch.device:
+    """The device of the first tensor in nested values, or the CPU."""
+    tensors = tensors_in(tree)
+    return tensors[0].device if tensors else torch.device("cpu")
+
+
+def aliased(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], *, written: bool) -> Iterator:
+    """The arguments that an operation writes to, or that its result may be a view of."""
+    schema = getattr(op, "_schema", None)
+    for place, argument in enumerate(schema.arguments if schema is not None else ()):
+        alias = argument.alias_info
+        if alias is not None and (alias.is_write or not written):
+            value = args[place] if place < len(args) else kwargs.get(argument.name)
+            yield from value if isinstance(value, (list, tuple)) else (value,)

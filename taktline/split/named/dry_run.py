@@ -1,0 +1,166 @@
+"""Runs a model's forward without data, to see its calls, and which tensors cross the cuts."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+from taktline import pytree
+from taktline.errors import PartitionError
+from taktline.split.arguments import Args, Kwargs, device_of
+from taktline.split.named.changes import Changes, find_late_changes
+from taktline.split.named.data_dependent import Guess, Sizes
+from taktline.split.named.dry_run_context import DryRunContext
+from taktline.split.named.forward_summary import Cut, ForwardSummary
+from taktline.split.named.hugging_face import INSTALLED
+from taktline.split.named.layout import Layout, all_modules
+from taktline.split.named.units import noting_inner_calls
+
+__all__ = ["dry_run", "find_refused_cuts"]
+
+
+def dry_run(
+    layout: Layout,
+    args: Args,
+    kwargs: Kwargs,
+    *,
+    reruns: bool = False,
+    thorough: bool = False,
+) -> ForwardSummary:
+    """What the forward of a model does with these arguments, without data.
+
+    If the forward reads unknown numbers, it runs several times with different guesses;
+    ``thorough`` is whether each number gets a guess of its own. ``reruns`` is whether every call of
+    a unit runs, even if it is like an earlier one.
+    """
+    summary, *others = _summaries(layout, args, kwargs, thorough=thorough, reruns=reruns)
+    for other in others:
+        summary.join(other)
+    for error in _late_changes(summary, layout, args, kwargs).values():
+        raise error
+    return summary
+
+
+def find_refused_cuts(layout: Layout, args: Args, kwargs: Kwargs) -> set[Cut]:
+    """The cuts of a layout that are impossible, each even as the only cut."""
+    refused: set[Cut] = set()
+    try:
+        summary, *_ = _summaries(layout, args, kwargs, refused=refused)
+    except PartitionError:
+        return set(layout.cuts)
+    return refused | _late_changes(summary, layout, args, kwargs).keys()
+
+
+def _summaries(
+    layout: Layout, args: Args, kwargs: Kwargs, *, thorough: bool = False, **options: Any
+) -> list[ForwardSummary]:
+    """What runs with different guesses have seen."""
+    found: list[ForwardSummary] = []
+    failed: list[Exception] = []
+    guesses = [Guess(0)]
+    for guess in guesses:
+        summary = ForwardSummary()
+        try:
+            _run(summary, layout, args, kwargs, guess=guess, **options)
+            found.append(summary)
+        except PartitionError:
+            raise
+        except Exception as error:  # a wrong guess may raise anything
+            failed.append(error)
+        if summary.is_guessed and guess is guesses[0]:
+            guesses += Guess.others(summary.guessed if thorough else ())
+    if not found:
+        raise failed[0]
+    return found
+
+
+def _late_changes(
+    summary: ForwardSummary, layout: Layout, args: Args, kwargs: Kwargs
+) -> dict[Cut, PartitionError]:
+    if not summary.changed or not layout.cuts:
+        return {}
+
+    def run(at_end: Callable[[int], None]) -> None:
+        summary = ForwardSummary()
+        _run(summary, layout, args, kwargs, guess=Guess(0), refused=set(), at_end=at_end)
+
+    return find_late_changes(layout.common, summary.changed, layout.cuts, run)
+
+
+def _run(
+    summary: ForwardSummary,
+    layout: Layout,
+    args: Args,
+    kwargs: Kwargs,
+    *,
+    guess: Guess,
+    reruns: bool = False,
+    refused: set[Cut] | None = None,
+    at_end: Callable[[int], None] | None = None,
+) -> None:
+    """Run the forward once.
+
+    ``refused`` gets the cuts that are impossible; without it, they raise an error. ``at_end`` is
+    called where a stage ends; with it, the changes that the forward makes stay.
+    """
+    device = device_of((args, kwargs))
+    devices = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices=devices), _fork_python_rng(), torch.no_grad():
+        context = DryRunContext(
+            summary, layout, device, guess=guess, reruns=reruns, refused=refused, at_end=at_end
+        )
+        context.arguments = set(map(id, pytree.tree_leaves((args, kwargs))))
+        changes = Changes(all_modules(layout.empty_model))
+        changes.keep()
+        installed = _with_hooks(layout)
+        rng = _rng_states(device)
+        numbers = context.numbers
+        with context, numbers, Sizes(context), noting_inner_calls(context, layout.inner):
+            try:
+                output = layout.model_class.forward(layout.empty_model, *args, **kwargs)
+            except PartitionError:
+                raise
+            except Exception as error:
+                error.add_note(
+                    f"taktline.split.by_names ran the forward of {layout.model_class.__name__} "
+                    "without data, to see in which order it calls its submodules"
+                )
+                raise
+            finally:
+                summary.changed = layout.common_in(changes.changed())
+                summary.hooked = frozenset(_with_hooks(layout) - installed)
+                summary.is_guessed |= bool(numbers.guessed) or numbers.is_sized
+                summary.reads_numbers |= len(numbers) > 0
+                summary.draws |= rng != _rng_states(device)
+                values = changes.values()
+                if at_end is None:
+                    changes.undo()
+        context.finish(output, [values.get(name) for name in sorted(summary.changed)])
+
+
+def _with_hooks(layout: Layout) -> set[str]:
+    """The Hugging Face models in a model that have registered hooks with their layers."""
+    return {name for name, module in layout.common.items() if vars(module).get(INSTALLED)}
+
+
+def _rng_states(device: torch.device) -> list[Any]:
+    """The states of the random number generators."""
+    with _disable_current_modes():
+        states = [torch.get_rng_state()]
+        states += [torch.cuda.get_rng_state(device)] if device.type == "cuda" else []
+        return [random.getstate(), *(state.numpy().tobytes() for state in states)]
+
+
+@contextmanager
+def _fork_python_rng() -> Iterator[None]:
+    """Restore the state of Python's random number generator at the end."""
+    state = random.getstate()
+    try:
+        yield
+    finally:
+        random.setstate(state)

@@ -1,0 +1,148 @@
+"""What a stage has learned of calls whose arguments have the same shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from taktline import pytree
+from taktline.split.arguments import Call
+from taktline.split.named.direct_calls import DirectCalls
+from taktline.split.named.forward_summary import Boundary, ForwardSummary, Path
+from taktline.split.named.mutable import is_constant
+from taktline.split.named.placeholder import Absent, Placeholder
+from taktline.split.named.prefix import Prefix
+
+__all__ = ["KnownCall", "leaf_at"]
+
+
+@dataclass(slots=True)
+class KnownCall:
+    """What crosses the boundaries of a stage in such a call, and how to repeat the call."""
+
+    entry: Boundary = field(default_factory=Boundary)
+    """What comes from the stage before."""
+    exit: Boundary = field(default_factory=Boundary)
+    """What goes to the next stage."""
+    summary: ForwardSummary = field(default_factory=ForwardSummary)
+    """What the dry run with such arguments has seen."""
+    needed: tuple[bool, ...] = ()
+    """For each leaf of the model's arguments, whether a later stage needs its data."""
+    is_checked: bool = False
+    """Whether the first run was compared with the dry run."""
+    writes: bool | None = None
+    """Whether the stage changes received values in place; None if no call has shown it."""
+    is_plain: bool = False
+    """Whether the forward may be left out, as its calls depend on shapes and constants alone."""
+    is_repeatable: bool = True
+    """Whether there may be a prefix."""
+    prefix: Prefix | None = None
+    direct_calls: DirectCalls | None = None
+    _placeholders: dict[Absent, Placeholder] = field(default_factory=dict)
+    _exits: tuple[Path, ...] = ()
+    """The paths of the arguments that go to the next stage, in order."""
+    _arguments: Call | None = None
+    """The arguments of the model, if they are the same in each call."""
+    _handed_on: Call | None = None
+    """The arguments of the model for the next stage, if they are the same in each call."""
+    _is_handed_on: bool = False
+    """Whether the next stage gets the arguments of the model as this one did."""
+
+    @classmethod
+    def of(cls, received: Call, device: torch.device) -> KnownCall:
+        """A call of which nothing is known but the arguments of the model."""
+        made = cls()
+
+        def placeholder(absent: Absent) -> Placeholder:
+            if absent not in made._placeholders:
+                made._placeholders[absent] = absent.as_placeholder(device)
+            return made._placeholders[absent]
+
+        arguments = _with_placeholders(received, placeholder)
+        leaves = pytree.tree_leaves(arguments)
+        made.is_plain = all(isinstance(leaf, torch.Tensor) or is_constant(leaf) for leaf in leaves)
+        made._arguments = arguments if all(map(_is_fixed, leaves)) else None
+        return made
+
+    def follow(self, summary: ForwardSummary, stage: int) -> None:
+        """Take over what a dry run has seen of a stage."""
+        self.summary = summary
+        if stage:
+            self.entry = summary.boundaries[stage - 1]
+        if stage < len(summary.boundaries):
+            self.exit = summary.boundaries[stage]
+        has_extras = self.entry.extras or self.exit.extras
+        if has_extras or summary.changed or summary.reads_numbers or summary.draws:
+            self.is_plain = False
+        # A repeated run may have to begin again, which would draw or read numbers twice.
+        has_numbers = self.entry.numbers or self.exit.numbers
+        self.is_repeatable = not (has_numbers or (stage and summary.draws))
+
+    def arguments(self, received: Call) -> Call:
+        """The arguments of the model, with placeholders for those whose data has not come."""
+        if not self._placeholders:
+            return received
+        return self._arguments or _with_placeholders(received, self._placeholders.__getitem__)
+
+    def packed(
+        self,
+        arguments: Any,
+        extras: tuple[torch.Tensor, ...],
+        received: Call,
+        require_data: Callable[[Any], Any],
+    ) -> tuple[Any, ...]:
+        """The values for the next stage, and the arguments of the model.
+
+        ``arguments`` are those of the next stage's first unit.
+        """
+        values = tuple([leaf_at(arguments, path) for path in self._exits])
+        if not values or not all(type(value) is torch.Tensor for value in values):
+            leaves, _ = pytree.tree_flatten_with_path(arguments)
+            crossing = [(path, leaf) for path, leaf in leaves if path in self.exit.arguments]
+            self._exits = tuple(path for path, _ in crossing)
+            values = tuple(require_data(leaf) for _, leaf in crossing)
+        return self.handed_on((*values, *extras), received)
+
+    def handed_on(self, values: tuple[Any, ...], received: Call) -> tuple[Any, ...]:
+        """Values for the next stage, with those arguments of the model whose data it needs."""
+        if self._is_handed_on:
+            return values, *received
+        if self._handed_on is not None:
+            return values, *self._handed_on
+        leaves, spec = pytree.tree_flatten(self.arguments(received))
+        stays = [
+            place
+            for place, leaf in enumerate(leaves)
+            if isinstance(leaf, torch.Tensor) and not self.needed[place]
+        ]
+        self._is_handed_on = all(isinstance(leaves[place], Placeholder) for place in stays)
+        for place in stays:
+            leaves[place] = Absent(tuple(leaves[place].shape), leaves[place].dtype)
+        handed_on = pytree.tree_unflatten(leaves, spec)
+        if all(map(_is_fixed, leaves)):
+            self._handed_on = handed_on
+        return values, *handed_on
+
+
+def leaf_at(tree: Any, path: Path) -> Any:
+    """The leaf at a path; None if the tree has no such path."""
+    try:
+        for key in path:
+            tree = key.get(tree)
+    except (LookupError, AttributeError, TypeError):
+        return None
+    return tree
+
+
+def _with_placeholders(received: Call, placeholder: Callable[[Absent], Placeholder]) -> Call:
+    return pytree.tree_map_only(
+        Absent, placeholder, received, is_leaf=lambda part: isinstance(part, Absent)
+    )
+
+
+def _is_fixed(leaf: object) -> bool:
+    """Whether a leaf is the same in all calls with these shapes."""
+    return isinstance(leaf, (Placeholder, Absent)) or is_constant(leaf)

@@ -1,0 +1,164 @@
+"""The shapes of a trace: stages read the size of a batch locally, and the first one checks it.
+
+A trace reads the size of the batch once, and uses it everywhere. Each stage reads it off a tensor
+that it gets anyway::
+
+    n = size(x, 0)               stage 0: x -> a
+    a = view(f(x), [n, 6])
+    ---------
+    b = view(g(a), [n, 2, 3])    stage 1: a -> view(g(a), [size(a, 0), 2, 3])
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from taktline.errors import PartitionError
+
+__all__ = [
+    "add_checks",
+    "batch_dims",
+    "check_batch",
+    "check_constant",
+    "check_shape",
+    "read_sizes_locally",
+]
+
+_SIZE = torch.ops.aten.sym_size.int
+_ARITHMETIC = {operator.add, operator.floordiv, operator.mul, operator.sub}
+_UNKNOWN = object()
+
+
+def batch_dims(tensor: torch.Tensor) -> list[int]:
+    """The dimensions along which a traced tensor may have any size."""
+    return [dim for dim, size in enumerate(tensor.shape) if isinstance(size, torch.SymInt)]
+
+
+def read_sizes_locally(
+    graph: fx.Graph, stages: dict[fx.Node, int], crossing: Sequence[Sequence[fx.Node]]
+) -> None:
+    """Let each stage read sizes off the tensors that it gets, as far as possible."""
+    known: dict[tuple[fx.Node, int], fx.Node | None] = {}
+    for node in list(graph.nodes):
+        stage = stages.get(node, 0)
+        for size in node.all_input_nodes:
+            if _is_size(size) and stages[size] < stage:
+                made = _local_size(size, stage, node, crossing[stage - 1], known)
+                if made is not None:
+                    node.replace_input_with(size, made)
+    for (_, stage), made in known.items():
+        if made is not None:
+            stages[made] = stage
+
+
+def _is_size(node: fx.Node) -> bool:
+    return node.op == "call_function" and isinstance(node.meta.get("val"), torch.SymInt)
+
+
+def _local_size(
+    size: fx.Node,
+    stage: int,
+    user: fx.Node,
+    taken: Sequence[fx.Node],
+    known: dict[tuple[fx.Node, int], fx.Node | None],
+) -> fx.Node | None:
+    """A node of a stage that returns a size of an earlier stage; None if there is no way."""
+    if (size, stage) in known:
+        return known[size, stage]
+    made = None
+    graph = user.graph
+    place = _find_dimension(size, taken)
+    if place is not None:
+        with graph.inserting_before(user):
+            made = graph.call_function(_SIZE, place)
+    elif size.target in _ARITHMETIC:
+        inputs = {
+            part: _local_size(part, stage, user, taken, known)
+            for part in size.all_input_nodes
+            if _is_size(part)
+        }
+        if len(inputs) == len(size.all_input_nodes) and None not in inputs.values():
+            with graph.inserting_before(user):
+                made = graph.node_copy(size, lambda part: inputs[part] or part)
+    if made is not None:
+        made.meta = dict(size.meta)
+    known[size, stage] = made
+    return made
+
+
+def _find_dimension(node: fx.Node, taken: Sequence[fx.Node]) -> tuple[fx.Node, int] | None:
+    """A tensor and the dimension of it that has a size."""
+    wanted = node.meta["val"].node.expr
+    for value in taken:
+        tensor = value.meta.get("val")
+        if isinstance(tensor, torch.Tensor):
+            for dim in batch_dims(tensor):
+                size: Any = tensor.shape[dim]
+                if size.node.expr == wanted:
+                    return value, dim
+    return None
+
+
+def add_checks(graph: fx.Graph, arguments: Sequence[fx.Node]) -> None:
+    """Let a graph check that its arguments are like those of the trace."""
+    batch: dict[str, fx.Node] = {}
+    for argument in arguments:
+        traced = argument.meta.get("val", _UNKNOWN)
+        if isinstance(traced, torch.Tensor):
+            dims = batch_dims(traced)
+            shape = [None if dim in dims else size for dim, size in enumerate(traced.shape)]
+            graph.call_function(check_shape, (argument, argument.name, shape))
+            if dims:
+                batch[argument.name] = argument
+        elif traced is None or isinstance(traced, (bool, int, float, str)):
+            graph.call_function(check_constant, (argument, argument.name, traced))
+    if len(batch) > 1:
+        graph.call_function(check_batch, (list(batch), list(batch.values())))
+
+
+def check_constant(value: object, name: str, traced: object) -> None:
+    """Raise if an argument that is no tensor differs from that of the trace."""
+    if value is not traced and (isinstance(value, torch.Tensor) or value != traced):
+        found = "a tensor" if isinstance(value, torch.Tensor) else repr(value)
+        raise PartitionError(
+            f"{name} is {found}, but the pipeline was traced with {traced!r}, which is part of "
+            "it now; call pipeline() with what you need"
+        )
+
+
+def check_shape(value: torch.Tensor, name: str, traced: Sequence[int | None]) -> None:
+    """Raise if a tensor has another shape: sizes may be constants of the trace.
+
+    None is the batch, of any size but 1: a trace relies on that.
+    """
+    if not isinstance(value, torch.Tensor):
+        return
+    shape = list(value.shape)
+    fits = len(shape) == len(traced) and all(
+        size == known if known is not None else size > 1
+        for size, known in zip(shape, traced, strict=True)
+    )
+    if not fits:
+        listed = ", ".join("2 or more" if known is None else str(known) for known in traced)
+        raise PartitionError(
+            f"{name} has the shape {shape}, but the pipeline was traced for [{listed}], and sizes "
+            "are part of it; make every micro-batch of that size, or call pipeline() with an "
+            "example of the size that you need"
+        )
+
+
+def check_batch(names: Sequence[str], values: Sequence[torch.Tensor]) -> None:
+    """Raise if tensors that had the same batch in the trace have different ones."""
+    sizes = [value.shape[0] for value in values]
+    for name, size in zip(names, sizes, strict=True):
+        if size != sizes[0]:
+            raise PartitionError(
+                f"{names[0]} has {sizes[0]} along dimension 0, but {name} {size}; in the trace "
+                "they were the same, so they are taken for one batch: make them the same, or call "
+                "pipeline() with an example in which they differ"
+            )
