@@ -40,6 +40,7 @@ from tests.split.forwards import (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", MODELS)
 def test_a_later_call_does_what_a_first_one_does(make: Callable[[], nn.Module]) -> None:
     torch.manual_seed(0)
@@ -49,6 +50,7 @@ def test_a_later_call_does_what_a_first_one_does(make: Callable[[], nn.Module]) 
         same_as_cold(pieces, torch.randn(size, WIDTH))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [make for make in MODELS if make not in (Draws, DrawsInPython)])
 def test_a_later_call_does_what_the_model_does(make: Callable[[], nn.Module]) -> None:
     torch.manual_seed(0)
@@ -124,6 +126,7 @@ CHANGES: list[tuple[Callable[[], nn.Module], Callable[[Any], None]]] = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("make", "change"), CHANGES)
 def test_what_changes_between_calls_is_noticed(
     make: Callable[[], nn.Module], change: Callable[[Any], None]
