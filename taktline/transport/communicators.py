@@ -20,7 +20,7 @@ from torch._C._distributed_c10d import Store
 from taktline.errors import TaktlineError, TransportError
 from taktline.transport.base import Channel, Handle
 
-__all__ = ["Communicator", "backend_of", "ends_of", "symptoms_of", "timeout_of"]
+__all__ = ["Communicator", "backend_of", "ends_of", "name_of", "symptoms_of", "timeout_of"]
 
 _LOST = re.compile(
     r"connection|connect |socket|broken pipe|remote process|pair\.cc|network|communicator|aborted",
@@ -134,3 +134,11 @@ def timeout_of(group: dist.ProcessGroup) -> timedelta:
         if isinstance(timeout, timedelta):
             return timeout
     return timedelta(minutes=30)
+
+
+def name_of(group: dist.ProcessGroup) -> str:
+    """What tells groups of the same processes apart; the same on all of them."""
+    try:
+        return group.group_name
+    except RuntimeError:  # nobody has given it a name
+        return ""

@@ -80,6 +80,8 @@ class Plane:
         self._known: set[int] = set()
         """The numbers of verdicts that were concluded."""
         self._members: WeakSet[Member] = WeakSet()
+        self._left: dict[str, Verdict] = {}
+        """Why other processes have left a place to which this one has not come."""
         self._lost: list[tuple[float, int]] = []
         """Processes that were lost, and when to conclude it."""
         self._lock = threading.Lock()
@@ -108,19 +110,22 @@ class Plane:
             finalize(group, plane.forget).atexit = False
         return plane
 
-    def join(self, member: Member, *, again_at: str = "") -> None:
+    def join(self, member: Member, *, again: bool = False) -> None:
         """Tell a member of verdicts from now on.
 
         Args:
             member: the member.
-            again_at: the place where processes meet again that have left each other before. A
-                verdict from a process that has not come there yet is about the time before.
+            again: whether its processes have left each other before. A verdict from a process that
+                has not come to the place again yet is about the time before.
         """
         with self._lock:
             self._members.add(member)
-            member.place = again_at
-            if again_at:
-                member.absent = {*member.processes} - {*self._values.at(again_at), self.process}
+            left = self._left.pop(member.place, None)
+            if again:
+                here = {*self._values.at(member.place), self.process}
+                member.absent = {*member.processes} - here
+        if left is not None and not again:
+            self._leave(member, left)
 
     def leave(self, member: Member) -> None:
         """Tell a member of no further verdicts."""
@@ -257,11 +262,12 @@ class Plane:
         """The messages for a process that has just connected: all that the others have got."""
         with self._lock:
             mine = list(self._mine.items())
-        verdicts = {m.verdict: None for m in self._all() if process in m.processes}
+        places = {m.place: m.verdict for m in self._all() if process in m.processes and m.verdict}
         return [
             Message("beat", *self.state()),
             *(Message("value", state=place, value=value) for place, value in mine),
-            *(Message("verdict", verdict=verdict) for verdict in verdicts if verdict is not None),
+            *(Message("verdict", verdict=verdict) for verdict in dict.fromkeys(places.values())),
+            *(Message("left", state=place, verdict=verdict) for place, verdict in places.items()),
         ]
 
     def _take(self, process: int, message: Message) -> None:
@@ -274,6 +280,8 @@ class Plane:
                 for member in self._all():
                     if member.place == message.state:
                         member.absent.discard(process)
+            case "left" if message.verdict is not None:
+                self._note_left(process, message.state, message.verdict)
             case _ if message.verdict is not None:
                 self._values.forget(process)
                 self._conclude(message.verdict, process)
@@ -303,20 +311,37 @@ class Plane:
         if not any(member.is_concerned(verdict, source) for member in members):
             return
         self._known.add(verdict.number)
-        told: set[int] = set()
-        for member in members:
-            if member.verdict is None and source not in member.absent:
-                member.verdict = verdict
-                told.update(member.processes)
-                try:
-                    member.leave(verdict)
-                except Exception as error:  # the others must leave all the same
-                    _log.debug("could not leave a group: %s", error)
-                member.told.set()
-        self._values.look_again()
-        told -= {self.process, source, verdict.process if verdict.cause == Cause.LOST else source}
+        leaving = [m for m in members if m.verdict is None and source not in m.absent]
+        # First the messages: a member that has left may come again at once, and say so.
+        lost = {verdict.process} if verdict.cause == Cause.LOST else set[int]()
+        told = {p for m in leaving for p in m.processes} - {self.process, source} - lost
         if told and source != self.process:
             self._send(Message("verdict", verdict=verdict), told)
+        for member in leaving:
+            others = {*member.processes} - {self.process} - lost
+            self._send(Message("left", state=member.place, verdict=verdict), others)
+        for member in leaving:
+            self._leave(member, verdict)
+
+    def _leave(self, member: Member, verdict: Verdict) -> None:
+        member.verdict = verdict
+        try:
+            member.leave(verdict)
+        except Exception as error:  # the others must leave all the same
+            _log.debug("could not leave a group: %s", error)
+        member.told.set()
+        self._values.look_again()
+
+    def _note_left(self, process: int, place: str, verdict: Verdict) -> None:
+        """A process has left a place, to which this one may come later, or after the verdict."""
+        self._conclude(verdict, process)
+        with self._lock:
+            here = [member for member in self._members if member.place == place]
+            if not here:
+                self._left[place] = verdict
+        for member in here:
+            if member.verdict is None and process not in member.absent:
+                self._leave(member, verdict)
 
     def _all(self) -> list[Member]:
         with self._lock:

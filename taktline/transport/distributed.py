@@ -18,6 +18,7 @@ from taktline.transport.communicators import (
     Communicator,
     backend_of,
     ends_of,
+    name_of,
     symptoms_of,
     timeout_of,
 )
@@ -84,8 +85,8 @@ class Distributed:
         # Restarted processes may find the addresses of their forerunners in the same store.
         restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         self._store = PrefixStore(f"taktline/{restart}/{_made[group]}", group.get_group_store())
-        self._place = f"{self.processes}/{device.type}/{_made[group]}"
-        self._member = Member(self.processes, self._leave)
+        self._place = f"{self.processes}/{name_of(group)}/{device.type}/{_made[group]}"
+        self._member = Member(self.processes, self._place, self._leave)
         if self.plane is not None:
             self.plane.join(self._member)
 
@@ -182,8 +183,8 @@ class Distributed:
             if gone := [process for process in self.processes if process in self.plane.news.gone]:
                 raise Verdict(Cause.LOST, gone[0]).error(self.processes)
             self.plane.leave(self._member)
-            self._member = Member(self.processes, self._leave)
-            self.plane.join(self._member, again_at=self._place)
+            self._member = Member(self.processes, self._place, self._leave)
+            self.plane.join(self._member, again=True)
         self._disconnect()
         self.exchange([], "reconnect()")
 

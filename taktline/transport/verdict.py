@@ -94,19 +94,21 @@ class Member:
 
     Args:
         processes: the group.
+        place: where its processes meet; the same text on all of them.
         leave: called once, on the control thread, to end every wait for the group.
     """
 
-    def __init__(self, processes: Sequence[int], leave: Callable[[Verdict], None]) -> None:
+    def __init__(
+        self, processes: Sequence[int], place: str, leave: Callable[[Verdict], None]
+    ) -> None:
         self.processes = list(processes)
+        self.place = place
         self.leave = leave
         self.verdict: Verdict | None = None
         self.told = threading.Event()
         """Set once there is a verdict."""
-        self.place = ""
-        """Where the processes meet again, if they have left each other before."""
         self.absent: set[int] = set()
-        """The processes that have not come there yet."""
+        """The processes that have left the place, and have not come there again yet."""
 
     def is_concerned(self, verdict: Verdict, source: int) -> bool:
         """Whether a verdict is about this group, or comes from a process of it."""

@@ -36,7 +36,7 @@ def connect() -> Iterator[Callable[..., list[Any]]]:
 
 
 def make(plane: Plane, rank: int, size: int, seconds: float) -> AllGather:
-    member = Member(list(range(size)), lambda _: None)
+    member = Member(list(range(size)), "here", lambda _: None)
     plane.join(member)
     return AllGather(plane, member, "here", rank, seconds)
 
@@ -108,7 +108,7 @@ def test_who_has_not_come() -> None:
 
 def test_a_verdict_ends_the_wait_for_those_who_have_not_come() -> None:
     plane = Plane(HashStore(), 0, 2, "test")
-    member = Member([0, 1], lambda _: None)
+    member = Member([0, 1], "here", lambda _: None)
     plane.join(member)
     try:
         with ThreadPoolExecutor(1) as other:

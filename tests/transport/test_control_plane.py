@@ -33,14 +33,14 @@ def planes() -> Iterator[list[Plane]]:
         plane.close()
 
 
-def meet(planes: list[Plane], group: list[int]) -> list[Member]:
+def meet(planes: list[Plane], group: list[int], place: str = "here") -> list[Member]:
     """Members of a group whose processes know each other."""
-    members = [Member(group, lambda _: None) for _ in group]
+    members = [Member(group, place, lambda _: None) for _ in group]
     for process, member in zip(group, members, strict=True):
         planes[process].join(member)
-        planes[process].tell(group, "here", f"{process} is here")
+        planes[process].tell(group, place, f"{process} is here")
     for process, member in zip(group, members, strict=True):
-        found = planes[process].gather(member, group, "here", SOON)
+        found = planes[process].gather(member, group, place, SOON)
         assert found == {other: f"{other} is here" for other in group}
     return members
 
@@ -71,7 +71,7 @@ def test_a_verdict_reaches_every_member(planes: list[Plane]) -> None:
 
 
 def test_it_spreads_over_groups_that_share_a_process(planes: list[Plane]) -> None:
-    first, second = meet(planes, [0, 1]), meet(planes, [1, 2])
+    first, second = meet(planes, [0, 1]), meet(planes, [1, 2], "there")
     planes[0].announce(Verdict(Cause.LOST, 0))
     for member in (*first, *second):
         assert member.told.wait(SOON)
@@ -113,10 +113,10 @@ def test_what_was_said_before_processes_meet_again_is_past(planes: list[Plane]) 
     for process, member in enumerate(meet(planes, [0, 1])):
         planes[process].announce(Verdict(Cause.STALLED, 1 - process))
         planes[process].leave(member)
-    again = [Member([0, 1], lambda _: None) for _ in range(2)]
-    planes[0].join(again[0], again_at="there")
+    again = [Member([0, 1], "there", lambda _: None) for _ in range(2)]
+    planes[0].join(again[0], again=True)
     planes[1].announce(Verdict(Cause.STALLED, 0))
-    planes[1].join(again[1], again_at="there")
+    planes[1].join(again[1], again=True)
     for plane in planes[:2]:
         plane.tell([0, 1], "there", "back")
     for plane, member in zip(planes[:2], again, strict=True):
@@ -140,7 +140,7 @@ def test_a_verdict_that_was_concluded_does_not_reach_new_members(planes: list[Pl
     planes[0].announce(verdict)
     assert other.told.wait(SOON)
     planes[1].leave(other)
-    (_, again) = meet(planes, [0, 1])
+    (_, again) = meet(planes, [0, 1], "there")
     planes[1]._conclude(verdict, 0)
     assert again.verdict is None
     planes[1]._conclude(Verdict(Cause.STALLED, 1), 0)

@@ -247,6 +247,27 @@ def test_a_rank_that_ends_ends_the_exchanges_of_other_groups_too(workers: Worker
     assert workers.run(end_elsewhere, ranks=3, timeout=SOON) == [story, story, ""]
 
 
+def come_late(rank: int, group: dist.ProcessGroup) -> str:
+    """Rank 1 ends by an error in a pair, before rank 0 has come to it."""
+    pair = dist.new_group([0, 1])
+    assert isinstance(pair, dist.ProcessGroup)
+    transport = Distributed.of(group)
+    transport.exchange([rank])
+    if rank == 1:
+        Distributed.of(pair).raised(ValueError("no luck"))
+        return ""
+    assert transport._member.told.wait(SOON / 2)
+    with pytest.raises(LostRankError) as caught:
+        Distributed.of(pair).exchange([rank])
+    return str(caught.value)
+
+
+@pytest.mark.processes
+def test_nobody_waits_where_another_rank_has_left_before(workers: Workers) -> None:
+    text = "rank 1 has raised ValueError, and left the others behind: no luck"
+    assert workers.run(come_late, timeout=SOON) == [text, ""]
+
+
 def leave_after(rank: int, group: dist.ProcessGroup) -> str:
     """Rank 0 ends by an error; rank 1 leaves for another, and rank 2 waits for rank 1."""
     transport = Distributed.of(group)

@@ -418,7 +418,7 @@ def test_what_is_refused() -> None:
         return here()
 
     for ranks in (0, -1):
-        with pytest.raises(TransportError, match=f"whole number from 1 up, not {ranks}$"):
+        with pytest.raises(TransportError, match=f"whole number from 1 to 1,024, not {ranks}$"):
             run(refused, ranks)
     [transport] = run(refused, 1)
     for late in (lambda: transport.exchange([]), lambda: transport.sender(channel)(torch.ones(1))):
