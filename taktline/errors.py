@@ -31,7 +31,7 @@ class TaktlineError(ValueError):
     ...     build("1f1b", ranks=0, microbatches=8)
     ... except TaktlineError as error:
     ...     print(error)
-    1f1b: ranks must be a whole number from 1 up, not 0
+    1f1b: ranks must be a whole number from 1 to 4,096, not 0
     """
 
     recoverable: Literal["step", "reconnect", "restart"] = "step"

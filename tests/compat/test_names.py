@@ -169,6 +169,8 @@ def _fits(peer: Any, ours: Any) -> bool:
     while _OLDER and ours[-1:] and ours[-1][0] not in theirs and ours[-1][2] != empty:
         ours = ours[:-1]
     for name, kind, default in ours:
+        if name not in theirs and kind == "VAR_KEYWORD":  # our options, of which none is required
+            continue
         their_kind, their_default = theirs.get(name, ("KEYWORD_ONLY", empty))
         if kind != their_kind or (default != their_default and their_default != empty):
             return False

@@ -151,7 +151,7 @@ def test_limits() -> None:
     tokens = torch.zeros(4, dtype=torch.int64)
     assert sizes(auto(model, 3, (tokens,))) == (3, 3, 3)
     assert sizes(auto(model, 3, (tokens,), limits=[32_000, 4_000, 4_000])) == (1, 4, 4)
-    with pytest.raises(PartitionError, match="layer 0 alone needs 32,000"):
+    with pytest.raises(PartitionError, match="stage 0 needs 32,000 and can hold 30,000; raise"):
         auto(model, 3, (tokens,), limits=30_000)
 
 
