@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import gc
 import os
 import shutil
 import socket
@@ -118,6 +119,7 @@ def measure(
 
 def peak(call: Callable[[], object]) -> float:
     """What the allocator holds at most during a call, in MiB: what is in graphs counts, too."""
+    gc.collect()
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()

@@ -107,15 +107,20 @@ class Program:
             self._play_on(self.position, fate)
         return failure
 
-    def run_alone(self, after: Callable[[], None]) -> None:
+    def actions(self) -> list[Action]:
+        """The actions of an unobserved run, in order; one for each instruction."""
+        return [instruction.action for instruction in self._quickest()]
+
+    def run_alone(self, before: Callable[[Action], None], after: Callable[[], None]) -> None:
         """Run all instructions and wait for all sends; raises the first error with its place.
 
-        For a capture, in which no message reaches another rank. ``after`` is called after each
-        instruction.
+        For a capture, in which no message reaches another rank. ``before`` and ``after`` are called
+        around each instruction.
         """
         self._instructions = running = self._quickest()
         try:
             for self.position, instruction in enumerate(running):
+                before(instruction.action)
                 instruction.run()
                 after()
         except Exception as error:

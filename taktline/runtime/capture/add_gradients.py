@@ -1,20 +1,18 @@
-"""Adds small gradients to their buffers, many at a time.
+"""Adds gradients to their buffers, small ones many at a time.
 
 Autograd adds each gradient by itself: in a model with small parameters, a third of all kernels of a
-graph, each of which takes longer to launch than to run. Autograd still adds large gradients.
+graph, each of which takes longer to launch than to run.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 
 import torch
 from torch import nn
-from torch.autograd.graph import get_gradient_edge
 
-from taktline.stage.autograd_engine import SMALL, add_all
+from taktline.stage.autograd_engine import add_all
 
 __all__ = ["Adding"]
 
@@ -33,47 +31,46 @@ class Adding:
     """
 
     def __init__(self, buffers: Mapping[nn.Parameter, torch.Tensor]) -> None:
-        self._buffers = {
-            parameter: buffer
-            for parameter, buffer in buffers.items()
-            if parameter.requires_grad and buffer.nbytes <= SMALL
-        }
-        self._waiting: dict[nn.Parameter, torch.Tensor] = {}
+        self._buffers: dict[torch.Tensor, torch.Tensor]
+        self._buffers = {p: buffer for p, buffer in buffers.items() if p.requires_grad}
+        self._waiting: dict[torch.Tensor, torch.Tensor] = {}
         self._bytes = 0
+        self.in_turn: Callable[[], AbstractContextManager[None]] = nullcontext
+        """The context in which gradients are added."""
 
     @contextmanager
-    def instead(self) -> Iterator[None]:
+    def instead(self) -> Iterator[Adding]:
         """Inside, new gradients are taken from ``.grad``; afterwards ``.grad`` is the buffer."""
-        nodes: list[object] = []  # kept: new nodes would have no hooks
         with ExitStack() as stack:
             for parameter, buffer in self._buffers.items():
-                node = get_gradient_edge(parameter).node
-                nodes.append(node)
-                stack.callback(node.register_hook(partial(self._take, parameter)).remove)
+                hook = parameter.register_post_accumulate_grad_hook(self._take)
+                stack.callback(hook.remove)
                 stack.callback(setattr, parameter, "grad", buffer)
                 parameter.grad = None
-            yield
+            yield self
             self.take_all()
-            self._add()
+            self.add()
 
     def take_all(self) -> None:
         """Take gradients that did not come by autograd, such as those of W; after each action."""
         for parameter in self._buffers:
             self._take(parameter)
 
-    def _take(self, parameter: nn.Parameter, *_: object) -> None:
+    def add(self) -> None:
+        """Add all gradients that wait."""
+        with self.in_turn():
+            add_all([self._buffers[p] for p in self._waiting], list(self._waiting.values()))
+        self._waiting.clear()
+        self._bytes = 0
+
+    def _take(self, parameter: torch.Tensor) -> None:
         gradient = parameter.grad
         if gradient is None:
             return
         parameter.grad = None
         if parameter in self._waiting:
-            self._add()
+            self.add()
         self._waiting[parameter] = gradient
         self._bytes += gradient.nbytes
         if self._bytes > _MOST:
-            self._add()
-
-    def _add(self) -> None:
-        add_all([self._buffers[p] for p in self._waiting], list(self._waiting.values()))
-        self._waiting.clear()
-        self._bytes = 0
+            self.add()

@@ -15,6 +15,7 @@ from taktline.runtime.capture.cuda import Graph, Graphs
 from taktline.runtime.capture.gradient_buffers import Buffers, Pool, Touched
 from taktline.runtime.capture.module_state import keep_state, state_of
 from taktline.runtime.capture.step_buffers import Inputs, Static
+from taktline.runtime.capture.streams import side_by_side
 from taktline.runtime.program import Failure
 from taktline.runtime.step_data import Feed
 from taktline.stage import PipelineStage
@@ -56,6 +57,8 @@ class _Entry:
     touched: list[nn.Parameter] = field(default_factory=list)
     """The parameters that get gradients."""
     captured: _Captured | None = None
+    streams: int = 1
+    """How many micro-batches run side by side in the latest capture."""
     refusal: str | None = None
     """Why it always runs eagerly; None if it does not."""
 
@@ -161,8 +164,12 @@ class Captures:
 
             def run() -> None:
                 static.begin()
-                with buffers.adding(self._stages) as added:
-                    program.run_alone(added)
+                with (
+                    buffers.adding(self._stages) as adding,
+                    side_by_side(program.actions(), self._stages, adding) as streams,
+                ):
+                    program.run_alone(streams.enter, adding.take_all if adding else lambda: None)
+                entry.streams = streams.count
 
             return run
 
@@ -221,7 +228,8 @@ def _state(entry: _Entry) -> str:
     if entry.refusal is not None:
         return f"eagerly, {entry.refusal}"
     if entry.captured is not None:
-        return f"captured, {counted(entry.captured.replays, 'replay')}"
+        beside = f", {entry.streams} micro-batches side by side" if entry.streams > 1 else ""
+        return f"captured{beside}, {counted(entry.captured.replays, 'replay')}"
     return "warms up"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -59,7 +60,13 @@ class CudaGraphs:
             graph.register_generator_state(generator)
         if self._pool is None or not self._alive:  # a pool is freed with its last graph
             self._pool = torch.cuda.graph_pool_handle()
-        with torch.cuda.device(self._device), draws.drawing(), _fresh_casts(), _undrawn():
+        with (
+            torch.cuda.device(self._device),
+            draws.drawing(),
+            _fresh_casts(),
+            _undrawn(),
+            _uncollected(),
+        ):
             self._run(graph, run)
         captured = _Captured(graph, draws)
         self._alive.add(captured)
@@ -104,6 +111,18 @@ def _fresh_casts() -> Iterator[None]:
         yield
     finally:
         torch.clear_autocast_cache()
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Inside, no garbage is collected: a graph among it would be freed, which ends a capture."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
 
 
 class _Captured:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -119,16 +119,17 @@ class Buffers:
             parameter.grad = buffer.clone() if known is None else known.add_(buffer)
 
     @contextmanager
-    def adding(self, stages: Sequence[PipelineStage]) -> Iterator[Callable[[], None]]:
-        """Inside, gradients are added to the buffers; call the yielded function after each action.
+    def adding(self, stages: Sequence[PipelineStage]) -> Iterator[Adding | None]:
+        """Inside, gradients are added to the buffers: many at a time, or by autograd (None).
 
-        Many are added at a time, unless a stage overrides its backward.
+        By autograd if a stage overrides its backward.
         """
-        ours = all(stage.may_join for stage in stages)
+        if not all(stage.may_join for stage in stages):
+            yield None
+            return
         own = {slot.parameter: slot.buffer for slot in self._own}
-        adding = Adding(own | self._apart if ours else {})
-        with adding.instead():
-            yield adding.take_all
+        with Adding(own | self._apart).instead() as adding:
+            yield adding
 
     @contextmanager
     def lent(self, stages: Sequence[PipelineStage]) -> Iterator[list[str]]:

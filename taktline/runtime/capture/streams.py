@@ -1,0 +1,154 @@
+"""Micro-batches of a captured step side by side, where that takes little memory.
+
+Small operations leave most of a GPU idle. Micro-batches that are captured on different streams have
+no order in the graph, except that gradients are added in turn::
+
+    stream 0   F0 B0 + F2 B2  +  F4 …
+    stream 1           F1 B1 +  F3 B3 …
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from itertools import groupby
+
+import torch
+
+from taktline.plan import Action, Kind
+from taktline.runtime.capture.add_gradients import Adding
+from taktline.stage import PipelineStage
+
+__all__ = ["Streams", "is_loop", "side_by_side"]
+
+_MOST = 4
+"""The most micro-batches side by side."""
+_SHARE = 0.05
+"""How much more memory they may take than one after the other, of all memory in use."""
+
+
+@contextmanager
+def side_by_side(
+    actions: Sequence[Action], stages: Sequence[PipelineStage], adding: Adding | None
+) -> Iterator[Streams]:
+    """Inside, ``enter`` each action before it runs."""
+    device = stages[0].device
+    # Weights that autocast has cast once are used by all micro-batches.
+    may = device.type == "cuda" and not torch.is_autocast_enabled(device.type)
+    if adding is None or not may or not is_loop(actions):
+        yield Streams()
+        return
+    streams = _SeveralStreams(stages, adding)
+    with torch.cuda.stream(torch.cuda.current_stream(device)):
+        yield streams
+        streams.join()
+
+
+def is_loop(actions: Sequence[Action]) -> bool:
+    """Whether each micro-batch is trained on before the next one begins, and nothing is sent.
+
+    >>> is_loop([Action(0, Kind.F, 0), Action(0, Kind.B, 0), Action(0, Kind.F, 1)])
+    True
+    >>> is_loop([Action(0, Kind.F, 0), Action(0, Kind.F, 1), Action(0, Kind.B, 0)])
+    False
+    """
+    order = [microbatch for microbatch, _ in groupby(action.microbatch for action in actions)]
+    kinds = {action.kind for action in actions}
+    computes = all(kind.is_compute for kind in kinds)
+    return computes and kinds != {Kind.F} and len(order) == len(set(order))
+
+
+class Streams:
+    """The streams of a capture: here, one."""
+
+    @property
+    def count(self) -> int:
+        """How many micro-batches run side by side."""
+        return 1
+
+    def enter(self, action: Action) -> None:
+        """Switch to the stream of an action."""
+
+
+class _SeveralStreams(Streams):
+    """As many as the memory allows.
+
+    The first micro-batch runs alone: it shows how much memory one takes, and whether it changes
+    buffers that the others use.
+    """
+
+    def __init__(self, stages: Sequence[PipelineStage], adding: Adding) -> None:
+        self._adding = adding
+        self._device = stages[0].device
+        self._buffers = [buffer for stage in stages for buffer in stage.submod.buffers()]
+        self._versions = _versions(self._buffers)
+        self._streams = [torch.cuda.current_stream(self._device)]
+        self._before = torch.cuda.memory_allocated(self._device)
+        self._activations = 0
+        """The memory that one micro-batch takes, in bytes."""
+        self._microbatch: int | None = None
+        self._ended = 0
+        """How many micro-batches have ended."""
+
+    @property
+    def count(self) -> int:
+        """How many micro-batches run side by side."""
+        return len(self._streams)
+
+    def enter(self, action: Action) -> None:
+        """Switch to the stream of an action."""
+        if self._microbatch is None:
+            self._microbatch = action.microbatch
+        elif action.microbatch != self._microbatch:
+            self._microbatch = action.microbatch
+            self._switch()
+        elif not self._activations and action.kind != Kind.F:
+            self._activations = torch.cuda.memory_allocated(self._device) - self._before
+
+    def join(self) -> None:
+        """Let the first stream wait for all others."""
+        first, *others = self._streams
+        for stream in others:
+            first.wait_stream(stream)
+
+    def _switch(self) -> None:
+        self._adding.add()  # in the stream that has computed the gradients
+        if not self._ended:
+            self._open()
+        self._ended += 1
+        torch.cuda.set_stream(self._streams[self._ended % len(self._streams)])
+
+    def _open(self) -> None:
+        if _versions(self._buffers) != self._versions:
+            return
+        more = int(_SHARE * torch.cuda.memory_allocated(self._device)) // max(1, self._activations)
+        for stream in _more_streams(self._device)[:more]:
+            stream.wait_stream(self._streams[0])
+            self._streams.append(stream)
+        self._adding.in_turn = _InTurn()
+
+
+class _InTurn:
+    """Orders operations on several streams."""
+
+    def __init__(self) -> None:
+        self._latest: torch.Event | None = None
+
+    @contextmanager
+    def __call__(self) -> Iterator[None]:
+        stream = torch.cuda.current_stream()
+        if self._latest is not None:
+            stream.wait_event(self._latest)
+        yield
+        self._latest = stream.record_event()
+
+
+@cache
+def _more_streams(device: torch.device) -> list[torch.cuda.Stream]:
+    """The same for all captures: each stream has a workspace of its own for matrix products."""
+    return [torch.cuda.Stream(device) for _ in range(_MOST - 1)]
+
+
+def _versions(tensors: Sequence[torch.Tensor]) -> list[int]:
+    return [tensor._version for tensor in tensors]
