@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.autograd import Variable
 
-__all__ = ["SMALL", "accumulate", "add_all", "add_to_grad", "add_to_grads"]
+__all__ = ["SMALL", "accumulate", "add_all", "add_to_grad", "add_to_grads", "is_own_hook"]
 
 SMALL = 4 * 2**20
 """The most bytes of a gradient whose addition takes longer to launch than to run.
@@ -70,3 +70,8 @@ def add_all(buffers: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) 
         alike[kind][1].append(gradient)
     for ours, theirs in alike.values():
         torch._foreach_add_(ours, theirs)  # pyright: ignore[reportPrivateImportUsage]
+
+
+def is_own_hook(hook: object) -> bool:
+    """Whether a hook is an object of this package: such hooks work in every kind of backward."""
+    return type(hook).__module__.startswith("taktline.")

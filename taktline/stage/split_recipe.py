@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import torch
 
+from taktline.stage.autograd_engine import is_own_hook
 from taktline.stage.autograd_graph import LEAF, Graph, Node, Shape
 
 __all__ = ["Inside", "Product", "Recipe", "is_among", "learn"]
@@ -225,4 +226,5 @@ def _hindrance(kind: _Kind, product: Node) -> str | None:
 
 def _hooked(weight: torch.Tensor) -> bool:
     hooks: Mapping[int, Callable[..., object]] | None = weight._backward_hooks
-    return bool(hooks) or bool(weight._post_accumulate_grad_hooks)
+    after: Mapping[int, Callable[..., object]] | None = weight._post_accumulate_grad_hooks
+    return bool(hooks) or (bool(after) and not all(map(is_own_hook, after.values())))

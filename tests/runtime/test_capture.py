@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 import taktline as tl
 from taktline.runtime.bind import Binding
 from taktline.runtime.capture import Captures
+from taktline.runtime.capture.add_gradients import Adding
 from taktline.runtime.capture.module_state import keep_state
 
 WIDTH = 6
@@ -331,14 +332,14 @@ def test_the_scale_of_a_scaler() -> None:
     assert count(pair, "replay") == 3
 
 
-class Adding(Stage):
+class AddingLoss(Stage):
     def forward(self, x: Tensor) -> Tensor:
         tl.add_loss(0.1 * x.square().mean())
         return super().forward(x)
 
 
 def test_added_losses() -> None:
-    pair = Pair(lambda: [Adding() for _ in range(4)])
+    pair = Pair(lambda: [AddingLoss() for _ in range(4)])
     for _ in range(6):
         lists: list[list[Tensor]] = [[], []]
         x, target = torch.randn(2, 8, WIDTH).unbind()
@@ -604,3 +605,21 @@ def test_few_gradients_wait_to_be_added(monkeypatch: pytest.MonkeyPatch) -> None
     for seed in range(6):
         pair.step(seed=seed)
     assert count(pair, "replay") == 3
+
+
+def test_the_gradients_of_weights_are_left_to_w() -> None:
+    layer = nn.Linear(WIDTH, WIDTH)
+    weight, bias = layer.parameters()
+    buffers = {weight: torch.zeros(WIDTH, WIDTH), bias: torch.zeros(WIDTH)}
+    stage = tl.PipelineStage(layer, 0, 1, torch.device("cpu"))
+    stage.begin()
+    x = torch.ones(2, WIDTH, requires_grad=True)
+    with Adding(buffers).instead() as adding:
+        stage.keep(0, [x], [layer(x)])
+        stage.backward_input(0, [torch.ones(2, WIDTH)])
+        adding.take_all()
+        adding.add()
+        assert not buffers[weight].any()
+        assert torch.equal(buffers[bias], torch.full((WIDTH,), 2.0))
+        stage.backward_weight(0)
+    assert torch.equal(buffers[weight], torch.full((WIDTH, WIDTH), 2.0))

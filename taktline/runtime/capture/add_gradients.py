@@ -43,7 +43,7 @@ class Adding:
         """Inside, new gradients are taken from ``.grad``; afterwards ``.grad`` is the buffer."""
         with ExitStack() as stack:
             for parameter, buffer in self._buffers.items():
-                hook = parameter.register_post_accumulate_grad_hook(self._take)
+                hook = parameter.register_post_accumulate_grad_hook(self)
                 stack.callback(hook.remove)
                 stack.callback(setattr, parameter, "grad", buffer)
                 parameter.grad = None
@@ -54,7 +54,7 @@ class Adding:
     def take_all(self) -> None:
         """Take gradients that did not come by autograd, such as those of W; after each action."""
         for parameter in self._buffers:
-            self._take(parameter)
+            self(parameter)
 
     def add(self) -> None:
         """Add all gradients that wait."""
@@ -63,7 +63,8 @@ class Adding:
         self._waiting.clear()
         self._bytes = 0
 
-    def _take(self, parameter: torch.Tensor) -> None:
+    def __call__(self, parameter: torch.Tensor) -> None:
+        """Take the gradient of a parameter, if it has one."""
         gradient = parameter.grad
         if gradient is None:
             return

@@ -11,6 +11,7 @@ from torch.nn.modules.module import _has_any_global_hook
 
 from taktline.sharding import is_sharded, local
 from taktline.stage import PipelineStage
+from taktline.stage.autograd_engine import is_own_hook
 
 __all__ = ["keep_state", "state_of"]
 
@@ -93,4 +94,4 @@ def _is_hooked(module: nn.Module) -> bool:
     if not (forward or before or backward or before_it):
         return False  # most have none
     hooks = chain(forward.values(), before.values(), backward.values(), before_it.values())
-    return any(not type(hook).__module__.startswith("taktline.") for hook in hooks)
+    return not all(map(is_own_hook, hooks))
