@@ -21,7 +21,7 @@ A compiled block is one node here, and decides itself what to leave out: see ``c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -84,7 +84,8 @@ class Pending:
     def part_from(self, leaves: Sequence[torch.Tensor]) -> None:
         """Copy new gradients that share memory with kept values: later ones are added in place."""
         kept = {_memory(g) for (g,) in self._gradients.values() if g is not None}
-        kept |= {_memory(x) for part in self._compiled for x in _tensors(part.held)}
+        held = (value for part in self._compiled for value in part.held)
+        kept |= {_memory(value) for value in held if isinstance(value, torch.Tensor)}
         for leaf in leaves:
             if leaf.grad is not None and (None in kept or _memory(leaf.grad) in (None, *kept)):
                 leaf.grad = leaf.grad.clone()
@@ -197,12 +198,8 @@ class Splitter:
         return recipe, graph.nodes
 
 
-def _tensors(values: Iterable[object]) -> Iterator[torch.Tensor]:
-    return (value for value in values if isinstance(value, torch.Tensor))
-
-
 def _versions(values: Iterable[object]) -> list[int]:
-    return [tensor._version for tensor in _tensors(values)]
+    return [value._version for value in values if isinstance(value, torch.Tensor)]
 
 
 def _memory(tensor: torch.Tensor) -> int | None:

@@ -94,11 +94,7 @@ class Recipe:
         for product in self.products:
             if _hooked(product.weight) or _hindrance(product.kind, nodes[product.slot]):
                 return False
-        for inside in self.compiled:
-            for leaf in inside.leaves.values():
-                if _hooked(leaf):
-                    return False
-        return True
+        return not any(any(map(_hooked, inside.leaves.values())) for inside in self.compiled)
 
 
 def is_among(tensor: object, others: Sequence[torch.Tensor]) -> bool:
