@@ -44,6 +44,8 @@ class Binding:
     """Where all stages run in one thread: observes random numbers, and separates those of ranks."""
     seeded: Seeded = seeded
     """Sets the seed for a stage and micro-batch."""
+    any_order: bool = False
+    """Whether forwards may run in any order: none changes what another one reads."""
 
 
 def channels_of(plan: Plan) -> list[Channel]:
@@ -69,7 +71,7 @@ def bind(binding: Binding, known: Signatures | None) -> Bound:
     joined = join(instructions, binding.stages, works, alone=drawing is not None)
     loop = None
     if drawing and known is not None and binding.trains:
-        loop = plain_loop(instructions, binding.stages, make_work)
+        loop = plain_loop(instructions, binding.stages, make_work, any_order=binding.any_order)
     if isinstance(drawing, RankRandom):
         instructions = list(drawing.between(instructions, rank_of))
         joined = list(drawing.between(joined, rank_of))

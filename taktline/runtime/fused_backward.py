@@ -68,12 +68,15 @@ def plain_loop(
     instructions: Sequence[Instruction],
     stages: Mapping[int, PipelineStage],
     make_work: Callable[..., Work],
+    *,
+    any_order: bool = False,
 ) -> list[Instruction] | None:
     """The same instructions as a plain loop; None if gradients could differ.
 
-    ``make_work(stage, joined=…, ports…)`` makes the work of a stage.
+    ``make_work(stage, joined=…, ports…)`` makes the work of a stage. Forwards keep their order,
+    unless ``any_order`` will do.
     """
-    order = _order(instructions)
+    order = _order(instructions, any_order)
     if order is None or not all(stage.may_join for stage in stages.values()):
         return None
     actions = {
@@ -104,14 +107,17 @@ def plain_loop(
     return loop
 
 
-def _order(instructions: Sequence[Instruction]) -> list[int] | None:
-    """The order in which all stages compute and add up micro-batches; None if they differ."""
+def _order(instructions: Sequence[Instruction], any_order: bool) -> list[int] | None:
+    """The order in which all stages compute and add up micro-batches; None if they differ.
+
+    With ``any_order``, that in which they add up.
+    """
     orders: defaultdict[tuple[int, bool], list[int | None]] = defaultdict(list)
     for each in instructions:
         action = each.action
         if action.microbatch is None:
             return None
-        if action.kind != Kind.I:
+        if action.kind != Kind.I and not (any_order and action.kind == Kind.F):
             orders[action.stage, action.kind == Kind.F].append(action.microbatch)
     first, *others = orders.values()
     return [m for m in first if m is not None] if all(each == first for each in others) else None

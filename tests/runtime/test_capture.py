@@ -12,10 +12,12 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import taktline as tl
+from taktline.plan import Action
 from taktline.runtime.bind import Binding
 from taktline.runtime.capture import Captures
 from taktline.runtime.capture.add_gradients import Adding
 from taktline.runtime.capture.module_state import keep_state
+from taktline.runtime.capture.streams import is_loop, side_by_side
 
 WIDTH = 6
 
@@ -126,8 +128,15 @@ def count(pair: Pair, what: str) -> int:
     return pair.graphs.log.count(what)
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved_zero_bubble", "zbv", "v_half"])
-def test_schedules(schedule: str) -> None:
+@pytest.mark.parametrize(
+    "schedule", ["gpipe", "1f1b", "looped_bfs", "interleaved_zero_bubble", "zbv", "v_half"]
+)
+def test_schedules(schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    run: list[list[Action]] = []
+    monkeypatch.setattr(
+        "taktline.runtime.capture.captures.side_by_side",
+        lambda actions, *rest: (run.append(actions), side_by_side(actions, *rest))[1],
+    )
     per_rank = 1 if schedule in ("gpipe", "1f1b") else 2
     pair = Pair(lambda: [Stage() for _ in range(2 * per_rank)], schedule=schedule)
     pair.settle()
@@ -136,6 +145,8 @@ def test_schedules(schedule: str) -> None:
         pair.each(lambda pipe: torch.optim.SGD(pipe.parameters(), 0.1).step())
         pair.each(tl.Pipeline.zero_grad)
     assert pair.graphs.log == ["capture", *["replay"] * 4]
+    assert all(map(is_loop, run))
+    assert run
 
 
 def test_results_are_copies() -> None:
@@ -623,3 +634,24 @@ def test_the_gradients_of_weights_are_left_to_w() -> None:
         assert torch.equal(buffers[bias], torch.full((WIDTH,), 2.0))
         stage.backward_weight(0)
     assert torch.equal(buffers[weight], torch.full((WIDTH, WIDTH), 2.0))
+
+
+class Normed(Stage):
+    def __init__(self) -> None:
+        super().__init__()
+        self.batch_norm = nn.BatchNorm1d(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.batch_norm(x))
+
+
+def test_forwards_that_change_buffers_keep_their_order() -> None:
+    # The backwards of this schedule run from the last micro-batch to the first.
+    pair = Pair(lambda: [Normed() for _ in range(4)], schedule="looped_bfs")
+    for seed in range(6):
+        pair.step(seed=seed)
+        pair.each(tl.Pipeline.zero_grad)
+    assert count(pair, "replay") == 3
+    for ours, theirs in zip(*(pipe.stages.values() for pipe in pair.both), strict=True):
+        for mine, other in zip(ours.buffers(), theirs.buffers(), strict=True):
+            assert torch.equal(mine, other)

@@ -56,6 +56,8 @@ class _Entry:
     captures: int = 0
     touched: list[nn.Parameter] = field(default_factory=list)
     """The parameters that get gradients."""
+    any_order: bool = False
+    """Whether no forward changes what another one reads."""
     captured: _Captured | None = None
     streams: int = 1
     """How many micro-batches run side by side in the latest capture."""
@@ -115,7 +117,7 @@ class Captures:
         if entry.captured is not None and not entry.captured.is_right(state):
             entry.captured, entry.warm = None, _WARM_UP - 1
         if entry.captured is None and entry.warm < _WARM_UP:
-            return self._warm_up(entry, eagerly)
+            return self._warm_up(entry, bound.binding.feed, eagerly)
         if entry.captured is None and not self._capture(entry, bound, inputs, state, apart):
             return eagerly()
         self._replay(entry, inputs, feed)
@@ -131,15 +133,23 @@ class Captures:
             entry = self._entries[kind] = _Entry(_name(bound))
         return entry
 
-    def _warm_up(self, entry: _Entry, eagerly: Callable[[], Failure | None]) -> Failure | None:
-        touched = Touched(self._stages)
+    def _warm_up(
+        self, entry: _Entry, feed: Feed, eagerly: Callable[[], Failure | None]
+    ) -> Failure | None:
+        touched, buffers = Touched(self._stages), self._versions()
         failure = eagerly()
         if failure is None:
             entry.touched = touched.found()
+            entry.any_order = buffers == self._versions() and not feed.observed
             entry.warm += 1
             if any(p.grad is not None and p.grad.layout != torch.strided for p in entry.touched):
                 self._refuse(entry, "there are sparse gradients")
         return failure
+
+    def _versions(self) -> list[tuple[int, int]]:
+        """The identity and version of each buffer."""
+        buffers = [buffer for stage in self._stages for buffer in stage.submod.buffers()]
+        return [(id(buffer), buffer._version) for buffer in buffers]
 
     def _capture(
         self,
@@ -158,6 +168,7 @@ class Captures:
         static.fill(inputs, bound.binding.feed.number)
         buffers = self._pool.buffers(entry.touched, apart)
         restore = keep_state(self._stages)
+        binding = replace(bound.binding, feed=static.feed, any_order=entry.any_order)
 
         def make(binding: Binding) -> Callable[[], None]:
             program = bind(binding, bound.known).program
@@ -166,7 +177,11 @@ class Captures:
                 static.begin()
                 with (
                     buffers.adding(self._stages) as adding,
-                    side_by_side(program.actions(), self._stages, adding) as streams,
+                    side_by_side(
+                        program.actions(),
+                        self._stages[0].device,
+                        adding if entry.any_order else None,
+                    ) as streams,
                 ):
                     program.run_alone(streams.enter, adding.take_all if adding else lambda: None)
                 entry.streams = streams.count
@@ -176,7 +191,7 @@ class Captures:
         graph = None
         try:
             with buffers.lent(self._stages) as reasons:
-                graph = self._graphs.capture(replace(bound.binding, feed=static.feed), make)
+                graph = self._graphs.capture(binding, make)
         except Exception as error:
             reasons = [_reason(error)]
         if state_of(self._stages) != state:

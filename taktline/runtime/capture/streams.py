@@ -18,7 +18,6 @@ import torch
 
 from taktline.plan import Action, Kind
 from taktline.runtime.capture.add_gradients import Adding
-from taktline.stage import PipelineStage
 
 __all__ = ["Streams", "is_loop", "side_by_side"]
 
@@ -30,16 +29,15 @@ _SHARE = 0.05
 
 @contextmanager
 def side_by_side(
-    actions: Sequence[Action], stages: Sequence[PipelineStage], adding: Adding | None
+    actions: Sequence[Action], device: torch.device, adding: Adding | None
 ) -> Iterator[Streams]:
     """Inside, ``enter`` each action before it runs."""
-    device = stages[0].device
     # Weights that autocast has cast once are used by all micro-batches.
     may = device.type == "cuda" and not torch.is_autocast_enabled(device.type)
     if adding is None or not may or not is_loop(actions):
         yield Streams()
         return
-    streams = _SeveralStreams(stages, adding)
+    streams = _SeveralStreams(device, adding)
     with torch.cuda.stream(torch.cuda.current_stream(device)):
         yield streams
         streams.join()
@@ -72,21 +70,14 @@ class Streams:
 
 
 class _SeveralStreams(Streams):
-    """As many as the memory allows.
+    """As many as memory allows; the first micro-batch runs alone, and shows how much one takes."""
 
-    The first micro-batch runs alone: it shows how much memory one takes, and whether it changes
-    buffers that the others use.
-    """
-
-    def __init__(self, stages: Sequence[PipelineStage], adding: Adding) -> None:
+    def __init__(self, device: torch.device, adding: Adding) -> None:
         self._adding = adding
-        self._device = stages[0].device
-        self._buffers = [buffer for stage in stages for buffer in stage.submod.buffers()]
-        self._versions = _versions(self._buffers)
+        self._device = device
         self._streams = [torch.cuda.current_stream(self._device)]
-        self._before = torch.cuda.memory_allocated(self._device)
-        self._activations = 0
-        """The memory that one micro-batch takes, in bytes."""
+        self._most = 0
+        """The memory in use between the first micro-batch's forward and its backward, in bytes."""
         self._microbatch: int | None = None
         self._ended = 0
         """How many micro-batches have ended."""
@@ -103,8 +94,8 @@ class _SeveralStreams(Streams):
         elif action.microbatch != self._microbatch:
             self._microbatch = action.microbatch
             self._switch()
-        elif not self._activations and action.kind != Kind.F:
-            self._activations = torch.cuda.memory_allocated(self._device) - self._before
+        elif not self._most and action.kind != Kind.F:
+            self._most = torch.cuda.memory_allocated(self._device)
 
     def join(self) -> None:
         """Let the first stream wait for all others."""
@@ -120,9 +111,8 @@ class _SeveralStreams(Streams):
         torch.cuda.set_stream(self._streams[self._ended % len(self._streams)])
 
     def _open(self) -> None:
-        if _versions(self._buffers) != self._versions:
-            return
-        more = int(_SHARE * torch.cuda.memory_allocated(self._device)) // max(1, self._activations)
+        now = torch.cuda.memory_allocated(self._device)
+        more = int(_SHARE * now) // max(1, self._most - now)
         for stream in _more_streams(self._device)[:more]:
             stream.wait_stream(self._streams[0])
             self._streams.append(stream)
@@ -148,7 +138,3 @@ class _InTurn:
 def _more_streams(device: torch.device) -> list[torch.cuda.Stream]:
     """The same for all captures: each stream has a workspace of its own for matrix products."""
     return [torch.cuda.Stream(device) for _ in range(_MOST - 1)]
-
-
-def _versions(tensors: Sequence[torch.Tensor]) -> list[int]:
-    return [tensor._version for tensor in tensors]

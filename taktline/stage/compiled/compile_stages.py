@@ -94,7 +94,7 @@ class _Later:
     def __call__(self, graph: fx.GraphModule, example: Sequence[Any], takes: Sequence[int]) -> Call:
         """Compile a graph; ``takes`` are its arguments among those of the whole backward."""
         from torch._guards import compile_context, tracing
-        from torch._inductor import config
+        from torch._inductor import config as inductor
         from torch._inductor.compile_fx import compile_fx_inner
         from torch._inductor.virtualized import V
 
@@ -105,7 +105,7 @@ class _Later:
             stack.enter_context(tracing(self._tracing))
             stack.enter_context(compile_context(self._compiling))
             stack.enter_context(V.set_fake_mode(self._fake))
-            # A check of each argument's strides takes as long as a small kernel to launch, and these
-            # come from the compiled forward and the first half.
-            stack.enter_context(config.patch(size_asserts=False))
+            # Checking the strides of an argument takes as long as launching a small kernel. These
+            # come from the compiled forward, and from the first half.
+            stack.enter_context(inductor.patch(size_asserts=False))
             return compile_fx_inner(graph, example, **options)
