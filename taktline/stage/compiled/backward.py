@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 
@@ -11,6 +11,7 @@ import torch
 from torch import fx
 
 from taktline.errors import text_of
+from taktline.stage.autograd_engine import add_all
 from taktline.stage.compiled.divide import Division, divide
 from taktline.stage.split_recipe import Inside
 
@@ -136,7 +137,26 @@ class Backward:
         off.take_over(
             [weights[i] for i in division.later], [*held, *results[count:]], halves.second
         )
-        return results[:count]
+        return _added(results[:count], weights)
+
+
+def _added(results: Sequence[Any], weights: Mapping[int, torch.Tensor]) -> list[Any]:
+    """Add to gradients that weights have, in few operations; returns the results that are left.
+
+    Autograd would add them one by one.
+    """
+    left = list(results)
+    buffers: list[torch.Tensor] = []
+    gradients: list[torch.Tensor] = []
+    for place, weight in weights.items():
+        known, new = weight.grad, left[place]
+        if new is None or known is None or known.requires_grad or known.dtype != new.dtype:
+            continue
+        buffers.append(known)
+        gradients.append(new)
+        left[place] = None
+    add_all(buffers, gradients)
+    return left
 
 
 def _copied(graph: fx.Graph) -> fx.Graph:
