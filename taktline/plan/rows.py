@@ -101,6 +101,12 @@ class Rows:
         second[1:] = self.joined[:-1]
         return second
 
+    def before(self, microbatch: int) -> Rows:
+        """Without the micro-batches from this one on; the other half of a pair then runs alone."""
+        keep = self.microbatch < microbatch
+        both = keep & np.append(keep[1:], False)
+        return Rows(self.kind, self.stage, self.microbatch, self.joined & both)[keep]
+
     def leaf(self, row: int) -> Action:
         """The plain action in one row."""
         microbatch = int(self.microbatch[row])
