@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from taktline.plan.action import Action, Kind, Overlap
 
-__all__ = ["BoolArray", "FloatArray", "IntArray", "Rows", "as_numbers"]
+__all__ = ["BoolArray", "FloatArray", "IntArray", "Rows", "as_numbers", "known_medians"]
 
 IntArray: TypeAlias = npt.NDArray[np.integer[Any]]
 FloatArray: TypeAlias = npt.NDArray[np.float64]
@@ -29,6 +29,15 @@ def as_numbers(value: Any) -> npt.NDArray[Any] | None:
     except (TypeError, ValueError):  # a ragged list, or what says that it is an array and is none
         return None
     return numbers if numbers.dtype.kind in "iuf" and np.isfinite(numbers).all() else None
+
+
+def known_medians(table: FloatArray, axis: int) -> FloatArray:
+    """The medians along an axis of all numbers but nan; nan where there are none.
+
+    >>> known_medians(np.array([[1.0, np.nan], [5.0, np.nan]]), axis=0)
+    array([ 3., nan])
+    """
+    return np.ma.median(np.ma.masked_invalid(table), axis=axis).filled(np.nan)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
