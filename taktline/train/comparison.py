@@ -16,7 +16,7 @@ from taktline import pytree
 from taktline.runtime.schedule import LossFn
 from taktline.side_values import collect_losses
 from taktline.stage.names import named_modules
-from taktline.train.steps import OPTIONS
+from taktline.train.steps import of_model
 
 __all__ = ["Comparison", "Difference", "Expected", "Recorder", "Verification", "cloned"]
 
@@ -181,9 +181,8 @@ class Expected:
 
 def _loss(model: nn.Module, loss_fn: LossFn, batch: Any) -> torch.Tensor:
     args, target, options = cloned(batch)
-    keywords = {name: value for name, value in options.items() if name not in OPTIONS}
     with collect_losses() as added:
-        output = model(*args, **keywords)
+        output = model(*args, **of_model(options))
         loss = loss_fn(output, target, **options.get("loss_kwargs") or {})
     return loss + sum(added)
 
