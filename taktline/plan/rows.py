@@ -26,7 +26,7 @@ def as_numbers(value: Any) -> npt.NDArray[Any] | None:
     """A number, or a list of them, as an array; None if it is anything else, or not finite."""
     try:
         numbers = np.asarray(value)
-    except (TypeError, ValueError):  # a ragged list, or what says that it is an array and is none
+    except (TypeError, ValueError):  # a ragged list, or an object that only claims to be an array
         return None
     return numbers if numbers.dtype.kind in "iuf" and np.isfinite(numbers).all() else None
 
