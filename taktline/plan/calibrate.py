@@ -43,7 +43,8 @@ def calibrate(timelines: Sequence[Timeline]) -> Costs:
                 "costs come from timelines of one model: with equally many stages, in one unit"
             )
     means = np.stack([_means(timeline) for timeline in timelines])
-    forward, full, split_input, split_weight, pair = known_medians(means, axis=0)
+    rows: list[FloatArray] = list(known_medians(means, axis=0))
+    forward, full, split_input, split_weight, pair = rows
     forward = _filled(forward, pair / 3)
     with np.errstate(invalid="ignore"):  # both halves may take no time
         shares: FloatArray = split_input / (split_input + split_weight)

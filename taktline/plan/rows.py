@@ -37,7 +37,8 @@ def known_medians(table: FloatArray, axis: int) -> FloatArray:
     >>> known_medians(np.array([[1.0, np.nan], [5.0, np.nan]]), axis=0)
     array([ 3., nan])
     """
-    return np.ma.median(np.ma.masked_invalid(table), axis=axis).filled(np.nan)
+    masked: Any = np.ma  # most of which has no types
+    return masked.median(masked.masked_invalid(table), axis=axis).filled(np.nan)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
