@@ -247,11 +247,10 @@ class Comparison:
         found, expected = found.double(), expected.double()
         scale = max(float(expected.abs().max()) if expected.numel() else 0.0, floor, 1e-12)
         error = float((found - expected).abs().max()) / scale if expected.numel() else 0.0
-        if not error <= limit:
-            self._note(phase, *where, min(error, _ENDLESS) if error == error else _ENDLESS, advice)
-
-    def _note(self, *values: Any) -> None:
-        difference = Difference(*values)
+        if error <= limit:
+            return
+        size = min(error, _ENDLESS) if error == error else _ENDLESS
+        difference = Difference(phase, *where, size, advice)
         if self.first is None or difference.order() < self.first.order():
             self.first = difference
 

@@ -353,7 +353,6 @@ def wrong(rank: int, group: Any, options: dict[str, Any]) -> None:
         ({"ranks": 2}, 'room for 2 replicas of the pipeline: say data_parallel="ddp" or "fsdp"'),
         ({"unnamed": True}, "the mesh has no dimension 'pp' for the pipeline, only ['x']"),
         ({"meshed": True, "ranks": 4}, "ranks is 4, but the mesh has 2 in 'pp'"),
-        ({"data_parallel": "zero"}, 'data_parallel is "ddp", "fsdp" or None, not \'zero\''),
         ({"meshed": True}, "room for 2 replicas of stage"),
     ],
 )
