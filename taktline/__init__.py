@@ -60,9 +60,6 @@ if TYPE_CHECKING:
     from taktline.stage import Tie as Tie
     from taktline.stage import check_split_backward as check_split_backward
     from taktline.stage import compile_stages as compile_stages
-    from taktline.stage import stage_backward as stage_backward
-    from taktline.stage import stage_backward_input as stage_backward_input
-    from taktline.stage import stage_backward_weight as stage_backward_weight
     from taktline.train import Pipeline as Pipeline
     from taktline.transport import local as local
     from taktline.transport import register_container as register_container
@@ -86,10 +83,7 @@ _NAMES = {
     "side_values": "add_loss collect_losses",
     "skip": "skip",
     "split": "Pipe SplitPoint build_stage pipe_split pipeline split",
-    "stage": (
-        "PipelineStage SplitReport Tie check_split_backward compile_stages stage_backward "
-        "stage_backward_input stage_backward_weight"
-    ),
+    "stage": "PipelineStage SplitReport Tie check_split_backward compile_stages",
     "train": "Pipeline",
     "transport": "local register_container",
 }

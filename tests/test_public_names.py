@@ -63,9 +63,6 @@ def test_top_level_names() -> None:
         "skip",
         "split",
         "split_args_kwargs_into_chunks",
-        "stage_backward",
-        "stage_backward_input",
-        "stage_backward_weight",
         "validate",
     ]
     for name in taktline.__all__:

@@ -51,7 +51,7 @@ def shown(value: object) -> str:
 
 
 def refuse(name: str, takes: str, value: object, error: Error = ArgumentError) -> NoReturn:
-    """Say what an argument must be.
+    """Raise an error that says what an argument must be.
 
     >>> refuse("plan", "a Plan", None)
     Traceback (most recent call last):

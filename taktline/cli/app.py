@@ -69,7 +69,7 @@ def _as_command(command: Callable[..., None]) -> Callable[..., None]:
         options += [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in inner.values()]
 
     @wraps(command)
-    def told(**given: Any) -> None:
+    def run(**given: Any) -> None:
         for name, group in groups.items():
             given[name] = group(**{field.name: given.pop(field.name) for field in fields(group)})
         try:
@@ -78,9 +78,9 @@ def _as_command(command: Callable[..., None]) -> Callable[..., None]:
             typer.echo(f"error: {error}", err=True)
             raise typer.Exit(1 if isinstance(error, InvalidPlanError) else 2) from None
 
-    told.__dict__["__signature__"] = inspect.Signature(options)
-    told.__annotations__ = {option.name: option.annotation for option in options}
-    return told
+    run.__dict__["__signature__"] = inspect.Signature(options)
+    run.__annotations__ = {option.name: option.annotation for option in options}
+    return run
 
 
 for _command in (plan, check, show, simulate, compare, explore, balance, demo, doctor):

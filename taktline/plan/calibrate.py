@@ -11,7 +11,7 @@ from taktline.errors import CostError
 from taktline.plan.action import Kind
 from taktline.plan.costs import Costs, Link
 from taktline.plan.deps import needs
-from taktline.plan.rows import FloatArray, IntArray
+from taktline.plan.rows import FloatArray, IntArray, known_medians
 from taktline.plan.timeline import Timeline
 
 __all__ = ["calibrate"]
@@ -42,7 +42,8 @@ def calibrate(timelines: Sequence[Timeline]) -> Costs:
             raise CostError(
                 "costs come from timelines of one model: with equally many stages, in one unit"
             )
-    rows: list[FloatArray] = list(_medians([_means(timeline) for timeline in timelines]))
+    means = np.stack([_means(timeline) for timeline in timelines])
+    rows: list[FloatArray] = list(known_medians(means, axis=0))
     forward, full, split_input, split_weight, pair = rows
     forward = _filled(forward, pair / 3)
     with np.errstate(invalid="ignore"):  # both halves may take no time
@@ -81,15 +82,6 @@ def _means(timeline: Timeline) -> FloatArray:
         for at in np.unique(stage[kind == which]).tolist():
             table[row, at] = cost[(kind == which) & (stage == at)].mean()
     return table
-
-
-def _medians(tables: Sequence[FloatArray]) -> FloatArray:
-    """Entry by entry the median of the known ones, nan where there is none."""
-    stacked = np.stack(tables)
-    known = ~np.isnan(stacked).all(axis=0)
-    middle = np.full(stacked.shape[1:], np.nan)
-    middle[known] = np.nanmedian(stacked[:, known], axis=0)
-    return middle
 
 
 def _actions(timeline: Timeline) -> tuple[IntArray, IntArray, FloatArray]:

@@ -13,9 +13,5 @@ __all__ = ["lazy_import"]
 
 
 def lazy_import(module: Literal["render", "plan.calibrate"]) -> Any:
-    """A module of the package.
-
-    >>> lazy_import("render").to_svg.__name__
-    'to_svg'
-    """
+    """A module of the package."""
     return import_module(f"taktline.{module}")

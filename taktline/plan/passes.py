@@ -243,16 +243,10 @@ def restrict(plan: Plan, microbatches: int) -> Plan:
         )
     if microbatches == plan.microbatches:
         return plan
-    by_rank = [_first(plan.rows_of(rank), microbatches) for rank in range(plan.ranks)]
+    by_rank = [plan.rows_of(rank).before(microbatches) for rank in range(plan.ranks)]
     result = Plan(by_rank, plan.placement, microbatches, level=plan.level, name=plan.name)
     order = plan.known.get("order")
     if isinstance(order, np.ndarray):
         # The order that proves a lowered plan free of deadlock proves its parts, too.
         result.known["order"] = order[plan.rows.microbatch < microbatches]
     return result
-
-
-def _first(rows: Rows, microbatches: int) -> Rows:
-    keep = rows.microbatch < microbatches
-    both = keep & np.append(keep[1:], False)
-    return Rows(rows.kind, rows.stage, rows.microbatch, rows.joined & both)[keep]

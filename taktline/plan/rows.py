@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from taktline.plan.action import Action, Kind, Overlap
 
-__all__ = ["BoolArray", "FloatArray", "IntArray", "Rows", "as_numbers"]
+__all__ = ["BoolArray", "FloatArray", "IntArray", "Rows", "as_numbers", "known_medians"]
 
 IntArray: TypeAlias = npt.NDArray[np.integer[Any]]
 FloatArray: TypeAlias = npt.NDArray[np.float64]
@@ -26,9 +26,19 @@ def as_numbers(value: Any) -> npt.NDArray[Any] | None:
     """A number, or a list of them, as an array; None if it is anything else, or not finite."""
     try:
         numbers = np.asarray(value)
-    except (TypeError, ValueError):  # a ragged list, or what says that it is an array and is none
+    except (TypeError, ValueError):  # a ragged list, or an object that only claims to be an array
         return None
     return numbers if numbers.dtype.kind in "iuf" and np.isfinite(numbers).all() else None
+
+
+def known_medians(table: FloatArray, axis: int) -> FloatArray:
+    """The medians along an axis of all numbers but nan; nan where there are none.
+
+    >>> known_medians(np.array([[1.0, np.nan], [5.0, np.nan]]), axis=0)
+    array([ 3., nan])
+    """
+    masked: Any = np.ma  # most of which has no types
+    return masked.median(masked.masked_invalid(table), axis=axis).filled(np.nan)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -100,6 +110,12 @@ class Rows:
         second = np.zeros(len(self), np.bool_)
         second[1:] = self.joined[:-1]
         return second
+
+    def before(self, microbatch: int) -> Rows:
+        """Without the micro-batches from this one on; the other half of a pair then runs alone."""
+        keep = self.microbatch < microbatch
+        both = keep & np.append(keep[1:], False)
+        return Rows(self.kind, self.stage, self.microbatch, self.joined & both)[keep]
 
     def leaf(self, row: int) -> Action:
         """The plain action in one row."""

@@ -12,7 +12,7 @@ from taktline.errors import PlanError
 from taktline.plan.action import Kind
 from taktline.plan.costs import Costs
 from taktline.plan.plan import Plan
-from taktline.plan.rows import FloatArray
+from taktline.plan.rows import FloatArray, known_medians
 from taktline.plan.timeline import Timeline
 
 __all__ = ["Straggler", "stragglers"]
@@ -125,12 +125,8 @@ def _by_work(plan: Plan, work: Costs, kind: Kind, spent: FloatArray) -> FloatArr
 
 def _medians(timelines: Sequence[Timeline], kind: Kind, stages: int) -> FloatArray:
     """For each stage the median over all micro-batches, or nan."""
-    medians = np.full(stages, np.nan)
-    for stage in range(stages):
-        times = [time for t in timelines for time in t.durations(*_PARTS[kind])[stage].tolist()]
-        if known := [time for time in times if time == time]:  # that are no nan
-            medians[stage] = np.median(known)
-    return medians
+    tables = [timeline.durations(*_PARTS[kind]) for timeline in timelines]
+    return known_medians(np.hstack([np.full((stages, 1), np.nan), *tables]), axis=1)
 
 
 def _slowest(timeline: Timeline, kind: Kind, stage: int) -> tuple[int, ...]:

@@ -28,7 +28,7 @@ from taktline.text import counted
 __all__ = ["to_html"]
 
 
-def to_html(timelines: Sequence[Timeline], *, title: str | None = None) -> str:
+def to_html(timelines: Sequence[Timeline]) -> str:
     """One page for one or several timelines, below each other on one time axis.
 
     >>> from taktline.plan import build, simulate
@@ -38,13 +38,8 @@ def to_html(timelines: Sequence[Timeline], *, title: str | None = None) -> str:
     """
     _, unit = shared_axis(timelines)
     names = [timeline.name for timeline in timelines]
-    if title is None:
-        title = "Timeline" if len(names) == 1 else f"Comparison of {len(names)} timelines"
-        name_of_page = ", ".join(names)
-    else:
-        name_of_page = title
     content = {
-        "title": title,
+        "title": "Timeline" if len(names) == 1 else f"Comparison of {len(names)} timelines",
         "unit": unit,
         "kinds": [kind.name for kind in Kind],
         "meanings": [MEANINGS[kind] for kind in COLOURS],
@@ -53,7 +48,7 @@ def to_html(timelines: Sequence[Timeline], *, title: str | None = None) -> str:
     }
     # "<" only ever stands in strings, and as \u003c it can end no script.
     data = json.dumps(content, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
-    put = {"{{title}}": escape(name_of_page), "{{memory}}": MEMORY, "{{data}}": data}
+    put = {"{{title}}": escape(", ".join(names)), "{{memory}}": MEMORY, "{{data}}": data}
     template = files("taktline.render").joinpath("viewer.html").read_text("utf-8")
     return re.sub(r"\{\{\w+\}\}", lambda match: put[match[0]], template)
 

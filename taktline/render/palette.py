@@ -13,7 +13,7 @@ COLOURS = {
     Kind.I: "#23827c",
     Kind.W: "#e08a2c",
 }
-"""Told apart without red against green; the letters in the boxes say the same without colour."""
+"""No two differ in red and green alone; letters in the boxes name the kinds, too."""
 
 MEANINGS = {
     Kind.F: "forward",

@@ -183,7 +183,7 @@ def _labels(text: str) -> tuple[str, str, str]:
 
 
 def _style(timeline: Timeline, scale: float) -> int:
-    """The longest kind of label that fits into the shortest box, so that all boxes speak alike."""
+    """The longest kind of label that fits into all boxes; all of them get the same kind."""
     computes = timeline.plan.rows.kind <= Kind.W
     if (timeline.end - timeline.start)[computes].min(initial=np.inf) * scale < 3:
         return 2  # not even two letters fit; so much is clear without looking at each box

@@ -2,23 +2,9 @@
 
 from __future__ import annotations
 
-from taktline.stage.backward import (
-    stage_backward,
-    stage_backward_input,
-    stage_backward_weight,
-)
 from taktline.stage.compiled import compile_stages
 from taktline.stage.split_report import SplitReport, check_split_backward
 from taktline.stage.stage import PipelineStage
 from taktline.stage.ties import Tie
 
-__all__ = [
-    "PipelineStage",
-    "SplitReport",
-    "Tie",
-    "check_split_backward",
-    "compile_stages",
-    "stage_backward",
-    "stage_backward_input",
-    "stage_backward_weight",
-]
+__all__ = ["PipelineStage", "SplitReport", "Tie", "check_split_backward", "compile_stages"]

@@ -16,7 +16,7 @@ from taktline import pytree
 from taktline.runtime.schedule import LossFn
 from taktline.side_values import collect_losses
 from taktline.stage.names import named_modules
-from taktline.train.steps import OPTIONS
+from taktline.train.steps import of_model
 
 __all__ = ["Comparison", "Difference", "Expected", "Recorder", "Verification", "cloned"]
 
@@ -181,9 +181,8 @@ class Expected:
 
 def _loss(model: nn.Module, loss_fn: LossFn, batch: Any) -> torch.Tensor:
     args, target, options = cloned(batch)
-    keywords = {name: value for name, value in options.items() if name not in OPTIONS}
     with collect_losses() as added:
-        output = model(*args, **keywords)
+        output = model(*args, **of_model(options))
         loss = loss_fn(output, target, **options.get("loss_kwargs") or {})
     return loss + sum(added)
 
@@ -248,11 +247,10 @@ class Comparison:
         found, expected = found.double(), expected.double()
         scale = max(float(expected.abs().max()) if expected.numel() else 0.0, floor, 1e-12)
         error = float((found - expected).abs().max()) / scale if expected.numel() else 0.0
-        if not error <= limit:
-            self._note(phase, *where, min(error, _ENDLESS) if error == error else _ENDLESS, advice)
-
-    def _note(self, *values: Any) -> None:
-        difference = Difference(*values)
+        if error <= limit:
+            return
+        size = min(error, _ENDLESS) if error == error else _ENDLESS
+        difference = Difference(phase, *where, size, advice)
         if self.first is None or difference.order() < self.first.order():
             self.first = difference
 

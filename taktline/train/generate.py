@@ -18,13 +18,13 @@ from torch.nn.functional import pad
 
 from taktline.checks import refuse, require_flag, require_instance, require_whole
 from taktline.errors import ArgumentError, MismatchError, TaktlineError, UseError
-from taktline.plan import Kind, Plan
 from taktline.runtime.fingerprint import digest_of
 from taktline.runtime.leaves import describe
 from taktline.text import by_rank
 from taktline.train.broadcast import broadcast_output
 from taktline.train.build import Built
 from taktline.train.kv_cache import Keeper, cache_of, padding_of
+from taktline.train.steps import forward_order
 from taktline.transport.exchange import share_error
 
 __all__ = ["Request", "generate"]
@@ -177,7 +177,7 @@ def _generating(
         for stage in schedule._stages:
             module = stage.submod
             if new_cache is not None:
-                order = _order(program, stage.stage_index)
+                order = forward_order(program, stage.stage_index)
                 keepers.append(Keeper(module, {part: new_cache() for part in order}))
                 for hook in keepers[-1].hook(module):
                     hooks.callback(hook.remove)
@@ -187,12 +187,6 @@ def _generating(
             yield keepers
         finally:
             schedule._cutter, schedule._output_merge_spec = before
-
-
-def _order(program: Plan, stage: int) -> list[int]:
-    """The micro-batches in the order in which a stage computes them."""
-    rows = program.rows_of(program.placement.rank_of[stage])
-    return rows.microbatch[(rows.kind == Kind.F) & (rows.stage == stage)].tolist()
 
 
 @dataclass(slots=True)

@@ -17,11 +17,7 @@ from taktline.errors import UseError
 __all__ = ["PREEMPTED", "Preemption"]
 
 PREEMPTED = 83
-"""The exit code of every rank after ``on_preempt``.
-
->>> PREEMPTED
-83
-"""
+"""The exit code of every rank after ``on_preempt``."""
 
 _ONE_SIGNAL = 2.0
 """Seconds in which further signals count as the first: launchers pass on what ranks get as well."""

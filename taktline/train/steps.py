@@ -13,24 +13,26 @@ from torch import nn
 from taktline import pytree
 from taktline.checks import require_one_of
 from taktline.errors import BatchError, LossError, StageError
+from taktline.plan import Kind, Plan
 from taktline.runtime.schedule import Schedule
 from taktline.split.traced.trace import in_mode
 from taktline.train.broadcast import broadcast_output
 from taktline.train.build import Built
 
 __all__ = [
-    "OPTIONS",
     "Outputs",
     "asks_for_own_loss",
     "evaluating",
+    "forward_order",
     "loss_in_output",
+    "of_model",
     "run",
     "with_own_loss",
 ]
 
 T = TypeVar("T")
 
-OPTIONS = frozenset(inspect.signature(Schedule.step).parameters)
+_OPTIONS = frozenset(inspect.signature(Schedule.step).parameters)
 """Keywords of a step that are not passed to the model."""
 
 Outputs: TypeAlias = bool | Literal["last"]
@@ -58,7 +60,7 @@ def run(
     """Run a step or an eval; returns its output, and its loss, which is the same on all ranks."""
     require_one_of("return_outputs", return_outputs, (True, False, "last"), BatchError)
     args, target, options = _on_device(batch, built.ranks.device)
-    keywords = {name: value for name, value in options.items() if name not in OPTIONS}
+    keywords = of_model(options)
     built.schedule._cutter = built.batch_dims.fitted(args, keywords)
     try:
         output = verb(
@@ -79,6 +81,17 @@ def run(
         output = broadcast_output(output, ranks, built.plan.placement.rank_of[-1])
     loss = built.schedule.loss
     return output, None if loss is None else ranks.mean_of_replicas(loss)
+
+
+def of_model(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The keyword arguments of a step that are passed to the model."""
+    return {name: value for name, value in options.items() if name not in _OPTIONS}
+
+
+def forward_order(plan: Plan, stage: int) -> list[int]:
+    """The micro-batches in the order in which a stage runs them forward."""
+    rows = plan.rows_of(plan.placement.rank_of[stage])
+    return rows.microbatch[(rows.kind == Kind.F) & (rows.stage == stage)].tolist()
 
 
 def _on_device(values: T, device: torch.device) -> T:

@@ -14,9 +14,7 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from taktline.checks import Either, require_instance
 from taktline.errors import UseError
-from taktline.plan import Kind
 from taktline.runtime.watchdog import guarded
-from taktline.split.traced.trace import in_mode
 from taktline.stage.names import named_buffers, named_modules, named_parameters
 from taktline.train.broadcast import broadcast
 from taktline.train.build import Built
@@ -29,7 +27,7 @@ from taktline.train.comparison import (
     cloned,
 )
 from taktline.train.state_dict import gathered_state
-from taktline.train.steps import run
+from taktline.train.steps import evaluating, forward_order, run
 from taktline.transport.exchange import share_values
 
 __all__ = ["verify"]
@@ -51,10 +49,9 @@ def verify(
     with guarded(built.ranks.transport, "verify()") as what:
         built.schedule._runner.arrive(what)
         plain = _copy_of(model, built)
-    with _unchanged(built), ExitStack() as stack:
-        for module in (plain, *built.model.modules.values()):
-            for drop in [m for m in module.modules() if isinstance(m, _DropoutNd)]:
-                stack.enter_context(in_mode(drop, training=False))
+    parts = [m for module in (plain, *built.model.modules.values()) for m in module.modules()]
+    dropouts = [part for part in parts if isinstance(part, _DropoutNd)]
+    with _unchanged(built), evaluating(dropouts), ExitStack() as stack:
         expected = Expected(plain, built.options["loss_fn"], batch)
         recorders = {stage: Recorder() for stage in built.model.modules}
         for stage, module in built.model.modules.items():
@@ -63,7 +60,8 @@ def verify(
         _, loss = run(built, built.schedule.step, cloned(batch), (None, None), False)
         found = Comparison(expected, tolerance)
         for stage, recorder in recorders.items():
-            order = _order(built, stage, len(recorder.forwards))
+            count = len(recorder.forwards)
+            order = [part for part in forward_order(built.plan, stage) if part < count]
             found.forwards(stage, recorder.forwards, order)
         found.loss(built.plan.stages - 1, loss)
         for stage, name, parameter in built.parameters():
@@ -112,13 +110,6 @@ def _contents(module: nn.Module) -> list[list[str]]:
     """The names in a module; classes may differ, as those of a cut model do."""
     parts = named_modules(module), named_parameters(module), named_buffers(module)
     return [list(names) for names in parts]
-
-
-def _order(built: Built, stage: int, forwards: int) -> list[int]:
-    """The micro-batches of a stage in the order of its forwards."""
-    rows = built.plan.rows_of(built.plan.placement.rank_of[stage])
-    chosen = (rows.kind == Kind.F) & (rows.stage == stage)
-    return [m for m in rows.microbatch[chosen].tolist() if m < forwards]
 
 
 @contextmanager

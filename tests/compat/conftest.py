@@ -1,12 +1,22 @@
-"""Processes for programs that import torch.distributed.pipelining and are to get ours."""
+"""Processes for programs that import torch.distributed.pipelining, and a group without any."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 import pytest
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests.workers import Workers
+
+
+@pytest.fixture
+def fake_group() -> Iterator[None]:
+    """One rank, in the place of a process group."""
+    dist.init_process_group("fake", rank=0, world_size=1, store=FakeStore())
+    yield
+    dist.destroy_process_group()
 
 
 @pytest.fixture(scope="session")

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from taktline.compat.torch_pipelining.schedules import (
     FORWARD,
@@ -27,13 +25,6 @@ from tests.compat.peer import SINCE_2_12
 from tests.compat.programs import CPU, WIDTH, Program, loss_fn, make_batch, wrapped
 from tests.compat.test_custom_schedules import order, run_forward
 from tests.workers import Workers
-
-
-@pytest.fixture
-def fake_group() -> Iterator[None]:
-    dist.init_process_group("fake", rank=0, world_size=1, store=FakeStore())
-    yield
-    dist.destroy_process_group()
 
 
 class Derived(PipelineStage):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 from unittest.mock import MagicMock
 
@@ -11,7 +11,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from taktline.compat.torch_pipelining._utils import PipeliningMetadataError, PipeliningShapeError
 from taktline.compat.torch_pipelining.schedules import (
@@ -266,13 +265,6 @@ def test_a_module_that_fails_is_a_runtime_error(workers: Workers) -> None:
     assert isinstance(first, RuntimeError)
     assert "[Stage 0] failed to run forward" in str(first)
     assert second is None
-
-
-@pytest.fixture
-def fake_group() -> Iterator[None]:
-    dist.init_process_group("fake", rank=0, world_size=1, store=FakeStore())
-    yield
-    dist.destroy_process_group()
 
 
 SCHEDULES = (

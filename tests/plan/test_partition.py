@@ -161,7 +161,7 @@ class TestEveryCut:
 
     @given(st.lists(st.integers(0, 50), min_size=20, max_size=60), st.integers(2, 8))
     def test_longer_rows(self, costs: list[int], stages: int) -> None:
-        """Against plain dynamic programming, on rows that the search divides several times."""
+        """Against another dynamic programme, on rows that are too long to try every cut."""
         at = [0, *accumulate(costs)]
         ends = range(1, len(costs) + 1)
 

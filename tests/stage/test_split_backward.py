@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import gc
-import inspect
 import shutil
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from copy import deepcopy
 from typing import Any
 
@@ -17,19 +16,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu
-from torch.distributed.pipelining import _backward as theirs
 from torch.profiler import ProfilerActivity, profile
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
 from taktline.errors import SplitError
-from taktline.stage import (
-    PipelineStage,
-    check_split_backward,
-    stage_backward,
-    stage_backward_input,
-    stage_backward_weight,
-)
+from taktline.stage import PipelineStage, check_split_backward
 from taktline.stage.split_backward import Pending, Splitter
 from taktline.stage.split_recipe import Product
 
@@ -341,51 +333,17 @@ def plain(module: nn.Module, *, grad: bool = True) -> list[list[tuple[Gradients,
     return found
 
 
-Half = Callable[[list[Tensor], list[Tensor], Tensor], tuple[set[Tensor], Callable[[], Any]]]
-
-
-def with_splitter(module: nn.Module) -> Half:
-    """The way of a stage."""
-    splitter = Splitter()
-
-    def half(
-        roots: list[Tensor], gradients: list[Tensor], x: Tensor
-    ) -> tuple[set[Tensor], Callable[[], Any]]:
-        inputs = [x] if x.requires_grad else []
-        weights = [p for p in module.parameters() if p.requires_grad]
-        pending = splitter.run_input(roots, gradients, inputs, weights)
-        return (set(), bool) if pending is None else (set(pending.weights), pending.run)
-
-    return half
-
-
-def with_functions(module: nn.Module) -> Half:
-    """The way of code that brings its own graph."""
-
-    def half(
-        roots: list[Tensor], gradients: list[Tensor], x: Tensor
-    ) -> tuple[set[Tensor], Callable[[], Any]]:
-        (given,), groups = stage_backward_input(roots, gradients, [x], module.parameters())
-        assert given is x.grad
-        weights = {weight for group in groups for weight in group["params"]}
-        return weights, lambda: stage_backward_weight(module.parameters(), groups)
-
-    return half
-
-
 def same(one: Tensor | None, other: Tensor | None) -> bool:
     if one is None or other is None:
         return one is other
     return one.dtype == other.dtype and torch.equal(one, other)
 
 
-def check_exact(
-    module: nn.Module, way: Callable[[nn.Module], Half] = with_splitter, *, grad: bool = True
-) -> set[str]:
+def check_exact(module: nn.Module, *, grad: bool = True) -> set[str]:
     """Compare the split with a plain backward; returns the names of what W has done."""
     expected = plain(deepcopy(module), grad=grad)
-    half = way(module)
-    parameters = list(module.parameters())
+    splitter, parameters = Splitter(), list(module.parameters())
+    trainable = [p for p in parameters if p.requires_grad]
     totals: Gradients = [None] * len(parameters)
     later: set[Tensor] = set()
 
@@ -398,15 +356,21 @@ def check_exact(
     for iteration in range(2):
         xs = [example(index, grad=grad) for index in range(MICROBATCHES)]
         ready = [outputs_of(module, x, index + 10 * iteration) for index, x in enumerate(xs)]
-        due: dict[int, tuple[set[Tensor], Callable[[], Any]]] = {}
+        due: dict[int, Pending | None] = {}
         for index in I_ORDER:
             roots, gradients = [y for y, _ in ready[index]], [g for _, g in ready[index]]
-            due[index] = half(roots, gradients, xs[index]) if roots else (set(), bool)
-            add(iteration, index, lambda p, weights=due[index][0]: p not in weights)
+            inputs = [x for x in xs[index : index + 1] if x.requires_grad]
+            due[index] = pending = (
+                splitter.run_input(roots, gradients, inputs, trainable) if roots else None
+            )
+            weights = set(pending.weights if pending else ())
+            add(iteration, index, lambda p, weights=weights: p not in weights)
             assert same(xs[index].grad, expected[iteration][index][0][0])
         for index in W_ORDER:
-            weights, run = due[index]
-            run()
+            pending = due[index]
+            weights = set(pending.weights if pending else ())
+            if pending is not None:
+                pending.run()
             add(iteration, index, lambda p, weights=weights: p in weights)
             later |= weights
         for (name, parameter), total in zip(module.named_parameters(), totals, strict=True):
@@ -416,15 +380,12 @@ def check_exact(
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("grad", [True, False], ids=["", "no input gradient"])
-@pytest.mark.parametrize("way", [with_splitter, with_functions])
 @pytest.mark.parametrize("name", MODULES)
-def test_gradients_equal_plain_ones(
-    name: str, way: Callable[[nn.Module], Half], grad: bool
-) -> None:
+def test_gradients_equal_plain_ones(name: str, grad: bool) -> None:
     if name == "checkpoint, re-entrant" and not grad:
         pytest.skip("torch gives no gradients then")
     torch.manual_seed(0)
-    check_exact(MODULES[name](), way, grad=grad)
+    check_exact(MODULES[name](), grad=grad)
 
 
 def gpt_block() -> nn.Module:
@@ -781,63 +742,6 @@ def test_a_report_for_what_has_no_gradients() -> None:
     report = check_split_backward(linear().requires_grad_(False), example(0))
     assert report.exact
     assert check_split_backward(Piece(lambda m, x: x.detach()), example(0)).exact
-
-
-@pytest.mark.parametrize("function", [stage_backward, stage_backward_input, stage_backward_weight])
-def test_signatures_are_those_of_torch(function: Callable[..., Any]) -> None:
-    def shape(of: Callable[..., Any]) -> list[tuple[object, ...]]:
-        parameters = inspect.signature(of).parameters.values()
-        return [(p.name, p.kind, p.default) for p in parameters]
-
-    assert shape(function) == shape(getattr(theirs, function.__name__))
-
-
-@pytest.mark.parametrize("loss", [True, False])
-def test_functions_give_what_torch_gives(loss: bool) -> None:
-    torch.manual_seed(0)
-    found: list[list[Gradients]] = []
-    module = mlp()
-    for origin in (theirs, None):
-        got: list[Gradients] = []
-        for split in (False, True):
-            part, x = deepcopy(module), example(0)
-            output = part(x).sum() if loss else part(x)
-            gradients = None if loss else [torch.ones(5, 4)]
-            weights: Callable[[], Iterator[nn.Parameter]] = part.parameters
-            if not split:
-                backward = stage_backward if origin is None else origin.stage_backward
-                value: Any = output if loss else [output]
-                got.append(list(backward(value, gradients, [x, "label", 3])))
-                got.append([p.grad for p in part.parameters()])
-                continue
-            first = stage_backward_input if origin is None else origin.stage_backward_input
-            second = stage_backward_weight if origin is None else origin.stage_backward_weight
-            inputs, groups = first([output], gradients, [x], weights())
-            second(weights(), groups)
-            got += [list(inputs), [p.grad for p in part.parameters()]]
-        found.append(got)
-    for one, other in zip(*found, strict=True):
-        assert len(one) == len(other)
-        assert all(same(a, b) for a, b in zip(one, other, strict=True))
-
-
-def test_functions_with_odd_arguments() -> None:
-    layer, x = linear(), example(0)
-    (dx, none), groups = stage_backward_input([layer(x)[0, 0]], None, [x, None], layer.parameters())
-    assert none is None
-    assert dx is x.grad is not None
-    stage_backward_weight(layer.parameters(), groups)
-    with pytest.raises(SplitError, match="once for each"):
-        stage_backward_weight(layer.parameters(), groups)
-    y = {"a": layer(x), "b": layer(x)}
-    x.grad = None
-    (dx,) = stage_backward(y, {"a": None, "b": torch.ones(5, 4)}, [x])
-    assert same(dx, torch.ones(5, 4) @ layer.weight)
-    x.grad = None
-    assert stage_backward([x, layer(x).sum()], None, [x], [1])[0] is not None
-    with pytest.raises(SplitError, match="2 outputs, but 1 gradients"):
-        stage_backward([layer(x), layer(x)], [None], [x])
-    assert stage_backward_input([torch.ones(1)], None, [x], layer.parameters())[1] == []
 
 
 def stage_with(builder: Any) -> tuple[PipelineStage, Tensor, Tensor]:

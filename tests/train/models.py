@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import taktline as tl
 
-__all__ = ["LM", "Record", "batches", "loss_fn", "plain", "train"]
+__all__ = ["LM", "Record", "batches", "loss_fn", "pipeline", "plain", "train"]
 
 WORDS, WIDTH, LENGTH, BATCH, PARTS = 13, 8, 5, 8, 4
 CUTS = {2: ["blocks.2"], 4: ["blocks.1", "blocks.2", "blocks.3"]}
@@ -72,6 +72,19 @@ def batches(steps: int = 3) -> list[tuple[Tensor, Tensor]]:
         )
         for _ in range(steps)
     ]
+
+
+TOKENS, TARGET = batches(1)[0]
+
+
+def pipeline(model: Any = None, **options: Any) -> tl.Pipeline:
+    """A pipeline with 1F1B on two ranks, or on those of a mesh; the LM is cut in the middle."""
+    model = LM() if model is None else model
+    usual: dict[str, Any] = {"schedule": "1f1b", "microbatches": PARTS, "loss_fn": loss_fn}
+    usual["ranks"] = None if "mesh" in options else 2
+    if isinstance(model, LM):
+        usual |= {"cuts": CUTS[2], "example": (TOKENS[:2],)}
+    return tl.Pipeline(model, **(usual | options))
 
 
 @dataclass

@@ -19,17 +19,10 @@ from torch.distributed.device_mesh import init_device_mesh
 import taktline as tl
 from taktline.errors import UseError
 from taktline.train.process_groups import end_unused
-from tests.train.models import CUTS, LM, PARTS, batches, loss_fn
+from tests.train.models import CUTS, LM, TARGET, TOKENS, pipeline
 from tests.workers import Workers
 
-TOKENS, TARGET = batches(1)[0]
 FEW, MANY = 2, 5
-
-
-def pipeline(**options: Any) -> tl.Pipeline:
-    usual: dict[str, Any] = {"schedule": "1f1b", "microbatches": PARTS, "ranks": 2}
-    usual |= {"loss_fn": loss_fn, "cuts": CUTS[2], "example": (TOKENS[:2],)}
-    return tl.Pipeline(LM(), **(usual | options))
 
 
 def held() -> dict[str, int]:
@@ -94,7 +87,7 @@ def test_many_pipelines_hold_no_more_than_few(
 def alone(rank: int, group: Any) -> tuple[str, float]:
     """One rank closes its pipeline, and goes on; groups that the user has made stay."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
-    pipe = pipeline(mesh=mesh, ranks=None, data_parallel="ddp")
+    pipe = pipeline(mesh=mesh, data_parallel="ddp")
     made = pipeline(data_parallel="ddp")
     for each in (pipe, made):
         each.step(TOKENS, target=TARGET)

@@ -13,10 +13,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import taktline as tl
 from tests.split.transformers_models import LANGUAGES, texts
-from tests.train.models import CUTS, LM, PARTS, batches, loss_fn
+from tests.train import models
+from tests.train.models import LM, TARGET, TOKENS, loss_fn
 from tests.workers import Workers
 
-TOKENS, TARGET = batches(1)[0]
 Give = Callable[[Tensor, Tensor], Any]
 
 
@@ -34,13 +34,8 @@ class WithLoss(LM):
 
 def pipeline(model: nn.Module, **options: Any) -> tl.Pipeline:
     """Without a loss function."""
-    usual = {
-        "microbatches": PARTS,
-        "cuts": CUTS[2],
-        "ranks": 2,
-        "example": ((TOKENS[:2],), {"labels": TARGET[:2]}),
-    }
-    return tl.Pipeline(model, **(usual | options))
+    example = ((TOKENS[:2],), {"labels": TARGET[:2]})
+    return models.pipeline(model, **({"loss_fn": None, "example": example} | options))
 
 
 def expected() -> tuple[float, dict[str, Tensor]]:

@@ -19,26 +19,17 @@ from torch.distributed.tensor.parallel import (
 
 import taktline as tl
 from taktline.sharding import local
-from tests.train.models import CUTS, LM, PARTS, Record, batches, loss_fn, plain, train
+from tests.train import models
+from tests.train.models import CUTS, LM, TARGET, TOKENS, Record, batches, loss_fn, plain, train
 from tests.workers import Workers
 
 pytestmark = pytest.mark.processes
-
-TOKENS, TARGET = batches(1)[0]
 
 
 def pipeline(group: Any, model: Any = None, **options: Any) -> tl.Pipeline:
     """The usual one, on the ranks of a group."""
     mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("pp",))
-    usual = {
-        "schedule": "1f1b",
-        "microbatches": PARTS,
-        "loss_fn": loss_fn,
-        "mesh": mesh,
-        "cuts": CUTS[2],
-        "example": (TOKENS[:2],),
-    }
-    return tl.Pipeline(LM() if model is None else model, **(usual | options))
+    return models.pipeline(model, **({"mesh": mesh} | options))
 
 
 def trained(rank: int, group: Any, schedule: str, stages: int, cast: bool) -> Record:
@@ -362,7 +353,6 @@ def wrong(rank: int, group: Any, options: dict[str, Any]) -> None:
         ({"ranks": 2}, 'room for 2 replicas of the pipeline: say data_parallel="ddp" or "fsdp"'),
         ({"unnamed": True}, "the mesh has no dimension 'pp' for the pipeline, only ['x']"),
         ({"meshed": True, "ranks": 4}, "ranks is 4, but the mesh has 2 in 'pp'"),
-        ({"data_parallel": "zero"}, 'data_parallel is "ddp", "fsdp" or None, not \'zero\''),
         ({"meshed": True}, "room for 2 replicas of stage"),
     ],
 )

@@ -11,20 +11,13 @@ import torch
 from torch import nn
 
 import taktline as tl
-from tests.train.models import CUTS, LM, PARTS, batches, loss_fn, plain
+from tests.train.models import LM, TARGET, TOKENS, batches, loss_fn, pipeline, plain
 
-TOKENS, TARGET = batches(1)[0]
-WAYS = {
-    "by name": {"cuts": CUTS[2]},
-    "by cost": {"schedule": "zbv"},
-    "in one stage": {"ranks": 1, "schedule": "gpipe"},
+WAYS: dict[str, Any] = {
+    "by name": {},
+    "by cost": {"cuts": None, "schedule": "zbv"},
+    "in one stage": {"cuts": None, "ranks": 1, "schedule": "gpipe"},
 }
-
-
-def pipeline(model: Any, **options: Any) -> tl.Pipeline:
-    usual: dict[str, Any] = {"schedule": "1f1b", "microbatches": PARTS, "ranks": 2}
-    usual |= {"loss_fn": loss_fn, "example": (TOKENS[:2],)}
-    return tl.Pipeline(model, **(usual | options))
 
 
 def _structure(model: nn.Module) -> list[Any]:
@@ -71,7 +64,7 @@ def test_the_model_is_trained_in_place_and_otherwise_as_it_was(way: str) -> None
 
 def test_a_model_in_a_pipeline_can_be_copied_and_pickled() -> None:
     model = LM()
-    pipe = pipeline(model, cuts=CUTS[2])
+    pipe = pipeline(model)
     pipe.step(TOKENS, target=TARGET)
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert other.head.weight is other.embed.weight
@@ -97,7 +90,7 @@ def test_stages_in_a_list_stay_tied() -> None:
 def test_a_model_without_values_gets_them_as_a_whole() -> None:
     with tl.split.deferred():
         model = LM()
-    pipe = pipeline(model, cuts=CUTS[2])
+    pipe = pipeline(model)
     assert not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
     assert model.head.weight is model.embed.weight
     torch.testing.assert_close(pipe.eval(TOKENS), model(TOKENS))

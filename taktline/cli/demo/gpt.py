@@ -17,27 +17,6 @@ _WIDTH = 96
 _HEADS = 4
 
 
-class _Block(nn.Module):
-    """Attention, then two layers for each letter by itself."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.before_attention = nn.LayerNorm(_WIDTH)
-        self.attention = nn.Linear(_WIDTH, 3 * _WIDTH)
-        self.joined = nn.Linear(_WIDTH, _WIDTH)
-        self.before_layers = nn.LayerNorm(_WIDTH)
-        self.wide = nn.Linear(_WIDTH, 4 * _WIDTH)
-        self.narrow = nn.Linear(4 * _WIDTH, _WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """The output of the block, of the same shape."""
-        parts = self.attention(self.before_attention(x)).chunk(3, -1)
-        query, key, value = (p.unflatten(-1, (_HEADS, -1)).transpose(1, 2) for p in parts)
-        seen = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
-        x = x + self.joined(seen.transpose(1, 2).flatten(2))
-        return x + self.narrow(functional.gelu(self.wide(self.before_layers(x))))
-
-
 class GPT(nn.Module):
     """Predicts the next byte of a text; its head is its embedding."""
 
@@ -46,7 +25,12 @@ class GPT(nn.Module):
         torch.manual_seed(0)
         self.letters = nn.Embedding(256, _WIDTH)
         self.places = nn.Embedding(CONTEXT, _WIDTH)
-        self.blocks = nn.ModuleList(_Block() for _ in range(layers))
+        self.blocks = nn.ModuleList(
+            nn.TransformerEncoderLayer(
+                _WIDTH, _HEADS, 4 * _WIDTH, 0.0, "gelu", batch_first=True, norm_first=True
+            )
+            for _ in range(layers)
+        )
         self.norm = nn.LayerNorm(_WIDTH)
         self.head = nn.Linear(_WIDTH, 256, bias=False)
         for embedding in (self.letters, self.places):
@@ -56,8 +40,9 @@ class GPT(nn.Module):
     def forward(self, text: Tensor) -> Tensor:
         """How likely each byte is to come next, at each place."""
         x = self.letters(text) + self.places(torch.arange(text.shape[1], device=text.device))
+        causal = nn.Transformer.generate_square_subsequent_mask(text.shape[1], device=text.device)
         for block in self.blocks:
-            x = block(x)
+            x = block(x, causal, is_causal=True)
         return self.head(self.norm(x))
 
 

@@ -58,13 +58,13 @@ def doctor(
     if launched():
         if ranks is not None or local:
             raise typer.BadParameter("a launcher has started the ranks; leave out --ranks, --local")
-        well = _as_one_of_many(backend, timeout, output, json)
+        well = _as_a_rank(backend, timeout, output, json)
     elif local:
         if backend is not None:
             raise typer.BadParameter("local ranks need no --backend")
         from taktline.cli.doctor.examine import examine_local
 
-        well = _tell(examine_local(ranks or 2), output, json)
+        well = _print(examine_local(ranks or 2), output, json)
     else:
         words = ["doctor", "--backend", backend or "gloo", "--timeout", str(timeout)]
         words += [] if output is None else ["--output", str(output)]
@@ -74,24 +74,24 @@ def doctor(
         raise typer.Exit(1)
 
 
-def _as_one_of_many(backend: str | None, timeout: float, output: Path | None, json: bool) -> bool:
+def _as_a_rank(backend: str | None, timeout: float, output: Path | None, json: bool) -> bool:
     """Examine as a rank that a launcher has started; returns whether all is well."""
     # Set before torch is loaded: the doctor reports failures itself, without C++ frames.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
     from taktline.cli.doctor.examine import examine
 
     try:
-        report, meeting = examine(backend, timeout)
+        report, rendezvous = examine(backend, timeout)
     except TransportError as error:
         typer.echo(f"error: {error}", err=True)
         return False
-    if meeting.rank == 0:
-        _tell(report, output, json)
-    meeting.part()
+    if rendezvous.rank == 0:
+        _print(report, output, json)
+    rendezvous.leave()
     return report.well
 
 
-def _tell(report: Report, output: Path | None, json: bool) -> bool:
+def _print(report: Report, output: Path | None, json: bool) -> bool:
     """Print the findings, and write them to a file if asked to; returns whether all is well."""
     from rich.console import Console
 

@@ -43,31 +43,31 @@ def examine(backend: str | None, timeout: float) -> tuple[Report, Rendezvous]:
     chosen = machine.wanted_backend(backend)
     device = _device(chosen)
     with alarm(int(os.environ["RANK"]), "looking for the other ranks", 2 * timeout):
-        meeting = Rendezvous(timeout)
-        ranks = meeting.introduce(machine.describe(meeting.rank, chosen, device))
+        rendezvous = Rendezvous(timeout)
+        ranks = rendezvous.share_facts(machine.describe(rendezvous.rank, chosen, device))
     report = Report(chosen, ranks)
-    if meeting.missing:
-        report.findings.append(_missing(meeting))
-        return report, meeting
+    if rendezvous.missing:
+        report.findings.append(_missing(rendezvous))
+        return report, rendezvous
     report.findings += machine.judge(ranks)
     if any(f.verdict == Verdict.FAILED and f.check in _NEEDED for f in report.findings):
-        return report, meeting
+        return report, rendezvous
     doing = ""
 
     def begin(phase: str) -> AbstractContextManager[None]:
         nonlocal doing
         doing = phase
-        return alarm(meeting.rank, phase, timeout)
+        return alarm(rendezvous.rank, phase, timeout)
 
     try:
         with begin("making a process group"):
-            transport = transport_of(meeting.group(chosen, device), device)
-        _look(report, lambda: links.measure(transport, device), device, begin)
+            transport = transport_of(rendezvous.group(chosen, device), device)
+        _check_together(report, lambda: links.measure(transport, device), device, begin)
         with begin("parting"):
             dist.destroy_process_group()
     except Exception as error:
-        report.findings.append(_broken(meeting.rank, doing, error))
-    return report, meeting
+        report.findings.append(_broken(rendezvous.rank, doing, error))
+    return report, rendezvous
 
 
 def examine_local(size: int) -> Report:
@@ -77,11 +77,11 @@ def examine_local(size: int) -> Report:
     report = Report("local", ranks, list(machine.judge(ranks)))
     # Local ranks notice a deadlock by themselves, and need no alarm.
     found = local.run(lambda _: links.measure(transport_of(None, device), device), size)
-    _look(report, lambda: found[0], device, lambda _: nullcontext())
+    _check_together(report, lambda: found[0], device, lambda _: nullcontext())
     return report
 
 
-def _look(
+def _check_together(
     report: Report,
     measured: Callable[[], list[MeasuredLink]],
     device: torch.device,
@@ -154,14 +154,14 @@ def _broken(rank: int, doing: str, error: Exception) -> Finding:
     )
 
 
-def _missing(meeting: Rendezvous) -> Finding:
+def _missing(rendezvous: Rendezvous) -> Finding:
     return Finding(
         "ranks",
         Verdict.FAILED,
-        f"{of_ranks(meeting.missing)} of {meeting.size} did not arrive within "
-        f"{meeting.timeout:g} s",
+        f"{of_ranks(rendezvous.missing)} of {rendezvous.size} did not arrive within "
+        f"{rendezvous.timeout:g} s",
         "see whether the launcher has started them, what they say, and whether "
-        f"{meeting.address} can be reached from there; --timeout waits longer",
+        f"{rendezvous.address} can be reached from there; --timeout waits longer",
     )
 
 

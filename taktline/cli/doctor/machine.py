@@ -73,7 +73,7 @@ def judge(ranks: Ranks) -> Iterator[Finding]:
         if len(groups) == 1:
             yield Finding(name, Verdict.OK, f"{next(iter(groups))} on every rank")
         else:
-            yield Finding(name, severity, _told(groups), "install the same version everywhere")
+            yield Finding(name, severity, _listed(groups), "install the same version everywhere")
     yield from _judge_devices(ranks)
     yield from _judge_threads(ranks)
     yield from _judge_addresses(ranks)
@@ -87,14 +87,14 @@ def _grouped(ranks: Ranks, key: Callable[[dict[str, Any]], Any]) -> dict[Any, li
     return dict(groups)
 
 
-def _told(groups: dict[Any, list[int]]) -> str:
+def _listed(groups: dict[Any, list[int]]) -> str:
     return "; ".join(f"{value} on {of_ranks(who)}" for value, who in groups.items())
 
 
 def _judge_devices(ranks: Ranks) -> Iterator[Finding]:
     backends = _grouped(ranks, lambda facts: facts["backend"])
     if len(backends) > 1:
-        text = f"the ranks disagree: {_told(backends)}"
+        text = f"the ranks disagree: {_listed(backends)}"
         yield Finding("backend", Verdict.FAILED, text, "choose one with --backend")
         return
     (backend,) = backends
@@ -136,7 +136,7 @@ def _judge_gpus(ranks: Ranks) -> Iterator[Finding]:
     kinds = _grouped(ranks, lambda facts: facts["gpu"])
     if len(kinds) > 1:
         advice = "cut the model so that slower ranks get less of it"
-        yield Finding("GPUs", Verdict.WARNING, _told(kinds), advice)
+        yield Finding("GPUs", Verdict.WARNING, _listed(kinds), advice)
     elif not shared:
         yield Finding("backend", Verdict.OK, f"nccl, on {next(iter(kinds))}")
     few = [rank for rank, facts in enumerate(ranks) if facts["connections"] == "1"]

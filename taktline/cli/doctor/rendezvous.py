@@ -40,7 +40,7 @@ class Rendezvous:
         self.missing: list[int] = []
         self._store = self._connect()
 
-    def introduce(self, facts: dict[str, Any]) -> list[dict[str, Any]]:
+    def share_facts(self, facts: dict[str, Any]) -> list[dict[str, Any]]:
         """Share the facts of this rank, and return those of each rank."""
         try:
             self._store.set(f"rank {self.rank}", json.dumps(facts))
@@ -66,7 +66,7 @@ class Rendezvous:
         )
         return dist.distributed_c10d._get_default_group()
 
-    def part(self) -> None:
+    def leave(self) -> None:
         """Leave after rank 0 has printed: launchers end all ranks with the first one."""
         with suppress(Exception):
             if self.rank == 0:
@@ -116,7 +116,7 @@ class Rendezvous:
 def alarm(rank: int, doing: str, timeout: float) -> Iterator[None]:
     """End this process if the block takes too long: a backend's own waits may have no end."""
 
-    def ring() -> None:
+    def end_process() -> None:
         print(
             f"rank {rank}: nothing has moved for {timeout + _GRACE:g} s while {doing}; see what "
             "the other ranks say, and whether a firewall lies between them (--timeout waits "
@@ -126,7 +126,7 @@ def alarm(rank: int, doing: str, timeout: float) -> Iterator[None]:
         )
         os._exit(1)
 
-    timer = threading.Timer(timeout + _GRACE, ring)
+    timer = threading.Timer(timeout + _GRACE, end_process)
     timer.daemon = True
     timer.start()
     try:

@@ -68,7 +68,7 @@ class Run:
 
 @dataclass(slots=True)
 class Report:
-    """All findings; the same on every rank, as far as the ranks could talk."""
+    """All findings; the same on every rank, unless a connection broke."""
 
     way: str
     """The backend, or ``local``."""

@@ -7,7 +7,7 @@ import numpy as np
 from taktline.plan.action import Kind
 from taktline.plan.rows import IntArray, Rows
 
-__all__ = ["drop_beyond", "in_rounds", "in_slots", "play", "rounds"]
+__all__ = ["in_rounds", "in_slots", "play", "rounds"]
 
 
 def in_slots(*parts: tuple[Rows, int]) -> Rows:
@@ -82,16 +82,3 @@ def _words(pattern: str) -> list[tuple[int, int, bool]]:
     """``"F0&B1 W"`` → [(F, 0, joined), (B, 1, not joined), (W, -1, not joined)]."""
     words = pattern.replace("&", "& ").split()
     return [(Kind[word[0]], int(word[1:].rstrip("&") or -1), word[-1] == "&") for word in words]
-
-
-def drop_beyond(rows: Rows, microbatches: int) -> Rows:
-    """Leave out the micro-batches from a number on; the other half of a pair then runs alone.
-
-    Dependencies hold within a micro-batch only, so an order stays valid without some of them. In a
-    pair the forward has the higher number, so a half that goes takes the mark of the pair along.
-
-    >>> rows = play([(1, "F0"), (1, "F0&B0"), (1, "B0")], stages=(0,))
-    >>> " ".join(map(str, drop_beyond(rows, 1).actions()))
-    '0F0 0B0'
-    """
-    return rows[rows.microbatch < microbatches]

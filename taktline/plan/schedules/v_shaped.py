@@ -5,7 +5,7 @@ from __future__ import annotations
 from taktline.plan.placement import Placement
 from taktline.plan.rows import Rows
 from taktline.plan.schedules._registry import each_rank, register
-from taktline.plan.schedules._shapes import drop_beyond, play
+from taktline.plan.schedules._shapes import play
 
 
 @register("zbv", "zb_v", "zbv_zero_bubble", stages_per_rank=2, place=Placement.v)
@@ -35,7 +35,7 @@ def zbv(rank: int, placement: Placement, microbatches: int) -> Rows:
         (rank, "W1"),
         (rank, "W0"),
     ]
-    return drop_beyond(play(phases, placement.stages_of(rank)), microbatches)
+    return play(phases, placement.stages_of(rank)).before(microbatches)
 
 
 @register("dualpipev", "dual_pipe_v", stages_per_rank=2, place=Placement.v)
@@ -72,4 +72,4 @@ def dualpipev(rank: int, placement: Placement, microbatches: int) -> Rows:
         (to_turn, "W I0"),
         (rank + 1, "W"),
     ]
-    return drop_beyond(play(phases, placement.stages_of(rank)), microbatches)
+    return play(phases, placement.stages_of(rank)).before(microbatches)

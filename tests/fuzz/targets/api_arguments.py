@@ -206,28 +206,6 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     ),
     "Tie": (tl.Tie, {"uses": {0: "a", 1: "b"}}),
     "Tie.name_in": (tl.Tie({0: "a", 1: "b"}).name_in, {"stage": 0}),
-    "stage_backward": (
-        tl.stage_backward,
-        {
-            "stage_output": lambda: MODULE(X).sum(),
-            "output_grads": None,
-            "input_values": [X],
-            "outputs_with_grads_idxs": None,
-        },
-    ),
-    "stage_backward_input": (
-        tl.stage_backward_input,
-        {
-            "stage_outputs_or_loss": lambda: [MODULE(X).sum()],
-            "output_grads": None,
-            "input_values": [X],
-            "weights": lambda: list(MODULE.parameters()),
-        },
-    ),
-    "stage_backward_weight": (
-        tl.stage_backward_weight,
-        {"weights": lambda: list(MODULE.parameters()), "param_groups": []},
-    ),
     "check_split_backward": (
         lambda module: tl.check_split_backward(module, X),
         {"module": MODULE},
