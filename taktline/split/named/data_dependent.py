@@ -27,36 +27,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from taktline import pytree
 from taktline.errors import PartitionError
-from taktline.split.arguments import Args, tensors_in
+from taktline.split.arguments import NUMBER_READERS, NUMBERS, Args, Number, tensors_in
 from taktline.split.named.meta_operations import size_depends_on_data
 from taktline.split.named.placeholder import Placeholder, PlaceholderContext, here, resolved
 
-__all__ = ["NUMBERS", "Guess", "Number", "Numbers", "Sizes"]
-
-Number = bool | int | float
-NUMBERS = (bool, int, float)
+__all__ = ["Guess", "Numbers", "Sizes"]
 
 _BY_ITSELF = 16
 """How many numbers get a guess of their own."""
 _ENDLESS = 256
 """After so many numbers the guess changes, to end a loop that waits for another one."""
-
-_Tensor = torch.Tensor
-_TYPES: dict[Any, type[Number] | None] = {
-    _Tensor.__bool__: bool,
-    _Tensor.is_nonzero: bool,
-    torch.is_nonzero: bool,
-    _Tensor.equal: bool,
-    torch.equal: bool,
-    _Tensor.allclose: bool,
-    torch.allclose: bool,
-    _Tensor.__int__: int,
-    _Tensor.__index__: int,
-    _Tensor.__float__: float,
-    _Tensor.item: None,
-    _Tensor.tolist: None,
-}
-"""Functions that read a number from a tensor, and its type; None for the tensor's own type."""
 
 
 class Guess(NamedTuple):
@@ -109,7 +89,7 @@ class Numbers(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         context: Any = self._context
-        if func not in _TYPES or here.context is not context or context.is_inside:
+        if func not in NUMBER_READERS or here.context is not context or context.is_inside:
             return func(*args, **kwargs)
         args, kwargs = resolved((args, kwargs))
         tensors = tensors_in((args, kwargs))
@@ -118,8 +98,8 @@ class Numbers(TorchFunctionMode):
             answer = func(*args, **kwargs)
             return pytree.tree_map(self.note, answer)
         context.note_asked(unknown)
-        kind = _TYPES[func] or _type_of(unknown)
-        if func is not _Tensor.tolist:
+        kind = NUMBER_READERS[func] or _type_of(unknown)
+        if func is not torch.Tensor.tolist:
             return self.take(kind, unknown.maker)
         parts = [self.take(kind, unknown.maker) for _ in range(unknown.numel())]
         return np.array(parts, dtype=object).reshape(unknown.shape).tolist()

@@ -15,9 +15,8 @@ from taktline import pytree
 from taktline.errors import PartitionError
 from taktline.meta import TensorMeta
 from taktline.side_values import Aside, Skip
-from taktline.split.arguments import Args, Kwargs, tensors_in
+from taktline.split.arguments import NUMBERS, Args, Kwargs, Number, tensors_in
 from taktline.split.named.call_cache import CallCache, autocast_dtype, cache_key
-from taktline.split.named.data_dependent import NUMBERS, Number
 from taktline.split.named.hugging_face import collected_lists
 from taktline.split.named.mutable import is_constant
 from taktline.split.named.placeholder import Placeholder, PlaceholderContext, as_meta, here
