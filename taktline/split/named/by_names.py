@@ -217,12 +217,12 @@ def _place_by_use(layout: Layout, summary: ForwardSummary) -> None:
                 "changes its buffers, which each stage would do by itself; cut the model where all "
                 "its calls are in one stage"
             )
-        used = called | summary.units.get(name, set())
+        used = called | summary.uses.get(name, set())
         # A unit that is never called has a state, too: it lies where the one before it does.
         stage = min(used, default=stage)
         layout.homes[name] = frozenset(used or {stage})
     for name in layout.direct:
-        layout.users[name] = frozenset(summary.uses.get(name, {0}))
+        layout.homes[name] = frozenset(summary.uses.get(name, {0}))
 
 
 def _place_by_definition(layout: Layout) -> None:
@@ -245,4 +245,4 @@ def _place_by_definition(layout: Layout) -> None:
             stage += 1
         layout.homes[name] = frozenset({stage})
     for name in layout.direct:
-        layout.users[name] = frozenset({0})
+        layout.homes[name] = frozenset({0})

@@ -23,7 +23,15 @@ from torch.utils._python_dispatch import _disable_current_modes
 from taktline.errors import PartitionError
 from taktline.split.named.forward_summary import Cut
 from taktline.split.named.hugging_face import INSTALLED
-from taktline.split.named.mutable import clone, fingerprint, is_constant, is_mutable, restore, save
+from taktline.split.named.mutable import (
+    clone,
+    fingerprint,
+    is_constant,
+    is_mutable,
+    restore,
+    save,
+    version_of,
+)
 from taktline.split.named.placeholder import Placeholder, resolved
 
 __all__ = ["HOOKS", "Changes", "copy_attributes", "find_late_changes"]
@@ -81,7 +89,7 @@ class Changes:
         self._fingerprints = [fingerprint(table.get(key)) for _, table, key in self._attributes]
         self._saved = [save(table.get(key)) for _, table, key in self._attributes]
         now: list[Any] = [table.get(key) for _, table, key in self._tensors]
-        self._before = [(tensor, _version(tensor)) for tensor in now]
+        self._before = [(tensor, version_of(tensor)) for tensor in now]
         with _disable_current_modes():
             self._copies = [
                 tensor.detach().clone() if _is_small(tensor) else None for tensor in now
@@ -104,7 +112,7 @@ class Changes:
         return found | {
             name
             for (name, table, key), (tensor, version) in tensors
-            if table.get(key) is not tensor or _version(tensor) != version
+            if table.get(key) is not tensor or version_of(tensor) != version
         }
 
     def undo(self) -> None:
@@ -123,7 +131,7 @@ class Changes:
                 self._tensors, self._before, self._copies, strict=True
             ):
                 table[key] = tensor
-                if copy is not None and _version(tensor) != version:
+                if copy is not None and version_of(tensor) != version:
                     tensor.copy_(copy)
 
     def separate(self) -> None:
@@ -181,10 +189,6 @@ def copy_attributes(copy: nn.Module, module: nn.Module) -> None:
 
 def _is_small(tensor: torch.Tensor | None) -> bool:
     return tensor is not None and tensor.numel() <= _SMALL
-
-
-def _version(tensor: torch.Tensor | None) -> int:
-    return 0 if tensor is None or tensor.is_inference() else tensor._version
 
 
 def _is_like(now: Any, tensor: torch.Tensor | None) -> bool:

@@ -14,7 +14,7 @@ from torch import nn
 
 from taktline.split.arguments import Args, Kwargs
 from taktline.split.named.guards import Guards
-from taktline.split.named.mutable import is_constant
+from taktline.split.named.mutable import is_constant, version_of
 from taktline.split.named.units import call_of
 
 __all__ = ["DirectCalls", "SeenCall", "record_direct_calls", "versions_of"]
@@ -74,11 +74,7 @@ class SeenCall(NamedTuple):
 
 def versions_of(values: Iterable[Any]) -> dict[int, int]:
     """The versions of tensors by id: they grow with each change in place."""
-    return {
-        id(value): 0 if value.is_inference() else value._version
-        for value in values
-        if isinstance(value, torch.Tensor)
-    }
+    return {id(value): version_of(value) for value in values if isinstance(value, torch.Tensor)}
 
 
 def record_direct_calls(

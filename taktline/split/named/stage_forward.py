@@ -325,19 +325,12 @@ class StageForward:
 
     def _require_at_home(self, summary: ForwardSummary) -> None:
         """Raise if a stage uses a unit or a parameter that it has not."""
-        advice = self.layout.advice
-        for name in {**summary.calls, **summary.units}:
+        for name in {**summary.calls, **summary.uses}:
             homes = self.layout.homes[name]
-            away = {*summary.calls.get(name, ()), *summary.units.get(name, ())} - homes
+            away = {*summary.calls.get(name, ()), *summary.uses.get(name, ())} - homes
             if away:
+                does = "uses the parameter" if name in self.layout.direct else "calls"
                 raise PartitionError(
-                    f"the forward calls {name!r} in stage {min(away)}, but it lies in stage "
-                    f"{min(homes)}; {advice}"
-                )
-        for name, used in summary.uses.items():
-            users = self.layout.users[name]
-            if away := used - users:
-                raise PartitionError(
-                    f"the forward uses the parameter {name!r} in stage {min(away)}, but it lies in "
-                    f"stage {min(users)}; {advice}"
+                    f"the forward {does} {name!r} in stage {min(away)}, but it lies in stage "
+                    f"{min(homes)}; {self.layout.advice}"
                 )
