@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import taktline as tl
 from taktline import skip
-from taktline.split.named import call_cache
+from taktline.split.named import known_calls
 from taktline.stage import ties
 from tests.split.models import ResNet, ViT
 from tests.workers import Workers
@@ -314,7 +314,7 @@ def test_a_piece_can_be_copied() -> None:
 
 
 def test_lengths_that_keep_changing_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(call_cache, "_SIZE", 8)
+    monkeypatch.setattr(known_calls, "_SIZE", 8)
     model = Filled()
     pieces = tl.split.by_names(model, ["layers.1", "layers.3"], example=(torch.ones(1, 4),))
     for length in (*range(1, 20), 1):

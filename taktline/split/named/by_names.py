@@ -13,10 +13,10 @@ from taktline import pytree
 from taktline.checks import refuse, require_instance, require_iterable
 from taktline.errors import PartitionError
 from taktline.split.arguments import Call, arguments_of, tensors_in
-from taktline.split.named.call_cache import cache_key
 from taktline.split.named.dry_run import dry_run
 from taktline.split.named.forward_summary import Cut, ForwardSummary
 from taktline.split.named.hugging_face import install_hooks, without_padding
+from taktline.split.named.known_calls import cache_key
 from taktline.split.named.layout import Layout
 from taktline.split.named.recurrent import open_recurrent
 from taktline.split.named.sequential import slice_sequential

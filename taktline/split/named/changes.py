@@ -2,18 +2,11 @@
 
 Each stage changes its own, so that it counts as in the plain model. Those of the last stage, which
 gets to the end of the forward, are the model's.
-
-A stage leaves its forward where the next stage begins. So it must not read, in its next call, what
-the forward changes after that::
-
-    forward of the model:   x * self.count   layer 0   layer 1   self.count += 1
-    stage 0:                reads            runs      ▶ leave   never gets here
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Container, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Container, Mapping
 from typing import Any
 
 import torch
@@ -21,7 +14,6 @@ from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from taktline.errors import PartitionError
-from taktline.split.named.forward_summary import Cut
 from taktline.split.named.hugging_face import INSTALLED
 from taktline.split.named.mutable import (
     clone,
@@ -34,7 +26,7 @@ from taktline.split.named.mutable import (
 )
 from taktline.split.named.placeholder import Placeholder, resolved
 
-__all__ = ["HOOKS", "Changes", "copy_attributes", "find_late_changes"]
+__all__ = ["HOOKS", "Changes", "copy_attributes"]
 
 _SMALL = 1024
 """Larger buffers hold no numbers that a forward would read."""
@@ -205,89 +197,3 @@ def _by_data(tensor: torch.Tensor) -> Any:
     if is_here and _is_small(tensor):
         return str(tensor.tolist())
     return (is_here, tuple(tensor.shape), tensor.dtype, tensor._version if is_here else 0)
-
-
-def find_late_changes(
-    modules: Mapping[str, nn.Module],
-    changed: Collection[str],
-    cuts: Collection[Cut],
-    run: Callable[[Callable[[int], None]], None],
-) -> dict[Cut, PartitionError]:
-    """The cuts before which a stage reads what the forward changes later, with an error each.
-
-    Args:
-        modules: what every stage runs, by name.
-        changed: the names of what the forward changes.
-        cuts: where stages begin.
-        run: runs the forward, and calls a function with each stage that has ended.
-    """
-    state = Changes(modules, changed)
-    state.keep()
-    found: dict[Cut, PartitionError] = {}
-    ends: list[Changes] = []
-    at_ends: list[dict[str, Any]] = []
-    read: dict[str, int] = {}
-
-    def note_end(stage: int) -> None:
-        ends.append(Changes(modules, changed))
-        ends[-1].keep()
-        at_ends.append(state.fingerprints())
-
-    try:
-        with _noting_reads(modules, changed, lambda name: read.setdefault(name, len(ends))):
-            run(note_end)
-        after = state.fingerprints()
-        whole: list[dict[str, Any]] = []
-        run(lambda _: whole.append(state.fingerprints()))
-        for stage, (end, start) in enumerate(zip(ends, cuts, strict=True)):
-            late = {
-                name
-                for name in changed
-                if at_ends[stage].get(name) != after.get(name)
-                and read.get(name, len(ends)) <= stage
-            }
-            if not late:
-                continue
-            end.undo()
-            own: list[dict[str, Any]] = []
-            run(lambda _, own=own: own.append(state.fingerprints()))
-            for name in sorted(late):
-                if own[stage].get(name) != whole[stage].get(name):
-                    found[start] = PartitionError(
-                        f"stage {stage} reads {name!r}, which the forward changes after that stage "
-                        f"has ended with the call of {start!r}, so it would not know of it; change "
-                        f"{name!r} before that call, or cut the model elsewhere"
-                    )
-    finally:
-        state.undo()
-    return found
-
-
-@contextmanager
-def _noting_reads(
-    modules: Mapping[str, nn.Module], names: Collection[str], note: Callable[[str], object]
-) -> Iterator[None]:
-    """Call ``note`` with the name of each attribute or buffer of some names that is read."""
-    kinds = {path: type(module) for path, module in modules.items()}
-    try:
-        for path, module in modules.items():
-            prefix = f"{path}." if path else ""
-            own = {name.removeprefix(prefix): name for name in names if name.startswith(prefix)}
-            if own:
-                module.__class__ = _noting_class(kinds[path], own, note)
-        yield
-    finally:
-        for path, module in modules.items():
-            module.__class__ = kinds[path]
-
-
-def _noting_class(
-    kind: type[nn.Module], names: Mapping[str, str], note: Callable[[str], object]
-) -> type[nn.Module]:
-    def getattribute(self: Any, name: str) -> Any:
-        if name in names:
-            note(names[name])
-        return kind.__getattribute__(self, name)
-
-    texts = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
-    return type(kind.__name__, (kind,), {"__getattribute__": getattribute, **texts})

@@ -1,6 +1,6 @@
 """The calls of a stage's own units, one after the other, without the model's forward.
 
-The first call of a stage records them, if the forward is plain (see :mod:`guards`), and each unit
+The first call of a stage records them, if the forward is plain (see ``guards``), and each unit
 gets nothing but values from the stage before and outputs of other units.
 """
 

@@ -14,7 +14,7 @@ from taktline.split.named.direct_calls import SeenCall, versions_of
 from taktline.split.named.forward_summary import UnitTensor
 from taktline.split.named.layout import Layout
 from taktline.split.named.placeholder import Placeholder
-from taktline.split.named.prefix import Prefix, Step, record_prefix
+from taktline.split.named.repeated_run import Prefix, Step, record_prefix
 from taktline.split.named.shape_probe import ShapeProbe
 from taktline.split.named.side_effects import apply_side_effects, refill
 from taktline.split.named.stage_run import StageInput, StageRun

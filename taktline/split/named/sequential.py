@@ -11,10 +11,10 @@ from torch import nn
 
 from taktline.errors import PartitionError
 from taktline.split.arguments import Args, Kwargs
-from taktline.split.named.call_cache import CallCache, cache_key
 from taktline.split.named.changes import HOOKS
 from taktline.split.named.containers import containers_of, copied, joined
 from taktline.split.named.forward_summary import Cut
+from taktline.split.named.known_calls import CallCache, cache_key
 from taktline.split.named.mutable import with_copies
 from taktline.split.named.units import derived_class
 

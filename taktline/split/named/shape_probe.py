@@ -16,8 +16,8 @@ from taktline.errors import PartitionError
 from taktline.meta import TensorMeta
 from taktline.side_values import Aside, Skip
 from taktline.split.arguments import NUMBERS, Args, Kwargs, Number, tensors_in
-from taktline.split.named.call_cache import CallCache, autocast_dtype, cache_key
 from taktline.split.named.hugging_face import collected_lists
+from taktline.split.named.known_calls import CallCache, autocast_dtype, cache_key
 from taktline.split.named.mutable import is_constant, version_of
 from taktline.split.named.placeholder import Placeholder, PlaceholderContext, as_meta, here
 from taktline.split.named.side_effects import FullOutput, StateBefore

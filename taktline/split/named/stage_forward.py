@@ -1,8 +1,8 @@
 """Runs one stage of a model that was cut by names.
 
 The first call with arguments of some shapes runs the model's forward with placeholders
-(:mod:`first_run`). Later calls with these shapes repeat its prefix (:mod:`repeated_run`), or, for a
-plain forward, call the stage's own units alone (:mod:`direct_calls`).
+(``first_run``). Later calls with these shapes repeat its prefix (``repeated_run``), or, for a
+plain forward, call the stage's own units alone (``direct_calls``).
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from torch import nn
 from taktline import pytree
 from taktline.errors import PartitionError
 from taktline.split.arguments import Args, Call, Kwargs, device_of
-from taktline.split.named.call_cache import CallCache, autocast_dtype, cache_key
 from taktline.split.named.changes import Changes
 from taktline.split.named.direct_calls import (
     DirectCalls,
@@ -32,7 +31,7 @@ from taktline.split.named.first_run import FirstRun, OtherTypes
 from taktline.split.named.forward_summary import ForwardSummary
 from taktline.split.named.guards import guards_of
 from taktline.split.named.hugging_face import require_not_collected, without_cache
-from taktline.split.named.known_call import KnownCall
+from taktline.split.named.known_calls import CallCache, KnownCall, autocast_dtype, cache_key
 from taktline.split.named.layout import Layout, all_modules
 from taktline.split.named.mutable import with_copies
 from taktline.split.named.placeholder import Absent, Placeholder

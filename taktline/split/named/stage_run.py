@@ -23,7 +23,7 @@ from taktline.split.arguments import Args, Call, Kwargs
 from taktline.split.named.checkpoints import Checkpoints
 from taktline.split.named.data_dependent import Numbers, Sizes
 from taktline.split.named.forward_summary import UnitTensor
-from taktline.split.named.known_call import KnownCall
+from taktline.split.named.known_calls import KnownCall
 from taktline.split.named.layout import Layout
 from taktline.split.named.placeholder import Placeholder, resolved
 from taktline.split.named.shape_probe import ShapeProbe
