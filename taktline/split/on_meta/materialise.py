@@ -129,7 +129,8 @@ def _wanted(piece: nn.Module) -> list[_Want]:
     """The tensors of a piece that are on the meta device, each once."""
     wants: dict[int, _Want] = {}
     for prefix, module in piece.named_modules(remove_duplicate=False):
-        for table in (module._parameters, module._buffers, vars(module)):
+        tables: Any = (module._parameters, module._buffers, vars(module))
+        for table in tables:
             for key, value in table.items():
                 # Placeholders belong to other stages.
                 plain = isinstance(value, nn.Parameter) or type(value) is torch.Tensor
