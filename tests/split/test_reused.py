@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import taktline as tl
 from taktline.errors import PartitionError
+from tests.split.gradients import gradients
 from tests.workers import Workers
 
 WIDTH, TIMES = 4, 6
@@ -80,10 +81,6 @@ def loss_fn(output: Tensor, target: Tensor) -> Tensor:
 def made(kind: type[nn.Module]) -> nn.Module:
     torch.manual_seed(0)
     return kind()
-
-
-def gradients(model: nn.Module) -> dict[str, Tensor]:
-    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
 @pytest.mark.parametrize(
