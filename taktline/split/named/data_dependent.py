@@ -117,7 +117,7 @@ class Numbers(TorchFunctionMode):
         return value
 
     def take(self, kind: type[Number], maker: str) -> Any:
-        """The next number, which depends on data that this stage has not."""
+        """The next number, which depends on data of another stage."""
         place = len(self._noted)
         if place < len(self._came):
             number = self._came[place]
@@ -127,7 +127,7 @@ class Numbers(TorchFunctionMode):
         else:
             raise PartitionError(
                 f"the forward asks for {place + 1} numbers and more, this one of the data of "
-                f"{maker!r}, which this stage has not; let a submodule do what takes so many"
+                f"{maker!r}, which this stage does not have; let a submodule do what takes so many"
             )
         self._noted.append(number)
         return struct.unpack("d", struct.pack("q", number))[0] if kind is float else kind(number)
@@ -149,7 +149,7 @@ class Numbers(TorchFunctionMode):
             )
 
     def take_size(self, likely: Sequence[int], maker: str) -> int:
-        """The next size of a tensor that this stage has not; ``likely`` are two guesses."""
+        """The next size of a tensor of another stage; ``likely`` are two guesses."""
         if self._guess is None or len(self._noted) < len(self._came):
             return self.take(int, maker)
         self.is_sized = True

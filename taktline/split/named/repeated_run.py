@@ -241,7 +241,6 @@ class RepeatedRun(StageRun):
         return arguments
 
     def note_own(self, unit: Any, args: Args, kwargs: Kwargs, output: Any) -> None:
-        """Keep the arguments and outputs of an own unit that later stages need."""
         if self._counts:
             super().note_own(unit, args, kwargs, output)
 

@@ -21,7 +21,7 @@ from taktline.split.named.units import derived_class
 __all__ = ["slice_sequential"]
 
 _BESIDES = (*HOOKS, "_parameters", "_buffers", "_compiled_call_impl")
-"""What a container may have besides its modules, and a chain has not."""
+"""What a container may have besides its modules; a chain has none of it."""
 
 
 def slice_sequential(model: nn.Module, cuts: Sequence[Cut]) -> list[nn.Module] | None:

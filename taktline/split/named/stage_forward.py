@@ -278,7 +278,7 @@ class StageForward:
         *,
         is_noted: bool,
     ) -> None:
-        """Raise if a stage has not done what the whole model does up to its end.
+        """Raise if a stage differs from the whole model up to its end.
 
         ``is_noted`` is whether ``order`` has the calls of modules inside of units.
         """
@@ -286,7 +286,7 @@ class StageForward:
         missing = summary.changed - changed if is_complete else set()
         for name in sorted(missing | (changed - summary.changed)):
             raise PartitionError(
-                f"stage {self.stage} changes {name!r} otherwise than the whole model; {_BY_HAND}"
+                f"stage {self.stage} does not change {name!r} as the whole model does; {_BY_HAND}"
             )
         if summary.is_guessed or summary.draws:
             return  # the calls depend on data
@@ -323,7 +323,7 @@ class StageForward:
         return without.boundaries != summary.boundaries
 
     def _require_at_home(self, summary: ForwardSummary) -> None:
-        """Raise if a stage uses a unit or a parameter that it has not."""
+        """Raise if a stage uses a unit or a parameter of another stage."""
         for name in {**summary.calls, **summary.uses}:
             homes = self.layout.homes[name]
             away = {*summary.calls.get(name, ()), *summary.uses.get(name, ())} - homes

@@ -121,7 +121,7 @@ class StageRun(Checkpoints, ABC):
             if value.unit == unit.unit and value.call == call:
                 leaves = pytree.tree_leaves(output if value.is_output else (args, kwargs))
                 self._caught[value] = leaves[value.leaf]
-                if self.is_kept:
+                if self.in_reentrant:
                     self._unsure.add(value)
 
     def _note_before(self, unit: Any, args: Args, kwargs: Kwargs) -> None:
@@ -148,7 +148,7 @@ class StageRun(Checkpoints, ABC):
         sent = self._caught.get(value, received.get(value))
         summary = self._known.summary
         if sent is None and summary.is_guessed and value in summary.shapes:
-            # A micro-batch that takes another branch has not this tensor.
+            # A micro-batch that takes another branch does not have this tensor.
             absent = summary.shapes[value]
             return torch.zeros(absent.shape, dtype=absent.dtype, device=self.device)
         if not isinstance(sent, torch.Tensor):
