@@ -16,8 +16,8 @@ import taktline as tl
 from taktline import skip
 from taktline.split.named import known_calls
 from taktline.stage import ties
-from tests.split.gradients import gradients, require_same
 from tests.split.models import ResNet, ViT
+from tests.split.training import gradients, require_same
 from tests.workers import Workers
 
 SIZE, COUNT = 3, 4  # of a micro-batch, and how many of them

@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 import taktline as tl
 from taktline.stage import ties
 from tests.runtime.parallel import mesh_of
-from tests.split.gradients import gradients, require_same
+from tests.split.training import gradients, require_same
 from tests.split.transformers_models import LANGUAGES, loss, texts
 from tests.workers import Workers
 

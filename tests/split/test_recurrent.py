@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 import taktline as tl
 from taktline.errors import PartitionError
-from tests.split.gradients import gradients
+from tests.split.training import gradients
 
 WIDTH, DEPTH = 6, 4
 

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import taktline as tl
 from taktline.errors import PartitionError
-from tests.split.gradients import gradients
+from tests.split.training import gradients, made
 from tests.workers import Workers
 
 WIDTH, TIMES = 4, 6
@@ -76,11 +76,6 @@ def numbers(rows: int = 4) -> Tensor:
 
 def loss_fn(output: Tensor, target: Tensor) -> Tensor:
     return (output - target).square().mean()
-
-
-def made(kind: type[nn.Module]) -> nn.Module:
-    torch.manual_seed(0)
-    return kind()
 
 
 @pytest.mark.parametrize(

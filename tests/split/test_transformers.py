@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import taktline as tl
-from tests.split.gradients import gradients
+from tests.split.training import gradients
 from tests.split.transformers_models import LANGUAGES, loss, texts
 from tests.workers import Workers
 
