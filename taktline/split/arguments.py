@@ -1,4 +1,4 @@
-"""The arguments of a call: how users write them, and the tensors among them."""
+"""The arguments of a call: how users write them, and what becomes of the tensors among them."""
 
 from __future__ import annotations
 
@@ -10,11 +10,40 @@ import torch
 from taktline import pytree
 from taktline.errors import PartitionError
 
-__all__ = ["Args", "Call", "Kwargs", "aliased", "arguments_of", "device_of", "tensors_in"]
+__all__ = [
+    "NUMBERS",
+    "NUMBER_READERS",
+    "Args",
+    "Call",
+    "Kwargs",
+    "Number",
+    "aliased",
+    "arguments_of",
+    "device_of",
+    "tensors_in",
+]
 
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
 Call = tuple[Args, Kwargs]
+
+Number = bool | int | float
+NUMBERS = (bool, int, float)
+NUMBER_READERS: dict[Any, type[Number] | None] = {
+    torch.Tensor.__bool__: bool,
+    torch.Tensor.is_nonzero: bool,
+    torch.is_nonzero: bool,
+    torch.Tensor.equal: bool,
+    torch.equal: bool,
+    torch.Tensor.allclose: bool,
+    torch.allclose: bool,
+    torch.Tensor.__int__: int,
+    torch.Tensor.__index__: int,
+    torch.Tensor.__float__: float,
+    torch.Tensor.item: None,
+    torch.Tensor.tolist: None,
+}
+"""Functions that read a number from a tensor, and its type; None for the tensor's own type."""
 
 
 def arguments_of(example: Any) -> Call:

@@ -11,13 +11,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
 import taktline as tl
 from taktline import skip
-from taktline.split.named import call_cache
+from taktline.split.named import known_calls
 from taktline.stage import ties
 from tests.split.models import ResNet, ViT
+from tests.split.training import gradients, require_same
 from tests.workers import Workers
 
 SIZE, COUNT = 3, 4  # of a micro-batch, and how many of them
@@ -57,17 +57,6 @@ def make(name: str) -> nn.Module:
         return MODELS[name][0]()
 
 
-def gradients(*modules: nn.Module) -> dict[str, Tensor]:
-    named = (pair for module in modules for pair in module.named_parameters())
-    return {name: p.grad for name, p in named if p.grad is not None}
-
-
-def same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    assert found.keys() == expected.keys()
-    for name, gradient in expected.items():
-        assert torch.equal(found[name], gradient), name
-
-
 def train(
     rank: int, group: dist.ProcessGroup | None, pieces: tl.split.Pieces, schedule: str
 ) -> dict[str, Tensor]:
@@ -101,7 +90,7 @@ def test_a_step_has_the_gradients_of_the_model(
     ranks = tl.local.run(
         lambda rank: train(rank, None, pieces, schedule), stages // (2 if schedule == "zbv" else 1)
     )
-    same({n: g for rank in ranks for n, g in rank.items()}, plain(name))
+    require_same({n: g for rank in ranks for n, g in rank.items()}, plain(name))
 
 
 def train_own(rank: int, group: dist.ProcessGroup, name: str) -> dict[str, Tensor]:
@@ -161,37 +150,6 @@ def test_what_a_forward_has_made_goes_with_it() -> None:
         pieces[0](images(SIZE)[0])
     assert len(made) == 1
     assert made[0]() is None
-
-
-class Crossing(nn.Module):
-    """Every layer takes what an earlier one has made, beside what the last one has."""
-
-    def __init__(self, outside: bool = False) -> None:
-        super().__init__()
-        self.memory = nn.Linear(4, 4)
-        self.layers = nn.ModuleList(nn.Bilinear(4, 4, 4) for _ in range(4))
-        self.outside = outside
-
-    def forward(self, x: Tensor) -> Tensor:
-        memory = self.memory(x)
-        for layer in self.layers:
-            if self.outside:
-                x = checkpoint(layer, x, memory, use_reentrant=False)
-            else:
-                x = layer(x, memory)
-        return x
-
-
-@pytest.mark.parametrize("outside", [False, True])
-def test_a_value_that_every_layer_takes(outside: bool) -> None:
-    torch.manual_seed(0)
-    model = Crossing(outside)
-    reference = copy.deepcopy(model)
-    x = torch.randn(3, 4)
-    pieces = tl.split.by_names(model, ["layers.1", "layers.3"], example=(x,))
-    pieces(x).square().sum().backward()
-    reference(x).square().sum().backward()
-    same(gradients(model), gradients(reference))
 
 
 class Down(nn.Linear):
@@ -269,7 +227,7 @@ def test_a_parameter_of_the_model_itself_that_several_stages_use() -> None:
     assert pieces.ties == (ties.Tie(dict.fromkeys(range(3), "scale")),)
     pieces(x).sum().backward()
     reference(x).sum().backward()
-    same(gradients(model), gradients(reference))
+    require_same(gradients(model), gradients(reference))
 
 
 def test_types_of_the_model_itself_change_with_the_pieces() -> None:
@@ -314,7 +272,7 @@ def test_a_piece_can_be_copied() -> None:
 
 
 def test_lengths_that_keep_changing_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(call_cache, "_SIZE", 8)
+    monkeypatch.setattr(known_calls, "_SIZE", 8)
     model = Filled()
     pieces = tl.split.by_names(model, ["layers.1", "layers.3"], example=(torch.ones(1, 4),))
     for length in (*range(1, 20), 1):

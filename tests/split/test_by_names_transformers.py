@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
@@ -17,22 +17,12 @@ from torch.nn.parallel import DistributedDataParallel
 import taktline as tl
 from taktline.stage import ties
 from tests.runtime.parallel import mesh_of
+from tests.split.training import gradients, require_same
 from tests.split.transformers_models import LANGUAGES, loss, texts
 from tests.workers import Workers
 
 SIZE = 3  # of a micro-batch
 CPU = torch.device("cpu")
-
-
-def gradients(*modules: nn.Module) -> dict[str, Tensor]:
-    named = (pair for module in modules for pair in module.named_parameters())
-    return {name: p.grad for name, p in named if p.grad is not None}
-
-
-def same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    assert found.keys() == expected.keys()
-    for name, gradient in expected.items():
-        assert torch.equal(found[name], gradient), name
 
 
 def test_only_its_own_parameters_stay_with_a_piece() -> None:
@@ -101,7 +91,7 @@ def test_checkpoints_of_transformers() -> None:
     pieces = tl.split.by_names(model, language.cuts(2))
     loss(pieces(words, attention_mask=mask), target).backward()
     loss(reference(words, attention_mask=mask), target).backward()
-    same(gradients(model), gradients(reference))
+    require_same(gradients(model), gradients(reference))
 
 
 def test_labels_reach_the_last_stage() -> None:

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import taktline as tl
 from taktline.errors import PartitionError
+from tests.split.training import made, require_plain_training
 
 WIDTH, ROWS, PARTS = 4, 8, 4
 
@@ -222,16 +223,6 @@ MODELS = [
 ]
 
 
-def made(kind: type[nn.Module]) -> nn.Module:
-    torch.manual_seed(0)
-    return kind()
-
-
-def data(step: int) -> tuple[Tensor, Tensor]:
-    torch.manual_seed(step + 1)
-    return torch.randn(ROWS, WIDTH), torch.randn(ROWS, WIDTH)
-
-
 @pytest.mark.slow
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize(("schedule", "ranks"), [("1f1b", 2), ("zbv", 2)])
@@ -239,24 +230,9 @@ def data(step: int) -> tuple[Tensor, Tensor]:
 def test_every_stage_is_as_far_as_the_model(
     kind: type[nn.Module], schedule: str, ranks: int
 ) -> None:
-    model, plain = made(kind), made(kind)
-    loss_fn, size = nn.functional.mse_loss, ROWS // PARTS
-    example = (torch.zeros(size, WIDTH),)
-    options = {"schedule": schedule, "ranks": ranks, "microbatches": PARTS, "loss_fn": loss_fn}
-    with tl.Pipeline(model, example=example, **options) as pipe:
-        for step in range(2):
-            x, target = data(step)
-            found = pipe.step(x, target=target)
-            losses = [
-                loss_fn(plain(x[at : at + size]), target[at : at + size]) / PARTS
-                for at in range(0, ROWS, size)
-            ]
-            torch.stack(losses).sum().backward()
-            torch.testing.assert_close(found, torch.stack(losses).sum().detach())
-    for name, parameter in plain.named_parameters():
-        torch.testing.assert_close(model.get_parameter(name).grad, parameter.grad)
-    for name, buffer in model.named_buffers():
-        torch.testing.assert_close(buffer, plain.get_buffer(name))
+    torch.manual_seed(1)
+    x, target = torch.randn(ROWS, WIDTH), torch.randn(ROWS, WIDTH)
+    require_plain_training(kind, (x,), target, schedule=schedule, ranks=ranks, microbatches=PARTS)
 
 
 class Late(Base):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from typing import Any, ClassVar
 
 import pytest
@@ -14,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import taktline as tl
 from taktline.errors import PartitionError
+from tests.split.training import made
 from tests.workers import Workers
 
 WIDTH = 4
@@ -118,11 +118,6 @@ CASES: list[tuple[type[nn.Module], list[str]]] = [
     (Early, ["layers.2"]),
     (Returned, ["layers.1", "layers.2"]),
 ]
-
-
-def made(kind: Callable[[], nn.Module]) -> nn.Module:
-    torch.manual_seed(0)
-    return kind()
 
 
 def gradients(model: nn.Module) -> dict[str, Tensor]:

@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 import taktline as tl
 from tests.split.diffusion_models import DiT, UNet2D
 from tests.split.models import UNet
+from tests.split.training import made, require_plain_training
 
 WIDTH = 4
 
@@ -154,30 +155,14 @@ def test_values_cross_with_their_gradients(
         torch.testing.assert_close(model.get_parameter(name).grad, parameter.grad)
 
 
-def require_plain_training(
-    model: nn.Module, args: tuple[Tensor, ...], target: Tensor, **options: Any
-) -> None:
-    """Two steps on a pipeline have the gradients of the plain model."""
-    reference, rows = copy.deepcopy(model), len(args[0]) // options["microbatches"]
-    example = tuple(part[:rows] for part in args)
-    pipe = tl.Pipeline(model, example=example, loss_fn=F.mse_loss, **options)
-    for _ in range(2):
-        pipe.step(*args, target=target)
-        F.mse_loss(reference(*args), target).backward()
-    for name, parameter in reference.named_parameters():
-        torch.testing.assert_close(model.get_parameter(name).grad, parameter.grad)
-
-
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
 @pytest.mark.parametrize("kind", [Residual, All, Conditioned])
 def test_they_are_found_by_a_pipeline(kind: type[nn.Module], schedule: str) -> None:
-    torch.manual_seed(0)
-    model = kind()
     args = tuple(
         part.repeat_interleave(4, 0) for part in (CONDITIONS if kind is Conditioned else (X,))
     )
     target = numbers(12, WIDTH)
-    require_plain_training(model, args, target, schedule=schedule, microbatches=4, ranks=2)
+    require_plain_training(kind, args, target, schedule=schedule, microbatches=4, ranks=2)
 
 
 @pytest.mark.slow
@@ -185,11 +170,10 @@ def test_they_are_found_by_a_pipeline(kind: type[nn.Module], schedule: str) -> N
 @pytest.mark.parametrize(("schedule", "ranks"), [("1f1b", 2), ("zbv", 2), ("1f1b", 4)])
 @pytest.mark.parametrize("kind", [DiT, UNet2D])
 def test_models_of_diffusers(kind: type[nn.Module], schedule: str, ranks: int) -> None:
-    torch.manual_seed(0)
-    model, images, time = kind(), torch.randn(4, 3, 8, 8), torch.rand(4)
+    model, images, time = made(kind), torch.randn(4, 3, 8, 8), torch.rand(4)
     args = (images, time, torch.arange(4)) if kind is DiT else (images, time)
     target = torch.zeros_like(model(*args))
-    require_plain_training(model, args, target, schedule=schedule, microbatches=2, ranks=ranks)
+    require_plain_training(kind, args, target, schedule=schedule, microbatches=2, ranks=ranks)
 
 
 def test_no_more_crosses_than_is_used() -> None:

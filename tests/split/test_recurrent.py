@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 
 import taktline as tl
 from taktline.errors import PartitionError
+from tests.split.training import gradients
 
 WIDTH, DEPTH = 6, 4
 
@@ -55,10 +56,6 @@ class PackedFirst(Stacked):
 def total(output: Any) -> Tensor:
     leaves = pytree.tree_leaves(output)
     return sum((leaf.square().sum() for leaf in leaves), torch.zeros(()))
-
-
-def gradients(model: nn.Module) -> dict[str, Tensor]:
-    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
 @pytest.mark.slow

@@ -197,9 +197,11 @@ def test_hooks_of_what_another_stage_has(late: bool) -> None:
         assert len(called) == count
 
 
-def test_inference_comes_first() -> None:
+@pytest.mark.parametrize("rows", [3, 5])
+def test_inference_comes_first(rows: int) -> None:
+    """Also with another shape than that of the example."""
     torch.manual_seed(0)
-    model, x = Chain(), torch.randn(3, WIDTH)
+    model, x = Chain(), torch.randn(rows, WIDTH)
     pieces = split(model)
     for _ in range(2):
         with torch.inference_mode():

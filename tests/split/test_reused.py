@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import taktline as tl
 from taktline.errors import PartitionError
+from tests.split.training import gradients, made
 from tests.workers import Workers
 
 WIDTH, TIMES = 4, 6
@@ -75,15 +76,6 @@ def numbers(rows: int = 4) -> Tensor:
 
 def loss_fn(output: Tensor, target: Tensor) -> Tensor:
     return (output - target).square().mean()
-
-
-def made(kind: type[nn.Module]) -> nn.Module:
-    torch.manual_seed(0)
-    return kind()
-
-
-def gradients(model: nn.Module) -> dict[str, Tensor]:
-    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
 @pytest.mark.parametrize(

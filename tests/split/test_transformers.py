@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 import taktline as tl
+from tests.split.training import gradients
 from tests.split.transformers_models import LANGUAGES, loss, texts
 from tests.workers import Workers
 
@@ -57,11 +58,6 @@ def train(
         output = schedule.step(words, attention_mask=mask, target=target)
     assert (output is not None) == (pieces.num_stages - 1 in plan.placement.stages_of(rank))
     return gradients(*(stage.submod for stage in mine))
-
-
-def gradients(*modules: nn.Module) -> dict[str, Tensor]:
-    parameters = [p for m in modules for p in m.named_parameters(remove_duplicate=False)]
-    return {n: p.grad for n, p in parameters if p.grad is not None}
 
 
 def plain(name: str, attention: str) -> dict[str, Tensor]:

@@ -10,7 +10,7 @@ from torch import nn
 from taktline.errors import PartitionError
 from taktline.split.arguments import Call
 from taktline.split.balanced.costs import LayerCosts
-from taktline.split.named.containers import joined
+from taktline.split.named.containers import ancestors, joined
 from taktline.split.named.dry_run import dry_run, find_refused_cuts
 from taktline.split.named.forward_summary import Cut
 from taktline.split.named.layout import Layout
@@ -44,7 +44,7 @@ def layer_layout(model: nn.Module, reused: Collection[str] = ()) -> Layout:
         return _opened(model, [] if reused else [_spine(model)], reused)
     opened = list(rows)
     for row in rows:
-        path = _ancestors(row)
+        path = ancestors(row)
         for parent in path:
             for key, child in model.get_submodule(parent).named_children():
                 name = joined(parent, key)
@@ -67,7 +67,7 @@ def find_reused(model: nn.Module, seen: LayerCosts) -> list[str]:
     units = Counter(cut.unit for cut in seen.operations)
     found: dict[str, int] = {}
     for name, calls in sorted(seen.runs.items()):
-        around = [part for part in _ancestors(name) if part in seen.runs]
+        around = [part for part in ancestors(name) if part in seen.runs]
         times = units[name] or calls // (seen.runs[around[-1]] if around else 1)
         if 1 < times <= _OFTEN and not any(part in found for part in around):
             found[name] = times
@@ -142,12 +142,6 @@ def _repeats(row: nn.Module) -> bool:
         type(layer) for layer in row.children() if _count(layer) or isinstance(layer, Layer)
     )
     return max(kinds.values(), default=0) > 1
-
-
-def _ancestors(name: str) -> list[str]:
-    """The names of the modules around a module, from the model on."""
-    parts = name.split(".") if name else []
-    return [".".join(parts[:depth]) for depth in range(len(parts))]
 
 
 def _count(module: nn.Module) -> int:

@@ -13,10 +13,10 @@ from taktline import pytree
 from taktline.checks import refuse, require_instance, require_iterable
 from taktline.errors import PartitionError
 from taktline.split.arguments import Call, arguments_of, tensors_in
-from taktline.split.named.call_cache import cache_key
 from taktline.split.named.dry_run import dry_run
 from taktline.split.named.forward_summary import Cut, ForwardSummary
 from taktline.split.named.hugging_face import install_hooks, without_padding
+from taktline.split.named.known_calls import cache_key
 from taktline.split.named.layout import Layout
 from taktline.split.named.recurrent import open_recurrent
 from taktline.split.named.sequential import slice_sequential
@@ -217,12 +217,12 @@ def _place_by_use(layout: Layout, summary: ForwardSummary) -> None:
                 "changes its buffers, which each stage would do by itself; cut the model where all "
                 "its calls are in one stage"
             )
-        used = called | summary.units.get(name, set())
+        used = called | summary.uses.get(name, set())
         # A unit that is never called has a state, too: it lies where the one before it does.
         stage = min(used, default=stage)
         layout.homes[name] = frozenset(used or {stage})
     for name in layout.direct:
-        layout.users[name] = frozenset(summary.uses.get(name, {0}))
+        layout.homes[name] = frozenset(summary.uses.get(name, {0}))
 
 
 def _place_by_definition(layout: Layout) -> None:
@@ -245,4 +245,4 @@ def _place_by_definition(layout: Layout) -> None:
             stage += 1
         layout.homes[name] = frozenset({stage})
     for name in layout.direct:
-        layout.users[name] = frozenset({0})
+        layout.homes[name] = frozenset({0})

@@ -2,31 +2,31 @@
 
 Each stage changes its own, so that it counts as in the plain model. Those of the last stage, which
 gets to the end of the forward, are the model's.
-
-A stage leaves its forward where the next stage begins. So it must not read, in its next call, what
-the forward changes after that::
-
-    forward of the model:   x * self.count   layer 0   layer 1   self.count += 1
-    stage 0:                reads            runs      ▶ leave   never gets here
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Container, Iterator, Mapping
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Container, Mapping
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from taktline.errors import PartitionError
-from taktline.split.named.forward_summary import Cut
 from taktline.split.named.hugging_face import INSTALLED
-from taktline.split.named.mutable import clone, fingerprint, is_constant, is_mutable, restore, save
+from taktline.split.named.mutable import (
+    clone,
+    fingerprint,
+    is_constant,
+    is_mutable,
+    restore,
+    save,
+    version_of,
+)
 from taktline.split.named.placeholder import Placeholder, resolved
 
-__all__ = ["HOOKS", "Changes", "copy_attributes", "find_late_changes"]
+__all__ = ["HOOKS", "Changes", "copy_attributes"]
 
 _SMALL = 1024
 """Larger buffers hold no numbers that a forward would read."""
@@ -35,8 +35,19 @@ _TABLES = frozenset(vars(nn.Module())) - {"training"} | {INSTALLED}
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 """The tables of hooks on calls of a module."""
 
-_Entry = tuple[str, dict[str, Any], str]
-"""A name in the model, and the table and key of its value."""
+
+class _Entry(NamedTuple):
+    """A value of a module."""
+
+    name: str
+    """In the model."""
+    table: dict[str, Any]
+    key: str
+    is_tensor: bool
+
+    def now(self) -> Any:
+        """The present value."""
+        return self.table.get(self.key)
 
 
 class Changes:
@@ -49,10 +60,7 @@ class Changes:
         self._names = names
         self._modules = modules if names is None else {}
         """The modules whose hooks matter."""
-        self._tensors: list[_Entry] = []
-        """Buffers, and tensors in attributes."""
-        self._attributes: list[_Entry] = []
-        """Constants, and values that can be changed in place."""
+        self._entries: list[_Entry] = []
         self._tables: list[tuple[str, dict[str, Any]]] = []
         """The tables of all modules, with the prefix of their names."""
         for path, module in modules.items():
@@ -62,10 +70,9 @@ class Changes:
                     value = table[key]
                     # Parameters of other stages are placeholders among the attributes.
                     is_own = table is module._buffers or not isinstance(value, Placeholder)
-                    if isinstance(value, torch.Tensor) and is_own:
-                        self._tensors.append((name, table, key))
-                    elif is_constant(value) or is_mutable(value):
-                        self._attributes.append((name, table, key))
+                    is_tensor = isinstance(value, torch.Tensor) and is_own
+                    if is_tensor or is_constant(value) or is_mutable(value):
+                        self._entries.append(_Entry(name, table, key, is_tensor))
 
     def _named(self, prefix: str, table: dict[str, Any]) -> list[tuple[str, str]]:
         """The names and keys of the values in a table that matter."""
@@ -78,74 +85,58 @@ class Changes:
     def keep(self) -> None:
         """Keep the present values, to compare with them and go back to them later."""
         self._keys = [set(table) for _, table in self._tables]
-        self._fingerprints = [fingerprint(table.get(key)) for _, table, key in self._attributes]
-        self._saved = [save(table.get(key)) for _, table, key in self._attributes]
-        now: list[Any] = [table.get(key) for _, table, key in self._tensors]
-        self._before = [(tensor, _version(tensor)) for tensor in now]
+        self._saved = [save(entry.now()) for entry in self._entries]
+        self._fingerprints = [fingerprint(entry.now()) for entry in self._entries]
         with _disable_current_modes():
-            self._copies = [
-                tensor.detach().clone() if _is_small(tensor) else None for tensor in now
-            ]
+            self._copies = [_copy_of(entry.now()) for entry in self._entries if entry.is_tensor]
         modules = {id(module): module for module in self._modules.values()}
         tables = [vars(module)[key] for module in modules.values() for key in HOOKS]
         self._hooks = [(table, dict(table)) for table in tables]
 
     def changed(self) -> set[str]:
         """The names whose values have changed since they were kept."""
-        attributes = zip(self._attributes, self._fingerprints, strict=True)
-        found = {
-            name
-            for (name, table, key), before in attributes
-            if fingerprint(table.get(key)) != before
-        }
+        entries = zip(self._entries, self._fingerprints, strict=True)
+        found = {entry.name for entry, before in entries if fingerprint(entry.now()) != before}
         for (prefix, table), keys in zip(self._tables, self._keys, strict=True):
             found |= {name for name, key in self._named(prefix, table) if key not in keys}
-        tensors = zip(self._tensors, self._before, strict=True)
-        return found | {
-            name
-            for (name, table, key), (tensor, version) in tensors
-            if table.get(key) is not tensor or _version(tensor) != version
-        }
+        return found
 
     def undo(self) -> None:
         """Go back to the values that were kept."""
         for (_, table), keys in zip(self._tables, self._keys, strict=True):
             for key in table.keys() - keys:
                 del table[key]
-        for (_, table, key), value in zip(self._attributes, self._saved, strict=True):
-            table[key] = restore(value)
         for table, before in self._hooks:
             if table != before:
                 table.clear()
                 table.update(before)
+        for entry, saved in zip(self._entries, self._saved, strict=True):
+            entry.table[entry.key] = restore(saved)
         with torch.no_grad(), _disable_current_modes():
-            for (_, table, key), (tensor, version), copy in zip(
-                self._tensors, self._before, self._copies, strict=True
-            ):
-                table[key] = tensor
-                if copy is not None and _version(tensor) != version:
+            for tensor, version, copy in filter(None, self._copies):
+                if version_of(tensor) != version:
                     tensor.copy_(copy)
 
     def separate(self) -> None:
         """Replace tensors and mutable values by copies."""
-        for _, table, key in self._tensors:
-            table[key] = table[key].detach().clone()
-        for _, table, key in self._attributes:
-            table[key] = clone(table[key])
+        for _, table, key, is_tensor in self._entries:
+            table[key] = table[key].detach().clone() if is_tensor else clone(table[key])
 
     def write_through(self) -> None:
         """Copy the value of a tensor that has replaced a kept one into that, and put it back."""
         with torch.no_grad():
-            for (name, table, key), (tensor, _) in zip(self._tensors, self._before, strict=True):
-                now = resolved(table.get(key))
+            for entry, tensor in zip(self._entries, self._saved, strict=True):
+                now = resolved(entry.now())
+                if not entry.is_tensor or now is tensor:
+                    continue
                 if isinstance(now, Placeholder):
                     raise PartitionError(
-                        f"the forward sets {name!r} to a value of {now.maker!r}, which this stage "
-                        "has not; let a submodule keep it"
+                        f"the forward sets {entry.name!r} to a value of {now.maker!r}, which this "
+                        "stage does not have; let a submodule keep it"
                     )
-                if now is not tensor and _is_like(now, tensor):
+                if _is_like(now, tensor):
                     tensor.copy_(now)
-                    table[key] = tensor
+                    entry.table[entry.key] = tensor
 
     def values(self) -> dict[str, Any]:
         """The present values by name."""
@@ -179,18 +170,19 @@ def copy_attributes(copy: nn.Module, module: nn.Module) -> None:
                 copy._buffers[key] = now.detach().clone()
 
 
-def _is_small(tensor: torch.Tensor | None) -> bool:
-    return tensor is not None and tensor.numel() <= _SMALL
+def _is_small(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.numel() <= _SMALL
 
 
-def _version(tensor: torch.Tensor | None) -> int:
-    return 0 if tensor is None or tensor.is_inference() else tensor._version
+def _copy_of(value: Any) -> tuple[torch.Tensor, int, torch.Tensor] | None:
+    """A small tensor, with its version and its data."""
+    return (value, version_of(value), value.detach().clone()) if _is_small(value) else None
 
 
-def _is_like(now: Any, tensor: torch.Tensor | None) -> bool:
+def _is_like(now: Any, tensor: Any) -> bool:
     return (
         isinstance(now, torch.Tensor)
-        and tensor is not None
+        and isinstance(tensor, torch.Tensor)
         and not now.requires_grad
         and (now.shape, now.dtype, now.device) == (tensor.shape, tensor.dtype, tensor.device)
     )
@@ -201,89 +193,3 @@ def _by_data(tensor: torch.Tensor) -> Any:
     if is_here and _is_small(tensor):
         return str(tensor.tolist())
     return (is_here, tuple(tensor.shape), tensor.dtype, tensor._version if is_here else 0)
-
-
-def find_late_changes(
-    modules: Mapping[str, nn.Module],
-    changed: Collection[str],
-    cuts: Collection[Cut],
-    run: Callable[[Callable[[int], None]], None],
-) -> dict[Cut, PartitionError]:
-    """The cuts before which a stage reads what the forward changes later, with an error each.
-
-    Args:
-        modules: what every stage runs, by name.
-        changed: the names of what the forward changes.
-        cuts: where stages begin.
-        run: runs the forward, and calls a function with each stage that has ended.
-    """
-    state = Changes(modules, changed)
-    state.keep()
-    found: dict[Cut, PartitionError] = {}
-    ends: list[Changes] = []
-    at_ends: list[dict[str, Any]] = []
-    read: dict[str, int] = {}
-
-    def note_end(stage: int) -> None:
-        ends.append(Changes(modules, changed))
-        ends[-1].keep()
-        at_ends.append(state.fingerprints())
-
-    try:
-        with _noting_reads(modules, changed, lambda name: read.setdefault(name, len(ends))):
-            run(note_end)
-        after = state.fingerprints()
-        whole: list[dict[str, Any]] = []
-        run(lambda _: whole.append(state.fingerprints()))
-        for stage, (end, start) in enumerate(zip(ends, cuts, strict=True)):
-            late = {
-                name
-                for name in changed
-                if at_ends[stage].get(name) != after.get(name)
-                and read.get(name, len(ends)) <= stage
-            }
-            if not late:
-                continue
-            end.undo()
-            own: list[dict[str, Any]] = []
-            run(lambda _, own=own: own.append(state.fingerprints()))
-            for name in sorted(late):
-                if own[stage].get(name) != whole[stage].get(name):
-                    found[start] = PartitionError(
-                        f"stage {stage} reads {name!r}, which the forward changes after that stage "
-                        f"has ended with the call of {start!r}, so it would not know of it; change "
-                        f"{name!r} before that call, or cut the model elsewhere"
-                    )
-    finally:
-        state.undo()
-    return found
-
-
-@contextmanager
-def _noting_reads(
-    modules: Mapping[str, nn.Module], names: Collection[str], note: Callable[[str], object]
-) -> Iterator[None]:
-    """Call ``note`` with the name of each attribute or buffer of some names that is read."""
-    kinds = {path: type(module) for path, module in modules.items()}
-    try:
-        for path, module in modules.items():
-            prefix = f"{path}." if path else ""
-            own = {name.removeprefix(prefix): name for name in names if name.startswith(prefix)}
-            if own:
-                module.__class__ = _noting_class(kinds[path], own, note)
-        yield
-    finally:
-        for path, module in modules.items():
-            module.__class__ = kinds[path]
-
-
-def _noting_class(
-    kind: type[nn.Module], names: Mapping[str, str], note: Callable[[str], object]
-) -> type[nn.Module]:
-    def getattribute(self: Any, name: str) -> Any:
-        if name in names:
-            note(names[name])
-        return kind.__getattribute__(self, name)
-
-    texts = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
-    return type(kind.__name__, (kind,), {"__getattribute__": getattribute, **texts})

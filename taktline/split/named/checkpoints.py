@@ -28,8 +28,8 @@ _apply: Callable[..., Any] = _Function.__dict__["apply"].__func__
 
 _GENERATOR = "_checkpoint_without_reentrant_generator"
 _names: dict[str, Any] = torch_checkpoint.__dict__
-_kept: Callable[..., Any] = torch_checkpoint.CheckpointFunction.apply
-_kept_anew: Callable[..., Any] = _names[_GENERATOR]
+_torch_reentrant: Callable[..., Any] = torch_checkpoint.CheckpointFunction.apply
+_torch_generator: Callable[..., Any] = _names[_GENERATOR]
 
 
 class Checkpoints(PlaceholderContext):
@@ -37,7 +37,7 @@ class Checkpoints(PlaceholderContext):
 
     opened: Collection[int] = ()
     """The checkpoints that a cut goes through."""
-    is_kept = False
+    in_reentrant = False
     """Whether a re-entrant checkpoint runs, so that its tensors have no gradient yet."""
 
     def __enter__(self) -> Self:
@@ -74,11 +74,11 @@ class Checkpoints(PlaceholderContext):
         if self.is_open(number) or any(isinstance(arg, Placeholder) for arg in args):
             with self.open_checkpoint(number):
                 return function(*args)
-        self.is_kept = True
+        self.in_reentrant = True
         try:
-            return _kept(function, preserve, *args)
+            return _torch_reentrant(function, preserve, *args)
         finally:
-            self.is_kept = False
+            self.in_reentrant = False
 
 
 _lock = Lock()
@@ -93,8 +93,8 @@ def _replace(change: int) -> None:
         _running += change
         is_on = _running > 0
         function: Any = torch_checkpoint.CheckpointFunction
-        function.apply = staticmethod(_checkpoint) if is_on else _kept
-        _names[_GENERATOR] = _checkpoint_anew if is_on else _kept_anew
+        function.apply = staticmethod(_checkpoint_reentrant) if is_on else _torch_reentrant
+        _names[_GENERATOR] = _checkpoint_generator if is_on else _torch_generator
         any_function: Any = _Function
         any_function.apply = classmethod(_apply_resolved if is_on else _apply)
 
@@ -111,20 +111,20 @@ def _apply_resolved(kind: Any, *args: Any, **kwargs: Any) -> Any:
     return apply(*args, **kwargs) if is_known else context.call(apply, args, kwargs)
 
 
-def _checkpoint(function: Callable[..., Any], preserve: bool, *args: Any) -> Any:
+def _checkpoint_reentrant(function: Callable[..., Any], preserve: bool, *args: Any) -> Any:
     """Replaces the function of re-entrant checkpoints, in all threads."""
     context = here.context
     if isinstance(context, Checkpoints):
         return context.checkpoint(function, preserve, args)
-    return _kept(function, preserve, *args)
+    return _torch_reentrant(function, preserve, *args)
 
 
-def _checkpoint_anew(*args: Any, **kwargs: Any) -> Iterator[None]:
+def _checkpoint_generator(*args: Any, **kwargs: Any) -> Iterator[None]:
     """Replaces the generator of other checkpoints, in all threads."""
     context = here.context
     if isinstance(context, Checkpoints) and context.is_open(number := context.next_checkpoint()):
         return _as_it_is(context, number)
-    return _kept_anew(*args, **kwargs)
+    return _torch_generator(*args, **kwargs)
 
 
 def _as_it_is(context: Checkpoints, number: int) -> Iterator[None]:

@@ -15,7 +15,7 @@ from taktline.split.named.placeholder import Placeholder
 from taktline.split.named.recurrent import Layer
 from taktline.stage.names import unwrapped
 
-__all__ = ["containers_of", "copied", "is_unit", "joined", "with_own_tables"]
+__all__ = ["ancestors", "containers_of", "copied", "is_unit", "joined", "with_own_tables"]
 
 _TABLES = {key for key, value in vars(nn.Module()).items() if isinstance(value, (dict, set))}
 """Buffers, hooks and the like: registering one with a copy must not change the model."""
@@ -56,15 +56,18 @@ def copied(
 
 def containers_of(model: nn.Module, cuts: Sequence[Cut]) -> frozenset[str]:
     """The ancestors of the cuts, and modules without a forward in them, such as lists."""
-    found = {""}
-    for cut in cuts:
-        parts = cut.unit.split(".")
-        found |= {".".join(parts[:length]) for length in range(1, len(parts))}
+    found = {"", *(name for cut in cuts for name in ancestors(cut.unit))}
     for name, module in model.named_modules(remove_duplicate=False):
         parent, _, _ = name.rpartition(".")
         if parent in found and type(unwrapped(module)).forward is nn.Module.forward:
             found.add(name)
     return frozenset(found)
+
+
+def ancestors(name: str) -> list[str]:
+    """The names of the modules around a module, from the model on."""
+    parts = name.split(".") if name else []
+    return [".".join(parts[:depth]) for depth in range(len(parts))]
 
 
 def is_unit(module: nn.Module) -> bool:

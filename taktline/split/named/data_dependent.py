@@ -27,36 +27,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from taktline import pytree
 from taktline.errors import PartitionError
-from taktline.split.arguments import Args, tensors_in
+from taktline.split.arguments import NUMBER_READERS, NUMBERS, Args, Number, tensors_in
 from taktline.split.named.meta_operations import size_depends_on_data
 from taktline.split.named.placeholder import Placeholder, PlaceholderContext, here, resolved
 
-__all__ = ["NUMBERS", "Guess", "Number", "Numbers", "Sizes"]
-
-Number = bool | int | float
-NUMBERS = (bool, int, float)
+__all__ = ["Guess", "Numbers", "Sizes"]
 
 _BY_ITSELF = 16
 """How many numbers get a guess of their own."""
 _ENDLESS = 256
 """After so many numbers the guess changes, to end a loop that waits for another one."""
-
-_Tensor = torch.Tensor
-_TYPES: dict[Any, type[Number] | None] = {
-    _Tensor.__bool__: bool,
-    _Tensor.is_nonzero: bool,
-    torch.is_nonzero: bool,
-    _Tensor.equal: bool,
-    torch.equal: bool,
-    _Tensor.allclose: bool,
-    torch.allclose: bool,
-    _Tensor.__int__: int,
-    _Tensor.__index__: int,
-    _Tensor.__float__: float,
-    _Tensor.item: None,
-    _Tensor.tolist: None,
-}
-"""Functions that read a number from a tensor, and its type; None for the tensor's own type."""
 
 
 class Guess(NamedTuple):
@@ -109,7 +89,7 @@ class Numbers(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         context: Any = self._context
-        if func not in _TYPES or here.context is not context or context.is_inside:
+        if func not in NUMBER_READERS or here.context is not context or context.is_inside:
             return func(*args, **kwargs)
         args, kwargs = resolved((args, kwargs))
         tensors = tensors_in((args, kwargs))
@@ -118,8 +98,8 @@ class Numbers(TorchFunctionMode):
             answer = func(*args, **kwargs)
             return pytree.tree_map(self.note, answer)
         context.note_asked(unknown)
-        kind = _TYPES[func] or _type_of(unknown)
-        if func is not _Tensor.tolist:
+        kind = NUMBER_READERS[func] or _type_of(unknown)
+        if func is not torch.Tensor.tolist:
             return self.take(kind, unknown.maker)
         parts = [self.take(kind, unknown.maker) for _ in range(unknown.numel())]
         return np.array(parts, dtype=object).reshape(unknown.shape).tolist()
@@ -137,7 +117,7 @@ class Numbers(TorchFunctionMode):
         return value
 
     def take(self, kind: type[Number], maker: str) -> Any:
-        """The next number, which depends on data that this stage has not."""
+        """The next number, which depends on data of another stage."""
         place = len(self._noted)
         if place < len(self._came):
             number = self._came[place]
@@ -147,7 +127,7 @@ class Numbers(TorchFunctionMode):
         else:
             raise PartitionError(
                 f"the forward asks for {place + 1} numbers and more, this one of the data of "
-                f"{maker!r}, which this stage has not; let a submodule do what takes so many"
+                f"{maker!r}, which this stage does not have; let a submodule do what takes so many"
             )
         self._noted.append(number)
         return struct.unpack("d", struct.pack("q", number))[0] if kind is float else kind(number)
@@ -169,7 +149,7 @@ class Numbers(TorchFunctionMode):
             )
 
     def take_size(self, likely: Sequence[int], maker: str) -> int:
-        """The next size of a tensor that this stage has not; ``likely`` are two guesses."""
+        """The next size of a tensor of another stage; ``likely`` are two guesses."""
         if self._guess is None or len(self._noted) < len(self._came):
             return self.take(int, maker)
         self.is_sized = True

@@ -1,6 +1,6 @@
 """The calls of a stage's own units, one after the other, without the model's forward.
 
-The first call of a stage records them, if the forward is plain (see :mod:`guards`), and each unit
+The first call of a stage records them, if the forward is plain (see ``guards``), and each unit
 gets nothing but values from the stage before and outputs of other units.
 """
 
@@ -14,7 +14,7 @@ from torch import nn
 
 from taktline.split.arguments import Args, Kwargs
 from taktline.split.named.guards import Guards
-from taktline.split.named.mutable import is_constant
+from taktline.split.named.mutable import is_constant, version_of
 from taktline.split.named.units import call_of
 
 __all__ = ["DirectCalls", "SeenCall", "record_direct_calls", "versions_of"]
@@ -74,11 +74,7 @@ class SeenCall(NamedTuple):
 
 def versions_of(values: Iterable[Any]) -> dict[int, int]:
     """The versions of tensors by id: they grow with each change in place."""
-    return {
-        id(value): 0 if value.is_inference() else value._version
-        for value in values
-        if isinstance(value, torch.Tensor)
-    }
+    return {id(value): version_of(value) for value in values if isinstance(value, torch.Tensor)}
 
 
 def record_direct_calls(

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from taktline import pytree
 from taktline.errors import PartitionError
 from taktline.split.arguments import Args, Kwargs, device_of
-from taktline.split.named.changes import Changes, find_late_changes
+from taktline.split.named.changes import Changes
 from taktline.split.named.data_dependent import Guess, Sizes
 from taktline.split.named.dry_run_context import DryRunContext
 from taktline.split.named.forward_summary import Cut, ForwardSummary
@@ -41,7 +42,7 @@ def dry_run(
     summary, *others = _summaries(layout, args, kwargs, thorough=thorough, reruns=reruns)
     for other in others:
         summary.join(other)
-    for error in _late_changes(summary, layout, args, kwargs).values():
+    for error in _find_late_changes(summary, layout, args, kwargs).values():
         raise error
     return summary
 
@@ -53,7 +54,7 @@ def find_refused_cuts(layout: Layout, args: Args, kwargs: Kwargs) -> set[Cut]:
         summary, *_ = _summaries(layout, args, kwargs, refused=refused)
     except PartitionError:
         return set(layout.cuts)
-    return refused | _late_changes(summary, layout, args, kwargs).keys()
+    return refused | _find_late_changes(summary, layout, args, kwargs).keys()
 
 
 def _summaries(
@@ -77,19 +78,6 @@ def _summaries(
     if not found:
         raise failed[0]
     return found
-
-
-def _late_changes(
-    summary: ForwardSummary, layout: Layout, args: Args, kwargs: Kwargs
-) -> dict[Cut, PartitionError]:
-    if not summary.changed or not layout.cuts:
-        return {}
-
-    def run(at_end: Callable[[int], None]) -> None:
-        summary = ForwardSummary()
-        _run(summary, layout, args, kwargs, guess=Guess(0), refused=set(), at_end=at_end)
-
-    return find_late_changes(layout.common, summary.changed, layout.cuts, run)
 
 
 def _run(
@@ -164,3 +152,93 @@ def _fork_python_rng() -> Iterator[None]:
         yield
     finally:
         random.setstate(state)
+
+
+def _find_late_changes(
+    summary: ForwardSummary, layout: Layout, args: Args, kwargs: Kwargs
+) -> dict[Cut, PartitionError]:
+    """The cuts before which a stage reads what the forward changes later, with an error each.
+
+    A stage leaves its forward where the next stage begins. So it must not read, in its next call,
+    what the forward changes after that::
+
+        forward of the model:   x * self.count   layer 0   layer 1   self.count += 1
+        stage 0:                reads            runs      ▶ leave   never gets here
+    """
+    modules, changed = layout.common, summary.changed
+    if not changed or not layout.cuts:
+        return {}
+
+    def run(at_end: Callable[[int], None]) -> None:
+        _run(ForwardSummary(), layout, args, kwargs, guess=Guess(0), refused=set(), at_end=at_end)
+
+    state = Changes(modules, changed)
+    state.keep()
+    found: dict[Cut, PartitionError] = {}
+    ends: list[Changes] = []
+    at_ends: list[dict[str, Any]] = []
+    read: dict[str, int] = {}
+
+    def note_end(stage: int) -> None:
+        ends.append(Changes(modules, changed))
+        ends[-1].keep()
+        at_ends.append(state.fingerprints())
+
+    try:
+        with _noting_reads(modules, changed, lambda name: read.setdefault(name, len(ends))):
+            run(note_end)
+        after = state.fingerprints()
+        whole: list[dict[str, Any]] = []
+        run(lambda _: whole.append(state.fingerprints()))
+        for stage, (end, start) in enumerate(zip(ends, layout.cuts, strict=True)):
+            late = {
+                name
+                for name in changed
+                if at_ends[stage].get(name) != after.get(name)
+                and read.get(name, len(ends)) <= stage
+            }
+            if not late:
+                continue
+            end.undo()
+            own: list[dict[str, Any]] = []
+            run(lambda _, own=own: own.append(state.fingerprints()))
+            for name in sorted(late):
+                if own[stage].get(name) != whole[stage].get(name):
+                    found[start] = PartitionError(
+                        f"stage {stage} reads {name!r}, which the forward changes after that stage "
+                        f"has ended with the call of {start!r}, so it would not know of it; change "
+                        f"{name!r} before that call, or cut the model elsewhere"
+                    )
+    finally:
+        state.undo()
+    return found
+
+
+@contextmanager
+def _noting_reads(
+    modules: Mapping[str, nn.Module], names: Collection[str], note: Callable[[str], object]
+) -> Iterator[None]:
+    """Call ``note`` with the name of each attribute or buffer of some names that is read."""
+    kinds = {path: type(module) for path, module in modules.items()}
+    try:
+        for path, module in modules.items():
+            prefix = f"{path}." if path else ""
+            own = {name.removeprefix(prefix): name for name in names if name.startswith(prefix)}
+            if own:
+                module.__class__ = _noting_class(kinds[path], own, note)
+        yield
+    finally:
+        for path, module in modules.items():
+            module.__class__ = kinds[path]
+
+
+def _noting_class(
+    kind: type[nn.Module], names: Mapping[str, str], note: Callable[[str], object]
+) -> type[nn.Module]:
+    def getattribute(self: Any, name: str) -> Any:
+        if name in names:
+            note(names[name])
+        return kind.__getattribute__(self, name)
+
+    texts = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
+    return type(kind.__name__, (kind,), {"__getattribute__": getattribute, **texts})

@@ -102,8 +102,8 @@ class DryRunContext(Checkpoints):
     def source(self, placeholders: Sequence[Placeholder]) -> Placeholder:
         """A placeholder that a stage has made, if there is one."""
         for placeholder in placeholders:
-            if placeholder.parameter:
-                self.summary.uses.setdefault(placeholder.maker, set()).add(self._stage)
+            if placeholder.owner in self._layout.direct:
+                self._note_use(placeholder.owner)
         return min(placeholders, key=lambda placeholder: placeholder.stage)
 
     def note_made(self, made: Placeholder, placeholders: Sequence[Placeholder], func: Any) -> None:
@@ -201,6 +201,9 @@ class DryRunContext(Checkpoints):
             for boundary in self.summary.boundaries[home:last]:
                 boundary.extras.append(value)
 
+    def _note_use(self, owner: str) -> None:
+        self.summary.uses.setdefault(owner, set()).add(self._stage)
+
     def _history(self, parents: Sequence[Placeholder] = ()) -> _History:
         return _History(self._stage, self._now(), parents)
 
@@ -248,9 +251,7 @@ class DryRunContext(Checkpoints):
             seen.add((id(placeholder), before))
             history: _History | None = placeholder.history
             if placeholder.owner:
-                self.summary.units.setdefault(placeholder.owner, set()).add(self._stage)
-            elif placeholder.parameter:
-                self.summary.uses.setdefault(placeholder.maker, set()).add(self._stage)
+                self._note_use(placeholder.owner)
             elif history is None:
                 self._refuse(
                     placeholder.stage,

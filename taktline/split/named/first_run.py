@@ -14,7 +14,7 @@ from taktline.split.named.direct_calls import SeenCall, versions_of
 from taktline.split.named.forward_summary import UnitTensor
 from taktline.split.named.layout import Layout
 from taktline.split.named.placeholder import Placeholder
-from taktline.split.named.prefix import Prefix, Step, record_prefix
+from taktline.split.named.repeated_run import Prefix, Step, record_prefix
 from taktline.split.named.shape_probe import ShapeProbe
 from taktline.split.named.side_effects import apply_side_effects, refill
 from taktline.split.named.stage_run import StageInput, StageRun
@@ -23,7 +23,7 @@ __all__ = ["FirstRun", "OtherTypes"]
 
 
 class OtherTypes(BaseException):
-    """Ends a forward whose placeholders have not the types of the received values."""
+    """Ends a forward whose placeholders have other types than the received values."""
 
     def __init__(self, types: Mapping[torch.dtype, torch.dtype]) -> None:
         super().__init__()
@@ -136,7 +136,6 @@ class FirstRun(StageRun):
         ]
 
     def call(self, func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
-        """Call a function of torch with placeholders among its arguments."""
         output = super().call(func, args, kwargs)
         if not self._has_begun:
             self._steps.append(Step(func, None, args, kwargs, output))
@@ -185,7 +184,7 @@ class FirstRun(StageRun):
                 placeholder.value = self._values[self._received[id(placeholder)]]
 
     def _fitting(self, placeholder: Any, number: int, user: str) -> torch.Tensor:
-        """A received value; raises if it has not the shape of its placeholder."""
+        """A received value; raises if its placeholder has another shape."""
         value = self._values[number]
         if placeholder.shape != value.shape:
             raise PartitionError(

@@ -79,10 +79,8 @@ class ForwardSummary:
     """The calls of units, and of modules inside of units, with their stages."""
     calls: dict[str, list[int]] = field(default_factory=dict)
     """The stages that call each unit, in the order of the calls."""
-    units: dict[str, set[int]] = field(default_factory=dict)
-    """The stages that use parameters of a unit without calling the unit."""
     uses: dict[str, set[int]] = field(default_factory=dict)
-    """The stages that use each parameter of a container."""
+    """The stages that use a parameter of a container, or those of a unit without a call of it."""
     boundaries: list[Boundary] = field(default_factory=list)
     """What crosses each cut."""
     changed: frozenset[str] = frozenset()
@@ -107,9 +105,8 @@ class ForwardSummary:
     def join(self, other: ForwardSummary) -> None:
         """Add what a dry run with other guesses has seen."""
         self.order = max(self.order, other.order, key=len)
-        for mine, others in ((self.units, other.units), (self.uses, other.uses)):
-            for name, stages in others.items():
-                mine.setdefault(name, set()).update(stages)
+        for name, stages in other.uses.items():
+            self.uses.setdefault(name, set()).update(stages)
         for name, stages in other.calls.items():
             known = self.calls.setdefault(name, [])
             known += [stage for stage in stages if stage not in known]

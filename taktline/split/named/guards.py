@@ -27,6 +27,7 @@ import torch
 from torch import nn
 
 from taktline.split.named.changes import HOOKS
+from taktline.split.named.containers import joined
 from taktline.split.named.mutable import is_constant
 from taktline.split.named.placeholder import Placeholder
 from taktline.split.named.units import ROWS
@@ -114,7 +115,7 @@ def guards_of(
                 reader.read(owner.forward)
             guards.watch_size(container._modules)
             for key, module in container._modules.items():
-                path = f"{name}.{key}" if name else key
+                path = joined(name, key)
                 if module is not None and path not in units:
                     guards.watch(container._modules, key)
                     _watch(module, guards, is_container=path in containers)

@@ -65,9 +65,7 @@ class Layout:
     direct: dict[str, Placeholder] = field(default_factory=dict)
     """Placeholders for the parameters of containers."""
     homes: dict[str, frozenset[int]] = field(default_factory=dict)
-    """The stages that have each unit."""
-    users: dict[str, frozenset[int]] = field(default_factory=dict)
-    """The stages that have each parameter of a container."""
+    """The stages that have each unit, and each parameter of a container."""
     hooked: list[str] = field(default_factory=list)
     """The foreign units that have got hooks."""
     retyped: int = 0
@@ -81,7 +79,7 @@ class Layout:
 
     @classmethod
     def of(cls, model: nn.Module, cuts: Sequence[Cut]) -> Layout:
-        """The layout of a model, without homes and users, which a dry run has to find."""
+        """The layout of a model, without homes, which a dry run has to find."""
         install_router_hooks(model)
         made = cls(type(model), tuple(cuts), containers=containers_of(model, cuts))
         free = _buffers_without_data(model)
@@ -97,7 +95,7 @@ class Layout:
             return copied_unit(made.probes[name])
 
         def parameter(name: str, parameter: nn.Parameter) -> Placeholder:
-            made.direct[name] = Placeholder.of(parameter, name, ANYWHERE, parameter=True)
+            made.direct[name] = Placeholder.of(parameter, name, ANYWHERE, owner=name)
             return made.direct[name]
 
         made.empty_model = made._copy(model, child, parameter)
@@ -205,7 +203,7 @@ class Layout:
             return foreign_unit(self.probes[name], type(unwrapped(module)), module.training)
 
         def parameter(name: str, parameter: nn.Parameter) -> nn.Parameter | Placeholder:
-            return parameter if stage in self.users[name] else self.direct[name]
+            return parameter if stage in self.homes[name] else self.direct[name]
 
         made = self._copy(model, child, parameter)
         for hooks in (made._forward_hooks, made._forward_pre_hooks):
@@ -286,8 +284,7 @@ def _placeholders(unit: str, module: nn.Module) -> dict[int, Any]:
         if type(value) is torch.Tensor and value.grad_fn is not None
     ]
     for name, tensor in (*module.named_parameters(), *module.named_buffers(), *computed):
-        memo[id(tensor)] = placeholder = Placeholder.of(tensor, joined(unit, name), ANYWHERE)
-        placeholder.owner = unit
+        memo[id(tensor)] = Placeholder.of(tensor, joined(unit, name), ANYWHERE, owner=unit)
     return memo
 
 

@@ -13,7 +13,16 @@ from torch import nn
 
 from taktline import pytree
 
-__all__ = ["clone", "fingerprint", "is_constant", "is_mutable", "restore", "save", "with_copies"]
+__all__ = [
+    "clone",
+    "fingerprint",
+    "is_constant",
+    "is_mutable",
+    "restore",
+    "save",
+    "version_of",
+    "with_copies",
+]
 
 _CONTAINERS = (list, dict, set, deque)
 _NOT_OBJECTS = (
@@ -51,9 +60,13 @@ def _parts(value: Any) -> list[tuple[Any, Any]]:
     return list(vars(value).items()) if _is_object(value) else []
 
 
+def version_of(tensor: torch.Tensor | None) -> int:
+    """How often a tensor was changed in place."""
+    return 0 if tensor is None or tensor.is_inference() else tensor._version
+
+
 def _tensor_fingerprint(tensor: torch.Tensor) -> Any:
-    version = 0 if tensor.is_inference() else tensor._version
-    return (type(tensor), tuple(tensor.shape), tensor.dtype, id(tensor), version)
+    return (type(tensor), tuple(tensor.shape), tensor.dtype, id(tensor), version_of(tensor))
 
 
 def fingerprint(

@@ -112,10 +112,8 @@ class Placeholder(torch.Tensor):
     """The submodule or parameter that the placeholder comes from."""
     stage: int
     """The stage that has the data."""
-    parameter: bool
-    """Whether the placeholder is for a parameter of a container."""
-    owner = ""
-    """The unit that has the placeholder as a parameter or buffer."""
+    owner: str
+    """The unit whose parameter or buffer it replaces; or the parameter of a container itself."""
     history: Any = None
     """How a dry run has seen the placeholder being made."""
     value: torch.Tensor | None
@@ -129,7 +127,7 @@ class Placeholder(torch.Tensor):
         stage: int,
         device: torch.device,
         *,
-        parameter: bool = False,
+        owner: str = "",
     ) -> Placeholder:
         """A placeholder with the shape, strides and type of a meta tensor."""
         made = torch.Tensor._make_wrapper_subclass(  # pyright: ignore[reportAttributeAccessIssue]
@@ -145,7 +143,7 @@ class Placeholder(torch.Tensor):
         made._device = device
         made.maker = maker
         made.stage = stage
-        made.parameter = parameter
+        made.owner = owner
         made.value = None
         return made
 
@@ -170,20 +168,16 @@ class Placeholder(torch.Tensor):
         return self._device if self.value is None else self.value.device
 
     @classmethod
-    def of(
-        cls, tensor: torch.Tensor, maker: str, stage: int, *, parameter: bool = False
-    ) -> Placeholder:
+    def of(cls, tensor: torch.Tensor, maker: str, stage: int, *, owner: str = "") -> Placeholder:
         """A placeholder for a tensor."""
-        return cls(as_meta(tensor), maker, stage, tensor.device, parameter=parameter)
+        return cls(as_meta(tensor), maker, stage, tensor.device, owner=owner)
 
     def typed(self, dtype: torch.dtype) -> Placeholder:
         """A placeholder like this one, with another type."""
         return self._like(self.meta.to(dtype))
 
     def _like(self, meta: torch.Tensor) -> Placeholder:
-        made = Placeholder(meta, self.maker, self.stage, self.device, parameter=self.parameter)
-        made.owner = self.owner
-        return made
+        return Placeholder(meta, self.maker, self.stage, self.device, owner=self.owner)
 
     def __repr__(self) -> str:  # pyright: ignore[reportIncompatibleMethodOverride]
         return f"Placeholder({self.maker!r}, {self.dtype}, {list(self.shape)})"

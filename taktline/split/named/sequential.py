@@ -11,17 +11,17 @@ from torch import nn
 
 from taktline.errors import PartitionError
 from taktline.split.arguments import Args, Kwargs
-from taktline.split.named.call_cache import CallCache, cache_key
 from taktline.split.named.changes import HOOKS
 from taktline.split.named.containers import containers_of, copied, joined
 from taktline.split.named.forward_summary import Cut
+from taktline.split.named.known_calls import CallCache, cache_key
 from taktline.split.named.mutable import with_copies
 from taktline.split.named.units import derived_class
 
 __all__ = ["slice_sequential"]
 
 _BESIDES = (*HOOKS, "_parameters", "_buffers", "_compiled_call_impl")
-"""What a container may have besides its modules, and a chain has not."""
+"""What a container may have besides its modules; a chain has none of it."""
 
 
 def slice_sequential(model: nn.Module, cuts: Sequence[Cut]) -> list[nn.Module] | None:

@@ -15,13 +15,12 @@ from taktline import pytree
 from taktline.errors import PartitionError
 from taktline.meta import TensorMeta
 from taktline.side_values import Aside, Skip
-from taktline.split.arguments import Args, Kwargs, tensors_in
-from taktline.split.named.call_cache import CallCache, autocast_dtype, cache_key
-from taktline.split.named.data_dependent import NUMBERS, Number
+from taktline.split.arguments import NUMBERS, Args, Kwargs, Number, tensors_in
 from taktline.split.named.hugging_face import collected_lists
-from taktline.split.named.mutable import is_constant
+from taktline.split.named.known_calls import CallCache, autocast_dtype, cache_key
+from taktline.split.named.mutable import is_constant, version_of
 from taktline.split.named.placeholder import Placeholder, PlaceholderContext, as_meta, here
-from taktline.split.named.side_effects import FullOutput, StateBefore, call_isolated
+from taktline.split.named.side_effects import FullOutput, StateBefore
 
 __all__ = ["ShapeProbe", "require_not_nested"]
 
@@ -170,7 +169,8 @@ class ShapeProbe:
         """Run the copy without data, or else with random data."""
         leaves, spec = pytree.tree_flatten((args, kwargs))
         self.module.train(training)
-        with unset_fake_temporarily():  # the result is used in other modes, too
+        # The result is used in other modes, too.
+        with unset_fake_temporarily(), torch.inference_mode(False):
             try:
                 # All tensors become placeholders: another call may have other data.
                 empty = [
@@ -206,7 +206,10 @@ class ShapeProbe:
         with PlaceholderContext(device) as context, _ProbeAside(0, self.skips), torch.no_grad():
             context.numbers = sizes
             state = StateBefore(self.name, module, args, kwargs)
-            output = state.with_effects(call_isolated(lambda: module(*args, **kwargs)))
+            try:
+                output = state.with_effects(module(*args, **kwargs))
+            finally:
+                state.drop_collected()
         self.leaves_more |= type(output) is FullOutput
         after = zip(given, versions, _versions(given.values()), strict=True)
         self.writes |= {at for at, version, now in after if version != now}
@@ -283,7 +286,7 @@ class ShapeProbe:
 
 def _versions(tensors: Iterable[torch.Tensor]) -> list[tuple[int, int]]:
     """The identities of tensors, and how often each was changed in place."""
-    return [(id(tensor), tensor._version) for tensor in tensors]
+    return [(id(tensor), version_of(tensor)) for tensor in tensors]
 
 
 def _with_data(leaf: Any, device: torch.device, *, keep: bool) -> Any:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from functools import cache
 from inspect import getclosurevars, isfunction, unwrap
 from typing import Any, NamedTuple
@@ -27,8 +27,6 @@ __all__ = [
     "FullOutput",
     "StateBefore",
     "apply_side_effects",
-    "call_isolated",
-    "collected_since",
     "refill",
 ]
 
@@ -42,29 +40,10 @@ class FullOutput(NamedTuple):
     output: Any
     collected: dict[str, list[Any]]
     """What hooks have appended to each list of the running model."""
-    attributes: dict[str, Any] = {}  # noqa: RUF012 - a value, which nobody changes
+    attributes: dict[str, Any]
     """Tensors that the submodule has put into its attributes, by their names."""
-    arguments: tuple[Any, ...] = ()
+    arguments: tuple[Any, ...]
     """The arguments, if the call has changed lists or dicts among them."""
-
-
-def collected_since(lengths: Mapping[str, int]) -> dict[str, list[Any]]:
-    """What hooks have appended since the lists had these lengths."""
-    return {key: part[lengths[key] :] for key, part in collected_lists().items() if key in lengths}
-
-
-def call_isolated(call: Callable[[], Any]) -> Any:
-    """The output of a call, with what its hooks collect; removes that from the lists again."""
-    lists = collected_lists()
-    if not lists:
-        return call()
-    lengths = {key: len(part) for key, part in lists.items()}
-    try:
-        output = call()
-        return FullOutput(output, collected_since(lengths))
-    finally:
-        for key, part in lists.items():
-            del part[lengths[key] :]
 
 
 def apply_side_effects(output: Any, module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -82,7 +61,7 @@ def apply_side_effects(output: Any, module: nn.Module, args: Any, kwargs: Any) -
 
 
 class StateBefore:
-    """The state of a submodule and its arguments before a call, to find what the call changes."""
+    """The state before a call of a submodule, to find what the call leaves behind."""
 
     def __init__(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         self._name = name
@@ -98,6 +77,7 @@ class StateBefore:
         others += [(f"the global {name!r}", value) for name, value in _globals(module)]
         self._others = [(what, value, fingerprint(value)) for what, value in others]
         """What a call may change, and other stages cannot reproduce."""
+        self._lists = [(key, part, len(part)) for key, part in collected_lists().items()]
 
     def with_effects(self, output: Any) -> Any:
         """The output, with all that the call has left behind."""
@@ -116,10 +96,15 @@ class StateBefore:
         }
         leaves, spec = pytree.tree_flatten(self._arguments)
         is_same = spec == self._spec and all(map(operator.is_, leaves, self._leaves))
-        if is_same and not attributes:
+        if is_same and not attributes and not self._lists:
             return output
-        whole = output if type(output) is FullOutput else FullOutput(output, {})
-        return whole._replace(attributes=attributes, arguments=() if is_same else self._arguments)
+        collected = {key: part[length:] for key, part, length in self._lists}
+        return FullOutput(output, collected, attributes, () if is_same else self._arguments)
+
+    def drop_collected(self) -> None:
+        """Remove what hooks have appended to lists of the running model."""
+        for _, part, length in self._lists:
+            del part[length:]
 
 
 def _attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:

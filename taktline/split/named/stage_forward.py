@@ -1,8 +1,8 @@
 """Runs one stage of a model that was cut by names.
 
 The first call with arguments of some shapes runs the model's forward with placeholders
-(:mod:`first_run`). Later calls with these shapes repeat its prefix (:mod:`repeated_run`), or, for a
-plain forward, call the stage's own units alone (:mod:`direct_calls`).
+(``first_run``). Later calls with these shapes repeat its prefix (``repeated_run``), or, for a
+plain forward, call the stage's own units alone (``direct_calls``).
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from torch import nn
 from taktline import pytree
 from taktline.errors import PartitionError
 from taktline.split.arguments import Args, Call, Kwargs, device_of
-from taktline.split.named.call_cache import CallCache, autocast_dtype, cache_key
 from taktline.split.named.changes import Changes
 from taktline.split.named.direct_calls import (
     DirectCalls,
@@ -32,7 +31,7 @@ from taktline.split.named.first_run import FirstRun, OtherTypes
 from taktline.split.named.forward_summary import ForwardSummary
 from taktline.split.named.guards import guards_of
 from taktline.split.named.hugging_face import require_not_collected, without_cache
-from taktline.split.named.known_call import KnownCall
+from taktline.split.named.known_calls import CallCache, KnownCall, autocast_dtype, cache_key
 from taktline.split.named.layout import Layout, all_modules
 from taktline.split.named.mutable import with_copies
 from taktline.split.named.placeholder import Absent, Placeholder
@@ -279,7 +278,7 @@ class StageForward:
         *,
         is_noted: bool,
     ) -> None:
-        """Raise if a stage has not done what the whole model does up to its end.
+        """Raise if a stage differs from the whole model up to its end.
 
         ``is_noted`` is whether ``order`` has the calls of modules inside of units.
         """
@@ -287,7 +286,7 @@ class StageForward:
         missing = summary.changed - changed if is_complete else set()
         for name in sorted(missing | (changed - summary.changed)):
             raise PartitionError(
-                f"stage {self.stage} changes {name!r} otherwise than the whole model; {_BY_HAND}"
+                f"stage {self.stage} does not change {name!r} as the whole model does; {_BY_HAND}"
             )
         if summary.is_guessed or summary.draws:
             return  # the calls depend on data
@@ -324,20 +323,13 @@ class StageForward:
         return without.boundaries != summary.boundaries
 
     def _require_at_home(self, summary: ForwardSummary) -> None:
-        """Raise if a stage uses a unit or a parameter that it has not."""
-        advice = self.layout.advice
-        for name in {**summary.calls, **summary.units}:
+        """Raise if a stage uses a unit or a parameter of another stage."""
+        for name in {**summary.calls, **summary.uses}:
             homes = self.layout.homes[name]
-            away = {*summary.calls.get(name, ()), *summary.units.get(name, ())} - homes
+            away = {*summary.calls.get(name, ()), *summary.uses.get(name, ())} - homes
             if away:
+                does = "uses the parameter" if name in self.layout.direct else "calls"
                 raise PartitionError(
-                    f"the forward calls {name!r} in stage {min(away)}, but it lies in stage "
-                    f"{min(homes)}; {advice}"
-                )
-        for name, used in summary.uses.items():
-            users = self.layout.users[name]
-            if away := used - users:
-                raise PartitionError(
-                    f"the forward uses the parameter {name!r} in stage {min(away)}, but it lies in "
-                    f"stage {min(users)}; {advice}"
+                    f"the forward {does} {name!r} in stage {min(away)}, but it lies in stage "
+                    f"{min(homes)}; {self.layout.advice}"
                 )

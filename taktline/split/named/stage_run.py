@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -24,12 +23,11 @@ from taktline.split.arguments import Args, Call, Kwargs
 from taktline.split.named.checkpoints import Checkpoints
 from taktline.split.named.data_dependent import Numbers, Sizes
 from taktline.split.named.forward_summary import UnitTensor
-from taktline.split.named.hugging_face import collected_lists
-from taktline.split.named.known_call import KnownCall
+from taktline.split.named.known_calls import KnownCall
 from taktline.split.named.layout import Layout
 from taktline.split.named.placeholder import Placeholder, resolved
 from taktline.split.named.shape_probe import ShapeProbe
-from taktline.split.named.side_effects import FullOutput, StateBefore, collected_since
+from taktline.split.named.side_effects import StateBefore
 
 __all__ = ["Leave", "StageInput", "StageRun"]
 
@@ -62,8 +60,6 @@ class StageRun(Checkpoints, ABC):
     mixed = True
     is_inside = False
     """Whether an own unit runs."""
-    _lengths: Mapping[str, int] = MappingProxyType({})
-    """The lengths of the lists of collected outputs before an own unit runs."""
     _before: StateBefore | None = None
     """The state before an own unit runs, if the unit has side effects."""
 
@@ -114,8 +110,6 @@ class StageRun(Checkpoints, ABC):
     def note_own(self, unit: Any, args: Args, kwargs: Kwargs, output: Any) -> None:
         """Keep the arguments and outputs of an own unit that later stages need."""
         call = self.count(unit.unit)
-        if self._lengths:
-            output = FullOutput(output, collected_since(self._lengths))
         if self._before is not None:
             output = self._before.with_effects(output)
         if self.numbers is not None:
@@ -127,12 +121,11 @@ class StageRun(Checkpoints, ABC):
             if value.unit == unit.unit and value.call == call:
                 leaves = pytree.tree_leaves(output if value.is_output else (args, kwargs))
                 self._caught[value] = leaves[value.leaf]
-                if self.is_kept:
+                if self.in_reentrant:
                     self._unsure.add(value)
 
     def _note_before(self, unit: Any, args: Args, kwargs: Kwargs) -> None:
         """Note the state before an own unit runs, to find its side effects."""
-        self._lengths = {key: len(part) for key, part in collected_lists().items()}
         leaves_more = self._layout.probes[unit.unit].leaves_more
         self._before = StateBefore(unit.unit, unit, args, kwargs) if leaves_more else None
 
@@ -155,7 +148,7 @@ class StageRun(Checkpoints, ABC):
         sent = self._caught.get(value, received.get(value))
         summary = self._known.summary
         if sent is None and summary.is_guessed and value in summary.shapes:
-            # A micro-batch that takes another branch has not this tensor.
+            # A micro-batch that takes another branch does not have this tensor.
             absent = summary.shapes[value]
             return torch.zeros(absent.shape, dtype=absent.dtype, device=self.device)
         if not isinstance(sent, torch.Tensor):

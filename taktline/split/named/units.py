@@ -127,11 +127,9 @@ class _ForeignUnit:
     # A running forward finds the submodules that the model has; others, those that the stage has.
 
     def named_children(self) -> Iterator[tuple[str, nn.Module]]:
-        """The children of the unit."""
         return nn.Module.named_children(self._as_seen())
 
     def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
-        """The modules in the unit."""
         return nn.Module.named_modules(self._as_seen(), *args, **kwargs)
 
     def _as_seen(self) -> Any:

@@ -17,9 +17,8 @@ from torch.utils._python_dispatch import (
 
 from taktline import pytree
 from taktline.errors import StateError
-from taktline.split.arguments import Args, Kwargs, tensors_in
+from taktline.split.arguments import NUMBER_READERS, Args, Kwargs, tensors_in
 from taktline.split.on_meta.operation_log import Log, keep, written
-from taktline.split.on_meta.replay import replay
 
 __all__ = ["deferred"]
 
@@ -133,22 +132,13 @@ class _Disguise(TorchFunctionMode):
 _DEVICE = torch.Tensor.device.__get__  # pyright: ignore[reportAttributeAccessIssue]
 _IS_META = torch.Tensor.is_meta.__get__  # pyright: ignore[reportAttributeAccessIssue]
 _READING = {
+    *NUMBER_READERS,
     torch.Tensor.__array__,
-    torch.Tensor.__bool__,
     torch.Tensor.__complex__,
     torch.Tensor.__contains__,
-    torch.Tensor.__float__,
     torch.Tensor.__format__,
-    torch.Tensor.__index__,
-    torch.Tensor.__int__,
     torch.Tensor.__repr__,
-    torch.Tensor.allclose,
-    torch.Tensor.equal,
-    torch.Tensor.item,
     torch.Tensor.numpy,
-    torch.Tensor.tolist,
-    torch.allclose,
-    torch.equal,
 }
 
 
@@ -157,7 +147,7 @@ def _real(log: Log, value: Any) -> Any:
     if not isinstance(value, torch.Tensor) or not value.is_meta:
         return value
     with _disable_current_modes():
-        return replay(log, [value])[0]
+        return log.replay([value])[0]
 
 
 def _takes_device(op: OpOverload) -> bool:

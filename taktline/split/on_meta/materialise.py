@@ -15,7 +15,6 @@ from taktline.checks import refuse, require_instance
 from taktline.device import require_device
 from taktline.errors import ArgumentError, StateError
 from taktline.split.on_meta.operation_log import Log, find_log
-from taktline.split.on_meta.replay import replay
 from taktline.split.traced.stage_module import StageModule
 from taktline.stage.ties import declared
 from taktline.text import counted
@@ -80,30 +79,14 @@ def materialise(
         raise ArgumentError(f"device {device} cannot be used here: {error}") from error
 
 
-@dataclass(frozen=True, slots=True)
-class _Place:
-    """A table of a module, and a key in it."""
-
-    module: nn.Module
-    table: str
-    key: str
-
-    def get(self) -> torch.Tensor | None:
-        """The tensor in this place."""
-        return getattr(self.module, self.table).get(self.key)
-
-    def put(self, tensor: torch.Tensor) -> None:
-        """Replace the tensor in this place, without the checks of ``__setattr__``."""
-        getattr(self.module, self.table)[self.key] = tensor
-
-
 @dataclass(slots=True, eq=False)
 class _Want:
     """A tensor on the meta device, its places and names, and its value."""
 
     tensor: torch.Tensor
     value: torch.Tensor | None = None
-    places: list[_Place] = field(default_factory=list)
+    places: list[tuple[nn.Module, dict[str, Any], str]] = field(default_factory=list)
+    """Modules, a table of each, and the key in it."""
     names: list[str] = field(default_factory=list)
 
     @property
@@ -125,21 +108,19 @@ class _Want:
                 value = made
             else:
                 return
-        for place in self.places:
-            place.put(value)
-        first = self.places[0]
-        _made[self.tensor] = (weakref.ref(first.module), first.table, first.key)
+        for _, table, key in self.places:
+            table[key] = value
+        _made[self.tensor] = weakref.ref(value)
 
 
 _made: Any = WeakTensorKeyDictionary()
-"""The places of materialised tensors, so that a tie stays one object."""
+"""What has replaced tensors on the meta device, so that a tie stays one object."""
 
 
 def _known(want: _Want, device: torch.device) -> torch.Tensor | None:
     """The tensor that another piece has got for the same one."""
-    reference, table, key = _made.get(want.tensor) or (None, "", "")
-    module = reference() if reference else None
-    value = None if module is None else _Place(module, table, key).get()
+    reference = _made.get(want.tensor)
+    value = None if reference is None else reference()
     here = torch.empty(0, device=device).device
     return value if value is not None and value.device == here else None
 
@@ -148,13 +129,14 @@ def _wanted(piece: nn.Module) -> list[_Want]:
     """The tensors of a piece that are on the meta device, each once."""
     wants: dict[int, _Want] = {}
     for prefix, module in piece.named_modules(remove_duplicate=False):
-        for table in ("_parameters", "_buffers", "__dict__"):
-            for key, value in getattr(module, table).items():
+        tables: Any = (module._parameters, module._buffers, vars(module))
+        for table in tables:
+            for key, value in table.items():
                 # Placeholders belong to other stages.
                 plain = isinstance(value, nn.Parameter) or type(value) is torch.Tensor
                 if plain and value.is_meta:
                     want = wants.setdefault(id(value), _Want(value))
-                    want.places.append(_Place(module, table, key))
+                    want.places.append((module, table, key))
                     want.names.append(f"{prefix}.{key}" if prefix else key)
     for want in wants.values():
         for tie in declared(piece):
@@ -215,7 +197,7 @@ def _replay(wants: list[_Want], device: torch.device) -> None:
         if log is not None:
             by_log.setdefault(log, []).append(want)
     for log, logged in by_log.items():
-        made = replay(log, [want.tensor for want in logged])
+        made = log.replay([want.tensor for want in logged])
         for want in reversed(logged):
             # One at a time, so that few are on two devices at once.
             want.value = made.pop().to(device)
@@ -225,16 +207,15 @@ def _initialise(piece: nn.Module, wants: list[_Want], device: torch.device) -> N
     """Make buffers with ``_init_weights``, which Hugging Face models have."""
     hosts = [part for part in piece.modules() if hasattr(part, "_init_weights")]
     for want in wants:
-        place = want.places[0]
-        around = [host for host in hosts if any(part is place.module for part in host.modules())]
+        module, table, key = want.places[0]
+        around = [host for host in hosts if any(part is module for part in host.modules())]
         if want.is_parameter or not around:
             continue
         empty = torch.empty_like(want.tensor, device=device)
         version = empty._version
-        place.put(empty)
+        table[key] = empty
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
-            around[-1]._init_weights(place.module)  # pyright: ignore[reportCallIssue]
-        value = place.get()
-        place.put(want.tensor)
+            around[-1]._init_weights(module)  # pyright: ignore[reportCallIssue]
+        value, table[key] = table[key], want.tensor
         if value is not empty or empty._version > version:
             want.value = value

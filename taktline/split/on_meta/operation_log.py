@@ -1,8 +1,21 @@
-"""A log of the operations with which a constructor makes tensors, none of them carried out."""
+"""A log of the operations with which a constructor makes tensors, to carry out a part of it later.
+
+To make the values of a few tensors, a replay runs the operations that change memory which they
+need. It also runs the random operations before these, as later draws depend on them, and drops
+their results at once::
+
+    a = empty(4)       runs                      asked for: b
+    b = empty(9)       runs
+    a.normal_()        runs, and is dropped
+    b.normal_()        runs
+    c = b * 2          left out
+    d.normal_()        left out, as no later draw is needed
+"""
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,21 +27,19 @@ from taktline import pytree
 from taktline.errors import StateError
 from taktline.split.arguments import Args, Kwargs, aliased, tensors_in
 
-__all__ = ["Draw", "Log", "Operation", "Ref", "find_log", "keep", "written"]
+__all__ = ["Log", "find_log", "keep", "written"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Draw:
+class _Draw:
     """One operation that draws random numbers."""
 
     generator: torch.Generator
-    number: int
-    """Which draw of this generator it is, from 1 up."""
-    begin: int | torch.Tensor | None
-    """Where the generator stands: None where it was, or after which draw, or in which state."""
+    begin: _Draw | torch.Tensor | None
+    """Where the generator stands: behind another draw, in a state, or (None) where it was left."""
 
 
-class DrawLog:
+class _DrawLog:
     """The delayed draws from one generator.
 
     Each delayed draw moves the generator by one number, so that it has another state after each. A
@@ -39,23 +50,22 @@ class DrawLog:
     """
 
     def __init__(self, generator: torch.Generator) -> None:
-        self.generator = generator
-        self.start = generator.get_state()
-        self._state = _digest(self.start)
-        self._draws = {self._state: 0}
-        """The draws after which the generator had a state."""
-        self._count = 0
+        self._generator = generator
+        self._left = b""
+        """The state in which the last draw has left the generator."""
+        self._ends: dict[bytes, _Draw] = {}
 
-    def add(self) -> Draw:
+    def add(self) -> _Draw:
         """Note a draw that is delayed."""
-        state = self.generator.get_state()
+        state = self._generator.get_state()
         digest = _digest(state)
-        begin = None if digest == self._state else self._draws.get(digest, state)
-        self._count += 1
-        torch.rand((), generator=self.generator)
-        self._state = _digest(self.generator.get_state())
-        self._draws[self._state] = self._count
-        return Draw(self.generator, self._count, begin)
+        draw = _Draw(
+            self._generator, None if digest == self._left else self._ends.get(digest, state)
+        )
+        torch.rand((), generator=self._generator)
+        self._left = _digest(self._generator.get_state())
+        self._ends[self._left] = draw
+        return draw
 
 
 def _digest(state: torch.Tensor) -> bytes:
@@ -63,7 +73,7 @@ def _digest(state: torch.Tensor) -> bytes:
 
 
 @dataclass(frozen=True, slots=True)
-class Ref:
+class _Ref:
     """A tensor: its view of a numbered storage."""
 
     memory: int
@@ -83,20 +93,20 @@ class Ref:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Operation:
-    """One operation; its tensors are written as Ref."""
+class _Operation:
+    """One operation; its tensors are written as references."""
 
     op: OpOverload
     args: Args
     kwargs: Kwargs
-    made: tuple[Ref | None, ...]
+    made: tuple[_Ref | None, ...]
     """The tensors that it returns; None for one whose memory is not new."""
     reads: frozenset[int]
     writes: frozenset[int]
     """The memory that it changes or allocates."""
     dtype: torch.dtype
     """The default type when it was called."""
-    draw: Draw | None
+    draw: _Draw | None
 
 
 class Log:
@@ -107,10 +117,10 @@ class Log:
     """
 
     def __init__(self) -> None:
-        self.operations: list[Operation] = []
+        self.operations: list[_Operation] = []
         self.constants: dict[int, torch.Tensor] = {}
         """The bytes of memory that had values from the start."""
-        self.draw_logs: dict[torch.Generator, DrawLog] = {}
+        self._draws: dict[torch.Generator, _DrawLog] = {}
         self._numbers: dict[StorageWeakRef, int] = {}
 
     def __contains__(self, tensor: torch.Tensor) -> bool:
@@ -120,7 +130,7 @@ class Log:
         """Whether any of its tensors is alive."""
         return any(not memory.expired() for memory in self._numbers)
 
-    def ref(self, tensor: torch.Tensor) -> Ref:
+    def ref(self, tensor: torch.Tensor) -> _Ref:
         """The reference to a tensor."""
         number = self._numbers.get(StorageWeakRef(tensor.untyped_storage()))
         if number is None:
@@ -128,7 +138,7 @@ class Log:
                 f"a tensor of shape {list(tensor.shape)} on the meta device comes from outside of "
                 "deferred(), so its values are unknown; make it inside"
             )
-        return Ref(
+        return _Ref(
             number,
             tuple(tensor.shape),
             tensor.stride(),
@@ -159,29 +169,128 @@ class Log:
             args, kwargs = pytree.tree_map(self._write, (args, kwargs))
             dtype = torch.get_default_dtype()
             self.operations.append(
-                Operation(op, args, kwargs, made, reads, frozenset(writes), dtype, draw)
+                _Operation(op, args, kwargs, made, reads, frozenset(writes), dtype, draw)
             )
+
+    def replay(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The values of tensors, on the CPU.
+
+        Tensors that share memory in the log share it here. Generators stay as they are.
+        """
+        refs = [self.ref(tensor) for tensor in tensors]
+        dtype = torch.get_default_dtype()
+        states = {generator: generator.get_state() for generator in self._draws}
+        try:
+            with torch._C.DisableTorchFunction(), torch.no_grad():
+                memories = _Replay(self).run({ref.memory for ref in refs})
+                return [ref.view(memories[ref.memory]) for ref in refs]
+        finally:
+            torch.set_default_dtype(dtype)
+            for generator, state in states.items():
+                generator.set_state(state)
 
     def _number(self, memory: StorageWeakRef) -> int:
         return self._numbers.setdefault(memory, len(self._numbers))
 
-    def _made(self, tensor: torch.Tensor) -> Ref | None:
+    def _made(self, tensor: torch.Tensor) -> _Ref | None:
         if tensor in self:
             return None
         self._number(StorageWeakRef(tensor.untyped_storage()))
         return self.ref(tensor)
 
-    def _draw(self, kwargs: Kwargs) -> Draw:
+    def _draw(self, kwargs: Kwargs) -> _Draw:
         generator = kwargs.get("generator") or torch.default_generator
-        if generator not in self.draw_logs:
-            self.draw_logs[generator] = DrawLog(generator)
-        return self.draw_logs[generator].add()
+        if generator not in self._draws:
+            self._draws[generator] = _DrawLog(generator)
+        return self._draws[generator].add()
 
     def _write(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
             return self.ref(value)
         # Values are made on the CPU, and moved later.
         return torch.device("cpu") if isinstance(value, torch.device) else value
+
+
+class _Replay:
+    """The memory of a replay."""
+
+    def __init__(self, log: Log) -> None:
+        self._log = log
+        self._memories: dict[int, torch.UntypedStorage] = {}
+        begins = (operation.draw.begin for operation in log.operations if operation.draw)
+        self._ends = {begin: torch.empty(0) for begin in begins if isinstance(begin, _Draw)}
+        """The states of generators behind the draws to which the log sets them back."""
+
+    def run(self, asked: set[int]) -> dict[int, torch.UntypedStorage]:
+        """Carry out the operations that some memory depends on."""
+        operations = self._log.operations
+        kept = _kept(operations, asked)
+        uses = [operation.reads | operation.writes for operation in operations]
+        last = {memory: at for at in sorted(kept) for memory in uses[at]}
+        last_draw = max((at for at in kept if operations[at].draw), default=-1)
+        for at, operation in enumerate(operations):
+            if at not in kept and not (operation.draw and at < last_draw):
+                continue
+            self._do(operation, scratch=at not in kept)
+            for memory in uses[at] - asked if at in kept else ():
+                if last[memory] == at:
+                    del self._memories[memory]
+        return {memory: self._memory(memory) for memory in asked}
+
+    def _do(self, operation: _Operation, *, scratch: bool) -> None:
+        """Carry out one operation; with ``scratch``, on memory that is dropped."""
+
+        def real(value: Any) -> Any:
+            if not isinstance(value, _Ref):
+                return value
+            if scratch:
+                return torch.empty_strided(
+                    value.size, value.stride, dtype=value.dtype, device="cpu"
+                )
+            return value.view(self._memory(value.memory))
+
+        torch.set_default_dtype(operation.dtype)
+        args, kwargs = pytree.tree_map(real, (operation.args, operation.kwargs))
+        draw = operation.draw
+        if draw is not None and draw.begin is not None:
+            begin = draw.begin
+            draw.generator.set_state(self._ends[begin] if isinstance(begin, _Draw) else begin)
+        result = operation.op(*args, **kwargs)
+        if draw is not None and draw in self._ends:
+            self._ends[draw] = draw.generator.get_state()
+        if scratch:
+            return
+        for ref, tensor in zip(operation.made, tensors_in(result), strict=True):
+            if ref is not None:
+                self._memories[ref.memory] = _laid_out(tensor, ref).untyped_storage()
+
+    def _memory(self, number: int) -> torch.UntypedStorage:
+        if number not in self._memories:
+            self._memories[number] = self._log.constants[number].clone().untyped_storage()
+        return self._memories[number]
+
+
+def _kept(operations: Sequence[_Operation], asked: set[int]) -> set[int]:
+    """The places of the operations that some memory depends on."""
+    needed, kept, has_draw = set(asked), set[int](), False
+    for at, operation in reversed(list(enumerate(operations))):
+        draws = operation.draw is not None
+        # How much an operation draws may depend on the values that it reads.
+        is_forced = has_draw and draws and operation.reads - operation.writes
+        if is_forced or operation.writes & needed:
+            kept.add(at)
+            needed |= operation.reads
+            has_draw = has_draw or draws
+    return kept
+
+
+def _laid_out(tensor: torch.Tensor, ref: _Ref) -> torch.Tensor:
+    """A result with the strides of the log: on the CPU an operation may use others."""
+    if (tensor.stride(), tensor.storage_offset()) == (ref.stride, ref.offset):
+        return tensor
+    reach = ref.offset + sum((n - 1) * s for n, s in zip(ref.size, ref.stride, strict=True)) + 1
+    memory = torch.empty(max(reach, 0), dtype=ref.dtype, device="cpu").untyped_storage()
+    return ref.view(memory).copy_(tensor)
 
 
 _logs: list[Log] = []

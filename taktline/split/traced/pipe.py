@@ -24,6 +24,7 @@ from taktline.split.traced.state import State
 from taktline.split.traced.trace import Policy, in_mode, trace
 from taktline.stage import PipelineStage, Tie
 from taktline.stage.ties import declared
+from taktline.text import counted
 
 __all__ = ["Pipe", "PipeInfo", "build_stage", "pipeline"]
 
@@ -112,9 +113,8 @@ class Pipe(nn.Module):
             sum(p.numel() for p in self.get_stage_module(stage).parameters())
             for stage in range(self.num_stages)
         )
-        plural = "s" if self.num_stages > 1 else ""
         listed = ", ".join(f"{count:,} parameters" for count in counts)
-        return f"Pipe({self.num_stages} stage{plural}: {listed})"
+        return f"Pipe({counted(self.num_stages, 'stage')}: {listed})"
 
 
 def build_stage(
