@@ -256,7 +256,7 @@ class _PipelineStage(PipelineStage):
     def _move_submod_to_device(self) -> None:
         """Move the module, and the tensors that its graph makes, to the device."""
         if isinstance(self.submod, StageModule):
-            self.submod.set_device(torch.device(self.device))
+            self.submod.set_graph_device(torch.device(self.device))
         self.submod.to(self.device)
 
     get_stage_index_of_submod = _TRACED.get_stage_index_of_submod

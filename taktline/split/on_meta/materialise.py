@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import torch
 from torch import nn
@@ -15,7 +15,6 @@ from taktline.checks import refuse, require_instance
 from taktline.device import require_device
 from taktline.errors import ArgumentError, StateError
 from taktline.split.on_meta.operation_log import Log, find_log
-from taktline.split.traced.stage_module import StageModule
 from taktline.stage.ties import declared
 from taktline.text import counted
 
@@ -71,12 +70,19 @@ def materialise(
     for want in wants:
         want.install()
     for part in piece.modules():
-        if isinstance(part, StageModule):
-            part.set_device(device)
+        if isinstance(part, _NamesDevices):
+            part.set_graph_device(device)
     try:
         return piece.to(device)
     except AssertionError as error:  # so torch says that it was built without such devices
         raise ArgumentError(f"device {device} cannot be used here: {error}") from error
+
+
+@runtime_checkable
+class _NamesDevices(Protocol):
+    """A module whose graph creates tensors on devices that it names: a traced stage."""
+
+    def set_graph_device(self, device: torch.device) -> None: ...
 
 
 @dataclass(slots=True, eq=False)

@@ -69,7 +69,7 @@ class StageModule(fx.GraphModule):
             self.graph = self._graphs[mode]
         return self
 
-    def set_device(self, device: torch.device) -> None:
+    def set_graph_device(self, device: torch.device) -> None:
         """Let the graphs create tensors, such as positions and masks, on a device."""
         nested = [m.graph for m in self.modules() if isinstance(m, fx.GraphModule)]
         for graph in {*nested, *self._graphs.values()}:
