@@ -111,7 +111,7 @@ class PipelineRank:
 
         If the plans of the ranks differ, the first step reports it.
         """
-        if isinstance(self.transport, Distributed) and self.transport.size > 1:
+        if isinstance(self.transport, Distributed):
             plans = self.transport.exchange([self.runnable.fingerprint], "Pipeline(…)")
             if all(plan == plans[0] for plan in plans):
                 self._channels = sorted(channels_of(self.runnable.plan))
@@ -197,7 +197,7 @@ class PipelineRank:
         if len({rank.entangled for rank in all_ranks}) > 1:
             self.replicas.pipeline = self.transport
         self._entangled = any(rank.entangled for rank in all_ranks)
-        if isinstance(self.transport, Distributed) and self.transport.plane is not None:
+        if isinstance(self.transport, Distributed):
             self.transport.plane.entangled |= self._entangled
         channels = self._ties.find_holders([rank.uses for rank in all_ranks])
         if self._random is None:

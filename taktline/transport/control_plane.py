@@ -96,11 +96,9 @@ class Plane:
         self._thread.start()
 
     @classmethod
-    def current(cls) -> Plane | None:
-        """The plane of the default process group, made once; None if there is none."""
+    def current(cls) -> Plane:
+        """The plane of the default process group, made once."""
         group = dist.distributed_c10d._get_default_group()
-        if group.size() == 1:
-            return None
         plane = planes.get(group)
         if plane is None or plane._pid != os.getpid():  # a fork has no thread
             store = dist.distributed_c10d._get_default_store()
