@@ -182,7 +182,7 @@ class PipelineRank:
             self.replicas.entangled,
             examples({stage.stage_index: stage.expected_input for stage in self._stages}),
             examples({stage.stage_index: stage.expected_output for stage in self._stages}),
-            [use.to_plain() for use in self._ties.uses],
+            self._ties.uses,
             self._identity.proposed(),
         )
         texts = share_texts(self.transport, mine.to_text(), "the first step")
@@ -199,7 +199,7 @@ class PipelineRank:
         self._entangled = any(rank.entangled for rank in all_ranks)
         if isinstance(self.transport, Distributed):
             self.transport.plane.entangled |= self._entangled
-        channels = self._ties.find_holders([rank.uses for rank in all_ranks])
+        channels = self._ties.find_holders([rank.ties for rank in all_ranks])
         if self._random is None:
             channels |= set(channels_of(self.runnable.plan))
         self._channels = sorted(channels)

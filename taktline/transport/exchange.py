@@ -14,7 +14,15 @@ from taktline.checks import Either, read
 from taktline.errors import JsonError, TaktlineError, TransportError, text_of
 from taktline.transport.base import Transport
 
-__all__ = ["as_floats", "as_integers", "share_error", "share_floats", "share_texts", "share_values"]
+__all__ = [
+    "as_floats",
+    "as_integers",
+    "retold",
+    "share_error",
+    "share_floats",
+    "share_texts",
+    "share_values",
+]
 
 _MOST = 1 << 16
 """The most characters of an error that are shared; the rank that raised it has all of them."""
@@ -96,6 +104,13 @@ def share_error(transport: Transport, error: TaktlineError | None) -> TaktlineEr
         if text:
             return _restored(text, rank)
     return None
+
+
+def retold(error: TaktlineError, text: str) -> TaktlineError:
+    """The same error with another text."""
+    made = errors.restore(type(error), (text,), vars(error))
+    made.__cause__ = error.__cause__
+    return made
 
 
 def _written(error: TaktlineError) -> str:
