@@ -13,6 +13,7 @@ from taktline.checks import (
     require_callable,
     require_flag,
     require_instance,
+    require_instances,
     require_number,
     require_whole,
 )
@@ -75,6 +76,12 @@ class Schedule:
         name: str,
         make_plan: Callable[[int], Plan],
     ) -> None:
+        self._stages = require_instances("stages", stages, PipelineStage)
+        if not self._stages:
+            raise MismatchError(
+                f"{type(self).__name__} needs the stages of this rank, at least one; a rank that "
+                "holds none takes no part in the plan"
+            )
         n_microbatches = require_whole(
             "n_microbatches", n_microbatches, least=1, error=ScheduleError
         )
@@ -88,7 +95,6 @@ class Schedule:
         if seed is not None:
             seed = require_whole("seed", seed, least=-(2**63), most=2**64 - 1)
         require_flag("dynamic_shapes", dynamic_shapes)
-        self._stages = list(stages)
         self._n_microbatches = n_microbatches
         self._loss_fn = loss_fn
         self._cutter = Cutter(
