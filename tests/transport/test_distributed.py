@@ -37,7 +37,10 @@ from tests.runtime.cases import (
     run_pipelined,
     run_plain,
 )
+from tests.runtime.conftest import one_thread
 from tests.workers import Workers
+
+__all__ = ["one_thread"]
 
 MANY = 1 << 20
 """More bytes than any connection takes before they are awaited."""
@@ -407,15 +410,6 @@ def run_per_channel(rank: int, group: dist.ProcessGroup, case: Case) -> tuple[Re
         del distributed._known[group]
         if before is not None:
             distributed._known[group] = before
-
-
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    """As many threads as the workers have: the order of additions depends on it."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 CALLS = (("eval", 8), ("step", 8), ("step", 8), ("step", 9), ("eval", 8))
