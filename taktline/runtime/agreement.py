@@ -159,10 +159,6 @@ class ScheduleNumber:
     """The number that the ranks agree on for a schedule in its first step.
 
     Before, a rank knows a schedule only by its place among those that it has made for ``group``.
-
-    >>> first, second = local.run(lambda rank: [ScheduleNumber(None), ScheduleNumber(None)], 1)[0]
-    >>> first.waiting(first.maker), second.waiting(second.maker)
-    ((2, 0), (2, 1))
     """
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:

@@ -88,11 +88,7 @@ def by_rows(rows: int, microbatches: int) -> list[float] | None:
 
 
 def warn_if_uneven(rows: int, targets: Sequence[Any]) -> bool:
-    """Warn if micro-batches of equal weight differ in size; returns whether they do.
-
-    >>> warn_if_uneven(6, [None, None]), warn_if_uneven(0, [torch.zeros(2), torch.zeros(2)])
-    (False, False)
-    """
+    """Warn if micro-batches of equal weight differ in size; returns whether they do."""
     count = len(targets)
     if rows and rows % count == 0:
         return False

@@ -285,8 +285,8 @@ class Schedule:
         """Cut the arguments; returns the rows of batch and target, and a digest of the inputs."""
         if not any(stage.is_first for stage in self._stages):
             batch = batch.without_args()
-        feed.arguments, feed.keywords = batch.arguments(self._cutter)
-        target = 0
+        rows, target = batch.size(self._cutter), 0
+        feed.arguments, feed.keywords = batch.arguments(self._cutter, rows)
         if self._compares():
             if trains and not batch.has_target:
                 raise BatchError(
@@ -295,7 +295,7 @@ class Schedule:
                 )
             size = batch.target_size(self._cutter)
             target = size if self._cutter.target_spec is None else 0
-        return batch.size(self._cutter), target, batch.digest()
+        return rows, target, batch.digest()
 
     def _cut_target(self, batch: Batch, feed: Feed) -> None:
         """Cut the target where the batch is cut; the rows come from the rank of the first stage."""

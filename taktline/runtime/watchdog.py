@@ -33,9 +33,9 @@ STALL_SECONDS = seconds_in_environment("TAKTLINE_STALL_SECONDS", 60.0)
 """After how long a step that stands still is logged, unless a schedule says otherwise."""
 
 STUCK_SECONDS = seconds_in_environment("TAKTLINE_STUCK_SECONDS", 5.0)
-"""A process ends if a wait lasts so much longer than it should."""
+"""How long a wait may outlast its connections before its process is ended."""
 STUCK = 84
-"""The exit code of such a process."""
+"""The exit code of a process that was ended."""
 
 _log = logging.getLogger("taktline")
 _HOME = str(Path(__file__).parent.parent)
@@ -52,13 +52,13 @@ _WRAPPERS = tuple(
 )
 """The innermost files while DDP waits for other ranks."""
 _REST_SECONDS = 1.0
-"""An operation of torch that uses no processor for so long counts as a wait."""
+"""How long an operation of torch uses no processor before it counts as a wait."""
 _UNKNOWN = -1
 _TORCH = str(Path(torch.__file__).parent)
 _LATE = 0.5
 """By how much a wait may outlast the timeout."""
 _LEAVE_SECONDS = 0.1
-"""So long after a verdict, waits in groups of others are ended, too."""
+"""How long after a verdict waits in groups of others are ended, too."""
 
 
 class Watch:

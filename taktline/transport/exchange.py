@@ -39,10 +39,6 @@ def share_floats(
     """Return the numbers of every rank, bit for bit; all ranks take part.
 
     With ``ragged``, ranks may pass different amounts.
-
-    >>> from taktline.transport.one_rank import Alone
-    >>> share_floats(Alone(), [0.1, float("inf")], "an example")
-    [(0.1, inf)]
     """
     rows = transport.exchange(as_integers(numbers), what, ragged=ragged)
     return [as_floats(row) for row in rows]
@@ -63,12 +59,7 @@ def as_floats(bits: Sequence[int]) -> tuple[float, ...]:
 
 
 def share_texts(transport: Transport, text: str, what: str = "an exchange of texts") -> list[str]:
-    """Return the text of every rank; all ranks take part, with the same purpose.
-
-    >>> from taktline.transport.one_rank import Alone
-    >>> share_texts(Alone(), "größer")
-    ['größer']
-    """
+    """Return the text of every rank; all ranks take part, with the same purpose."""
     data = text.encode(errors="surrogatepass")
     words = np.frombuffer(data.ljust(-(-len(data) // 8) * 8, b"\0"), "<i8").tolist()
     rows = transport.exchange([len(data), *words], what, ragged=True)

@@ -56,11 +56,7 @@ class Frame(NamedTuple):
 
 
 def framed(numbers: Sequence[int], what: str) -> bytes:
-    """The bytes of a frame.
-
-    >>> Frame.read(framed([3, 4], "grad_norm()"))
-    Frame(what='grad_norm()', numbers=[3, 4])
-    """
+    """The bytes of a frame."""
     count = len(numbers)
     if count > _MOST:
         raise TransportError(f"{what} takes {count:,} numbers; at most {_MOST:,} can be shared")
