@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any, ClassVar, TypedDict
 
 import torch
@@ -260,7 +261,10 @@ class Schedule:
             return Facts(*self._measured(batch, feed, trains), wanted.shares, *compared)
 
         def fit(feed: Feed) -> None:
-            self._cut_target(batch, feed)
+            # The rows come from the rank of the first stage.
+            batch.require_whole(self._cutter, feed.rows)
+            if self._compares():
+                feed.targets = batch.targets(self._cutter, feed.rows)
             self._weigh(feed, loss_weights)
 
         output, feed = self._runner.run(prepare, fit, self._merged, trains=trains)
@@ -284,11 +288,11 @@ class Schedule:
     def _measured(self, batch: Batch, feed: Feed, trains: bool) -> tuple[int, int, int]:
         """Cut the arguments; returns the rows of batch and target, and a digest of the inputs."""
         if not any(stage.is_first for stage in self._stages):
-            batch = batch.without_args()
+            batch = replace(batch, args=(), arg_mbs=None)  # keyword arguments are for all stages
         rows, target = batch.size(self._cutter), 0
         feed.arguments, feed.keywords = batch.arguments(self._cutter, rows)
         if self._compares():
-            if trains and not batch.has_target:
+            if trains and batch.target is None and batch.target_mbs is None:
                 raise BatchError(
                     "step() trains, so the rank of the last stage needs target=… for loss_fn; "
                     "call eval() to run forward only"
@@ -296,12 +300,6 @@ class Schedule:
             size = batch.target_size(self._cutter)
             target = size if self._cutter.target_spec is None else 0
         return rows, target, batch.digest()
-
-    def _cut_target(self, batch: Batch, feed: Feed) -> None:
-        """Cut the target where the batch is cut; the rows come from the rank of the first stage."""
-        batch.require_whole(self._cutter, feed.rows)
-        if self._compares():
-            feed.targets = batch.targets(self._cutter, feed.rows)
 
     def _weigh(self, feed: Feed, loss_weights: LossWeights | None) -> None:
         """Set the weight of each micro-batch's loss."""

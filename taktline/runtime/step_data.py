@@ -53,10 +53,6 @@ class Batch:
     kwarg_mbs: Sequence[dict[str, Any]] | None = None
     target_mbs: Sequence[Any] | None = None
 
-    def without_args(self) -> Batch:
-        """The batch on a rank without the first stage: keyword arguments are for all stages."""
-        return Batch((), self.kwargs, self.target, None, self.kwarg_mbs, self.target_mbs)
-
     def arguments(
         self, cutter: Cutter, rows: int
     ) -> tuple[Sequence[Sequence[Any]], Sequence[Mapping[str, Any]]]:
@@ -70,11 +66,6 @@ class Batch:
         if self.kwarg_mbs is not None:
             kwargs = _ready("kwarg_mbs", self.kwarg_mbs, count, whole=bool(self.kwargs))
         return args, kwargs
-
-    @property
-    def has_target(self) -> bool:
-        """Whether a target was given, whole or as micro-batches."""
-        return self.target is not None or self.target_mbs is not None
 
     def targets(self, cutter: Cutter, rows: int) -> Sequence[Any] | None:
         """The target of each micro-batch, cut like a batch with ``rows``; None: no target.
