@@ -40,12 +40,12 @@ class Wanted:
         require_flag("share_losses", self.shares, BatchError)
         require_flag("return_outputs", self.outputs, BatchError)
 
-    def fill(self, feed: Feed, microbatches: int) -> None:
+    def fill(self, feed: Feed) -> None:
         """Fill the lists with the losses of a step."""
         if self.losses is not None and feed.losses:
-            self.losses[:] = _listed(feed.losses, microbatches)
+            self.losses[:] = _listed(feed.losses, feed.microbatches)
         if self.aux_losses is not None and feed.aux_losses:
-            self.aux_losses[:] = _listed(feed.aux_losses, microbatches)
+            self.aux_losses[:] = _listed(feed.aux_losses, feed.microbatches)
 
 
 def _listed(found: Mapping[int, torch.Tensor], count: int) -> list[torch.Tensor]:

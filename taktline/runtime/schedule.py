@@ -269,7 +269,7 @@ class Schedule:
 
         output, feed = self._runner.run(prepare, fit, self._merged, trains=trains)
         update_all(feed.observed)
-        wanted.fill(feed, feed.microbatches)
+        wanted.fill(feed)
         self.loss = mean_of(feed.losses, feed.scales) if wanted.shares else None
         feed.clear()
         return output

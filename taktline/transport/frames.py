@@ -48,10 +48,10 @@ class Frame(NamedTuple):
         return _HEAD.size + 8 * count
 
     @classmethod
-    def read(cls, data: bytes | bytearray, at: int = 0) -> Frame:
-        """The frame at an offset, where all of it is."""
-        _, count, what = _HEAD.unpack_from(data, at)
-        numbers = struct.unpack_from(f"<{count}q", data, at + _HEAD.size)
+    def read(cls, data: bytes) -> Frame:
+        """The frame in these bytes, which are all of it."""
+        _, count, what = _HEAD.unpack_from(data)
+        numbers = struct.unpack_from(f"<{count}q", data, _HEAD.size)
         return cls(what.rstrip(b"\0").decode(errors="replace"), list(numbers))
 
 
