@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-from taktline.checks import Either, read
-from taktline.errors import CheckpointError, MismatchError, TaktlineError, restore, text_of
+from taktline.checks import Either
+from taktline.errors import CheckpointError, MismatchError, TaktlineError, text_of
 from taktline.transport import Transport
-from taktline.transport.exchange import share_error, share_texts
+from taktline.transport.exchange import retold, share_error, share_values
 from taktline.transport.one_rank import Alone
 
 __all__ = ["Processes", "writers"]
@@ -46,8 +45,8 @@ class Processes:
         values, apart = [value], None
         for transport in self.transports:
             try:
-                texts = share_texts(transport, json.dumps(None if apart else values), call)
-                rows = [read(text, Either([object], None), what=call) for text in texts]
+                mine, shape = None if apart else values, Either([object], None)
+                rows = share_values(transport, mine, shape, call, what=call)
                 if None in rows:
                     apart = share_error(transport, apart)
                 else:
@@ -65,14 +64,13 @@ class Processes:
             return do(), None
         except TaktlineError as error:
             text = text_of(error)
-            text = text if text.startswith("rank ") else f"{who}{text}"
-            found, cause = restore(type(error), (text,), vars(error)), error.__cause__
+            return None, retold(error, text if text.startswith("rank ") else f"{who}{text}")
         except Exception as error:
             kind = "" if isinstance(error, OSError) else f"{type(error).__name__}: "
             reason = getattr(error, "strerror", None) or text_of(error)
-            found, cause = CheckpointError(f"{who}cannot {what}: {kind}{reason}"), error
-        found.__cause__ = cause
-        return None, found
+            found = CheckpointError(f"{who}cannot {what}: {kind}{reason}")
+            found.__cause__ = error
+            return None, found
 
     def everywhere(self, do: Callable[[], Any], what: str, call: str) -> list[Any]:
         """The results of all processes, as JSON; an error of one is raised on all."""

@@ -14,14 +14,7 @@ __all__ = ["random_state", "set_random_state"]
 
 
 def random_state(device: torch.device, ranks: RankRandom | None) -> dict[str, Any]:
-    """The state of all generators; ``ranks`` has those of ranks that share this process.
-
-    >>> state = random_state(torch.device("cpu"), None)
-    >>> drawn = torch.rand(()), random.random()
-    >>> set_random_state(state, torch.device("cpu"), None)
-    >>> (torch.rand(()), random.random()) == drawn
-    True
-    """
+    """The state of all generators; ``ranks`` has those of ranks that share this process."""
     version, numbers, gauss = random.getstate()
     kind, keys, *rest = np.random.get_state(legacy=True)
     cpu = device.type == "cpu"

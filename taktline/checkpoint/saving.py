@@ -30,9 +30,10 @@ from taktline.checkpoint.shards import shard_of
 from taktline.checkpoint.snapshot import Snapshot
 from taktline.checkpoint.tensor_file import require_writable, write
 from taktline.checks import refuse, require_flag, require_instance, require_path, require_whole
-from taktline.errors import CheckpointError, TaktlineError, restore, text_of
+from taktline.errors import CheckpointError, TaktlineError, text_of
 from taktline.meta import name_of
 from taktline.runtime.watchdog import guarded
+from taktline.transport.exchange import retold
 
 __all__ = ["Training", "save"]
 
@@ -250,4 +251,4 @@ def _reassured(error: TaktlineError, folder: Path) -> TaktlineError:
     except CheckpointError:
         return error
     left = f"what was saved before is as it was: {earlier}" if earlier else f"{folder} has no save"
-    return restore(type(error), (f"{text_of(error)}; {left}",), vars(error))
+    return retold(error, f"{text_of(error)}; {left}")

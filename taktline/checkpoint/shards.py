@@ -48,11 +48,7 @@ class Region(NamedTuple):
 
 
 def shard_of(tensor: torch.Tensor, name: str) -> tuple[torch.Tensor, Region]:
-    """The shard of a tensor in this process, and its region; of a plain tensor, all of it.
-
-    >>> shard_of(torch.ones(2, 3), "weight")[1]
-    Region(start=(0, 0), size=(2, 3))
-    """
+    """The shard of a tensor in this process, and its region; of a plain tensor, all of it."""
     tensor = tensor.detach()
     if not is_sharded(tensor):
         return tensor, Region.whole(tensor.shape)

@@ -25,7 +25,7 @@ from taktline.errors import CheckpointError
 __all__ = ["Memory", "Snapshot", "settle", "watch"]
 
 _SMALL = 1 << 14
-"""Up to so many bytes, copying at once is faster than watching for changes."""
+"""The most bytes that are faster to copy at once than to watch for changes."""
 
 
 @dataclass(slots=True)

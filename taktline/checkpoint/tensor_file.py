@@ -30,7 +30,7 @@ _LONGEST_HEADER = 100_000_000
 """The format's own limit."""
 
 _LARGE = 1 << 20
-"""From so many bytes on, the disk begins at once."""
+"""The fewest bytes of a tensor that the disk begins to write at once."""
 
 _KINDS = {
     "F64": torch.float64,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -11,16 +10,15 @@ from weakref import WeakKeyDictionary, ref
 
 import torch.distributed as dist
 
-from taktline.checks import read
 from taktline.errors import BatchError, MismatchError, TaktlineError, text_of
 from taktline.runtime.outcome import LossRelay, Outcome
 from taktline.runtime.program import Failure
-from taktline.runtime.replicas import Replicas, prefixed
+from taktline.runtime.replicas import Replicas
 from taktline.runtime.step_data import Feed
 from taktline.text import by_rank, counted
 from taktline.transport import Transport, local
 from taktline.transport.distributed import Distributed
-from taktline.transport.exchange import share_error, share_texts
+from taktline.transport.exchange import retold, share_error, share_values
 
 __all__ = ["Agreement", "Call", "ScheduleNumber", "differs", "mismatch", "out_of_step"]
 
@@ -161,10 +159,6 @@ class ScheduleNumber:
     """The number that the ranks agree on for a schedule in its first step.
 
     Before, a rank knows a schedule only by its place among those that it has made for ``group``.
-
-    >>> first, second = local.run(lambda rank: [ScheduleNumber(None), ScheduleNumber(None)], 1)[0]
-    >>> first.waiting(first.maker), second.waiting(second.maker)
-    ((2, 0), (2, 1))
     """
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
@@ -275,11 +269,10 @@ class Agreement:
     def routes(self, got: Mapping[int, Sequence[str]]) -> dict[str, int]:
         """The last stage of all ranks that gets each skip; ``got`` has the skips of stages here."""
         routes: dict[str, int] = {}
-        mine = json.dumps(list(got.items()))
-        for rank, text in enumerate(share_texts(self._transport, mine, "skips of a step")):
-            skips = read(text, [(int, [str])], what=f"the skips that rank {rank} gets")
-            for stage, names in skips:
-                routes |= {name: max(stage, routes.get(name, 0)) for name in names}
+        mine, shape = list(got.items()), [(int, [str])]
+        shared = share_values(self._transport, mine, shape, "skips of a step", what="the skips")
+        for stage, names in (each for skips in shared for each in skips):
+            routes |= {name: max(stage, routes.get(name, 0)) for name in names}
         return routes
 
     def raise_first(self, error: TaktlineError | None) -> NoReturn:
@@ -294,7 +287,7 @@ class Agreement:
         """An error from before or after the program, with its rank."""
         rank = f"rank {self._transport.rank}: " if self._transport.size > 1 else ""
         if isinstance(error, TaktlineError):
-            located = prefixed(error, rank)
+            located = retold(error, f"{rank}{text_of(error)}")
         else:
             located = BatchError(f"{rank}{type(error).__name__}: {text_of(error)}")
         located.__cause__ = error

@@ -8,44 +8,20 @@ from functools import partial
 from itertools import pairwise
 from typing import Any
 
-import torch
-
 from taktline.meta import Signature
 from taktline.plan import Action, Kind, Plan
 from taktline.runtime.fused_backward import join, plain_loop
 from taktline.runtime.ports import Handback, Handover, Incoming, KnownPorts, Outgoing, Signatures
 from taktline.runtime.program import Instruction, Program
-from taktline.runtime.random_numbers import Drawing, RankRandom, Seeded, seeded
+from taktline.runtime.random_numbers import RankRandom
 from taktline.runtime.runnable_plan import merged
 from taktline.runtime.self_describing import DescribedIncoming, DescribedOutgoing, DescribedPorts
-from taktline.runtime.stage_actions import Work
-from taktline.runtime.step_data import Feed
+from taktline.runtime.stage_actions import Binding, Work
 from taktline.stage import PipelineStage
 from taktline.stage.grad_sync import GradSync
-from taktline.transport import Channel, Transport
+from taktline.transport import Channel
 
 __all__ = ["Binding", "Bound", "bind", "channels_of"]
-
-
-@dataclass(frozen=True, slots=True)
-class Binding:
-    """All that a program is made from."""
-
-    plan: Plan
-    stages: Mapping[int, PipelineStage]
-    transport: Transport
-    feed: Feed
-    loss_fn: Callable[..., torch.Tensor] | None = None
-    seed: int | None = None
-    trains: bool = True
-    sends_may_wait: bool = True
-    """Whether the plan cannot deadlock where a send waits until its receive is posted."""
-    drawing: Drawing | None = None
-    """Where all stages run in one thread: observes random numbers, and separates those of ranks."""
-    seeded: Seeded = seeded
-    """Sets the seed for a stage and micro-batch."""
-    any_order: bool = False
-    """Whether forwards may run in any order: none changes what another one reads."""
 
 
 def channels_of(plan: Plan) -> list[Channel]:
@@ -59,7 +35,7 @@ def channels_of(plan: Plan) -> list[Channel]:
 def bind(binding: Binding, known: Signatures | None) -> Bound:
     """The program of this process; without known signatures each message describes itself."""
     ends = _ends(binding, known)
-    make_work = partial(_work, binding, known)
+    make_work = partial(Work, binding, known)
     works = {index: make_work(index, **ends.of(index)) for index in binding.stages}
     rank_of, drawing = binding.plan.placement.rank_of, binding.drawing
     rows = merged(binding.plan) if drawing else binding.plan.rows_of(binding.transport.rank)
@@ -157,21 +133,6 @@ def _learned(ends: _Ends, microbatches: int) -> Signatures:
         }
 
     return Signatures(table(ends.activations_in), table(ends.activations_out))
-
-
-def _work(binding: Binding, known: Signatures | None, stage: int, **ports: Any) -> Work:
-    return Work(
-        binding.stages[stage],
-        binding.feed,
-        binding.plan.microbatches,
-        loss_fn=binding.loss_fn,
-        seed=binding.seed,
-        seeded=binding.seeded,
-        trains=binding.trains,
-        checks=known is None,
-        routes=None if known is None else known.routes,
-        **ports,
-    )
 
 
 def _instruction(

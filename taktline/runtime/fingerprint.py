@@ -19,18 +19,14 @@ __all__ = ["DataCheck", "Fingerprint", "digest_of", "due"]
 _SAMPLED = 4096
 """The most elements of a tensor that are read."""
 _PLACE_BITS = 28
-"""A place in a tensor is a fraction of its length with so many bits: 12 for one of 4,096 parts,
-the others for the place in the part."""
+"""The bits of a place in a tensor, as a fraction of its length: 12 for one of 4,096 parts, the
+others for the place in the part."""
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """By size in bytes."""
 
 
 def digest_of(texts: Iterable[str]) -> int:
-    """A number of 63 bits for some texts, the same in every process (unlike Python's hash).
-
-    >>> digest_of(["1", "True"]) == digest_of(["1", "True"]), digest_of(["ab"]) == digest_of("ab")
-    (True, False)
-    """
+    """A number of 63 bits for some texts, the same in every process (unlike Python's hash)."""
     data = "\0".join(f"{len(text)}:{text}" for text in texts).encode(errors="surrogatepass")
     return int.from_bytes(blake2b(data, digest_size=8).digest(), "little") >> 1
 
@@ -53,12 +49,6 @@ class Fingerprint:
 
     A GPU computes it and copies it to the host without waiting: it is :attr:`ready` some time
     after :meth:`start`.
-
-    >>> batch = torch.arange(12).reshape(3, 4)
-    >>> Fingerprint.start({"x": batch}).read() == Fingerprint.start({"x": batch.clone()}).read()
-    True
-    >>> Fingerprint.start({"x": batch}).read() == Fingerprint.start({"x": batch.flip(0)}).read()
-    False
     """
 
     def __init__(self, known: int, coming: list[_Coming]) -> None:
@@ -98,12 +88,7 @@ class Fingerprint:
 
 
 class DataCheck:
-    """Computes the fingerprints of some calls' data, without waiting for a GPU.
-
-    >>> call, arguments, targets = DataCheck().fingerprints(1, torch.ones(2), None)
-    >>> call, arguments > 0, targets
-    (1, True, 0)
-    """
+    """Computes the fingerprints of some calls' data, without waiting for a GPU."""
 
     def __init__(self) -> None:
         self._pending: tuple[int, list[Fingerprint | None]] | None = None

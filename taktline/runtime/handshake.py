@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
 
 from taktline.checks import read
 from taktline.meta import Signature
@@ -42,15 +41,10 @@ class Handshake:
     """The input of each stage with an example, as text."""
     gives: list[tuple[int, str]] = field(default_factory=list)
     """The output of each stage with an example, as text."""
-    ties: list[dict[str, Any]] = field(default_factory=list)
-    """The tied weights in the rank's stages, as plain values."""
+    ties: list[TieUse] = field(default_factory=list)
+    """The tied weights in the rank's stages."""
     number: int = 1
     """The number that the rank proposes for the schedule; that of rank 0 counts."""
-
-    @property
-    def uses(self) -> list[TieUse]:
-        """The tied weights in the rank's stages."""
-        return [TieUse.from_plain(plain) for plain in self.ties]
 
     def to_text(self) -> str:
         """As JSON."""
@@ -59,7 +53,8 @@ class Handshake:
     @classmethod
     def from_text(cls, text: str) -> Handshake:
         """From JSON, checked."""
-        return cls(**read(text, _SCHEMA, what="what a rank says of itself"))
+        plain = read(text, _SCHEMA, what="what a rank says of itself")
+        return cls(**{**plain, "ties": [TieUse.from_plain(use) for use in plain["ties"]]})
 
 
 _SCHEMA = {
@@ -103,7 +98,7 @@ def misfit(ranks: Sequence[Handshake]) -> str | None:
     reason = (
         _misplaced([rank.stages for rank in ranks], ranks[0].rank_of)
         or _misshaped(ranks)
-        or untied([use for rank in ranks for use in rank.uses])
+        or untied([use for rank in ranks for use in rank.ties])
     )
     if reason is None and differs("plan", [rank.plan for rank in ranks]):
         groups = by_rank([rank.plan[:8] for rank in ranks])

@@ -40,12 +40,12 @@ class Wanted:
         require_flag("share_losses", self.shares, BatchError)
         require_flag("return_outputs", self.outputs, BatchError)
 
-    def fill(self, feed: Feed, microbatches: int) -> None:
+    def fill(self, feed: Feed) -> None:
         """Fill the lists with the losses of a step."""
         if self.losses is not None and feed.losses:
-            self.losses[:] = _listed(feed.losses, microbatches)
+            self.losses[:] = _listed(feed.losses, feed.microbatches)
         if self.aux_losses is not None and feed.aux_losses:
-            self.aux_losses[:] = _listed(feed.aux_losses, microbatches)
+            self.aux_losses[:] = _listed(feed.aux_losses, feed.microbatches)
 
 
 def _listed(found: Mapping[int, torch.Tensor], count: int) -> list[torch.Tensor]:
@@ -88,11 +88,7 @@ def by_rows(rows: int, microbatches: int) -> list[float] | None:
 
 
 def warn_if_uneven(rows: int, targets: Sequence[Any]) -> bool:
-    """Warn if micro-batches of equal weight differ in size; returns whether they do.
-
-    >>> warn_if_uneven(6, [None, None]), warn_if_uneven(0, [torch.zeros(2), torch.zeros(2)])
-    (False, False)
-    """
+    """Warn if micro-batches of equal weight differ in size; returns whether they do."""
     count = len(targets)
     if rows and rows % count == 0:
         return False

@@ -74,11 +74,7 @@ _Replicate = Replicate  # torch's name
 
 
 class _CustomReducer:
-    """Merge the values of the micro-batches by a function of two, from an initial value.
-
-    >>> merge_chunks([3, 4], _CustomReducer(0, max))
-    4
-    """
+    """Merge the values of the micro-batches by a function of two, from an initial value."""
 
     def __init__(self, init_value: Any, reduce_fn: Callable[[Any, Any], Any]) -> None:
         self.init_value = init_value
@@ -132,11 +128,7 @@ def split_value(
 
 
 def size_of(value: Any, *, spec: Any = None, name: str) -> int:
-    """The size of one value along the dimensions of its cuts; 0 if it is not cut.
-
-    >>> size_of({"labels": torch.zeros(6)}, name="target")
-    6
-    """
+    """The size of one value along the dimensions of its cuts; 0 if it is not cut."""
     first = _first_cut([_argument(name, value, spec)])
     return 0 if first is None else first.size
 
@@ -147,11 +139,7 @@ def batch_size_of(
     args_chunk_spec: tuple[Any, ...] | None = None,
     kwargs_chunk_spec: dict[str, Any] | None = None,
 ) -> int | None:
-    """The size that all arguments share along the dimensions of their cuts; None if none is cut.
-
-    >>> batch_size_of((torch.zeros(6, 2),), {"scale": 0.5})
-    6
-    """
+    """The size that all arguments share along the dimensions of their cuts; None if none is cut."""
     first = _first_cut(_arguments(args, kwargs, args_chunk_spec, kwargs_chunk_spec))
     return None if first is None else first.size
 

@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from typing import ClassVar, Unpack
 
-from taktline.checks import refuse, require_instance, require_instances
+from taktline.checks import refuse, require_instance
 from taktline.errors import MismatchError, ScheduleError
 from taktline.plan import Kind, Plan, build, find, read
 from taktline.runtime.schedule import (
@@ -54,7 +54,7 @@ class _Named(Schedule):
             *chunk_specs,
             scale_grads,
             name=type(self).__name__,
-            make_plan=lambda ranks: self._plan(stages[0].num_stages, n_microbatches, ranks),
+            make_plan=lambda ranks: self._plan(self._stages[0].num_stages, n_microbatches, ranks),
             **options,
         )
 
@@ -109,11 +109,6 @@ class _Multi(_Named):
         defer_pp_recv: bool = False,
         **options: Unpack[ScheduleOptions],
     ) -> None:
-        stages = require_instances("stages", stages, PipelineStage)
-        if not stages:
-            raise MismatchError(
-                f"{type(self).__name__} needs the stages of this rank, at least one"
-            )
         specs = args_chunk_spec, kwargs_chunk_spec, output_merge_spec
         super().__init__(stages, n_microbatches, loss_fn, specs, scale_grads, options)
 
@@ -245,12 +240,6 @@ class ScheduleFromPlan(Schedule):
         scale_grads: bool = True,
         **options: Unpack[ScheduleOptions],
     ) -> None:
-        stages = require_instances("stages", stages, PipelineStage)
-        if not stages:
-            raise MismatchError(
-                "ScheduleFromPlan needs the stages of this rank, at least one; a rank that holds "
-                "none takes no part in the plan"
-            )
         if not isinstance(plan, (Plan, str, os.PathLike)):
             refuse("plan", "a Plan, or the path of a file with one", plan)
         chosen = plan if isinstance(plan, Plan) else read(plan)

@@ -18,14 +18,7 @@ _NO_LOSS = -1
 
 
 class Outcome:
-    """One rank's outcome of a step, as numbers.
-
-    >>> feed = Feed(losses={0: torch.tensor(0.5), 1: torch.tensor(2.0)})
-    >>> mine = Outcome.of(feed, failed=False, skips=False, shares=2)
-    >>> Outcome.share([mine, Outcome.of(Feed(), failed=False, skips=False, shares=2)], feed)
-    >>> feed.losses[1]
-    tensor(2.)
-    """
+    """One rank's outcome of a step, as numbers."""
 
     def __init__(self, numbers: Sequence[int]) -> None:
         self.numbers = numbers

@@ -111,7 +111,7 @@ class PipelineRank:
 
         If the plans of the ranks differ, the first step reports it.
         """
-        if isinstance(self.transport, Distributed) and self.transport.size > 1:
+        if isinstance(self.transport, Distributed):
             plans = self.transport.exchange([self.runnable.fingerprint], "Pipeline(…)")
             if all(plan == plans[0] for plan in plans):
                 self._channels = sorted(channels_of(self.runnable.plan))
@@ -182,7 +182,7 @@ class PipelineRank:
             self.replicas.entangled,
             examples({stage.stage_index: stage.expected_input for stage in self._stages}),
             examples({stage.stage_index: stage.expected_output for stage in self._stages}),
-            [use.to_plain() for use in self._ties.uses],
+            self._ties.uses,
             self._identity.proposed(),
         )
         texts = share_texts(self.transport, mine.to_text(), "the first step")
@@ -197,9 +197,9 @@ class PipelineRank:
         if len({rank.entangled for rank in all_ranks}) > 1:
             self.replicas.pipeline = self.transport
         self._entangled = any(rank.entangled for rank in all_ranks)
-        if isinstance(self.transport, Distributed) and self.transport.plane is not None:
+        if isinstance(self.transport, Distributed):
             self.transport.plane.entangled |= self._entangled
-        channels = self._ties.find_holders([rank.uses for rank in all_ranks])
+        channels = self._ties.find_holders([rank.ties for rank in all_ranks])
         if self._random is None:
             channels |= set(channels_of(self.runnable.plan))
         self._channels = sorted(channels)

@@ -25,26 +25,14 @@ Seeded: TypeAlias = Callable[
 
 
 def seed_of(key: tuple[int, int, int, int]) -> int:
-    """The seed for a (seed, step, stage, micro-batch).
-
-    >>> seed_of((0, 0, 0, 0)) != seed_of((0, 0, 0, 1))
-    True
-    """
+    """The seed for a (seed, step, stage, micro-batch)."""
     digest = hashlib.blake2b(repr(key).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1  # torch takes 63 bits
 
 
 @contextmanager
 def seeded(key: tuple[int, int, int, int], device: torch.device) -> Iterator[None]:
-    """Inside, random numbers depend on the key; afterwards the generators are as before.
-
-    >>> cpu = torch.device("cpu")
-    >>> with seeded((0, 0, 0, 0), cpu):
-    ...     first = torch.rand(3)
-    >>> with seeded((0, 0, 0, 0), cpu):
-    ...     torch.equal(first, torch.rand(3))
-    True
-    """
+    """Inside, random numbers depend on the key; afterwards the generators are as before."""
     seed = seed_of(key)
     if device.type == "cpu":
         before = torch.default_generator.get_state()
@@ -61,14 +49,7 @@ def seeded(key: tuple[int, int, int, int], device: torch.device) -> Iterator[Non
 
 
 class Drawing:
-    """Finds out whether steps draw random numbers.
-
-    >>> drawing = Drawing(torch.device("cpu"))
-    >>> with drawing.step():
-    ...     drawn = torch.rand(())
-    >>> drawing.draws
-    True
-    """
+    """Finds out whether steps draw random numbers."""
 
     def __init__(self, device: torch.device) -> None:
         self._generators = [torch.default_generator]

@@ -7,17 +7,17 @@ from contextlib import contextmanager
 
 import torch.distributed as dist
 
-from taktline.errors import MismatchError, TaktlineError, restore, text_of
+from taktline.errors import MismatchError, TaktlineError, text_of
 from taktline.runtime.fingerprint import digest_of
 from taktline.sharding import is_sharded
 from taktline.stage import PipelineStage
 from taktline.stage.grad_sync import GradSync
 from taktline.transport import Transport, transport_of
 from taktline.transport.distributed import Distributed
-from taktline.transport.exchange import share_error, share_texts
+from taktline.transport.exchange import retold, share_error, share_texts
 from taktline.transport.local import LocalTransport
 
-__all__ = ["Replicas", "prefixed"]
+__all__ = ["Replicas"]
 
 
 class Replicas:
@@ -151,14 +151,7 @@ def _in_replica(error: TaktlineError | None, noun: str, number: int) -> Taktline
     """An error of this rank, with its replica."""
     if error is None or text_of(error).startswith(("replica ", "tensor-parallel rank ")):
         return error
-    return prefixed(error, f"{noun} {number}: ")
-
-
-def prefixed(error: TaktlineError, prefix: str) -> TaktlineError:
-    """The same error with a text in front of its own."""
-    made = restore(type(error), (f"{prefix}{text_of(error)}",), vars(error))
-    made.__cause__ = error.__cause__
-    return made
+    return retold(error, f"{noun} {number}: {text_of(error)}")
 
 
 def _grad_sync(stage: PipelineStage, transport: Transport) -> GradSync | None:

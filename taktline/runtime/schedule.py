@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any, ClassVar, TypedDict
 
 import torch
@@ -13,6 +14,7 @@ from taktline.checks import (
     require_callable,
     require_flag,
     require_instance,
+    require_instances,
     require_number,
     require_whole,
 )
@@ -75,6 +77,12 @@ class Schedule:
         name: str,
         make_plan: Callable[[int], Plan],
     ) -> None:
+        self._stages = require_instances("stages", stages, PipelineStage)
+        if not self._stages:
+            raise MismatchError(
+                f"{type(self).__name__} needs the stages of this rank, at least one; a rank that "
+                "holds none takes no part in the plan"
+            )
         n_microbatches = require_whole(
             "n_microbatches", n_microbatches, least=1, error=ScheduleError
         )
@@ -88,7 +96,6 @@ class Schedule:
         if seed is not None:
             seed = require_whole("seed", seed, least=-(2**63), most=2**64 - 1)
         require_flag("dynamic_shapes", dynamic_shapes)
-        self._stages = list(stages)
         self._n_microbatches = n_microbatches
         self._loss_fn = loss_fn
         self._cutter = Cutter(
@@ -254,12 +261,15 @@ class Schedule:
             return Facts(*self._measured(batch, feed, trains), wanted.shares, *compared)
 
         def fit(feed: Feed) -> None:
-            self._cut_target(batch, feed)
+            # The rows come from the rank of the first stage.
+            batch.require_whole(self._cutter, feed.rows)
+            if self._compares():
+                feed.targets = batch.targets(self._cutter, feed.rows)
             self._weigh(feed, loss_weights)
 
         output, feed = self._runner.run(prepare, fit, self._merged, trains=trains)
         update_all(feed.observed)
-        wanted.fill(feed, feed.microbatches)
+        wanted.fill(feed)
         self.loss = mean_of(feed.losses, feed.scales) if wanted.shares else None
         feed.clear()
         return output
@@ -278,24 +288,18 @@ class Schedule:
     def _measured(self, batch: Batch, feed: Feed, trains: bool) -> tuple[int, int, int]:
         """Cut the arguments; returns the rows of batch and target, and a digest of the inputs."""
         if not any(stage.is_first for stage in self._stages):
-            batch = batch.without_args()
-        feed.arguments, feed.keywords = batch.arguments(self._cutter)
-        target = 0
+            batch = replace(batch, args=(), arg_mbs=None)  # keyword arguments are for all stages
+        rows, target = batch.size(self._cutter), 0
+        feed.arguments, feed.keywords = batch.arguments(self._cutter, rows)
         if self._compares():
-            if trains and not batch.has_target:
+            if trains and batch.target is None and batch.target_mbs is None:
                 raise BatchError(
                     "step() trains, so the rank of the last stage needs target=… for loss_fn; "
                     "call eval() to run forward only"
                 )
             size = batch.target_size(self._cutter)
             target = size if self._cutter.target_spec is None else 0
-        return batch.size(self._cutter), target, batch.digest()
-
-    def _cut_target(self, batch: Batch, feed: Feed) -> None:
-        """Cut the target where the batch is cut; the rows come from the rank of the first stage."""
-        batch.require_whole(self._cutter, feed.rows)
-        if self._compares():
-            feed.targets = batch.targets(self._cutter, feed.rows)
+        return rows, target, batch.digest()
 
     def _weigh(self, feed: Feed, loss_weights: LossWeights | None) -> None:
         """Set the weight of each micro-batch's loss."""

@@ -99,12 +99,12 @@ class Peer:
         return [self.inboxes[kind].received if kind in self.inboxes else 0 for kind in _KINDS]
 
     def may_have_received(self, counts: Sequence[int]) -> bool:
-        """Whether so many messages of each kind were sent to that rank."""
+        """Whether at least ``counts`` messages of each kind were sent to that rank."""
         sent = [self.outboxes[kind].sent if kind in self.outboxes else 0 for kind in _KINDS]
         return all(0 <= count <= most for count, most in zip(counts, sent, strict=True))
 
     def arrived(self, counts: Sequence[int]) -> None:
-        """Free messages: that rank has received so many of each kind."""
+        """Free messages: that rank has received the first ``counts`` of each kind."""
         for kind, count in zip(_KINDS, counts, strict=True):
             if kind in self.outboxes:
                 self.outboxes[kind].arrived(count)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
@@ -11,14 +12,16 @@ import torch
 from taktline import pytree
 from taktline.errors import LossError
 from taktline.meta import Signature, as_arguments, flatten
-from taktline.runtime.ports import In, Out, Values
-from taktline.runtime.random_numbers import Seeded, seeded
+from taktline.plan import Plan
+from taktline.runtime.ports import In, Out, Signatures, Values
+from taktline.runtime.random_numbers import Drawing, Seeded, seeded
 from taktline.runtime.step_data import Feed
 from taktline.sharding import is_sharded, root_gradient
 from taktline.side_values import Aside, handed_on, opened, require_number
 from taktline.stage import PipelineStage
+from taktline.transport import Transport
 
-__all__ = ["Keep", "OwnLosses", "Work", "uncast"]
+__all__ = ["Binding", "Keep", "OwnLosses", "Work", "uncast"]
 
 OwnLosses: TypeAlias = tuple[Sequence[torch.Tensor], Sequence[torch.Tensor | None]]
 """A stage's own losses, and their root gradients."""
@@ -33,6 +36,27 @@ _Kept: TypeAlias = tuple[Sequence[torch.Tensor | None], Aside | None]
 """The values of a forward that its backward needs: root gradients of own losses, side values."""
 
 _NOT_KEPT: _Kept = ((), None)
+
+
+@dataclass(frozen=True, slots=True)
+class Binding:
+    """All that the program of a step is made from."""
+
+    plan: Plan
+    stages: Mapping[int, PipelineStage]
+    transport: Transport
+    feed: Feed
+    loss_fn: Callable[..., torch.Tensor] | None
+    seed: int | None
+    trains: bool
+    sends_may_wait: bool
+    """Whether the plan cannot deadlock where a send waits until its receive is posted."""
+    drawing: Drawing | None
+    """Where all stages run in one thread: observes random numbers, and separates those of ranks."""
+    seeded: Seeded = seeded
+    """Sets the seed for a stage and micro-batch."""
+    any_order: bool = False
+    """Whether forwards may run in any order: none changes what another one reads."""
 
 
 class Work:
@@ -50,46 +74,40 @@ class Work:
 
     def __init__(
         self,
-        stage: PipelineStage,
-        feed: Feed,
-        microbatches: int,
+        binding: Binding,
+        known: Signatures | None,
+        stage: int,
         *,
         activations_in: In | None,
         activations_out: Out | None,
         gradients_in: In | None = None,
         gradients_out: Out | None = None,
-        loss_fn: Callable[..., torch.Tensor] | None = None,
-        seed: int | None = None,
-        seeded: Seeded = seeded,
-        trains: bool = True,
-        checks: bool = False,
-        routes: Mapping[str, int] | None = None,
         joined: Keep | None = None,
     ) -> None:
-        """``routes`` has the last stage that gets each skip; None: skips go to the last stage.
+        """Without ``known`` signatures, values are checked, and skips go to the last stage.
 
         With ``joined``, values go to the next stage within the graph.
         """
-        self._stage = stage
-        self._index = stage.stage_index
-        self._device_type = stage.device.type
-        self._feed = feed
+        self._stage = binding.stages[stage]
+        self._index = stage
+        self._device_type = self._stage.device.type
+        self._feed = binding.feed
         self._activations_in = activations_in
         self._activations_out = activations_out
         self._gradients_in = gradients_in
         self._gradients_out = gradients_out
-        self._loss_fn = loss_fn
-        self._seed = seed
-        self._seeded = seeded
-        self._trains = trains
-        self._checks = checks
-        self._routes = routes
+        self._loss_fn = binding.loss_fn
+        self._seed = binding.seed
+        self._seeded = binding.seeded
+        self._trains = binding.trains
+        self._checks = known is None
+        self._routes = None if known is None else known.routes
         self._joined = joined
         self.got: set[str] = set()
         """The names of the skips that the stage has got so far."""
         self._blank = Aside(self._index, {})
         """The side values of the next forward; replaced once a forward has used it."""
-        self._kept = [_NOT_KEPT] * microbatches
+        self._kept = [_NOT_KEPT] * binding.plan.microbatches
         """For each micro-batch, from F to B or I."""
 
     def forward(self, microbatch: int) -> None:

@@ -38,22 +38,13 @@ class Cutter:
     """Why the batch cannot be cut; raised where all ranks hear of it."""
 
     def parts(self, rows: int) -> int:
-        """The number of micro-batches of a batch with so many rows; 0 rows: unknown.
-
-        >>> Cutter(8, fewer=True).parts(6)
-        6
-        """
+        """The number of micro-batches of a batch with ``rows``; 0 stands for unknown."""
         return min(self.microbatches, rows) if self.fewer and rows else self.microbatches
 
 
 @dataclass(slots=True)
 class Batch:
-    """The arguments and target of a step, whole or as micro-batches; a rank uses its part.
-
-    >>> batch = Batch(args=(torch.arange(6),))
-    >>> batch.arguments(Cutter(microbatches=3))[0][2]
-    (tensor([4, 5]),)
-    """
+    """The arguments and target of a step, whole or as micro-batches; a rank uses its part."""
 
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = field(default_factory=dict)
@@ -62,15 +53,11 @@ class Batch:
     kwarg_mbs: Sequence[dict[str, Any]] | None = None
     target_mbs: Sequence[Any] | None = None
 
-    def without_args(self) -> Batch:
-        """The batch on a rank without the first stage: keyword arguments are for all stages."""
-        return Batch((), self.kwargs, self.target, None, self.kwarg_mbs, self.target_mbs)
-
     def arguments(
-        self, cutter: Cutter
+        self, cutter: Cutter, rows: int
     ) -> tuple[Sequence[Sequence[Any]], Sequence[Mapping[str, Any]]]:
-        """Positional and keyword arguments of each micro-batch."""
-        parts, count = cutter.parts(self.size(cutter)), cutter.microbatches
+        """Positional and keyword arguments of each micro-batch of a batch with ``rows``."""
+        parts, count = cutter.parts(rows), cutter.microbatches
         args, kwargs = split_args_kwargs_into_chunks(
             self.args, self.kwargs, parts, cutter.args_spec, cutter.kwargs_spec
         )
@@ -80,13 +67,8 @@ class Batch:
             kwargs = _ready("kwarg_mbs", self.kwarg_mbs, count, whole=bool(self.kwargs))
         return args, kwargs
 
-    @property
-    def has_target(self) -> bool:
-        """Whether a target was given, whole or as micro-batches."""
-        return self.target is not None or self.target_mbs is not None
-
     def targets(self, cutter: Cutter, rows: int) -> Sequence[Any] | None:
-        """The target of each micro-batch, cut like a batch of so many rows; None: no target.
+        """The target of each micro-batch, cut like a batch with ``rows``; None: no target.
 
         >>> flat = Batch(target=torch.arange(6))  # two a row
         >>> [part.tolist() for part in flat.targets(Cutter(2), 3)]

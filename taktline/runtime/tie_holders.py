@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from taktline.errors import MismatchError
@@ -50,12 +50,8 @@ class TieUse:
 
     @classmethod
     def from_plain(cls, plain: dict[str, Any]) -> TieUse:
-        """From plain values."""
+        """From what ``asdict`` returns."""
         return cls(**{**plain, "tie": Tie(dict(plain["tie"]["uses"]))})
-
-    def to_plain(self) -> dict[str, Any]:
-        """As plain values."""
-        return asdict(self)
 
 
 def untied(uses: Sequence[TieUse]) -> str | None:

@@ -33,9 +33,9 @@ STALL_SECONDS = seconds_in_environment("TAKTLINE_STALL_SECONDS", 60.0)
 """After how long a step that stands still is logged, unless a schedule says otherwise."""
 
 STUCK_SECONDS = seconds_in_environment("TAKTLINE_STUCK_SECONDS", 5.0)
-"""A process ends if a wait lasts so much longer than it should."""
+"""How long a wait may outlast its connections before its process is ended."""
 STUCK = 84
-"""The exit code of such a process."""
+"""The exit code of a process that was ended."""
 
 _log = logging.getLogger("taktline")
 _HOME = str(Path(__file__).parent.parent)
@@ -52,13 +52,13 @@ _WRAPPERS = tuple(
 )
 """The innermost files while DDP waits for other ranks."""
 _REST_SECONDS = 1.0
-"""An operation of torch that uses no processor for so long counts as a wait."""
+"""How long an operation of torch uses no processor before it counts as a wait."""
 _UNKNOWN = -1
 _TORCH = str(Path(torch.__file__).parent)
 _LATE = 0.5
 """By how much a wait may outlast the timeout."""
 _LEAVE_SECONDS = 0.1
-"""So long after a verdict, waits in groups of others are ended, too."""
+"""How long after a verdict waits in groups of others are ended, too."""
 
 
 class Watch:
@@ -71,7 +71,6 @@ class Watch:
         self.program: Program | None = None
         self._name = name
         self._transport = transport
-        self._plane = None if transport is None else transport.plane
         self._thread = 0
         self._mark: object = None
         self._since = time.monotonic()
@@ -85,50 +84,47 @@ class Watch:
         self._thread, self._native_thread = threading.get_ident(), threading.get_native_id()
         self._mark, self._since, self._reported = None, time.monotonic(), False
         self._leaves_at = self._used_at = math.inf
-        if self._plane is not None:
-            self._plane.state = self._state
-            self._plane.watched = (*self._plane.watched, self)
+        if self._transport is not None:
+            plane = self._transport.plane
+            plane.state = self._state
+            plane.watched = (*plane.watched, self)
         return self
 
     def __exit__(self, *_: object) -> None:
         self.program = self._mark = None
-        if self._plane is not None:
-            running = self._plane.watched
-            self._plane.watched = tuple(each for each in running if each is not self)
-            self._plane.state = _idle
+        if self._transport is not None:
+            plane = self._transport.plane
+            plane.watched = tuple(each for each in plane.watched if each is not self)
+            plane.state = _idle
 
     def tick(self) -> None:
         """Check whether the step goes on; called on the plane's thread, some times a second."""
-        now, transport, plane = time.monotonic(), self._transport, self._plane
-        mark = self._progress()
+        transport, now, mark = self._transport, time.monotonic(), self._progress()
+        if transport is None:
+            return  # no plane calls this
         if mark != self._mark:
             self._mark, self._since, self._reported = mark, now, False
         if (used := _processor_time(self._native_thread)) != self._used:
             self._used, self._used_at = used, now
-        if transport is None or plane is None:
-            return
         stood = now - self._since
         if self.seconds is not None and stood >= self.seconds and not self._reported:
             self._reported = True
-            _log.warning("%s", self.report())
+            _log.warning("%s", self.report(transport))
         if transport.verdict is not None:
-            self._hurry(now, transport.verdict)
+            self._hurry(now, transport.verdict, transport.plane.process)
         elif stood > transport.timeout.total_seconds() + _LATE and not self._computes():
             # A wait in a group of others, which has another timeout.
-            transport.give_up(plane.stalled(transport.processes, (), self._waits_for()))
+            transport.give_up(transport.plane.stalled(transport.processes, (), self._waits_for()))
 
     def _progress(self) -> object:
         """A value that changes when the step goes on."""
         return (self.doing, None if self.program is None else self.program.position)
 
-    def report(self) -> str:
+    def report(self, transport: Distributed) -> str:
         """The state of all ranks, as far as they have reported it."""
-        transport, plane = self._transport, self._plane
-        rank, lines = 0 if transport is None else transport.rank, ""
-        if plane is not None and transport is not None:
-            lines = f"\n{plane.news.report(transport.processes)}"
         stood = _seconds(time.monotonic() - self._since)
-        return f"rank {rank} of {self._name} has stood still for {stood}{lines}"
+        states = transport.plane.news.report(transport.processes)
+        return f"rank {transport.rank} of {self._name} has stood still for {stood}\n{states}"
 
     @property
     def _instruction(self) -> Instruction | None:
@@ -183,21 +179,21 @@ class Watch:
             return None
         return sys._current_frames().get(self._thread)
 
-    def _hurry(self, now: float, verdict: Verdict) -> None:
+    def _hurry(self, now: float, verdict: Verdict, process: int) -> None:
         """End the waits of a step that goes on after a verdict: it waits in a group of others."""
         self._leaves_at = min(self._leaves_at, now + _LEAVE_SECONDS)
         if now >= self._leaves_at:
-            gloo.shut(gloo.every_socket())
+            gloo.shut()
         if now >= max(self._leaves_at, self._since) + STUCK_SECONDS and self._waits():
-            self._end(verdict)
+            self._end(verdict, process)
 
-    def _end(self, verdict: Verdict) -> NoReturn:
+    def _end(self, verdict: Verdict, process: int) -> NoReturn:
         """End a process that would wait for ever."""
         _log.critical(
             "%s\nrank %d %s, and cannot leave a collective that waits for others: its process "
             "ends, with exit code %d",
             verdict.error(range(verdict.process + 1)),
-            0 if self._plane is None else self._plane.process,
+            process,
             self._state()[0],
             STUCK,
         )

@@ -15,12 +15,7 @@ _INSIDE = ("_orig_mod", "_checkpoint_wrapped_module")
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
-    """The user's module inside of DDP, ``torch.compile`` and checkpoint wrappers.
-
-    >>> from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-    >>> unwrapped(checkpoint_wrapper(nn.Linear(2, 2)))
-    Linear(in_features=2, out_features=2, bias=True)
-    """
+    """The user's module inside of DDP, ``torch.compile`` and checkpoint wrappers."""
     while True:
         is_ddp = isinstance(module, DistributedDataParallel)
         inside = module._modules.get("module") if is_ddp else None
@@ -48,20 +43,12 @@ def named_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def named_modules(module: nn.Module) -> dict[str, nn.Module]:
-    """All modules by their names in the user's model, without wrappers.
-
-    >>> list(named_modules(nn.Sequential(nn.Linear(2, 2), nn.ReLU())))
-    ['', '0', '1']
-    """
+    """All modules by their names in the user's model, without wrappers."""
     return {path.removesuffix("."): inner for path, inner in _walk(module, "")}
 
 
 def parameters_of(module: nn.Module) -> list[nn.Parameter]:
-    """A faster ``module.parameters()``, for every step.
-
-    >>> [tuple(p.shape) for p in parameters_of(nn.Sequential(nn.Linear(2, 3), nn.ReLU()))]
-    [(3, 2), (3,)]
-    """
+    """A faster ``module.parameters()``, for every step."""
     own = (type(module).parameters, type(module).named_parameters)
     if own != (nn.Module.parameters, nn.Module.named_parameters):
         return list(module.parameters())
@@ -82,11 +69,7 @@ def parameters_of(module: nn.Module) -> list[nn.Parameter]:
 
 
 def named_buffers(module: nn.Module, *, persistent: bool = False) -> dict[str, torch.Tensor]:
-    """All buffers by their names in the user's model, or only those of a state dict.
-
-    >>> list(named_buffers(nn.Sequential(nn.BatchNorm1d(2))))
-    ['0.running_mean', '0.running_var', '0.num_batches_tracked']
-    """
+    """All buffers by their names in the user's model, or only those of a state dict."""
     return {
         f"{path}{name}": buffer
         for path, inner in _walk(module, "")

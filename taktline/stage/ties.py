@@ -52,11 +52,7 @@ class Tie:
         return tuple(stage for stage, _ in self.uses)
 
     def name_in(self, stage: int) -> str | None:
-        """The name in a stage, None if the stage does not use it.
-
-        >>> Tie({0: "embed.weight", 3: "head.weight"}).name_in(3)
-        'head.weight'
-        """
+        """The name in a stage, None if the stage does not use it."""
         return dict(self.uses).get(require_whole("stage", stage))
 
     def __str__(self) -> str:
@@ -84,9 +80,5 @@ def declare(module: nn.Module, ties: Iterable[Tie]) -> None:
 
 
 def declared(module: nn.Module) -> tuple[Tie, ...]:
-    """The ties that are attached to a module.
-
-    >>> declared(nn.Linear(2, 2))
-    ()
-    """
+    """The ties that are attached to a module."""
     return getattr(unwrapped(module), _MARK, ())

@@ -27,7 +27,7 @@ from taktline.transport.verdict import Member
 __all__ = ["AllGather"]
 
 _FEW = 4
-"""Up to so many ranks send their numbers to each other directly."""
+"""The most ranks that all send their numbers to each other directly."""
 _PIECE = 1 << 18
 _ERRORS = select.POLLERR | select.POLLHUP | select.POLLNVAL
 
@@ -162,7 +162,7 @@ def _close(sockets: dict[int, socket.socket]) -> None:
 
 
 def peers_of(rank: int, size: int) -> list[int]:
-    """The ranks that one of so many talks to.
+    """The ranks with which a rank has connections, by the number of ranks.
 
     >>> peers_of(0, 4), peers_of(0, 8)
     ([1, 2, 3], [1, 2, 4, 6, 7])

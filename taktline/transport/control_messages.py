@@ -19,7 +19,7 @@ _LENGTH = struct.Struct("<I")
 _MOST = 1 << 18
 """More bytes than a message has."""
 _UNSENT = 1 << 20
-"""A peer that leaves so many bytes unread does not listen any more."""
+"""How many unread bytes show that a peer does not listen any more."""
 
 _VERDICT = {
     "cause": str,

@@ -14,7 +14,7 @@ __all__ = ["Heard", "News", "Values"]
 SILENT_SECONDS = 2.0
 """After how long without a word a process counts as silent: that is four beats."""
 _LONGEST = 50_000
-"""So many characters of a report fit into a message."""
+"""The most characters of a report, so that it fits into a message."""
 
 
 class Heard(NamedTuple):
@@ -122,7 +122,7 @@ class Values:
     ) -> dict[int, str]:
         """Wait for the values of these processes at a place, and return them.
 
-        Some are missing if ``is_over``, or after so many seconds. Otherwise this forgets them,
+        Some are missing if ``is_over``, or after ``seconds``. Otherwise this forgets them,
         and the place can be used again.
         """
         with self._changed:

@@ -33,7 +33,7 @@ _CONNECT_SECONDS = 0.5
 _FIRST_PAUSE, _PAUSE = 0.02, 0.25
 """The pause between two rounds of calls: short at first, when all processes are about to come."""
 _REFUSED_SECONDS = 0.25
-"""A process that has refused calls for so long has ended."""
+"""How long a process refuses calls before it counts as ended."""
 _PROBES = 12
 """How often a process that has not called yet is tried: it may be stopped."""
 _INTERFACE_ADDRESS = 0x8915  # SIOCGIFADDR

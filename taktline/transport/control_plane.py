@@ -41,7 +41,7 @@ _BEAT_SECONDS = 2 * _TICK_SECONDS
 _GRACE_SECONDS = 0.1
 """How long messages of a lost process may still arrive: its program may just have ended."""
 _LAPSE_SECONDS = 1.0
-"""If a look is so late, this process was stopped itself."""
+"""How late a look must be to show that this process was stopped itself."""
 _SENDING_SECONDS = 1.0
 
 _log = logging.getLogger("taktline")
@@ -96,11 +96,9 @@ class Plane:
         self._thread.start()
 
     @classmethod
-    def current(cls) -> Plane | None:
-        """The plane of the default process group, made once; None if there is none."""
+    def current(cls) -> Plane:
+        """The plane of the default process group, made once."""
         group = dist.distributed_c10d._get_default_group()
-        if group.size() == 1:
-            return None
         plane = planes.get(group)
         if plane is None or plane._pid != os.getpid():  # a fork has no thread
             store = dist.distributed_c10d._get_default_store()
@@ -142,7 +140,7 @@ class Plane:
     ) -> dict[int, str]:
         """The values that these processes tell at a place.
 
-        The wait ends early, with values missing, after so many seconds, if the member has a
+        The wait ends early, with values missing, after ``seconds``, if the member has a
         verdict, or if a process is gone.
         """
         wanted = set(processes) - {self.process}

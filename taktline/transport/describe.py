@@ -35,11 +35,7 @@ def encode(signature: Signature) -> bytes:
 
 
 def decode(text: bytes) -> Signature:
-    """The signature that a text describes; raises a :class:`SignatureError` if it is none.
-
-    >>> decode(b"[[7, null], null]").leaves
-    (7, None)
-    """
+    """The signature that a text describes; raises a :class:`SignatureError` if it is none."""
     try:
         leaves, tree = read(text, ([object], object), what=_WHAT)
         found = tuple(map(_decode_leaf, leaves))

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
 
-from taktline.errors import LostRankError, StageError, TaktlineError, TransportError, text_of
+from taktline.errors import StageError, TaktlineError, TransportError, text_of
 from taktline.transport.all_gather import AllGather
 from taktline.transport.base import Channel, Post
 from taktline.transport.communicators import (
@@ -45,7 +45,7 @@ _made: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
 
 
 class Distributed:
-    """The ranks of a process group, over connections of our own.
+    """The ranks of a process group, two or more, over connections of our own.
 
     Numbers go over sockets. So do tensors on the CPU, where two ranks have a lane for each kind of
     data. On nccl each channel has a communicator of its own, since one communicator serves both
@@ -87,8 +87,7 @@ class Distributed:
         self._store = PrefixStore(f"taktline/{restart}/{_made[group]}", group.get_group_store())
         self._place = f"{self.processes}/{name_of(group)}/{device.type}/{_made[group]}"
         self._member = Member(self.processes, self._place, self._leave)
-        if self.plane is not None:
-            self.plane.join(self._member)
+        self.plane.join(self._member)
 
     @classmethod
     def of(cls, group: dist.ProcessGroup, device: torch.device = _CPU) -> Distributed:
@@ -106,8 +105,7 @@ class Distributed:
 
     def close(self) -> None:
         """Close the connections."""
-        if self.plane is not None:
-            self.plane.leave(self._member)
+        self.plane.leave(self._member)
         self._disconnect()
 
     def _disconnect(self) -> None:
@@ -133,8 +131,7 @@ class Distributed:
 
     def give_up(self, verdict: Verdict) -> None:
         """Leave these ranks, and announce why."""
-        if self.plane is not None:
-            self.plane.announce(verdict)
+        self.plane.announce(verdict)
 
     def raised(self, error: BaseException, where: str = "") -> None:
         """Announce that this rank leaves the others by an error, unless there is a verdict."""
@@ -161,14 +158,9 @@ class Distributed:
             return None
         return self.first_cause(None, "a collective", timed_out=timed_out)
 
-    @property
-    def entangled(self) -> bool:
-        """Whether pipelines of this process share their work: with replicas, or in parts."""
-        return self.plane is not None and self.plane.entangled
-
     def entangle(self, error: BaseException) -> None:
         """Mark an error as one that needs a restart if pipelines share their work."""
-        if self.entangled and isinstance(error, TaktlineError):
+        if self.plane.entangled and isinstance(error, TaktlineError):
             error.recoverable = "restart"
 
     def _error(self, verdict: Verdict) -> TaktlineError:
@@ -179,12 +171,11 @@ class Distributed:
 
     def reconnect(self) -> None:
         """Make new connections, on every rank; messages under way are lost."""
-        if self.plane is not None:
-            if gone := [process for process in self.processes if process in self.plane.news.gone]:
-                raise Verdict(Cause.LOST, gone[0]).error(self.processes)
-            self.plane.leave(self._member)
-            self._member = Member(self.processes, self._place, self._leave)
-            self.plane.join(self._member, again=True)
+        if gone := [process for process in self.processes if process in self.plane.news.gone]:
+            raise Verdict(Cause.LOST, gone[0]).error(self.processes)
+        self.plane.leave(self._member)
+        self._member = Member(self.processes, self._place, self._leave)
+        self.plane.join(self._member, again=True)
         self._disconnect()
         self.exchange([], "reconnect()")
 
@@ -211,7 +202,6 @@ class Distributed:
         ):
             raise self._error(self.verdict)
         if self._all_gather is None:
-            assert self.plane is not None  # there are other ranks
             seconds = self.timeout.total_seconds()
             try:
                 made = AllGather(self.plane, self._member, self._place, self.rank, seconds)
@@ -226,7 +216,6 @@ class Distributed:
 
     def _incomplete(self, missing: Sequence[int]) -> TaktlineError:
         """The error for ranks that did not come to connect."""
-        assert self.plane is not None
         lost = [process for process in missing if process in self.plane.news.gone]
         if self.verdict is None and lost:
             self.give_up(Verdict(Cause.LOST, lost[0], "", "before the first step"))
@@ -241,8 +230,7 @@ class Distributed:
 
     def open(self, channels: Sequence[Channel]) -> None:
         """Connect the channels of this rank that are not connected yet."""
-        if self.size > 1:
-            self._met()
+        self._met()
         for channel in channels:
             if self.rank not in (channel.sender, channel.receiver):
                 continue
@@ -255,7 +243,6 @@ class Distributed:
 
     def _lanes_between(self, ends: tuple[int, ...]) -> Sequence[Lane]:
         """The lanes between this rank and another one, made by both."""
-        assert self.plane is not None
         peer = sum(ends) - self.rank
         what = f"messages between rank {self.rank} and rank {peer}"
         return lanes_between(
@@ -300,8 +287,6 @@ class Distributed:
         self, numbers: Sequence[int], what: str = "an exchange", *, ragged: bool = False
     ) -> list[list[int]]:
         """Return the numbers of every rank; all ranks take part."""
-        if self.size == 1:
-            return [list(numbers)]
         all_gather = self._met()
         try:
             frames = all_gather.exchange(framed(numbers, what))
@@ -328,8 +313,6 @@ class Distributed:
 
     def first_cause(self, peer: int | None, what: object, *, timed_out: bool) -> TaktlineError:
         """The error for a wait that has failed; without a verdict, this rank announces one."""
-        if self.plane is None:
-            return LostRankError(f"rank {self.rank} has lost another rank ({what})", peer=peer)
         # A connection may end before the verdict arrives; and if this process was stopped itself,
         # the others have announced that long ago.
         self._member.told.wait(_LATE_NEWS_SECONDS if timed_out else _NEWS_SECONDS)

@@ -14,7 +14,15 @@ from taktline.checks import Either, read
 from taktline.errors import JsonError, TaktlineError, TransportError, text_of
 from taktline.transport.base import Transport
 
-__all__ = ["as_floats", "as_integers", "share_error", "share_floats", "share_texts", "share_values"]
+__all__ = [
+    "as_floats",
+    "as_integers",
+    "retold",
+    "share_error",
+    "share_floats",
+    "share_texts",
+    "share_values",
+]
 
 _MOST = 1 << 16
 """The most characters of an error that are shared; the rank that raised it has all of them."""
@@ -31,10 +39,6 @@ def share_floats(
     """Return the numbers of every rank, bit for bit; all ranks take part.
 
     With ``ragged``, ranks may pass different amounts.
-
-    >>> from taktline.transport.one_rank import Alone
-    >>> share_floats(Alone(), [0.1, float("inf")], "an example")
-    [(0.1, inf)]
     """
     rows = transport.exchange(as_integers(numbers), what, ragged=ragged)
     return [as_floats(row) for row in rows]
@@ -55,12 +59,7 @@ def as_floats(bits: Sequence[int]) -> tuple[float, ...]:
 
 
 def share_texts(transport: Transport, text: str, what: str = "an exchange of texts") -> list[str]:
-    """Return the text of every rank; all ranks take part, with the same purpose.
-
-    >>> from taktline.transport.one_rank import Alone
-    >>> share_texts(Alone(), "größer")
-    ['größer']
-    """
+    """Return the text of every rank; all ranks take part, with the same purpose."""
     data = text.encode(errors="surrogatepass")
     words = np.frombuffer(data.ljust(-(-len(data) // 8) * 8, b"\0"), "<i8").tolist()
     rows = transport.exchange([len(data), *words], what, ragged=True)
@@ -96,6 +95,13 @@ def share_error(transport: Transport, error: TaktlineError | None) -> TaktlineEr
         if text:
             return _restored(text, rank)
     return None
+
+
+def retold(error: TaktlineError, text: str) -> TaktlineError:
+    """The same error with another text."""
+    made = errors.restore(type(error), (text,), vars(error))
+    made.__cause__ = error.__cause__
+    return made
 
 
 def _written(error: TaktlineError) -> str:

@@ -48,19 +48,15 @@ class Frame(NamedTuple):
         return _HEAD.size + 8 * count
 
     @classmethod
-    def read(cls, data: bytes | bytearray, at: int = 0) -> Frame:
-        """The frame at an offset, where all of it is."""
-        _, count, what = _HEAD.unpack_from(data, at)
-        numbers = struct.unpack_from(f"<{count}q", data, at + _HEAD.size)
+    def read(cls, data: bytes) -> Frame:
+        """The frame in these bytes, which are all of it."""
+        _, count, what = _HEAD.unpack_from(data)
+        numbers = struct.unpack_from(f"<{count}q", data, _HEAD.size)
         return cls(what.rstrip(b"\0").decode(errors="replace"), list(numbers))
 
 
 def framed(numbers: Sequence[int], what: str) -> bytes:
-    """The bytes of a frame.
-
-    >>> Frame.read(framed([3, 4], "grad_norm()"))
-    Frame(what='grad_norm()', numbers=[3, 4])
-    """
+    """The bytes of a frame."""
     count = len(numbers)
     if count > _MOST:
         raise TransportError(f"{what} takes {count:,} numbers; at most {_MOST:,} can be shared")

@@ -19,10 +19,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-__all__ = ["Sockets", "every_socket", "shut"]
-
-Sockets = dict[int, int]
-"""Descriptors, each with the inode that it has as long as it is the same socket."""
+__all__ = ["connections", "shut"]
 
 _TASKS = Path("/proc/self/task")
 _INFOS = Path("/proc/self/fdinfo")
@@ -33,30 +30,21 @@ _LOOP = (64, 10)
 _TARGET = re.compile(r"^tfd:\s*(\d+)", re.MULTILINE)
 
 
-def every_socket() -> Sockets:
-    """The connected sockets of every gloo group of this process."""
-    found: Sockets = {}
+def shut() -> None:
+    """End every wait in a gloo group of this process, here and at the other ends."""
+    for connection in connections():
+        with suppress(OSError):
+            connection.shutdown(socket.SHUT_RDWR)
+
+
+def connections() -> Iterator[socket.socket]:
+    """The connected sockets of every gloo group, each as a copy that is closed after its turn."""
     for fd in _awaited():
         with suppress(OSError):
-            status = os.fstat(fd)
-            if stat.S_ISSOCK(status.st_mode):
+            if stat.S_ISSOCK(os.fstat(fd).st_mode):
                 with socket.socket(fileno=os.dup(fd)) as connection:
                     connection.getpeername()  # raises if it listens: shutting it would abort gloo
-                found[fd] = status.st_ino
-    return found
-
-
-def shut(sockets: Sockets) -> None:
-    """End every wait on sockets, here and at their other ends."""
-    for fd, inode in sockets.items():
-        with suppress(OSError):
-            copy = os.dup(fd)
-            # The number may have been given to another file since.
-            if os.fstat(copy).st_ino != inode:
-                os.close(copy)
-                continue
-            with socket.socket(fileno=copy) as connection:
-                connection.shutdown(socket.SHUT_RDWR)
+                    yield connection
 
 
 def _awaited() -> Iterator[int]:

@@ -11,14 +11,7 @@ __all__ = ["Turn"]
 
 
 class Turn:
-    """A block for one thread at a time: a second thread is refused, and so is a nested block.
-
-    >>> turn = Turn("the line")
-    >>> with turn, turn:
-    ...     pass
-    Traceback (most recent call last):
-    taktline.errors.UseError: the line is running, and was called again from inside of that: ...
-    """
+    """A block for one thread at a time: a second thread is refused, and so is a nested block."""
 
     def __init__(self, what: str) -> None:
         self._what = what

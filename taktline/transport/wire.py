@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from ctypes import string_at
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import accumulate
 from operator import mul
 from typing import TYPE_CHECKING
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Layout", "Parcel"]
 
+_CPU = torch.device("cpu")
 _ALIGNMENT = 16
 _STATUS = 0
 _FAILED = 1
@@ -46,7 +47,6 @@ class Parcel:
     reusable: bool = True
 
 
-@dataclass(slots=True, eq=False)
 class Layout:
     """Where each tensor of a boundary lies in its buffer.
 
@@ -56,28 +56,25 @@ class Layout:
     [tensor([1., 2.]), tensor(3)]
     """
 
-    tensors: tuple[TensorMeta, ...]
-    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-    mesh_for: Callable[[Sharding], DeviceMesh] | None = None
-    """Finds this rank's mesh for a tensor that arrives in shards."""
-    nbytes: int = field(init=False)
-    _head: int = field(init=False)
-    _places: list[tuple[TensorMeta, tuple[int, ...], int]] = field(init=False)
-    _free: list[Parcel] = field(init=False, default_factory=list)
-    _readable: bool = field(init=False)
-    _alone: bool = field(init=False)
-    """Whether the buffer is one tensor and nothing else."""
-
-    def __post_init__(self) -> None:
-        self._readable = self.device.type == "cpu"
-        offset = self._head = _aligned(1 + len(self.tensors)) if self._readable else 0
-        self._places = []
-        for tensor in self.tensors:
+    def __init__(
+        self,
+        tensors: tuple[TensorMeta, ...],
+        device: torch.device = _CPU,
+        mesh_for: Callable[[Sharding], DeviceMesh] | None = None,
+    ) -> None:
+        """``mesh_for`` finds this rank's mesh for a tensor that arrives in shards."""
+        self.tensors, self.device, self._mesh_for = tensors, device, mesh_for
+        self._free: list[Parcel] = []
+        self._readable = device.type == "cpu"
+        offset = self._head = _aligned(1 + len(tensors)) if self._readable else 0
+        self._places: list[tuple[TensorMeta, tuple[int, ...], int]] = []
+        for tensor in tensors:
             self._places.append((tensor, _strides(tensor.shape), offset // tensor.dtype.itemsize))
             offset += _aligned(tensor.nbytes)
-        only = self.tensors[0] if len(self.tensors) == 1 and not self._readable else None
+        only = tensors[0] if len(tensors) == 1 and not self._readable else None
         self._alone = only is not None and only.nbytes > 0 and only.sharding is None
-        self.nbytes = self.tensors[0].nbytes if self._alone else max(offset, _ALIGNMENT)
+        """Whether the buffer is one tensor and nothing else."""
+        self.nbytes = tensors[0].nbytes if self._alone else max(offset, _ALIGNMENT)
 
     def pack(self, tensors: Sequence[torch.Tensor | None]) -> Parcel:
         """The tensors in one buffer; a missing one is marked, and becomes zeros."""
@@ -127,8 +124,8 @@ class Layout:
         tensors = self._views(buffer)
         for index, tensor in enumerate(tensors):
             meta = self.tensors[index]
-            if meta.sharding is not None and self.mesh_for is not None:
-                tensor = meta.sharding.assemble(tensor, self.mesh_for(meta.sharding))
+            if meta.sharding is not None and self._mesh_for is not None:
+                tensor = meta.sharding.assemble(tensor, self._mesh_for(meta.sharding))
                 tensors[index] = tensor
             if meta.requires_grad:
                 tensor.requires_grad_()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -141,7 +141,7 @@ def run_plain(case: Case) -> Result:
     steps = 0
     for number, (call, size) in enumerate(case.calls):
         x, target = make_batch(case, number, size)
-        found: list[dict[str, Tensor]] = []
+        found: list[Mapping[str, Tensor | None]] = []
         losses, outputs = [], []
         for m, (x_m, target_m) in enumerate(
             zip(
@@ -163,11 +163,7 @@ def run_plain(case: Case) -> Result:
         result.outputs.append(torch.cat(outputs))
         if call == "step":
             steps += 1
-            for stage, m in _order_of_gradients(plan):
-                for name, _ in named(stage, modules[stage]):
-                    total = result.gradients.get(name)
-                    gradient = found[m][name]
-                    result.gradients[name] = gradient if total is None else total + gradient
+            add_up(result.gradients, found, plan)
     return result
 
 
@@ -181,13 +177,17 @@ def _forward(modules: list[nn.Sequential], x: Tensor, case: Case, step: int, m: 
     return x
 
 
-def _order_of_gradients(plan: Plan) -> Iterator[tuple[int, int]]:
-    """(stage, micro-batch) of each B and W, in the plan's order."""
+def add_up(
+    totals: dict[str, Tensor], found: Sequence[Mapping[str, Tensor | None]], plan: Plan
+) -> None:
+    """Add up the gradients of each micro-batch, in the order of the plan's B and W."""
     for rank in range(plan.ranks):
         rows = plan.rows_of(rank)
         for kind, stage, m in zip(rows.kind, rows.stage, rows.microbatch, strict=True):
             if kind in (Kind.B, Kind.W):
-                yield int(stage), int(m)
+                for name, gradient in found[m].items():
+                    if name.startswith(f"{stage}.") and gradient is not None:
+                        totals[name] = totals[name] + gradient if name in totals else gradient
 
 
 def merge(results: list[Result]) -> Result:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from importlib import import_module
@@ -16,8 +16,8 @@ from torch.utils import _pytree as pytree
 
 import taktline as tl
 from taktline.meta import as_arguments
-from taktline.plan import Kind, Plan
-from tests.runtime.cases import SCHEDULES
+from taktline.plan import Plan
+from tests.runtime.cases import SCHEDULES, add_up
 
 CPU = torch.device("cpu")
 Batch = tuple[tuple[Any, ...], dict[str, Any], Tensor]
@@ -173,23 +173,6 @@ def forward(modules: Sequence[nn.Module], args: Sequence[Any], kwargs: dict[str,
     for module in modules:
         output = module(*as_arguments(output), **kwargs)
     return output
-
-
-def add_up(totals: dict[str, Tensor], found: list[dict[str, Tensor | None]], plan: Plan) -> None:
-    """Add up the gradients of each micro-batch, in the plan's order."""
-    for stage, m in _order(plan):
-        for name, gradient in found[m].items():
-            if name.startswith(f"{stage}.") and gradient is not None:
-                totals[name] = totals[name] + gradient if name in totals else gradient
-
-
-def _order(plan: Plan) -> Iterator[tuple[int, int]]:
-    """(stage, micro-batch) of each B and W, in the plan's order."""
-    for rank in range(plan.ranks):
-        rows = plan.rows_of(rank)
-        for kind, stage, m in zip(rows.kind, rows.stage, rows.microbatch, strict=True):
-            if kind in (Kind.B, Kind.W):
-                yield int(stage), int(m)
 
 
 def assert_same(ranks: Sequence[Result], plain: Result, *, exact: bool = True) -> None:

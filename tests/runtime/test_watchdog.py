@@ -126,7 +126,7 @@ def stuck(rank: int, group: Any, log: str) -> None:
     if rank == 1:
         transport.raised(RuntimeError("out of luck"), "in 1F0")
         time.sleep(60)
-    gloo.shut = lambda sockets: None
+    gloo.shut = lambda: None
     watchdog.STUCK_SECONDS = 0.2
     logging.getLogger("taktline").addHandler(logging.FileHandler(log))
     with watchdog.guarded(transport, "grad_norm()"):
@@ -209,7 +209,7 @@ def test_the_time_counts_from_the_beginning_of_the_step(ranks: Any) -> None:
     watch = Watch("Schedule1F1B", ranks)
     watch._since = 0.0
     with watch:
-        assert "for 0.0 seconds" in watch.report()
+        assert "for 0.0 seconds" in watch.report(ranks)
 
 
 def test_a_rank_says_whether_it_is_in_a_step(ranks: Any) -> None:

@@ -14,7 +14,7 @@ import pytest
 from torch._C._distributed_c10d import HashStore
 
 from taktline.errors import JsonError, LostRankError, StageError, StallError
-from taktline.transport import exit_hooks, gloo
+from taktline.transport import exit_hooks
 from taktline.transport.control_messages import Message, Peer
 from taktline.transport.control_news import Heard
 from taktline.transport.control_plane import Plane
@@ -245,14 +245,6 @@ def test_a_length_that_cannot_be() -> None:
         peer = Peer(here, 1, "secret")
         there.sendall((2**31).to_bytes(4, "little"))
         assert peer.read() is None
-
-
-def test_a_number_that_is_another_file_by_now_is_left_alone() -> None:
-    one, other = socket.socketpair()
-    with one, other:
-        gloo.shut({one.fileno(): 1})
-        other.sendall(b"x")
-        assert one.recv(1) == b"x"
 
 
 def test_a_forked_process_does_not_hide_that_its_parent_has_died(

@@ -22,7 +22,7 @@ def loop_names() -> Iterator[Path]:
             yield task / "comm"
 
 
-def _found(rank: int, group: dist.ProcessGroup) -> tuple[set[int], set[int], set[int]]:
+def _found(rank: int, group: dist.ProcessGroup) -> tuple[set[object], set[object], set[object]]:
     """What is found before, with one more group, and when its thread has no name of its own."""
     before = _sought()
     other = dist.new_group(list(range(group.size())), backend="gloo")
@@ -37,11 +37,11 @@ def _found(rank: int, group: dist.ProcessGroup) -> tuple[set[int], set[int], set
     return before, named, unnamed
 
 
-def _sought() -> set[int]:
-    """What is found in many looks: a thread may be running in one of them."""
-    found: set[int] = set()
+def _sought() -> set[object]:
+    """The ends of what is found in many looks: a thread may be running in one of them."""
+    found: set[object] = set()
     for _ in range(50):
-        found |= set(gloo.every_socket())
+        found |= {(each.getsockname(), each.getpeername()) for each in gloo.connections()}
         time.sleep(0.005)
     return found
 

@@ -603,9 +603,3 @@ def test_what_a_rank_has_entered_and_not_left_is_not_there_in_the_next_run() -> 
         run(lambda rank: Named().__enter__() and None, 2)
         assert run(lambda rank: _get_current_function_mode_stack(), 2) == [[outer]] * 2
     assert run(lambda rank: _get_current_function_mode_stack(), 2) == [[], []]
-
-
-def test_local_ranks_see_the_autocast_of_their_caller() -> None:
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        found = run(lambda rank: (torch.ones(2, 2) @ torch.ones(2, 2)).dtype, 2)
-    assert found == [torch.bfloat16] * 2

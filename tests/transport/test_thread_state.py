@@ -101,8 +101,8 @@ SETTINGS: dict[str, tuple[Callable[[], AbstractContextManager[Any]], Callable[[]
         lambda: (torch.is_inference_mode_enabled(), torch.is_grad_enabled()),
     ),
     "autocast": (
-        lambda: torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=False),
-        lambda: (torch.is_autocast_enabled("cpu"), torch.is_autocast_cache_enabled()),
+        lambda: torch.autocast("cpu", dtype=torch.float16, cache_enabled=False),
+        lambda: ((X @ X.T).dtype, torch.is_autocast_cache_enabled()),
     ),
     "saved_tensors_hooks": (lambda: saved_tensors_hooks(lambda x: x, lambda x: x + 1), packs),
     "disable_saved_tensors_hooks": (lambda: disable_saved_tensors_hooks("not now"), packs),

@@ -10,27 +10,28 @@
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from taktline.errors import MismatchError
 from taktline.stage.grad_sync.base import GradSync
+from taktline.stage.grad_sync.ddp import DDPSync
 
 __all__ = ["GradSync", "sync_of"]
 
 
 def sync_of(module: nn.Module) -> GradSync | None:
-    """The wrapper that averages the gradients of a module; None for a plain module.
+    """The wrapper that averages the gradients of a module; None for a plain module."""
 
-    >>> print(sync_of(nn.Linear(2, 2)))
-    None
-    """
-    modules = list(module.modules())
-    ddp = (DistributedDataParallel, *_loaded("torch.distributed._composable.replicate", "DDP"))
-    replicated = [m for m in modules if isinstance(m, ddp)]
-    sharded = _any(modules, _loaded("torch.distributed.fsdp", "FSDPModule"))
-    if _any(modules, _loaded("torch.distributed.fsdp", "FullyShardedDataParallel")):
+    def inside(*classes: Any) -> list[nn.Module]:
+        return [each for each in module.modules() if isinstance(each, classes)]
+
+    older = _loaded("torch.distributed._composable.replicate", "DDP")
+    replicated = inside(DistributedDataParallel, older)
+    sharded = inside(_loaded("torch.distributed.fsdp", "FSDPModule"))
+    if inside(_loaded("torch.distributed.fsdp", "FullyShardedDataParallel")):
         raise MismatchError(
             "FullyShardedDataParallel gathers and reduces by itself, which in a pipeline is the "
             "wrong time; use fully_shard instead"
@@ -41,8 +42,6 @@ def sync_of(module: nn.Module) -> GradSync | None:
             "dimensions makes fully_shard replicate, too)"
         )
     if replicated:
-        from taktline.stage.grad_sync.ddp import DDPSync
-
         return DDPSync(replicated)
     if sharded:
         from taktline.stage.grad_sync.fsdp import FSDPSync
@@ -51,11 +50,6 @@ def sync_of(module: nn.Module) -> GradSync | None:
     return None
 
 
-def _any(modules: list[nn.Module], classes: tuple[type, ...]) -> bool:
-    return any(isinstance(module, classes) for module in modules)
-
-
-def _loaded(module: str, name: str) -> tuple[type, ...]:
+def _loaded(module: str, name: str) -> Any:
     """A class, if its module was imported; before, no object can be an instance."""
-    found = getattr(sys.modules.get(module), name, None)
-    return () if found is None else (found,)
+    return getattr(sys.modules.get(module), name, ())
