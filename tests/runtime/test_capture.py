@@ -645,9 +645,23 @@ class Normed(Stage):
         return super().forward(self.batch_norm(x))
 
 
-def test_forwards_that_change_buffers_keep_their_order() -> None:
+class Remembering(Stage):
+    """Uses what it has computed for the micro-batch before."""
+
+    before: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = super().forward(x)
+        if self.before is not None:
+            found = found + self.before
+        self.before = found.detach()
+        return found
+
+
+@pytest.mark.parametrize("stage", [Normed, Remembering])
+def test_forwards_that_change_what_they_keep_stay_in_order(stage: type[Stage]) -> None:
     # The backwards of this schedule run from the last micro-batch to the first.
-    pair = Pair(lambda: [Normed() for _ in range(4)], schedule="looped_bfs")
+    pair = Pair(lambda: [stage() for _ in range(4)], schedule="looped_bfs")
     for seed in range(6):
         pair.step(seed=seed)
         pair.each(tl.Pipeline.zero_grad)

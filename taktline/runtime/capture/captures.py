@@ -13,7 +13,7 @@ from taktline.errors import TaktlineError, text_of
 from taktline.runtime.bind import Binding, Bound, bind
 from taktline.runtime.capture.cuda import Graph, Graphs
 from taktline.runtime.capture.gradient_buffers import Buffers, Pool, Touched
-from taktline.runtime.capture.module_state import keep_state, state_of
+from taktline.runtime.capture.module_state import Kept, keep_state, state_of
 from taktline.runtime.capture.step_buffers import Inputs, Static
 from taktline.runtime.capture.streams import side_by_side
 from taktline.runtime.program import Failure
@@ -136,20 +136,15 @@ class Captures:
     def _warm_up(
         self, entry: _Entry, feed: Feed, eagerly: Callable[[], Failure | None]
     ) -> Failure | None:
-        touched, buffers = Touched(self._stages), self._versions()
+        touched, kept = Touched(self._stages), Kept(self._stages)
         failure = eagerly()
         if failure is None:
             entry.touched = touched.found()
-            entry.any_order = buffers == self._versions() and not feed.observed
+            entry.any_order = not kept.have_changed() and not feed.observed
             entry.warm += 1
             if any(p.grad is not None and p.grad.layout != torch.strided for p in entry.touched):
                 self._refuse(entry, "there are sparse gradients")
         return failure
-
-    def _versions(self) -> list[tuple[int, int]]:
-        """The identity and version of each buffer."""
-        buffers = [buffer for stage in self._stages for buffer in stage.submod.buffers()]
-        return [(id(buffer), buffer._version) for buffer in buffers]
 
     def _capture(
         self,

@@ -13,7 +13,7 @@ from taktline.sharding import is_sharded, local
 from taktline.stage import PipelineStage
 from taktline.stage.autograd_engine import is_own_hook
 
-__all__ = ["keep_state", "state_of"]
+__all__ = ["Kept", "keep_state", "state_of"]
 
 
 def state_of(stages: Sequence[PipelineStage]) -> tuple[object, ...] | str:
@@ -55,6 +55,36 @@ def keep_state(stages: Sequence[PipelineStage]) -> Callable[[], None]:
             module._buffers.update(buffers)
 
     return restore
+
+
+class Kept:
+    """The tensors that modules keep from one micro-batch to the next: buffers and attributes.
+
+    >>> norm = nn.BatchNorm1d(2)
+    >>> kept = Kept([PipelineStage(norm, 0, 1, torch.device("cpu"))])
+    >>> _ = norm(torch.ones(3, 2))
+    >>> kept.have_changed()
+    True
+    """
+
+    def __init__(self, stages: Sequence[PipelineStage]) -> None:
+        self._modules = [module for stage in stages for module in stage.submod.modules()]
+        self._tensors = self._found()
+        self._versions = _versions(self._tensors)
+
+    def have_changed(self) -> bool:
+        """Whether one of them was written to, or is another tensor now."""
+        now = self._found()
+        same = list(map(id, self._tensors)) == list(map(id, now))
+        return not same or _versions(now) != self._versions
+
+    def _found(self) -> list[torch.Tensor]:
+        values = (chain(each._buffers.values(), vars(each).values()) for each in self._modules)
+        return [value for value in chain(*values) if isinstance(value, torch.Tensor)]
+
+
+def _versions(tensors: Sequence[torch.Tensor]) -> list[int]:
+    return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
 
 
 def _note(stage: nn.Module, found: list[object]) -> str | None:
