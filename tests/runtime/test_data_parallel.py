@@ -144,7 +144,7 @@ def checkpointed_around(module: nn.Sequential, mesh: DeviceMesh) -> Any:
     return in_fsdp(module, mesh)
 
 
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(5)
 @pytest.mark.processes
 @pytest.mark.parametrize("wrap", [compiled, compiled_in_halves, checkpointed, checkpointed_around])
 @pytest.mark.parametrize("schedule", SPLIT)

@@ -89,7 +89,7 @@ def chains(draw: st.DrawFn) -> tuple[list[list[int]], dict[str, Any]]:
 
 
 @pytest.mark.slow
-@settings(max_examples=15)
+@settings(max_examples=8)
 @given(chains())
 def test_any_split_points_of_any_chain(chain: tuple[list[list[int]], dict[str, Any]]) -> None:
     sources, spec = chain

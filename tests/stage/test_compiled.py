@@ -324,6 +324,7 @@ def test_pieces_of_a_model(make: Callable[[], nn.Module], cut: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("cuts", [True, False], ids=["cut", "by hand"])
 def test_pipeline_with_inductor(cuts: bool) -> None:
     torch._dynamo.reset()

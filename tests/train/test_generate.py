@@ -203,6 +203,7 @@ def test_models_that_are_refused() -> None:
         pipe.generate(prompts(), max_new_tokens=NEW)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", ["RecurrentGemmaForCausalLM", "RwkvForCausalLM"])
 def test_padding_is_refused_for_models_whose_state_takes_it_in(name: str) -> None:
     ids, mask = padded()
