@@ -86,12 +86,7 @@ class Schedule:
         n_microbatches = require_whole(
             "n_microbatches", n_microbatches, least=1, error=ScheduleError
         )
-        if loss_fn is not None:
-            require_callable("loss_fn", loss_fn)
-        if args_chunk_spec is not None:
-            require_instance("args_chunk_spec", args_chunk_spec, (tuple, list), "a tuple")
-        if kwargs_chunk_spec is not None:
-            require_instance("kwargs_chunk_spec", kwargs_chunk_spec, dict)
+        _require_types(loss_fn, args_chunk_spec, kwargs_chunk_spec)
         require_flag("scale_grads", scale_grads)
         if seed is not None:
             seed = require_whole("seed", seed, least=-(2**63), most=2**64 - 1)
@@ -325,3 +320,13 @@ class Schedule:
     def __repr__(self) -> str:
         stages = ", ".join(str(stage.stage_index) for stage in self._stages)
         return f"{type(self).__name__}(stages [{stages}], {self._n_microbatches} micro-batches)"
+
+
+def _require_types(loss_fn: object, args_chunk_spec: object, kwargs_chunk_spec: object) -> None:
+    """Check the arguments that may be None."""
+    if loss_fn is not None:
+        require_callable("loss_fn", loss_fn)
+    if args_chunk_spec is not None:
+        require_instance("args_chunk_spec", args_chunk_spec, (tuple, list), "a tuple")
+    if kwargs_chunk_spec is not None:
+        require_instance("kwargs_chunk_spec", kwargs_chunk_spec, dict)
