@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.autograd import Variable
 
-__all__ = ["SMALL", "accumulate", "add_all", "add_to_grad", "add_to_grads", "is_own_hook"]
+__all__ = ["SMALL", "Sums", "accumulate", "add_to_grad", "is_own_hook"]
 
 SMALL = 4 * 2**20
 """The most bytes of a gradient whose addition takes longer to launch than to run.
@@ -46,30 +45,37 @@ def add_to_grad(leaf: torch.Tensor, gradient: torch.Tensor) -> None:
         leaf.grad = gradient if leaf.grad_dtype is None else gradient.to(leaf.grad_dtype)
 
 
-def add_to_grads(leaves: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> None:
-    """Add to the ``.grad`` of many leaves, in few operations if all have gradients."""
-    known = [leaf.grad for leaf in leaves]
-    ready = [each for each in known if each is not None and not each.requires_grad]
-    if len(ready) == len(known):
-        add_all(ready, gradients)
-        return
-    for leaf, gradient in zip(leaves, gradients, strict=True):
-        add_to_grad(leaf, gradient)
+class Sums:
+    """Adds gradients to those that weights have: small ones together, in one operation.
+
+    >>> weight = torch.nn.Parameter(torch.zeros(2))
+    >>> weight.grad = torch.ones(2)
+    >>> results = [None, torch.ones(2)]
+    >>> Sums({1: weight}).add(results)
+    >>> results, weight.grad
+    ([None, None], tensor([2., 2.]))
+    """
+
+    def __init__(self, weights: Mapping[int, torch.Tensor]) -> None:
+        """``weights`` are by the places of their gradients in a list."""
+        self._groups: dict[torch.dtype, list[tuple[int, torch.Tensor]]] = {}
+        for place, weight in weights.items():
+            if weight.nbytes <= SMALL:
+                self._groups.setdefault(weight.dtype, []).append((place, weight))
+
+    def add(self, gradients: list[Any]) -> None:
+        """Add gradients, and take them out of the list; those that do not fit stay in it."""
+        for dtype, group in self._groups.items():
+            known = [weight.grad for _, weight in group]
+            new = [gradients[place] for place, _ in group]
+            if all(_is_plain(each, dtype) for each in (*known, *new)):
+                torch._foreach_add_(known, new)  # pyright: ignore
+                for place, _ in group:
+                    gradients[place] = None
 
 
-def add_all(buffers: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> None:
-    """Add gradients to buffers, small ones of the same types in one operation."""
-    alike: defaultdict[object, tuple[list[torch.Tensor], list[torch.Tensor]]]
-    alike = defaultdict(lambda: ([], []))
-    for buffer, gradient in zip(buffers, gradients, strict=True):
-        if buffer.nbytes > SMALL:
-            buffer.add_(gradient)
-            continue
-        kind = type(buffer), buffer.dtype, type(gradient), gradient.dtype
-        alike[kind][0].append(buffer)
-        alike[kind][1].append(gradient)
-    for ours, theirs in alike.values():
-        torch._foreach_add_(ours, theirs)  # pyright: ignore[reportPrivateImportUsage]
+def _is_plain(tensor: Any, dtype: torch.dtype) -> bool:
+    return type(tensor) is torch.Tensor and tensor.dtype is dtype and not tensor.requires_grad
 
 
 def is_own_hook(hook: object) -> bool:

@@ -44,21 +44,20 @@ class Shape(NamedTuple):
         for x in inputs:
             if not x.is_leaf:
                 return None
-        edges: list[tuple[Node, int]] = [(root.grad_fn, 0) for root in roots]
+        ends: list[Node] = [root.grad_fn for root in roots]
         for edge, count in self.steps:
-            node = edges[edge][0]
+            node = ends[edge]
             if node is None:
                 return None
             onward = node.next_functions
             if len(onward) != count:
                 return None
-            edges += onward
-        nodes: list[Node] = [edges[edge][0] for edge in self.first]
+            ends += [end for end, _ in onward]
+        nodes = [ends[edge] for edge in self.first]
         if len(set(nodes)) < len(nodes) or tuple(map(type, nodes)) != self.kinds:
             return None
         nodes.append(None)  # has the slot _NOTHING
-        same = [nodes[slot] for slot in self.edges] == [node for node, _ in edges]
-        return nodes if same else None
+        return nodes if [nodes[slot] for slot in self.edges] == ends else None
 
 
 class Graph:

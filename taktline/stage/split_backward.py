@@ -30,7 +30,7 @@ from torch.autograd.graph import GradientEdge
 
 from taktline.errors import SplitError
 from taktline.sharding import local
-from taktline.stage.autograd_engine import accumulate, add_to_grad, add_to_grads
+from taktline.stage.autograd_engine import accumulate, add_to_grad
 from taktline.stage.autograd_graph import Graph, Node, Shape
 from taktline.stage.split_recipe import Recipe, is_among, learn
 
@@ -47,7 +47,8 @@ class _Compiled(NamedTuple):
     held: list[Any]
     versions: Sequence[int]
     """The versions of the tensors in ``held``."""
-    run: Callable[[list[Any]], Sequence[Any]]
+    run: Callable[[list[Any]], None]
+    """Adds them to the weights."""
 
 
 class Pending:
@@ -72,13 +73,18 @@ class Pending:
         """The weights whose gradients W computes."""
         return [*self._recipe.weights, *(w for part in self._compiled for w in part.weights)]
 
+    @property
+    def has_compiled(self) -> bool:
+        """Whether a compiled node has left out gradients."""
+        return bool(self._compiled)
+
     def take_over(
         self,
         weights: Sequence[torch.Tensor],
         held: list[Any],
-        run: Callable[[list[Any]], Sequence[Any]],
+        run: Callable[[list[Any]], None],
     ) -> None:
-        """Compute gradients for a compiled node later, too, from the values that it holds."""
+        """Run a compiled node's function of the held values, too, to add these gradients."""
         self._compiled.append(_Compiled(weights, held, _versions(held), run))
 
     def part_from(self, leaves: Sequence[torch.Tensor]) -> None:
@@ -111,9 +117,10 @@ class Pending:
         for weight, total in zip(weights, totals, strict=True):
             if total is not None:
                 add_to_grad(weight, total)
-        for part in self._compiled:
+        if self._compiled:
             with torch.no_grad():  # as inside of the engine
-                add_to_grads(part.weights, part.run(part.held))
+                for part in self._compiled:
+                    part.run(part.held)
         # A kept output keeps the graph, whose hooks keep this object.
         self._factors, self._versions = [], []
         self._gradients.clear()
@@ -172,7 +179,7 @@ class Splitter:
         accumulate(roots, gradients, () if everywhere else (*inputs, *recipe.leaves, *edges))
         if new:
             pending.part_from(new)
-        return pending if found or pending.weights else None
+        return pending if found or pending.has_compiled else None
 
     def _recipe(
         self,

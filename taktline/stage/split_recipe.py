@@ -94,7 +94,11 @@ class Recipe:
         for product in self.products:
             if _hooked(product.weight) or _hindrance(product.kind, nodes[product.slot]):
                 return False
-        return not any(any(map(_hooked, inside.leaves.values())) for inside in self.compiled)
+        for inside in self.compiled:
+            for leaf in inside.leaves.values():
+                if (leaf._backward_hooks or leaf._post_accumulate_grad_hooks) and _hooked(leaf):
+                    return False
+        return True
 
 
 def is_among(tensor: object, others: Sequence[torch.Tensor]) -> bool:

@@ -6,13 +6,14 @@ graph, each of which takes longer to launch than to run.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 
 import torch
 from torch import nn
 
-from taktline.stage.autograd_engine import add_all
+from taktline.stage import autograd_engine
 
 __all__ = ["Adding"]
 
@@ -59,7 +60,7 @@ class Adding:
     def add(self) -> None:
         """Add all gradients that wait."""
         with self.in_turn():
-            add_all([self._buffers[p] for p in self._waiting], list(self._waiting.values()))
+            _add_all([self._buffers[p] for p in self._waiting], list(self._waiting.values()))
         self._waiting.clear()
         self._bytes = 0
 
@@ -75,3 +76,18 @@ class Adding:
         self._bytes += gradient.nbytes
         if self._bytes > _MOST:
             self.add()
+
+
+def _add_all(buffers: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> None:
+    """Add gradients to buffers, small ones of the same types in one operation."""
+    alike: defaultdict[object, tuple[list[torch.Tensor], list[torch.Tensor]]]
+    alike = defaultdict(lambda: ([], []))
+    for buffer, gradient in zip(buffers, gradients, strict=True):
+        if buffer.nbytes > autograd_engine.SMALL:
+            buffer.add_(gradient)
+            continue
+        kind = type(buffer), buffer.dtype, type(gradient), gradient.dtype
+        alike[kind][0].append(buffer)
+        alike[kind][1].append(gradient)
+    for ours, theirs in alike.values():
+        torch._foreach_add_(ours, theirs)  # pyright: ignore[reportPrivateImportUsage]

@@ -11,7 +11,7 @@ import torch
 from torch import fx
 
 from taktline.errors import text_of
-from taktline.stage.autograd_engine import add_all
+from taktline.stage.autograd_engine import Sums, add_to_grad
 from taktline.stage.compiled.divide import Division, divide
 from taktline.stage.split_recipe import Inside
 
@@ -29,8 +29,10 @@ Compile: TypeAlias = Callable[[fx.GraphModule, Sequence[Any], Sequence[int]], Ca
 class PutOff(Protocol):
     """Takes over the gradients that a node of the graph does not compute at once."""
 
-    def take_over(self, weights: Sequence[torch.Tensor], held: list[Any], run: Call) -> None:
-        """Compute the gradients of weights later, from the held values."""
+    def take_over(
+        self, weights: Sequence[torch.Tensor], held: list[Any], run: Callable[[list[Any]], None]
+    ) -> None:
+        """Later, add the gradients of weights by running a function of the held values."""
         ...
 
 
@@ -39,6 +41,41 @@ class _Halves:
     division: Division
     first: Call
     second: Call
+
+
+class _Split:
+    """Runs the halves for the weights of one node of the graph."""
+
+    def __init__(self, halves: _Halves, weights: Mapping[int, torch.Tensor]) -> None:
+        """``weights`` are by their places among the forward's arguments."""
+        self._division = halves.division
+        self._first = halves.first
+        self._second = halves.second
+        late = self._division.later
+        self._late = [weights[place] for place in late]
+        self._late_sums = Sums(dict(enumerate(self._late)))
+        # Autograd would add these one by one.
+        self._early_sums = Sums({i: weight for i, weight in weights.items() if i not in late})
+
+    def run_first(self, arguments: list[Any], off: PutOff) -> Sequence[Any]:
+        """The gradients that are not added here; ``off`` takes over the second half."""
+        division = self._division
+        held = [arguments[i] for i in division.takes_second]
+        taken = [arguments[i] for i in division.takes_first]
+        arguments.clear()
+        results = list(self._first(taken))
+        count = len(results) - len(division.made)
+        off.take_over(self._late, [*held, *results[count:]], self._run_second)
+        del results[count:]
+        self._early_sums.add(results)
+        return results
+
+    def _run_second(self, held: list[Any]) -> None:
+        gradients = list(self._second(held))
+        self._late_sums.add(gradients)
+        for weight, gradient in zip(self._late, gradients, strict=True):
+            if gradient is not None:
+                add_to_grad(weight, gradient)
 
 
 class Backward:
@@ -69,6 +106,7 @@ class Backward:
         self._whole: Call | None = None
         # By the results that come later; None where none can.
         self._halves: dict[tuple[int, ...], _Halves | None] = {}
+        self._latest: tuple[Inside, _Split | None] | None = None
 
     def __call__(self, arguments: list[Any]) -> Sequence[Any]:
         """The gradients of the forward's arguments, None where they are put off."""
@@ -76,21 +114,23 @@ class Backward:
         put_off: tuple[PutOff, Inside] | None = getattr(node, "put_off", None)
         if put_off is not None:
             off, inside = put_off
-            weights = self._weights(inside)
-            halves = self._halves_for(tuple(weights)) if weights else None
-            if halves is not None:
-                return self._run_first(halves, arguments, weights, off)
+            if self._latest is None or self._latest[0] is not inside:
+                self._latest = inside, self._split(inside)
+            split = self._latest[1]
+            if split is not None:
+                return split.run_first(arguments, off)
         if self._whole is None:
             # A compiler changes its graph.
             copied = fx.GraphModule(self._graph, _copied(self._graph.graph))
             self._whole = self._compiles(copied, self._example, range(len(self._example)))
         return self._whole(arguments)
 
-    def _weights(self, inside: Inside) -> dict[int, torch.Tensor]:
-        """The weights that may wait, by their places among the forward's arguments."""
+    def _split(self, inside: Inside) -> _Split | None:
         if inside.edges != len(self._edges):
-            return {}
-        return {self._edges[edge]: leaf for edge, leaf in inside.leaves.items()}
+            return None
+        weights = {self._edges[edge]: leaf for edge, leaf in inside.leaves.items()}
+        halves = self._halves_for(tuple(weights)) if weights else None
+        return None if halves is None else _Split(halves, weights)
 
     def _halves_for(self, later: tuple[int, ...]) -> _Halves | None:
         if later not in self._halves:
@@ -120,43 +160,6 @@ class Backward:
             )
         except Exception as error:
             return f"its halves do not compile: {type(error).__name__}: {text_of(error)}"
-
-    def _run_first(
-        self,
-        halves: _Halves,
-        arguments: list[Any],
-        weights: dict[int, torch.Tensor],
-        off: PutOff,
-    ) -> Sequence[Any]:
-        division = halves.division
-        held = [arguments[i] for i in division.takes_second]
-        taken = [arguments[i] for i in division.takes_first]
-        arguments.clear()
-        results = halves.first(taken)
-        count = len(results) - len(division.made)
-        off.take_over(
-            [weights[i] for i in division.later], [*held, *results[count:]], halves.second
-        )
-        return _added(results[:count], weights)
-
-
-def _added(results: Sequence[Any], weights: Mapping[int, torch.Tensor]) -> list[Any]:
-    """Add to gradients that weights have, in few operations; returns the results that are left.
-
-    Autograd would add them one by one.
-    """
-    left = list(results)
-    buffers: list[torch.Tensor] = []
-    gradients: list[torch.Tensor] = []
-    for place, weight in weights.items():
-        known, new = weight.grad, left[place]
-        if new is None or known is None or known.requires_grad or known.dtype != new.dtype:
-            continue
-        buffers.append(known)
-        gradients.append(new)
-        left[place] = None
-    add_all(buffers, gradients)
-    return left
 
 
 def _copied(graph: fx.Graph) -> fx.Graph:

@@ -108,4 +108,18 @@ class _Later:
             # Checking the strides of an argument takes as long as launching a small kernel. These
             # come from the compiled forward, and from the first half.
             stack.enter_context(inductor.patch(size_asserts=False))
-            return compile_fx_inner(graph, example, **options)
+            return _Direct(compile_fx_inner(graph, example, **options))
+
+
+class _Direct:
+    """A compiled graph; its first call goes through torch, which measures and caches."""
+
+    def __init__(self, graph: Any) -> None:
+        self._graph = graph
+        self._has_run = False
+
+    def __call__(self, arguments: list[Any]) -> Sequence[Any]:
+        if self._has_run and not torch.autograd.profiler._is_profiler_enabled:
+            return self._graph.current_callable(arguments)
+        self._has_run = True
+        return self._graph(arguments)
