@@ -14,7 +14,7 @@ from taktline.sharding import is_sharded
 from taktline.train.ranks import Ranks
 from taktline.transport import Transport, transport_of
 from taktline.transport.describe import decode, encode
-from taktline.transport.exchange import share_error, share_texts
+from taktline.transport.exchange import exchange_or_raise, share_texts
 from taktline.transport.wire import Layout
 
 __all__ = ["broadcast", "broadcast_output"]
@@ -71,7 +71,6 @@ def _agreed(
         except TaktlineError as raised:
             error = raised
     # If a rank does not know a container, the owner must not send its contents.
-    if any(failed for (failed,) in transport.exchange([int(error is not None)], what)):
-        raise share_error(transport, error) or SignatureError("the value cannot be sent")
+    exchange_or_raise(transport, error, what)
     assert signature is not None
     return signature

@@ -25,7 +25,7 @@ from taktline.train.broadcast import broadcast_output
 from taktline.train.build import Built
 from taktline.train.kv_cache import Keeper, cache_of, padding_of
 from taktline.train.steps import forward_order
-from taktline.transport.exchange import share_error
+from taktline.transport.exchange import exchange_or_raise
 
 __all__ = ["Request", "generate"]
 
@@ -111,19 +111,16 @@ def _agreed(built: Built, request: Request, model: nn.Module | None) -> Callable
         new_cache = cache_of(model) if request.use_cache else None
     except TaktlineError as raised:
         error = raised
-    transport = built.ranks.transport
-    numbers = [int(error is not None), digest, int(new_cache is not None)]
-    shared = transport.exchange(numbers, "generate()")
-    if any(failed for failed, *_ in shared):
-        raise share_error(transport, error) or MismatchError("a rank has refused to generate")
-    digests = [digest for _, digest, _ in shared]
+    numbers = [digest, int(new_cache is not None)]
+    shared = exchange_or_raise(built.ranks.transport, error, "generate()", numbers)
+    digests = [digest for digest, _ in shared]
     if len(set(digests)) > 1:
         kinds = [digests.index(digest) for digest in digests]
         raise MismatchError(
             "generate() was called with other texts or options on some ranks (those that agree "
             f"have the same number: {by_rank(kinds)}); pass the same on every rank"
         )
-    return new_cache if all(caches for *_, caches in shared) else None
+    return new_cache if all(caches for _, caches in shared) else None
 
 
 def _model(built: Built) -> nn.Module | None:

@@ -17,6 +17,7 @@ from taktline.transport.base import Transport
 __all__ = [
     "as_floats",
     "as_integers",
+    "exchange_or_raise",
     "retold",
     "share_error",
     "share_floats",
@@ -95,6 +96,21 @@ def share_error(transport: Transport, error: TaktlineError | None) -> TaktlineEr
         if text:
             return _restored(text, rank)
     return None
+
+
+def exchange_or_raise(
+    transport: Transport, error: TaktlineError | None, what: str, numbers: Sequence[int] = ()
+) -> list[list[int]]:
+    """Return the numbers of every rank; an error of one rank is raised on all of them.
+
+    >>> from taktline.transport.one_rank import Alone
+    >>> exchange_or_raise(Alone(), None, "an example", [3, 4])
+    [[3, 4]]
+    """
+    rows = transport.exchange([int(error is not None), *numbers], what)
+    if any(failed for failed, *_ in rows):
+        raise share_error(transport, error) or TransportError(f"a rank failed in {what}")
+    return [shared for _, *shared in rows]
 
 
 def retold(error: TaktlineError, text: str) -> TaktlineError:

@@ -39,7 +39,7 @@ from taktline.runtime.runner import Runner
 from taktline.runtime.schedule import Schedule
 from taktline.runtime.step_data import Feed
 from taktline.transport import transport_of
-from taktline.transport.exchange import share_error
+from taktline.transport.exchange import exchange_or_raise
 
 __all__ = ["Native", "StepCall", "run"]
 
@@ -236,9 +236,11 @@ class Native(Schedule):
                 kind, text = (type(raised), raised) if misfit else (StageUseError, _refusal(raised))
                 error = kind(f"rank {transport.rank}: {text}")
                 error.__cause__ = raised
-            if any(failed for (failed,) in transport.exchange([int(error is not None)], what)):
+            try:
+                exchange_or_raise(transport, error, what)
+            except TaktlineError:
                 theirs._note_shapes(known=False)
-                raise share_error(transport, error) or StageUseError("a stage has failed")
+                raise
 
     def _merged(self, feed: Feed) -> Any:
         theirs = self._theirs
