@@ -117,10 +117,8 @@ class Pending:
         for weight, total in zip(weights, totals, strict=True):
             if total is not None:
                 add_to_grad(weight, total)
-        if self._compiled:
-            with torch.no_grad():  # as inside of the engine
-                for part in self._compiled:
-                    part.run(part.held)
+        for part in self._compiled:
+            part.run(part.held)
         # A kept output keeps the graph, whose hooks keep this object.
         self._factors, self._versions = [], []
         self._gradients.clear()

@@ -71,11 +71,16 @@ class _Split:
         return results
 
     def _run_second(self, held: list[Any]) -> None:
-        gradients = list(self._second(held))
-        self._late_sums.add(gradients)
-        for weight, gradient in zip(self._late, gradients, strict=True):
-            if gradient is not None:
-                add_to_grad(weight, gradient)
+        enabled = torch.is_grad_enabled()
+        torch._C._set_grad_enabled(False)  # as inside of the engine; no_grad() is slower
+        try:
+            gradients = list(self._second(held))
+            self._late_sums.add(gradients)
+            for weight, gradient in zip(self._late, gradients, strict=True):
+                if gradient is not None:
+                    add_to_grad(weight, gradient)
+        finally:
+            torch._C._set_grad_enabled(enabled)
 
 
 class Backward:
