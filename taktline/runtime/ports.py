@@ -187,11 +187,13 @@ class Incoming:
         handle, buffer = self._posted.pop(microbatch)
         handle.wait()
         layout = self._layouts[microbatch]
-        if layout.failed(buffer):
+        marks = layout.marks(buffer)
+        if layout.failed(marks):
             raise PeerFailed
         leaves: list[Any] = layout.unpack(buffer)
-        for index in layout.missing(buffer):
-            leaves[index] = None
+        if marks:
+            for index in layout.missing(marks):
+                leaves[index] = None
         for index, value in self._constants[microbatch]:
             leaves.insert(index, value)
         return leaves, self._specs[microbatch]

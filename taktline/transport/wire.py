@@ -67,6 +67,7 @@ class Layout:
         self._free: list[Parcel] = []
         self._readable = device.type == "cpu"
         offset = self._head = _aligned(1 + len(tensors)) if self._readable else 0
+        self._unmarked = bytes(self._head)
         self._places: list[tuple[TensorMeta, tuple[int, ...], int]] = []
         for tensor in tensors:
             self._places.append((tensor, _strides(tensor.shape), offset // tensor.dtype.itemsize))
@@ -88,7 +89,7 @@ class Layout:
                 if self._readable:
                     parcel.buffer[1 + index] = 1
             else:
-                view.copy_(local(tensor.detach()))
+                view.copy_(local(tensor.detach() if tensor.requires_grad else tensor))
         return parcel
 
     def recycle(self, parcel: Parcel) -> None:
@@ -111,13 +112,18 @@ class Layout:
         """A buffer to receive into."""
         return torch.empty(self.nbytes, dtype=torch.uint8, device=self.device)
 
-    def failed(self, buffer: torch.Tensor) -> bool:
-        """Whether what arrived comes from a rank that has failed.
+    def marks(self, buffer: torch.Tensor) -> bytes:
+        """The bytes before the tensors of what arrived; empty if they are all 0.
 
         On a GPU nobody looks: that would wait for the device. The outcome of the step tells.
         """
-        # Read where it lies: indexing the tensor takes longer than unpacking the rest.
-        return self._readable and string_at(buffer.data_ptr(), 1)[_STATUS] == _FAILED
+        # Read where they lie: indexing the tensor takes longer than unpacking the rest.
+        marks = string_at(buffer.data_ptr(), self._head) if self._readable else b""
+        return marks if marks != self._unmarked else b""
+
+    def failed(self, marks: bytes) -> bool:
+        """Whether what arrived comes from a rank that has failed."""
+        return marks[_STATUS : _STATUS + 1] == bytes([_FAILED])
 
     def unpack(self, buffer: torch.Tensor) -> list[torch.Tensor]:
         """The tensors in a buffer, sharing its memory; leaves for autograd where it says so."""
@@ -131,16 +137,18 @@ class Layout:
                 tensor.requires_grad_()
         return tensors
 
-    def missing(self, buffer: torch.Tensor) -> list[int]:
+    def missing(self, marks: bytes) -> list[int]:
         """Which tensors are not there; on a GPU, where nobody looks, they are there as zeros."""
-        head = string_at(buffer.data_ptr(), self._head) if self._readable else b""
-        return [index for index, mark in enumerate(head[1:]) if mark] if any(head) else []
+        return [index for index, mark in enumerate(marks[1:]) if mark]
 
     def _views(self, buffer: torch.Tensor) -> list[torch.Tensor]:
         # By .data each one counts its own changes: views of one tensor count them together, and
         # then autograd would refuse a backward because a neighbour was changed in place.
+        alone = len(self._places) == 1
         return [
-            buffer.data.view(tensor.dtype).as_strided(tensor.shape, strides, start)
+            (buffer if alone else buffer.data)
+            .view(tensor.dtype)
+            .as_strided(tensor.shape, strides, start)
             for tensor, strides, start in self._places
         ]
 

@@ -64,7 +64,7 @@ def test_what_is_packed_comes_out_again(packed: list[torch.Tensor]) -> None:
     buffer = layout.pack(packed).buffer
     assert buffer.dtype is torch.uint8
     assert buffer.shape == (layout.nbytes,)
-    assert not layout.failed(buffer)
+    assert not layout.failed(layout.marks(buffer))
     # On the other rank it lies in another buffer.
     arrived = layout.empty()
     assert arrived.shape == buffer.shape
@@ -125,8 +125,8 @@ def test_a_boundary_without_tensors_has_a_status_only() -> None:
     buffer = layout.pack([]).buffer
     assert layout.nbytes == len(buffer) == 16
     assert layout.unpack(buffer) == []
-    assert not layout.failed(buffer)
-    assert layout.failed(layout.failure().buffer)
+    assert not layout.failed(layout.marks(buffer))
+    assert layout.failed(layout.marks(layout.failure().buffer))
 
 
 def test_a_missing_tensor_becomes_zeros() -> None:
@@ -151,14 +151,14 @@ def test_a_failure_is_a_message_of_the_same_size(packed: list[torch.Tensor]) -> 
     layout = layout_of(*packed)
     ordinary, failure = layout.pack(packed).buffer, layout.failure().buffer
     assert failure.shape == ordinary.shape
-    assert layout.failed(failure)
-    assert not layout.failed(ordinary)
+    assert layout.failed(layout.marks(failure))
+    assert not layout.failed(layout.marks(ordinary))
 
 
 def test_data_is_never_taken_for_a_failure() -> None:
     ones = torch.full((4,), 255, dtype=torch.uint8)
     layout = layout_of(ones)
-    assert not layout.failed(layout.pack([ones]).buffer)
+    assert not layout.failed(layout.marks(layout.pack([ones]).buffer))
 
 
 def test_a_buffer_is_used_again_once_it_is_taken_back() -> None:
@@ -287,13 +287,13 @@ def test_a_missing_tensor_is_marked_and_lies_there_as_zeros() -> None:
     layout = Layout(metas)
     given = [None if index in (0, 19) else torch.full((2,), float(index)) for index in range(20)]
     parcel = layout.pack(given)
-    assert layout.missing(parcel.buffer) == [0, 19]
+    assert layout.missing(layout.marks(parcel.buffer)) == [0, 19]
     for index, tensor in enumerate(layout.unpack(parcel.buffer)):
         assert torch.equal(tensor, torch.full((2,), 0.0 if index in (0, 19) else float(index)))
     layout.recycle(parcel)
     # The marks must not be there the next time.
     again = layout.pack([torch.ones(2)] * 20)
-    assert layout.missing(again.buffer) == []
+    assert layout.missing(layout.marks(again.buffer)) == []
 
 
 @pytest.mark.parametrize(
