@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 
 from taktline.checks import refuse
 
-__all__ = ["gpu_for_each_process", "require_device"]
+__all__ = ["gpu_for_each_process", "keep_generators", "require_device"]
 
 
 def require_device(value: Any) -> torch.device:
@@ -35,3 +37,15 @@ def gpu_for_each_process() -> bool:
     """Whether there is a GPU for each process that a launcher has started on this machine."""
     here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     return torch.cuda.is_available() and torch.cuda.device_count() >= here
+
+
+def keep_generators(devices: Iterable[torch.device]) -> AbstractContextManager[None]:
+    """Afterwards the random number generators of the CPU and of these devices are as before.
+
+    >>> before = torch.get_rng_state()
+    >>> with keep_generators([torch.device("cpu")]):
+    ...     _ = torch.rand(3)
+    >>> torch.equal(torch.get_rng_state(), before)
+    True
+    """
+    return torch.random.fork_rng({device for device in devices if device.type == "cuda"})

@@ -12,6 +12,7 @@ from torch import nn
 
 from taktline import pytree
 from taktline.checks import require_instance
+from taktline.device import keep_generators
 from taktline.stage.autograd_engine import accumulate
 from taktline.stage.split_backward import Splitter, explain
 
@@ -102,8 +103,7 @@ def _gradients(
     _restore(module, buffers)
     arguments = pytree.tree_map_only(torch.Tensor, _as_input, tuple(example))
     inputs = [x for x in pytree.tree_leaves(arguments) if _requires_grad(x)]
-    devices = {p.device for p in parameters.values() if p.device.type == "cuda"}
-    with torch.random.fork_rng(devices=devices):
+    with keep_generators(p.device for p in parameters.values()):
         torch.manual_seed(0)
         output = module(*arguments, **kwargs)
     roots = [x for x in pytree.tree_leaves(output) if _requires_grad(x)]

@@ -15,6 +15,7 @@ from torch.func import functional_call
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from taktline import pytree
+from taktline.device import keep_generators
 from taktline.meta import as_arguments, name_of
 from taktline.side_values import Aside, Skip
 from taktline.split.arguments import arguments_of, tensors_in
@@ -96,7 +97,7 @@ def _run_with_data(
         {**dict(m.named_parameters()), **{name: part.clone() for name, part in m.named_buffers()}}
         for m in modules
     ]
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+    with keep_generators([device]):
         return _run(modules, states, args, kwargs)
 
 

@@ -11,6 +11,7 @@ from torch.func import functional_call
 
 from taktline import split
 from taktline.checkpoint.model_state import ModelState
+from taktline.device import keep_generators
 from taktline.errors import PartitionError, TaktlineError, text_of
 from taktline.plan import Plan
 from taktline.split import Pipe
@@ -162,7 +163,8 @@ def _own_error(model: nn.Module, example: Any) -> Exception | None:
     copies = {name: buffer.clone() for name, buffer in model.named_buffers()}
     try:
         args, kwargs = as_call(model, example)
-        with torch.random.fork_rng(), torch.enable_grad():
+        devices = {tensor.device for tensor in tensors.values()}
+        with keep_generators(devices), torch.enable_grad():
             functional_call(model, copies, args, kwargs)
     except Exception as error:  # the user's code may raise anything
         return None if isinstance(error, TaktlineError) else error

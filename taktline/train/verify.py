@@ -8,11 +8,11 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from typing import Any
 
-import torch
 from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
 
 from taktline.checks import Either, require_instance
+from taktline.device import keep_generators
 from taktline.errors import UseError
 from taktline.runtime.watchdog import guarded
 from taktline.stage.names import named_buffers, named_modules, named_parameters
@@ -120,8 +120,7 @@ def _unchanged(built: Built) -> Iterator[None]:
     gradients = [parameter.grad for parameter in parameters]
     buffers = [b for module in modules for b in named_buffers(module).values()]
     values = [buffer.clone() for buffer in buffers]
-    devices = [built.ranks.device] if built.ranks.device.type == "cuda" else []
-    with torch.random.fork_rng(devices):
+    with keep_generators([built.ranks.device]):
         try:
             for parameter in parameters:
                 parameter.grad = None

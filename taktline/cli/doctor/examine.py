@@ -16,6 +16,7 @@ from torch import nn
 from taktline.cli.doctor import links, machine
 from taktline.cli.doctor.rendezvous import Rendezvous, alarm
 from taktline.cli.doctor.report import Finding, MeasuredLink, Report, Run, Verdict, of_ranks
+from taktline.device import keep_generators
 from taktline.errors import TaktlineError
 from taktline.plan import find
 from taktline.train import Pipeline
@@ -100,7 +101,7 @@ def _check_together(
 def try_schedule(name: str, ranks: int, device: torch.device) -> Run:
     """Compare a step of a tiny pipeline with the plain model, and time a few more steps."""
     per_rank, microbatches = find(name).stages_per_rank or 2, 2 * ranks
-    with torch.random.fork_rng():  # the same on every rank
+    with keep_generators([device]):  # the same on every rank
         torch.manual_seed(0)
         layers = [nn.Linear(_WIDTH, _WIDTH) for _ in range(ranks * per_rank)]
         x, target = torch.randn(2, 4 * microbatches, _WIDTH).to(device)

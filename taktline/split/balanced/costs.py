@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+from taktline.device import keep_generators
 from taktline.errors import PartitionError
 from taktline.split.arguments import Call, tensors_in
 from taktline.split.named.dry_run import dry_run
@@ -109,7 +110,8 @@ def measure_times(model: nn.Module, units: Iterable[str], call: Call) -> dict[Cu
 
     The shortest of a few runs, after one to warm up.
     """
-    if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
+    tensors = [*model.parameters(), *model.buffers()]
+    if any(tensor.is_meta for tensor in tensors):
         raise PartitionError(
             "a model on the meta device cannot run, so its layers cannot be measured; count their "
             "operations (measure=False), or materialise it first"
@@ -125,7 +127,8 @@ def measure_times(model: nn.Module, units: Iterable[str], call: Call) -> dict[Cu
     def end(cut: Cut) -> None:
         times[cut] = 1e3 * (_now() - times[cut])
 
-    with in_mode(model, False), torch.random.fork_rng(devices=[]), torch.no_grad():
+    devices = {tensor.device for tensor in tensors}
+    with in_mode(model, False), keep_generators(devices), torch.no_grad():
         for run in range(_RUNS + 1):
             with _around_calls(named, begin, end):
                 model(*args, **kwargs)

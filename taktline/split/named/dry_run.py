@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from taktline import pytree
+from taktline.device import keep_generators
 from taktline.errors import PartitionError
 from taktline.split.arguments import Args, Kwargs, device_of
 from taktline.split.named.changes import Changes
@@ -97,8 +98,7 @@ def _run(
     called where a stage ends; with it, the changes that the forward makes stay.
     """
     device = device_of((args, kwargs))
-    devices = [device] if device.type == "cuda" else []
-    with torch.random.fork_rng(devices=devices), _fork_python_rng(), torch.no_grad():
+    with keep_generators([device]), _fork_python_rng(), torch.no_grad():
         context = DryRunContext(
             summary, layout, device, guess=guess, reruns=reruns, refused=refused, at_end=at_end
         )

@@ -12,6 +12,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from taktline import pytree
+from taktline.device import keep_generators
 from taktline.errors import PartitionError
 from taktline.meta import TensorMeta
 from taktline.side_values import Aside, Skip
@@ -235,9 +236,8 @@ class ShapeProbe:
         error: Exception,
     ) -> Flat:
         """Run copies with random data, twice, to see which sizes depend on the data."""
-        devices = [device] if device.type == "cuda" else []
         found: list[Flat] = []
-        with torch.random.fork_rng(devices=devices):
+        with keep_generators([device]):
             for seed in range(2):
                 torch.manual_seed(seed)
                 tensors = (*self.module.parameters(), *self.module.buffers())

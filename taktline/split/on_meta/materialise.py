@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from taktline.checks import refuse, require_instance
-from taktline.device import require_device
+from taktline.device import keep_generators, require_device
 from taktline.errors import ArgumentError, StateError
 from taktline.split.on_meta.operation_log import Log, find_log
 from taktline.stage.ties import declared
@@ -220,7 +220,7 @@ def _initialise(piece: nn.Module, wants: list[_Want], device: torch.device) -> N
         empty = torch.empty_like(want.tensor, device=device)
         version = empty._version
         table[key] = empty
-        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        with torch.no_grad(), keep_generators([device]):
             around[-1]._init_weights(module)  # pyright: ignore[reportCallIssue]
         value, table[key] = table[key], want.tensor
         if value is not empty or empty._version > version:
