@@ -89,7 +89,7 @@ def test_every_example_is_tested() -> None:
     assert {file.stem for file in EXAMPLES.glob("*.py")} == {*CASES, "resumable"}
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", CASES)
 def test_the_same_in_one_process_and_in_several(name: str, printed: Path) -> None:
     if missing(name):

@@ -61,6 +61,7 @@ def _run(*arguments: str, cwd: Path, path: tuple[str, ...] = (), code: int = 0) 
 
 @pytest.mark.processes
 @pytest.mark.slow
+@pytest.mark.matrix
 def test_a_program_and_its_children(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(_PROGRAM)
     lines = _run("-m", "taktline.compat", "program.py", "--steps", "3", cwd=tmp_path)

@@ -23,7 +23,7 @@ LIMIT = TIMEOUT - 0.5
 
 @pytest.mark.processes
 @pytest.mark.slow
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("case", sample(), ids=lambda case: case.name)
 def test_nothing_hangs_and_every_rank_names_the_cause(case: Case) -> None:
     verdict = run(case, limit=LIMIT)
