@@ -59,20 +59,25 @@ class Sums:
 
     def __init__(self, weights: Mapping[int, torch.Tensor]) -> None:
         """``weights`` are by the places of their gradients in a list."""
-        self._groups: dict[torch.dtype, list[tuple[int, torch.Tensor]]] = {}
+        self._groups: dict[tuple[torch.dtype, bool], list[tuple[int, torch.Tensor]]] = {}
         for place, weight in weights.items():
-            if weight.nbytes <= SMALL:
-                self._groups.setdefault(weight.dtype, []).append((place, weight))
+            kind = weight.dtype, weight.nbytes <= SMALL
+            self._groups.setdefault(kind, []).append((place, weight))
 
     def add(self, gradients: list[Any]) -> None:
         """Add gradients, and take them out of the list; those that do not fit stay in it."""
-        for dtype, group in self._groups.items():
+        for (dtype, is_small), group in self._groups.items():
             known = [weight.grad for _, weight in group]
             new = [gradients[place] for place, _ in group]
-            if _are_plain(known, dtype) and _are_plain(new, dtype):
+            if not (_are_plain(known, dtype) and _are_plain(new, dtype)):
+                continue
+            if is_small:
                 torch._foreach_add_(known, new)  # pyright: ignore
-                for place, _ in group:
-                    gradients[place] = None
+            else:
+                for each, gradient in zip(known, new, strict=True):
+                    each.add_(gradient)  # pyright: ignore
+            for place, _ in group:
+                gradients[place] = None
 
 
 def _are_plain(tensors: Sequence[Any], dtype: torch.dtype) -> bool:
