@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from torch.distributed.pipelining._utils import generate_stage_to_rank_mapping
 
-from taktline.errors import PlanError
+from taktline.errors import NoSuchRankError, PlanError
 from taktline.plan import Placement
 
 
@@ -49,3 +49,9 @@ def test_says_what_it_is(placement: Placement, text: str) -> None:
 def test_refuses_what_cannot_be(rank_of: list[int], ranks: int | None, message: str) -> None:
     with pytest.raises(PlanError, match=message):
         Placement.custom(rank_of, ranks)
+
+
+@pytest.mark.parametrize("rank", [-1, 2])
+def test_a_rank_that_is_not_there_has_no_stages(rank: int) -> None:
+    with pytest.raises(NoSuchRankError, match=f"there is no rank {rank}, only 2 ranks from 0 on"):
+        Placement.v(2).stages_of(rank)

@@ -268,6 +268,11 @@ def test_rounds_that_do_not_divide_stay_close_to_those_that_do() -> None:
         assert 9 <= idle <= 9 + 3 * (m % 4), m
 
 
+def test_a_schedule_of_ranks_takes_a_function() -> None:
+    with pytest.raises(ScheduleError, match="rank_rows must be a function"):
+        each_rank("1f1b")  # pyright: ignore
+
+
 def test_registering_a_schedule_makes_it_known() -> None:
     @register("test_lonely", "Test-Alone", stages_per_rank=1)
     @each_rank
