@@ -349,3 +349,13 @@ def test_a_mock_for_a_stage() -> None:
     names = [name for name, _, _ in stage.method_calls if name.endswith("one_chunk")]
     assert names == ["forward_one_chunk", "backward_one_chunk"] * 2
     stage.perform_reduce_grad.assert_called_once_with(2)
+
+
+@pytest.mark.usefixtures("fake_group")
+def test_a_stage_finds_where_its_values_come_from_and_go_to() -> None:
+    stage = PipelineStage(nn.Linear(4, 3), 0, 1, CPU)
+    (output,) = stage._shape_inference((torch.ones(2, 4),))
+    assert output.shape == (2, 3)
+    (source,) = stage._create_act_recv_info()
+    assert "root" in repr(source)
+    assert stage._create_act_send_info() == {0: []}
