@@ -23,8 +23,8 @@ __all__ = ["Absent", "Door", "PeerFailure", "call", "connect", "events"]
 
 _NUMBER = 4
 """Bytes of the number that a caller sends."""
-_PATIENCE = 50e-6
-"""For so many seconds a wait stays awake: to sleep and be woken takes about as long."""
+_PATIENCE = 300e-6
+"""For so many seconds a wait stays awake: waking a sleeper takes time, here and at the sender."""
 _SLICE = 0.1
 """How many seconds a wait for a call lasts before it looks whether there is a verdict."""
 
