@@ -191,9 +191,8 @@ class Incoming:
         if layout.failed(marks):
             raise PeerFailed
         leaves: list[Any] = layout.unpack(buffer)
-        if marks:
-            for index in layout.missing(marks):
-                leaves[index] = None
+        for index in layout.missing(marks):
+            leaves[index] = None
         for index, value in self._constants[microbatch]:
             leaves.insert(index, value)
         return leaves, self._specs[microbatch]

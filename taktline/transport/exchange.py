@@ -109,7 +109,9 @@ def exchange_or_raise(
     """
     rows = transport.exchange([int(error is not None), *numbers], what)
     if any(failed for failed, *_ in rows):
-        raise share_error(transport, error) or TransportError(f"a rank failed in {what}")
+        raise share_error(transport, error) or TransportError(
+            f"{what}: a rank failed without saying why; look at the other ranks' output"
+        )
     return [shared for _, *shared in rows]
 
 

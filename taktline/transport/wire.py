@@ -121,7 +121,8 @@ class Layout:
         marks = string_at(buffer.data_ptr(), self._head) if self._readable else b""
         return marks if marks != self._unmarked else b""
 
-    def failed(self, marks: bytes) -> bool:
+    @staticmethod
+    def failed(marks: bytes) -> bool:
         """Whether what arrived comes from a rank that has failed."""
         return marks[_STATUS : _STATUS + 1] == bytes([_FAILED])
 
@@ -137,7 +138,8 @@ class Layout:
                 tensor.requires_grad_()
         return tensors
 
-    def missing(self, marks: bytes) -> list[int]:
+    @staticmethod
+    def missing(marks: bytes) -> list[int]:
         """Which tensors are not there; on a GPU, where nobody looks, they are there as zeros."""
         return [index for index, mark in enumerate(marks[1:]) if mark]
 
