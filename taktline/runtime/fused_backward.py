@@ -26,6 +26,7 @@ from taktline.runtime.stage_actions import OwnLosses, Work, uncast
 from taktline.side_values import Aside, Replay, opened
 from taktline.stage import PipelineStage
 from taktline.stage.autograd_engine import accumulate
+from taktline.stage.names import parameters_of
 
 __all__ = ["join", "plain_loop"]
 
@@ -74,9 +75,10 @@ def plain_loop(
     """The same instructions as a plain loop; None if gradients could differ.
 
     ``make_work(stage, joined=…, ports…)`` makes the work of a stage. Forwards keep their order,
-    unless ``any_order`` will do.
+    unless ``any_order`` will do, and no weight of two stages would add its gradients in another
+    order.
     """
-    order = _order(instructions, any_order)
+    order = _order(instructions, any_order and not _share_weights(stages))
     if order is None or not all(stage.may_join for stage in stages.values()):
         return None
     actions = {
@@ -105,6 +107,11 @@ def plain_loop(
             Instruction(back[-1], backward.run, None, at=lambda back=back: back[backward.stage])
         )
     return loop
+
+
+def _share_weights(stages: Mapping[int, PipelineStage]) -> bool:
+    weights = [weight for stage in stages.values() for weight in parameters_of(stage.submod)]
+    return len(set(weights)) < len(weights)
 
 
 def _order(instructions: Sequence[Instruction], any_order: bool) -> list[int] | None:
