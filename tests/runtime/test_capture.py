@@ -58,9 +58,20 @@ class Stage(nn.Module):
         self.linear, self.norm = nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH)
         self.drop = nn.Dropout(p)
         self.unused = nn.Parameter(torch.zeros(2))
+        self.shifts = [0.0, 1.0]
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.drop(self.norm(self.linear(x)).tanh())
+        return x + self.drop((self.norm(self.linear(x)) + self.shifts[1]).tanh())
+
+
+class Scaled(Stage):
+    def __init__(self, device: str = "cpu") -> None:
+        super().__init__(0.1)
+        self.scale, self.calls = torch.ones(WIDTH, device=device), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return super().forward(x) * self.scale
 
 
 class Pair:
@@ -254,6 +265,12 @@ def test_gradients_in_one_buffer_stay_there() -> None:
     assert count(pair, "capture") == 2
 
 
+def stage_of(pipe: tl.Pipeline, number: int) -> Stage:
+    stage = pipe.stages[number]
+    assert isinstance(stage, Stage)
+    return stage
+
+
 def freeze(pipe: tl.Pipeline) -> None:
     next(iter(pipe.parameters())).requires_grad_(False)
 
@@ -264,20 +281,77 @@ def move(pipe: tl.Pipeline) -> None:
 
 
 def switch(pipe: tl.Pipeline) -> None:
-    stage = pipe.stages[1]
-    assert isinstance(stage, Stage)
+    stage = stage_of(pipe, 1)
     stage.drop.eval()
 
 
 def replaced(pipe: tl.Pipeline) -> None:
-    stage = pipe.stages[1]
-    assert isinstance(stage, Stage)
-    stage.norm = nn.LayerNorm(WIDTH)
+    stage = stage_of(pipe, 1)
+    stage.norm = nn.LayerNorm(WIDTH).to(stage.linear.weight.device)
 
 
-@pytest.mark.parametrize("change", [freeze, move, switch, replaced])
+def drop_more(pipe: tl.Pipeline) -> None:
+    stage = stage_of(pipe, 1)
+    stage.drop.p = 0.5
+
+
+def scale_by_another_tensor(pipe: tl.Pipeline) -> None:
+    stage = stage_of(pipe, 2)
+    assert isinstance(stage, Scaled)
+    stage.scale = stage.scale + 1
+
+
+def set_part_of_a_list(pipe: tl.Pipeline) -> None:
+    stage = stage_of(pipe, 2)
+    stage.shifts[1] += 1
+
+
+def replace_forward(pipe: tl.Pipeline) -> None:
+    stage = stage_of(pipe, 1)
+    stage.norm.forward = torch.cos
+
+
+def change_the_loss(pipe: tl.Pipeline) -> None:
+    assert isinstance(pipe._loss_fn, Weighted)
+    pipe._loss_fn.factor += 1
+
+
+def replace_a_buffer_of_the_loss(pipe: tl.Pipeline) -> None:
+    assert isinstance(pipe._loss_fn, Weighted)
+    pipe._loss_fn.weight = pipe._loss_fn.weight + 1
+
+
+class Weighted(nn.Module):
+    """A loss with a state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.factor = 1.0
+        self.weight: Tensor
+        self.register_buffer("weight", torch.ones(WIDTH))
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        self.latest = (self.weight * (output - target) ** 2).mean() * self.factor
+        return self.latest
+
+
+CHANGES = [
+    freeze,
+    move,
+    switch,
+    replaced,
+    drop_more,
+    scale_by_another_tensor,
+    set_part_of_a_list,
+    replace_forward,
+    change_the_loss,
+    replace_a_buffer_of_the_loss,
+]
+
+
+@pytest.mark.parametrize("change", CHANGES)
 def test_what_has_changed_is_captured_anew(change: Callable[[tl.Pipeline], None]) -> None:
-    pair = Pair()
+    pair = Pair(lambda: [Scaled() for _ in range(4)], seed=3, loss_fn=Weighted())
     pair.settle()
     pair.each(change)
     for seed in range(5):
@@ -285,6 +359,52 @@ def test_what_has_changed_is_captured_anew(change: Callable[[tl.Pipeline], None]
         pair.each(tl.Pipeline.zero_grad)
     assert count(pair, "capture") == 2
     assert pair.graphs.log[-1] == "replay"
+
+
+def test_a_change_before_the_capture() -> None:
+    pair = Pair()
+    for seed in range(3):
+        pair.step(seed=seed)
+        pair.each(tl.Pipeline.zero_grad)
+    pair.each(replace_forward)
+    for seed in range(3):
+        pair.step(seed=seed)
+        pair.each(tl.Pipeline.zero_grad)
+    assert pair.graphs.log == ["capture", "replay", "replay"]
+
+
+def test_a_change_before_every_step() -> None:
+    pair = Pair()
+
+    def train(steps: range) -> None:
+        for seed in steps:
+            for pipe in pair.both:
+                stage_of(pipe, 0).shifts[0] = float(seed)
+            pair.step(seed=seed)
+
+    with pytest.warns(
+        UserWarning,
+        match="stage 0: 'shifts' of its modules changes before every step; keep it in a tensor",
+    ):
+        train(range(12))
+    assert pair.graphs.log == []
+
+
+def test_a_loss_with_parameters_of_its_own() -> None:
+    class Learned(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(()))
+
+        def forward(self, output: Tensor, target: Tensor) -> Tensor:
+            return (self.scale * output - target).square().mean()
+
+    pair = Pair(loss_fn=Learned())
+    with pytest.warns(UserWarning, match="loss_fn: it has parameters of its own; make them part"):
+        pair.step()
+    for seed in range(4):
+        pair.step(seed=seed)
+    assert pair.graphs.log == []
 
 
 def test_modes_of_the_whole() -> None:
@@ -423,6 +543,19 @@ def test_tied_weights() -> None:
     assert graphs.log == ["capture", *["replay"] * 4]
 
 
+def test_tied_weights_of_a_looped_schedule() -> None:
+    def stages() -> list[Stage]:
+        made = [Stage() for _ in range(4)]
+        made[3].linear.weight = made[0].linear.weight
+        return made
+
+    pair = Pair(stages, schedule="looped_bfs", microbatches=8)
+    for seed in range(6):
+        pair.step(rows=16, seed=seed)
+        pair.each(tl.Pipeline.zero_grad)
+    assert count(pair, "replay") == 3
+
+
 class Norm(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -458,7 +591,9 @@ def test_a_failed_capture_leaves_nothing_behind() -> None:
 def test_what_a_failed_capture_has_left_in_modules_is_put_back() -> None:
     module = nn.BatchNorm1d(2)
     mean, stage = module.running_mean, tl.PipelineStage(module, 0, 1, torch.device("cpu"))
-    restore = keep_state([stage])
+    loss_fn = Weighted()
+    restore = keep_state([stage], loss_fn)
+    loss_fn(torch.ones(WIDTH), torch.zeros(WIDTH))
     module.running_mean = torch.full((2,), 7.0)
     module.latest = torch.zeros(())
     module.eps = 3.0
@@ -466,6 +601,7 @@ def test_what_a_failed_capture_has_left_in_modules_is_put_back() -> None:
     assert module.running_mean is mean
     assert not hasattr(module, "latest")
     assert module.eps == 1e-5
+    assert not hasattr(loss_fn, "latest")
 
 
 class Odd(Stage):

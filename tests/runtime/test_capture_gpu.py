@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import random
 import re
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
@@ -14,10 +15,13 @@ from torch import Tensor, nn
 
 import taktline as tl
 from tests.runtime.test_capture import (
+    CHANGES,
     WIDTH,
     Normed,
     Pair,
+    Scaled,
     Stage,
+    Weighted,
     compare_tied,
     tied_pipelines,
 )
@@ -272,16 +276,14 @@ def test_tied_weights() -> None:
     assert re.search("captured.*, 4 replays", str(pipes[0])), str(pipes[0])
 
 
-def test_changes_between_steps() -> None:
-    pair = on_gpu()
+@pytest.mark.parametrize("number", range(4))
+def test_changes_between_steps(number: int) -> None:
+    pair = on_gpu(lambda: [Scaled("cuda") for _ in range(4)], seed=3, loss_fn=Weighted().cuda())
     train(pair)
-    for pipe in pair.both:
-        for parameter in pipe.parameters():
-            parameter.data = parameter.data.clone()
-    train(pair)
-    for pipe in pair.both:
-        next(iter(pipe.parameters())).requires_grad_(False)
-    train(pair)
+    chance = random.Random(number)
+    for change in chance.sample(CHANGES, 6):
+        pair.each(change)
+        train(pair, chance.choice([1, 2, 4]))
     for rows in (12, 8, 12, 8):
         pair.step(rows=rows)
     assert "captured" in str(pair.pipe), str(pair.pipe)

@@ -13,7 +13,13 @@ from taktline.errors import TaktlineError, text_of
 from taktline.runtime.bind import Binding, Bound, bind
 from taktline.runtime.capture.cuda import Graph, Graphs
 from taktline.runtime.capture.gradient_buffers import Buffers, Pool, Touched
-from taktline.runtime.capture.module_state import Kept, keep_state, state_of
+from taktline.runtime.capture.module_state import (
+    Attribute,
+    Kept,
+    difference,
+    keep_state,
+    state_of,
+)
 from taktline.runtime.capture.step_buffers import Inputs, Static
 from taktline.runtime.capture.streams import side_by_side
 from taktline.runtime.program import Failure
@@ -54,6 +60,8 @@ class _Entry:
     name: str
     warm: int = 0
     captures: int = 0
+    state: tuple[object, ...] | str = ()
+    """The state after the latest warm-up; a capture needs the same."""
     touched: list[nn.Parameter] = field(default_factory=list)
     """The parameters that get gradients."""
     any_order: bool = False
@@ -79,6 +87,8 @@ class Captures:
         self._reasons: set[str] = set()
         self._entries: dict[Hashable, _Entry] = {}
         self._pool = Pool()
+        self._changing: set[Attribute] = set()
+        """The attributes of modules that forwards change."""
 
     def forget(self) -> None:
         """Drop all graphs, after a failed step."""
@@ -105,7 +115,7 @@ class Captures:
         reason = self._refusal or inputs.refusal(self._stages[0].device)
         if isinstance(bound.binding.transport, LocalTransport):
             reason = "ranks are threads, which wait for each other in the middle of a step"
-        state = state_of(self._stages)
+        state = self._state(bound.binding)
         if reason is not None or isinstance(state, str):
             self._warn(reason or str(state))
             return eagerly()
@@ -116,8 +126,8 @@ class Captures:
             return eagerly()
         if entry.captured is not None and not entry.captured.is_right(state):
             entry.captured, entry.warm = None, _WARM_UP - 1
-        if entry.captured is None and entry.warm < _WARM_UP:
-            return self._warm_up(entry, bound.binding.feed, eagerly)
+        if entry.captured is None and (entry.warm < _WARM_UP or entry.state != state):
+            return self._warm_up(entry, bound.binding, state, eagerly)
         if entry.captured is None and not self._capture(entry, bound, inputs, state, apart):
             return eagerly()
         self._replay(entry, inputs, feed)
@@ -133,15 +143,31 @@ class Captures:
             entry = self._entries[kind] = _Entry(_name(bound))
         return entry
 
+    def _state(self, binding: Binding) -> tuple[object, ...] | str:
+        return state_of(self._stages, binding.loss_fn, self._changing)
+
     def _warm_up(
-        self, entry: _Entry, feed: Feed, eagerly: Callable[[], Failure | None]
+        self,
+        entry: _Entry,
+        binding: Binding,
+        state: tuple[object, ...],
+        eagerly: Callable[[], Failure | None],
     ) -> Failure | None:
-        touched, kept = Touched(self._stages), Kept(self._stages)
+        touched, kept = Touched(self._stages), Kept(self._stages, binding.loss_fn)
         failure = eagerly()
         if failure is None:
             entry.touched = touched.found()
-            entry.any_order = not kept.have_changed() and not feed.observed
+            entry.any_order = not kept.have_changed() and not binding.feed.observed
             entry.warm += 1
+            if entry.warm > _WARM_UP + _TRIES:
+                what = difference(self._stages, entry.state, state)
+                self._refuse(
+                    entry,
+                    f"{what} changes before every step; keep it in a tensor, and change that in "
+                    "place",
+                )
+            self._changing |= kept.changed_attributes()
+            entry.state = self._state(binding)
             if any(p.grad is not None and p.grad.layout != torch.strided for p in entry.touched):
                 self._refuse(entry, "there are sparse gradients")
         return failure
@@ -162,7 +188,7 @@ class Captures:
         static = inputs.static(self._stages[0].device)
         static.fill(inputs, bound.binding.feed.number)
         buffers = self._pool.buffers(entry.touched, apart)
-        restore = keep_state(self._stages)
+        restore = keep_state(self._stages, bound.binding.loss_fn)
         binding = replace(bound.binding, feed=static.feed, any_order=entry.any_order)
 
         def make(binding: Binding) -> Callable[[], None]:
@@ -189,7 +215,7 @@ class Captures:
                 graph = self._graphs.capture(binding, make)
         except Exception as error:
             reasons = [_reason(error)]
-        if state_of(self._stages) != state:
+        if self._state(bound.binding) != state:
             reasons.append("its forward puts other tensors in the place of parameters or buffers")
         if graph is None or reasons:
             restore()

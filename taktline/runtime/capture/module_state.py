@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from itertools import chain
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -12,38 +13,91 @@ from torch.nn.modules.module import _has_any_global_hook
 from taktline.sharding import is_sharded, local
 from taktline.stage import PipelineStage
 from taktline.stage.autograd_engine import is_own_hook
+from taktline.stage.names import parameters_of
 
-__all__ = ["Kept", "keep_state", "state_of"]
+__all__ = ["Attribute", "Kept", "difference", "keep_state", "state_of"]
+
+Attribute: TypeAlias = tuple[int, str]
+"""An attribute of a module: the module's id, and the name."""
+
+_OWN = frozenset(vars(nn.Module()))
+"""The attributes of every module; what matters of them is looked at by itself."""
+_PLAIN = frozenset({bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device})
+_LONG, _DEEP = 64, 2
+"""The most values in a container that are compared, and the most containers around it."""
 
 
-def state_of(stages: Sequence[PipelineStage]) -> tuple[object, ...] | str:
-    """Modes, parameters and buffers with their addresses; or why there can be no graph.
+def state_of(
+    stages: Sequence[PipelineStage],
+    loss_fn: Callable[..., Any] | None = None,
+    changing: Collection[Attribute] = (),
+) -> tuple[object, ...] | str:
+    """Modes, parameters, buffers and attributes of modules; or why there can be no graph.
 
-    A graph is right as long as this stays the same.
+    A graph is right as long as this stays the same. Attributes that are ``changing`` in every
+    forward are left out.
     """
     if _has_any_global_hook():
         return "there are hooks on all modules, which a replay would not call"
     if torch._C._len_torch_dispatch_stack():
         return "a mode of PyTorch looks at each operation, which a replay would not show it"
-    found: list[object] = [
-        torch.are_deterministic_algorithms_enabled(),
-        torch.get_float32_matmul_precision(),
-    ]
+    parts: list[list[object]] = []
     for stage in stages:
-        reason = _note(stage.submod, found)
+        parts.append([])
+        reason = _note(stage.submod, parts[-1], changing)
         if stage.grad_sync is not None:
             reason = "it is wrapped in DDP or FSDP, which decide in Python what to send"
         if reason is not None:
             return f"stage {stage.stage_index}: {reason}"
-    return tuple(found)
+    if (loss := _module_of(loss_fn)) is not None:
+        parts.append([])
+        reason = _note(loss, parts[-1], changing)
+        trained = {p for p in loss.parameters() if p.requires_grad}
+        if trained.difference(*(parameters_of(stage.submod) for stage in stages)):
+            reason = "it has parameters of its own; make them part of the last stage"
+        if reason is not None:
+            return f"loss_fn: {reason}"
+    return (
+        *parts,
+        torch.are_deterministic_algorithms_enabled(),
+        torch.get_float32_matmul_precision(),
+    )
 
 
-def keep_state(stages: Sequence[PipelineStage]) -> Callable[[], None]:
+def difference(stages: Sequence[PipelineStage], before: object, now: object) -> str:
+    """The first attribute in which two states differ, with its stage, in words."""
+    if isinstance(before, tuple) and isinstance(now, tuple):
+        owners = [*(f"stage {stage.stage_index}" for stage in stages), "loss_fn"]
+        for owner, old, new in zip(owners, before, now, strict=False):
+            if old != new and isinstance(old, list) and isinstance(new, list):
+                pairs = zip(old, new, strict=False)
+                names = [b[0] for a, b in pairs if a != b and isinstance(b, tuple)]
+                return f"{owner}: {repr(names[0]) if names else 'something'} of its modules"
+    return "something in its modules"
+
+
+def _module_of(loss_fn: Callable[..., Any] | None) -> nn.Module | None:
+    """The module that a loss function is, or is a method of."""
+    owner = getattr(loss_fn, "__self__", loss_fn)
+    return owner if isinstance(owner, nn.Module) else None
+
+
+def _modules(
+    stages: Sequence[PipelineStage], loss_fn: Callable[..., Any] | None
+) -> list[nn.Module]:
+    found = [module for stage in stages for module in stage.submod.modules()]
+    loss = _module_of(loss_fn)
+    return found if loss is None else [*found, *loss.modules()]
+
+
+def keep_state(
+    stages: Sequence[PipelineStage], loss_fn: Callable[..., Any] | None = None
+) -> Callable[[], None]:
     """Keep the attributes of modules; returns a function that restores them.
 
     For a failed capture, whose forward leaves values that were never computed.
     """
-    modules = [module for stage in stages for module in stage.submod.modules()]
+    modules = _modules(stages, loss_fn)
     had = [(module, dict(vars(module)), dict(module._buffers)) for module in modules]
 
     def restore() -> None:
@@ -67,16 +121,32 @@ class Kept:
     True
     """
 
-    def __init__(self, stages: Sequence[PipelineStage]) -> None:
-        self._modules = [module for stage in stages for module in stage.submod.modules()]
+    def __init__(
+        self, stages: Sequence[PipelineStage], loss_fn: Callable[..., Any] | None = None
+    ) -> None:
+        self._modules = _modules(stages, loss_fn)
         self._tensors = self._found()
         self._versions = _versions(self._tensors)
+        self._attributes = self._noted()
 
     def have_changed(self) -> bool:
         """Whether one of them was written to, or is another tensor now."""
         now = self._found()
         same = list(map(id, self._tensors)) == list(map(id, now))
         return not same or _versions(now) != self._versions
+
+    def changed_attributes(self) -> set[Attribute]:
+        """The attributes that have changed, come or gone."""
+        before, now = self._attributes, self._noted()
+        return {key for key in before.keys() | now.keys() if before.get(key) != now.get(key)}
+
+    def _noted(self) -> dict[Attribute, tuple[object]]:
+        # In a tuple, None is told from nothing.
+        return {
+            (id(module), name): (value,)
+            for module in self._modules
+            for name, value in _attributes(module)
+        }
 
     def _found(self) -> list[torch.Tensor]:
         values = (chain(each._buffers.values(), vars(each).values()) for each in self._modules)
@@ -87,7 +157,40 @@ def _versions(tensors: Sequence[torch.Tensor]) -> list[int]:
     return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
 
 
-def _note(stage: nn.Module, found: list[object]) -> str | None:
+class _Is:
+    """Equal to the same object only, which is kept, so that no other one gets its id."""
+
+    __slots__ = ("_value",)
+
+    def __init__(self, value: object) -> None:
+        self._value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Is) and self._value is other._value
+
+    __hash__ = None  # pyright: ignore[reportAssignmentType]
+
+
+def _attributes(module: nn.Module) -> list[tuple[str, object]]:
+    """What a class has added to a module, such as the p of a dropout, to be compared by ``==``."""
+    values = vars(module)
+    return [(name, _comparable(values[name])) for name in values.keys() - _OWN]
+
+
+def _comparable(value: Any, depth: int = 0) -> object:
+    """A value to be compared by ``==``; long or deep containers are by identity only."""
+    kind = type(value)
+    if kind in _PLAIN:
+        return value
+    if isinstance(value, torch.Tensor):
+        return _Is(value), _place(value) if value.layout == torch.strided else 0
+    if kind not in (list, tuple, dict) or len(value) > _LONG or depth > _DEEP:
+        return _Is(value)
+    parts = chain(*value.items()) if kind is dict else value
+    return tuple(_comparable(part, depth + 1) for part in parts)
+
+
+def _note(stage: nn.Module, found: list[object], changing: Collection[Attribute]) -> str | None:
     """Collect the state of a stage; returns why it cannot be captured, or None."""
     waiting = [stage]
     seen: set[int] = set()
@@ -98,6 +201,8 @@ def _note(stage: nn.Module, found: list[object]) -> str | None:
         seen.add(id(module))
         waiting += [child for child in module._modules.values() if child is not None]
         found += (id(module), module.training)
+        own = _attributes(module)
+        found += [each for each in own if (id(module), each[0]) not in changing]
         if _is_hooked(module):
             return f"its module {type(module).__name__} has hooks, which a replay would not call"
         for name, parameter in module._parameters.items():
