@@ -3,10 +3,11 @@
     python benchmarks/overhead.py                 1 rank, then 2 (about a minute)
     python benchmarks/overhead.py --ranks 2
 
-Bare autograd is what this rank would do without a pipeline: for each micro-batch the forward of its
-stages, the loss if it has the last one, and the backward. The rest, divided by the stages and
-micro-batches of the rank, is overhead; over two ranks it contains the messages and the bubble. Both
-runtimes take turns; medians of what they took above bare autograd in the same round.
+Bare autograd is what a rank would do without a pipeline: for each micro-batch the forward of its
+stages, the loss if it has the last one, and the backward. No step is shorter than that of the rank
+with the most work. The rest, divided by the stages and micro-batches of a rank, is overhead; over
+two ranks it contains the messages and the bubble. Both runtimes take turns; medians of what they
+took above bare autograd in the same round.
 """
 
 from __future__ import annotations
@@ -72,6 +73,9 @@ def measure(rank: int, ranks: int, rounds: int, microbatches: int, names: Sequen
                     call()
                 if number:  # in the first round, shapes are learned
                     times[key].append((time.perf_counter() - start) / STEPS)
+        everywhere: list[list[float]] = [[] for _ in range(ranks)]
+        dist.all_gather_object(everywhere, times["bare"])
+        times["bare"] = [max(taken) for taken in zip(*everywhere, strict=True)]
         unit = 1e6 / (per_rank * microbatches)
         cost = {"bare": statistics.median(times["bare"]) * unit}
         for key in RUNTIMES:
