@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from math import inf
 from typing import Any, Protocol, TypeAlias
 
 import torch
@@ -113,7 +114,7 @@ class Outgoing:
         layouts: Sequence[Layout],
         signatures: Sequence[Signature] | None = None,
         *,
-        limit: int | None = None,
+        limit: float = inf,
     ) -> None:
         """``limit`` is how many messages may be under way before the next one waits."""
         self._post = post
@@ -160,8 +161,11 @@ class Outgoing:
             self.settle(microbatch)
 
     def _dispatch(self, microbatch: int, parcel: Parcel) -> None:
-        if self._limit is not None and len(self._sent) >= self._limit:
-            self.settle(next(iter(self._sent)))
+        while self._sent:
+            first = next(iter(self._sent))
+            if not self._sent[first][0].done and len(self._sent) < self._limit:
+                break
+            self.settle(first)
         self._sent[microbatch] = (self._post(parcel.buffer), parcel)
 
 
@@ -274,7 +278,7 @@ class KnownPorts:
         post = self._transport.sender(channel)
         # In training, the gradient of a micro-batch shows that its activations have arrived.
         answered = self._trains and not channel.gradients
-        limit = None if answered or not self._sends_may_wait else _UNDER_WAY
+        limit = inf if answered or not self._sends_may_wait else _UNDER_WAY
         if channel.gradients:
             arriving = self._signatures.arriving[stage]
             return Outgoing(post, [self._layout(stage, s.gradients) for s in arriving], limit=limit)

@@ -72,6 +72,8 @@ class Outbox:
 
     def send(self, *buffers: torch.Tensor) -> None:
         """Send a message."""
+        while self._sent and all(handle.done for handle, _ in self._sent[0]):
+            self.arrived(self._settled + 1)
         self._sent.append([(self._post(buffer), buffer) for buffer in buffers])
 
     def arrived(self, count: int) -> None:

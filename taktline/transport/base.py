@@ -29,6 +29,11 @@ class Channel(NamedTuple):
 class Handle(Protocol):
     """A message under way."""
 
+    @property
+    def done(self) -> bool:
+        """Whether :meth:`wait` is known to return at once."""
+        ...
+
     def wait(self) -> object:
         """Return once the buffer may be used: read after a receive, written after a send."""
         ...

@@ -91,6 +91,8 @@ class _Message:
 
     __slots__ = ("_failed", "_work")
 
+    done = False  # to ask a device takes time, and a capture does not allow it
+
     def __init__(self, work: dist.Work, failed: Failed) -> None:
         self._work = work
         self._failed = failed

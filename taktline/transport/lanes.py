@@ -160,6 +160,8 @@ class Lane:
 class _Gone:
     """A message that the kernel has taken."""
 
+    done = True
+
     def wait(self) -> None:
         """Return."""
 
@@ -177,6 +179,11 @@ class _Arriving:
         self.left = left
         """The bytes that are still missing."""
 
+    @property
+    def done(self) -> bool:
+        """Whether the message has arrived."""
+        return not self.left
+
     def wait(self) -> None:
         """Return once the message has arrived."""
         if self.left:
@@ -193,6 +200,11 @@ class _Leaving:
         self.left = left
         self.ended = threading.Event()
         """Set once the message is sent, or lost."""
+
+    @property
+    def done(self) -> bool:
+        """Whether the message is sent."""
+        return not self.left and self.ended.is_set()
 
     def wait(self) -> None:
         """Return once the message is sent."""

@@ -120,3 +120,23 @@ def alternate(rank: int, group: Any) -> bool:
 @pytest.mark.processes
 def test_small_and_large_messages_of_a_channel(workers: Workers) -> None:
     assert workers.run(alternate) == [True, True]
+
+
+def test_a_message_is_done_when_its_buffer_may_be_used(lanes: tuple[Lane, Lane]) -> None:
+    small, large = message(1, 100), message(2, 1 << 23)
+    arriving = [lanes[1].receive(torch.empty_like(each)) for each in (small, large)]
+    assert not arriving[0].done
+    leaving = [lanes[0].send(each) for each in (small, large)]
+    assert leaving[0].done
+    arriving[0].wait()
+    assert arriving[0].done
+    arriving[1].wait()
+    leaving[1].wait()
+    assert arriving[1].done
+    assert leaving[1].done
+    *_, stuck = (lanes[0].send(large) for _ in range(2))
+    assert not stuck.done
+    lanes[1].shut()
+    with pytest.raises(LostRankError):
+        stuck.wait()
+    assert not stuck.done

@@ -31,6 +31,8 @@ def draw(random: Random) -> tuple[str, bytes]:
 
 
 class _Done:
+    done = True
+
     def wait(self) -> None:
         """It is there already."""
 

@@ -1,0 +1,60 @@
+"""Ports: how many messages a sender keeps."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from taktline.meta import TensorMeta
+from taktline.runtime.ports import Outgoing
+from taktline.runtime.self_describing import Outbox
+from taktline.transport.wire import Layout
+
+
+class Message:
+    def __init__(self, done: bool) -> None:
+        self.done = done
+        self.waits = 0
+
+    def wait(self) -> None:
+        self.waits += 1
+
+
+def known(post: Callable[[torch.Tensor], Message]) -> Callable[[int], None]:
+    layout = Layout((TensorMeta((4,), torch.float32),))
+    port = Outgoing(post, [layout] * 8)
+
+    def send(microbatch: int) -> None:
+        port.give(microbatch, [torch.full((4,), float(microbatch))], None)
+        port.send(microbatch)
+
+    return send
+
+
+def self_described(post: Callable[[torch.Tensor], Message]) -> Callable[[int], None]:
+    outbox = Outbox(post, torch.device("cpu"))
+    return lambda _: outbox.send(torch.empty(16, dtype=torch.uint8))
+
+
+@pytest.mark.parametrize("port", [known, self_described])
+@pytest.mark.parametrize("done", [True, False], ids=["left", "under way"])
+def test_messages_that_have_left_are_freed(
+    port: Callable[[Callable[[torch.Tensor], Message]], Callable[[int], None]], done: bool
+) -> None:
+    posted: list[Message] = []
+    buffers: dict[int, weakref.ref[torch.Tensor]] = {}
+
+    def post(buffer: torch.Tensor) -> Message:
+        buffers[id(buffer)] = weakref.ref(buffer)
+        posted.append(Message(done))
+        return posted[-1]
+
+    send = port(post)
+    for microbatch in range(8):
+        send(microbatch)
+    alive = [buffer for buffer in buffers.values() if buffer() is not None]
+    assert (len(alive) <= 2) == done
+    assert [message.waits for message in posted] == [int(done)] * 7 + [0]
