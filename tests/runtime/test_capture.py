@@ -16,7 +16,7 @@ from taktline.plan import Action
 from taktline.runtime.bind import Binding
 from taktline.runtime.capture import Captures
 from taktline.runtime.capture.add_gradients import Adding
-from taktline.runtime.capture.module_state import keep_state
+from taktline.runtime.capture.module_state import Attribute, Kept, keep_state, state_of
 from taktline.runtime.capture.streams import is_loop, side_by_side
 
 WIDTH = 6
@@ -388,6 +388,23 @@ def test_a_change_before_every_step() -> None:
     ):
         train(range(12))
     assert pair.graphs.log == []
+
+
+def test_a_new_module_in_the_place_of_a_freed_one() -> None:
+    def counted(loss_fn: Weighted) -> set[Attribute]:
+        kept = Kept([], loss_fn)
+        loss_fn.factor += 1
+        return kept.changed_attributes()
+
+    old = Weighted()
+    place, changing = id(old), counted(old)
+    del old
+    made: list[nn.Module] = []
+    while id(new := Weighted()) != place:
+        made.append(new)
+    before = state_of([], new, changing)
+    new.factor += 1
+    assert state_of([], new, changing) != before
 
 
 def test_a_loss_with_parameters_of_its_own() -> None:

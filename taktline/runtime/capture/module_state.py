@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from itertools import chain
 from typing import Any, TypeAlias
+from weakref import ref
 
 import torch
 from torch import nn
@@ -17,8 +18,8 @@ from taktline.stage.names import parameters_of
 
 __all__ = ["Attribute", "Kept", "difference", "keep_state", "state_of"]
 
-Attribute: TypeAlias = tuple[int, str]
-"""An attribute of a module: the module's id, and the name."""
+Attribute: TypeAlias = tuple[ref[nn.Module], str]
+"""An attribute of a module: the module, and the name."""
 
 _OWN = frozenset(vars(nn.Module()))
 """The attributes of every module; what matters of them is looked at by itself."""
@@ -143,7 +144,7 @@ class Kept:
     def _noted(self) -> dict[Attribute, tuple[object]]:
         # In a tuple, None is told from nothing.
         return {
-            (id(module), name): (value,)
+            (ref(module), name): (value,)
             for module in self._modules
             for name, value in _attributes(module)
         }
@@ -201,8 +202,8 @@ def _note(stage: nn.Module, found: list[object], changing: Collection[Attribute]
         seen.add(id(module))
         waiting += [child for child in module._modules.values() if child is not None]
         found += (id(module), module.training)
-        own = _attributes(module)
-        found += [each for each in own if (id(module), each[0]) not in changing]
+        own, weak = _attributes(module), ref(module)
+        found += [each for each in own if (weak, each[0]) not in changing]
         if _is_hooked(module):
             return f"its module {type(module).__name__} has hooks, which a replay would not call"
         for name, parameter in module._parameters.items():
