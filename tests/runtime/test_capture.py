@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -405,6 +406,16 @@ def test_a_new_module_in_the_place_of_a_freed_one() -> None:
     before = state_of([], new, changing)
     new.factor += 1
     assert state_of([], new, changing) != before
+
+
+def test_a_loss_in_a_partial_call() -> None:
+    loss_fn = Weighted()
+    pair = Pair(loss_fn=functools.partial(loss_fn))
+    pair.settle()
+    loss_fn.factor = 3.0
+    for seed in range(3):
+        pair.step(seed=seed)
+    assert count(pair, "capture") == 2
 
 
 def test_a_loss_with_parameters_of_its_own() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from itertools import chain
 from typing import Any, TypeAlias
 from weakref import ref
@@ -78,7 +79,9 @@ def difference(stages: Sequence[PipelineStage], before: object, now: object) -> 
 
 
 def _module_of(loss_fn: Callable[..., Any] | None) -> nn.Module | None:
-    """The module that a loss function is, or is a method of."""
+    """The module that a loss function is, or is a method or partial call of."""
+    while isinstance(loss_fn, partial):
+        loss_fn = loss_fn.func
     owner = getattr(loss_fn, "__self__", loss_fn)
     return owner if isinstance(owner, nn.Module) else None
 
