@@ -57,7 +57,8 @@ def bind(binding: Binding, known: Signatures | None) -> Bound:
         return joined if loop is None or drawing is None or drawing.draws else loop
 
     sending = [*ends.activations_out.values(), *ends.gradients_out.values()]
-    program = Program(rank_of, instructions, sending, quickest)
+    settles = [port.settle_all for port in sending]
+    program = Program(rank_of, instructions, settles, quickest)
     learned = partial(_learned, ends, binding.plan.microbatches)
     return Bound(program, works, learned, binding, known)
 

@@ -4,19 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 from taktline.errors import StageError, TaktlineError, text_of
 from taktline.plan import Action
 from taktline.runtime.ports import PeerFailed
 
 __all__ = ["Failure", "Fate", "Instruction", "Program", "Wrap", "stage_error"]
-
-
-class Sending(Protocol):
-    """The sending end of a boundary."""
-
-    def settle_all(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,19 +54,20 @@ class Program:
         self,
         rank_of: Sequence[int],
         instructions: Sequence[Instruction],
-        sending: Iterable[Sending],
+        settles: Iterable[Callable[[], None]],
         joined: Callable[[], Sequence[Instruction]] | None = None,
     ) -> None:
-        """``rank_of`` has the rank of each stage; ``joined`` returns fewer, equal instructions.
+        """``rank_of`` has the rank of each stage; ``settles`` wait for all sends of a port.
 
-        The joined instructions run unless each action is observed by itself.
+        ``joined`` returns fewer, equal instructions. They run unless each action is observed by
+        itself.
         """
         self._rank_of = rank_of
         self._each = instructions
         self._joined = joined
         self._instructions = instructions
         """The instructions of the current run."""
-        self._sending = list(sending)
+        self._settles = list(settles)
         self.position = 0
         """The instruction that is running."""
 
@@ -136,8 +131,8 @@ class Program:
 
         Not earlier: gloo may lose track of a message whose connection ends, and wait for ever.
         """
-        for port in self._sending:
-            port.settle_all()
+        for settle in self._settles:
+            settle()
 
     def _quickest(self) -> Sequence[Instruction]:
         return self._each if self._joined is None else self._joined()

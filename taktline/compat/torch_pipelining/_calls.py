@@ -263,7 +263,7 @@ class CallProgram(Program):
     """The calls of a step; gradients of earlier steps are set aside, and added at the end."""
 
     def __init__(self, calls: Calls, rank_of: Sequence[int]) -> None:
-        super().__init__(rank_of, [*calls.instructions()], [calls])  # pyright: ignore
+        super().__init__(rank_of, [*calls.instructions()], [calls.settle_all])
         self._calls = calls
 
     def run(self, wrap: Wrap | None = None, fate: Fate | None = None) -> Failure | None:
