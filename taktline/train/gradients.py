@@ -20,6 +20,9 @@ from taktline.train.tracebacks import short_traceback
 
 __all__ = ["Gradients"]
 
+_DOUBLE = -1
+"""Stands beside the places of gradients: some of them are in double precision."""
+
 
 class Scaler(torch.amp.GradScaler):
     """A GradScaler for all ranks: if one finds an infinite gradient, all skip the step.
@@ -141,9 +144,13 @@ def norm_of(
         else:
             norms |= zip(places, _single_norms(gradients, norm_type), strict=True)
     numbers = torch.stack([norm.to(device) for norm in norms.values()]).tolist() if norms else []
-    shared = ranks.gathered(dict(zip(norms, numbers, strict=True)), "grad_norm()")
+    mine = dict(zip(norms, numbers, strict=True))
+    if any(norm.dtype == torch.float64 for norm in norms.values()):
+        mine[_DOUBLE] = 1.0
+    shared = ranks.gathered(mine, "grad_norm()")
+    dtype = torch.float64 if shared.pop(_DOUBLE, 0.0) else torch.float32
     ordered = [shared[place] for place in sorted(shared)]
-    in_order = torch.tensor(ordered, dtype=torch.float32, device="cpu")
+    in_order = torch.tensor(ordered, dtype=dtype, device="cpu")
     return torch.linalg.vector_norm(in_order, norm_type).to(device)
 
 
