@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import nn
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
@@ -198,15 +199,29 @@ def _wrapped(module: nn.Module, ranks: Ranks, data_parallel: str | None) -> nn.M
     """A stage in DDP or FSDP2 over the data-parallel dimensions of the mesh."""
     if data_parallel is None or ranks.mesh is None:
         return module
-    if not any(parameter.requires_grad for parameter in module.parameters()):
-        return module  # without gradients to average
+    if not any(parameter.is_floating_point() for parameter in module.parameters()):
+        return module  # without gradients to average, now and later
     if data_parallel == "ddp":
         if len(ranks.data_dims) != 1:
             raise MismatchError(
                 f"ddp averages over one dimension of the mesh, not over {list(ranks.data_dims)}"
             )
-        return DistributedDataParallel(module, process_group=ranks.groups[ranks.data_dims[0]])
+        return _replicated(module, ranks.groups[ranks.data_dims[0]])
     return _sharded(module, ranks.mesh[ranks.data_dims])
+
+
+def _replicated(module: nn.Module, group: ProcessGroup) -> nn.Module:
+    """DDP, also around a frozen stage, which the user may unfreeze later."""
+    if any(parameter.requires_grad for parameter in module.parameters()):
+        return DistributedDataParallel(module, process_group=group)
+    # DDP wants one that is trained; it keeps memory for its gradient.
+    several = (parameter for parameter in module.parameters() if parameter.is_floating_point())
+    smallest = min(several, key=torch.Tensor.numel)
+    smallest.requires_grad_(True)
+    try:
+        return DistributedDataParallel(module, process_group=group)
+    finally:
+        smallest.requires_grad_(False)
 
 
 def _sharded(module: nn.Module, mesh: DeviceMesh) -> nn.Module:

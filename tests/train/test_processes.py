@@ -220,6 +220,36 @@ def test_copies(workers: Workers, way: str, schedule: str, stages: int) -> None:
         assert record.state == {}
 
 
+def thawed_copies(rank: int, group: Any, way: str) -> list[float]:
+    """The first stage is frozen when it is wrapped, and trained later."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    model = LM(tied=False)
+    model.embed.requires_grad_(False)
+    model.blocks[:2].requires_grad_(False)
+    pipe = pipeline(group, model, mesh=mesh, data_parallel=way, cuts=CUTS[2], microbatches=2)
+    copy, norms = mesh["dp"].get_local_rank(), list[float]()
+    for _ in range(2):
+        pipe.step(TOKENS.chunk(2)[copy], target=TARGET.chunk(2)[copy])
+        norms.append(pipe.grad_norm().item())
+        pipe.zero_grad()
+        for parameter in pipe.parameters():
+            parameter.requires_grad_(True)
+    return norms
+
+
+@pytest.mark.parametrize("way", ["ddp", "fsdp"])
+def test_copies_of_a_stage_that_was_frozen_at_first(workers: Workers, way: str) -> None:
+    model = LM(tied=False)
+    loss_fn(model(TOKENS), TARGET).backward()
+    later = [*model.blocks[2:].parameters(), *model.head.parameters()]
+    norms = [
+        torch.nn.utils.get_total_norm([p.grad for p in parameters]).item()  # pyright: ignore
+        for parameters in (later, model.parameters())
+    ]
+    for found in workers.run(thawed_copies, way, ranks=4):
+        torch.testing.assert_close(found, norms, rtol=1e-4, atol=1e-5)
+
+
 def left_alone(rank: int, group: Any, way: str) -> str:
     """One rank leaves accumulate() by an error, before the copies meet."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
