@@ -250,6 +250,27 @@ def test_copies_of_a_stage_that_was_frozen_at_first(workers: Workers, way: str) 
         torch.testing.assert_close(found, norms, rtol=1e-4, atol=1e-5)
 
 
+def largest_gradient(rank: int, group: Any) -> float:
+    """The second of two shards of a bias with one element is empty."""
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("pp", "dp"))
+    pipe = pipeline(group, _narrow(), mesh=mesh, data_parallel="fsdp", loss_fn=torch.dist)
+    pipe.step(torch.ones(4, 3), target=torch.zeros(4, 1))
+    return pipe.grad_norm(float("inf")).item()
+
+
+def _narrow() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Linear(3, 1)
+
+
+def test_the_largest_gradient_where_shards_are_empty(workers: Workers) -> None:
+    model = _narrow()
+    torch.stack([torch.dist(model(torch.ones(1, 3)), torch.zeros(1, 1))] * 4).mean().backward()
+    gradients = [p.grad for p in model.parameters()]
+    norm = torch.nn.utils.get_total_norm(gradients, float("inf")).item()  # pyright: ignore
+    assert workers.run(largest_gradient) == pytest.approx([norm, norm])
+
+
 def left_alone(rank: int, group: Any, way: str) -> str:
     """One rank leaves accumulate() by an error, before the copies meet."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
