@@ -21,6 +21,7 @@ from taktline.runtime import ScheduleFromPlan
 from taktline.runtime.watchdog import guarded
 from taktline.split import Pipe, materialise
 from taktline.split.named.by_names import without_compiler
+from taktline.split.named.containers import with_own_tables
 from taktline.split.named.stage_forward import has_dynamic_shapes
 from taktline.split.traced.stage_module import StageModule
 from taktline.stage import PipelineStage, compile_stages
@@ -161,6 +162,8 @@ def _make_ready(
     """Give the stages of this process their values, and then prepare, compile and wrap them."""
     for module in modules.values():
         materialise(module, ranks.device, state_dict=state_dict)
+    if data_parallel == "fsdp":
+        _part(modules.values())
     for stage, module in modules.items():
         ready = module if prepare is None else prepare(module, stage)
         if not isinstance(ready, nn.Module):
@@ -170,6 +173,20 @@ def _make_ready(
         if compiles:
             ready = compile_stages(ready, stage)
         modules[stage] = _wrapped(ready, ranks, data_parallel)
+
+
+def _part(stages: Iterable[nn.Module]) -> None:
+    """Give each stage its own copy of what an earlier one has, too: FSDP2 shards a module once.
+
+    The copies have the same parameters, as other tied weights do before they are sharded.
+    """
+    seen: set[int] = set()  # own units of several stages are different objects with one __dict__
+    for stage in stages:
+        for module in [module for module in stage.modules() if id(vars(module)) not in seen]:
+            for name, child in module._modules.items():
+                if child is not None and id(vars(child)) in seen:
+                    module._modules[name] = with_own_tables(child)
+        seen |= {id(vars(module)) for module in stage.modules()}
 
 
 def _scheduled(

@@ -271,6 +271,34 @@ def test_the_largest_gradient_where_shards_are_empty(workers: Workers) -> None:
     assert workers.run(largest_gradient) == pytest.approx([norm, norm])
 
 
+class Twice(LM):
+    """Calls its first block once more, in the last stage."""
+
+    def forward(self, tokens: torch.Tensor, shift: Any = None) -> torch.Tensor:
+        x = self.embed(tokens)
+        for block in (*self.blocks, self.blocks[0]):
+            x = block(x)
+        return self.head(x)
+
+
+def with_a_shared_block(rank: int, group: Any) -> list[float]:
+    """Both stages, on one rank, have the block."""
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("pp", "dp"))
+    options = {"schedule": "interleaved_1f1b", "cuts": CUTS[2], "microbatches": 2}
+    pipe = pipeline(group, Twice(), mesh=mesh, data_parallel="fsdp", **options)
+    loss = pipe.step(TOKENS.chunk(2)[rank], target=TARGET.chunk(2)[rank])
+    return [loss.item(), pipe.grad_norm().item()]
+
+
+def test_a_block_in_two_stages_of_a_rank_in_shards(workers: Workers) -> None:
+    model = Twice()
+    loss = loss_fn(model(TOKENS), TARGET)
+    loss.backward()
+    norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])  # pyright: ignore
+    for found in workers.run(with_a_shared_block):
+        torch.testing.assert_close(found, [loss.item(), norm.item()], rtol=1e-4, atol=1e-5)
+
+
 def left_alone(rank: int, group: Any, way: str) -> str:
     """One rank leaves accumulate() by an error, before the copies meet."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
