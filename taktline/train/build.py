@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import nn
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.parallel import DistributedDataParallel
 
@@ -20,6 +21,7 @@ from taktline.runtime import ScheduleFromPlan
 from taktline.runtime.watchdog import guarded
 from taktline.split import Pipe, materialise
 from taktline.split.named.by_names import without_compiler
+from taktline.split.named.containers import with_own_tables
 from taktline.split.named.stage_forward import has_dynamic_shapes
 from taktline.split.traced.stage_module import StageModule
 from taktline.stage import PipelineStage, compile_stages
@@ -160,6 +162,8 @@ def _make_ready(
     """Give the stages of this process their values, and then prepare, compile and wrap them."""
     for module in modules.values():
         materialise(module, ranks.device, state_dict=state_dict)
+    if data_parallel == "fsdp":
+        _part(modules.values())
     for stage, module in modules.items():
         ready = module if prepare is None else prepare(module, stage)
         if not isinstance(ready, nn.Module):
@@ -169,6 +173,20 @@ def _make_ready(
         if compiles:
             ready = compile_stages(ready, stage)
         modules[stage] = _wrapped(ready, ranks, data_parallel)
+
+
+def _part(stages: Iterable[nn.Module]) -> None:
+    """Give each stage its own copy of what an earlier one has, too: FSDP2 shards a module once.
+
+    The copies have the same parameters, as other tied weights do before they are sharded.
+    """
+    seen: set[int] = set()  # own units of several stages are different objects with one __dict__
+    for stage in stages:
+        for module in [module for module in stage.modules() if id(vars(module)) not in seen]:
+            for name, child in module._modules.items():
+                if child is not None and id(vars(child)) in seen:
+                    module._modules[name] = with_own_tables(child)
+        seen |= {id(vars(module)) for module in stage.modules()}
 
 
 def _scheduled(
@@ -198,15 +216,29 @@ def _wrapped(module: nn.Module, ranks: Ranks, data_parallel: str | None) -> nn.M
     """A stage in DDP or FSDP2 over the data-parallel dimensions of the mesh."""
     if data_parallel is None or ranks.mesh is None:
         return module
-    if not any(parameter.requires_grad for parameter in module.parameters()):
-        return module  # without gradients to average
+    if not any(parameter.is_floating_point() for parameter in module.parameters()):
+        return module  # without gradients to average, now and later
     if data_parallel == "ddp":
         if len(ranks.data_dims) != 1:
             raise MismatchError(
                 f"ddp averages over one dimension of the mesh, not over {list(ranks.data_dims)}"
             )
-        return DistributedDataParallel(module, process_group=ranks.groups[ranks.data_dims[0]])
+        return _replicated(module, ranks.groups[ranks.data_dims[0]])
     return _sharded(module, ranks.mesh[ranks.data_dims])
+
+
+def _replicated(module: nn.Module, group: ProcessGroup) -> nn.Module:
+    """DDP, also around a frozen stage, which the user may unfreeze later."""
+    if any(parameter.requires_grad for parameter in module.parameters()):
+        return DistributedDataParallel(module, process_group=group)
+    # DDP wants one that is trained; it keeps memory for its gradient.
+    several = (parameter for parameter in module.parameters() if parameter.is_floating_point())
+    smallest = min(several, key=torch.Tensor.numel)
+    smallest.requires_grad_(True)
+    try:
+        return DistributedDataParallel(module, process_group=group)
+    finally:
+        smallest.requires_grad_(False)
 
 
 def _sharded(module: nn.Module, mesh: DeviceMesh) -> nn.Module:

@@ -8,17 +8,21 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from taktline.checks import refuse, require_flag, require_instance, require_number
 from taktline.errors import LossError, MismatchError
 from taktline.runtime.watchdog import guarded
-from taktline.sharding import is_sharded
+from taktline.sharding import is_sharded, local
 from taktline.train.base import PipelineBase
 from taktline.train.ranks import Ranks
 from taktline.train.tracebacks import short_traceback
 
 __all__ = ["Gradients"]
+
+_DOUBLE = -1
+"""Stands beside the places of gradients: some of them are in double precision."""
 
 
 class Scaler(torch.amp.GradScaler):
@@ -136,15 +140,36 @@ def norm_of(
         places = [place_of[parameter] for parameter in alike]
         gradients = [_gradient(parameter) for parameter in alike]
         if is_sharded(gradients[0]):
-            total: Any = torch.nn.utils.get_total_norm(gradients, norm_type)
-            norms[places[0]] = total.full_tensor()
+            norms[places[0]] = _norm_of_shards(gradients, norm_type)
         else:
             norms |= zip(places, _single_norms(gradients, norm_type), strict=True)
     numbers = torch.stack([norm.to(device) for norm in norms.values()]).tolist() if norms else []
-    shared = ranks.gathered(dict(zip(norms, numbers, strict=True)), "grad_norm()")
+    mine = dict(zip(norms, numbers, strict=True))
+    if any(norm.dtype == torch.float64 for norm in norms.values()):
+        mine[_DOUBLE] = 1.0
+    shared = ranks.gathered(mine, "grad_norm()")
+    dtype = torch.float64 if shared.pop(_DOUBLE, 0.0) else torch.float32
     ordered = [shared[place] for place in sorted(shared)]
-    in_order = torch.tensor(ordered, dtype=torch.float32, device="cpu")
+    in_order = torch.tensor(ordered, dtype=dtype, device="cpu")
     return torch.linalg.vector_norm(in_order, norm_type).to(device)
+
+
+def _norm_of_shards(gradients: Sequence[Any], norm_type: float) -> torch.Tensor:
+    """The norm of gradients with the same mesh and placements, whose ranks all call this."""
+    if norm_type != math.inf:
+        total: Any = torch.nn.utils.get_total_norm(gradients, norm_type)
+        return total.full_tensor()
+    # Torch refuses the largest element of an empty shard, which a short parameter leaves.
+    from torch.distributed.tensor import Replicate
+
+    mesh, placements = gradients[0].device_mesh, gradients[0].placements
+    whole = [Replicate() if each.is_partial() else each for each in placements]
+    shards = [local(gradient.redistribute(placements=whole)) for gradient in gradients]
+    largest = [torch.linalg.vector_norm(shard, math.inf) for shard in shards if shard.numel()]
+    norm = torch.stack(largest).max() if largest else shards[0].new_zeros(())
+    for dim in range(mesh.ndim):
+        dist.all_reduce(norm, dist.ReduceOp.MAX, mesh.get_group(dim))
+    return norm
 
 
 def _single_norms(gradients: list[torch.Tensor], norm_type: float) -> Sequence[torch.Tensor]:

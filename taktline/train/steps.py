@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import cache
 from typing import Any, Literal, TypeAlias, TypeVar
 
 import torch
@@ -15,7 +16,9 @@ from taktline.checks import require_one_of
 from taktline.errors import BatchError, LossError, StageError
 from taktline.plan import Kind, Plan
 from taktline.runtime.schedule import Schedule
+from taktline.split.named.hugging_face import without_cache
 from taktline.split.traced.trace import in_mode
+from taktline.stage.names import unwrapped
 from taktline.train.broadcast import broadcast_output
 from taktline.train.build import Built
 
@@ -60,6 +63,8 @@ def run(
     """Run a step or an eval; returns its output, and its loss, which is the same on all ranks."""
     require_one_of("return_outputs", return_outputs, (True, False, "last"), BatchError)
     args, target, options = _on_device(batch, built.ranks.device)
+    if built.plan.stages == 1:
+        options = _without_cache(built, options)
     keywords = of_model(options)
     built.schedule._cutter = built.batch_dims.fitted(args, keywords)
     try:
@@ -92,6 +97,22 @@ def forward_order(plan: Plan, stage: int) -> list[int]:
     """The micro-batches in the order in which a stage runs them forward."""
     rows = plan.rows_of(plan.placement.rank_of[stage])
     return rows.microbatch[(rows.kind == Kind.F) & (rows.stage == stage)].tolist()
+
+
+def _without_cache(built: Built, options: dict[str, Any]) -> dict[str, Any]:
+    """The options for a model in one stage, which keeps no cache, as in several stages.
+
+    Most models of transformers return one by default, and those of micro-batches cannot be joined.
+    """
+    if options.get("kwarg_mbs") is not None or built.options["kwargs_chunk_spec"] is not None:
+        return options  # the user has said what each keyword argument is
+    model = unwrapped(built.schedule._stages[0].submod)
+    return without_cache(_argument_names(type(model)), options)
+
+
+@cache
+def _argument_names(model: type[nn.Module]) -> frozenset[str]:
+    return frozenset(inspect.signature(model.forward).parameters)
 
 
 def _on_device(values: T, device: torch.device) -> T:

@@ -107,6 +107,15 @@ def test_norms_of_other_kinds() -> None:
         train(pipeline(model), norm_type=norm_type).require_close(expected)
 
 
+def test_a_norm_in_double_precision() -> None:
+    model = LM().double()
+    pipe = pipeline(model)
+    pipe.step(TOKENS, target=TARGET)
+    expected = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])  # pyright: ignore
+    norm = pipe.grad_norm()
+    assert (norm.dtype, norm.item()) == (torch.float64, expected.item())
+
+
 def test_a_norm_that_is_not_finite() -> None:
     pipe = pipeline()
     pipe.step(TOKENS, target=TARGET)

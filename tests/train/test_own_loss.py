@@ -102,6 +102,16 @@ def test_a_model_of_transformers(plain: list[float]) -> None:
     assert of_transformers() == pytest.approx(plain, rel=1e-4)
 
 
+@pytest.mark.slow
+def test_outputs_of_a_model_of_transformers_on_one_rank() -> None:
+    model, (words, mask, _) = LANGUAGES["gpt2"].make(), texts(8)
+    pipe = tl.Pipeline(model, microbatches=4)  # in one stage, and its config asks for a cache
+    output = pipe.eval(words, attention_mask=mask)
+    torch.testing.assert_close(output.logits, model.eval()(words, attention_mask=mask).logits)
+    _, output = pipe.step(words, attention_mask=mask, labels=words, return_outputs=True)
+    assert output.past_key_values is None
+
+
 def over_processes(rank: int, group: Any) -> Any:
     mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("pp",))
     found = of_transformers(mesh)

@@ -220,6 +220,85 @@ def test_copies(workers: Workers, way: str, schedule: str, stages: int) -> None:
         assert record.state == {}
 
 
+def thawed_copies(rank: int, group: Any, way: str) -> list[float]:
+    """The first stage is frozen when it is wrapped, and trained later."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    model = LM(tied=False)
+    model.embed.requires_grad_(False)
+    model.blocks[:2].requires_grad_(False)
+    pipe = pipeline(group, model, mesh=mesh, data_parallel=way, cuts=CUTS[2], microbatches=2)
+    copy, norms = mesh["dp"].get_local_rank(), list[float]()
+    for _ in range(2):
+        pipe.step(TOKENS.chunk(2)[copy], target=TARGET.chunk(2)[copy])
+        norms.append(pipe.grad_norm().item())
+        pipe.zero_grad()
+        for parameter in pipe.parameters():
+            parameter.requires_grad_(True)
+    return norms
+
+
+@pytest.mark.parametrize("way", ["ddp", "fsdp"])
+def test_copies_of_a_stage_that_was_frozen_at_first(workers: Workers, way: str) -> None:
+    model = LM(tied=False)
+    loss_fn(model(TOKENS), TARGET).backward()
+    later = [*model.blocks[2:].parameters(), *model.head.parameters()]
+    norms = [
+        torch.nn.utils.get_total_norm([p.grad for p in parameters]).item()  # pyright: ignore
+        for parameters in (later, model.parameters())
+    ]
+    for found in workers.run(thawed_copies, way, ranks=4):
+        torch.testing.assert_close(found, norms, rtol=1e-4, atol=1e-5)
+
+
+def largest_gradient(rank: int, group: Any) -> float:
+    """The second of two shards of a bias with one element is empty."""
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("pp", "dp"))
+    pipe = pipeline(group, _narrow(), mesh=mesh, data_parallel="fsdp", loss_fn=torch.dist)
+    pipe.step(torch.ones(4, 3), target=torch.zeros(4, 1))
+    return pipe.grad_norm(float("inf")).item()
+
+
+def _narrow() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Linear(3, 1)
+
+
+def test_the_largest_gradient_where_shards_are_empty(workers: Workers) -> None:
+    model = _narrow()
+    torch.stack([torch.dist(model(torch.ones(1, 3)), torch.zeros(1, 1))] * 4).mean().backward()
+    gradients = [p.grad for p in model.parameters()]
+    norm = torch.nn.utils.get_total_norm(gradients, float("inf")).item()  # pyright: ignore
+    assert workers.run(largest_gradient) == pytest.approx([norm, norm])
+
+
+class Twice(LM):
+    """Calls its first block once more, in the last stage."""
+
+    def forward(self, tokens: torch.Tensor, shift: Any = None) -> torch.Tensor:
+        x = self.embed(tokens)
+        for block in (*self.blocks, self.blocks[0]):
+            x = block(x)
+        return self.head(x)
+
+
+def with_a_shared_block(rank: int, group: Any) -> list[float]:
+    """Both stages, on one rank, have the block."""
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("pp", "dp"))
+    options = {"schedule": "interleaved_1f1b", "cuts": CUTS[2], "microbatches": 2}
+    pipe = pipeline(group, Twice(), mesh=mesh, data_parallel="fsdp", **options)
+    loss = pipe.step(TOKENS.chunk(2)[rank], target=TARGET.chunk(2)[rank])
+    return [loss.item(), pipe.grad_norm().item()]
+
+
+def test_a_block_in_two_stages_of_a_rank_in_shards(workers: Workers) -> None:
+    model = Twice()
+    loss = loss_fn(model(TOKENS), TARGET)
+    loss.backward()
+    norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])  # pyright: ignore
+    for found in workers.run(with_a_shared_block):
+        torch.testing.assert_close(found, [loss.item(), norm.item()], rtol=1e-4, atol=1e-5)
+
+
 def left_alone(rank: int, group: Any, way: str) -> str:
     """One rank leaves accumulate() by an error, before the copies meet."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
