@@ -271,7 +271,7 @@ class TestTheSameEverywhere:
 
     def test_memory_has_a_unit(self, folder: Path) -> None:
         for command in ("simulate", "compare"):
-            assert "in those of a micro-batch" in " ".join(ok(command, "1f1b").split())
+            assert "counted in micro-batches" in " ".join(ok(command, "1f1b").split())
 
     @pytest.mark.parametrize(
         "words",
