@@ -71,7 +71,7 @@ class _Named(Schedule):
 
 
 class _Single(_Named):
-    """A schedule with one stage a rank."""
+    """A schedule with one stage per rank."""
 
     def __init__(
         self,
@@ -90,7 +90,7 @@ class _Single(_Named):
 
 
 class _Multi(_Named):
-    """A schedule with several stages a rank.
+    """A schedule with several stages per rank.
 
     ``backward_requires_autograd`` and ``defer_pp_recv`` are accepted for scripts that pass them,
     and change nothing: a plan's receives are posted where they overlap and hold up no send.
@@ -138,7 +138,7 @@ class Schedule1F1B(_Single):
 
 
 class ScheduleInterleaved1F1B(_Multi):
-    """1F1B over several stages a rank: a smaller bubble for more messages.
+    """1F1B over several stages per rank: a smaller bubble for more messages.
 
     >>> print(build("interleaved_1f1b", ranks=2, microbatches=2))
     interleaved_1f1b: 2 ranks × 2 stages, 2 micro-batches
@@ -150,7 +150,7 @@ class ScheduleInterleaved1F1B(_Multi):
 
 
 class ScheduleLoopedBFS(_Multi):
-    """GPipe over several stages a rank: each stage runs all micro-batches before the next one.
+    """GPipe over several stages per rank: each stage runs all micro-batches before the next one.
 
     >>> print(build("looped_bfs", ranks=2, microbatches=2))
     looped_bfs: 2 ranks × 2 stages, 2 micro-batches
@@ -188,7 +188,7 @@ class ScheduleInterleavedZeroBubble(_Multi):
 
 
 class ScheduleZBVZeroBubble(_Multi):
-    """Two stages a rank in the shape of a V; weight gradients fill the bubble.
+    """Two stages per rank in the shape of a V; weight gradients fill the bubble.
 
     >>> print(build("zbv", ranks=2, microbatches=2))
     zbv: 2 ranks × 2 stages, 2 micro-batches
@@ -200,7 +200,7 @@ class ScheduleZBVZeroBubble(_Multi):
 
 
 class ScheduleDualPipeV(_Multi):
-    """Two stages a rank in the shape of a V; forwards run together with backwards.
+    """Two stages per rank in the shape of a V; forwards run together with backwards.
 
     >>> print(build("dualpipev", ranks=2, microbatches=2))
     dualpipev: 2 ranks × 2 stages, 2 micro-batches

@@ -86,7 +86,7 @@ def test_a_model_that_fails_only_in_stages() -> None:
         (
             "zbv",
             2,
-            "1f1b, with one stage a rank, runs on up to 3 ranks",
+            "1f1b, with one stage per rank, runs on up to 3 ranks",
         ),
     ],
 )

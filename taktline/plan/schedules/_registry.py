@@ -30,7 +30,7 @@ class NamedSchedule:
     """A schedule: its names, its placement, and the function that lists its actions.
 
     >>> find("zbv").summary
-    'Zero bubble at the memory of 1F1B, with two stages a rank in a V.'
+    'Zero bubble at the memory of 1F1B, with two stages per rank in a V.'
     """
 
     name: str
