@@ -55,7 +55,7 @@ class Placement:
 
     @classmethod
     def linear(cls, ranks: int) -> Placement:
-        """One stage a rank."""
+        """One stage per rank."""
         return cls.loop(ranks, 1)
 
     @classmethod
