@@ -22,7 +22,7 @@ from taktline.text import counted
 __all__ = ["MOST_RANKS", "MOST_STAGES", "Placement"]
 
 MOST_RANKS, MOST_STAGES = 2**16, 2**20
-"""A larger number is a typing error, and tables of that size would take for ever."""
+"""A larger number is a typing error, and tables of that size would take too long."""
 
 
 @dataclass(frozen=True, slots=True)

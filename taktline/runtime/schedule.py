@@ -122,7 +122,7 @@ class Schedule:
 
     @property
     def stall_after(self) -> float | None:
-        """After how many seconds a step that stands still is logged ("taktline"); None: never.
+        """Seconds without progress after which a step is logged ("taktline"); None: never.
 
         60 by default, or the value of the environment variable TAKTLINE_STALL_SECONDS.
         """

@@ -1,4 +1,4 @@
-"""The schedules, a family a file; :func:`build` finds them by name.
+"""The schedules, one file per family; :func:`build` finds them by name.
 
 In their docstrings, p is the number of ranks, r one of them, m the number of micro-batches and v
 the number of stages per rank; F, B, I and W are the times of these actions.

@@ -24,7 +24,7 @@ def compile_stages(module: nn.Module, stage: int = 0, *, dynamic: bool | None = 
     Args:
         module: the stage.
         stage: its number, for warnings.
-        dynamic: as in ``torch.compile``: whether sizes may change without compiling anew.
+        dynamic: as in ``torch.compile``: whether sizes may change without recompiling.
 
     >>> compile_stages(nn.Linear(2, 2))
     OptimizedModule(
