@@ -112,7 +112,7 @@ class Costs:
 
     @property
     def messages_matter(self) -> bool:
-        """Whether a message can hold up the next one, or keep its sender from computing."""
+        """Whether a message can delay the next one, or block its sender."""
         queues = bool(np.any(self.message_bytes)) and math.isfinite(self.link.bandwidth)
         return queues or self.comm_blocks
 

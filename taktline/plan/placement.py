@@ -89,7 +89,7 @@ class Placement:
 
     @property
     def shape(self) -> str:
-        """How many stages lie on how many ranks.
+        """The numbers of stages and ranks.
 
         >>> Placement.v(4).shape, Placement.custom([0, 0, 1]).shape
         ('4 ranks × 2 stages', '3 stages on 2 ranks')

@@ -126,7 +126,7 @@ class ScheduleGPipe(_Single):
 
 
 class Schedule1F1B(_Single):
-    """One forward, one backward: as few micro-batches in flight as there are ranks ahead.
+    """One forward, one backward in turn: at most as many micro-batches in flight as ranks.
 
     >>> print(build("1f1b", ranks=2, microbatches=2))
     1f1b: 2 ranks × 1 stage, 2 micro-batches
@@ -176,7 +176,7 @@ class ScheduleLoopedBFS(_Multi):
 
 
 class ScheduleInterleavedZeroBubble(_Multi):
-    """Interleaved 1F1B whose weight gradients (W) fill what would be the bubble.
+    """Interleaved 1F1B whose weight gradients (W) fill the bubble.
 
     >>> print(build("interleaved_zero_bubble", ranks=2, microbatches=2))
     interleaved_zero_bubble: 2 ranks × 2 stages, 2 micro-batches
@@ -214,7 +214,7 @@ class ScheduleDualPipeV(_Multi):
 class ScheduleFromPlan(Schedule):
     """A schedule from any plan, or from a file that holds one (CSV or JSON).
 
-    Micro-batches count by their rows, and a batch with fewer rows than micro-batches runs the first
+    Micro-batches are weighted by rows; a batch with fewer rows than micro-batches runs the first
     of these.
 
     >>> import torch

@@ -85,7 +85,7 @@ class _ScheduleForwardOnly(_Single):
 
 
 class Schedule1F1B(_Single):
-    """One forward, one backward: as few micro-batches in flight as there are ranks ahead."""
+    """One forward, one backward in turn: at most as many micro-batches in flight as ranks."""
 
     _plan_name = "1f1b"
 
