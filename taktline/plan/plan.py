@@ -86,7 +86,7 @@ class Plan:
         if len(rows_by_rank) != placement.ranks:
             raise PlanError(
                 f"the placement has {placement.ranks} ranks, but there are actions for "
-                f"{len(rows_by_rank)}; give one list of actions a rank, empty ones too"
+                f"{len(rows_by_rank)}; pass one list per rank, empty ones too"
             )
         rows = Rows.concatenate(rows_by_rank)
         for column in (rows.kind, rows.stage, rows.microbatch, rows.joined):
@@ -260,6 +260,6 @@ def _infer_placement(rows_by_rank: Sequence[Rows]) -> Placement:
     missing = next(stage for stage in range(len(rank_of) + 1) if stage not in rank_of)
     if missing == 0 or missing < len(rank_of):
         raise PlanError(
-            f"no rank computes stage {missing}, so where it lies is unknown; give a placement"
+            f"no rank computes stage {missing}, so its rank is unknown; pass a placement"
         )
     return Placement.custom([rank_of[stage] for stage in range(missing)], len(rows_by_rank))

@@ -64,8 +64,8 @@ class _Named(Schedule):
         per_rank, rest = divmod(num_stages, ranks)
         if rest or not per_rank:
             raise MismatchError(
-                f"{cls.__name__}: {num_stages} stages do not lie evenly on {ranks} ranks; cut the "
-                f"model into a multiple of {ranks}"
+                f"{cls.__name__}: {num_stages} stages do not divide evenly among {ranks} ranks; "
+                f"cut the model into a multiple of {ranks}"
             )
         return build(cls._name, ranks=ranks, microbatches=microbatches, stages_per_rank=per_rank)
 

@@ -111,8 +111,6 @@ def _setting(name: str, asked: float | None) -> dict[str, Any]:
     label, least, most, step, default = _SETTINGS[name]
     if asked is not None and not least <= asked <= most:
         option = "--" + name.replace("_", "-")
-        raise typer.BadParameter(
-            f"the page goes from {least:g} to {most:g}, not to {option} {asked:g}"
-        )
+        raise typer.BadParameter(f"{option} must be from {least:g} to {most:g}, not {asked:g}")
     value = default if asked is None else asked
     return {"name": name, "label": label, "min": least, "max": most, "step": step, "value": value}
