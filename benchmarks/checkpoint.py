@@ -1,7 +1,7 @@
 """Saving and loading, against ``torch.distributed.checkpoint``, in one run on the same disk.
 
 Two ranks with AdamW. Rounds alternate, and medians are compared. A save is done when it is on the
-disk: both see to that. ``async_save`` shows for how long training stands still: until the call has
+disk: both see to that. ``async_save`` shows how long training is blocked: until the call has
 returned on every rank, and then before ``optimizer.step()``, until everything is copied. Forward
 and backward in between (of ``--rows`` rows) share the cores with the copying, and take longer.
 Memory is what a rank holds at the most beside its model and optimizer, in parts of these.
@@ -131,7 +131,7 @@ def show(found: dict[str, list[tuple[float, int]]], size: int) -> None:
         )
     call, wait = times["async_save"] / times["save"], times["wait"] / times["save"]
     print(
-        f"async_save: training stands still for {call + wait:.1%} of a save's time: {call:.1%} in "
+        f"async_save: training is blocked for {call + wait:.1%} of a save's time: {call:.1%} in "
         f"the call, {wait:.1%} before optimizer.step()"
     )
     alone, beside = times["step"], times["step beside"]

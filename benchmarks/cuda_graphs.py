@@ -223,7 +223,7 @@ def halves(device: str, width: int, rows: int, rounds: int) -> str:
 
 
 def compiled(rounds: int) -> None:
-    """Compiled stages: I and W, and what they cost on one rank, where nobody waits."""
+    """Compiled stages: I and W, and what they cost on one rank."""
     for device, width, rows in (("cuda", 2048, 256), ("cuda", 4096, 2048), ("cpu", 256, 128)):
         print(halves(device, width, rows, rounds), flush=True)
     for graphs, width in ((False, 4096), (True, 4096), (False, 2048), (True, 2048)):

@@ -61,7 +61,7 @@ def measure(rank: int, ranks: int, rounds: int, microbatches: int, names: Sequen
             calls["bare"] = lambda modules=modules, last=last: bare(
                 modules, batch.tensor_split(microbatches), last
             )
-        gc.disable()  # as timeit does: nobody pays for what others have left lying about
+        gc.disable()  # as timeit does
         times: dict[str, list[float]] = {key: [] for key in calls}
         for number in range(rounds + 1):
             for key, call in [*calls.items()][:: -1 if number % 2 else 1]:

@@ -46,9 +46,9 @@ class Statistics:
 
 
 class DeferredBatchNorm(_BatchNorm):
-    """Batch norm that updates its running statistics once a step, with those of the whole batch.
+    """Batch norm that updates its running statistics once per step, with those of the whole batch.
 
-    In a pipeline, a plain batch norm updates them once a micro-batch. Both normalise each
+    In a pipeline, a plain batch norm updates them once per micro-batch. Both normalise each
     micro-batch by itself. Outside of a pipeline this is a plain batch norm. Blocks that
     checkpointing runs a second time do not count twice, and failed steps do not count.
 
@@ -92,7 +92,7 @@ class DeferredBatchNorm(_BatchNorm):
             raise ValueError(f"expected at least 2 dimensions, not {input.dim()}")
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Normalise the input; in training, note its statistics."""
+        """Normalise the input; in training, record its statistics."""
         if not (self.training and self.track_running_stats):
             return super().forward(input)
         self._check_input_dim(input)

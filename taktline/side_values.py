@@ -79,7 +79,7 @@ class Aside:
         if waiting is not None and not waiting.taken:
             raise SkipError(
                 f"{name!r} is put by stage {waiting.stage} and again by stage {self.stage}, before "
-                "anybody got it; give each value a name of its own"
+                "any stage has got it; use a different name for each value"
             )
         if waiting is not None:
             self._replaced.add(name)
@@ -93,7 +93,7 @@ class Aside:
         if self.replays and name in self._replaced:
             raise SkipError(
                 f"a checkpointed block of stage {self.stage} gets {name!r} a second time, but the "
-                "stage has put another value under that name since; give that a name of its own"
+                "stage has put another value under that name since; use a different name"
             )
         skip.taken = True
         self.got.add(name)
@@ -113,12 +113,12 @@ class Aside:
         """Raise, after the last stage, if a value was put and not got."""
         lost = {name: skip for name, skip in self.skips.items() if not skip.taken}
         if lost:
-            raise SkipError(f"nobody gets {_listed(lost)}; get each of them, or do not put it")
+            raise SkipError(f"no stage gets {_listed(lost)}; get each of them, or do not put it")
 
     def _missing(self, name: str) -> str:
         text = f"stage {self.stage} gets {name!r}, but no stage up to here has put it"
         lost = {name: skip for name, skip in self.skips.items() if not skip.taken}
-        waiting = f"; nobody has got {_listed(lost)}" if lost else ""
+        waiting = f"; no stage has got {_listed(lost)}" if lost else ""
         return f"{text}{waiting}; put it in this stage or an earlier one, before it is got"
 
 

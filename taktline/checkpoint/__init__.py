@@ -91,11 +91,11 @@ def load_into(
 
     Args:
         model: the whole model; its parameters may be DTensors.
-        optimizer: what trains it, or a list of several.
+        optimizer: its optimizer, or a list of several.
         folder: a save, or a folder of saves, of which the latest is taken.
-        scheduler: what sets learning rates, or a list of several.
+        scheduler: a learning rate scheduler, or a list of several.
         scaler: a GradScaler.
-        data: what knows which batch comes next.
+        data: the position in the data, with ``load_state_dict``.
 
     >>> import tempfile, torch
     >>> import taktline as tl

@@ -49,7 +49,7 @@ def _number(name: str) -> int:
 
 
 def latest(folder: str | os.PathLike[str]) -> Path | None:
-    """The newest save in a folder that is whole; None if there is none.
+    """The newest complete checkpoint in a folder; None if there is none.
 
     This checks manifests and the sizes of files; only a load checks every byte.
 

@@ -55,7 +55,7 @@ def shard_of(tensor: torch.Tensor, name: str) -> tuple[torch.Tensor, Region]:
     try:
         chunks = tensor.__create_chunk_list__()
     except RuntimeError as error:  # a part of a sum
-        raise CheckpointError(f"{name} cannot be saved or loaded as it lies: {error}") from error
+        raise CheckpointError(f"{name} cannot be saved or loaded in its layout: {error}") from error
     if len(chunks) != 1:
         raise CheckpointError(f"{name} has {len(chunks)} parts on this rank; only one can be saved")
     return local(tensor), Region(tuple(chunks[0].offsets), tuple(chunks[0].sizes))

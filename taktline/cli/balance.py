@@ -13,11 +13,13 @@ __all__ = ["balance"]
 
 
 def balance(
-    costs: Annotated[str, typer.Argument(help="The cost of each layer: 3,1,4.")],
-    stages: Annotated[int, typer.Option(help="How many stages.")],
-    memory: Annotated[str | None, typer.Option(help="What each layer needs: 8,8,16.")] = None,
+    costs: Annotated[str, typer.Argument(help="Cost of each layer, such as 3,1,4.")],
+    stages: Annotated[int, typer.Option(help="Number of stages.")],
+    memory: Annotated[
+        str | None, typer.Option(help="Memory of each layer, such as 8,8,16.")
+    ] = None,
     limits: Annotated[
-        str | None, typer.Option(help="What a stage can hold: one number, or one for each.")
+        str | None, typer.Option(help="Memory limit of a stage: one number, or one per stage.")
     ] = None,
     json: Json = False,
 ) -> None:

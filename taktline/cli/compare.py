@@ -35,7 +35,7 @@ def compare(
         list[str] | None,
         typer.Argument(
             metavar="FILE|NAME…",
-            help="Schedules, plans or timelines; by default all schedules.",
+            help="Schedules, plans or timelines; by default all schedules that train.",
             autocompletion=complete,
         ),
     ] = None,
@@ -48,9 +48,9 @@ def compare(
 ) -> None:
     """Compare schedules for one model on the same ranks: bubble, makespan, peak memory.
 
-    Times and memory are those of a rank's whole share of the model for one micro-batch; where a
-    rank holds several stages, each takes its part of it. A file keeps its own numbers: a plan is
-    simulated with its costs, and a timeline is what was measured, or written down.
+    Times and memory are for one micro-batch on a rank's whole share of the model; the stages of a
+    rank share them equally. Files keep their own numbers: a plan is simulated with its costs, and
+    a timeline is shown as it is.
 
     Examples:
 

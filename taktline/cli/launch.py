@@ -1,4 +1,4 @@
-"""Starts the ranks on this machine, where no launcher has."""
+"""Starts ranks on this machine if no launcher has."""
 
 from __future__ import annotations
 

@@ -50,28 +50,29 @@ __all__ = [
 ]
 
 NARROW = 72
-"""Columns that a whole table takes; in fewer, it shows the most important."""
+"""On terminals with fewer columns, tables show only the most important columns."""
 
-MEMORY = "memory: the most activations that a rank keeps, in those of a micro-batch"
+MEMORY = "memory: peak activations on a rank, counted in micro-batches"
 
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """How large a plan of a schedule is; each field is an option."""
+    """The size of a plan; each field is an option."""
 
     ranks: Annotated[
-        int | None, typer.Option("--ranks", "-r", help="How many ranks, devices (default 4).")
+        int | None, typer.Option("--ranks", "-r", help="Number of ranks (default 4).")
     ] = None
     stages_per_rank: Annotated[
         int | None,
         typer.Option(
             "--stages-per-rank",
             "-s",
-            help="How many stages each rank holds, for schedules that leave it open.",
+            help="Stages per rank, for schedules that leave it open.",
         ),
     ] = None
     microbatches: Annotated[
-        int | None, typer.Option("--microbatches", "-m", help="How many micro-batches (default 8).")
+        int | None,
+        typer.Option("--microbatches", "-m", help="Number of micro-batches (default 8)."),
     ] = None
 
     def build(self, name: str) -> Plan:
@@ -81,7 +82,7 @@ class Size:
         return find(name).build(ranks, microbatches, self.stages_per_rank)
 
     def load(self, target: str) -> tuple[Plan, Costs | None]:
-        """The plan in a file, or of a schedule of this name; and the costs that the file knows."""
+        """The plan in a file or of a schedule, and the costs in the file."""
         if is_file(target):
             if self != Size():
                 raise typer.BadParameter(
@@ -100,14 +101,14 @@ class Size:
 class Times:
     """How long actions take; each field is an option."""
 
-    forward: Annotated[float | None, typer.Option(help="Time of a rank's forward (default 1).")] = (
-        None
-    )
+    forward: Annotated[
+        float | None, typer.Option(help="Time of a rank's forward, F (default 1).")
+    ] = None
     backward: Annotated[
-        float | None, typer.Option(help="Time of a rank's backward for the inputs (default 1).")
+        float | None, typer.Option(help="Time of a backward for the inputs, I (default 1).")
     ] = None
     weight: Annotated[
-        float | None, typer.Option(help="Time of a rank's backward for the weights (default 1).")
+        float | None, typer.Option(help="Time of a backward for the weights, W (default 1).")
     ] = None
     comm: Annotated[
         float | None, typer.Option(help="Time of a message between ranks (default 0).")
@@ -142,17 +143,16 @@ class Times:
 
 Predict: TypeAlias = Annotated[
     bool,
-    typer.Option("--predict", help="Beside each timeline, what its own costs predict."),
+    typer.Option("--predict", help="Add the prediction from each timeline's own costs."),
 ]
 Colour: TypeAlias = Annotated[
     bool | None,
     typer.Option(
-        "--colour/--no-colour",
         "--color/--no-color",
-        help="Colours; by default in a terminal only.",
+        help="Use colours (default: in a terminal only).",
     ),
 ]
-Json: TypeAlias = Annotated[bool, typer.Option("--json", help="Print JSON, for machines.")]
+Json: TypeAlias = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 def complete(begun: str) -> list[str]:
@@ -176,9 +176,8 @@ def timelines_of(
 ) -> list[Timeline]:
     """The timelines in files, and simulated timelines of plans and schedules.
 
-    With ``predict``, the timeline that a file's costs predict comes before its own. The size is for
-    schedules, not for the files beside them, and the stages per rank for schedules that leave them
-    open.
+    With ``predict``, the predicted timeline of a file comes before its own. ``size`` applies to
+    schedules only; its stages per rank to schedules that leave them open.
     """
     timelines: list[Timeline] = []
     with waiting("simulating") as now:

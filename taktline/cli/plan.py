@@ -1,4 +1,4 @@
-"""``taktline plan``: write down a schedule."""
+"""``taktline plan``: print or write a plan."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def plan(
     name: Annotated[
         str | None,
         typer.Argument(
-            help="A schedule's name; without one, all are listed.",
+            help="Name of a schedule; without it, lists all.",
             autocompletion=complete_name,
         ),
     ] = None,
@@ -32,12 +32,14 @@ def plan(
     size: Size,
     output: Annotated[
         Path | None,
-        typer.Option("--output", "-o", help="Write to this .csv or .json file instead."),
+        typer.Option("--output", "-o", help="Write to this .csv or .json file."),
     ] = None,
-    lowered: Annotated[bool, typer.Option("--lower", help="With every send and receive.")] = False,
+    lowered: Annotated[
+        bool, typer.Option("--lower", help="Include every send and receive.")
+    ] = False,
     json: Json = False,
 ) -> None:
-    """Write down a schedule: what each rank does, in order.
+    """Print or write a plan: the actions of each rank, in order.
 
     Examples:
 

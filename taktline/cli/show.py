@@ -54,21 +54,22 @@ def show(
         typer.Option(
             "--output",
             "-o",
-            help="Draw into this file: .svg, .png, .html (to explore) or .json (for Perfetto).",
+            help="Write to this file: .svg, .png, .html (interactive) or .json (for Perfetto).",
         ),
     ] = None,
     by: Annotated[
-        By, typer.Option(help="In the terminal: to scale, or every action in full.")
+        By, typer.Option(help="In the terminal: time draws to scale, step every action.")
     ] = By.time,
     width: Annotated[
-        int | None, typer.Option(min=20, help="Columns of the terminal, or pixels of an SVG.")
+        int | None,
+        typer.Option(min=20, help="Width: columns of the terminal, or pixels of an SVG."),
     ] = None,
     colour: Colour = None,
 ) -> None:
-    """Draw plans: in the terminal, as SVG, as a page to explore, or as a trace for Perfetto.
+    """Draw plans: in the terminal, as SVG, as an HTML page, or as a trace for Perfetto.
 
-    Times are those of a rank's whole share of the model, so that schedules can be compared; a
-    file's own costs stay. Timelines are drawn as they are.
+    Times are for a rank's whole share of the model, so that schedules can be compared. Files with
+    costs keep their own, and timelines are drawn as they are.
 
     Examples:
 

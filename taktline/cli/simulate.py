@@ -39,15 +39,16 @@ def simulate(
     json: Json = False,
     colour: Colour = None,
 ) -> None:
-    """Simulate a plan, with times for a rank's share of the model and one micro-batch.
+    """Simulate a plan: busy and idle time, bubble and peak memory of each rank.
+
+    Times are for one micro-batch on a rank's whole share of the model. Files with costs keep their
+    own, which are per stage.
 
     Examples:
 
     - `taktline simulate plan.csv --forward 1 --backward 1.1 --weight 0.9 --comm 0.05`
 
     - `taktline simulate zb_h1 -r 8 -m 24`
-
-    Costs in a file are those of its stages, and stay as they are.
     """
     plan, known = size.load(target)
     timeline = run(plan, times.costs(plan, known))

@@ -55,7 +55,7 @@ class Kind(IntEnum):
 
     @property
     def is_communication(self) -> bool:
-        """Whether this talks to a neighbouring stage."""
+        """Whether this sends to or receives from a neighbouring stage."""
         return Kind.SEND_F <= self <= Kind.RECV_B
 
     @property
@@ -66,7 +66,7 @@ class Kind(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Action:
-    """One thing that a rank does, for a stage and (mostly) a micro-batch.
+    """One action of a rank, for a stage and (mostly) a micro-batch.
 
     >>> Action(3, Kind.F, 7)
     Action(3F7)
@@ -130,7 +130,7 @@ _SUFFIX = "OVERLAP_F_B"
 
 
 def parse(text: str) -> Action | Overlap:
-    """Read one action; the whole text must be one.
+    """The action that a text describes.
 
     >>> parse("3F7").stage
     3

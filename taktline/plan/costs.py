@@ -112,7 +112,7 @@ class Costs:
 
     @property
     def messages_matter(self) -> bool:
-        """Whether a message can hold up the next one, or keep its sender from computing."""
+        """Whether a message can delay the next one, or block its sender."""
         queues = bool(np.any(self.message_bytes)) and math.isfinite(self.link.bandwidth)
         return queues or self.comm_blocks
 
@@ -181,7 +181,7 @@ class Costs:
         known = sorted(field.name for field in fields(cls))
         require_instance("values", values, Mapping, "a dict", CostError)
         if unknown := [name for name in values if name not in known]:
-            raise CostError(f"costs do not know {shown(unknown[0])}; they know {known}")
+            raise CostError(f"there is no cost {shown(unknown[0])}; known are {known}")
         values = dict(values)
         try:
             if "link" in values:

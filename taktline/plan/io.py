@@ -1,7 +1,7 @@
-"""Plans as files: CSV in the dialect that torch reads and writes, and JSON that says more.
+"""Plans as files: CSV in torch's dialect, and JSON with more fields.
 
-CSV has one row a rank and one action a cell; empty cells mean nothing. JSON adds the placement, the
-number of micro-batches, the plan's origin and, where known, costs. Never pickle.
+CSV has one row per rank and one action per cell; empty cells are ignored. JSON adds the placement,
+the number of micro-batches, the plan's origin and, if known, costs.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Imports a module only when it is asked for: one that imports the module which asks.
+"""Imports a module on first use, where an import at the top would be a cycle.
 
 ``Plan.show()`` draws with ``taktline.render``, which imports plans itself. All other imports of the
 package run downwards.

@@ -43,7 +43,7 @@ def memory_curve(plan: Plan, costs: Costs | None = None) -> tuple[FloatArray, Fl
 
 
 def peak_memory(plan: Plan, costs: Costs | None = None) -> FloatArray:
-    """The most that is alive on each rank at once: activations in flight, at the default costs.
+    """The peak memory of each rank; at the default costs, the number of activations in flight.
 
     >>> from taktline.plan import build
     >>> peak_memory(build("1f1b", ranks=4, microbatches=8))

@@ -82,7 +82,7 @@ def balance(
     memory: Iterable[float] | None = None,
     limits: float | Iterable[float] | None = None,
 ) -> Partition:
-    """Consecutive layers cut into stages, so that the largest stage is as small as possible.
+    """Cut consecutive layers into stages, so that the largest stage is as small as possible.
 
     Every stage has at least one layer. The result is exact, for floats too. Among the cuts with the
     smallest largest stage it is the most even one, with the smallest sum of squares of the stages'

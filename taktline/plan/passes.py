@@ -133,7 +133,7 @@ def _changes(rows: Rows, keep_ready: int) -> list[tuple[int, list[int]]]:
 
 
 def add_reduce(plan: Plan) -> Plan:
-    """Add REDUCE_GRAD behind each stage's last B or W.
+    """Add REDUCE_GRAD after each stage's last B or W.
 
     >>> from taktline.plan import Plan
     >>> plan = Plan.from_actions([["0F0", "1F0", "1B0", "0B0"]])
@@ -159,7 +159,7 @@ def _reduce(rows: Rows) -> Rows:
 
 
 def add_comm(plan: Plan) -> Plan:
-    """Add a SEND after what leaves a rank, and its RECV on the other side.
+    """Add a SEND after each action whose result another rank needs, and its RECV there.
 
     ::
 

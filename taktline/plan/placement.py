@@ -22,7 +22,7 @@ from taktline.text import counted
 __all__ = ["MOST_RANKS", "MOST_STAGES", "Placement"]
 
 MOST_RANKS, MOST_STAGES = 2**16, 2**20
-"""A larger number is a typing error, and tables of that size would take for ever."""
+"""A larger number is a typing error, and tables of that size would take too long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class Placement:
 
     @classmethod
     def linear(cls, ranks: int) -> Placement:
-        """One stage a rank."""
+        """One stage per rank."""
         return cls.loop(ranks, 1)
 
     @classmethod
@@ -89,7 +89,7 @@ class Placement:
 
     @property
     def shape(self) -> str:
-        """How many stages lie on how many ranks.
+        """The numbers of stages and ranks.
 
         >>> Placement.v(4).shape, Placement.custom([0, 0, 1]).shape
         ('4 ranks × 2 stages', '3 stages on 2 ranks')

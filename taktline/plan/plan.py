@@ -31,7 +31,7 @@ __all__ = ["Level", "Plan"]
 
 
 class Level(IntEnum):
-    """How much of the work a plan spells out.
+    """The most detailed kind of action in a plan.
 
     >>> Plan.from_actions([["0F0", "0B0", "0REDUCE_GRAD"]]).level.name
     'SHARDED'
@@ -86,7 +86,7 @@ class Plan:
         if len(rows_by_rank) != placement.ranks:
             raise PlanError(
                 f"the placement has {placement.ranks} ranks, but there are actions for "
-                f"{len(rows_by_rank)}; give one list of actions a rank, empty ones too"
+                f"{len(rows_by_rank)}; pass one list per rank, empty ones too"
             )
         rows = Rows.concatenate(rows_by_rank)
         for column in (rows.kind, rows.stage, rows.microbatch, rows.joined):
@@ -117,9 +117,9 @@ class Plan:
         level: Level | None = None,
         name: str = "custom",
     ) -> Plan:
-        """A plan from one list of actions (or their texts) a rank.
+        """A plan from one list of actions (or their texts) per rank.
 
-        By default, a stage lies on the rank that first computes it, and the micro-batches run up to
+        By default, a stage is on the rank that first computes it, and the micro-batches go up to
         the highest number in the actions.
         """
         ranks = [
@@ -150,12 +150,12 @@ class Plan:
 
     @property
     def ranks(self) -> int:
-        """How many ranks take part."""
+        """The number of ranks."""
         return self.placement.ranks
 
     @property
     def stages(self) -> int:
-        """How many stages the model has."""
+        """The number of stages."""
         return self.placement.stages
 
     def rows_of(self, rank: int) -> Rows:
@@ -187,7 +187,7 @@ class Plan:
         return digest.hexdigest()
 
     def save(self, path: str | os.PathLike[str]) -> Path:
-        """Write the plan to a file, whose ending says how.
+        """Write the plan to a file in the format of its ending.
 
         ``.csv`` and ``.json`` hold the plan, as :func:`taktline.plan.write` does; ``.html``,
         ``.svg`` and ``.png`` draw it as it runs if all stages take equally long.
@@ -260,6 +260,6 @@ def _infer_placement(rows_by_rank: Sequence[Rows]) -> Placement:
     missing = next(stage for stage in range(len(rank_of) + 1) if stage not in rank_of)
     if missing == 0 or missing < len(rank_of):
         raise PlanError(
-            f"no rank computes stage {missing}, so where it lies is unknown; give a placement"
+            f"no rank computes stage {missing}, so its rank is unknown; pass a placement"
         )
     return Placement.custom([rank_of[stage] for stage in range(missing)], len(rows_by_rank))

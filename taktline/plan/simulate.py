@@ -21,7 +21,7 @@ def simulate(plan: Plan, costs: Costs | None = None) -> Timeline:
     """Simulate a plan: every action runs as early as its rank and its dependencies allow.
 
     If messages can delay actions, by queueing or by keeping their sender busy, the timeline is that
-    of the plan with its messages spelled out.
+    of the lowered plan.
 
     >>> from taktline.plan import build
     >>> timeline = simulate(build("1f1b", ranks=4, microbatches=8), Costs(forward=1.0))

@@ -62,7 +62,7 @@ def stragglers(
     """Stages that take at least ``factor`` times as long as expected, the worst first.
 
     With ``work``, the stages' work in any unit, each stage is compared with the pace of the other
-    ranks. Without it, stages may differ for good reasons, so the last timeline is compared with the
+    ranks. Without it, stages may differ in their work, so the last timeline is compared with the
     ones before.
 
     >>> from taktline.plan import build, simulate

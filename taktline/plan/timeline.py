@@ -119,7 +119,7 @@ class Timeline:
 
     @property
     def peak_memory(self) -> FloatArray:
-        """For each rank, the most memory that its activations take at once."""
+        """For each rank, the peak memory of its activations."""
         return peak_memory(self.plan, self.costs)
 
     def cost(self, by: By = "makespan") -> float:
@@ -195,7 +195,7 @@ class Timeline:
         return np.where(sends, needed.own[sources], sources), targets
 
     def critical_path(self) -> list[Span]:
-        """The chain of actions, each held up by the one before, that ends last.
+        """The chain of actions, each delayed by the one before, that ends last.
 
         >>> from taktline.plan import build, simulate
         >>> path = simulate(build("1f1b", ranks=2, microbatches=1)).critical_path()
@@ -225,7 +225,7 @@ class Timeline:
         ]
 
     def save(self, path: str | os.PathLike[str]) -> Path:
-        """Write the timeline to a file, whose ending says how.
+        """Write the timeline to a file in the format of its ending.
 
         ``.html`` is a page to explore, ``.svg`` and ``.png`` (with Pillow) are pictures, ``.csv``
         has a line for each action, and ``.json`` is what ``read_timeline`` reads.

@@ -21,7 +21,7 @@ Sends: TypeAlias = Literal["blocking", "asynchronous"]
 
 
 def validate(plan: Plan, *, sends: Sends = "blocking") -> tuple[Violation, ...]:
-    """Every violation of the rules; empty if the plan is sound.
+    """All violations of the rules; empty if the plan is valid.
 
     With ``sends="blocking"``, a send counts as done only once its receive is posted, and a plan
     that passes cannot deadlock on any transport. With ``"asynchronous"``, sends return at once and

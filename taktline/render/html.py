@@ -1,7 +1,7 @@
 """Timelines as one self-contained page to explore: zoom, hover, follow a micro-batch.
 
 The page is ``viewer.html`` beside this file, with the timelines put into it as columns of numbers.
-It loads nothing else, from nowhere.
+It loads nothing else.
 """
 
 from __future__ import annotations

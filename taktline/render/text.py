@@ -1,4 +1,4 @@
-"""Plans and timelines in a terminal: one row a rank, readable without colour."""
+"""Plans and timelines in a terminal: one row per rank, readable without colour."""
 
 from __future__ import annotations
 

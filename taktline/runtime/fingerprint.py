@@ -1,4 +1,4 @@
-"""Fingerprints of a batch's data, by which ranks notice that they were given different data."""
+"""Fingerprints of a batch's data, by which ranks detect that their data differs."""
 
 from __future__ import annotations
 

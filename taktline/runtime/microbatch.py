@@ -63,7 +63,7 @@ class TensorChunkSpec:
 
 
 class Replicate:
-    """Give the value whole to every micro-batch; the class itself serves as an instance.
+    """Pass the whole value to every micro-batch; the class itself works as an instance.
 
     >>> split_value(torch.zeros(1), 2, spec=Replicate(), name="scale")
     [tensor([0.]), tensor([0.])]

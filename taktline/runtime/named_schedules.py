@@ -64,14 +64,14 @@ class _Named(Schedule):
         per_rank, rest = divmod(num_stages, ranks)
         if rest or not per_rank:
             raise MismatchError(
-                f"{cls.__name__}: {num_stages} stages do not lie evenly on {ranks} ranks; cut the "
-                f"model into a multiple of {ranks}"
+                f"{cls.__name__}: {num_stages} stages do not divide evenly among {ranks} ranks; "
+                f"cut the model into a multiple of {ranks}"
             )
         return build(cls._name, ranks=ranks, microbatches=microbatches, stages_per_rank=per_rank)
 
 
 class _Single(_Named):
-    """A schedule with one stage a rank."""
+    """A schedule with one stage per rank."""
 
     def __init__(
         self,
@@ -90,7 +90,7 @@ class _Single(_Named):
 
 
 class _Multi(_Named):
-    """A schedule with several stages a rank.
+    """A schedule with several stages per rank.
 
     ``backward_requires_autograd`` and ``defer_pp_recv`` are accepted for scripts that pass them,
     and change nothing: a plan's receives are posted where they overlap and hold up no send.
@@ -126,7 +126,7 @@ class ScheduleGPipe(_Single):
 
 
 class Schedule1F1B(_Single):
-    """One forward, one backward: as few micro-batches in flight as there are ranks ahead.
+    """One forward, one backward in turn: at most as many micro-batches in flight as ranks.
 
     >>> print(build("1f1b", ranks=2, microbatches=2))
     1f1b: 2 ranks × 1 stage, 2 micro-batches
@@ -138,7 +138,7 @@ class Schedule1F1B(_Single):
 
 
 class ScheduleInterleaved1F1B(_Multi):
-    """1F1B over several stages a rank: a smaller bubble for more messages.
+    """1F1B over several stages per rank: a smaller bubble for more messages.
 
     >>> print(build("interleaved_1f1b", ranks=2, microbatches=2))
     interleaved_1f1b: 2 ranks × 2 stages, 2 micro-batches
@@ -150,7 +150,7 @@ class ScheduleInterleaved1F1B(_Multi):
 
 
 class ScheduleLoopedBFS(_Multi):
-    """GPipe over several stages a rank: each stage runs all micro-batches before the next one.
+    """GPipe over several stages per rank: each stage runs all micro-batches before the next one.
 
     >>> print(build("looped_bfs", ranks=2, microbatches=2))
     looped_bfs: 2 ranks × 2 stages, 2 micro-batches
@@ -176,7 +176,7 @@ class ScheduleLoopedBFS(_Multi):
 
 
 class ScheduleInterleavedZeroBubble(_Multi):
-    """Interleaved 1F1B whose weight gradients (W) fill what would be the bubble.
+    """Interleaved 1F1B whose weight gradients (W) fill the bubble.
 
     >>> print(build("interleaved_zero_bubble", ranks=2, microbatches=2))
     interleaved_zero_bubble: 2 ranks × 2 stages, 2 micro-batches
@@ -188,7 +188,7 @@ class ScheduleInterleavedZeroBubble(_Multi):
 
 
 class ScheduleZBVZeroBubble(_Multi):
-    """Two stages a rank in the shape of a V; weight gradients fill the bubble.
+    """Two stages per rank in the shape of a V; weight gradients fill the bubble.
 
     >>> print(build("zbv", ranks=2, microbatches=2))
     zbv: 2 ranks × 2 stages, 2 micro-batches
@@ -200,7 +200,7 @@ class ScheduleZBVZeroBubble(_Multi):
 
 
 class ScheduleDualPipeV(_Multi):
-    """Two stages a rank in the shape of a V; forwards run together with backwards.
+    """Two stages per rank in the shape of a V; forwards run together with backwards.
 
     >>> print(build("dualpipev", ranks=2, microbatches=2))
     dualpipev: 2 ranks × 2 stages, 2 micro-batches
@@ -214,7 +214,7 @@ class ScheduleDualPipeV(_Multi):
 class ScheduleFromPlan(Schedule):
     """A schedule from any plan, or from a file that holds one (CSV or JSON).
 
-    Micro-batches count by their rows, and a batch with fewer rows than micro-batches runs the first
+    Micro-batches are weighted by rows; a batch with fewer rows than micro-batches runs the first
     of these.
 
     >>> import torch

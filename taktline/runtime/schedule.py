@@ -49,7 +49,7 @@ class ScheduleOptions(TypedDict, total=False):
 
 
 class Schedule:
-    """A plan, this rank's stages, and how to cut a batch."""
+    """Runs a plan on this rank's stages."""
 
     _compared: Sequence[str] = ("args", "target")
     """The parts of a batch that must be the same on every rank that gets them."""
@@ -122,7 +122,7 @@ class Schedule:
 
     @property
     def stall_after(self) -> float | None:
-        """After how many seconds a step that stands still is logged ("taktline"); None: never.
+        """Seconds without progress after which a step is logged ("taktline"); None: never.
 
         60 by default, or the value of the environment variable TAKTLINE_STALL_SECONDS.
         """
@@ -163,17 +163,17 @@ class Schedule:
         Args:
             args: the model's arguments; used on the rank of the first stage.
             target: the second argument of ``loss_fn``; used on the rank of the last stage.
-            losses: a list to be filled with the loss of each micro-batch, on that rank.
+            losses: a list to fill with the loss of each micro-batch, on that rank.
             return_outputs: whether to keep and return the outputs; costs their memory.
             loss_kwargs: further arguments for ``loss_fn``, the same for each micro-batch.
-            loss_weights: how much the loss of each micro-batch counts, such as its number of
+            loss_weights: the weight of the loss of each micro-batch, such as its number of
                 tokens: numbers, or a function of a micro-batch's target. They are divided by
-                their sum, unless ``scale_grads`` is off. Without them, each counts by its rows in
-                a :class:`ScheduleFromPlan`, and the same in a schedule of torch's name.
+                their sum, unless ``scale_grads`` is off. Without them, the weight is its rows in
+                a :class:`ScheduleFromPlan`, and equal in schedules named as in torch.
             aux_losses: a list to be filled with the sum of the losses that
                 :func:`taktline.add_loss` added in each micro-batch, on the ranks of these stages.
             share_losses: whether every rank gets the losses of all.
-            grad_scale: multiplies every gradient, as a GradScaler needs it.
+            grad_scale: multiplies every gradient, for a GradScaler.
             arg_mbs: instead of ``args``: the arguments of each micro-batch.
             kwarg_mbs: instead of ``kwargs``, likewise.
             target_mbs: instead of ``target``, likewise.
@@ -216,7 +216,7 @@ class Schedule:
 
         For stages in DDP, ``fully_shard`` or ``replicate``, whose gradients each step would
         otherwise average over the replicas, and for tied weights, whose gradients it would add up
-        over the ranks. If something is raised inside, nothing is reduced.
+        over the ranks. If the block raises, nothing is reduced.
         """
         return self._runner.accumulate()
 

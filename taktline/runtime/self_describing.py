@@ -44,7 +44,7 @@ _MOST_DRAINED = 1 << 30
 """The most bytes of unreadable data that are taken off a channel."""
 _NO_MESSAGE = (
     "a message has arrived that does not begin as a message does, or is larger than the memory of "
-    "this rank; start all ranks anew, with one version of Taktline"
+    "this rank; restart all ranks, with one version of Taktline"
 )
 _DONE, _FAILED = 0x7A4B0001, 0x7A4B0002
 """The first number of a message: its sender has worked, or failed."""

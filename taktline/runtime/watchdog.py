@@ -1,6 +1,6 @@
-"""The watchdog: reports where and why a step stands still, from the control plane's thread.
+"""The watchdog: reports where and why a step hangs, from the control plane's thread.
 
-A step notes nothing but its position in the program; the watchdog reads the rest off the stack.
+A step records only its position in the program; the watchdog reads the rest from the stack.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from taktline.transport.verdict import Verdict
 __all__ = ["STALL_SECONDS", "STUCK", "Watch", "guarded"]
 
 STALL_SECONDS = seconds_in_environment("TAKTLINE_STALL_SECONDS", 60.0)
-"""After how long a step that stands still is logged, unless a schedule says otherwise."""
+"""Seconds without progress after which a step is logged, unless a schedule sets others."""
 
 STUCK_SECONDS = seconds_in_environment("TAKTLINE_STUCK_SECONDS", 5.0)
 """How long a wait may outlast its connections before its process is ended."""
@@ -124,7 +124,7 @@ class Watch:
         """The state of all ranks, as far as they have reported it."""
         stood = _seconds(time.monotonic() - self._since)
         states = transport.plane.news.report(transport.processes)
-        return f"rank {transport.rank} of {self._name} has stood still for {stood}\n{states}"
+        return f"rank {transport.rank} of {self._name} has made no progress for {stood}\n{states}"
 
     @property
     def _instruction(self) -> Instruction | None:
@@ -188,7 +188,7 @@ class Watch:
             self._end(verdict, process)
 
     def _end(self, verdict: Verdict, process: int) -> NoReturn:
-        """End a process that would wait for ever."""
+        """End a process that would hang."""
         _log.critical(
             "%s\nrank %d %s, and cannot leave a collective that waits for others: its process "
             "ends, with exit code %d",

@@ -35,7 +35,7 @@ class PipelineStage:
     """One stage of a model, to be run by a schedule.
 
     Args:
-        submodule: the module; it lies on ``device`` already.
+        submodule: the module, on ``device``.
         stage_index: the number of the stage, from 0.
         num_stages: the number of stages of the model.
         device: where it computes.
@@ -48,7 +48,7 @@ class PipelineStage:
         group: the ranks of the pipeline; all ranks by default.
         dw_builder: returns the function that computes the weights' gradients (W) of a micro-batch.
         get_mesh: returns this rank's mesh for an arriving DTensor, by the names of the mesh's
-            dimensions and its layout. Not needed if parameters of the stage lie on the mesh.
+            dimensions and its layout. Not needed if parameters of the stage are on the mesh.
         ties: the weights that this stage shares with others. Not needed for stages that
             ``pipeline`` and ``taktline.split`` make.
 

@@ -43,7 +43,7 @@ class Tie:
 
     @property
     def name(self) -> str:
-        """The name in the first stage, by which norms and states know it."""
+        """The name in the first stage, which norms and states use."""
         return self.uses[0][1]
 
     @property

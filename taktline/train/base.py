@@ -58,8 +58,8 @@ class PipelineBase:
     def reconnect(self) -> None:
         """Make new connections between the same ranks; every rank calls it.
 
-        For errors whose ``recoverable`` says "reconnect": a rank was interrupted, or stood still
-        for too long, and all processes are still there. Call ``zero_grad()`` before the next step.
+        For errors whose ``recoverable`` says "reconnect": a rank was interrupted, or hung
+        for too long, and all processes are alive. Call ``zero_grad()`` before the next step.
         Raises a :class:`MismatchError` if the latest step has ended on some ranks only.
         """
         for transport in self._ranks.transports:

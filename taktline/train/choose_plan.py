@@ -47,14 +47,14 @@ def plan_for(
     if isinstance(schedule, Plan):
         return _fitting(schedule, ranks, microbatches)
     if microbatches is None:
-        raise ScheduleError(f"microbatches=… says into how many parts {schedule.name} cuts a batch")
+        raise ScheduleError(f"pass microbatches=…, the number of micro-batches for {schedule.name}")
     if stages is not None:
         per_rank, rest = divmod(stages, ranks)
         if rest or not per_rank or stages_per_rank not in (None, per_rank):
             asked = f"with {stages_per_rank} on each" if stages_per_rank else "evenly"
             raise ScheduleError(
-                f"{counted(stages, 'stage')} cannot lie on {counted(ranks, 'rank')} {asked}; cut "
-                f"the model into {ranks * (stages_per_rank or schedule.stages_per_rank or 1)}"
+                f"{counted(stages, 'stage')} cannot be placed on {counted(ranks, 'rank')} {asked}; "
+                f"cut the model into {ranks * (stages_per_rank or schedule.stages_per_rank or 1)}"
             )
         stages_per_rank = per_rank
     return schedule.build(ranks, microbatches, stages_per_rank)

@@ -142,9 +142,8 @@ def _require_ignores_padding(model: Any, mask: torch.Tensor | None) -> None:
     kind = getattr(getattr(model, "config", None), "model_type", None)
     if kind in _TAKE_IN_PADDING and mask is not None and not bool(mask.all()):
         raise UseError(
-            f"{type(model).__name__} takes padding into its state, also without a pipeline, so "
-            "that a padded text goes on otherwise than by itself; generate texts of one length at "
-            "a time"
+            f"{type(model).__name__} includes padding in its state, also without a pipeline, "
+            "so that padding changes the text; generate texts of one length at a time"
         )
 
 

@@ -120,8 +120,8 @@ class Gradients(PipelineBase):
         require_instance("scaler", scaler, torch.amp.GradScaler)
         if not isinstance(scaler, Scaler) and not self._ranks.in_one_process:
             raise MismatchError(
-                "this scaler looks at the gradients of its own process only, so that ranks might "
-                "disagree on a step; make it with pipe.scaler(…), which takes the same options"
+                "this scaler checks only the gradients of its own process, so that ranks may "
+                "disagree on a step; create it with pipe.scaler(…), which takes the same options"
             )
         return float(scaler.scale(torch.ones((), device=self.device)))
 

@@ -27,7 +27,7 @@ _CALL = "pipe.loader(…)"
 class SharedLoader:
     """The batches of a loader, read by one rank of each replica; made by :meth:`Pipeline.loader`.
 
-    All ranks make it, and iterate over it together. Each gets the same batch, with its tensors on
+    All ranks create it, and iterate over it together. Each gets the same batch, with its tensors on
     the pipeline's device. All ranks stop at the end, and all raise an error in reading.
 
     >>> import taktline as tl

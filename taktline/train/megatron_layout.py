@@ -72,7 +72,7 @@ def _list_of(model: nn.Module, layers: int, layout: str) -> str:
         listed = ", ".join(f"{name} ({length})" for name, length in list(lists.items())[:4])
         raise PartitionError(
             f"the layout {layout!r} has {counted(layers, 'layer')}, and the model has "
-            f"{'several lists' if found else 'no list'} of so many: {listed or 'none at all'}; "
+            f"{'several lists' if found else 'no list'} of that length: {listed or 'none'}; "
             "pass the names of the submodules at which stages begin"
         )
     return found[0]
@@ -89,5 +89,5 @@ def _head(model: nn.Module, layers: str) -> str:
     names = [name for name, _ in model.named_children() if not f"{layers}.".startswith(f"{name}.")]
     names = [name for name in names if name in _parts(model)] or names
     if not names:
-        raise PartitionError("the model has no module behind its layers for the L of the layout")
+        raise PartitionError("the model has no module after its layers for the L of the layout")
     return names[-1]

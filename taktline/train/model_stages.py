@@ -187,5 +187,5 @@ def _advice(most: int, plan: Plan) -> str:
     each = plan.stages // plan.ranks
     ranks = most // each
     if ranks > 1:
-        return f"{plan.name} with {counted(each, 'stage')} a rank runs on up to {ranks} ranks"
-    return f"1f1b, with one stage a rank, runs on up to {most} ranks"
+        return f"{plan.name} with {counted(each, 'stage')} per rank runs on up to {ranks} ranks"
+    return f"1f1b, with one stage per rank, runs on up to {most} ranks"

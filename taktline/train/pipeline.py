@@ -44,13 +44,13 @@ __all__ = ["Pipeline"]
 
 
 class Pipeline(AsModule, Gradients, SaveLoad, Monitoring):
-    """A model, cut into stages, on its ranks; it trains as the model does.
+    """A model, cut into stages, on its ranks; it trains like the plain model.
 
-    Started by torchrun, each process is a rank. Without a launcher all ranks live in this process,
-    as many as ``ranks`` says.
+    Started by torchrun, each process is a rank. Without a launcher all ``ranks``
+    run in this process.
 
     It trains the model's own parameters in place, and moves them to ``device``. It changes nothing
-    else of the model. Each process trains its own stages, and leaves the others alone.
+    else of the model. Each process trains only its own stages.
 
     Args:
         model: the model; or its stages, cut already: a :class:`Pipe`, :class:`Pieces`, a list of
@@ -58,10 +58,10 @@ class Pipeline(AsModule, Gradients, SaveLoad, Monitoring):
         example: arguments of one micro-batch, by which the model is cut and measured: a tuple, a
             dict of keyword arguments, or a tuple of both.
         schedule: a name, a :class:`Plan`, a CSV or JSON file with one, or a Schedule class.
-        microbatches: how many parts a batch is cut into; one with fewer rows has a part for each.
+        microbatches: the number of micro-batches; a batch with fewer rows has one for each row.
         loss_fn: returns the loss of an output and a target. Without one, the loss is the one
             that the model returns: a number, ``output.loss``, or the only number in a tuple.
-        ranks: how many ranks the pipeline has.
+        ranks: the number of ranks of the pipeline.
         stages_per_rank: for schedules that leave it open.
         cuts: names of submodules at which new stages begin; or a layout as Megatron writes it, a
             text such as ``"Et*3|(tt|)*2,L"``.
@@ -84,15 +84,14 @@ class Pipeline(AsModule, Gradients, SaveLoad, Monitoring):
             the batch dimension of each argument is found by comparing a batch with the example.
         kwargs_chunk_spec: how keyword arguments are cut.
         output_merge_spec: how outputs are joined.
-        target_chunk_spec: how the target is cut, if not along dimension 0. Given one, its rows
-            need not be those of the batch, or a multiple of them.
+        target_chunk_spec: how the target is cut; its rows then need not match those of the batch.
         on_preempt: called with this pipeline on every rank, after the step or eval in which SIGTERM
             reached any of them; then all end with the exit code :attr:`PREEMPTED`. Every rank
             passes one, from its main thread.
-        report_stragglers: every so many steps, write to the log ("taktline") which ranks are slow
-            for their work; that step is traced.
-        timeout: after how many seconds a wait for another rank is given up, with an error on all
-            ranks; by default that of the process group.
+        report_stragglers: every so many steps, trace a step and write to the log ("taktline") which
+            ranks are slow for their work.
+        timeout: seconds after which a wait for another rank raises an error on all ranks; by
+            default that of the process group.
 
     >>> import taktline as tl
     >>> model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 2))

@@ -1,4 +1,4 @@
-"""The ranks of a pipeline, and which of them live in this process."""
+"""The ranks of a pipeline, and which of them are in this process."""
 
 from __future__ import annotations
 

@@ -95,7 +95,7 @@ class SaveLoad(PipelineBase):
         Args:
             folder: where saves are; this one gets a number, and the step in its name.
             optimizer: what trains the model, or a list of several.
-            scheduler: what sets learning rates, or a list of several.
+            scheduler: a learning rate scheduler, or a list of several.
             scaler: a GradScaler.
             data: an object that knows which batch comes next; saved on every rank that passes it.
             extra: anything else: numbers, texts, tensors, and lists or dicts of these.

@@ -150,8 +150,8 @@ class StageTable:
                 lines.append([once[0], str(stage), row.layers, *numbers, once[1]])
         basis, memory = "all stages alike", "peak: activations in flight"
         if known:
-            basis = "work as counted"
-            memory = "sends, keeps: bytes of a micro-batch; peak: of activations"
+            basis = "from counted operations"
+            memory = "sends, keeps: per micro-batch; peak: activations of a rank"
         bubble = f"predicted bubble: {self.predicted().bubble():.1%}"
         return f"{table(lines, left=['layers'])}\n{bubble} ({basis}); {memory}"
 

@@ -9,7 +9,7 @@ ranks has binary digits::
     rank 0  ──►  rank 4      round 3: the numbers of four ranks
 
 Not a collective of gloo: if one of its writes fails while another rank's message comes in, two of
-its threads wait for each other for ever.
+its threads deadlock.
 """
 
 from __future__ import annotations

@@ -105,9 +105,7 @@ def _encode_node(spec: pytree.TreeSpec, depth: int) -> Any:
     if spec.is_leaf():
         return None
     if not depth:
-        raise SignatureError(
-            f"containers lie more than {_DEEPEST} deep in each other; hand over flatter ones"
-        )
+        raise SignatureError(f"containers are nested more than {_DEEPEST} deep; use flatter ones")
     if spec.type is namedtuple:
         kind, context = _NAMED, [_name(spec.context), len(spec.context._fields)]
     else:

@@ -1,4 +1,4 @@
-"""What other processes have said over the control plane: their state, and values for a place."""
+"""What other processes have sent over the control plane: their state, and values."""
 
 from __future__ import annotations
 

@@ -93,7 +93,7 @@ def _decode_sharding(data: list[Any]) -> Sharding:
         or not all(0 <= step < _LARGEST for step in sharding.stride)
         or not all(0 < size < 2**31 for size in sharding.sizes)
     ):
-        raise SignatureError("a tensor has arrived that lies on no mesh as it is described")
+        raise SignatureError("a received DTensor does not match the mesh in its description")
     return sharding
 
 

@@ -52,7 +52,7 @@ class Distributed:
     directions of a pair in one order.
 
     The connections of the group itself stay as they are: when a rank is lost, only ours are broken,
-    so that nobody waits for that rank.
+    so that no rank waits for it.
     """
 
     def __init__(
@@ -121,7 +121,7 @@ class Distributed:
         """The process group, which the program keeps."""
         found = self._weak_group()
         if found is None:
-            raise TransportError("the process group is gone; make the stages anew with a new one")
+            raise TransportError("the process group is gone; recreate the stages with a new one")
         return found
 
     @property

@@ -151,7 +151,7 @@ class LocalTransport:
             raise DeadlockError(deadlock)
 
     def _check_turn(self) -> None:
-        """Refuse to go on after Ctrl-C, or out of turn, which would end in waiting for ever."""
+        """Raise after Ctrl-C, or if it is another rank's turn, as waiting would deadlock."""
         if self._world.holder is not self:
             raise TransportError(f"rank {self.rank} alone can use its transport, and while it runs")
         if self._world.interrupts:

@@ -22,11 +22,11 @@ class Alone:
             self.sender(channel)
 
     def sender(self, channel: Channel, *, eager: bool = False) -> Post:
-        """There is nobody to send to."""
+        """There is no rank to send to."""
         raise TransportError(f"{channel}: this process is the only rank; start the others, too")
 
     def receiver(self, channel: Channel) -> Post:
-        """There is nobody to receive from."""
+        """There is no rank to receive from."""
         return self.sender(channel)
 
     def exchange(

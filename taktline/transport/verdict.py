@@ -86,7 +86,7 @@ class Verdict:
             text += "; call reconnect() of the pipeline on every rank, and go on"
             return LostRankError(text, peer=self.process)
         text = f"{who} is lost{doing}: its process has ended, or cannot be reached"
-        return LostRankError(f"{text}. Look at its output; start all ranks anew", peer=self.process)
+        return LostRankError(f"{text}. Look at its output; restart all ranks", peer=self.process)
 
 
 class Member:

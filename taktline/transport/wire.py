@@ -2,12 +2,12 @@
 
 ::
 
-    byte 0    status: 0, or 1 from a rank that has failed and has nothing to say
+    byte 0    status: 0, or 1 from a rank that has failed
     byte 1    one for each tensor: 1 if there is none (a gradient that nothing contributes to)
     byte 16   the first tensor, contiguous; further back if there are more than 15
     …         the next one, again at a multiple of 16
 
-On a GPU nobody reads what comes before the tensors, so it is left out; one tensor alone is its own
+On a GPU these first bytes are left out, as reading them would wait; a single tensor is its own
 buffer there.
 """
 
@@ -115,7 +115,7 @@ class Layout:
     def marks(self, buffer: torch.Tensor) -> bytes:
         """The bytes before the tensors of what arrived; empty if they are all 0.
 
-        On a GPU nobody looks: that would wait for the device. The outcome of the step tells.
+        Empty on a GPU, where reading would wait; the outcome of the step has failures.
         """
         # Read where they lie: indexing the tensor takes longer than unpacking the rest.
         marks = string_at(buffer.data_ptr(), self._head) if self._readable else b""
@@ -140,7 +140,7 @@ class Layout:
 
     @staticmethod
     def missing(marks: bytes) -> list[int]:
-        """Which tensors are not there; on a GPU, where nobody looks, they are there as zeros."""
+        """Indices of missing tensors; on a GPU they are sent as zeros instead."""
         return [index for index, mark in enumerate(marks[1:]) if mark]
 
     def _views(self, buffer: torch.Tensor) -> list[torch.Tensor]:

@@ -200,7 +200,7 @@ class TestShow:
         assert lines[0] == "1f1b: makespan 33, bubble 27.3%, peak memory 4"
         assert [line[:8] for line in lines[1:5]] == [f"rank {rank} │" for rank in range(4)]
         assert lines[-2].startswith("F forward  B backward")
-        assert lines[-1].startswith("memory: the most activations")
+        assert lines[-1].startswith("memory: peak activations")
         assert "\x1b" not in "".join(lines)
 
     def test_by_step(self, folder: Path) -> None:
@@ -271,7 +271,7 @@ class TestTheSameEverywhere:
 
     def test_memory_has_a_unit(self, folder: Path) -> None:
         for command in ("simulate", "compare"):
-            assert "in those of a micro-batch" in " ".join(ok(command, "1f1b").split())
+            assert "counted in micro-batches" in " ".join(ok(command, "1f1b").split())
 
     @pytest.mark.parametrize(
         "words",

@@ -38,7 +38,7 @@ def test_writes_the_page_that_was_asked_for(tmp_path: Path) -> None:
     [
         (["2f2b"], "no schedule is called '2f2b'"),
         (["forward_only"], "forward_only has no backward, and no bubble to compare"),
-        (["--ranks", "64"], "the page goes from 1 to 32, not to --ranks 64"),
+        (["--ranks", "64"], "--ranks must be from 1 to 32, not 64"),
         (["-o", "page.svg"], "the page is an .html file, not '.svg'"),
     ],
 )

@@ -77,7 +77,7 @@ def test_a_batch_that_requires_a_gradient_is_evaluated(mesh: DeviceMesh) -> None
 
 
 class Down(schedules._PipelineScheduleRuntime):
-    """An order of one's own, with one stage a rank."""
+    """An order of one's own, with one stage per rank."""
 
     def __init__(self, stages: Any, n_microbatches: int, loss_fn: Any) -> None:
         super().__init__(stages, n_microbatches, loss_fn=loss_fn)

@@ -316,7 +316,7 @@ class TestCosts:
             ({"forward": "fast"}, "forward must be a number from 0 up"),
             ({"backward_weight": [1, [2]]}, "backward_weight must be a number"),
             ({"activation": 1.0, "kept_for_weight": 2.0}, "cannot be larger"),
-            ({"speed": 1}, "costs do not know 'speed'"),
+            ({"speed": 1}, "there is no cost 'speed'"),
             ({"link": {"latency": -1}}, "latency must be a number from 0 up"),
             ({"link": {"bandwidth": 0}}, "bandwidth must be more than 0"),
             ({"link": {"colour": 0}}, "cannot be read"),

@@ -74,7 +74,7 @@ def test_measured_is_kept_and_named(tmp_path: Path) -> None:
         ({"ranks": [["0F0", "0F0", "0B0", "0B0"], ["1F0", "1B0"] * 2]}, "is not valid: 8 viol"),
         ({"arrival": [[float("nan")] * 4, [1.0] * 4]}, "holds NaN, which is not JSON"),
         ({"end": [[0.0] * 4, [0.0] * 4]}, "an action ends before it starts"),
-        ({"costs": {"speed": 1}}, "costs do not know 'speed'"),
+        ({"costs": {"speed": 1}}, "there is no cost 'speed'"),
         ({"format": "taktline-plan"}, "holds a plan and no times"),
         ({"format": "other"}, "not a plan"),
         ({"version": 2}, "has version 2 of the format"),

@@ -429,8 +429,8 @@ def test_stages_that_no_number_of_ranks_shares_evenly(outcomes: Outcomes) -> Non
     assert_all(
         outcomes(held, [[0, 2], [1]], 3),
         tl.MismatchError,
-        "rank 0: ScheduleInterleaved1F1B: 3 stages do not lie evenly on 2 ranks; cut the model "
-        "into a multiple of 2",
+        "rank 0: ScheduleInterleaved1F1B: 3 stages do not divide evenly among 2 ranks; cut the "
+        "model into a multiple of 2",
     )
 
 

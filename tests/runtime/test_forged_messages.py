@@ -129,7 +129,7 @@ def test_a_head_that_is_none(numbers: list[int]) -> None:
         inbox(head).take((1, 0))
     assert str(caught.value) == (
         "a message has arrived that does not begin as a message does, or is larger than the "
-        "memory of this rank; start all ranks anew, with one version of Taktline"
+        "memory of this rank; restart all ranks, with one version of Taktline"
     )
 
 

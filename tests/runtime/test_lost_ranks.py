@@ -162,7 +162,7 @@ def test_a_rank_that_is_killed(strike: Any, phase: str, ranks: int, victim: int)
         assert (answer.kind, answer.peer) == ("LostRankError", victim), answer.text
         assert answer.text == (
             f"rank {victim} is lost: its process has ended, or cannot be reached. Look at its "
-            "output; start all ranks anew"
+            "output; restart all ranks"
         )
 
 
@@ -172,12 +172,12 @@ def test_a_rank_that_stands_still(strike: Any, phase: str) -> None:
     answers = strike(2, 1, phase, signal.SIGSTOP)
     (answer,) = answers.values()
     # First a report, while there is hope; then, when time is up, the error with another one.
-    (told,) = [text for text in answer.log if "has stood still" in text]
+    (told,) = [text for text in answer.log if "has made no progress" in text]
     assert answer.kind == "StallError"
     assert answer.peer == 1
     first, *report = answer.text.splitlines()
     assert first.startswith("rank 1 has not answered in time (rank 0 waits for ")
-    assert told.startswith("rank 0 of Schedule1F1B has stood still for ")
+    assert told.startswith("rank 0 of Schedule1F1B has made no progress for ")
     for lines in (told.splitlines()[1:], report):
         assert "waits for" in lines[0]
         assert lines[0].startswith("  rank 0: ")

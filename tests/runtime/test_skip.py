@@ -245,7 +245,7 @@ def test_values_that_nobody_gets_are_told_all_at_once(outcomes: Outcomes) -> Non
     assert_all(
         outcomes(never_got),
         tl.StageError,
-        "rank 1, stage 1, micro-batch 0 (1F0): SkipError: nobody gets 'a' (put by stage 0), 'b' "
+        "rank 1, stage 1, micro-batch 0 (1F0): SkipError: no stage gets 'a' (put by stage 0), 'b' "
         "(put by stage 0), 'c' (put by stage 1); get each of them, or do not put it",
     )
 
@@ -274,7 +274,7 @@ def test_a_value_that_is_got_under_another_name(outcomes: Outcomes) -> None:
         outcomes(got_under_another_name),
         tl.StageError,
         "rank 1, stage 1, micro-batch 0 (1F0): SkipError: stage 1 gets 'A', but no stage up to "
-        "here has put it; nobody has got 'a' (put by stage 0), 'b' (put by stage 0); put it in "
+        "here has put it; no stage has got 'a' (put by stage 0), 'b' (put by stage 0); put it in "
         "this stage or an earlier one, before it is got",
     )
 
@@ -288,7 +288,7 @@ def test_a_value_that_is_put_again_before_it_was_got(outcomes: Outcomes) -> None
         outcomes(put_twice),
         tl.StageError,
         "rank 1, stage 1, micro-batch 0 (1F0): SkipError: 'a' is put by stage 0 and again by stage "
-        "1, before anybody got it; give each value a name of its own",
+        "1, before any stage has got it; use a different name for each value",
     )
 
 
@@ -310,8 +310,8 @@ def test_a_checkpointed_block_that_gets_what_was_replaced_since(outcomes: Outcom
         outcomes(recomputed),
         tl.StageError,
         "rank 1, stage 1, micro-batch 0 (1B0): SkipError: a checkpointed block of stage 1 gets 'a' "
-        "a second time, but the stage has put another value under that name since; give that a "
-        "name of its own",
+        "a second time, but the stage has put another value under that name since; use a "
+        "different name",
     )
 
 

@@ -82,12 +82,12 @@ def test_each_rank_tells_where_all_of_them_are(workers: Workers, call: str) -> N
     computes = rf"0F0 for {seconds}: computes, in test_watchdog\.py, line \d+ \(Sleeps\.forward\)"
     waits = rf"1F0 for {seconds}: waits for activations from rank 0 \(stage 0\)"
     assert re.fullmatch(
-        rf"rank 0 of Schedule1F1B has stood still for {seconds}\n  rank 0: {computes}\n"
+        rf"rank 0 of Schedule1F1B has made no progress for {seconds}\n  rank 0: {computes}\n"
         rf"  rank 1: .*",
         first[0],
     )
     assert re.fullmatch(
-        rf"rank 1 of Schedule1F1B has stood still for {seconds}\n  rank 0: .*{computes}\n"
+        rf"rank 1 of Schedule1F1B has made no progress for {seconds}\n  rank 0: .*{computes}\n"
         rf"  rank 1: {waits}",
         second[0],
     )
@@ -110,7 +110,7 @@ def missing(rank: int, group: Any) -> list[str]:
 def test_a_rank_that_has_not_begun(workers: Workers) -> None:
     first, _ = workers.run(missing, ranks=2)
     assert re.fullmatch(
-        r"rank 0 of Schedule1F1B has stood still for .* seconds?\n"
+        r"rank 0 of Schedule1F1B has made no progress for .* seconds?\n"
         r"  rank 0: waits for every rank to begin the step, for .* seconds?\n"
         # The second if another test has used the same ranks.
         r"  rank 1: (has not been heard of|is not in a step)",
@@ -200,7 +200,7 @@ def test_a_step_that_stands_still_is_told_of_once(ranks: Any) -> None:
             watch.tick()
     (told,) = records
     assert told == (
-        "rank 0 of Schedule1F1B has stood still for 0.0 seconds\n"
+        "rank 0 of Schedule1F1B has made no progress for 0.0 seconds\n"
         "  rank 0: waits for nothing, for 0.0 seconds"
     )
 

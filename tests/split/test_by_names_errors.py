@@ -138,7 +138,7 @@ ONE = ["layers.0"]
         (Asks(), ONE, r"Asks does not call 'layers.0', so no stage can begin there; name"),
         (Writes(), ONE, r"writes \(aten.copy_.default\) a value of 'embed' into a tensor"),
         (Hidden(), ONE, r"Hidden keeps submodules in its attribute 'listed', .* use a ModuleList"),
-        (wrapped(), ONE, r"forward of Model was replaced on this very object.* before someth"),
+        (wrapped(), ONE, r"forward of Model was replaced on this object.* before its forw"),
         (
             Pair(Jagged(4, 4), Values(4, 4)),
             ["second"],

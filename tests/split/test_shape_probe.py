@@ -124,7 +124,7 @@ def test_models_of_transformers(make: Callable[[], nn.Module], schedule: str) ->
     for name, parameter in reference.named_parameters():
         found = model.get_parameter(name).grad
         torch.testing.assert_close(found, parameter.grad, msg=lambda text, name=name: name + text)
-    assert "work as counted" in str(pipe)
+    assert "from counted operations" in str(pipe)
 
 
 def test_routers_must_be_asked_for_before() -> None:

@@ -124,5 +124,5 @@ def test_a_skip_that_nobody_gets() -> None:
             tl.skip.put("lost", x)
             return super().forward(x)
 
-    with pytest.raises(SkipError, match="nobody gets 'lost'"):
+    with pytest.raises(SkipError, match="no stage gets 'lost'"):
         tl.pipeline(Lost(), (torch.ones(2, 4),), split_spec={"b": BEGINNING})

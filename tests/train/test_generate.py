@@ -208,7 +208,7 @@ def test_models_that_are_refused() -> None:
 def test_padding_is_refused_for_models_whose_state_takes_it_in(name: str) -> None:
     ids, mask = padded()
     pipe = tl.Pipeline(find(name).make(), example=(ids[:2],), microbatches=3, ranks=2)
-    with pytest.raises(tl.TaktlineError, match=rf"{name} takes padding into its state"):
+    with pytest.raises(tl.TaktlineError, match=rf"{name} includes padding in its state"):
         pipe.generate(ids, max_new_tokens=2, attention_mask=mask)
 
 

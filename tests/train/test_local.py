@@ -321,10 +321,10 @@ def test_a_state_for_a_model_without_values() -> None:
         ({"schedule": "1f2b"}, "no schedule is called '1f2b'; did you mean 1f1b?"),
         ({"schedule": 7}, "schedule is a name, a plan, a file or a Schedule class, not 7"),
         ({"schedule": "none.csv"}, "none.csv"),
-        ({"microbatches": None}, "microbatches=… says into how many parts 1f1b cuts a batch"),
+        ({"microbatches": None}, "pass microbatches=…, the number of micro-batches for 1f1b"),
         ({"microbatches": 0}, "microbatches must be a whole number from 1 up, not 0"),
         ({"ranks": 0}, "ranks must be a whole number from 1 up, not 0"),
-        ({"ranks": 4}, "2 stages cannot lie on 4 ranks evenly; cut the model into 4"),
+        ({"ranks": 4}, "2 stages cannot be placed on 4 ranks evenly; cut the model into 4"),
         ({"schedule": "zbv"}, "zbv runs 2 stages per rank, not 1"),
         ({"cuts": None, "example": None}, "pass example=(…), the arguments of one micro-batch"),
         ({"cuts": ["blocks.9"]}, "cuts name 'blocks.9', but LM has no such submodule"),
@@ -360,7 +360,7 @@ def test_what_is_refused(options: dict[str, Any], text: str) -> None:
             "puts the stages [0, 1] here, but [1] are not among the stages given",
         ),
         ({0: nn.Linear(1, 1), 5: nn.Linear(1, 1)}, "there is no stage 5"),
-        ([nn.Linear(1, 1)] * 3, "3 stages cannot lie on 2 ranks evenly"),
+        ([nn.Linear(1, 1)] * 3, "3 stages cannot be placed on 2 ranks evenly"),
     ],
 )
 def test_models_that_are_refused(model: Any, text: str) -> None:

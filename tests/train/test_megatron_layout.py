@@ -54,14 +54,14 @@ def test_a_layout_for_another_model() -> None:
     model = nn.ModuleDict({"blocks": nn.ModuleList(nn.Tanh() for _ in range(4))})
     with pytest.raises(PartitionError, match=r"has 3 layers, and the model has no .*blocks \(4\)"):
         cuts_of("Et*2|tL", model)
-    with pytest.raises(PartitionError, match="no module behind its layers"):
+    with pytest.raises(PartitionError, match="no module after its layers"):
         cuts_of("Et*4|L", model)
 
 
 def test_of_two_lists_the_one_that_transformers_names() -> None:
     lists = {name: nn.ModuleList(nn.Tanh() for _ in range(4)) for name in ("experts", "layers")}
     model = nn.ModuleDict({**lists, "head": nn.Linear(2, 2)})
-    with pytest.raises(PartitionError, match=r"several lists of so many: experts \(4\)"):
+    with pytest.raises(PartitionError, match=r"several lists of that length: experts \(4\)"):
         cuts_of("Ett|ttL", model)
     model._pp_plan = {"layers": (["x"], ["x"]), "head": (["x"], ["logits"])}  # type: ignore[assignment]
     assert cuts_of("Ett|tt|L", model) == ["layers.2", "head"]

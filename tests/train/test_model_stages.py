@@ -82,11 +82,11 @@ def test_a_model_that_fails_only_in_stages() -> None:
 @pytest.mark.parametrize(
     ("schedule", "ranks", "text"),
     [
-        ("1f1b", 4, "1f1b with 1 stage a rank runs on up to 3 ranks"),
+        ("1f1b", 4, "1f1b with 1 stage per rank runs on up to 3 ranks"),
         (
             "zbv",
             2,
-            "1f1b, with one stage a rank, runs on up to 3 ranks",
+            "1f1b, with one stage per rank, runs on up to 3 ranks",
         ),
     ],
 )

@@ -19,24 +19,22 @@ _PATIENCE = 5.0
 
 
 def demo(
-    ranks: Annotated[int, typer.Option("--ranks", "-r", help="How many ranks.")] = 2,
-    schedule: Annotated[str, typer.Option("--schedule", help="What to train with.")] = "1f1b",
+    ranks: Annotated[int, typer.Option("--ranks", "-r", help="Number of ranks.")] = 2,
+    schedule: Annotated[str, typer.Option("--schedule", help="Schedule to train with.")] = "1f1b",
     microbatches: Annotated[
-        int, typer.Option("--microbatches", "-m", help="How many parts a batch is cut into.")
+        int, typer.Option("--microbatches", "-m", help="Number of micro-batches.")
     ] = 8,
-    steps: Annotated[int, typer.Option("--steps", help="How many steps to train.")] = 150,
-    local: Annotated[
-        bool, typer.Option("--local", help="All ranks in this process, instead of one each.")
-    ] = False,
+    steps: Annotated[int, typer.Option("--steps", help="Number of training steps.")] = 150,
+    local: Annotated[bool, typer.Option("--local", help="Run all ranks in this process.")] = False,
     output: Annotated[
-        Path, typer.Option("--output", "-o", help="Where to write the page of timelines.")
+        Path, typer.Option("--output", "-o", help="File for the page of timelines.")
     ] = Path("taktline-demo.html"),
 ) -> None:
     """Train a small GPT on a pipeline: about a minute on two cores, with nothing to download.
 
-    It learns to write like Taktline's own source code. Then its losses are compared with those of
-    the model without a pipeline, three schedules are measured beside what was predicted of them,
-    and a page shows what ran when.
+    It learns to write like Taktline's own source code. Then the demo compares its losses with plain
+    training, measures three schedules and compares them with their predictions, and writes a page
+    of timelines.
 
     Examples:
 

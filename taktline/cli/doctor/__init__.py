@@ -24,28 +24,26 @@ __all__ = ["doctor"]
 def doctor(
     ranks: Annotated[
         int | None,
-        typer.Option("--ranks", "-r", min=1, help="Start so many ranks here (default 2)."),
+        typer.Option("--ranks", "-r", min=1, help="Number of ranks to start here (default 2)."),
     ] = None,
-    local: Annotated[
-        bool, typer.Option("--local", help="As local ranks, all in this process.")
-    ] = False,
+    local: Annotated[bool, typer.Option("--local", help="Run all ranks in this process.")] = False,
     backend: Annotated[
         str | None,
-        typer.Option(help="gloo or nccl; by default nccl if each rank can have a GPU, else gloo."),
+        typer.Option(help="gloo or nccl; by default nccl if there is a GPU per rank."),
     ] = None,
     timeout: Annotated[
         float, typer.Option(min=1.0, help="Seconds to wait for a rank before giving up.")
     ] = 60.0,
     output: Annotated[
         Path | None,
-        typer.Option("--output", "-o", help="Write the findings to this .json file, too."),
+        typer.Option("--output", "-o", help="Also write the results to this .json file."),
     ] = None,
     json: Json = False,
 ) -> None:
     """Check a cluster: versions, devices, links between ranks, and a tiny pipeline.
 
-    Start it as you start your training, on all machines; or without a launcher, to try this
-    machine alone. Exits with 1 if a check failed.
+    Start it like your training, on all machines; without a launcher, it checks this machine alone.
+    Exits with 1 if a check failed.
 
     Examples:
 
@@ -54,7 +52,7 @@ def doctor(
     - `taktline doctor --ranks 4`
     """
     if backend not in (None, "gloo", "nccl"):
-        raise typer.BadParameter(f"there are gloo and nccl, not {backend!r}")
+        raise typer.BadParameter(f"--backend must be gloo or nccl, not {backend!r}")
     if launched():
         if ranks is not None or local:
             raise typer.BadParameter("a launcher has started the ranks; leave out --ranks, --local")

@@ -76,7 +76,7 @@ def judge(links: list[MeasuredLink]) -> Iterator[Finding]:
         peers = "each other" if len(ranks) <= _ALL_PAIRS else "their neighbours"
         yield Finding("links", Verdict.OK, f"{of_ranks(ranks)} can talk to {peers}, both ways")
     else:
-        yield Finding("links", Verdict.OK, "one rank alone has nobody to talk to")
+        yield Finding("links", Verdict.OK, "one rank has no links")
 
 
 def _measure(transport: Transport, channel: Channel, buffer: torch.Tensor) -> MeasuredLink:

@@ -122,7 +122,7 @@ def show(report: Report, console: Console) -> None:
 
 def _ranks(report: Report) -> Table:
     hosts = len({facts["host"] for facts in report.ranks})
-    way = "local ranks of one process" if report.way == "local" else report.way
+    way = "in one process" if report.way == "local" else report.way
     rows = [
         [
             str(facts["rank"]),

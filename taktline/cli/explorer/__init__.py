@@ -1,7 +1,7 @@
 """``taktline explore``: a page in which schedules are planned, simulated and compared.
 
-``page.html`` holds the page, ``planner.js`` the schedules and the simulation, and the other scripts
-what people see of them. Together they are one file that loads nothing else.
+``page.html`` is the page, ``planner.js`` has the schedules and the simulation, and the other
+scripts draw them. The result is one file that loads nothing else.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _SETTINGS: dict[str, tuple[str, float, float, float, float]] = {
     "comm": ("link: a message", 0, 2, 0.05, 0),
     "memory": ("memory limit, 0: none", 0, 32, 0.5, 0),
 }
-"""What can be set: the label, the least, the most, the step, and the default."""
+"""The sliders: label, minimum, maximum, step and default."""
 
 
 def explore(
@@ -54,15 +54,15 @@ def explore(
     size: Size,
     times: Times,
     memory: Annotated[
-        float | None, typer.Option(help="Activations of a micro-batch that a rank can keep.")
+        float | None, typer.Option(help="Memory limit of a rank: activations, in micro-batches.")
     ] = None,
-    output: Annotated[Path, typer.Option("--output", "-o", help="Where to write the page.")] = Path(
+    output: Annotated[Path, typer.Option("--output", "-o", help="File for the page.")] = Path(
         "explorer.html"
     ),
 ) -> None:
-    """Write a page in which schedules are compared: sliders, charts, bubble over memory.
+    """Write an interactive page that compares schedules: sliders, charts, bubble against memory.
 
-    The page plans and simulates by itself; the options say what it begins with.
+    The page plans and simulates by itself; the options set its first values.
 
     Examples:
 
@@ -80,7 +80,7 @@ def explore(
 
 
 def page(schedules: list[str] | None = None, **settings: float | None) -> str:
-    """The page, which begins with these schedules and settings.
+    """The page, with these schedules and settings at first.
 
     >>> page(["zbv"], ranks=8)[:15]
     '<!doctype html>'
@@ -111,8 +111,6 @@ def _setting(name: str, asked: float | None) -> dict[str, Any]:
     label, least, most, step, default = _SETTINGS[name]
     if asked is not None and not least <= asked <= most:
         option = "--" + name.replace("_", "-")
-        raise typer.BadParameter(
-            f"the page goes from {least:g} to {most:g}, not to {option} {asked:g}"
-        )
+        raise typer.BadParameter(f"{option} must be from {least:g} to {most:g}, not {asked:g}")
     value = default if asked is None else asked
     return {"name": name, "label": label, "min": least, "max": most, "step": step, "value": value}

@@ -56,7 +56,7 @@ function play(phases, stages, microbatches) {
   return actions.filter((action) => action.microbatch < microbatches);
 }
 
-/** Two stages a rank in a V with at most `limit` activations: what is due first in a pattern. */
+/** Two stages per rank in a V with at most `limit` activations: what is due first in a pattern. */
 function limited(ranks, microbatches, limit) {
   if (limit >= 2 * ranks) return SCHEDULES.zbv.actions(ranks, 2, microbatches);
   const period = 6, turn = 3, last = 2 * ranks - 1, unit = Math.max(1, ranks - 1);

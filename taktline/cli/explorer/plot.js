@@ -17,7 +17,7 @@ function plot() {
   for (const tick of ticks(most, 6)) {
     parts.push(drawn("text", { x: x(tick), y: bottom + 17, "text-anchor": "middle" }, plain(tick)));
   }
-  parts.push(drawn("text", { x: right, y: height - 2, "text-anchor": "end" }, "peak memory, in activations of a micro-batch"));
+  parts.push(drawn("text", { x: right, y: height - 2, "text-anchor": "end" }, "peak memory, in micro-batches"));
   parts.push(drawn("text", { x: left + 6, y: top + 4 }, "bubble"));
   if (settings.memory) {
     const at = x(settings.memory);

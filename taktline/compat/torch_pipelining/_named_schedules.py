@@ -42,7 +42,7 @@ def order_of(
 
 
 class _Single(PipelineScheduleSingle):
-    """A named schedule with one stage a rank."""
+    """A named schedule with one stage per rank."""
 
     _step_microbatches = PipelineScheduleMulti._step_microbatches
 
@@ -85,13 +85,13 @@ class _ScheduleForwardOnly(_Single):
 
 
 class Schedule1F1B(_Single):
-    """One forward, one backward: as few micro-batches in flight as there are ranks ahead."""
+    """One forward, one backward in turn: at most as many micro-batches in flight as ranks."""
 
     _plan_name = "1f1b"
 
 
 class _Multi(_PipelineScheduleRuntime):
-    """A named schedule with several stages a rank; torch makes its order."""
+    """A named schedule with several stages per rank; torch makes its order."""
 
     _own_order: Order | None = None
 
@@ -133,13 +133,13 @@ class _InRounds(_Multi):
 
 
 class ScheduleLoopedBFS(_Multi, torchs.ScheduleLoopedBFS):
-    """GPipe over several stages a rank: each stage runs all micro-batches before the next one."""
+    """GPipe over several stages per rank: each stage runs all micro-batches before the next one."""
 
     _plan_name = "looped_bfs"
 
 
 class ScheduleInterleaved1F1B(_InRounds, torchs.ScheduleInterleaved1F1B):
-    """1F1B over several stages a rank: a smaller bubble for more messages."""
+    """1F1B over several stages per rank: a smaller bubble for more messages."""
 
     _plan_name = "interleaved_1f1b"
 
@@ -151,13 +151,13 @@ class ScheduleInterleavedZeroBubble(_InRounds, torchs.ScheduleInterleavedZeroBub
 
 
 class ScheduleZBVZeroBubble(_Multi, torchs.ScheduleZBVZeroBubble):
-    """Two stages a rank in the shape of a V; weight gradients fill the bubble."""
+    """Two stages per rank in the shape of a V; weight gradients fill the bubble."""
 
     _plan_name = "zbv"
 
 
 class ScheduleDualPipeV(_Multi, torchs.ScheduleDualPipeV):
-    """Two stages a rank in the shape of a V; forwards run together with backwards."""
+    """Two stages per rank in the shape of a V; forwards run together with backwards."""
 
     _plan_name = "dualpipev"
 

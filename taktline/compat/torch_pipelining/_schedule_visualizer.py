@@ -43,7 +43,7 @@ def get_schedule_ops(schedule: str | type, *sizes: Any, **options: Any) -> Any:
     lowers = given.get("with_comms") and not given.get("add_spacing")
     if not lowers or not issubclass(cls, schedules.PipelineScheduleSingle):
         return _torchs.get_schedule_ops(**given)
-    # Torch's function cannot show messages for one stage a rank.
+    # Torch's function cannot show messages for one stage per rank.
     rows = _torchs.get_schedule_ops(**given | {"with_comms": False})
     order = schedules._add_send_recv(dict(enumerate(rows)), lambda stage: stage, len(rows))
     return [order[rank] for rank in range(len(rows))]

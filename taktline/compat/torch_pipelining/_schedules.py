@@ -149,7 +149,7 @@ class _PipelineSchedule(torchs._PipelineSchedule, metaclass=Watched):
 
 
 class PipelineScheduleSingle(_PipelineSchedule, torchs.PipelineScheduleSingle):
-    """A schedule with one stage a rank; subclasses define the order."""
+    """A schedule with one stage per rank; subclasses define the order."""
 
     @like(torchs.PipelineScheduleSingle._initialize_stage)
     def _initialize_stage(self, *args: Any, **kwargs: Any) -> None:

@@ -1,7 +1,7 @@
-"""The schedules, a family a file; :func:`build` finds them by name.
+"""The schedules, one file per family; :func:`build` finds them by name.
 
 In their docstrings, p is the number of ranks, r one of them, m the number of micro-batches and v
-the number of stages a rank; F, B, I and W are the times of these actions.
+the number of stages per rank; F, B, I and W are the times of these actions.
 """
 
 from importlib import import_module

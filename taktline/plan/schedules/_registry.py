@@ -30,7 +30,7 @@ class NamedSchedule:
     """A schedule: its names, its placement, and the function that lists its actions.
 
     >>> find("zbv").summary
-    'Zero bubble at the memory of 1F1B, with two stages a rank in a V.'
+    'Zero bubble at the memory of 1F1B, with two stages per rank in a V.'
     """
 
     name: str
@@ -83,7 +83,7 @@ def register(
     stages_per_rank: int | None,
     place: Callable[[int, int], Placement] = Placement.loop,
 ) -> Callable[[Generator], Generator]:
-    """Make a function (placement, micro-batches) → rows of each rank known as a schedule.
+    """Register a function (placement, micro-batches) → rows of each rank as a schedule.
 
     >>> from taktline.plan import Kind
     >>> @register("one_by_one", stages_per_rank=1)
@@ -139,7 +139,7 @@ def each_rank(rank_rows: Callable[[int, Placement, int], Rows]) -> Generator:
 
 
 def unregister(name: str) -> None:
-    """Forget a schedule and all its names.
+    """Remove a schedule and all its names.
 
     >>> unregister("nonsense")
     Traceback (most recent call last):

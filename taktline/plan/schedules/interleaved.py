@@ -1,4 +1,4 @@
-"""Several stages a rank, taken in turn: interleaved 1F1B and looped BFS."""
+"""Several stages per rank, taken in turn: interleaved 1F1B and looped BFS."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from taktline.plan.schedules._shapes import in_rounds, in_slots, rounds
 @register("interleaved_1f1b", "interleaved", stages_per_rank=None)
 @each_rank
 def interleaved_1f1b(rank: int, placement: Placement, microbatches: int) -> Rows:
-    """1F1B over several stages a rank: the bubble shrinks by their number.
+    """1F1B over several stages per rank: the bubble shrinks by their number.
 
     interleaved_1f1b: 2 ranks × 2 stages, 2 micro-batches
     rank 0 │ 0F0 0F1 2F0 2F1         2B0────     2B1──── 0B0──── 0B1────

@@ -125,7 +125,7 @@ class _Ranks:
 
 @register("v_half", stages_per_rank=2, place=Placement.v)
 def v_half(placement: Placement, microbatches: int) -> list[Rows]:
-    """Half of 1F1B's memory and half of its bubble, with two stages a rank in a V.
+    """Half of 1F1B's memory and half of its bubble, with two stages per rank in a V.
 
     v_half: 4 ranks × 2 stages, 4 micro-batches
     rank 0 │ 0F0 0F1 0F2                 7F0 7I0 7F1 0F3 7I1 7W0 7F2 7W1 0I0 7I2 0W0 7W2 7F3 7I3 …
@@ -143,7 +143,7 @@ def v_half(placement: Placement, microbatches: int) -> list[Rows]:
 
 @register("v_min", stages_per_rank=2, place=Placement.v)
 def v_min(placement: Placement, microbatches: int) -> list[Rows]:
-    """A third of 1F1B's memory and two thirds of its bubble, with two stages a rank in a V.
+    """A third of 1F1B's memory and two thirds of its bubble, with two stages per rank in a V.
 
     v_min: 4 ranks × 2 stages, 4 micro-batches
     rank 0 │ 0F0 0F1 0F2                 7F0 7I0 7W0         7F1 7I1 7W1 0I0 0W0 0F3     7F2 7I2 …

@@ -1,4 +1,4 @@
-"""Two stages a rank in a V: ZB-V and DualPipeV."""
+"""Two stages per rank in a V: ZB-V and DualPipeV."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from taktline.plan.schedules._shapes import play
 @register("zbv", "zb_v", "zbv_zero_bubble", stages_per_rank=2, place=Placement.v)
 @each_rank
 def zbv(rank: int, placement: Placement, microbatches: int) -> Rows:
-    """Zero bubble at the memory of 1F1B, with two stages a rank in a V.
+    """Zero bubble at the memory of 1F1B, with two stages per rank in a V.
 
     zbv: 2 ranks × 2 stages, 3 micro-batches
     rank 0 │ 0F0 0F1 0F2 3F0 3I0 3W0 3F1 3I1 3W1 0I0 0W0 3F2 3I2 3W2 0I1 0W1 0I2 0W2

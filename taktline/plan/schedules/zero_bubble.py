@@ -63,7 +63,7 @@ def zb_h2(rank: int, placement: Placement, microbatches: int) -> Rows:
 @register("interleaved_zero_bubble", "interleaved_zb", stages_per_rank=None)
 @each_rank
 def interleaved_zero_bubble(rank: int, placement: Placement, microbatches: int) -> Rows:
-    """ZB-H1 over several stages a rank.
+    """ZB-H1 over several stages per rank.
 
     interleaved_zero_bubble: 2 ranks × 2 stages, 2 micro-batches
     rank 0 │ 0F0 0F1 2F0 2F1     2I0 2W0 2I1 2W1 0I0 0W0 0I1 0W1

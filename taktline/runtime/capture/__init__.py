@@ -9,7 +9,7 @@
 
 A graph works on fixed memory: the batch is copied into buffers, gradients are added up in buffers,
 losses and outputs are copied out. A replay runs no Python, so all state that Python would read is
-compared before: after a change, the program is captured anew. A program that cannot be captured
+compared before: after a change, the program is captured again. A program that cannot be captured
 runs eagerly, and a warning says why.
 """
 

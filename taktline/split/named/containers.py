@@ -80,8 +80,8 @@ def _require_free(container: nn.Module, path: str) -> None:
     who = f"{path!r} ({type(container).__name__})" if path else type(container).__name__
     if "forward" in vars(container):
         raise PartitionError(
-            f"the forward of {who} was replaced on this very object, and what replaces it knows "
-            "nothing of pieces; cut the model before something wraps its forward"
+            f"the forward of {who} was replaced on this object, by one that does not work in "
+            "stages; cut the model before its forward is wrapped"
         )
     for name, value in vars(container).items():
         held = value.values() if isinstance(value, dict) else value

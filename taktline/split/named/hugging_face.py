@@ -88,8 +88,8 @@ def require_not_collected(model: nn.Module, kwargs: Kwargs) -> None:
             )
     if kwargs.get("output_router_logits") and not getattr(config, "output_router_logits", True):
         raise PartitionError(
-            "output_router_logits asks for what is inside of the layers; say so before the model "
-            "is cut: model.config.output_router_logits = True"
+            "output_router_logits changes the layers; set it before the model is cut: "
+            "model.config.output_router_logits = True"
         )
 
 

@@ -27,12 +27,12 @@ __all__ = ["deferred"]
 def deferred() -> Iterator[None]:
     """Build a model without memory for its parameters.
 
-    All tensors that are made inside lie on the meta device, and a log says how they are made.
-    :func:`materialise` carries that out for one stage: it gets the values that the model would have
+    All tensors created inside are on the meta device, and the operations are recorded.
+    :func:`materialise` runs them for one stage: it gets the values that the model would have
     if it were built as usual, on the CPU, from the same seed. Code inside sees tensors on the CPU,
     and may read their values.
 
-    The global generator moves on, but not as far as it would have.
+    The global generator advances, but less than usual.
 
     >>> from torch import nn
     >>> from taktline.split import deferred, materialise

@@ -26,7 +26,7 @@ M = TypeVar("M", bound=nn.Module)
 def materialise(
     piece: M, device: torch.device | str, *, state_dict: Mapping[str, torch.Tensor] | None = None
 ) -> M:
-    """Give values to one stage of a model on the meta device.
+    """Set the values of one stage of a model on the meta device.
 
     Args:
         piece: a module; its parameters stay the same objects, which an optimizer may have; its

@@ -100,7 +100,7 @@ def require_outside(traced: fx.GraphModule) -> None:
                 region = _REGIONS.get(kind, kind)
                 raise PartitionError(
                     f"a split point lies inside of a region that cannot be cut ({region}); "
-                    "move the split point before or behind the region"
+                    "move the split point before or after the region"
                 )
 
 

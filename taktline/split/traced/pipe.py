@@ -31,7 +31,7 @@ __all__ = ["Pipe", "PipeInfo", "build_stage", "pipeline"]
 
 @dataclass
 class PipeInfo:
-    """What :func:`build_stage` needs to know of the whole pipeline.
+    """The information about the whole pipeline for :func:`build_stage`.
 
     >>> PipeInfo(fx.Graph(), 2, False).num_stages
     2
@@ -124,7 +124,7 @@ def build_stage(
     device: torch.device,
     group: dist.ProcessGroup | None = None,
 ) -> PipelineStage:
-    """A stage to run in a schedule, of a module that lies on its device already.
+    """A stage to run in a schedule, from a module on its device.
 
     >>> import taktline as tl
     >>> model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))

@@ -18,13 +18,13 @@ def compile_stages(module: nn.Module, stage: int = 0, *, dynamic: bool | None = 
     """Compile a stage by ``torch.compile``, so that its backward splits into I and W.
 
     For ``prepare=`` of a :class:`Pipeline`. Under plain ``torch.compile`` I computes all gradients,
-    and W is empty. Where a backward cannot be divided, that is so here, too, and the log
+    and W is empty. If a backward cannot be divided, I computes all of it, and the log
     ("taktline") has a warning with the reason.
 
     Args:
         module: the stage.
         stage: its number, for warnings.
-        dynamic: as in ``torch.compile``: whether sizes may change without compiling anew.
+        dynamic: as in ``torch.compile``: whether sizes may change without recompiling.
 
     >>> compile_stages(nn.Linear(2, 2))
     OptimizedModule(
