@@ -96,6 +96,24 @@ class _PipelineStageBase(torchs._PipelineStageBase, metaclass=Watched):
         _ = self.grad_sync
         return self.submod(*args, **kwargs)
 
+    @like(torchs._PipelineStageBase.forward_one_chunk)
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        """F; raises if the next rank expects other tensors than the module has given."""
+        output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+        place, there = self.stage_index_to_group_rank, self.stage_index + 1
+        metas = self._stage_meta.outputs if HAS_META else getattr(self, "_outputs_meta", None)
+        if metas is None or place.get(there, self.group_rank) == self.group_rank:
+            return output
+        made, known = self.fwd_cache[fwd_chunk_id][0], [(x.dtype, [*x.shape]) for x in metas]
+        local = [getattr(x, "_local_tensor", x) for x in made]
+        if (found := [(x.dtype, [*x.shape]) for x in local]) != known:
+            del self.fwd_cache[fwd_chunk_id]  # nothing of it is sent
+            raise utils.PipeliningMetadataError(
+                f"{self.log_prefix} micro-batch {fwd_chunk_id} gives {found}, but the next stage "
+                f"expects {known}; let all micro-batches of a step have one size, the announced one"
+            )
+        return output
+
     def backward_maybe_with_nosync(
         self, backward_type, bwd_kwargs: dict[str, Any], last_backward: bool = False
     ) -> tuple[Gradients, list[dict[str, Any]] | None]:
