@@ -12,8 +12,11 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from taktline.compat.torch_pipelining.schedules import ScheduleInterleavedZeroBubble
+from taktline.compat.torch_pipelining.stage import PipelineStage
 from taktline.errors import SplitError
 from tests.compat.peer import SINCE_2_12, Failure, module, outcome, require_same
+from tests.compat.programs import wrapped
 
 _backward = module("._backward")
 
@@ -130,6 +133,62 @@ def test_several_steps_add_up() -> None:
         assert list(groups[0]) == ["params"]
     for ours, plain in zip(model.parameters(), reference.parameters(), strict=True):
         torch.testing.assert_close(ours.grad, plain.grad)
+
+
+class _Shared(nn.Module):
+    """Two weights whose gradients are one tensor, or one that is expanded."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.one, self.two = nn.Parameter(torch.randn(4, 4)), nn.Parameter(torch.randn(4, 4))
+        self.last = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor, *more: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        x = sum(more, x)
+        x = {
+            "a sum of weights": lambda: x @ (self.one + self.two),
+            "two of the inputs' shape": lambda: x + self.one + self.two,
+            "an expanded one": lambda: (x * self.one.sum(0)) @ self.two,
+            "an output that is used again": lambda: x @ self.one + self.two,
+        }[self.kind]()
+        return (x, self.last(x)) if self.kind.startswith("an output") else (self.last(x),)
+
+
+_KINDS = [
+    "a sum of weights",
+    "two of the inputs' shape",
+    "an expanded one",
+    "an output that is used again",
+]
+
+
+@pytest.mark.parametrize("calls", [True, False])
+@pytest.mark.parametrize("kind", _KINDS)
+@pytest.mark.usefixtures("fake_group")
+def test_gradients_that_share_memory(kind: str, calls: bool) -> None:
+    """Under a schedule with split backwards, call by call and on Taktline's own stages."""
+    torch.manual_seed(0)
+    layers = [_Shared(kind) for _ in range(3)]
+    plain = copy.deepcopy(layers)
+    stages = [PipelineStage(layer, i, 3, torch.device("cpu")) for i, layer in enumerate(layers)]
+    if calls:
+        wrapped(stages[0])
+    schedule = ScheduleInterleavedZeroBubble(
+        stages, 3, loss_fn=lambda y, t: (y[-1] - t).square().mean()
+    )
+    x, target = torch.randn(12, 4), torch.randn(12, 4)
+    for _ in range(2):
+        schedule.step(x, target=target)
+        for rows, wanted in zip(x.chunk(3), target.chunk(3), strict=True):
+            values: tuple[torch.Tensor, ...] = (rows,)
+            for layer in plain:
+                values = layer(*values)
+            ((values[-1] - wanted).square().mean() / 3).backward()
+    assert schedule._on_ours is not calls
+    for mine, its in zip(layers, plain, strict=True):
+        for name, parameter in mine.named_parameters():
+            torch.testing.assert_close(parameter.grad, its.get_parameter(name).grad, msg=name)
 
 
 @pytest.mark.parametrize(

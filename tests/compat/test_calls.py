@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 from typing import Any
 
@@ -24,6 +25,7 @@ from taktline.errors import BatchError, StageError
 from tests.compat.peer import SINCE_2_12
 from tests.compat.programs import CPU, WIDTH, Program, loss_fn, make_batch, wrapped
 from tests.compat.test_custom_schedules import order, run_forward
+from tests.compat.test_steps import make, placed
 from tests.workers import Workers
 
 
@@ -244,3 +246,78 @@ def test_an_order_that_cannot_run_is_refused_on_every_rank(workers: Workers) -> 
     for error in workers.outcomes(_unplanned):
         assert isinstance(error, RuntimeError)
         assert "0F1" in str(error)
+
+
+class Turned(nn.Module):
+    """Gives values, and gets gradients, that do not lie in memory in order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, mean: Tensor | float = 0.0) -> Any:
+        value = self.linear(x + mean)
+        return value.t().contiguous().t(), value.mean(-1, keepdim=True).expand_as(value)
+
+
+def _turned(rank: int, group: dist.ProcessGroup) -> None:
+    torch.manual_seed(0)
+    layers = [Turned(), Turned()]
+    stage = PipelineStage(layers[rank], rank, 2, CPU, group=group)
+    wrapped(stage)
+    schedule = Schedule1F1B(stage, 4, loss_fn=lambda output, target: (output[0] - target).sum())
+    x, target = make_batch()
+    schedule.step(*([x] if rank == 0 else []), target=target)
+    assert not schedule._on_ours
+    found = layers[rank].linear.weight.grad
+    layers[rank].zero_grad()
+    ((layers[1](*layers[0](x))[0] - target).sum() / 4).backward()
+    torch.testing.assert_close(found, layers[rank].linear.weight.grad)
+
+
+@pytest.mark.processes
+def test_values_that_are_not_contiguous_cross(workers: Workers) -> None:
+    workers.run(_turned)
+
+
+def _sized(rank: int, group: dist.ProcessGroup, name: str) -> list[str]:
+    """Steps of other sizes; then one in which micro-batches differ; then one that works again."""
+    per_rank = 1 if name == "Schedule1F1B" else 2
+    program = Program(group, 2 * per_rank, placed(name, rank, 2))
+    for stage in program.stages:
+        wrapped(stage)
+    schedule = make(name, program, 4)
+    told: list[str] = []
+    for rows in (8, 16, 12, 9, 4):
+        x, target = (value[:rows] for value in make_batch())
+        batch, kwargs = [x] if program.first else [], {"target": target} if program.last else {}
+        for module in program.modules.values():
+            module.zero_grad()
+        try:
+            losses: list[Tensor] = []
+            output = schedule.eval(*batch, losses=losses)
+            assert losses == []
+            schedule.step(*batch, **kwargs)
+        except StageError as error:
+            told.append(str(error))
+            continue
+        expected = copy.deepcopy(program.reference)
+        result = x
+        for layer in expected:
+            result = layer(result)
+        loss_fn(result, target).backward()
+        if program.last:
+            torch.testing.assert_close(output, result.detach())
+        for index, module in program.modules.items():
+            for mine, its in zip(module.parameters(), expected[index].parameters(), strict=True):
+                torch.testing.assert_close(mine.grad, its.grad)
+    return told
+
+
+@SINCE_2_12
+@pytest.mark.processes
+@pytest.mark.parametrize("name", ["Schedule1F1B", "ScheduleInterleaved1F1B", "ScheduleDualPipeV"])
+def test_batches_of_other_sizes(workers: Workers, name: str) -> None:
+    for (text,) in workers.run(_sized, name):
+        assert "micro-batch 1 gives [(torch.float32, [2, 8])]" in text
+        assert "the next stage expects [(torch.float32, [3, 8])]" in text

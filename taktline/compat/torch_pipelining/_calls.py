@@ -25,6 +25,7 @@ from taktline.compat.torch_pipelining import schedules as torchs
 from taktline.compat.torch_pipelining._stages import reduced
 from taktline.errors import CallOrderError, ScheduleError
 from taktline.plan import Action, Kind
+from taktline.pytree import tree_leaves
 from taktline.runtime.program import Failure, Fate, Instruction, Program, Wrap
 
 __all__ = ["CallProgram", "Calls", "Order", "lowered", "placement_of"]
@@ -68,9 +69,17 @@ class Calls:
             self.loss_kwargs,
         )
 
+    def sizes(self) -> list[Any]:
+        """The sizes of all tensors in the first micro-batch of this rank."""
+        parts = (self.context.arg_mbs, self.context.kwarg_mbs)
+        first = tree_leaves([values[0] for values in parts if values])
+        return [x.shape for x in first if isinstance(x, torch.Tensor)]
+
     def finish(self) -> None:
-        """Fill the caller's list of losses."""
-        self.schedule._update_losses(self.schedule._local_stages, self.context.losses)
+        """Fill the caller's list of losses; there are none in an evaluation without targets."""
+        schedule = self.schedule
+        made = schedule._has_backward or schedule._internal_losses
+        schedule._update_losses(schedule._local_stages, self.context.losses if made else None)
 
     def row(self) -> list[Any]:
         """The actions of this rank, in order."""
@@ -138,6 +147,8 @@ class Calls:
         boundary = stage_idx - (kind in (torchs.RECV_F, torchs.SEND_B))
         for op in ops:
             if isinstance(op, dist.P2POp):
+                if verb == "SEND":
+                    op.tensor = op.tensor.contiguous()  # groups refuse any other
                 op.tag = 1 + (2 * boundary + (way == "B")) * count + mb_index
         self.underway[kind][key] = torchs._batch_p2p(ops)
 

@@ -52,6 +52,8 @@ def apply() -> None:
     _put(*_names_of(_split_backward))
     _utils.PipeliningMetadataError = _utils.PipeliningShapeError = PipeliningMetadataError
     stage.PipeliningMetadataError = stage.PipeliningShapeError = PipeliningMetadataError
+    if hasattr(_utils, "_make_tensor_from_meta"):  # before 2.12, buffers are contiguous
+        stage._make_tensor_from_meta = _buffer
     if hasattr(_utils, "validate_metadata"):
         _utils.validate_metadata = _of_tensors(_utils.validate_metadata)
         _utils.validate_tensor_metadata = partial(_utils.validate_metadata, raise_on_mismatch=True)
@@ -88,6 +90,11 @@ def _of_tensors(check: Any) -> Any:
         return check(desc, expected, actual, **options)
 
     return validate_metadata
+
+
+def _buffer(meta: Any, device: Any) -> torch.Tensor:
+    """A tensor for one message; contiguous, whatever the strides of what is sent."""
+    return torch.empty(meta.shape, dtype=meta.dtype, device=device)
 
 
 class _RootArgPlaceholder:

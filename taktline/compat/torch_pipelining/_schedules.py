@@ -45,6 +45,8 @@ class _PipelineSchedule(torchs._PipelineSchedule, metaclass=Watched):
     """Whether the latest step ran on Taktline's own stages."""
     _compared_with: tuple[Any, ...] = ()
     """The first target of a user's own step, and its loss_kwargs."""
+    _sizes: list[Any] | None = None
+    """Sizes of the first micro-batch of the latest step that went call by call."""
     _prepared_for: bool | None = None
     """Whether stages were prepared for a backward; None if they were not."""
 

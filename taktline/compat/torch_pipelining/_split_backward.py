@@ -24,6 +24,7 @@ from torch.nn import Parameter
 
 from taktline.compat.torch_pipelining import _backward as _torchs
 from taktline.errors import SplitError, StageBackwardError
+from taktline.sharding import is_sharded
 from taktline.stage.autograd_engine import add_to_grad
 
 __all__ = ["get_param_groups", "stage_backward_input", "stage_backward_weight"]
@@ -76,8 +77,8 @@ def stage_backward_input(
 ) -> tuple[Gradients, list[Group]]:
     """The first half: gradients of the inputs, and the groups of weights for the second half.
 
-    The outputs are detached, so that only the groups hold the graph. An output may be given by its
-    GradientEdge, and be freed itself.
+    The outputs are detached, so that only the groups hold the graph, unless the second half may
+    need them. An output may be given by its GradientEdge, and be freed itself.
 
     >>> layer, x = torch.nn.Linear(2, 2), torch.ones(3, 2, requires_grad=True)
     >>> _, groups = stage_backward_input([layer(x).sum()], None, [x], layer.parameters())
@@ -114,7 +115,7 @@ def _first_half(outputs: Any, output_grads: Any, input_values: Any, weights: Any
         gradients.append(torch.ones_like(roots[-1]) if gradient is None else gradient)
     if not roots:
         return (None,) * len(input_values), []
-    groups = _groups(roots, gradients, input_values, weights)
+    groups, needed = _groups(roots, gradients, input_values, weights)
     with ExitStack() as hooks:
         for group in groups:
             for place, node in enumerate(group["intermediates"]):
@@ -130,7 +131,7 @@ def _first_half(outputs: Any, output_grads: Any, input_values: Any, weights: Any
             known = _grad_of(value)
             value.grad = gradient if known is None else known + gradient
     for root in roots:
-        if isinstance(root, torch.Tensor) and not root._is_view() and root.grad_fn is not None:
+        if isinstance(root, torch.Tensor) and root.grad_fn not in needed and not root._is_view():
             root.detach_()
     return found, groups
 
@@ -149,8 +150,11 @@ def _groups(
     gradients: Sequence[torch.Tensor],
     inputs: Sequence[Any],
     weights: Iterable[Parameter],
-) -> list[Group]:
-    """The groups, each with its intermediates, and the edges at which the second half stops."""
+) -> tuple[list[Group], set[Node | None]]:
+    """The groups, each with its intermediates, and the edges at which the second half stops.
+
+    And the nodes whose results the second half may need, which other nodes have saved.
+    """
     edges = [root if isinstance(root, GradientEdge) else get_gradient_edge(root) for root in roots]
     reverse = _torchs.construct_reverse_graph([edge.node for edge in edges])
     tensors = [value for value in inputs if isinstance(value, torch.Tensor)]
@@ -173,7 +177,8 @@ def _groups(
             tuple(i for i, (below, _) in enumerate(node.next_functions) if below in part)
             for node in group["intermediates"]
         ]
-    return groups
+    met = (node for group in groups for node in group["intermediates"])
+    return groups, {None, *met, *(node for node, users in reverse.items() if users)}
 
 
 def stage_backward_weight(
@@ -190,10 +195,21 @@ def stage_backward_weight(
         found = _weight_gradients(group, retain_graph)
         for node, gradient in zip(group["params"], found, strict=True):
             if gradient is not None and node in by_node:
-                add_to_grad(by_node[node], gradient)
+                weight = by_node[node]
+                # Several weights, or a received buffer, may share the memory of a gradient.
+                add_to_grad(weight, _copy(gradient) if weight.grad is None else gradient)
         for key in ("intermediates", "grads", "stops"):
             group.pop(key, None)
     return tuple(weight.grad for weight in by_node.values())
+
+
+def _copy(gradient: torch.Tensor) -> torch.Tensor:
+    """A copy, placed as it is; the clone of a DTensor would sum up what is partial."""
+    if not is_sharded(gradient):
+        return gradient.clone()
+    place = (gradient.device_mesh, gradient.placements)
+    shape = {"shape": gradient.shape, "stride": gradient.stride()}
+    return type(gradient).from_local(gradient.to_local().clone(), *place, run_check=False, **shape)
 
 
 def _weight_gradients(group: Group, retain_graph: bool) -> Gradients:

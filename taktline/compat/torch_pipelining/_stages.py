@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from inspect import signature
 from typing import Any
 
@@ -49,6 +50,8 @@ class _PipelineStageBase(torchs._PipelineStageBase, metaclass=Watched):
     _runtime_validate = False  # before torch 2.12 there is no such switch
     _native: OwnStage | None = None
     _begun: GradSync | None = None
+    _undetached = cached_property(lambda self: {})
+    """Outputs of the last stage between I and W, by micro-batch."""
 
     @property
     def expects_dtensors(self) -> bool:
@@ -96,6 +99,24 @@ class _PipelineStageBase(torchs._PipelineStageBase, metaclass=Watched):
         _ = self.grad_sync
         return self.submod(*args, **kwargs)
 
+    @like(torchs._PipelineStageBase.forward_one_chunk)
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        """F; raises if the next rank expects other tensors than the module has given."""
+        output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+        place, there = self.stage_index_to_group_rank, self.stage_index + 1
+        metas = self._stage_meta.outputs if HAS_META else getattr(self, "_outputs_meta", None)
+        if metas is None or place.get(there, self.group_rank) == self.group_rank:
+            return output
+        made, known = self.fwd_cache[fwd_chunk_id][0], [(x.dtype, [*x.shape]) for x in metas]
+        local = [getattr(x, "_local_tensor", x) for x in made]
+        if (found := [(x.dtype, [*x.shape]) for x in local]) != known:
+            del self.fwd_cache[fwd_chunk_id]  # nothing of it is sent
+            raise utils.PipeliningMetadataError(
+                f"{self.log_prefix} micro-batch {fwd_chunk_id} gives {found}, but the next stage "
+                f"expects {known}; let all micro-batches of a step have one size, the announced one"
+            )
+        return output
+
     def backward_maybe_with_nosync(
         self, backward_type, bwd_kwargs: dict[str, Any], last_backward: bool = False
     ) -> tuple[Gradients, list[dict[str, Any]] | None]:
@@ -128,13 +149,23 @@ class _PipelineStageBase(torchs._PipelineStageBase, metaclass=Watched):
         if self.has_backward and bwd_chunk_id in self.fwd_cache:
             outputs, inputs = self.fwd_cache[bwd_chunk_id]
             if self.is_last:
-                # Torch detaches each of them; some may be no tensors.
+                # Torch detaches each of them; some may be no tensors, and W may need some.
                 outputs = tuple(x for x in outputs if isinstance(x, torch.Tensor))
+                if not full_backward and not self.is_first:
+                    self._undetached[bwd_chunk_id], outputs = outputs, ()
                 self.fwd_cache[bwd_chunk_id] = outputs, inputs
             if (meta := getattr(self, "_stage_meta", None)) is not None and meta.inputs is None:
                 # A user's own stage may have no metadata.
                 meta.inputs = utils.extract_tensor_metas(tuple(inputs), allow_none=True)
         super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)  # pyright: ignore
+
+    @like(torchs._PipelineStageBase.backward_weight_one_chunk)
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
+        """W, after which nothing needs the graph of the outputs."""
+        super().backward_weight_one_chunk(bwd_chunk_id, *args, **kwargs)
+        for output in self._undetached.pop(bwd_chunk_id, ()):
+            if not output._is_view():
+                output.detach_()
 
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
         """First messages to the neighbours on other ranks."""
@@ -157,7 +188,7 @@ class _PipelineStageBase(torchs._PipelineStageBase, metaclass=Watched):
     def clear_runtime_states(self) -> None:
         """Forget every micro-batch."""
         super().clear_runtime_states()
-        for cache in (self.bwd_cache, self.backward_state, self.dw_runner):
+        for cache in (self.bwd_cache, self.backward_state, self.dw_runner, self._undetached):
             cache.clear()
         self.gradients_due = False
 

@@ -225,6 +225,8 @@ class Native(Schedule):
     def _prepare(self, theirs: Any, calls: Calls, error: TaktlineError | None) -> None:
         """Let stages find their metadata; an error on one rank is raised on all."""
         transport = self._runner.transport
+        sizes = calls.sizes()
+        changed, theirs._sizes = theirs._sizes not in (None, sizes), sizes
         for what, act in (("a step by calls", None), ("the metadata of stages", calls.prepare)):
             try:
                 if act is not None:
@@ -237,7 +239,9 @@ class Native(Schedule):
                 error = kind(f"rank {transport.rank}: {text}")
                 error.__cause__ = raised
             try:
-                exchange_or_raise(transport, error, what)
+                votes = exchange_or_raise(transport, error, what, [changed])
+                if act is None and any(vote for (vote,) in votes):
+                    theirs._note_shapes(known=False)  # batches of another size on some rank
             except TaktlineError:
                 theirs._note_shapes(known=False)
                 raise
