@@ -168,7 +168,9 @@ def _norm_of_shards(gradients: Sequence[Any], norm_type: float) -> torch.Tensor:
     largest = [torch.linalg.vector_norm(shard, math.inf) for shard in shards if shard.numel()]
     norm = torch.stack(largest).max() if largest else shards[0].new_zeros(())
     for dim in range(mesh.ndim):
-        dist.all_reduce(norm, dist.ReduceOp.MAX, mesh.get_group(dim))
+        norms = [torch.empty_like(norm) for _ in range(mesh.size(dim))]
+        dist.all_gather(norms, norm, mesh.get_group(dim))
+        norm = torch.stack(norms).max()  # unlike a reduction, it keeps a nan
     return norm
 
 

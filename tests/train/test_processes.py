@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 from typing import Any
 
 import pytest
@@ -250,11 +251,11 @@ def test_copies_of_a_stage_that_was_frozen_at_first(workers: Workers, way: str) 
         torch.testing.assert_close(found, norms, rtol=1e-4, atol=1e-5)
 
 
-def largest_gradient(rank: int, group: Any) -> float:
+def largest_gradient(rank: int, group: Any, value: float) -> float:
     """The second of two shards of a bias with one element is empty."""
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("pp", "dp"))
     pipe = pipeline(group, _narrow(), mesh=mesh, data_parallel="fsdp", loss_fn=torch.dist)
-    pipe.step(torch.ones(4, 3), target=torch.zeros(4, 1))
+    pipe.step(torch.full((4, 3), value), target=torch.zeros(4, 1))
     return pipe.grad_norm(float("inf")).item()
 
 
@@ -268,7 +269,8 @@ def test_the_largest_gradient_where_shards_are_empty(workers: Workers) -> None:
     torch.stack([torch.dist(model(torch.ones(1, 3)), torch.zeros(1, 1))] * 4).mean().backward()
     gradients = [p.grad for p in model.parameters()]
     norm = torch.nn.utils.get_total_norm(gradients, float("inf")).item()  # pyright: ignore
-    assert workers.run(largest_gradient) == pytest.approx([norm, norm])
+    assert workers.run(largest_gradient, 1.0) == pytest.approx([norm, norm])
+    assert all(map(math.isnan, workers.run(largest_gradient, math.nan)))
 
 
 class Twice(LM):
