@@ -327,8 +327,9 @@ def _merge(name: str, values: Sequence[Any], spec: Any) -> Any:
         raise BatchError(f"{name} is {describe(first)}, no tensor: give Replicate(), not {spec}")
     for number, value in enumerate(values[1:], 1):
         if not same(first, value):
+            one, other = describe(first), describe(value)
             raise BatchError(
-                f"{name} is {describe(first)} in micro-batch 0, but {describe(value)} in "
-                f"micro-batch {number}; give a _CustomReducer as its chunk spec"
+                f"{name} is {one} in micro-batch 0, but {other if other != one else 'another one'} "
+                f"in micro-batch {number}; give a _CustomReducer as its chunk spec"
             )
     return first

@@ -531,6 +531,11 @@ def test_specs_for_other_arguments(args_spec: Any, kwargs_spec: Any, text: str) 
             "output[1] is 1 in micro-batch 0, but 2 in micro-batch 1; "
             "give a _CustomReducer as its chunk spec",
         ),
+        (
+            [torch.Generator(), torch.Generator()], None,
+            "output is a Generator in micro-batch 0, but another one in micro-batch 1; "
+            "give a _CustomReducer as its chunk spec",
+        ),
         ([X], DIM(2), "output is float32[3, 16]: it has no dimension 2; give one from -2 to 1"),
         ([(1,)], DIM(0), "output[0] is 1, no tensor: give Replicate(), not TensorChunkSpec(0)"),
         ([(X, X)], (None,), "output is a tuple of [0, 1], but its chunk spec a tuple of [0]"),
