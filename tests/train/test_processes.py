@@ -152,7 +152,7 @@ def another_scaler(rank: int, group: Any) -> None:
 
 def test_a_scaler_of_one_process_is_refused(workers: Workers) -> None:
     for error in workers.outcomes(another_scaler):
-        assert "make it with pipe.scaler(…)" in str(error)
+        assert "create it with pipe.scaler(…)" in str(error)
 
 
 def copies(rank: int, group: Any, way: str, schedule: str, stages: int) -> Record:
