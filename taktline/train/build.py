@@ -163,7 +163,7 @@ def _make_ready(
     for module in modules.values():
         materialise(module, ranks.device, state_dict=state_dict)
     if data_parallel == "fsdp":
-        _part(modules.values())
+        _separate(modules.values())
     for stage, module in modules.items():
         ready = module if prepare is None else prepare(module, stage)
         if not isinstance(ready, nn.Module):
@@ -175,7 +175,7 @@ def _make_ready(
         modules[stage] = _wrapped(ready, ranks, data_parallel)
 
 
-def _part(stages: Iterable[nn.Module]) -> None:
+def _separate(stages: Iterable[nn.Module]) -> None:
     """Give each stage its own copy of what an earlier one has, too: FSDP2 shards a module once.
 
     The copies have the same parameters, as other tied weights do before they are sharded.

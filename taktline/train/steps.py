@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from functools import cache
+from functools import lru_cache
 from typing import Any, Literal, TypeAlias, TypeVar
 
 import torch
@@ -110,7 +110,7 @@ def _without_cache(built: Built, options: dict[str, Any]) -> dict[str, Any]:
     return without_cache(_argument_names(type(model)), options)
 
 
-@cache
+@lru_cache(maxsize=16)
 def _argument_names(model: type[nn.Module]) -> frozenset[str]:
     return frozenset(inspect.signature(model.forward).parameters)
 
