@@ -75,9 +75,14 @@ def stages_of(count: int, blocks: int, width: int) -> list[nn.Module]:
     return [stage.to("cuda", torch.bfloat16) for stage in found]
 
 
-def plain_loop(stages: list[nn.Module], x: Tensor, target: Tensor) -> Callable[[], object]:
+def plain_loop(
+    stages: list[nn.Module],
+    x: Tensor,
+    target: Tensor,
+    prepare: Callable[[nn.Module], Any] = lambda stage: stage,
+) -> Callable[[], object]:
     """Gradient accumulation with the whole model."""
-    model = nn.Sequential(*copy.deepcopy(stages))
+    model = nn.Sequential(*map(prepare, copy.deepcopy(stages)))
     parts = list(zip(x.chunk(MICROBATCHES), target.chunk(MICROBATCHES), strict=True))
 
     def step() -> None:
@@ -224,31 +229,43 @@ def halves(device: str, width: int, rows: int, rounds: int) -> str:
 
 def compiled(rounds: int) -> None:
     """Compiled stages: I and W, and what they cost on one rank."""
-    for device, width, rows in (("cuda", 2048, 256), ("cuda", 4096, 2048), ("cpu", 256, 128)):
+    for device, width, rows in (("cuda", 4096, 2048), ("cuda", 2048, 256), ("cpu", 256, 128)):
         print(halves(device, width, rows, rounds), flush=True)
-    for graphs, width in ((False, 4096), (True, 4096), (False, 2048), (True, 2048)):
-        torch._dynamo.reset()
-        stages, rows = stages_of(2, 8, width), width // 8
-        x, target = torch.randn(2, MICROBATCHES * rows, width, device="cuda").bfloat16().unbind()
-        calls = {}
-        for schedule in ("1f1b", "zbv"):
-            made = copy.deepcopy(stages)
-            pipe = tl.Pipeline(
-                made if schedule == "zbv" else [nn.Sequential(*made)],
-                schedule=schedule,
-                ranks=1,
-                microbatches=MICROBATCHES,
-                loss_fn=LOSS,
-                compile=True,
-                cuda_graphs=graphs,
-            )
-            calls[schedule] = pipelined(pipe, x, target)
-        found = measure(calls, rounds)
-        print(
-            f"compiled, one rank, {rows} rows of width {width}, "
-            f"{'captured' if graphs else 'eager'}: zbv {found['zbv'] / found['1f1b']:.3f} of 1f1b",
-            flush=True,
+    for width, rows in ((4096, 2048), (2048, 256)):
+        for graphs in (False, True):
+            print(one_rank(width, rows, rounds, graphs), flush=True)
+
+
+def one_rank(width: int, rows: int, rounds: int, graphs: bool) -> str:
+    """zbv, with two compiled stages, against 1f1b with one; eagerly also two modules against one.
+
+    Each call of a compiled module takes torch some time before its first kernel, on any schedule.
+    """
+    torch._dynamo.reset()
+    stages = stages_of(2, 8, width)
+    x, target = torch.randn(2, MICROBATCHES * rows, width, device="cuda").bfloat16().unbind()
+    calls = {}
+    for schedule in ("1f1b", "zbv"):
+        made = copy.deepcopy(stages)
+        pipe = tl.Pipeline(
+            made if schedule == "zbv" else [nn.Sequential(*made)],
+            schedule=schedule,
+            ranks=1,
+            microbatches=MICROBATCHES,
+            loss_fn=LOSS,
+            compile=True,
+            cuda_graphs=graphs,
         )
+        calls[schedule] = pipelined(pipe, x, target)
+    if not graphs:
+        calls["one"] = plain_loop([nn.Sequential(*stages)], x, target, torch.compile)
+        calls["two"] = plain_loop(stages, x, target, torch.compile)
+    found = measure(calls, rounds)
+    plain = "" if graphs else f"; plain loop, two modules {found['two'] / found['one']:.3f} of one"
+    return (
+        f"compiled, one rank, {rows} rows of width {width}, {'captured' if graphs else 'eager'}: "
+        f"zbv {found['zbv'] / found['1f1b']:.3f} of 1f1b{plain}"
+    )
 
 
 def _rank(rank: int, port: int, schedule: str, rounds: int, lines: Any) -> None:

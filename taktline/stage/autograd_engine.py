@@ -11,7 +11,7 @@ from torch.autograd import Variable
 
 __all__ = ["SMALL", "Sums", "accumulate", "add_to_grad", "is_own_hook"]
 
-SMALL = 4 * 2**20
+SMALL = 8 * 2**20
 """The most bytes of a gradient whose addition takes longer to launch than to run.
 
 Adding many larger ones at once is slower than one by one."""
@@ -69,7 +69,7 @@ class Sums:
         for (dtype, is_small), group in self._groups.items():
             known = [weight.grad for _, weight in group]
             new = [gradients[place] for place, _ in group]
-            if not (_are_plain(known, dtype) and _are_plain(new, dtype)):
+            if not (_are_plain(known, dtype) and set(map(type, new)) == {torch.Tensor}):
                 continue
             if is_small:
                 torch._foreach_add_(known, new)  # pyright: ignore

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol, TypeAlias
 
 import torch
@@ -52,10 +53,11 @@ class _Split:
         self._first = halves.first
         self._second = halves.second
         late = self._division.later
+        self._early = [place for place in weights if place not in late]
         self._late = [weights[place] for place in late]
-        self._late_sums = Sums(dict(enumerate(self._late)))
-        # Autograd would add these one by one.
-        self._early_sums = Sums({i: weight for i, weight in weights.items() if i not in late})
+        # All are added in W: at once is quicker than autograd, which adds them one by one.
+        self._weights = [*(weights[place] for place in self._early), *self._late]
+        self._sums = Sums(dict(enumerate(self._weights)))
 
     def run_first(self, arguments: list[Any], off: PutOff) -> Sequence[Any]:
         """The gradients that are not added here; ``off`` takes over the second half."""
@@ -65,18 +67,20 @@ class _Split:
         arguments.clear()
         results = list(self._first(taken))
         count = len(results) - len(division.made)
-        off.take_over(self._late, [*held, *results[count:]], self._run_second)
+        early = [results[place] for place in self._early]
+        off.take_over(self._late, [*held, *results[count:]], partial(self._run_second, early))
         del results[count:]
-        self._early_sums.add(results)
+        for place in self._early:
+            results[place] = None
         return results
 
-    def _run_second(self, held: list[Any]) -> None:
+    def _run_second(self, early: Sequence[Any], held: list[Any]) -> None:
         enabled = torch.is_grad_enabled()
         torch._C._set_grad_enabled(False)  # as inside of the engine; no_grad() is slower
         try:
-            gradients = list(self._second(held))
-            self._late_sums.add(gradients)
-            for weight, gradient in zip(self._late, gradients, strict=True):
+            gradients = [*early, *self._second(held)]
+            self._sums.add(gradients)
+            for weight, gradient in zip(self._weights, gradients, strict=True):
                 if gradient is not None:
                     add_to_grad(weight, gradient)
         finally:
