@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import NamedTuple, NoReturn
 from weakref import WeakKeyDictionary, ref
 
 import torch.distributed as dist
 
 from taktline.errors import BatchError, MismatchError, TaktlineError, text_of
-from taktline.runtime.outcome import LossRelay, Outcome
+from taktline.runtime.outcome import LossRelay, Outcome, RelayedLosses
 from taktline.runtime.program import Failure
 from taktline.runtime.replicas import Replicas
 from taktline.runtime.step_data import Feed
@@ -19,6 +20,7 @@ from taktline.text import by_rank, counted
 from taktline.transport import Transport, local
 from taktline.transport.distributed import Distributed
 from taktline.transport.exchange import retold, share_error, share_values
+from taktline.transport.posts import Post, Posts
 
 __all__ = ["Agreement", "Call", "ScheduleNumber", "differs", "mismatch", "out_of_step"]
 
@@ -55,6 +57,14 @@ class Call(NamedTuple):
     """The fingerprint of the data in the arguments; 0 if the rank got none."""
     targets: int = 0
     """The fingerprint of the target."""
+    whole: int = 0
+    """A digest of the whole batch, with the target; 0 if this rank did not get it."""
+
+    @property
+    def kind(self) -> tuple[int, ...]:
+        """The numbers on which the messages of a step depend."""
+        made = (self.schedule, self.plan, self.batch, self.target)
+        return (*made, self.shares, self.traces, self.inputs, self.whole)
 
     @classmethod
     def read(cls, numbers: Sequence[int], rank: int) -> Call:
@@ -219,7 +229,7 @@ class Agreement:
         self.asks_to_stop: Callable[[], bool] | None = None
         """Whether this rank shall end after the running step."""
         self.preempted = False
-        """Whether any rank asked to stop in the latest step."""
+        """Whether any rank asked to stop in the latest step whose outcome is known."""
 
     @contextmanager
     def with_replicas(self, what: str) -> Iterator[None]:
@@ -244,21 +254,44 @@ class Agreement:
                 self.raise_first(None if failure is None else failure.error)
         return any(outcome.skips for outcome in outcomes)
 
+    def post(self, posts: Posts, call: Call, *, shares: bool) -> None:
+        """Post the outcome of a step that has worked here, without waiting for other ranks."""
+        relayed = None
+        if shares and self.relay is not None:
+            relayed = self.relay.share_aside(self._feed.losses, self._feed.microbatches)
+        mine = self._mine(None, skips=False, shares=shares, relayed=relayed is not None)
+        post = posts.post([*call, *mine.numbers], self._check_post)
+        if shares:
+            self._feed.late = partial(_share_late, post, relayed)
+
+    def _check_post(self, rows: Sequence[Sequence[int]]) -> None:
+        """Raise if the ranks were in different steps."""
+        calls = [Call.read(row[: len(Call._fields)], rank) for rank, row in enumerate(rows)]
+        if reason := out_of_step(calls) or mismatch(calls):
+            raise MismatchError(f"an earlier step: {reason}")
+        self.preempted |= any(outcome.preempted for outcome in _outcomes(rows))
+
+    def _mine(
+        self, failure: Failure | None, *, skips: bool, shares: bool, relayed: bool
+    ) -> Outcome:
+        return Outcome.of(
+            self._feed,
+            failed=failure is not None,
+            skips=skips,
+            shares=self._feed.microbatches if shares else 0,
+            relayed=relayed,
+            preempted=self.asks_to_stop is not None and self.asks_to_stop(),
+        )
+
     def _exchanged(
         self, failure: Failure | None, what: str, skips: bool, shares: bool
     ) -> list[Outcome]:
         shares &= self._transport.size > 1  # one process has all losses, and need not wait
-        microbatches, relay, relayed = self._feed.microbatches, self.relay, None
+        relay, relayed = self.relay, None
         if shares and relay is not None:
-            relayed = relay.share({} if failure else self._feed.losses, microbatches)
-        mine = Outcome.of(
-            self._feed,
-            failed=failure is not None,
-            skips=skips,
-            shares=microbatches if shares else 0,
-            relayed=relayed is not None,
-            preempted=self.asks_to_stop is not None and self.asks_to_stop(),
-        )
+            losses = {} if failure else self._feed.losses
+            relayed = relay.share(losses, self._feed.microbatches)
+        mine = self._mine(failure, skips=skips, shares=shares, relayed=relayed is not None)
         outcomes = [Outcome(row) for row in self._transport.exchange(mine.numbers, what)]
         if relay is not None:
             relay.settle()
@@ -292,3 +325,13 @@ class Agreement:
             located = BatchError(f"{rank}{type(error).__name__}: {text_of(error)}")
         located.__cause__ = error
         return located
+
+
+def _outcomes(rows: Sequence[Sequence[int]]) -> list[Outcome]:
+    """The outcomes in posts, which begin with a call."""
+    return [Outcome(row[len(Call._fields) :]) for row in rows]
+
+
+def _share_late(post: Post, relayed: RelayedLosses | None, feed: Feed) -> None:
+    """Put the losses of all ranks into a feed, once all have posted them."""
+    Outcome.share(_outcomes(post.read()), feed, None if relayed is None else relayed.read())

@@ -31,6 +31,7 @@ class Handshake:
     """The plan's digest."""
     trains: bool
     dynamic_shapes: bool
+    run_ahead: bool = False
     shards: bool = False
     """Whether a stage is gathered before it computes."""
     reduces: bool = False
@@ -67,6 +68,7 @@ _SCHEMA = {
     "plan": str,
     "trains": bool,
     "dynamic_shapes": bool,
+    "run_ahead": bool,
     "shards": bool,
     "reduces": bool,
     "entangled": bool,
@@ -92,6 +94,7 @@ def misfit(ranks: Sequence[Handshake]) -> str | None:
         ("num_stages", "number of stages"),
         ("trains", "presence of a loss_fn"),
         ("dynamic_shapes", "value of dynamic_shapes"),
+        ("run_ahead", "value of run_ahead"),
     ):
         if reason := differs(noun, [getattr(rank, name) for rank in ranks]):
             return f"{reason}; give every rank the same"

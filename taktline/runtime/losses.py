@@ -32,6 +32,11 @@ class Wanted:
     shares: bool
     outputs: bool
 
+    @property
+    def lists(self) -> bool:
+        """Whether there are lists to fill."""
+        return self.losses is not None or self.aux_losses is not None
+
     def check(self) -> None:
         """Raise if the arguments are of the wrong type."""
         for name, wanted in (("losses", self.losses), ("aux_losses", self.aux_losses)):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
@@ -10,7 +11,7 @@ from taktline.runtime.step_data import Feed
 from taktline.transport import Channel, Handle, Transport
 from taktline.transport.exchange import as_floats, as_integers
 
-__all__ = ["LossRelay", "Outcome"]
+__all__ = ["LossRelay", "Outcome", "RelayedLosses"]
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 """The types in which losses are shared."""
@@ -97,6 +98,20 @@ def _tensors(values: dict[int, float], dtype: torch.dtype | None) -> dict[int, t
     return dict(zip(values, together.unbind(), strict=True))
 
 
+class RelayedLosses(NamedTuple):
+    """Losses that a stream of their own is receiving."""
+
+    values: torch.Tensor
+    arrival: Any
+
+    def read(self) -> torch.Tensor:
+        """The losses; the current stream waits for them."""
+        stream = torch.cuda.current_stream(self.values.device)
+        stream.wait_event(self.arrival)
+        self.values.record_stream(stream)
+        return self.values
+
+
 class LossRelay:
     """Sends losses from rank to rank as tensors, so that no host waits for the GPU.
 
@@ -117,6 +132,7 @@ class LossRelay:
         self._source = sources.get(transport.rank)
         self._targets = [rank for rank, source in sources.items() if source == transport.rank]
         self._sent: list[Handle] = []
+        self._stream: torch.cuda.Stream | None = None
 
     def share(self, losses: Mapping[int, torch.Tensor], count: int) -> torch.Tensor:
         """The losses of ``count`` micro-batches, the same on every rank; all ranks take part.
@@ -139,6 +155,18 @@ class LossRelay:
             self._transport.sender(Channel(here, target, True))(data) for target in self._targets
         ]
         return values
+
+    def share_aside(self, losses: Mapping[int, torch.Tensor], count: int) -> RelayedLosses:
+        """The same on a stream of its own, so that the next step does not wait for the losses."""
+        if self._stream is None:
+            self._stream = torch.cuda.Stream(self._device)
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        for loss in losses.values():
+            loss.record_stream(self._stream)
+        with torch.cuda.stream(self._stream):
+            values = self.share(losses, count)
+            self.settle()
+            return RelayedLosses(values, self._stream.record_event())
 
     def settle(self) -> None:
         """Wait for the sends, after all ranks have posted their receives."""

@@ -18,6 +18,7 @@ from taktline.runtime.outcome import LossRelay
 from taktline.runtime.ports import Signatures
 from taktline.runtime.random_numbers import Drawing, RankRandom
 from taktline.runtime.replicas import Replicas
+from taktline.runtime.run_ahead import RunAhead
 from taktline.runtime.runnable_plan import Runnable
 from taktline.runtime.step_data import Feed
 from taktline.runtime.tie_gradients import Ties
@@ -71,6 +72,7 @@ class PipelineRank:
         self._data = DataCheck()
         self._feed = Feed()
         self._captures: Captures | None = None
+        self.run_ahead = RunAhead()
         self._known: dict[tuple[int, ...], Signatures | Bound] = {}
         """The latest kinds of steps, by mode and by the inputs of all ranks; equal on all ranks."""
 
@@ -120,6 +122,8 @@ class PipelineRank:
     def restart(self, steps: int) -> None:
         """Continue over new connections after ``steps`` training steps; on every rank."""
         self._forget()
+        if self.run_ahead.wanted and isinstance(self.transport, Distributed):
+            self.transport.run_ahead()
         self._calls = 0
         self.transport.open(self._channels)
         shared = self.transport.exchange([steps], "reconnect()")
@@ -142,10 +146,22 @@ class PipelineRank:
             with self.agreement.with_replicas(what):
                 self.transport.exchange([], what)
 
+    def _begin_ahead(self, transport: Distributed) -> None:
+        """Let ranks post what they did, for steps without an exchange."""
+        if self._entangled:
+            raise MismatchError(
+                "run_ahead works for one pipeline whose stages are each on one rank; here replicas "
+                "or tensor-parallel ranks share the work of stages, so leave it out"
+            )
+        if self._dynamic_shapes:
+            raise MismatchError("run_ahead needs shapes that are known; leave out dynamic_shapes")
+        transport.run_ahead()
+
     def _forget(self) -> None:
         """Drop the running step after a failure, and all that may be wrong because of it."""
         self._feed.clear()
         self._known.clear()
+        self.run_ahead.forget()
         if self._captures is not None:
             self._captures.forget()
         for stage in self._stages:
@@ -177,6 +193,7 @@ class PipelineRank:
             self.runnable.plan.digest(),
             self._loss_fn is not None,
             self._dynamic_shapes,
+            self.run_ahead.wanted,
             self.replicas.shards,
             self.replicas.reduces,
             self.replicas.entangled,
@@ -199,6 +216,8 @@ class PipelineRank:
         self._entangled = any(rank.entangled for rank in all_ranks)
         if isinstance(self.transport, Distributed):
             self.transport.plane.entangled |= self._entangled
+            if self.run_ahead.wanted:
+                self._begin_ahead(self.transport)
         channels = self._ties.find_holders([rank.ties for rank in all_ranks])
         if self._random is None:
             channels |= set(channels_of(self.runnable.plan))

@@ -68,7 +68,7 @@ class Runner(PipelineRank):
         """
         self._failed = True
         self._watch.seconds = self.stall_after
-        with self._turn, self._watch as watch:
+        with self._turn, self._watch as watch, self.run_ahead:
             self._calls += 1
             try:
                 return self._step(prepare, fit, finish, watch, trains)
@@ -102,8 +102,13 @@ class Runner(PipelineRank):
             return
         if (cause := self.transport.explain(error)) is not None:
             raise cause from error
-        if located is not None and self.replicas.computes_together(located.stage):
-            # The ranks that compute with this one wait for it in the middle of an action.
+        if located is None:
+            return
+        if self.run_ahead.running is not None:
+            located.recoverable = "reconnect"
+            raise located
+        # The ranks that compute with this one wait for it in the middle of an action.
+        if self.replicas.computes_together(located.stage):
             self.transport.raised(located)
             raise located
 
@@ -128,6 +133,7 @@ class Runner(PipelineRank):
             fit(self._feed)
         except Exception as raised:  # all ranks hear of it at the end of the step
             failure = Failure(self.agreement.located(raised))
+            self.run_ahead.require(failure)
         with self._ties.step(trains=trains):
             output, skips = self._compute(
                 bound, agreed, failure, finish, watch, shares=shares, trains=trains
@@ -181,6 +187,11 @@ class Runner(PipelineRank):
                 output = finish(self._feed)
             except Exception as raised:
                 failure = Failure(self.agreement.located(raised))
+        if (running := self.run_ahead.running) is not None:
+            self.run_ahead.require(failure)
+            self.agreement.post(*running, shares=shares)
+            bound.program.settle()
+            return output, {}
         got = {index: sorted(work.got) for index, work in bound.works.items() if work.got}
         skips = self.agreement.conclude(failure, _END, skips=bool(got), shares=shares)
         bound.program.settle()
@@ -255,8 +266,23 @@ class Runner(PipelineRank):
             compared=compared,
             arguments=arguments,
             targets=targets,
+            whole=facts.whole,
         )
-        return facts.shares, self._exchange(call, error, trains)
+        ahead = None if error is not None else self._ahead(call, trains)
+        return facts.shares, ahead or self._exchange(call, error, trains)
+
+    def _ahead(self, call: Call, trains: bool) -> tuple[int, ...] | None:
+        """Begin a step without an exchange: returns its kind; None if the ranks have to agree."""
+        if not isinstance(self.transport, Distributed) or self.transport.posts is None:
+            return None
+        posts, number = self.transport.posts, self._identity.number
+        same, posts.schedule = posts.schedule == number, number
+        known = self.run_ahead.known(call) if same and trains else None
+        if known is None or known.kind not in self._known:
+            return None
+        self.run_ahead.begin(posts, call)
+        self._feed.rows, self._feed.microbatches = known.rows, self._parts(known.rows)
+        return known.kind
 
     def _exchange(self, call: Call, error: TaktlineError | None, trains: bool) -> tuple[int, ...]:
         """Compare the calls of all ranks; returns the kind of step."""
@@ -276,7 +302,10 @@ class Runner(PipelineRank):
             raise MismatchError(reason)
         rows = max(call.batch for call in calls)
         self._feed.rows, self._feed.microbatches = rows, self._parts(rows)
-        return trains, self._feed.microbatches, *(call.inputs for call in calls)
+        kind = (trains, self._feed.microbatches, *(call.inputs for call in calls))
+        if trains:
+            self.run_ahead.note(calls, self.transport.rank, kind, rows)
+        return kind
 
     def _bind(self, known: Signatures | None, trains: bool) -> Bound:
         return bind(self._binding(trains), known)

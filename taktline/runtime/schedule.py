@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from functools import partial
 from typing import Any, ClassVar, TypedDict
 
 import torch
@@ -22,6 +23,7 @@ from taktline.errors import BatchError, MismatchError, ScheduleError
 from taktline.plan import Plan
 from taktline.runtime.losses import LossWeights, Wanted, by_rows, mean_of, scales, warn_if_uneven
 from taktline.runtime.microbatch import merge_chunks
+from taktline.runtime.run_ahead import LateLoss
 from taktline.runtime.runner import Runner
 from taktline.runtime.step_data import Batch, Cutter, Facts, Feed
 from taktline.runtime.trace import Trace, tracing
@@ -46,6 +48,8 @@ class ScheduleOptions(TypedDict, total=False):
     """How the target is cut, if not like the batch."""
     cuda_graphs: bool
     """Whether steps are captured as CUDA graphs, and replayed."""
+    run_ahead: bool
+    """Whether a rank begins the next step while other ranks still compute this one."""
 
 
 class Schedule:
@@ -74,6 +78,7 @@ class Schedule:
         dynamic_shapes: bool = False,
         target_chunk_spec: Any = None,
         cuda_graphs: bool = False,
+        run_ahead: bool = False,
         name: str,
         make_plan: Callable[[int], Plan],
     ) -> None:
@@ -100,6 +105,8 @@ class Schedule:
         self.scale_grads = scale_grads
         """Whether gradients are those of the mean of the micro-batches' losses, or of their sum."""
         self._warned = False
+        self._usual_loss: torch.Tensor | None = None
+        """A loss of the type and on the device of others."""
         self.steps = 0
         """Training steps so far; with a seed, dropout depends on it (set it when you resume)."""
         self.loss: torch.Tensor | None = None
@@ -119,6 +126,7 @@ class Schedule:
         )
         if require_flag("cuda_graphs", cuda_graphs):
             self._runner.capture()
+        self._runner.run_ahead.wanted = require_flag("run_ahead", run_ahead)
 
     @property
     def stall_after(self) -> float | None:
@@ -253,7 +261,8 @@ class Schedule:
             if wanted.outputs and self._has_last():
                 feed.outputs = {}
             compared = batch.compared(self._compared)
-            return Facts(*self._measured(batch, feed, trains), wanted.shares, *compared)
+            whole = batch.whole() if self._runner.run_ahead.wanted else 0
+            return Facts(*self._measured(batch, feed, trains), wanted.shares, *compared, whole)
 
         def fit(feed: Feed) -> None:
             # The rows come from the rank of the first stage.
@@ -264,10 +273,22 @@ class Schedule:
 
         output, feed = self._runner.run(prepare, fit, self._merged, trains=trains)
         update_all(feed.observed)
+        if feed.late is not None and wanted.lists:
+            feed.late(feed)
         wanted.fill(feed)
-        self.loss = mean_of(feed.losses, feed.scales) if wanted.shares else None
+        self.loss = self._mean(feed) if wanted.shares else None
         feed.clear()
         return output
+
+    def _mean(self, feed: Feed) -> torch.Tensor | None:
+        """The mean loss; on a rank that does not know it yet, one that waits when it is used."""
+        late = feed.late
+        if late is None or feed.losses:
+            self._usual_loss = mean_of(feed.losses, feed.scales)
+            return self._usual_loss
+        if self._usual_loss is None:
+            return _late_mean(late)
+        return LateLoss.like(self._usual_loss, partial(_late_mean, late))
 
     def _merged(self, feed: Feed) -> Any:
         if feed.outputs is None:
@@ -320,6 +341,13 @@ class Schedule:
     def __repr__(self) -> str:
         stages = ", ".join(str(stage.stage_index) for stage in self._stages)
         return f"{type(self).__name__}(stages [{stages}], {self._n_microbatches} micro-batches)"
+
+
+def _late_mean(late: Callable[[Feed], None]) -> Any:
+    """The mean of the losses of all ranks; waits for them."""
+    feed = Feed()
+    late(feed)
+    return mean_of(feed.losses, feed.scales)
 
 
 def _require_types(loss_fn: object, args_chunk_spec: object, kwargs_chunk_spec: object) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -116,6 +116,16 @@ class Batch:
         target = self.target if self.target_mbs is None else self.target_mbs
         return arguments or None, target if "target" in parts else None
 
+    def whole(self) -> int:
+        """A digest of arguments and target, by which ranks see that they got the same kind.
+
+        0 if there are no arguments.
+        """
+        if not (self.args or self.kwargs or self.arg_mbs or self.kwarg_mbs):
+            return 0
+        leaves, spec = pytree.tree_flatten((self.target, self.target_mbs))
+        return digest_of([str(self.digest()), *map(_description, leaves), str(spec)])
+
     def digest(self) -> int:
         """A digest of shapes, types and plain values, which decide what crosses boundaries."""
         rest = (self.kwargs, self.arg_mbs, self.kwarg_mbs)
@@ -175,6 +185,8 @@ class Facts:
     """Arguments that must be the same on every rank that got some; None: none."""
     targets: Any = None
     """Likewise of targets."""
+    whole: int = 0
+    """A digest of the whole batch, if this rank got it: for steps without an exchange."""
 
 
 @dataclass(slots=True)
@@ -210,6 +222,10 @@ class Feed:
     """Statistics from the modules of each forward, applied at the end of the step."""
     number: int = 0
     """The number of the training step, for seeds."""
+    late: Callable[[Feed], None] | None = None
+    """Fills a feed with the losses of all ranks, and waits for those that have not ended the step.
+
+    None after a step that all ranks have ended."""
 
     def clear(self) -> None:
         """Reset every field."""

@@ -112,6 +112,8 @@ class Watch:
             _log.warning("%s", self.report(transport))
         if transport.verdict is not None:
             self._hurry(now, transport.verdict, transport.plane.process)
+        elif transport.posts is not None and (stray := transport.posts.stray()) is not None:
+            transport.give_up(stray)
         elif stood > transport.timeout.total_seconds() + _LATE and not self._computes():
             # A wait in a group of others, which has another timeout.
             transport.give_up(transport.plane.stalled(transport.processes, (), self._waits_for()))

@@ -133,7 +133,15 @@ class Plane:
     def tell(self, processes: Collection[int], place: str, value: str) -> None:
         """Tell processes a value, which they :meth:`gather` at a place."""
         # Waits until it is sent, so that a process that connects later gets it just once.
-        self._send(Message("value", state=place, value=value), processes).wait(_SENDING_SECONDS)
+        self.post(processes, place, value).wait(_SENDING_SECONDS)
+
+    def post(self, processes: Collection[int], place: str, value: str) -> threading.Event:
+        """Tell a value without waiting; returns an event that is set once it is sent."""
+        return self._send(Message("value", state=place, value=value), processes)
+
+    def told(self, place: str) -> dict[int, str]:
+        """The latest value of each process at a place; they stay there."""
+        return self._values.at(place)
 
     def gather(
         self, member: Member, processes: Collection[int], place: str, seconds: float

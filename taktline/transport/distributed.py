@@ -26,6 +26,7 @@ from taktline.transport.connect import Absent, PeerFailure
 from taktline.transport.control_plane import Plane
 from taktline.transport.frames import agreed, framed
 from taktline.transport.lanes import Lane, lanes_between
+from taktline.transport.posts import Posts
 from taktline.transport.verdict import OUTSIDE, Cause, Member, Verdict
 
 __all__ = ["Distributed"]
@@ -79,6 +80,8 @@ class Distributed:
         self._communicators: dict[Channel, Communicator] = {}
         """Where there are no lanes."""
         self._all_gather: AllGather | None = None
+        self.posts: Posts | None = None
+        """For steps without an exchange, once a schedule has :meth:`run_ahead`."""
         self._generation = 0
         """How often connections were made; the same on every rank."""
         _made[group] = _made.get(group, 0) + 1
@@ -111,7 +114,7 @@ class Distributed:
     def _disconnect(self) -> None:
         for lane in self._all_lanes():
             lane.shut()  # which ends its threads
-        self._all_gather, self._communicators, self._lanes = None, {}, {}
+        self._all_gather, self._communicators, self._lanes, self.posts = None, {}, {}, None
 
     def _all_lanes(self) -> list[Lane]:
         return [lane for lanes in list(self._lanes.values()) for lane in lanes]
@@ -288,12 +291,31 @@ class Distributed:
     ) -> list[list[int]]:
         """Return the numbers of every rank; all ranks take part."""
         all_gather = self._met()
+        if self.posts is not None:
+            self.posts.before_exchange(what)
         try:
             frames = all_gather.exchange(framed(numbers, what))
         except PeerFailure as error:
             raise self._lost(error, what) from error
         agreed(frames, ragged=ragged)
         return [frame.numbers for frame in frames]
+
+    def run_ahead(self) -> Posts:
+        """Where ranks post what they did in steps without an exchange; all ranks call this."""
+        self._met()
+        if self.posts is None:
+            self.posts = Posts(self, f"{self._place}/{self._generation}/posts")
+        return self.posts
+
+    def gather(self, place: str) -> dict[int, str]:
+        """The values that the other ranks have posted at a place, by process."""
+        seconds = self.timeout.total_seconds()
+        found = self.plane.gather(self._member, self.processes, place, seconds)
+        if missing := [p for p in self.processes if p not in found]:
+            timed_out = self.verdict is None and missing[0] not in self.plane.news.gone
+            peer = self.processes.index(missing[0])
+            raise self.first_cause(peer, "the end of a step", timed_out=timed_out)
+        return found
 
     def _greet(self, channel: Channel) -> None:
         """Send one byte: nccl connects at the first message, and waits for the other end."""

@@ -12,6 +12,7 @@ from typing import Any
 from taktline.errors import (
     JsonError,
     LostRankError,
+    MismatchError,
     StageError,
     StallError,
     TaktlineError,
@@ -34,6 +35,8 @@ class Cause(StrEnum):
     """It has raised an error and left the others behind."""
     STALLED = "stalled"
     """It did not answer in time."""
+    APART = "apart"
+    """It is in another call than others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +80,8 @@ class Verdict:
         if self.cause == Cause.STALLED:
             text = f"{who} has not answered in time{doing}"
             return StallError(f"{text}\n{self.text}" if self.text else text, peer=self.process)
+        if self.cause == Cause.APART:
+            return MismatchError(self.text)
         if self.cause == Cause.RAISED:
             kind, _, story = self.text.partition(": ")
             text = f"{who} has raised {kind}{doing}, and left the others behind"

@@ -27,7 +27,10 @@ from tests.runtime.cases import (
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # asked for by what is deterministic
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
+]
 
 CALLS = (("eval", 8), ("step", 8), ("step", 8), ("eval", 9), ("step", 11))
 

@@ -208,6 +208,7 @@ def test_of_a_tensor_in_shards_that_of_this_rank(workers: Workers) -> None:
     assert first != second
 
 
+@pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 def test_on_a_gpu_without_waiting() -> None:

@@ -398,6 +398,7 @@ def test_rows_without_work_take_no_time() -> None:
         assert all(a.end <= b.start for a, b in pairwise(spans))
 
 
+@pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 @pytest.mark.parametrize("case", cases(), ids=str)
 def test_cuda(case: Case) -> None:

@@ -183,6 +183,7 @@ def test_pieces_in_wrappers(workers: Workers, wrapper: str) -> None:
             torch.testing.assert_close(found[name], gradient)
 
 
+@pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 def test_on_a_gpu() -> None:
     language, device = LANGUAGES["llama"], torch.device("cuda")

@@ -1,0 +1,138 @@
+"""Steps without an exchange: a rank begins the next one while others still compute this one.
+
+::
+
+    waiting      rank 0   F F F F I I W I W I W W         │ F F …
+                 rank 1     F F F I F I W I W I W W       │   F …       all ranks end together
+                 rank 2       F F I F I F I W I W W W     │     …
+
+    run_ahead    rank 0   F F F F I I W I W I W W F F …
+                 rank 1     F F F I F I W I W I W W F …
+                 rank 2       F F I F I F I W I W W W …
+
+The ranks know the kind of such a step: every rank gets the whole batch, and its shapes are those of
+the latest step, on which the ranks agreed. At the end each rank posts its outcome, and goes on.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Self
+
+import torch
+
+from taktline import pytree
+from taktline.errors import MismatchError
+from taktline.runtime.agreement import Call
+from taktline.runtime.program import Failure
+from taktline.text import by_rank
+from taktline.transport.posts import Posts
+
+__all__ = ["LateLoss", "RunAhead"]
+
+_log = logging.getLogger("taktline")
+
+
+class _Agreed(NamedTuple):
+    """A step on which the ranks agreed by an exchange."""
+
+    call: Call
+    kind: tuple[int, ...]
+    rows: int
+
+
+class RunAhead:
+    """Finds out whether the next step of a schedule needs no exchange; ``with`` it, one may run."""
+
+    def __init__(self) -> None:
+        self.wanted = False
+        """Whether the user allows it."""
+        self.running: tuple[Posts, Call] | None = None
+        """The running step, if it has no exchange: where its outcome is posted, and its call."""
+        self._latest: _Agreed | None = None
+        self._warned = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.running is not None:
+            self.running[0].end()
+            self.running = None
+
+    def begin(self, posts: Posts, call: Call) -> None:
+        """Begin a step without an exchange."""
+        self.running = posts, call
+        posts.begin()
+
+    def require(self, failure: Failure | None) -> None:
+        """Raise if a step without an exchange has failed: other ranks may have ended it."""
+        if failure is not None and self.running is not None:
+            error = failure.error or MismatchError("another rank has failed in this step")
+            error.recoverable = "reconnect"
+            raise error
+
+    def note(self, calls: Sequence[Call], rank: int, kind: tuple[int, ...], rows: int) -> None:
+        """Note a training step on which the ranks agreed."""
+        if not self.wanted:
+            return
+        whole = [call.whole for call in calls]
+        same = whole[0] != 0 and len(set(whole)) == 1
+        self._latest = _Agreed(calls[rank], kind, rows) if same else None
+        if not same and not self._warned:
+            self._warned = True
+            batches = by_rank(["a batch" if digest else "none" for digest in whole])
+            _log.warning(
+                "run_ahead has no effect: pass the whole batch, with its target, on every rank; "
+                "ranks got %s",
+                batches if 0 in whole else "batches of different shapes",
+            )
+
+    def known(self, call: Call) -> _Agreed | None:
+        """The step that this call repeats; None if the ranks have to agree."""
+        latest = self._latest
+        return latest if latest is not None and call.kind == latest.call.kind else None
+
+    def forget(self) -> None:
+        """Let the ranks agree on the next step."""
+        self._latest = None
+
+
+class LateLoss(torch.Tensor):
+    """The loss of a step that other ranks may still compute; its first use waits for them.
+
+    >>> loss = LateLoss.like(torch.zeros(()), lambda: torch.tensor(0.5))
+    >>> float(loss), loss + 1
+    (0.5, tensor(1.5000))
+    """
+
+    _read: Callable[[], torch.Tensor] | None
+
+    @classmethod
+    def like(cls, known: torch.Tensor, read: Callable[[], torch.Tensor]) -> LateLoss:
+        """A loss of the type and on the device of a known one."""
+        made = torch.empty_like(known).as_subclass(cls)
+        made._read = read
+        return made
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            given = pytree.tree_map_only(LateLoss, _value, (tuple(args), kwargs or {}))
+            return func(*given[0], **given[1])
+
+
+def _value(loss: LateLoss) -> torch.Tensor:
+    """The loss as a plain tensor; waits until it is known."""
+    plain = loss.as_subclass(torch.Tensor)
+    if loss._read is not None:
+        plain.copy_(loss._read())
+        loss._read = None
+    return plain
