@@ -152,7 +152,7 @@ class Ranks:
 
     rank = 0
     processes = (0,)
-    verdict = None
+    verdict = posts = None
     timeout = timedelta(seconds=60)
 
     def __init__(self) -> None:
