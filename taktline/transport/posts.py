@@ -80,6 +80,7 @@ class Posts:
     def begin(self) -> None:
         """Begin a step without an exchange, at most one step ahead of the slowest rank."""
         self._settle(1)
+        self._transport.open(())  # raises if a rank is lost
         self._count += 1
         self._running = self._count
 
