@@ -97,7 +97,7 @@ def _stages(
 def _checked(modules: dict[int, nn.Module], plan: Plan) -> dict[int, nn.Module]:
     for stage, module in modules.items():
         if not isinstance(module, nn.Module):
-            raise PartitionError(f"stage {stage} is {module!r}, which is no nn.Module")
+            raise PartitionError(f"stage {stage} is {module!r}, not an nn.Module")
         if stage not in range(plan.stages):
             raise PartitionError(
                 f"there is no stage {stage}: {plan.name} on {counted(plan.ranks, 'rank')} has "

@@ -228,7 +228,7 @@ def test_a_value_that_has_not_come_is_not_handed_on() -> None:
     given = pieces[1](*pieces[0](x))
     piece(*given)
     piece.count = 5
-    with pytest.raises(tl.errors.PartitionError, match=r"'embed', which has not come with"):
+    with pytest.raises(tl.errors.PartitionError, match=r"'embed', which is not in the input"):
         piece(*given)
 
 

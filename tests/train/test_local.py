@@ -354,7 +354,7 @@ def test_what_is_refused(options: dict[str, Any], text: str) -> None:
     ("model", "text"),
     [
         (7, "a model is an nn.Module, a list of stages or a dict of them, not 7"),
-        ([nn.Linear(1, 1), 7], "stage 1 is 7, which is no nn.Module"),
+        ([nn.Linear(1, 1), 7], "stage 1 is 7, not an nn.Module"),
         (
             {0: nn.Linear(1, 1)},
             "puts the stages [0, 1] here, but [1] are not among the stages given",
