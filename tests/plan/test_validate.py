@@ -88,7 +88,7 @@ class TestRules:
         plan = Plan.from_actions([["0F0", "1F0", "0B0"], ["1B0"]], Placement.linear(2))
         violation = validate(plan)[0]
         assert where(violation) == ("rank", 0, 1, "1F0")
-        assert violation.message == "stage 1 lies on rank 1"
+        assert violation.message == "stage 1 is on rank 1"
 
     @pytest.mark.parametrize(
         ("actions", "position", "message"),
@@ -146,7 +146,7 @@ class TestCommunication:
         [
             ([["0F0", "0SEND_F0"]], "stage 0 has no neighbour on that side"),
             ([["0RECV_F0", "0F0"]], "stage 0 has no neighbour on that side"),
-            ([["0F0", "0SEND_F0", "1F0"]], "stage 1 lies on the same rank: leave it out"),
+            ([["0F0", "0SEND_F0", "1F0"]], "stage 1 is on the same rank: leave it out"),
         ],
     )
     def test_nobody_to_talk_to(self, ranks: list[list[str]], message: str) -> None:
