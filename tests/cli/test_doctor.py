@@ -204,7 +204,7 @@ def test_nothing_to_complain_about() -> None:
         (
             ({"host": "a", "address": "10.0.0.1"}, {"host": "b", "address": "127.0.1.1"}),
             Verdict.WARNING,
-            "the host name of rank 1 stands for an address that others cannot reach",
+            "the host name of rank 1 resolves to an address that others cannot reach",
         ),
     ],
 )

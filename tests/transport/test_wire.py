@@ -276,8 +276,8 @@ def test_an_object_that_cannot_travel_is_refused(value: Any, name: str, nested: 
     with pytest.raises(SignatureError) as caught:
         encode(Signature.of(*flatten(given)))
     assert str(caught.value) == (
-        f"a {name} cannot go from one rank to another; tensors, None, numbers and strings can, "
-        "and containers of them (for a dataclass or a named tuple of your own: "
+        f"{name} cannot be sent to another rank; tensors, None, numbers and strings can, and "
+        "containers of them (for a dataclass or a named tuple of your own: "
         "taktline.register_container)"
     )
 
@@ -310,6 +310,6 @@ def test_a_tensor_that_is_no_plain_block_of_memory_is_refused(
     with pytest.raises(SignatureError) as caught:
         Signature.of([tensor])
     assert str(caught.value) == (
-        f"a {kind} tensor cannot go from one stage to another; hand over the dense tensors that it "
-        "is made of"
+        f"a {kind} tensor cannot be sent to another stage; pass the dense tensors that it is made "
+        "of"
     )
