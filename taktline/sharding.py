@@ -134,8 +134,8 @@ def find_mesh(sharding: Sharding, module: nn.Module, get_mesh: GetMesh | None) -
             return mesh
         answer = "None" if mesh is None else f"a mesh of {list(mesh.shape)}"
         raise SignatureError(
-            f"get_mesh returns {answer} for the mesh {sharding.mesh_text} of a tensor that "
-            "arrives; it must return a mesh of that shape with this rank in it"
+            f"get_mesh returns {answer} for the mesh {sharding.mesh_text} of a received tensor; it "
+            "must return a mesh of that shape with this rank in it"
         )
     for tensor in (*module.parameters(), *module.buffers()):
         if is_sharded(tensor):
