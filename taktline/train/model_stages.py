@@ -79,7 +79,7 @@ def _stages(
         return [model]
     if cuts is None and example is None:
         raise PartitionError(
-            f"to cut a {type(model).__name__} into {plan.stages} stages, pass example=(…), the "
+            f"to cut {type(model).__name__} into {plan.stages} stages, pass example=(…), the "
             "arguments of one micro-batch, or cuts=[…], the names of the submodules at which new "
             "stages begin"
         )
@@ -110,8 +110,8 @@ def keep(state: ModelState, stages: Sequence[int]) -> None:
     """Drop all stages but these."""
     if missing := sorted(set(stages) - set(state.modules)):
         raise PartitionError(
-            f"the plan puts the stages {sorted(stages)} here, but {missing} are not among the "
-            f"stages given, which are {sorted(state.modules)}"
+            f"the plan puts stages {sorted(stages)} here, but {missing} are not among those "
+            f"passed: {sorted(state.modules)}"
         )
     state.modules = {stage: state.modules[stage] for stage in stages}
 
