@@ -227,7 +227,7 @@ def _checked(stages: Any, layers: int) -> int:
         raise PartitionError(
             f"{counted(layers, 'layer')} cannot be cut into "
             f"{counted(stages, 'stage') if stages <= LARGEST else 'so many stages'}: each stage "
-            f"needs at least one layer{f', so at most {layers} would do' if layers else ''}"
+            f"needs at least one layer{f', so use at most {layers}' if layers else ''}"
         )
     return stages
 

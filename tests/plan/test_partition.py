@@ -251,8 +251,8 @@ class TestErrors:
             (
                 [1, 1],
                 3,
-                "2 layers cannot be cut into 3 stages: each stage needs at least one layer, so at "
-                "most 2 would do",
+                "2 layers cannot be cut into 3 stages: each stage needs at least one layer, so use "
+                "at most 2",
             ),
             ([], 1, "0 layers cannot be cut into 1 stage: each stage needs at least one layer"),
             ([1], 0, "stages must be a whole number from 1 up, not 0"),

@@ -159,7 +159,7 @@ def test_an_example_of_rows_of_different_lengths() -> None:
         tl.Pipeline(Model(), example=(rows,), ranks=2, microbatches=2)
 
 
-def test_an_example_that_is_none() -> None:
+def test_an_invalid_example() -> None:
     with pytest.raises(PartitionError, match="example must be a tuple of arguments, a dict"):
         tl.split.by_names(Model(), ONE, example=[X])
 

@@ -220,7 +220,7 @@ class Unsteady(Base):
         return self.layers[1](x)
 
 
-def test_stages_that_ask_for_other_numbers_are_noticed() -> None:
+def test_stages_that_read_other_numbers_are_refused() -> None:
     pieces = tl.split.by_names(made(Unsteady), ["layers.1"], example=(torch.zeros(2, WIDTH),))
     with pytest.raises(PartitionError, match=r"reads . numbers .* stage 1 begins, but . in"):
         pieces(batches()[0])

@@ -222,7 +222,7 @@ class Leaks(Chain):
         return self.norm(x)
 
 
-def test_a_value_that_has_not_come_is_not_handed_on() -> None:
+def test_a_value_that_was_not_received_is_refused() -> None:
     pieces, x = split(Leaks()), torch.randn(3, WIDTH)
     piece: Any = pieces[2]
     given = pieces[1](*pieces[0](x))

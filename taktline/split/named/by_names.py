@@ -218,7 +218,7 @@ def _place_by_use(layout: Layout, summary: ForwardSummary) -> None:
                 "one stage"
             )
         used = called | summary.uses.get(name, set())
-        # A unit that is never called has a state, too: it lies where the one before it does.
+        # A unit that is never called has a state, too: it goes with the one before it.
         stage = min(used, default=stage)
         layout.homes[name] = frozenset(used or {stage})
     for name in layout.direct:
