@@ -5,15 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 
-__all__ = [
-    "by_rank",
-    "counted",
-    "did_you_mean",
-    "first_of",
-    "size_text",
-    "table",
-    "with_article",
-]
+__all__ = ["by_rank", "counted", "did_you_mean", "first_of", "size_text", "table"]
 
 
 def counted(number: int, noun: str) -> str:
@@ -24,15 +16,6 @@ def counted(number: int, noun: str) -> str:
     """
     ending = "" if number == 1 else "es" if noun.endswith("ch") else "s"
     return f"{number:,} {noun}{ending}"
-
-
-def with_article(name: str) -> str:
-    """A name after a or an.
-
-    >>> with_article("list"), with_article("int")
-    ('a list', 'an int')
-    """
-    return f"{'an' if name[0] in 'aeiouAEIOU' else 'a'} {name}"
 
 
 def first_of(names: Sequence[str]) -> str:

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from taktline.errors import ArgumentError, TaktlineError
-from taktline.text import with_article
 
 __all__ = [
     "refuse",
@@ -29,6 +28,7 @@ __all__ = [
     "require_text",
     "require_whole",
     "shown",
+    "with_article",
 ]
 
 T = TypeVar("T")
@@ -48,6 +48,15 @@ def shown(value: object) -> str:
         return _brief.repr(value)
     except Exception:  # whatever a class does when it is printed; there is an error to report
         return with_article(type(value).__name__)
+
+
+def with_article(name: str) -> str:
+    """A name after a or an.
+
+    >>> with_article("list"), with_article("int")
+    ('a list', 'an int')
+    """
+    return f"{'an' if name[0] in 'aeiouAEIOU' else 'a'} {name}"
 
 
 def refuse(name: str, takes: str, value: object, error: Error = ArgumentError) -> NoReturn:

@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 import torch
 from torch import Tensor
 
+from taktline.checks import with_article
 from taktline.errors import BatchError
 from taktline.meta import TensorMeta
 from taktline.pytree import TreeSpec, tree_flatten
 from taktline.sharding import is_sharded
-from taktline.text import counted, with_article
+from taktline.text import counted
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
