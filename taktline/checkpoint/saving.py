@@ -155,8 +155,8 @@ class Saving:
         """Raise unless this process finds the folder that the first one has made."""
         if not self.unfinished.is_dir():
             raise CheckpointError(
-                f"rank 0 has made {self.unfinished}, but it is not here; pass the same folder on "
-                "every rank, on a disk that all hosts share"
+                f"{self.unfinished}, made by rank 0, is not here; pass the same folder on every "
+                "rank, on a disk that all hosts share"
             )
 
     def write(self) -> None:

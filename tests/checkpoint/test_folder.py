@@ -175,6 +175,6 @@ def test_a_folder_that_ranks_do_not_share(
 ) -> None:
     told = workers.run(apart, str(tmp_path), asynchronous)
     assert told[0] == told[1]
-    text = "1/.000001-step-0.saving, but it is not here"
+    text = "1/.000001-step-0.saving, made by rank 0, is not here"
     assert told[0] == f"rank 1: {tmp_path}/{text}"
     assert names(tmp_path / "0") == []

@@ -319,5 +319,5 @@ def _sized(rank: int, group: dist.ProcessGroup, name: str) -> list[str]:
 @pytest.mark.parametrize("name", ["Schedule1F1B", "ScheduleInterleaved1F1B", "ScheduleDualPipeV"])
 def test_batches_of_other_sizes(workers: Workers, name: str) -> None:
     for (text,) in workers.run(_sized, name):
-        assert "micro-batch 1 gives [(torch.float32, [2, 8])]" in text
+        assert "micro-batch 1 returns [(torch.float32, [2, 8])]" in text
         assert "the next stage expects [(torch.float32, [3, 8])]" in text
