@@ -56,8 +56,8 @@ class TensorMeta:
         if tensor.layout is not torch.strided or tensor.is_nested:
             kind = "nested" if tensor.is_nested else "sparse"
             raise SignatureError(
-                f"a {kind} tensor cannot go from one stage to another; hand over the dense tensors "
-                "that it is made of"
+                f"a {kind} tensor cannot be sent to another stage; pass the dense tensors that it "
+                "is made of"
             )
         if is_sharded(tensor):
             shard, sharding = local(tensor.detach()), Sharding.of(tensor)

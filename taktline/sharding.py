@@ -134,8 +134,8 @@ def find_mesh(sharding: Sharding, module: nn.Module, get_mesh: GetMesh | None) -
             return mesh
         answer = "None" if mesh is None else f"a mesh of {list(mesh.shape)}"
         raise SignatureError(
-            f"get_mesh returns {answer} for the mesh {sharding.mesh_text} of a tensor that "
-            "arrives; it must return a mesh of that shape with this rank in it"
+            f"get_mesh returns {answer} for the mesh {sharding.mesh_text} of a received tensor; it "
+            "must return a mesh of that shape with this rank in it"
         )
     for tensor in (*module.parameters(), *module.buffers()):
         if is_sharded(tensor):
@@ -147,7 +147,7 @@ def find_mesh(sharding: Sharding, module: nn.Module, get_mesh: GetMesh | None) -
                 return mesh
     raise SignatureError(
         f"a tensor arrives in shards over the mesh {sharding.mesh_text}, and no parameter of this "
-        "stage lies on such a mesh; give the stage get_mesh=lambda names, layout: mesh"
+        "stage is on such a mesh; pass get_mesh=lambda names, layout: mesh to the stage"
     )
 
 
@@ -161,8 +161,8 @@ def _text_of(placement: Placement) -> str:
     if type(placement) is Partial:
         return f"P({placement.reduce_op})"
     raise SignatureError(
-        f"a tensor that is placed as {placement} cannot go from one rank to another; redistribute "
-        "it to Shard, Replicate or Partial"
+        f"a tensor that is placed as {placement} cannot be sent to another rank; redistribute it "
+        "to Shard, Replicate or Partial"
     )
 
 
@@ -173,7 +173,7 @@ def _placements(texts: tuple[str, ...]) -> list[Placement]:
     for text in texts:
         match = _PLACEMENT.fullmatch(text)
         if match is None:
-            raise SignatureError(f"{text!r} is no placement of a tensor")
+            raise SignatureError(f"{text!r} is not a placement")
         dim, reduction = match.groups()
         found.append(Shard(int(dim)) if dim else Partial(reduction) if reduction else Replicate())
     return found

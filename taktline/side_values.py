@@ -225,7 +225,7 @@ def add_loss(loss: torch.Tensor) -> None:
 def require_number(loss: object, demand: str) -> None:
     """Raise unless a loss is one real number."""
     if not isinstance(loss, torch.Tensor):
-        raise LossError(f"{demand} one number as a tensor, not a {type(loss).__name__}")
+        raise LossError(f"{demand} one number as a tensor, not {type(loss).__name__}")
     if loss.numel() != 1:
         shape = list(loss.shape)
         raise LossError(f"{demand} one number as a tensor, not a tensor of shape {shape}")

@@ -40,7 +40,7 @@ def put(name: str, value: torch.Tensor) -> None:
     if not isinstance(name, str):
         refuse("the name of a skip", "a text", name, SkipError)
     if not isinstance(value, torch.Tensor):
-        raise SkipError(f"skip.put({name!r}, …) takes a tensor, not a {type(value).__name__}")
+        raise SkipError(f"skip.put({name!r}, …) takes a tensor, not {type(value).__name__}")
     current_aside().put(name, value)
 
 

@@ -137,7 +137,7 @@ def test_a_signature_has_leaves_tensors_and_gradients() -> None:
         TensorMeta((2,), torch.float32, requires_grad=True),
         TensorMeta((3,), torch.bool),
     )
-    # The gradient is asked for no gradient itself.
+    # The gradient requires no gradient itself.
     assert signature.gradients == (TensorMeta((2,), torch.float32),)
     assert signature.spec is None
     assert str(signature) == "(float32[2], 7, bool[3], None, x)"
@@ -194,7 +194,7 @@ WITH = torch.zeros(2, 3, requires_grad=True)
         ),
     ],
 )
-def test_what_differs_is_told_in_words(expected: list[Any], actual: list[Any], text: str) -> None:
+def test_differences_are_described(expected: list[Any], actual: list[Any], text: str) -> None:
     assert _differences(expected, actual) == (text, False)
 
 
@@ -209,7 +209,7 @@ def test_what_differs_is_told_in_words(expected: list[Any], actual: list[Any], t
         ((Pair(X, 1),), ((X, 1),)),
     ],
 )
-def test_another_tree_is_told(expected: tuple[Any, ...], actual: tuple[Any, ...]) -> None:
+def test_another_tree_is_reported(expected: tuple[Any, ...], actual: tuple[Any, ...]) -> None:
     text, described = _differences(expected, actual)
     assert text.startswith("the outputs are arranged as ")
     assert str(flatten(expected)[1]) in text
@@ -268,14 +268,12 @@ def test_a_signature_describes_what_it_was_made_of(given: tuple[Any, ...]) -> No
 
 
 @given(arguments, arguments)
-def test_there_are_words_exactly_where_something_differs(
-    one: tuple[Any, ...], other: tuple[Any, ...]
-) -> None:
+def test_only_differences_are_described(one: tuple[Any, ...], other: tuple[Any, ...]) -> None:
     signature, leaves = Signature.of(*flatten(one)), flatten(other)
     assert signature.describes(*leaves) == (signature.difference(*leaves) == "")
 
 
-def test_a_number_that_is_none_is_like_itself() -> None:
+def test_nan_equals_itself() -> None:
     # It differs from every number, even from itself; but as a constant it is still the same.
     signature = Signature.of([X, math.nan])
     assert signature.describes([X, float("nan")])

@@ -52,7 +52,7 @@ sys.exit(code)
 @contextmanager
 def commands() -> Iterator[Path]:
     """The same for a process that has not imported everything: a folder with the commands."""
-    # Here, as it imports torch, which whoever installs the commands itself has by then.
+    # Here, as it imports torch, which the callers of this have loaded.
     from tests.workers import PRELOADED
 
     context = multiprocessing.get_context("forkserver")

@@ -42,7 +42,7 @@ class _Background:
         saving = self._saving
         _, self.error = saving.processes.attempt(self._write, f"write {saving.final}")
         if self.error is not None:
-            _log.error("a save in the background was not made: %s", text_of(self.error))
+            _log.error("a background save has failed: %s", text_of(self.error))
             self._leave_note(self.error)
             saving.clear()
 
@@ -54,7 +54,7 @@ class _Background:
                 raise CheckpointError(note.read_text(errors="replace"))
             for transport in saving.processes.transports:
                 if isinstance(transport, Distributed) and transport.verdict is not None:
-                    raise CheckpointError(f"the ranks have lost each other before {saving.final}")
+                    raise CheckpointError(f"the connection was lost before {saving.final}")
             time.sleep(_PAUSE)
         saving.finish()
 
@@ -78,7 +78,7 @@ class _Background:
         if saving.final.exists():
             return True
         if not there:
-            raise CheckpointError(f"rank 0 has given up {saving.final}")
+            raise CheckpointError(f"rank 0 did not save {saving.final}")
         return False
 
 

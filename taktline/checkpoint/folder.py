@@ -79,7 +79,7 @@ def resolve(folder: Path) -> Path:
         return folder
     found = latest(folder)
     if found is None:
-        state = "has none in it that is whole" if folder.is_dir() else "is not there"
+        state = "contains no complete one" if folder.is_dir() else "is not there"
         raise CheckpointError(f"{folder} is no checkpoint, and {state}")
     return found
 

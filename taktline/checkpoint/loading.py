@@ -194,9 +194,9 @@ class _Loading:
             entry = tensors[name]
             if (entry.shape, entry.dtype) != (tuple(tensor.shape), tensor.dtype):
                 raise CheckpointError(
-                    f"{name.removeprefix('model/')} is {name_of(tensor.dtype)}"
-                    f"{list(tensor.shape)} in the model, but {name_of(entry.dtype)}"
-                    f"{list(entry.shape)} in {path}; make the model as it was saved"
+                    f"{name.removeprefix('model/')} is {name_of(tensor.dtype)}{list(tensor.shape)} "
+                    f"in the model, but {name_of(entry.dtype)}{list(entry.shape)} in {path}; build "
+                    "the model as saved"
                 )
         return targets
 
@@ -213,8 +213,8 @@ class _Loading:
             saved = self._own("schedulers", same, "scheduler=…")
             if len(saved) != len(training.schedulers):
                 raise CheckpointError(
-                    f"{self.path} has the state of {counted(len(saved), 'scheduler')}, and here "
-                    f"there are {len(training.schedulers)}"
+                    f"{self.path} has the state of {counted(len(saved), 'scheduler')}, but here "
+                    f"are {len(training.schedulers)}"
                 )
             states += zip(training.schedulers, saved, strict=True)
         # In another layout, only the first process finds random numbers to go on with.

@@ -150,8 +150,8 @@ def packed(value: Any, what: str, tensors: dict[str, torch.Tensor]) -> Any:
     except NotPlainError as error:
         where, found = error.args
         raise CheckpointError(
-            f"{where} is {shown(found)}, which cannot be saved without pickle; let its state have "
-            "numbers, texts, tensors, and lists or dicts of these"
+            f"{where} is {shown(found)}, which cannot be saved without pickle; use numbers, "
+            "strings, tensors, and lists or dicts of these"
         ) from None
 
 
@@ -196,8 +196,8 @@ def merged(parts: Iterable[dict[str, Any]], step: int) -> dict[str, Any]:
         held = sum(prod(piece["size"]) for piece in entry["pieces"])
         if held != prod(entry["shape"]):
             raise CheckpointError(
-                f"of {name}, {held:,} of {prod(entry['shape']):,} elements are on the ranks that "
-                "save; let all ranks that hold a shard of it take part"
+                f"only {held:,} of {prod(entry['shape']):,} elements of {name} are on the ranks "
+                "that save; save on all ranks with a shard of it"
             )
     return whole
 

@@ -119,7 +119,7 @@ class OptimizerState:
         if saved["class"] != _kind(optimizer):
             raise CheckpointError(
                 f"{manifest.path} has the state of {saved['class']}, and this optimizer is "
-                f"{_kind(optimizer)}; make the one that was saved, or load without it"
+                f"{_kind(optimizer)}; use the one that was saved, or load without it"
             )
         self._optimizer, self._manifest = optimizer, manifest
         named = [(stored_name(name), each) for name, each in _named(optimizer, names)]
@@ -152,15 +152,15 @@ class OptimizerState:
             for name in (names[id(parameter)] for parameter in now["params"]):
                 if name not in group_of:
                     raise CheckpointError(
-                        f"{self._manifest.path} has no state of the optimizer for {name}; give the "
-                        "optimizer the parameters that it had when it was saved"
+                        f"{self._manifest.path} has no state of the optimizer for {name}; pass the "
+                        "optimizer the parameters that it was saved with"
                     )
                 found.setdefault(group_of[name], name)
             if len(found) > 1:
                 first, second = list(found.values())[:2]
                 raise CheckpointError(
                     f"{first} and {second} are in one group of this optimizer, and were in two "
-                    f"with other options in {self._manifest.path}; make the groups that were saved"
+                    f"with other options in {self._manifest.path}; use the groups that were saved"
                 )
             group = groups[next(iter(found))]["options"] if found else {}
             options.append({key: unpacked(each, _no_tensor) for key, each in group.items()})

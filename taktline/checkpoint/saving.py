@@ -155,8 +155,8 @@ class Saving:
         """Raise unless this process finds the folder that the first one has made."""
         if not self.unfinished.is_dir():
             raise CheckpointError(
-                f"{self.unfinished} is not there, which rank 0 has made; pass the same folder on "
-                "every rank, on a disk that all hosts share"
+                f"{self.unfinished}, made by rank 0, is not here; pass the same folder on every "
+                "rank, on a disk that all hosts share"
             )
 
     def write(self) -> None:
@@ -250,5 +250,5 @@ def _reassured(error: TaktlineError, folder: Path) -> TaktlineError:
         earlier = folders.latest(folder)
     except CheckpointError:
         return error
-    left = f"what was saved before is as it was: {earlier}" if earlier else f"{folder} has no save"
+    left = f"earlier saves are unchanged: {earlier}" if earlier else f"{folder} has no save"
     return retold(error, f"{text_of(error)}; {left}")

@@ -146,7 +146,7 @@ class TensorFile:
                 size = os.fstat(file.fileno()).st_size
                 length = int.from_bytes(file.read(8), "little")
                 if size < 8 or length > min(size - 8, _LONGEST_HEADER):
-                    raise CheckpointError(f"{path} is no safetensors file, or is cut off")
+                    raise CheckpointError(f"{path} is no safetensors file, or is truncated")
                 text = file.read(length)
                 # Copy on write: torch takes only memory that can be written.
                 self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
@@ -218,7 +218,7 @@ def _stored(text: bytes, start: int, size: int, path: Path) -> dict[str, _Stored
         if dtype is None:
             raise CheckpointError(f"{path}: {name} is of the unknown type {entry['dtype'][:40]!r}")
         if min(shape, default=0) < 0 or not start <= begin <= end <= size:
-            raise CheckpointError(f"{path}: {name} does not lie in the file; it is damaged")
+            raise CheckpointError(f"{path}: {name} is not within the file; it is damaged")
         if end - begin != prod(shape) * dtype.itemsize:
             raise CheckpointError(f"{path}: {name} has another size than its shape; it is damaged")
         found[name] = _Stored(dtype, shape, begin, end)

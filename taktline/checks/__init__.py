@@ -15,6 +15,7 @@ from taktline.checks.arguments import (
     require_text,
     require_whole,
     shown,
+    with_article,
 )
 from taktline.checks.environment import launched, seconds_in_environment
 from taktline.checks.json_text import Either, conform, loads, read
@@ -40,4 +41,5 @@ __all__ = [
     "seconds_in_environment",
     "shown",
     "warn",
+    "with_article",
 ]

@@ -28,6 +28,7 @@ __all__ = [
     "require_text",
     "require_whole",
     "shown",
+    "with_article",
 ]
 
 T = TypeVar("T")
@@ -46,8 +47,16 @@ def shown(value: object) -> str:
     try:
         return _brief.repr(value)
     except Exception:  # whatever a class does when it is printed; there is an error to report
-        name = type(value).__name__
-        return f"{'an' if name[0] in 'aeiouAEIOU' else 'a'} {name}"
+        return with_article(type(value).__name__)
+
+
+def with_article(name: str) -> str:
+    """A name after a or an.
+
+    >>> with_article("list"), with_article("int")
+    ('a list', 'an int')
+    """
+    return f"{'an' if name[0] in 'aeiouAEIOU' else 'a'} {name}"
 
 
 def refuse(name: str, takes: str, value: object, error: Error = ArgumentError) -> NoReturn:
@@ -130,7 +139,7 @@ def require_instance(
 ) -> T:
     """A value of a type; ``takes`` says what that is, if its name does not."""
     if not isinstance(value, kind):
-        refuse(name, takes or f"a {getattr(kind, '__name__', kind)}", value, error)
+        refuse(name, takes or with_article(getattr(kind, "__name__", str(kind))), value, error)
     return value
 
 
@@ -138,7 +147,8 @@ def require_instances(
     name: str, values: Any, kind: type[T], takes: str = "", error: Error = ArgumentError
 ) -> list[T]:
     """A list of values of a type."""
-    listed = require_iterable(name, values, f"a list, each {takes or f'a {kind.__name__}'}", error)
+    each = takes or with_article(kind.__name__)
+    listed = require_iterable(name, values, f"a list, each {each}", error)
     return [
         require_instance(f"{name}[{index}]", value, kind, takes, error)
         for index, value in enumerate(listed)

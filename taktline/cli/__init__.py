@@ -19,7 +19,7 @@ def main() -> None:
 
     from taktline.cli.app import app
 
-    # Where click lies depends on typer's version.
+    # Where click is depends on typer's version.
     usage_error: Any = BadParameter.__bases__[0]
     try:
         code = app(standalone_mode=False)

@@ -40,7 +40,7 @@ def calibrate(timelines: Sequence[Timeline]) -> Costs:
     for timeline in timelines[1:]:
         if (timeline.plan.stages, timeline.costs.unit) != (stages, first.unit):
             raise CostError(
-                "costs come from timelines of one model: with equally many stages, in one unit"
+                "costs need timelines of one model, with equal numbers of stages, in one unit"
             )
     means = np.stack([_means(timeline) for timeline in timelines])
     rows: list[FloatArray] = list(known_medians(means, axis=0))

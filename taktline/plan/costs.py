@@ -129,8 +129,8 @@ class Costs:
             return self.of("activation", stages)
         if isinstance(value, tuple) and len(value) != stages:
             raise CostError(
-                f"{name} is given for {len(value)} stages, but the plan has {stages}; "
-                "give one number for all, or one for each"
+                f"{name} is for {len(value)} stages, but the plan has {stages}; pass one number "
+                "for all, or one for each"
             )
         return np.broadcast_to(np.asarray(value, np.float64), (stages,)).copy()
 

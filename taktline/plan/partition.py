@@ -106,7 +106,7 @@ def balance(
     layers = len(sizes)
     stages = _checked(stages, layers)
     if memory is None and limits is not None:
-        raise PartitionError("limits are given, but not the memory that each layer needs")
+        raise PartitionError("limits need the memory of each layer")
     needs, most = _needs(memory, layers), _for_each(limits, stages)
     # Whole multiples of one unit, as whole numbers are quick.
     unit = math.lcm(*(size.denominator for size in sizes))
@@ -140,8 +140,8 @@ def _needs(memory: Iterable[float] | None, layers: int) -> list[int] | list[Frac
     needs = [0] * layers if memory is None else _exact("memory", memory)
     if len(needs) != layers:
         raise PartitionError(
-            f"memory is given for {counted(len(needs), 'layer')}, "
-            f"costs for {counted(layers, 'layer')}"
+            f"memory is for {counted(len(needs), 'layer')}, costs are for "
+            f"{counted(layers, 'layer')}"
         )
     return needs
 
@@ -227,7 +227,7 @@ def _checked(stages: Any, layers: int) -> int:
         raise PartitionError(
             f"{counted(layers, 'layer')} cannot be cut into "
             f"{counted(stages, 'stage') if stages <= LARGEST else 'so many stages'}: each stage "
-            f"needs at least one layer{f', so at most {layers} would do' if layers else ''}"
+            f"needs at least one layer{f', so use at most {layers}' if layers else ''}"
         )
     return stages
 
@@ -240,8 +240,8 @@ def _for_each(limits: float | Iterable[float] | None, stages: int) -> list[float
         each = require_iterable("limits", limits, "a number, or one for each stage", PartitionError)
     if len(each) != stages:
         raise PartitionError(
-            f"limits are given for {counted(len(each), 'stage')}, but there are {stages}; "
-            "give one number for all, or one for each"
+            f"limits are for {counted(len(each), 'stage')}, but there are {stages}; pass one "
+            "number for all, or one for each"
         )
     return [
         limit if limit == math.inf else _number(f"the limit of stage {stage}", limit)

@@ -190,7 +190,7 @@ def add_comm(plan: Plan) -> Plan:
     receives = Rows.of(np.where(forward, Kind.RECV_F, Kind.RECV_B), peer_stage, microbatch)
     receiver = np.array(plan.placement.rank_of)[peer_stage]
 
-    # A receive stands in front of one of the plan's rows, a send behind its whole source.
+    # A receive is before one of the plan's rows, a send after its whole source.
     in_front_of = _under_way(plan, receiver, moment, run)
     behind = sources + rows.joined[sources]
     anchor = np.concatenate([in_front_of, np.arange(len(rows)), behind])

@@ -132,7 +132,7 @@ class Plan:
             raise PlanError(f"a plan has at most {MOST_RANKS:,} ranks, not {len(ranks):,}")
         rows = [Rows.from_actions(map(_as_action, rank)) for rank in ranks]
         if not any(map(len, rows)):
-            raise PlanError("a plan without actions: give at least one forward")
+            raise PlanError("a plan without actions: pass at least one forward")
         if placement is None:
             placement = _infer_placement(rows)
         if microbatches is None:

@@ -124,7 +124,7 @@ def wrong_rank(subject: Subject) -> Iterator[Violation]:
     owner = rank_of[plan.rows.stage[index]]
     for row in index[owner != subject.rank[index]].tolist():
         stage = int(plan.rows.stage[row])
-        yield subject.at(row, "rank", f"stage {stage} lies on rank {rank_of[stage]}")
+        yield subject.at(row, "rank", f"stage {stage} is on rank {rank_of[stage]}")
 
 
 def duplicate(subject: Subject) -> Iterator[Violation]:
@@ -188,7 +188,7 @@ def partners(subject: Subject) -> Iterator[Violation]:
             for row in index[~crosses[index]].tolist():
                 stage, peer = int(rows.stage[row]), int(rows.stage[row]) + hop
                 if 0 <= peer < plan.stages:
-                    text = f"stage {peer} lies on the same rank: leave it out"
+                    text = f"stage {peer} is on the same rank: leave it out"
                 else:
                     text = f"stage {stage} has no neighbour on that side"
                 yield subject.at(row, "partner", text)

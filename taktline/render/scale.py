@@ -14,12 +14,12 @@ __all__ = ["nice_ticks", "shared_axis"]
 def shared_axis(timelines: Sequence[Timeline]) -> tuple[float, str]:
     """Where the one axis of all timelines ends, and its unit."""
     if not timelines:
-        raise PlanError("a drawing without timelines: give at least one")
+        raise PlanError("a drawing without timelines: pass at least one")
     units = sorted({timeline.costs.unit for timeline in timelines})
     if len(units) > 1:
         raise CostError(
-            f"times in {' and '.join(map(repr, units))} do not share an axis: give all costs in "
-            "one unit"
+            f"times in {' and '.join(map(repr, units))} do not share an axis: use one unit for all "
+            "costs"
         )
     return max(timeline.makespan for timeline in timelines) or 1.0, units[0]
 

@@ -120,8 +120,8 @@ def _misshaped(ranks: Sequence[Handshake]) -> str | None:
             output.leaves, output.spec, any_batch=True, gradients=False
         ):
             return (
-                f"stage {stage} on rank {giver} gives {output} (output_args), but stage "
-                f"{stage + 1} on rank {taker} takes {expected} (input_args): {difference}"
+                f"stage {stage} on rank {giver} has {output} (output_args), but stage {stage + 1} "
+                f"on rank {taker} takes {expected} (input_args): {difference}"
             )
     return None
 
@@ -139,12 +139,12 @@ def _misplaced(held: Sequence[Sequence[int]], rank_of: Sequence[int]) -> str | N
     words = [
         f"stage {stage} is missing: no rank has it"
         if not ranks
-        else f"stage {stage} is there {len(ranks)} times: on rank {_listed(ranks)}"
+        else f"stage {stage} exists {len(ranks)} times: on rank {_listed(ranks)}"
         for stage, ranks in holders.items()
         if len(ranks) != 1
     ]
     if not words:
-        words = ["the stages do not lie where the schedule runs them"]
+        words = ["the stages are not where the schedule runs them"]
     needs = "; ".join(
         f"rank {rank} has {_stages(has)} and needs {_stages(needs)}"
         for rank, (has, needs) in enumerate(zip(held, wanted, strict=True))

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 import torch
 from torch import Tensor
 
+from taktline.checks import with_article
 from taktline.errors import BatchError
 from taktline.meta import TensorMeta
 from taktline.pytree import TreeSpec, tree_flatten
@@ -50,9 +51,9 @@ def describe(value: Any) -> str:
         return f"BlockMask{list(value.shape)}"
     held = children(value)
     if held is not None:
-        return f"a {type(value).__name__} of {list(held)}"
+        return f"{with_article(type(value).__name__)} of {list(held)}"
     simple = value is None or isinstance(value, int | float | str)
-    return repr(value) if simple else f"a {type(value).__name__}"
+    return repr(value) if simple else with_article(type(value).__name__)
 
 
 # If FlexAttention was never imported, no value can be a BlockMask.

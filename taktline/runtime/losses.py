@@ -41,7 +41,7 @@ class Wanted:
         """Raise if the arguments are of the wrong type."""
         for name, wanted in (("losses", self.losses), ("aux_losses", self.aux_losses)):
             if wanted is not None and not isinstance(wanted, list):
-                raise BatchError(f"{name} is a list to be filled, not a {type(wanted).__name__}")
+                raise BatchError(f"{name} must be a list to fill, not {type(wanted).__name__}")
         require_flag("share_losses", self.shares, BatchError)
         require_flag("return_outputs", self.outputs, BatchError)
 
@@ -106,7 +106,7 @@ def warn_if_uneven(rows: int, targets: Sequence[Any]) -> bool:
     shown = ", ".join(map(str, sizes[:8])) + (", …" if count > 8 else "")
     warn(
         f"micro-batches differ in size ({shown} rows), and each of them counts the same: the loss "
-        f"and its gradients are not those of the whole batch. Give batches that {count} "
+        f"and its gradients are not those of the whole batch. Use batches that {count} "
         "micro-batches divide, pass loss_weights=… to a schedule of Taktline, or use its Pipeline "
         "with whole batches, which counts rows"
     )
@@ -138,8 +138,8 @@ def scales(weights: LossWeights, targets: Sequence[Any], *, normalised: bool) ->
         fewer = ", or a function of a micro-batch's target: a batch with fewer rows has fewer"
         raise BatchError(
             f"loss_weights has {counted(len(found), 'number')}, but there are "
-            f"{counted(len(targets), 'micro-batch')}; give one for each"
-            f"{fewer if len(found) > len(targets) else ''}"
+            f"{counted(len(targets), 'micro-batch')}; pass one for "
+            f"each{fewer if len(found) > len(targets) else ''}"
         )
     # Together, to wait for a GPU only once.
     numbers = torch.stack([torch.as_tensor(number).double() for number in found]).tolist()

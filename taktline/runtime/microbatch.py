@@ -240,8 +240,8 @@ def _first_cut(arguments: list[_Argument]) -> _Leaf | None:
     for leaf in cut[1:]:
         if leaf.size != cut[0].size:
             hint = (
-                "; where dimension 0 is not the batch, give a chunk spec: TensorChunkSpec(dim), "
-                "or Replicate() for the whole in each micro-batch"
+                "; where dimension 0 is not the batch, pass a chunk spec: TensorChunkSpec(dim), or "
+                "Replicate() for the whole in each micro-batch"
             )
             fitting = _fitting(leaf, cut[0].size) or _fitting(cut[0], leaf.size)
             by_default = leaf.by_default or cut[0].by_default
@@ -266,8 +266,8 @@ def _require_enough(arguments: list[_Argument], chunks: int) -> None:
     if first is not None and first.size < chunks:
         fewer = f", or use at most {counted(first.size, 'micro-batch')}" if first.size else ""
         raise BatchError(
-            f"{first} cannot be cut into {counted(chunks, 'micro-batch')}; "
-            f"give at least {chunks}{fewer}"
+            f"{first} cannot be cut into {counted(chunks, 'micro-batch')}; pass at least "
+            f"{chunks}{fewer}"
         )
 
 
@@ -279,7 +279,7 @@ def _walk(name: str, value: Any, spec: Any) -> Iterator[tuple[str, Any, Any]]:
         specs = children(spec)
         if specs is None:
             raise BatchError(
-                f"{name}: {spec!r} is no chunk spec; give a TensorChunkSpec, Replicate() or None"
+                f"{name}: {spec!r} is no chunk spec; use a TensorChunkSpec, Replicate() or None"
             )
         if values is None or specs.keys() != values.keys():
             raise BatchError(f"{name} is {describe(value)}, but its chunk spec {describe(spec)}")
@@ -295,7 +295,7 @@ def _cut_dim(name: str, leaf: Any, spec: Any) -> int | None:
     if spec is Replicate or isinstance(spec, Replicate):
         return None
     if isinstance(spec, _CustomReducer):
-        raise BatchError(f"{name} has a reducer for its chunk spec, but these are for merging")
+        raise BatchError(f"{name} has a reducer as its chunk spec, but reducers only merge")
     if isinstance(leaf, torch.Tensor):
         return None if spec is None and not leaf.ndim else _dimension(name, leaf, spec)
     if is_block_mask(leaf):
@@ -303,7 +303,7 @@ def _cut_dim(name: str, leaf: Any, spec: Any) -> int | None:
             raise BatchError(f"{name} is a BlockMask, which is cut along dimension 0, not {spec}")
         return 0 if leaf.shape[0] > 1 else None  # a mask for one sample holds for all
     if spec is not None:
-        raise BatchError(f"{name} is {describe(leaf)}, no tensor: give Replicate(), not {spec}")
+        raise BatchError(f"{name} is {describe(leaf)}, no tensor: use Replicate(), not {spec}")
     return None
 
 
@@ -312,7 +312,7 @@ def _dimension(name: str, value: torch.Tensor, spec: TensorChunkSpec | None) -> 
     dim = spec.split_dim if spec else 0
     if not isinstance(dim, int) or not -value.ndim <= dim < value.ndim:
         fits = f"one from {-value.ndim} to {value.ndim - 1}" if value.ndim else "Replicate()"
-        raise BatchError(f"{name} is {describe(value)}: it has no dimension {dim!r}; give {fits}")
+        raise BatchError(f"{name} is {describe(value)}: it has no dimension {dim!r}; use {fits}")
     return dim % value.ndim
 
 
@@ -324,12 +324,12 @@ def _merge(name: str, values: Sequence[Any], spec: Any) -> Any:
     if isinstance(first, torch.Tensor) and (spec is None or isinstance(spec, TensorChunkSpec)):
         return join(name, values, _dimension(name, first, spec) if first.ndim else 0)
     if isinstance(spec, TensorChunkSpec):
-        raise BatchError(f"{name} is {describe(first)}, no tensor: give Replicate(), not {spec}")
+        raise BatchError(f"{name} is {describe(first)}, no tensor: use Replicate(), not {spec}")
     for number, value in enumerate(values[1:], 1):
         if not same(first, value):
             one, other = describe(first), describe(value)
             raise BatchError(
                 f"{name} is {one} in micro-batch 0, but {other if other != one else 'another one'} "
-                f"in micro-batch {number}; give a _CustomReducer as its chunk spec"
+                f"in micro-batch {number}; use a _CustomReducer as its chunk spec"
             )
     return first

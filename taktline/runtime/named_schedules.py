@@ -247,8 +247,8 @@ class ScheduleFromPlan(Schedule):
         def check(ranks: int) -> Plan:
             if chosen.ranks != ranks:
                 raise MismatchError(
-                    f"plan {chosen.name!r} is for {chosen.ranks} ranks, here are {ranks}; "
-                    f"build it for {ranks}, or start {chosen.ranks}"
+                    f"plan {chosen.name!r} is for {chosen.ranks} ranks, not {ranks}; build it for "
+                    f"{ranks}, or start {chosen.ranks}"
                 )
             return chosen
 
@@ -290,7 +290,7 @@ def get_schedule_class(schedule_name: str) -> type[_Single | _Multi]:
     name = find(schedule_name).name
     if name not in _CLASSES:
         raise ScheduleError(
-            f"{name} has no class of its own; use ScheduleFromPlan with build({name!r}, …). "
-            f"Classes there are for: {', '.join(_CLASSES)}"
+            f"{name} has no class of its own; use ScheduleFromPlan with build({name!r}, …). There "
+            f"are classes for: {', '.join(_CLASSES)}"
         )
     return _CLASSES[name]

@@ -174,8 +174,8 @@ class PipelineRank:
             for stage in self._stages:
                 if stage.num_stages != count:
                     raise MismatchError(
-                        f"stage {stage.stage_index} is one of {stage.num_stages} (num_stages), "
-                        f"but the plan has {counted(count, 'stage')}; give both the same"
+                        f"stage {stage.stage_index} is one of {stage.num_stages} (num_stages), but "
+                        f"the plan has {counted(count, 'stage')}; make them equal"
                     )
             self.replicas.check(self.transport)
         if not self._identity.number or self._ties.uses:

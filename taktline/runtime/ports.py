@@ -132,8 +132,8 @@ class Outgoing:
                 raise signature.misfit(
                     leaves,
                     f"{signature.difference(leaves, spec)}, as it was for inputs of the same "
-                    "shapes before; if what a stage gives depends on their values, give the "
-                    "schedule dynamic_shapes=True",
+                    "shapes before; if the output depends on their values, pass "
+                    "dynamic_shapes=True to the schedule",
                 )
             leaves = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         self._packed[microbatch] = self._layouts[microbatch].pack(leaves)

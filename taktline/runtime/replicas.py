@@ -162,7 +162,7 @@ def _grad_sync(stage: PipelineStage, transport: Transport) -> GradSync | None:
         raise MismatchError(f"stage {stage.stage_index}: {error}") from None
     if sync is not None and isinstance(transport, LocalTransport):
         raise MismatchError(
-            f"stage {stage.stage_index} is wrapped in {sync.name}, which needs one process a rank, "
+            f"stage {stage.stage_index} is wrapped in {sync.name}, which needs a process per rank, "
             "but local ranks share one; leave the wrapper out here, or start processes with "
             "torchrun"
         )
@@ -176,8 +176,8 @@ def _check(stage: PipelineStage, sync: GradSync) -> None:
             raise MismatchError(
                 f"stage {stage.stage_index}: its {sync.name} averages gradients over the ranks "
                 f"{dist.get_process_group_ranks(group)}, but of these {shared} are one pipeline "
-                "and hold other stages; give the wrapper the data-parallel dimension of the mesh, "
-                "and the stage group= the pipeline's"
+                "and hold other stages; pass the data-parallel dimension of the mesh to the "
+                "wrapper, and the pipeline's group= to the stage"
             )
     if refusal := sync.refusal():
         raise MismatchError(f"stage {stage.stage_index}: {refusal}")

@@ -43,8 +43,8 @@ _MOST_TEXT = 1 << 24
 _MOST_DRAINED = 1 << 30
 """The most bytes of unreadable data that are taken off a channel."""
 _NO_MESSAGE = (
-    "a message has arrived that does not begin as a message does, or is larger than the memory of "
-    "this rank; restart all ranks, with one version of Taktline"
+    "what has arrived is not a message, or is larger than the memory of this rank; restart all "
+    "ranks, with one version of Taktline"
 )
 _DONE, _FAILED = 0x7A4B0001, 0x7A4B0002
 """The first number of a message: its sender has worked, or failed."""
@@ -150,7 +150,7 @@ class Inbox:
         try:
             signature = decode(text)
             if Layout(signature.tensors, self._device).nbytes != data_size:
-                raise SignatureError(f"what has arrived is not as long as {signature} is")
+                raise SignatureError(f"a received message is not as long as {signature}")
         except SignatureError as error:
             # Fetch the whole message: the next one begins behind it.
             if data_size > _MOST_DRAINED:

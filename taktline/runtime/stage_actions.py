@@ -303,5 +303,5 @@ def _check(expected: Signature | None, arguments: Sequence[Any], name: str, give
         *flatten(arguments), any_batch=True, gradients=False, name=name
     )
     if difference:
-        text = f"{difference}; {given} of this stage says {expected}"
+        text = f"{difference}; {given} of this stage is {expected}"
         raise expected.misfit(flatten(arguments)[0], text)

@@ -95,7 +95,7 @@ class Batch:
             if chunks is not None:
                 raise BatchError(
                     f"{name} has {counted(len(chunks), 'micro-batch')}, but the batch has "
-                    f"{counted(rows, 'row')} and runs as {parts}; give all of it whole, or all of "
+                    f"{counted(rows, 'row')} and runs as {parts}; pass all of it whole, or all of "
                     "it as micro-batches"
                 )
 
@@ -141,19 +141,19 @@ def _require_aligned(rows: int, size: int, parts: int) -> None:
     if bounds(rows, parts) != [each * bound for bound in bounds(size, parts)]:
         raise BatchError(
             f"the target has one entry for {each} rows of the batch, and {rows} rows in "
-            f"{counted(parts, 'micro-batch')} would part some of them; let the number of "
-            f"micro-batches divide {size}"
+            f"{counted(parts, 'micro-batch')} would split some; use a number of micro-batches that "
+            f"divides {size}"
         )
 
 
 def _ready(name: str, chunks: Sequence[Any], count: int, *, whole: bool) -> Sequence[Any]:
     """Micro-batches from the caller; ``whole`` is whether the whole batch was given, too."""
     if whole:
-        raise BatchError(f"{name} and the whole batch were given; give one of them")
+        raise BatchError(f"pass {name} or the whole batch, not both")
     if len(chunks) != count:
         raise BatchError(
             f"{name} has {counted(len(chunks), 'micro-batch')}, but the schedule runs {count}; "
-            f"give {count}"
+            f"pass {count}"
         )
     return chunks
 

@@ -61,13 +61,13 @@ def untied(uses: Sequence[TieUse]) -> str | None:
         for stage in tie.stages:
             if (tie, stage) not in found:
                 return (
-                    f"{tie}: these are tied, but stage {stage} does not know of it; give each of "
-                    "the stages the same ties="
+                    f"{tie}: these are tied, but not in the ties= of stage {stage}; pass the same "
+                    "ties= to each of the stages"
                 )
         kinds = {stage: found[tie, stage] for stage in tie.stages}
         if len(set(kinds.values())) > 1:
             listed = ", ".join(f"{kind} in stage {stage}" for stage, kind in kinds.items())
-            return f"{tie}: these are tied, but differ: {listed}; tie weights that are the same"
+            return f"{tie}: these are tied, but differ: {listed}; tie equal weights"
     return None
 
 

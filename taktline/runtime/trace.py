@@ -59,7 +59,7 @@ class Trace:
         """The last timeline."""
         if not self.timelines:
             raise ScheduleError(
-                "there is no timeline: run a step inside of schedule.trace(), and leave it"
+                "no timeline yet: run a step inside schedule.trace(), and leave the block"
             )
         return self.timelines[-1]
 

@@ -63,7 +63,7 @@ def arguments_of(example: Any) -> Call:
             return (example,), {}
     raise PartitionError(
         "example must be a tuple of arguments, a dict of keyword arguments, or (args, kwargs), not "
-        f"a {type(example).__name__}"
+        f"{type(example).__name__}"
     )
 
 

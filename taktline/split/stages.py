@@ -38,10 +38,10 @@ class Pieces(Sequence[nn.Module]):
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._modules = tuple(require_iterable("modules", modules, error=PartitionError))
         if not self._modules:
-            raise PartitionError("a model in no pieces: give at least one module")
+            raise PartitionError("a model without stages: pass at least one")
         for stage, module in enumerate(self._modules):
             if not isinstance(module, nn.Module):
-                raise PartitionError(f"stage {stage} is {shown(module)}, which is no nn.Module")
+                raise PartitionError(f"stage {stage} is {shown(module)}, not an nn.Module")
         self.division: object = None
         """The costs of the stages, if they decided where to cut."""
         self.ties: tuple[Tie, ...] = find_ties(self._modules)

@@ -20,13 +20,13 @@ _BEFORE = "convert the model before you make the pipeline of it"
 _INSTEAD = {
     "forward": "call step(…) to train, and eval(…) for outputs",
     "backward": "step(…) runs forward and backward",
-    "cuda": 'say where it computes when you make it: Pipeline(…, device="cuda")',
-    "cpu": 'say where it computes when you make it: Pipeline(…, device="cpu")',
+    "cuda": 'pass the device when you make it: Pipeline(…, device="cuda")',
+    "cpu": 'pass the device when you make it: Pipeline(…, device="cpu")',
     **dict.fromkeys(("half", "float", "double", "bfloat16", "type"), _BEFORE),
-    "apply": "go over pipe.modules()",
-    "requires_grad_": "go over pipe.parameters()",
+    "apply": "use pipe.modules()",
+    "requires_grad_": "use pipe.parameters()",
     "buffers": "pipe.state_dict() has them",
-    "compile": "say so when you make it: Pipeline(…, compile=True)",
+    "compile": "pass it when you make it: Pipeline(…, compile=True)",
 }
 
 

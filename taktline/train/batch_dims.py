@@ -161,8 +161,8 @@ def _refusal(key: _Key, example: torch.Tensor, batch: torch.Tensor) -> BatchErro
     return BatchError(
         f"it is unclear how to cut {_named(key)}, which is {describe(batch)} in this batch and "
         f"{describe(example)} in the example; pass {given} with the dimension that is the batch, "
-        "or Replicate() instead for the whole in each micro-batch, and None for arguments with "
-        "the batch in front; or cut the batch yourself, and pass arg_mbs and kwarg_mbs"
+        "or Replicate() instead for the whole in each micro-batch, and None for arguments with the "
+        "batch first; or cut the batch yourself, and pass arg_mbs and kwarg_mbs"
     )
 
 

@@ -266,7 +266,7 @@ def _require_wrapped(built: Built) -> None:
             dims = ", ".join(map(repr, built.ranks.data_dims))
             raise MismatchError(
                 f"the mesh has room for {built.ranks.replicas} replicas of stage "
-                f"{stage.stage_index} ({dims}), and nothing averages their gradients; say "
+                f"{stage.stage_index} ({dims}), and nothing averages their gradients; pass "
                 'data_parallel="ddp" or "fsdp", or wrap it in prepare'
             )
 

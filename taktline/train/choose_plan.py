@@ -64,7 +64,7 @@ def _fitting(plan: Plan, ranks: int, microbatches: int | None) -> Plan:
     """A ready plan; raises unless it is for these numbers."""
     if plan.ranks != ranks:
         raise ScheduleError(
-            f"plan {plan.name!r} is for {counted(plan.ranks, 'rank')}, here are {ranks}; start "
+            f"plan {plan.name!r} is for {counted(plan.ranks, 'rank')}, not {ranks}; start "
             f"{plan.ranks}, or pass ranks={plan.ranks} without a launcher"
         )
     if microbatches not in (None, plan.microbatches):

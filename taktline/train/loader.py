@@ -105,8 +105,8 @@ class SharedLoader:
             self._fail(f"rank 0{self._replica}, {what}: {found}" if failed else None, cause)
         if lowest != highest:
             raise DataError(
-                f"the replicas have different numbers of batches: {what} is there in some, and "
-                "others are at their end; let all have the same number, for example with "
+                f"the replicas have different numbers of batches: {what} exists in some, but not "
+                "in others; use the same number in all, for example with "
                 "DistributedSampler(dataset, pipe.replicas, pipe.replica)"
             )
         assert not isinstance(found, str)
@@ -125,12 +125,12 @@ def _checked(batches: Any) -> Iterable[Any]:
     """The batches; raises unless they can be iterated over."""
     if isinstance(batches, Dataset) and not isinstance(batches, IterableDataset):
         raise DataError(
-            f"a {type(batches).__name__} has samples, not batches; pass a "
-            "DataLoader(dataset, batch_size=…)"
+            f"{type(batches).__name__} has samples, not batches; pass a DataLoader(dataset, "
+            "batch_size=…)"
         )
     if not hasattr(batches, "__iter__") and not hasattr(batches, "__getitem__"):
         raise DataError(
-            f"a {type(batches).__name__} has no batches; pass a DataLoader, or any iterable of "
+            f"{type(batches).__name__} has no batches; pass a DataLoader, or any iterable of "
             "batches, on the rank that reads"
         )
     return batches

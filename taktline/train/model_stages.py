@@ -79,7 +79,7 @@ def _stages(
         return [model]
     if cuts is None and example is None:
         raise PartitionError(
-            f"to cut a {type(model).__name__} into {plan.stages} stages, pass example=(…), the "
+            f"to cut {type(model).__name__} into {plan.stages} stages, pass example=(…), the "
             "arguments of one micro-batch, or cuts=[…], the names of the submodules at which new "
             "stages begin"
         )
@@ -97,7 +97,7 @@ def _stages(
 def _checked(modules: dict[int, nn.Module], plan: Plan) -> dict[int, nn.Module]:
     for stage, module in modules.items():
         if not isinstance(module, nn.Module):
-            raise PartitionError(f"stage {stage} is {module!r}, which is no nn.Module")
+            raise PartitionError(f"stage {stage} is {module!r}, not an nn.Module")
         if stage not in range(plan.stages):
             raise PartitionError(
                 f"there is no stage {stage}: {plan.name} on {counted(plan.ranks, 'rank')} has "
@@ -110,8 +110,8 @@ def keep(state: ModelState, stages: Sequence[int]) -> None:
     """Drop all stages but these."""
     if missing := sorted(set(stages) - set(state.modules)):
         raise PartitionError(
-            f"the plan puts the stages {sorted(stages)} here, but {missing} are not among the "
-            f"stages given, which are {sorted(state.modules)}"
+            f"the plan puts stages {sorted(stages)} here, but {missing} are not among those "
+            f"passed: {sorted(state.modules)}"
         )
     state.modules = {stage: state.modules[stage] for stage in stages}
 

@@ -29,7 +29,8 @@ class Preemption:
     def __init__(self, on_preempt: Callable[[Any], object], owner: object) -> None:
         if threading.current_thread() is not threading.main_thread():
             raise UseError(
-                "on_preempt hears SIGTERM, which only the main thread can; make this pipeline there"
+                "on_preempt handles SIGTERM, which only the main thread can; make the pipeline "
+                "there"
             )
         self.on_preempt = on_preempt
         self.ending = False

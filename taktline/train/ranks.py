@@ -226,13 +226,13 @@ def _connecting() -> Iterator[None]:
         if not refused:
             raise
         advice = (
-            "gloo takes the address that this host's name has, which is often 127.0.0.1: set "
-            "GLOO_SOCKET_IFNAME to the network interface that the hosts share, such as eth0"
+            "gloo uses the address of this host's name, often 127.0.0.1: set GLOO_SOCKET_IFNAME to "
+            "the network interface that the hosts share, such as eth0"
         )
         if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
             advice += (
-                ". These processes were restarted: torchrun's shared store still has the "
-                "addresses of the earlier ones, which TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 cures"
+                ". These processes were restarted: torchrun's shared store still has the addresses "
+                "of the earlier ones, so set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
             )
         text = str(error).splitlines()[0]
         raise TransportError(
@@ -271,7 +271,7 @@ def _mesh(ranks: int | None, data_parallel: str | None, device: torch.device) ->
             "or leave out ranks"
             if world % size
             else f"ranks is {ranks} of {world} processes, so there is room for {world // size} "
-            'replicas of the pipeline: say data_parallel="ddp" or "fsdp", or leave out ranks'
+            'replicas of the pipeline: pass data_parallel="ddp" or "fsdp", or leave out ranks'
         )
     shape = (size, world // size) if data_parallel is not None else (size,)
     end_unused()

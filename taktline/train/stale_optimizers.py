@@ -53,8 +53,8 @@ def _check(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         for parameter in group["params"]:
             if parameter in _names:
                 raise MismatchError(
-                    f"this {type(optimizer).__name__} was made before the pipeline, which has put "
-                    f"another parameter in the place of {_names[parameter]!r}, as FSDP does, so it "
-                    "would train nothing; make the optimizer of pipe.parameters()"
+                    f"this {type(optimizer).__name__} was made before the pipeline, which has "
+                    f"replaced the parameter {_names[parameter]!r}, as FSDP does, so it would "
+                    "train nothing; make it with pipe.parameters()"
                 )
     _checked[optimizer] = _noted

@@ -43,8 +43,8 @@ def verify(
     mesh = built.ranks.mesh
     if mesh is not None and mesh.ndim > 1:
         raise UseError(
-            "verify() compares one pipeline by itself; make one without replicas and tensor "
-            "parallelism, which has the same stages"
+            "verify() needs a pipeline without replicas and tensor parallelism; make one with the "
+            "same stages"
         )
     with guarded(built.ranks.transport, "verify()") as what:
         built.schedule._runner.arrive(what)

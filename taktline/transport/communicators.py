@@ -56,9 +56,7 @@ class Communicator:
             elif backend == "gloo":  # for tests without a GPU
                 made = dist.ProcessGroupGloo(store, 1 - peer, 2, timeout)
             else:
-                raise TransportError(
-                    f"there are channels for gloo and nccl, but none for {backend!r} yet"
-                )
+                raise TransportError(f"{backend!r} is not supported yet; use gloo or nccl")
         except RuntimeError as error:
             raise failed(error) from error
         return cls(made, peer, failed)

@@ -33,7 +33,7 @@ class Absent(Exception):
     """Processes have not come to connect."""
 
     def __init__(self, processes: list[int], *, timed_out: bool) -> None:
-        super().__init__(f"processes {processes} have not come")
+        super().__init__(f"processes {processes} did not connect")
         self.processes = processes
         self.timed_out = timed_out
 

@@ -120,8 +120,8 @@ def _kind_of(cls: Any) -> str:
     name = _name(cls)
     if _known().get(name) is not cls:
         raise SignatureError(
-            f"a {cls.__qualname__} of {cls.__module__} cannot go from one rank to another; hand "
-            "over what it holds, in a tuple or a dict"
+            f"{cls.__qualname__} of {cls.__module__} cannot be sent to another rank; pass its "
+            "contents in a tuple or a dict"
         )
     return name
 
@@ -130,7 +130,7 @@ def _decode_node(data: Any, depth: int) -> pytree.TreeSpec:
     if data is None:
         return pytree.tree_structure(0)
     if not depth or not isinstance(data, list) or len(data) != 3 or not isinstance(data[2], list):
-        raise SignatureError("a container has arrived that is not described as one")
+        raise SignatureError("a received container has a wrong description")
     kind, context, described = data
     children = [_decode_node(child, depth - 1) for child in described]
     if kind == _NAMED:
@@ -152,8 +152,7 @@ def _named_type(context: Any, children: int) -> Any:
         raise _unknown(name)
     if not len(found._fields) == fields == children:  # pyright: ignore[reportAttributeAccessIssue]
         raise SignatureError(
-            f"a {_words(name)} has arrived with other fields than it has here; run the same code "
-            "on every rank"
+            f"a received {_words(name)} has other fields than here; run the same code on every rank"
         )
     return found
 
@@ -174,7 +173,7 @@ def _check(kind: str, context: Any, children: int) -> None:
                 keys = None
         fits = isinstance(keys, list) and len(keys) == children and _are_keys(keys)
     if not fits:
-        raise SignatureError(f"a {kind} has arrived that is not described as one")
+        raise SignatureError(f"a received {kind} has a wrong description")
 
 
 def _are_keys(keys: Sequence[Any]) -> bool:
@@ -195,8 +194,8 @@ def encode_plain(context: Any, owner: Any) -> Any:
     except (NotPlainError, ValueError) as error:
         value = error.args[1] if isinstance(error, NotPlainError) else context
         raise SignatureError(
-            f"a {owner.__name__} with {value!r} cannot go from one rank to another; let it have "
-            "keys and fields that are numbers and strings"
+            f"{owner.__name__} with {value!r} cannot be sent to another rank; use keys and fields "
+            "that are numbers and strings"
         ) from None
 
 
@@ -205,7 +204,7 @@ def decode_plain(data: Any) -> Any:
     try:
         return unpack(data)
     except (KeyError, TypeError, ValueError, OverflowError):
-        raise SignatureError("a plain value has arrived that is not described as one") from None
+        raise SignatureError("a received plain value has a wrong description") from None
 
 
 def _known() -> dict[str, Any]:
@@ -240,6 +239,6 @@ def _words(name: Any) -> str:
 
 def _unknown(name: Any) -> SignatureError:
     return SignatureError(
-        f"a container {_words(name)!r} has arrived, which this rank does not know; on every rank, "
-        "call taktline.register_container with its class, or import the module that registers it"
+        f"this rank does not know the received container {_words(name)!r}; on every rank, call "
+        "taktline.register_container with its class, or import the module that registers it"
     )

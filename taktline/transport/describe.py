@@ -60,8 +60,8 @@ def _encode_leaf(leaf: object) -> object:
     if leaf is None or type(leaf) in (bool, int, float, str):
         return encode_plain(leaf, type(leaf))
     raise SignatureError(
-        f"a {type(leaf).__name__} cannot go from one rank to another; tensors, None, numbers and "
-        "strings can, and containers of them (for a dataclass or a named tuple of your own: "
+        f"{type(leaf).__name__} cannot be sent to another rank; tensors, None, numbers and strings "
+        "can, and containers of them (for a dataclass or a named tuple of your own: "
         "taktline.register_container)"
     )
 
@@ -70,14 +70,14 @@ def _decode_leaf(leaf: Any) -> Leaf:
     if not isinstance(leaf, dict) or "$" in leaf:
         value = decode_plain(leaf)
         if value is not None and type(value) not in (bool, int, float, str):
-            raise SignatureError("a value has arrived that is neither a tensor nor plain")
+            raise SignatureError("a received value is neither a tensor nor plain")
         return value
     conform(leaf, _TENSOR, what=_WHAT)
     dtype, shape = DTYPES.get(leaf["dtype"]), tuple(leaf["shape"])
     if dtype is None or not _is_size(shape, dtype.itemsize):
         raise SignatureError(f"no tensor is {str(leaf['dtype'])[:40]}{list(shape)[:8]}")
     if leaf["grad"] and not (dtype.is_floating_point or dtype.is_complex):
-        raise SignatureError(f"a tensor of {leaf['dtype']} has arrived that wants a gradient")
+        raise SignatureError(f"a received tensor of {leaf['dtype']} requires a gradient")
     sharding = leaf["sharding"] and _decode_sharding(leaf["sharding"])
     return TensorMeta(shape, dtype, leaf["grad"], sharding)
 

@@ -153,7 +153,7 @@ class LocalTransport:
     def _check_turn(self) -> None:
         """Raise after Ctrl-C, or if it is another rank's turn, as waiting would deadlock."""
         if self._world.holder is not self:
-            raise TransportError(f"rank {self.rank} alone can use its transport, and while it runs")
+            raise TransportError(f"only rank {self.rank} can use its transport, while it runs")
         if self._world.interrupts:
             raise KeyboardInterrupt("the local ranks were stopped")
 
@@ -295,7 +295,7 @@ class _Message:
 def _copy(channel: Channel, sent: _Message, awaited: _Message) -> None:
     sizes = [counted(end.data.nbytes, "byte") for end in (sent, awaited)]
     if sizes[0] != sizes[1]:
-        raise TransportError(f"{channel}: {sizes[0]} sent, but {sizes[1]} awaited")
+        raise TransportError(f"{channel}: {sizes[0]} sent, but {sizes[1]} expected")
     sent.follow()
     awaited.follow()
     # Not no_grad: a buffer made in inference mode can be written to in inference mode only.

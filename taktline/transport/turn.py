@@ -33,13 +33,13 @@ class Turn:
     def _story(self) -> str:
         if self in _inside.get():
             return (
-                f"{self._what} is running, and was called again from inside of that: by a stage's "
-                "forward, a loss function or a hook; call it from outside"
+                f"{self._what} is running, and was called again from inside: by a stage's forward, "
+                "a loss function or a hook; call it from outside"
             )
         return (
             f"{self._what} is running in thread {self._thread!r}, and was called from thread "
             f"{threading.current_thread().name!r}; it runs once at a time: let the threads wait "
-            "for each other, or give each its own"
+            "for each other, or use one for each"
         )
 
 

@@ -117,7 +117,7 @@ class Layout:
 
         Empty on a GPU, where reading would wait; the outcome of the step has failures.
         """
-        # Read where they lie: indexing the tensor takes longer than unpacking the rest.
+        # Read in place: indexing the tensor takes longer than unpacking the rest.
         marks = string_at(buffer.data_ptr(), self._head) if self._readable else b""
         return marks if marks != self._unmarked else b""
 

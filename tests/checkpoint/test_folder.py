@@ -77,7 +77,7 @@ def test_other_programs_read_the_files(tmp_path: Path) -> None:
 def test_a_full_disk(tmp_path: Path) -> None:
     training = Training(pipeline(2, ranks=2))
     saved = training.save(tmp_path)
-    text = rf"cannot write .*: File too large; what was saved before is as it was: {saved}"
+    text = f"cannot write .*: File too large; earlier saves are unchanged: {saved}"
     with full_disk(), pytest.raises(CheckpointError, match=text):
         training.save(tmp_path)
     assert names(tmp_path) == [saved.name]
@@ -110,8 +110,8 @@ def test_a_full_disk_in_the_background(tmp_path: Path, caplog: pytest.LogCapture
     with full_disk():
         training.save(tmp_path, async_save=True)
         background._running[tmp_path, 0].thread.join()
-    assert "a save in the background was not made: cannot write" in caplog.text
-    with pytest.raises(CheckpointError, match=f"File too large.*as it was: {saved}"):
+    assert "a background save has failed: cannot write" in caplog.text
+    with pytest.raises(CheckpointError, match=f"File too large.*unchanged: {saved}"):
         training.save(tmp_path)
     assert names(tmp_path) == [saved.name]
     training.save(tmp_path)
@@ -139,7 +139,7 @@ def test_a_full_disk_of_one_rank(workers: Workers, tmp_path: Path, asynchronous:
     told = workers.run(on_one_rank, str(tmp_path), asynchronous)
     assert told[0] == told[1]
     assert told[0].startswith("CheckpointError: rank 1: cannot write ")
-    assert told[0].endswith(f"as it was: {tmp_path / '000001-step-0'}")
+    assert told[0].endswith(f"unchanged: {tmp_path / '000001-step-0'}")
     assert names(tmp_path) == ["000001-step-0"]
 
 
@@ -175,6 +175,6 @@ def test_a_folder_that_ranks_do_not_share(
 ) -> None:
     told = workers.run(apart, str(tmp_path), asynchronous)
     assert told[0] == told[1]
-    text = "1/.000001-step-0.saving is not there, which rank 0 has made"
+    text = "1/.000001-step-0.saving, made by rank 0, is not here"
     assert told[0] == f"rank 1: {tmp_path}/{text}"
     assert names(tmp_path / "0") == []

@@ -17,7 +17,7 @@ TABLES = st.lists(st.dictionaries(NAMES, NAMES), max_size=4)
 
 
 @given(TABLES)
-def test_names_that_are_said_to_be_alike_have_one_in_common(tables: list[dict[str, str]]) -> None:
+def test_aliases_get_one_common_name(tables: list[dict[str, str]]) -> None:
     table = joined(*tables)
     assert not table.keys() & set(table.values())
     for aliases in tables:
@@ -26,7 +26,7 @@ def test_names_that_are_said_to_be_alike_have_one_in_common(tables: list[dict[st
 
 
 @given(TABLES)
-def test_others_do_not(tables: list[dict[str, str]]) -> None:
+def test_names_without_aliases_stay_apart(tables: list[dict[str, str]]) -> None:
     """No two groups become one but by a table."""
     groups = {name: {name} for name in "abcdef"}
     for name, known in (pair for aliases in tables for pair in aliases.items()):

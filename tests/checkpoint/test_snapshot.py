@@ -154,7 +154,7 @@ def test_a_change_in_between(
     optimizer.step()
     background._running[tmp_path, 0].thread.join()
     text = r"1\.weight was changed before it was copied; change it after the next optimizer\.step"
-    with pytest.raises(CheckpointError, match=f"{text}.*as it was: {first}"):
+    with pytest.raises(CheckpointError, match=f"{text}.*unchanged: {first}"):
         pipe.save(tmp_path, optimizer)
     assert "1.weight was changed before" in caplog.text
     assert [path.name for path in tmp_path.iterdir()] == [first.name]
@@ -172,7 +172,7 @@ def test_a_save_that_fails_holds_up_nobody(tmp_path: Path) -> None:
     shutil.rmtree(tmp_path / f".{saved.name}.saving")
     pipe.step(x, target=x)
     optimizer.step()
-    with pytest.raises(CheckpointError, match="saving is not there"):
+    with pytest.raises(CheckpointError, match="saving, made by rank 0, is not here"):
         pipe.save(tmp_path)
 
 

@@ -29,7 +29,7 @@ from taktline.errors import ArgumentError
             "a text without halves of surrogate",
         ),
         (lambda: checks.require_instance("n", "x", dict), "n must be a dict, not 'x'"),
-        (lambda: checks.require_instances("n", [1, "2"], int), r"n\[1\] must be a int, not '2'"),
+        (lambda: checks.require_instances("n", [1, "2"], int), r"n\[1\] must be an int, not '2'"),
         (lambda: checks.require_iterable("n", "embed"), "n must be a list, not 'embed'"),
         (lambda: checks.require_callable("n", "mse"), "n must be a function, not 'mse'"),
         (lambda: checks.require_one_of("n", 1, [True, "a"]), "n is one of True, a, not 1"),

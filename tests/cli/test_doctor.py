@@ -67,7 +67,7 @@ def test_a_healthy_machine(tmp_path: Path, launcher: tuple[str, ...]) -> None:
         result = run([*command, "--output", str(file)])
     assert result.returncode == 0, result.stdout + result.stderr
     healthy(json.loads(file.read_text()), 2)
-    # One rank speaks for all.
+    # Only one rank prints.
     assert result.stdout.count("A tiny pipeline under each schedule") == 1
     assert result.stdout.count("2 ranks on 1 host, gloo") == 1
 
@@ -80,7 +80,7 @@ def test_local_ranks(tmp_path: Path, ranks: int) -> None:
     assert result.exit_code == 0, result.output
     found = json.loads(file.read_text())
     healthy(found, ranks)
-    # A busy machine may make a link look slow, which is told as a warning.
+    # A busy machine may make a link look slow, which is a warning.
     warnings = [each for each in found["findings"] if each["verdict"] == "warning"]
     assert all(warning["check"] == "links" for warning in warnings)
     assert ("All is well." in result.stdout) == (not warnings)
@@ -204,7 +204,7 @@ def test_nothing_to_complain_about() -> None:
         (
             ({"host": "a", "address": "10.0.0.1"}, {"host": "b", "address": "127.0.1.1"}),
             Verdict.WARNING,
-            "the host name of rank 1 stands for an address that others cannot reach",
+            "the host name of rank 1 resolves to an address that others cannot reach",
         ),
     ],
 )

@@ -224,7 +224,7 @@ def test_weights_need_what_the_inputs_gave_once() -> None:
     backward = _backward.ours
     _, groups = backward.stage_backward_input([model(x).sum()], None, [x], model.parameters())
     backward.stage_backward_weight(model.parameters(), groups)
-    with pytest.raises(SplitError, match="what stage_backward_input has given, once for each"):
+    with pytest.raises(SplitError, match="what stage_backward_input has returned, each once"):
         backward.stage_backward_weight(model.parameters(), groups)
 
 

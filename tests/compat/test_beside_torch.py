@@ -216,7 +216,7 @@ def test_what_v_schedules_refuse() -> None:
         v[1]([StandIn(0, 4, 0, 2)] * 2, 3)
 
 
-def test_who_is_what() -> None:
+def test_classes_have_the_bases_of_torch() -> None:
     ours, theirs = schedules(), schedules(TORCHS)
     bases = ("_PipelineSchedule", "PipelineScheduleSingle", "PipelineScheduleMulti")
     for name in dir(theirs):

@@ -192,7 +192,7 @@ def test_boundaries_of_other_kinds(workers: Workers, name: str, prepare: Any) ->
     workers.run(_compare, name, prepare, ranks=4)
 
 
-def test_stages_that_were_told_all(workers: Workers) -> None:
+def test_stages_with_all_metadata_passed_in_advance(workers: Workers) -> None:
     workers.run(_compare, "GPipe", told_in_advance, ranks=4)
 
 

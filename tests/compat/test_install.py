@@ -13,7 +13,7 @@ import taktline
 
 _ROOT = str(Path(taktline.__file__).parents[1])
 
-# Tells for each way of importing whose modules came, in this process and in its children.
+# Prints for each way of importing whose modules came, in this process and in its children.
 _PROGRAM = """
 import multiprocessing, sys
 

@@ -134,7 +134,7 @@ def test_a_missing_gradient_is_sent_as_zeros(given: str) -> None:
 
 @SINCE_2_13
 @pytest.mark.usefixtures("fake_group")
-def test_a_gradient_that_nobody_knows_of_is_refused() -> None:
+def test_a_gradient_without_metadata_is_refused() -> None:
     stage = PipelineStage(nn.Linear(2, 2), 1, 2, CPU)
     stage.has_backward, stage.chunks, stage.grad_send_info = True, 1, [0]
     stage.bwd_cache[0] = (torch.ones(3, 2),)

@@ -179,7 +179,7 @@ def _fits(peer: Any, ours: Any) -> bool:
     return True
 
 
-def test_a_group_in_the_place_of_gradients_is_told() -> None:
+def test_a_group_passed_as_the_seventh_argument_is_refused() -> None:
     group: Any = dist.ProcessGroup(0, 1)  # pyright: ignore
     with pytest.raises(MismatchError, match=r"as in torch before 2\.13; pass it by its name"):
         taktline.PipelineStage(nn.ReLU(), 0, 1, torch.device("cpu"), None, None, group)  # pyright: ignore

@@ -209,9 +209,9 @@ def _static(rank: int, group: dist.ProcessGroup) -> None:
             assert schedule._on_ours is not calls
 
 
-@SINCE_2_12  # before, either all stages are told or none
+@SINCE_2_12  # before, either all stages get shapes or none
 @pytest.mark.processes
-def test_shapes_that_are_told(workers: Workers) -> None:
+def test_shapes_that_are_passed(workers: Workers) -> None:
     workers.run(_static)
 
 

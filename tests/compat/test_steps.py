@@ -172,5 +172,5 @@ def _values(rank: int, group: dist.ProcessGroup) -> None:
 def test_values_and_batches_of_any_kind(workers: Workers) -> None:
     errors = workers.outcomes(_values)
     assert all(isinstance(error, RuntimeError) for error in errors), errors
-    # The rank that has no batch of its own is told, too.
+    # The rank that has no batch of its own gets the error, too.
     assert all("3 along dimension 0" in str(error) for error in errors), errors

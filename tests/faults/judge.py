@@ -107,7 +107,7 @@ def _raised(case: Case, report: Report, struck: Struck, limit: float) -> Iterato
             if (delay := answer.at - struck.at) > limit:
                 yield f"rank {rank} heard of its own {answer.kind} after {delay:.1f} s"
         elif rank in report.awoken and not answer.kind:
-            pass  # all that it waited for had arrived: it hears of it in its next call
+            pass  # all that it waited for had arrived: it gets the error in its next call
         elif not answer.ours:
             yield f"rank {rank} raised no error of ours: {answer}"
         elif not _names(case, struck, answer):

@@ -41,21 +41,21 @@ def test_the_costs_of_a_simulation_are_found_again(data: st.DataObject, plan: Pl
     np.testing.assert_allclose(again.end, timeline.end, atol=1e-9)
 
 
-def test_a_full_backward_is_split_in_two_where_nothing_tells() -> None:
+def test_a_full_backward_without_measured_halves_is_split_evenly() -> None:
     timeline = simulate(build("1f1b", ranks=2, microbatches=4), Costs(backward=3.0))
     found = Costs.from_timeline(timeline)
     assert found.backward == (3.0, 3.0)
     assert found.backward_input == found.backward_weight == (1.5, 1.5)
 
 
-def test_forwards_alone_tell_a_rule_of_thumb_for_the_rest() -> None:
+def test_costs_of_backwards_are_guessed_from_forwards() -> None:
     plan = build("forward_only", ranks=2, microbatches=4, stages_per_rank=1)
     found = Costs.from_timeline(simulate(plan, Costs(forward=(1.0, 3.0))))
     assert found.forward == found.backward_input == found.backward_weight == (1.0, 3.0)
     assert found.backward is None
 
 
-def test_a_stage_takes_the_other_stages_share_of_the_halves() -> None:
+def test_a_stage_without_halves_uses_the_ratio_of_the_others() -> None:
     """Stage 1 has no halves here, and stage 0 no whole."""
     plan = Plan.from_actions([["0F0", "0I0", "0W0"], ["1F0", "1B0"]])
     known = Costs(backward_input=3.0, backward_weight=1.0, backward=(4.0, 8.0))

@@ -251,8 +251,8 @@ class TestErrors:
             (
                 [1, 1],
                 3,
-                "2 layers cannot be cut into 3 stages: each stage needs at least one layer, so at "
-                "most 2 would do",
+                "2 layers cannot be cut into 3 stages: each stage needs at least one layer, so use "
+                "at most 2",
             ),
             ([], 1, "0 layers cannot be cut into 1 stage: each stage needs at least one layer"),
             ([1], 0, "stages must be a whole number from 1 up, not 0"),
@@ -280,14 +280,13 @@ class TestErrors:
     @pytest.mark.parametrize(
         ("memory", "limits", "kind", "message"),
         [
-            ([1], 1, PartitionError, "memory is given for 1 layer, costs for 2 layers"),
-            (None, 1, PartitionError, "limits are given, but not the memory that each layer needs"),
+            ([1], 1, PartitionError, "memory is for 1 layer, costs are for 2 layers"),
+            (None, 1, PartitionError, "limits need the memory of each layer"),
             (
                 [1, 1],
                 [1],
                 PartitionError,
-                "limits are given for 1 stage, but there are 2; "
-                "give one number for all, or one for each",
+                "limits are for 1 stage, but there are 2; pass one number for all, or one for each",
             ),
             ([1, -1], 1, CostError, "memory of layer 1 must be a number from 0 up, not -1"),
             ([1, 1], [1, -1], CostError, "the limit of stage 1 must be a number from 0 up, not -1"),

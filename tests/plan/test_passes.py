@@ -221,7 +221,7 @@ class TestRestriction:
         assert texts(restrict(plan, 1), 0) == ["0F0", "0B0"]
 
     @pytest.mark.parametrize("count", [0, 4])
-    def test_a_number_that_there_is_not(self, count: int) -> None:
+    def test_a_number_of_micro_batches_that_is_out_of_range(self, count: int) -> None:
         plan = build("gpipe", ranks=1, microbatches=3)
         with pytest.raises(PlanError, match=f"restricted to 1 up to 3 of them, not {count}"):
             restrict(plan, count)

@@ -333,7 +333,7 @@ class TestCosts:
             Costs.from_dict(values)
 
     def test_for_another_number_of_stages(self) -> None:
-        with pytest.raises(CostError, match="forward is given for 3 stages, but the plan has 2"):
+        with pytest.raises(CostError, match="forward is for 3 stages, but the plan has 2"):
             simulate(build("1f1b", ranks=2, microbatches=2), Costs(forward=(1.0, 2.0, 3.0)))
 
     @given(costs(3))

@@ -88,7 +88,7 @@ def test_the_slowest_micro_batches_come_first() -> None:
 
 
 # A hundredth of a step is not worth a warning, however many times it takes.
-def test_what_costs_next_to_nothing_is_not_told() -> None:
+def test_small_costs_are_not_reported() -> None:
     work = (1.0, 1.0, 1.0, 0.0001)
     slow = simulate(
         build("1f1b", ranks=4, microbatches=8),

@@ -88,7 +88,7 @@ class TestRules:
         plan = Plan.from_actions([["0F0", "1F0", "0B0"], ["1B0"]], Placement.linear(2))
         violation = validate(plan)[0]
         assert where(violation) == ("rank", 0, 1, "1F0")
-        assert violation.message == "stage 1 lies on rank 1"
+        assert violation.message == "stage 1 is on rank 1"
 
     @pytest.mark.parametrize(
         ("actions", "position", "message"),
@@ -99,7 +99,9 @@ class TestRules:
             (["0F0", "1F0", "0B0", "1B0"], 2, "needs 1B0, which comes later"),
         ],
     )
-    def test_before_what_it_needs(self, actions: list[str], position: int, message: str) -> None:
+    def test_an_action_before_what_it_needs(
+        self, actions: list[str], position: int, message: str
+    ) -> None:
         violation = only(validate(Plan.from_actions([actions])))
         assert (violation.rule, violation.position) == ("order", position)
         assert message in violation.message
@@ -128,14 +130,14 @@ class TestCommunication:
             ([FORWARD[0], ["1F0"]], ("partner", 0, 1, "0SEND_F0"), "rank 1 has no 1RECV_F0 for it"),
         ],
     )
-    def test_a_lonely_half(
+    def test_a_send_or_a_receive_without_the_other(
         self, ranks: list[list[str]], expected: tuple[str, int, int, str], message: str
     ) -> None:
         violation = only(validate(Plan.from_actions(ranks)))
         assert where(violation) == expected
         assert violation.message == message
 
-    def test_neither_half(self) -> None:
+    def test_neither_send_nor_receive(self) -> None:
         plan = Plan.from_actions([["0F0"], ["1F0"]], level=Level.LOWERED)
         violation = only(validate(plan))
         assert where(violation) == ("missing", 0, None, "0SEND_F0")
@@ -146,7 +148,7 @@ class TestCommunication:
         [
             ([["0F0", "0SEND_F0"]], "stage 0 has no neighbour on that side"),
             ([["0RECV_F0", "0F0"]], "stage 0 has no neighbour on that side"),
-            ([["0F0", "0SEND_F0", "1F0"]], "stage 1 lies on the same rank: leave it out"),
+            ([["0F0", "0SEND_F0", "1F0"]], "stage 1 is on the same rank: leave it out"),
         ],
     )
     def test_nobody_to_talk_to(self, ranks: list[list[str]], message: str) -> None:
@@ -160,7 +162,7 @@ class TestCommunication:
         plan = Plan.from_actions([["0SEND_F0", "0F0"], FORWARD[1]])
         assert where(only(validate(plan))) == ("order", 0, 0, "0SEND_F0")
 
-    def test_channel_order_is_told_once(self) -> None:
+    def test_channel_order_is_reported_once(self) -> None:
         plan = Plan.from_actions(
             [
                 ["0F0", "0SEND_F0", "0F1", "0SEND_F1", "0F2", "0SEND_F2"],
@@ -379,7 +381,7 @@ def _change_one(data: st.DataObject, plan: Plan, ranks: list[list[str]]) -> None
 
 
 @pytest.mark.parametrize("name", names())
-def test_the_order_a_plan_was_lowered_along_proves_what_the_walk_finds(
+def test_a_lowered_plan_has_a_proof_with_the_result_of_the_walk(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A lowered plan carries its proof; without it, the walk comes to the same answer."""

@@ -86,7 +86,7 @@ class TestChart:
         assert max(map(len, lines)) <= 80
         assert lines[-1].split() == ["0", "20", "40", "60", "80"]
 
-    def test_all_boxes_speak_alike(self) -> None:
+    def test_all_boxes_have_labels_of_one_form(self) -> None:
         assert "0F0 0F1 0F2" in self.lines(200)[1].replace("─", "")
         assert "F0 F1 F2" in self.lines(120)[1].replace("─", "")
         assert set(self.lines(60)[1][9:]) <= set("FB─· ")

@@ -68,7 +68,7 @@ def test_examples_that_do_not_fit_together() -> None:
     assert misfit(introductions(gives=gives, takes=fits)) is None
     half = examples({3: example(4, 8, dtype=torch.float16)})
     assert misfit(introductions(gives=gives, takes=[*fits[:3], half])) == (
-        "stage 2 on rank 2 gives (float32[4, 8]) (output_args), but stage 3 on rank 3 takes "
+        "stage 2 on rank 2 has (float32[4, 8]) (output_args), but stage 3 on rank 3 takes "
         "(float16[4, 8]) (input_args): output 0 is float32[4, 8], not float16[4, 8]"
     )
 
@@ -122,45 +122,41 @@ def test_ranks_with_different_plans() -> None:
         (
             [[0, 4], [1, 1], [2, 6, 7], []],
             LOOP,
-            "stage 1 is there 2 times: on rank 1, 1; stage 3 is missing: no rank has it; "
-            "stage 5 is missing: no rank has it. "
-            "Rank 1 has 2 stages (1, 1) and needs 2 stages (1, 5); "
-            "rank 2 has 3 stages (2, 6, 7) and needs 2 stages (2, 6); "
-            "rank 3 has no stage and needs 2 stages (3, 7)",
+            "stage 1 exists 2 times: on rank 1, 1; stage 3 is missing: no rank has it; stage 5 is "
+            "missing: no rank has it. Rank 1 has 2 stages (1, 1) and needs 2 stages (1, 5); rank 2 "
+            "has 3 stages (2, 6, 7) and needs 2 stages (2, 6); rank 3 has no stage and needs 2 "
+            "stages (3, 7)",
         ),
         (
             [[0, 4]] * 4,
             LOOP,
-            "stage 0 is there 4 times: on rank 0, 1, 2, 3; stage 1 is missing: no rank has it; "
-            "stage 2 is missing: no rank has it; stage 3 is missing: no rank has it; "
-            "stage 4 is there 4 times: on rank 0, 1, 2, 3; stage 5 is missing: no rank has it; "
-            "stage 6 is missing: no rank has it; stage 7 is missing: no rank has it. "
-            "Rank 1 has 2 stages (0, 4) and needs 2 stages (1, 5); "
-            "rank 2 has 2 stages (0, 4) and needs 2 stages (2, 6); "
-            "rank 3 has 2 stages (0, 4) and needs 2 stages (3, 7)",
+            "stage 0 exists 4 times: on rank 0, 1, 2, 3; stage 1 is missing: no rank has it; stage "
+            "2 is missing: no rank has it; stage 3 is missing: no rank has it; stage 4 exists 4 "
+            "times: on rank 0, 1, 2, 3; stage 5 is missing: no rank has it; stage 6 is missing: no "
+            "rank has it; stage 7 is missing: no rank has it. Rank 1 has 2 stages (0, 4) and needs "
+            "2 stages (1, 5); rank 2 has 2 stages (0, 4) and needs 2 stages (2, 6); rank 3 has 2 "
+            "stages (0, 4) and needs 2 stages (3, 7)",
         ),
         (
             [[0, 4, 5], [1, 5], [2, 6], [3, 7, 0]],
             LOOP,
-            "stage 0 is there 2 times: on rank 0, 3; stage 5 is there 2 times: on rank 0, 1. "
-            "Rank 0 has 3 stages (0, 4, 5) and needs 2 stages (0, 4); "
-            "rank 3 has 3 stages (3, 7, 0) and needs 2 stages (3, 7)",
+            "stage 0 exists 2 times: on rank 0, 3; stage 5 exists 2 times: on rank 0, 1. Rank 0 "
+            "has 3 stages (0, 4, 5) and needs 2 stages (0, 4); rank 3 has 3 stages (3, 7, 0) and "
+            "needs 2 stages (3, 7)",
         ),
         (
             [[0, 7], [1, 6], [2, 5], [3, 4]],
             LOOP,
-            "the stages do not lie where the schedule runs them. "
-            "Rank 0 has 2 stages (0, 7) and needs 2 stages (0, 4); "
-            "rank 1 has 2 stages (1, 6) and needs 2 stages (1, 5); "
-            "rank 2 has 2 stages (2, 5) and needs 2 stages (2, 6); "
-            "rank 3 has 2 stages (3, 4) and needs 2 stages (3, 7)",
+            "the stages are not where the schedule runs them. Rank 0 has 2 stages (0, 7) and needs "
+            "2 stages (0, 4); rank 1 has 2 stages (1, 6) and needs 2 stages (1, 5); rank 2 has 2 "
+            "stages (2, 5) and needs 2 stages (2, 6); rank 3 has 2 stages (3, 4) and needs 2 "
+            "stages (3, 7)",
         ),
         (
             [[0], [2], [1]],
             [0, 0, 1],
-            "the stages do not lie where the schedule runs them. "
-            "Rank 0 has 1 stage (0) and needs 2 stages (0, 1); "
-            "rank 2 has 1 stage (1) and needs no stage",
+            "the stages are not where the schedule runs them. Rank 0 has 1 stage (0) and needs 2 "
+            "stages (0, 1); rank 2 has 1 stage (1) and needs no stage",
         ),
         (
             [[], [], [], []],
@@ -174,8 +170,8 @@ def test_ranks_with_different_plans() -> None:
             # One that the plan does not know.
             [[0], [1, 5]],
             [0, 1],
-            "the stages do not lie where the schedule runs them. "
-            "Rank 1 has 2 stages (1, 5) and needs 1 stage (1)",
+            "the stages are not where the schedule runs them. Rank 1 has 2 stages (1, 5) and needs "
+            "1 stage (1)",
         ),
     ],
 )
@@ -202,7 +198,7 @@ def test_the_first_thing_that_does_not_fit_is_told() -> None:
         del everything[next(iter(everything))]
     text = misfit(introductions([[1], [0]], [0, 1], **everything))
     assert text is not None
-    assert text.startswith("the stages do not lie where the schedule runs them. ")
+    assert text.startswith("the stages are not where the schedule runs them. ")
     text = misfit(introductions([[0], [1]], [0, 1], **everything))
     assert text is not None
     assert text.startswith("the ranks have different plans: ")

@@ -678,7 +678,7 @@ def test_arguments_that_cannot_be_copied() -> None:
     pair = Pair(lambda: [First(), Stage(), Stage(), Stage()])
     mbs = [(torch.ones(2, WIDTH), Flag()) for _ in range(4)]
     target = torch.zeros(8, WIDTH)
-    with pytest.warns(UserWarning, match="an argument is a Flag, which may change by itself"):
+    with pytest.warns(UserWarning, match="an argument is Flag, which may change by itself"):
         pair.pipe.step(arg_mbs=mbs, target=target)
     for _ in range(4):
         pair.pipe.step(arg_mbs=mbs, target=target)

@@ -231,7 +231,7 @@ def test_a_stage_that_replaces_a_buffer_runs_eagerly() -> None:
     pair = on_gpu(lambda: [Stage(), Replacing(), Stage(), Stage()])
     for seed in range(3):
         pair.step(seed=seed)
-    with pytest.warns(UserWarning, match="its forward puts other tensors in the place of"):
+    with pytest.warns(UserWarning, match="its forward replaces parameters or buffers"):
         pair.step(seed=3)
     pair.step(seed=4)
     assert all(pipe.stages[1].get_buffer("seen").item() == 20 for pipe in pair.both)

@@ -36,7 +36,7 @@ class FarAway:
         raise KeyError(channel)
 
 
-def test_those_of_one_machine_are_one() -> None:
+def test_clocks_of_one_machine_are_equal() -> None:
     for offsets in local.run(lambda rank: align(transport_of()), 3):
         assert offsets.ahead == [0, 0, 0]
         assert offsets.error == 0

@@ -25,7 +25,7 @@ from tests.runtime.cases import (
     run_plain,
 )
 
-os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # asked for by what is deterministic
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # needed by deterministic algorithms
 
 pytestmark = [
     pytest.mark.gpu,

@@ -83,7 +83,7 @@ def test_a_batch_that_is_too_small(outcomes: Outcomes) -> None:
         outcomes(batch_too_small),
         BatchError,
         "rank 0: argument 0 is float32[3, 4]: 3 along dimension 0 cannot be cut into 4 "
-        "micro-batches; give at least 4, or use at most 3 micro-batches",
+        "micro-batches; pass at least 4, or use at most 3 micro-batches",
     )
 
 
@@ -250,7 +250,7 @@ def unheard_of(rank: int, group: Any) -> str:
 
 
 @pytest.mark.processes
-def test_what_nobody_has_thought_of_reaches_every_rank(workers: Workers) -> None:
+def test_an_unexpected_error_reaches_every_rank(workers: Workers) -> None:
     told = "'NoneType' object is not callable"
     assert workers.run(unheard_of) == [
         f"rank 1 has raised TypeError, and left the others behind: {told}",
@@ -324,7 +324,9 @@ def raising(rank: int, group: Any, what: str, where: str) -> None:
         ("long", f"ValueError: {'x' * 1000}"),
     ],
 )
-def test_errors_that_are_hard_to_tell(outcomes: Outcomes, what: str, text: str, where: str) -> None:
+def test_errors_that_are_hard_to_print(
+    outcomes: Outcomes, what: str, text: str, where: str
+) -> None:
     for error in outcomes(raising, what, where):
         assert isinstance(error, tl.TaktlineError)
         prefix = "rank 1, stage 1, micro-batch 0 (1F0): " if where == "forward" else "rank 1: "
@@ -402,8 +404,8 @@ def held(rank: int, group: Any, stages: list[list[int]], num_stages: int = 4) ->
     [
         (
             [[0, 1], [2, 3]],
-            "the stages do not lie where the schedule runs them. Rank 0 has 2 stages (0, 1) and "
-            "needs 2 stages (0, 2); rank 1 has 2 stages (2, 3) and needs 2 stages (1, 3)",
+            "the stages are not where the schedule runs them. Rank 0 has 2 stages (0, 1) and needs "
+            "2 stages (0, 2); rank 1 has 2 stages (2, 3) and needs 2 stages (1, 3)",
         ),
         (
             [[0, 2], [1]],
@@ -411,12 +413,12 @@ def held(rank: int, group: Any, stages: list[list[int]], num_stages: int = 4) ->
         ),
         (
             [[0, 2], [1, 1]],
-            "stage 1 is there 2 times: on rank 1, 1; stage 3 is missing: no rank has it. Rank 1 "
-            "has 2 stages (1, 1) and needs 2 stages (1, 3)",
+            "stage 1 exists 2 times: on rank 1, 1; stage 3 is missing: no rank has it. Rank 1 has "
+            "2 stages (1, 1) and needs 2 stages (1, 3)",
         ),
         (
             [[0, 2, 3], [1, 3]],
-            "stage 3 is there 2 times: on rank 0, 1. Rank 0 has 3 stages (0, 2, 3) and needs 2 "
+            "stage 3 exists 2 times: on rank 0, 1. Rank 0 has 3 stages (0, 2, 3) and needs 2 "
             "stages (0, 2)",
         ),
     ],
@@ -444,7 +446,7 @@ def test_a_plan_for_other_ranks(outcomes: Outcomes) -> None:
     assert_all(
         outcomes(plan_for_four),
         tl.MismatchError,
-        "rank 0: plan '1f1b' is for 4 ranks, here are 2; build it for 2, or start 4",
+        "rank 0: plan '1f1b' is for 4 ranks, not 2; build it for 2, or start 4",
     )
 
 
@@ -458,7 +460,7 @@ def test_stages_of_another_model(outcomes: Outcomes) -> None:
     assert_all(
         outcomes(other_counts),
         tl.MismatchError,
-        "rank 0: stage 0 is one of 4 (num_stages), but the plan has 2 stages; give both the same",
+        "rank 0: stage 0 is one of 4 (num_stages), but the plan has 2 stages; make them equal",
     )
 
 
@@ -472,7 +474,7 @@ def test_an_output_that_the_next_stage_does_not_expect(outcomes: Outcomes) -> No
         outcomes(other_shape),
         tl.StageError,
         "rank 1, stage 1, micro-batch 0 (1F0): SignatureError: input 0 is float32[2, 4], not "
-        "float32[2, 8]; input_args of this stage says (float32[2, 8])",
+        "float32[2, 8]; input_args of this stage is (float32[2, 8])",
     )
 
 
@@ -561,7 +563,7 @@ def _as_float(output: Tensor, target: Tensor) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("reduction", "told"), [("none", "a tensor of shape [2, 4]"), ("mean", "a float")]
+    ("reduction", "told"), [("none", "a tensor of shape [2, 4]"), ("mean", "float")]
 )
 def test_a_loss_that_is_no_number(outcomes: Outcomes, reduction: str, told: str) -> None:
     assert_all(
@@ -595,6 +597,6 @@ def test_an_output_that_changes_although_the_inputs_do_not(outcomes: Outcomes) -
         outcomes(changes_shape),
         tl.StageError,
         "rank 0, stage 0, micro-batch 0 (0F0): SignatureError: output 0 is float32[4, 4], not "
-        "float32[2, 4], as it was for inputs of the same shapes before; if what a stage gives "
-        "depends on their values, give the schedule dynamic_shapes=True",
+        "float32[2, 4], as it was for inputs of the same shapes before; if the output depends on "
+        "their values, pass dynamic_shapes=True to the schedule",
     )

@@ -64,9 +64,12 @@ POPEN = '["collections:namedtuple", {"$": "type", "of": "subprocess:Popen"}, [nu
     ("text", "reason"),
     [
         (f'[[{{"$": "tuple", "of": ["touch", "{{path}}"]}}], {POPEN}]', "neither a tensor nor"),
-        (f"[[{TENSOR}], {POPEN}]", "a container 'collections.namedtuple' has arrived, which this"),
+        (f"[[{TENSOR}], {POPEN}]", "does not know the received container 'collections.namedtuple'"),
         (f'[[{TENSOR}], ["namedtuple", ["subprocess:Popen", 1], [null]]]', "'subprocess.Popen'"),
-        (f'[[{TENSOR}], ["torch:_inductor", null, [null]]]', "'torch._inductor' has arrived"),
+        (
+            f'[[{TENSOR}], ["torch:_inductor", null, [null]]]',
+            "received container 'torch._inductor'",
+        ),
         ("{}", "a description of values: the value is an object, not a list"),
         ("[" * 5000, "nested deeper"),
         ("", "not JSON"),
@@ -123,13 +126,13 @@ def inbox(*messages: bytes) -> self_describing.Inbox:
     ],
     ids=str,
 )
-def test_a_head_that_is_none(numbers: list[int]) -> None:
+def test_an_invalid_head_of_a_message(numbers: list[int]) -> None:
     head = struct.pack("<5q", *numbers).ljust(512, b"\0")
     with pytest.raises(TransportError) as caught:
         inbox(head).take((1, 0))
     assert str(caught.value) == (
-        "a message has arrived that does not begin as a message does, or is larger than the "
-        "memory of this rank; restart all ranks, with one version of Taktline"
+        "what has arrived is not a message, or is larger than the memory of this rank; restart all "
+        "ranks, with one version of Taktline"
     )
 
 
@@ -172,8 +175,8 @@ def test_a_named_tuple_crosses_once_it_is_registered(workers: Workers) -> None:
     assert (
         workers.run(send_unknown, False)
         == [
-            "rank 1, stage 1, micro-batch 0 (1F0): SignatureError: a container "
-            f"'{__name__}.Secret' has arrived, which this rank does not know; on every rank, call "
+            "rank 1, stage 1, micro-batch 0 (1F0): SignatureError: this rank does not know the "
+            f"received container '{__name__}.Secret'; on every rank, call "
             "taktline.register_container with its class, or import the module that registers it"
         ]
         * 2

@@ -72,7 +72,7 @@ def test_where_ranks_draw_they_keep_the_order_of_the_plan() -> None:
     assert calls != planned
     stages[2].draws = True
     before = torch.get_rng_state()
-    pipe.step(X, target=Y)  # nobody could know; but the caller has drawn nothing
+    pipe.step(X, target=Y)  # unknown in advance; but the caller has drawn nothing
     assert torch.equal(torch.get_rng_state(), before)
     calls.clear()
     pipe.step(X, target=Y)

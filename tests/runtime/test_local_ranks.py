@@ -271,7 +271,7 @@ def test_the_halves_of_a_backward_are_one_in_one_process(
     assert all(map(torch.equal, *found))
 
 
-def test_halves_of_which_others_come_between_stay_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_halves_with_other_actions_between_them_stay_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = Plan.from_actions([["0F0", "0F1", "0I0", "0I1", "0W0", "0W1"]])
     stage = tl.PipelineStage(nn.Linear(4, 4), 0, 1, torch.device("cpu"))
     monkeypatch.setattr(stage, "backward", lambda *_: pytest.fail("I and W do not meet here"))

@@ -412,7 +412,7 @@ def test_outside_of_a_pipeline_losses_are_for_whom_asks() -> None:
 @pytest.mark.parametrize(
     ("loss", "text"),
     [
-        (3.0, "add_loss takes one number as a tensor, not a float"),
+        (3.0, "add_loss takes one number as a tensor, not float"),
         (torch.ones(2), "add_loss takes one number as a tensor, not a tensor of shape [2]"),
         (
             torch.tensor(1j),
@@ -438,7 +438,7 @@ def weighted(rank: int, group: Any, weights: Any) -> None:
     [
         (
             [1, 2, 3],
-            "loss_weights has 3 numbers, but there are 4 micro-batches; give one for each",
+            "loss_weights has 3 numbers, but there are 4 micro-batches; pass one for each",
         ),
         (
             [1, 2, 3, -1],
@@ -479,7 +479,7 @@ def test_losses_that_cannot_be_filled(outcomes: Outcomes) -> None:
     assert_all(
         outcomes(no_list),
         BatchError,
-        "rank 0: aux_losses is a list to be filled, not a int",
+        "rank 0: aux_losses must be a list to fill, not int",
     )
 
 

@@ -247,7 +247,7 @@ class Live(NamedTuple):
 
     @classmethod
     def now(cls, case: Case) -> Live:
-        # Not isinstance(): it is slower, and asks proxies of modules, which warn when asked.
+        # Not isinstance(): it is slower, and warns on proxies of modules.
         tensors = [thing for thing in gc.get_objects() if type(thing) in (Tensor, nn.Parameter)]
         storages = [tensor.untyped_storage() for tensor in tensors]
         sizes = {storage.data_ptr(): storage.nbytes() for storage in storages}.values()

@@ -360,15 +360,15 @@ def test_outputs_keep_their_type_whatever_that_of_the_spec() -> None:
 def test_whole_tensors_are_merged_if_they_are_the_same() -> None:
     x = torch.arange(3)
     assert merge_chunks([x, x.clone()], _Replicate()) is x
-    with pytest.raises(BatchError, match=r"but int64\[4\] in micro-batch 1; give a _CustomReducer"):
+    with pytest.raises(BatchError, match=r"but int64\[4\] in micro-batch 1; use a _CustomReducer"):
         merge_chunks([x, torch.arange(4)], _Replicate)
 
 
 # ── What is said when it does not work ───────────────────────────────────────────────────────────
 
 HINT = (
-    "; where dimension 0 is not the batch, give a chunk spec: TensorChunkSpec(dim), "
-    "or Replicate() for the whole in each micro-batch"
+    "; where dimension 0 is not the batch, pass a chunk spec: TensorChunkSpec(dim), or Replicate() "
+    "for the whole in each micro-batch"
 )
 X = torch.zeros(3, 16)
 DIM: Any = TensorChunkSpec
@@ -380,17 +380,17 @@ DIM: Any = TensorChunkSpec
         (
             (X,), {}, 4,
             "argument 0 is float32[3, 16]: 3 along dimension 0 cannot be cut into 4 micro-batches; "
-            "give at least 4, or use at most 3 micro-batches",
+            "pass at least 4, or use at most 3 micro-batches",
         ),
         (
             (1, {"mask": [0, X[:1].bool()]}), None, 2,
             "argument 1['mask'][1] is bool[1, 16]: 1 along dimension 0 cannot be cut into 2 "
-            "micro-batches; give at least 2, or use at most 1 micro-batch",
+            "micro-batches; pass at least 2, or use at most 1 micro-batch",
         ),
         (
             (), {"mask": X[:0]}, 1,
             "keyword argument 'mask' is float32[0, 16]: 0 along dimension 0 cannot be cut into 1 "
-            "micro-batch; give at least 1",
+            "micro-batch; pass at least 1",
         ),
         (
             (X, torch.zeros(6).long()), {}, 2,
@@ -421,22 +421,22 @@ def test_what_cannot_be_cut(args: Any, kwargs: Any, chunks: Any, text: str) -> N
 @pytest.mark.parametrize(
     ("value", "spec", "text"),
     [
-        (X, DIM(2), "it is float32[3, 16]: it has no dimension 2; give one from -2 to 1"),
-        (X, DIM(-3), "it is float32[3, 16]: it has no dimension -3; give one from -2 to 1"),
-        (X, DIM("a"), "it is float32[3, 16]: it has no dimension 'a'; give one from -2 to 1"),
-        (X[0, 0], DIM(0), "it is float32[]: it has no dimension 0; give Replicate()"),
-        (5, DIM(0), "it is 5, no tensor: give Replicate(), not TensorChunkSpec(0)"),
+        (X, DIM(2), "it is float32[3, 16]: it has no dimension 2; use one from -2 to 1"),
+        (X, DIM(-3), "it is float32[3, 16]: it has no dimension -3; use one from -2 to 1"),
+        (X, DIM("a"), "it is float32[3, 16]: it has no dimension 'a'; use one from -2 to 1"),
+        (X[0, 0], DIM(0), "it is float32[]: it has no dimension 0; use Replicate()"),
+        (5, DIM(0), "it is 5, no tensor: use Replicate(), not TensorChunkSpec(0)"),
         (
             {"a": (HINT, object)}, {"a": (None, DIM(0))},
-            "it['a'][1] is a type, no tensor: give Replicate(), not TensorChunkSpec(0)",
+            "it['a'][1] is a type, no tensor: use Replicate(), not TensorChunkSpec(0)",
         ),
-        (X, 0, "it: 0 is no chunk spec; give a TensorChunkSpec, Replicate() or None"),
+        (X, 0, "it: 0 is no chunk spec; use a TensorChunkSpec, Replicate() or None"),
         (
             X, theirs.TensorChunkSpec(0),
-            "it: torch.distributed.pipelining.microbatch.TensorChunkSpec(0) is no chunk spec; "
-            "give a TensorChunkSpec, Replicate() or None",
+            "it: torch.distributed.pipelining.microbatch.TensorChunkSpec(0) is no chunk spec; use "
+            "a TensorChunkSpec, Replicate() or None",
         ),
-        (X, _LossReducer(0, max), "it has a reducer for its chunk spec, but these are for merging"),
+        (X, _LossReducer(0, max), "it has a reducer as its chunk spec, but reducers only merge"),
         ([X, X], [None], "it is a list of [0, 1], but its chunk spec a list of [0]"),
         (
             {"a": [X]}, {"a": {"b": None}},
@@ -528,16 +528,16 @@ def test_specs_for_other_arguments(args_spec: Any, kwargs_spec: Any, text: str) 
         ),
         (
             [(X, 1), (X, 2)], None,
-            "output[1] is 1 in micro-batch 0, but 2 in micro-batch 1; "
-            "give a _CustomReducer as its chunk spec",
+            "output[1] is 1 in micro-batch 0, but 2 in micro-batch 1; use a _CustomReducer as its "
+            "chunk spec",
         ),
         (
             [torch.Generator(), torch.Generator()], None,
-            "output is a Generator in micro-batch 0, but another one in micro-batch 1; "
-            "give a _CustomReducer as its chunk spec",
+            "output is a Generator in micro-batch 0, but another one in micro-batch 1; use a "
+            "_CustomReducer as its chunk spec",
         ),
-        ([X], DIM(2), "output is float32[3, 16]: it has no dimension 2; give one from -2 to 1"),
-        ([(1,)], DIM(0), "output[0] is 1, no tensor: give Replicate(), not TensorChunkSpec(0)"),
+        ([X], DIM(2), "output is float32[3, 16]: it has no dimension 2; use one from -2 to 1"),
+        ([(1,)], DIM(0), "output[0] is 1, no tensor: use Replicate(), not TensorChunkSpec(0)"),
         ([(X, X)], (None,), "output is a tuple of [0, 1], but its chunk spec a tuple of [0]"),
     ],
 )  # fmt: skip
@@ -613,7 +613,7 @@ def test_block_masks_that_cannot_be_cut() -> None:
         split_value([mask], 3, name="mask")
     assert str(caught.value) == (
         "mask[0] is BlockMask[2, 1, 512, 512]: 2 along dimension 0 cannot be cut into 3 "
-        "micro-batches; give at least 3, or use at most 2 micro-batches"
+        "micro-batches; pass at least 3, or use at most 2 micro-batches"
     )
     with pytest.raises(BatchError, match=r"along dimension 0, not TensorChunkSpec\(1\)$"):
         split_value(mask, 2, spec=TensorChunkSpec(1), name="mask")

@@ -399,8 +399,8 @@ def old(module: nn.Sequential, mesh: DeviceMesh) -> Any:
         ),
         (
             old,
-            "rank 0: stage 0: FullyShardedDataParallel gathers and reduces by itself, which in a "
-            "pipeline is the wrong time; use fully_shard instead",
+            "rank 0: stage 0: FullyShardedDataParallel gathers and reduces by itself, at the wrong "
+            "time for a pipeline; use fully_shard instead",
         ),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
@@ -431,8 +431,8 @@ def test_a_wrapper_on_the_dimension_of_the_pipeline(workers: Workers, name: str)
         ranks = [rank % 2, rank % 2 + 2]
         assert told == (
             f"rank 0: stage 0: its {name.upper()} averages gradients over the ranks {ranks}, but "
-            f"of these {ranks} are one pipeline and hold other stages; give the wrapper the "
-            "data-parallel dimension of the mesh, and the stage group= the pipeline's"
+            f"of these {ranks} are one pipeline and hold other stages; pass the data-parallel "
+            "dimension of the mesh to the wrapper, and the pipeline's group= to the stage"
         )
 
 
@@ -462,7 +462,7 @@ def test_an_error_of_one_replica_is_raised_in_all(workers: Workers, wrap: Wrap) 
     cut, unequal = told[0]
     assert cut == (
         "replica 1: rank 0: argument 0 is int64[2, 12]: 2 along dimension 0 cannot be cut into 4 "
-        "micro-batches; give at least 4, or use at most 2 micro-batches"
+        "micro-batches; pass at least 4, or use at most 2 micro-batches"
     )
     assert unequal == (
         f"replica 1: the batch has 8 rows, but the target on rank 1 has 5; {OF_ONE_BATCH}"
@@ -486,7 +486,7 @@ def run_wrapped_locally(rank: int, group: dist.ProcessGroup) -> list[str]:
 @pytest.mark.processes
 def test_local_ranks_cannot_be_wrapped(workers: Workers) -> None:
     text = (
-        "rank 0: stage 0 is wrapped in FSDP, which needs one process a rank, but local ranks share "
+        "rank 0: stage 0 is wrapped in FSDP, which needs a process per rank, but local ranks share "
         "one; leave the wrapper out here, or start processes with torchrun"
     )
     for told in workers.run(run_wrapped_locally, ranks=4):

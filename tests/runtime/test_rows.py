@@ -221,7 +221,7 @@ def test_rows_of_one_entry_are_not_parted(outcomes: Outcomes) -> None:
         outcomes(parted_pairs),
         BatchError,
         "rank 1: the target has one entry for 2 rows of the batch, and 12 rows in 4 micro-batches "
-        "would part some of them; let the number of micro-batches divide 6",
+        "would split some; use a number of micro-batches that divides 6",
     )
 
 
@@ -250,9 +250,9 @@ def too_many_weights(rank: int, group: Any) -> tuple[str, int]:
     return str(caught.value), len(losses)
 
 
-def test_weights_for_more_than_there_are(outcomes: Outcomes) -> None:
+def test_more_weights_than_micro_batches(outcomes: Outcomes) -> None:
     text = (
-        "rank 1: loss_weights has 8 numbers, but there are 6 micro-batches; give one for each, or "
+        "rank 1: loss_weights has 8 numbers, but there are 6 micro-batches; pass one for each, or "
         "a function of a micro-batch's target: a batch with fewer rows has fewer"
     )
     for found, count in outcomes(too_many_weights):
@@ -272,7 +272,7 @@ def test_a_small_batch_of_which_some_is_cut_already(outcomes: Outcomes) -> None:
     assert_all(
         outcomes(cut_already),
         BatchError,
-        "rank 1: target_mbs has 8 micro-batches, but the batch has 6 rows and runs as 6; give all "
+        "rank 1: target_mbs has 8 micro-batches, but the batch has 6 rows and runs as 6; pass all "
         "of it whole, or all of it as micro-batches",
     )
 
@@ -287,7 +287,7 @@ def test_a_target_that_cannot_be_cut(outcomes: Outcomes) -> None:
         outcomes(too_few_in_target),
         BatchError,
         "rank 1: target is float32[3, 4]: 3 along dimension 0 cannot be cut into 4 micro-batches; "
-        "give at least 4, or use at most 3 micro-batches",
+        "pass at least 4, or use at most 3 micro-batches",
     )
 
 
@@ -318,9 +318,9 @@ def test_a_schedule_of_torchs_name_warns_once(ready: bool) -> None:
     assert warned(schedule, 10, ready=ready, loss_weights=len) == []
     assert warned(schedule, 10, 10, ready=ready) == [
         "micro-batches differ in size (3, 3, 2, 2 rows), and each of them counts the same: the "
-        "loss and its gradients are not those of the whole batch. Give batches that 4 "
-        "micro-batches divide, pass loss_weights=… to a schedule of Taktline, or use its Pipeline "
-        "with whole batches, which counts rows"
+        "loss and its gradients are not those of the whole batch. Use batches that 4 micro-batches "
+        "divide, pass loss_weights=… to a schedule of Taktline, or use its Pipeline with whole "
+        "batches, which counts rows"
     ]
     assert warned(schedule, 11, ready=ready) == []
 

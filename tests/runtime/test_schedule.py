@@ -102,7 +102,7 @@ def test_get_schedule_class_of_no_schedule() -> None:
 
 
 @pytest.mark.parametrize("count", [0, -1, 1.5, "4"])
-def test_a_number_of_microbatches_that_is_none(count: Any) -> None:
+def test_an_invalid_number_of_microbatches(count: Any) -> None:
     with pytest.raises(ScheduleError, match="n_microbatches must be a whole number from 1 up, not"):
         alone(microbatches=count)
 
@@ -136,7 +136,7 @@ def test_losses_fill_the_list_that_is_given() -> None:
     assert len(losses) == 2
     assert torch.equal(losses[0], mse_loss(output[:2], torch.zeros(2, 4)))
     assert not losses[0].requires_grad
-    with pytest.raises(BatchError, match="losses is a list to be filled, not a tuple"):
+    with pytest.raises(BatchError, match="losses must be a list to fill, not tuple"):
         alone().step(torch.ones(4, 4), target=torch.zeros(4, 4), losses=())
 
 
@@ -210,9 +210,9 @@ def test_micro_batches_that_are_cut_already() -> None:
     assert torch.equal(gradient(whole), gradient(ready))
     with pytest.raises(BatchError, match="arg_mbs has 1 micro-batch, but the schedule runs 2"):
         alone(ready).step(arg_mbs=[(x,)], target=target)
-    with pytest.raises(BatchError, match="arg_mbs and the whole batch were given; give one"):
+    with pytest.raises(BatchError, match="pass arg_mbs or the whole batch, not both"):
         alone(ready).step(x, arg_mbs=[(x[:2],), (x[2:],)], target=target)
-    with pytest.raises(BatchError, match="target_mbs and the whole batch were given; give one"):
+    with pytest.raises(BatchError, match="pass target_mbs or the whole batch, not both"):
         alone(ready).step(x, target=target, target_mbs=[target[:2], target[2:]])
 
 

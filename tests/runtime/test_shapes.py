@@ -99,7 +99,7 @@ def test_without_dynamic_shapes_the_error_says_how(outcomes: Outcomes) -> None:
         tl.StageError,
         "rank 0, stage 0, micro-batch 0 (0F0): SignatureError: output 0 is float32[0, 6], not "
         "float32[10, 6]; output 1 is 0, not 10, as it was for inputs of the same shapes before; if "
-        "what a stage gives depends on their values, give the schedule dynamic_shapes=True",
+        "the output depends on their values, pass dynamic_shapes=True to the schedule",
     )
 
 

@@ -225,18 +225,18 @@ def test_get_mesh_is_asked_once_with_what_torch_gives(workers: Workers) -> None:
     [
         (
             "absent",
-            "a tensor arrives in shards over the mesh tp (2), and no parameter of this stage lies "
-            "on such a mesh; give the stage get_mesh=lambda names, layout: mesh",
+            "a tensor arrives in shards over the mesh tp (2), and no parameter of this stage is on "
+            "such a mesh; pass get_mesh=lambda names, layout: mesh to the stage",
         ),
         (
             "none",
-            "get_mesh returns None for the mesh tp (2) of a tensor that arrives; it must "
-            "return a mesh of that shape with this rank in it",
+            "get_mesh returns None for the mesh tp (2) of a received tensor; it must return a mesh "
+            "of that shape with this rank in it",
         ),
         (
             "wrong",
-            "get_mesh returns a mesh of [2, 2] for the mesh tp (2) of a tensor that arrives; it "
-            "must return a mesh of that shape with this rank in it",
+            "get_mesh returns a mesh of [2, 2] for the mesh tp (2) of a received tensor; it must "
+            "return a mesh of that shape with this rank in it",
         ),
     ],
 )

@@ -241,7 +241,7 @@ def never_got(rank: int, group: Any) -> None:
     run(make(rank, group, module=module))
 
 
-def test_values_that_nobody_gets_are_told_all_at_once(outcomes: Outcomes) -> None:
+def test_values_that_nobody_gets_are_reported_together(outcomes: Outcomes) -> None:
     assert_all(
         outcomes(never_got),
         tl.StageError,
@@ -318,7 +318,7 @@ def test_a_checkpointed_block_that_gets_what_was_replaced_since(outcomes: Outcom
 def test_something_that_is_no_tensor() -> None:
     with pytest.raises(SkipError) as caught:
         tl.skip.put("a", 3)  # pyright: ignore[reportArgumentType]
-    assert str(caught.value) == "skip.put('a', …) takes a tensor, not a int"
+    assert str(caught.value) == "skip.put('a', …) takes a tensor, not int"
 
 
 def test_outside_of_a_pipeline() -> None:

@@ -156,4 +156,4 @@ def _within(rank: int, group: Any) -> list[str]:
 def test_a_step_within_a_step_is_refused_in_processes(workers: Workers) -> None:
     for texts in workers.run(_within):
         assert len(texts) == 1
-        assert "GPipe is running, and was called again from inside of that" in texts[0]
+        assert "GPipe is running, and was called again from inside: by" in texts[0]

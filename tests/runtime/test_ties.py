@@ -333,8 +333,8 @@ def test_a_step_that_fails_leaves_earlier_gradients() -> None:
         ),
         (
             ([tl.Tie({0: "words.weight", 1: "out.weight"})], ()),
-            r"words\.weight of stage 0 = out\.weight of stage 1: these are tied, but stage 1 does "
-            "not know of it; give each of the stages the same ties=",
+            r"words\.weight of stage 0 = out\.weight of stage 1: these are tied, but not in the "
+            "ties= of stage 1; pass the same ties= to each of the stages",
         ),
         (
             ([tl.Tie({0: "scale", 1: "out.weight"})],) * 2,
@@ -354,6 +354,6 @@ def test_what_does_not_fit_together_raises_on_every_rank(
     tl.local.run(main, 2)
 
 
-def test_a_tie_of_one_stage_is_none() -> None:
+def test_a_tie_of_one_stage_is_refused() -> None:
     with pytest.raises(tl.MismatchError, match=r"in two stages or more, not \{0: 'words'\}"):
         tl.Tie({0: "words"})

@@ -151,7 +151,7 @@ def step(schedule: tl.Schedule1F1B) -> None:
     schedule.step(torch.ones(4, 4), target=torch.ones(4, 4))
 
 
-def test_a_trace_is_asked_as_its_last_timeline_is() -> None:
+def test_a_trace_has_the_attributes_of_its_last_timeline() -> None:
     def main(rank: int) -> None:
         module = nn.Linear(4, 4)
         stage = tl.PipelineStage(module, 0, 1, torch.device("cpu"))
@@ -338,7 +338,7 @@ class TestErrors:
         with schedule.trace() as trace:
             with pytest.raises(ScheduleError, match="traced already"), schedule.trace():
                 pass
-            with pytest.raises(ScheduleError, match="there is no timeline"):
+            with pytest.raises(ScheduleError, match="no timeline yet"):
                 _ = trace.timeline
         assert repr(trace) == "Trace(nothing)"
 
@@ -367,11 +367,11 @@ class TestProfiler:
 
 
 class TestArrivals:
-    def test_one_that_was_waited_for_is_seen(self) -> None:
+    def test_a_message_that_was_waited_for_has_its_time(self) -> None:
         sent, began, arrived = np.array([5.0, 1.0]), np.array([3.0, 9.0]), np.array([7.0, 9.1])
         assert _arrivals(sent, began, arrived).tolist() == [7.0, 3.0]
 
-    def test_one_that_was_not_is_there_no_later_than_it_is_used(self) -> None:
+    def test_a_message_nobody_waited_for_arrives_before_it_is_used(self) -> None:
         sent, began, arrived = np.array([5.0, 8.5]), np.array([3.0, 9.0]), np.array([7.0, 9.1])
         assert _arrivals(sent, began, arrived).tolist() == [7.0, 9.1]
         assert _arrivals(sent[1:], began[1:], arrived[1:]).tolist() == [8.5]

@@ -177,7 +177,7 @@ def ranks() -> Any:
     return Ranks()
 
 
-def test_a_step_that_goes_on_is_not_told_of(ranks: Any) -> None:
+def test_a_step_that_makes_progress_is_not_reported(ranks: Any) -> None:
     records = logged()
     watch = Watch("Schedule1F1B", ranks)
     watch.seconds = 0.0
@@ -190,7 +190,7 @@ def test_a_step_that_goes_on_is_not_told_of(ranks: Any) -> None:
     assert not records
 
 
-def test_a_step_that_stands_still_is_told_of_once(ranks: Any) -> None:
+def test_a_stalled_step_is_reported_once(ranks: Any) -> None:
     records = logged()
     watch = Watch("Schedule1F1B", ranks)
     watch.seconds = 0.0

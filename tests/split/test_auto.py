@@ -123,8 +123,8 @@ def test_stages_begin_where_they_can() -> None:
         "Skips cannot be cut into 5 stages, but into 3 stages or fewer: its forward calls 6 layers "
         "('layers.0', 'layers.1', 'layers.2', …, 'layers.5'); no stage can begin with 'layers.1', "
         "'layers.2', 'layers.3' (with 'layers.1': 'layers.4' in stage 1 uses a value that the "
-        "forward has made of 'layers.0' with random numbers in stage 0, which no other stage can "
-        "draw again; let a submodule draw them, or cut the model elsewhere)"
+        "forward has made from 'layers.0' with random numbers in stage 0, which no other stage can "
+        "draw again; draw them in a submodule, or cut the model elsewhere)"
     )
     pieces = auto(model.eval(), 3, (x,))
     assert starts(pieces) == ("", "layers.2", "layers.4")
@@ -185,7 +185,8 @@ def test_a_model_without_a_row_of_layers() -> None:
             self.a = nn.Linear(2, 2)
 
     with pytest.raises(
-        PartitionError, match=r"One has no row of layers .*by_names, .*taktline.pipeline, .*by hand"
+        PartitionError,
+        match=r"One has no list of layers .*by_names, .*taktline.pipeline, .*by hand",
     ):
         auto(One(), 2, (torch.ones(1, 2),))
     with pytest.raises(PartitionError, match="example must be a tuple of arguments"):

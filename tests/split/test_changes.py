@@ -274,7 +274,7 @@ class LateTensor(Base):
 
 @pytest.mark.parametrize("kind", [Late, LateBuffer, LateList, LateTensor])
 def test_a_stage_must_not_read_what_a_later_one_changes(kind: type[nn.Module]) -> None:
-    text = r"stage 0 reads 'calls', which the forward changes .* call of 'layers.2', .* elsewhere"
+    text = r"stage 0 reads 'calls', but the forward changes .* call of 'layers.2', .* elsewhere"
     with pytest.raises(PartitionError, match=text):
         tl.split.by_names(made(kind), ["layers.2"], example=(torch.zeros(2, WIDTH),))
     with pytest.raises(PartitionError, match=r"into 1 stage: .* \(with 'layers.0': stage 0 reads"):

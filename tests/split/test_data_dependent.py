@@ -220,9 +220,9 @@ class Unsteady(Base):
         return self.layers[1](x)
 
 
-def test_stages_that_ask_for_other_numbers_are_noticed() -> None:
+def test_stages_that_read_other_numbers_are_refused() -> None:
     pieces = tl.split.by_names(made(Unsteady), ["layers.1"], example=(torch.zeros(2, WIDTH),))
-    with pytest.raises(PartitionError, match=r"stage 1 has asked for . numbers .* before for .;"):
+    with pytest.raises(PartitionError, match=r"reads . numbers .* stage 1 begins, but . in"):
         pieces(batches()[0])
 
 
@@ -232,7 +232,7 @@ def test_boundaries_list_them() -> None:
     ) as pipe:
         assert [crossing.what for crossing in pipe.boundaries[0]][:2] == [
             "layers.1 (an argument)",
-            "numbers that the forward asks for",
+            "numbers that the forward reads",
         ]
         assert pipe.boundaries[0][1].shape == (1 + 5,)  # and how many there are
 
@@ -250,5 +250,7 @@ class Grows(Base):
 
 def test_more_numbers_than_there_is_room_for() -> None:
     pieces = tl.split.by_names(made(Grows), ["layers.1"], example=(torch.zeros(2, WIDTH),))
-    with pytest.raises(PartitionError, match=r"has asked for \d+ numbers .* shown 257; every"):
+    with pytest.raises(
+        PartitionError, match=r"reads \d+ numbers .* only 257 with the example; every"
+    ):
         pieces(torch.full((2, WIDTH), 1e3))

@@ -226,7 +226,7 @@ def test_what_comes_from_outside() -> None:
     outside.weight.data.zero_()
     assert not torch.equal(materialise(model, "cpu").weight, outside.weight)
     with (
-        pytest.raises(StateError, match=r"(?s)item.*reads values in a way that cannot be followed"),
+        pytest.raises(StateError, match=r"(?s)item.*reads values in a way that cannot be recorded"),
         deferred(),
     ):
         torch.tensor([torch.randn(2)[0], 1.0])

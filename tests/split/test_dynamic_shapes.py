@@ -221,5 +221,7 @@ class Split(Base):
 
 
 def test_how_many_tensors_there_are_must_not_depend_on_data() -> None:
-    with pytest.raises(PartitionError, match=r"(?s)what 'embed' returns .* as many tensors of"):
+    with pytest.raises(
+        PartitionError, match=r"(?s)what 'embed' returns .* tensors of the same number"
+    ):
         tl.split.by_names(made(Split), CUTS, example=(torch.zeros(4, WIDTH),))

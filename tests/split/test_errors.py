@@ -55,7 +55,7 @@ def test_split_points_that_are_none(options: dict[str, Any], text: str) -> None:
 
 def test_arguments_that_are_no_tuple() -> None:
     args: Any = X
-    with pytest.raises(PartitionError, match="mb_args must be a tuple of arguments, not a Tensor"):
+    with pytest.raises(PartitionError, match="mb_args must be a tuple of arguments, not Tensor"):
         tl.pipeline(Model(), args, split_spec={"layers.1": BEGINNING})
 
 
@@ -108,5 +108,5 @@ class Either(Model):
 )
 def test_a_split_point_inside_of_a_region(model: type[Model], region: str) -> None:
     spec = None if model is Either else {"layers.1": BEGINNING}
-    with pytest.raises(PartitionError, match=rf"inside of a region .*{region}.*; move the split"):
+    with pytest.raises(PartitionError, match=rf"inside a region .*{region}.*; move the split"):
         tl.pipeline(model(), (X,), split_spec=spec)

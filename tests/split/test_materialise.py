@@ -221,7 +221,7 @@ def test_transformers_make_their_buffers_without_a_log(kind: str) -> None:
     assert torch.equal(model(tokens).logits, usual(tokens).logits)
 
 
-def test_a_model_on_the_meta_device_that_nobody_can_tell_about() -> None:
+def test_a_meta_model_with_unknown_values_is_refused() -> None:
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
     model[0].mask = torch.zeros(3, device="meta")

@@ -51,7 +51,7 @@ def test_a_stage_has_the_parameters_it_uses_under_their_names() -> None:
     assert pipe.get_stage_module(0).get_buffer("rotary.speeds") is model.get_buffer("rotary.speeds")
 
 
-def test_shared_parameters_are_told() -> None:
+def test_shared_parameters_are_reported() -> None:
     model = make("rotated")
     pipe = tl.pipeline(model, (CASES["rotated"].batch(2)[0],), split_spec=CASES["rotated"].cuts[4])
     assert pipe.ties == (tl.Tie({0: "embed.weight", 3: "head.weight"}),)

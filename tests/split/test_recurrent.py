@@ -137,8 +137,8 @@ def test_their_weights_count() -> None:
 @pytest.mark.parametrize(
     ("model", "text"),
     [
-        (Packed(), r"asks for a packed sequence, which depends on the data that 'embed' returns"),
-        (PackedFirst(), r"layers of a LSTM that is given a packed sequence cannot lie in several"),
+        (Packed(), r"needs a packed sequence, which depends on the data that 'embed' returns"),
+        (PackedFirst(), r"layers of LSTM cannot be in several stages if its input is a packed"),
     ],
 )
 def test_packed_sequences_are_refused(model: nn.Module, text: str) -> None:

@@ -222,13 +222,13 @@ class Leaks(Chain):
         return self.norm(x)
 
 
-def test_a_value_that_has_not_come_is_not_handed_on() -> None:
+def test_a_value_that_was_not_received_is_refused() -> None:
     pieces, x = split(Leaks()), torch.randn(3, WIDTH)
     piece: Any = pieces[2]
     given = pieces[1](*pieces[0](x))
     piece(*given)
     piece.count = 5
-    with pytest.raises(tl.errors.PartitionError, match=r"'embed', which has not come with"):
+    with pytest.raises(tl.errors.PartitionError, match=r"'embed', which is not in the input"):
         piece(*given)
 
 

@@ -184,10 +184,10 @@ class Globals(Model):
 
 
 @pytest.mark.parametrize(
-    ("kind", "what"), [(Objects, "a Note that it is given"), (Globals, "the global 'FOUND'")]
+    ("kind", "what"), [(Objects, "its argument \\(Note\\)"), (Globals, "the global 'FOUND'")]
 )
-def test_what_no_other_stage_would_know_of(kind: type[nn.Module], what: str) -> None:
-    message = rf"'layers\.0' changes {what}, which other stages would not know of; let it return"
+def test_changes_that_other_stages_would_not_see(kind: type[nn.Module], what: str) -> None:
+    message = rf"'layers\.0' changes {what}, which other stages would not see; let it return"
     with pytest.raises(PartitionError, match=message):
         pipeline(kind())
 

@@ -228,7 +228,7 @@ def test_what_w_holds_can_go_as_soon_as_it_was_used() -> None:
     assert left == [1]  # the input, which is the caller's
 
 
-def test_halves_that_do_not_compile_are_told_of_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_halves_that_do_not_compile_are_reported_once(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "taktline"):
         assert_alike(block(), torch.randn(3, 3, 8).unbind(), where="stage 3", fails="no such luck")
     told = "stage 3: its compiled backward stays whole, so W is empty there: its halves do not"

@@ -260,7 +260,7 @@ def weights(stage: PipelineStage) -> Gradients:
 
 
 @pytest.mark.parametrize("index", [-1, 2, 3])
-def test_a_stage_lies_in_the_pipeline(index: int) -> None:
+def test_a_stage_outside_of_the_pipeline_is_refused(index: int) -> None:
     with pytest.raises(MismatchError) as caught:
         stage_of(nn.Linear(4, 4), index, 2)
     assert str(caught.value) == f"stage {index} of 2: stages are numbered from 0 to 1"
@@ -270,7 +270,9 @@ def test_a_stage_lies_in_the_pipeline(index: int) -> None:
     ("index", "count", "first", "last"),
     [(0, 1, True, True), (0, 3, True, False), (1, 3, False, False), (2, 3, False, True)],
 )
-def test_a_stage_knows_where_it_stands(index: int, count: int, first: bool, last: bool) -> None:
+def test_a_stage_knows_whether_it_is_first_or_last(
+    index: int, count: int, first: bool, last: bool
+) -> None:
     stage = stage_of(nn.Linear(4, 4), index, count)
     assert (stage.is_first, stage.is_last) == (first, last)
 
@@ -297,7 +299,7 @@ def test_examples_are_kept_as_signatures() -> None:
     assert stage_of(nn.ReLU()).expected_output is None
 
 
-def test_beginning_tells_which_parameters_learn() -> None:
+def test_begin_returns_which_parameters_are_trained() -> None:
     module = nn.Linear(4, 4)
     stage = stage_of(module)
     assert stage.begin() == (True, True, True)
@@ -450,7 +452,7 @@ def test_the_inputs_get_nothing_from_the_weights(name: str) -> None:
     assert_same(given, expected[0])
 
 
-def test_a_stage_without_inputs_that_ask_for_a_gradient() -> None:
+def test_a_stage_without_inputs_that_require_a_gradient() -> None:
     """In the middle, where only whole numbers arrive."""
     stage = stage_of(nn.Embedding(5, 4))
     stage.begin()

@@ -53,7 +53,7 @@ def pipeline(**options: Any) -> tl.Pipeline:
 
 
 @pytest.mark.parametrize("rows", [ROWS, 7, LENGTH, 3])
-def test_what_is_no_batch_is_whole(rows: int) -> None:
+def test_arguments_without_a_batch_stay_whole(rows: int) -> None:
     args, kwargs = call(rows)
     target = torch.arange(float(rows))
     model, pipe = Streams(), pipeline()
@@ -81,7 +81,7 @@ def test_longer_texts_in_a_batch_like_the_example() -> None:
     assert pipe.eval(torch.zeros(2, 3 * PARTS)).shape == (2, 3 * PARTS)
 
 
-def test_a_usual_batch_is_not_spoken_of() -> None:
+def test_batches_cut_along_dimension_0_are_not_mentioned() -> None:
     stages = [nn.Linear(2, 2), nn.Linear(2, 2)]
     pipe = tl.Pipeline(stages, example=(torch.ones(2, 2),), microbatches=PARTS, ranks=2)
     pipe.eval(torch.ones(ROWS, 2))

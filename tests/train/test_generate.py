@@ -108,7 +108,7 @@ def test_without_a_cache(llama: tl.Pipeline) -> None:
     assert torch.equal(found, expected)
 
 
-def test_a_cache_lies_where_its_layers_do(
+def test_a_cache_is_on_the_stages_of_its_layers(
     llama: tl.Pipeline, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from taktline.train import kv_cache

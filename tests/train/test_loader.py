@@ -83,9 +83,9 @@ class TestInOneProcess:
     @pytest.mark.parametrize(
         ("given", "text"),
         [
-            (DATA, r"a TensorDataset has samples, not batches; pass a DataLoader\(dataset"),
-            (None, "a NoneType has no batches; pass a DataLoader, or any iterable"),
-            (3, "a int has no batches"),
+            (DATA, r"TensorDataset has samples, not batches; pass a DataLoader\(dataset"),
+            (None, "NoneType has no batches; pass a DataLoader, or any iterable"),
+            (3, "int has no batches"),
         ],
     )
     def test_what_has_no_batches(self, given: Any, text: str) -> None:
@@ -189,9 +189,9 @@ def test_values_and_errors_reach_every_rank(workers: Workers) -> None:
     assert errors[0] == "rank 0, batch 1: ValueError: no image"
     assert errors[1].startswith("rank 0, batch 1: ")
     assert errors[1].endswith("Unspeakable: <exception str() failed>")
-    assert errors[2].startswith("rank 0, batch 0: a object cannot go from one rank to another")
-    assert errors[3].startswith("rank 0, batch 0: a sparse tensor cannot go")
-    assert errors[4].startswith("rank 0, the loader: a TensorDataset has samples")
+    assert errors[2].startswith("rank 0, batch 0: object cannot be sent to another rank")
+    assert errors[3].startswith("rank 0, batch 0: a sparse tensor cannot be sent")
+    assert errors[4].startswith("rank 0, the loader: TensorDataset has samples")
     assert errors[5].startswith("rank 0, batch 0: ")
     assert "Box" in errors[5]
     for batches in (first, second):
@@ -212,10 +212,10 @@ def sparse_output(rank: int, group: Any) -> None:
 
 
 @pytest.mark.processes
-def test_an_output_that_cannot_be_told_raises_on_every_rank(workers: Workers) -> None:
+def test_an_output_that_cannot_be_sent_raises_on_every_rank(workers: Workers) -> None:
     for error in workers.outcomes(sparse_output, ranks=2):
         assert isinstance(error, SignatureError)
-        assert "sparse tensor cannot go" in str(error)
+        assert "sparse tensor cannot be sent" in str(error)
         assert str(error).endswith("or pass return_outputs='last'")
 
 
@@ -240,7 +240,9 @@ def test_replicas_read_their_own_part(workers: Workers) -> None:
     found = workers.run(replicated, ranks=4)
     for replica, seen, errors in found:
         assert seen == [float(i) for i in range(replica, 12, 2)]
-        assert errors[0].startswith("the replicas have different numbers of batches: batch 2 is")
+        assert errors[0].startswith(
+            "the replicas have different numbers of batches: batch 2 exists"
+        )
         assert errors[1] == "rank 0 of replica 1, batch 1: ValueError: no image"
     assert [replica for replica, *_ in found] == [0, 1, 0, 1]
 
@@ -256,4 +258,4 @@ def beside_tensor_parallelism(rank: int, group: Any) -> tuple[list[int], str]:
 def test_tensor_parallel_ranks_have_the_same_batch(workers: Workers) -> None:
     for values, error in workers.run(beside_tensor_parallelism, ranks=4):
         assert values == [0, 1]
-        assert error.startswith("rank 0, batch 0: a object cannot go")
+        assert error.startswith("rank 0, batch 0: object cannot be sent")

@@ -336,7 +336,7 @@ def test_a_state_for_a_model_without_values() -> None:
         ),
         (
             {"schedule": tl.build("gpipe", ranks=3, microbatches=4)},
-            "plan 'gpipe' is for 3 ranks, here are 2; start 3, or pass ranks=3",
+            "plan 'gpipe' is for 3 ranks, not 2; start 3, or pass ranks=3",
         ),
         (
             {"schedule": tl.build("gpipe", ranks=2, microbatches=8)},
@@ -354,10 +354,10 @@ def test_what_is_refused(options: dict[str, Any], text: str) -> None:
     ("model", "text"),
     [
         (7, "a model is an nn.Module, a list of stages or a dict of them, not 7"),
-        ([nn.Linear(1, 1), 7], "stage 1 is 7, which is no nn.Module"),
+        ([nn.Linear(1, 1), 7], "stage 1 is 7, not an nn.Module"),
         (
             {0: nn.Linear(1, 1)},
-            "puts the stages [0, 1] here, but [1] are not among the stages given",
+            "puts stages [0, 1] here, but [1] are not among those passed",
         ),
         ({0: nn.Linear(1, 1), 5: nn.Linear(1, 1)}, "there is no stage 5"),
         ([nn.Linear(1, 1)] * 3, "3 stages cannot be placed on 2 ranks evenly"),
@@ -435,8 +435,8 @@ def test_processes_that_cannot_connect(monkeypatch: pytest.MonkeyPatch, restarts
     text = str(caught.value)
     assert text.startswith(
         "the processes cannot connect to each other (Gloo connectFullMesh failed: Connection "
-        "refused); gloo takes the address that this host's name has, which is often 127.0.0.1: "
-        "set GLOO_SOCKET_IFNAME to the network interface that the hosts share, such as eth0"
+        "refused); gloo uses the address of this host's name, often 127.0.0.1: set "
+        "GLOO_SOCKET_IFNAME to the network interface that the hosts share, such as eth0"
     )
     assert ("TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in text) == (restarts != "0")
 
@@ -447,6 +447,6 @@ def test_other_errors_in_connecting_stay_as_they_are() -> None:
 
 
 @pytest.mark.parametrize("timeout", [0, -1, "soon", float("nan")])
-def test_a_timeout_that_is_none(timeout: Any) -> None:
+def test_an_invalid_timeout(timeout: Any) -> None:
     with pytest.raises(tl.TaktlineError, match="timeout must be"):
         tl.Pipeline([nn.Linear(2, 2)], microbatches=1, timeout=timeout)

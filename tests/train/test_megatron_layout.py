@@ -22,14 +22,14 @@ from taktline.train.megatron_layout import cuts_of, stages_of
         ("(Ett)|(ttL)", ["Ett", "ttL"]),
     ],
 )
-def test_what_they_say(layout: str, stages: list[str]) -> None:
+def test_stages_of_layouts(layout: str, stages: list[str]) -> None:
     assert stages_of(layout) == stages
 
 
 @pytest.mark.parametrize(
     "layout", ["", "Ex|t", "tE|t", "Et||tL", "Et|L|t", "(Et|tL", "Et*|t", "t*0|", "((t*9999)*9999)"]
 )
-def test_what_is_none(layout: str) -> None:
+def test_invalid_layouts(layout: str) -> None:
     with pytest.raises(PartitionError, match="layout"):
         stages_of(layout)
 

@@ -145,7 +145,7 @@ def test_it_takes_effect_at_the_end_of_the_next_step() -> None:
             pipe.step(X, target=X)
         assert end.value.code == tl.Pipeline.PREEMPTED == 83
         assert called == [pipe]
-        pipe.step(X, target=X)  # whoever catches it goes on
+        pipe.step(X, target=X)  # caught, it does not end training
 
 
 def test_signals_that_a_launcher_passes_on_count_once() -> None:
@@ -241,4 +241,4 @@ def test_it_must_be_called_and_made_in_the_main_thread() -> None:
     thread = threading.Thread(target=make)
     thread.start()
     thread.join()
-    assert "which only the main thread can; make this pipeline there" in str(errors[0])
+    assert "which only the main thread can; make the pipeline there" in str(errors[0])

@@ -394,7 +394,7 @@ def by_number(rank: int, group: Any) -> tuple[tuple[int, ...], float]:
     return tuple(pipe.stages), pipe.step(TOKENS, target=TARGET).item()
 
 
-def test_copies_by_number(workers: Workers) -> None:
+def test_replicas_by_the_number_of_ranks(workers: Workers) -> None:
     found = workers.run(by_number, ranks=4)
     assert [stages for stages, _ in found] == [(0,), (0,), (1,), (1,)]
     torch.testing.assert_close(found[0][1], loss_fn(LM()(TOKENS), TARGET).item())
@@ -431,7 +431,7 @@ def wrong(rank: int, group: Any, options: dict[str, Any]) -> None:
     ("options", "text"),
     [
         ({"ranks": 3}, "ranks is 3, but the launcher has started 4 processes"),
-        ({"ranks": 2}, 'room for 2 replicas of the pipeline: say data_parallel="ddp" or "fsdp"'),
+        ({"ranks": 2}, 'room for 2 replicas of the pipeline: pass data_parallel="ddp" or "fsdp"'),
         ({"unnamed": True}, "the mesh has no dimension 'pp' for the pipeline, only ['x']"),
         ({"meshed": True, "ranks": 4}, "ranks is 4, but the mesh has 2 in 'pp'"),
         ({"meshed": True}, "room for 2 replicas of stage"),

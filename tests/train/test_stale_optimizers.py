@@ -109,7 +109,7 @@ def sharded(rank: int, group: dist.ProcessGroup) -> str:
 def test_an_optimizer_of_parameters_that_were_sharded_raises(workers: Workers) -> None:
     for text in workers.run(sharded):
         assert "this SGD was made before the pipeline" in text
-        assert "make the optimizer of pipe.parameters()" in text
+        assert "make it with pipe.parameters()" in text
 
 
 def test_an_optimizer_of_parameters_without_data_trains_them() -> None:

@@ -553,7 +553,7 @@ def test_local_ranks_in_different_exchanges() -> None:
         ([frames._MARK, 2**60], "rank 3 announces 1,152,921,504,606,846,976 numbers, more than"),
     ],
 )
-def test_a_frame_that_is_none(words: list[int], text: str) -> None:
+def test_an_invalid_frame(words: list[int], text: str) -> None:
     frame = struct.pack("<8q", *words, *[0] * 6)
     with pytest.raises(TransportError) as caught:
         frames.Frame.size(frame, 0, rank=3)

@@ -239,7 +239,7 @@ def test_fields_that_json_cannot_hold_are_left_to_the_text() -> None:
         ('["MismatchError", "no", {"a": [1]}]', "what rank 0 has raised: [2].a is a list, which"),
     ],
 )
-def test_an_error_that_is_none(text: str, start: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_invalid_error(text: str, start: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(exchange, "_written", lambda error: text)
     _, other = shared_errors([MismatchError("no"), None])
     assert type(other) is TransportError
@@ -247,7 +247,7 @@ def test_an_error_that_is_none(text: str, start: str, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.parametrize("row", [[], [-1], [9, 0], [2**62, 1]])
-def test_a_text_that_is_none(row: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_invalid_text(row: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Alone, "exchange", lambda *_, **__: [row])
     with pytest.raises(TransportError, match="rank 0 has sent no text"):
         share_texts(Alone(), "a text")

@@ -399,7 +399,7 @@ def test_sizes_that_differ(first: int) -> None:
 
     with pytest.raises(TransportError) as caught:
         run(talk, 2)
-    text = "activations from rank 0 to rank 1: 2,000 bytes sent, but 12 bytes awaited"
+    text = "activations from rank 0 to rank 1: 2,000 bytes sent, but 12 bytes expected"
     assert str(caught.value) == text
     assert caught.value.__notes__ == [f"on rank {1 - first} of 2 local ranks"]
 
@@ -422,7 +422,7 @@ def test_what_is_refused() -> None:
             run(refused, ranks)
     [transport] = run(refused, 1)
     for late in (lambda: transport.exchange([]), lambda: transport.sender(channel)(torch.ones(1))):
-        with pytest.raises(TransportError, match=r"^rank 0 alone can use its transport"):
+        with pytest.raises(TransportError, match=r"^only rank 0 can use its transport"):
             late()
 
 

@@ -65,7 +65,7 @@ def test_what_is_packed_comes_out_again(packed: list[torch.Tensor]) -> None:
     assert buffer.dtype is torch.uint8
     assert buffer.shape == (layout.nbytes,)
     assert not layout.failed(layout.marks(buffer))
-    # On the other rank it lies in another buffer.
+    # On the other rank it is in another buffer.
     arrived = layout.empty()
     assert arrived.shape == buffer.shape
     arrived.copy_(buffer)
@@ -133,7 +133,7 @@ def test_a_missing_tensor_becomes_zeros() -> None:
     here, missing = torch.full((3,), 7.0), torch.full((2, 2), 7, dtype=torch.int64)
     layout = layout_of(here, missing)
     parcel = layout.pack([here, missing])
-    # In a used buffer, where something else lies.
+    # In a used buffer, with other data in it.
     layout.recycle(parcel)
     again = layout.pack([here, None])
     assert_equal(layout.unpack(again.buffer), [here, torch.zeros(2, 2, dtype=torch.int64)])
@@ -205,7 +205,7 @@ def test_what_is_unpacked_can_be_changed_in_place_without_touching_the_others() 
     layout = layout_of(x, count)
     x, count = layout.unpack(layout.pack([x, count]).buffer)
     result = (x * x).sum()
-    # What autograd has kept of x has not changed, although both lie in one buffer.
+    # What autograd has kept of x has not changed, although both are in one buffer.
     count.add_(1)
     result.backward()
     assert torch.equal(x.grad, torch.full((3,), 2.0))  # pyright: ignore[reportArgumentType]
@@ -276,8 +276,8 @@ def test_an_object_that_cannot_travel_is_refused(value: Any, name: str, nested: 
     with pytest.raises(SignatureError) as caught:
         encode(Signature.of(*flatten(given)))
     assert str(caught.value) == (
-        f"a {name} cannot go from one rank to another; tensors, None, numbers and strings can, "
-        "and containers of them (for a dataclass or a named tuple of your own: "
+        f"{name} cannot be sent to another rank; tensors, None, numbers and strings can, and "
+        "containers of them (for a dataclass or a named tuple of your own: "
         "taktline.register_container)"
     )
 
@@ -310,6 +310,6 @@ def test_a_tensor_that_is_no_plain_block_of_memory_is_refused(
     with pytest.raises(SignatureError) as caught:
         Signature.of([tensor])
     assert str(caught.value) == (
-        f"a {kind} tensor cannot go from one stage to another; hand over the dense tensors that it "
-        "is made of"
+        f"a {kind} tensor cannot be sent to another stage; pass the dense tensors that it is made "
+        "of"
     )

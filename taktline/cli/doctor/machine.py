@@ -130,9 +130,7 @@ def _judge_gpus(ranks: Ranks) -> Iterator[Finding]:
     }
     if shared:
         told = "; ".join(f"{of_ranks(who)} share one on {gpu[0]}" for gpu, who in shared.items())
-        yield Finding(
-            "GPUs", Verdict.FAILED, told, "give each rank its own; nccl refuses to share one"
-        )
+        yield Finding("GPUs", Verdict.FAILED, told, "use one GPU per rank; nccl cannot share them")
     kinds = _grouped(ranks, lambda facts: facts["gpu"])
     if len(kinds) > 1:
         advice = "cut the model so that slower ranks get less of it"
@@ -184,9 +182,9 @@ def _judge_addresses(ranks: Ranks) -> Iterator[Finding]:
         yield Finding(
             "addresses",
             Verdict.WARNING,
-            f"the host name of {of_ranks(hidden)} stands for an address that others cannot reach",
+            f"the host name of {of_ranks(hidden)} resolves to an address that others cannot reach",
             "set GLOO_SOCKET_IFNAME (and NCCL_SOCKET_IFNAME) to the network interface, such as "
             "eth0, or mend /etc/hosts",
         )
     else:
-        yield Finding("addresses", Verdict.OK, "every host name stands for a reachable one")
+        yield Finding("addresses", Verdict.OK, "every host name resolves to a reachable one")

@@ -119,8 +119,7 @@ def alarm(rank: int, doing: str, timeout: float) -> Iterator[None]:
     def end_process() -> None:
         print(
             f"rank {rank}: nothing has moved for {timeout + _GRACE:g} s while {doing}; see what "
-            "the other ranks say, and whether a firewall lies between them (--timeout waits "
-            "longer)",
+            "the other ranks say, and whether a firewall is between them (--timeout waits longer)",
             file=sys.stderr,
             flush=True,
         )

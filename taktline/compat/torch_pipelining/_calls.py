@@ -107,7 +107,7 @@ class Calls:
             if custom is not None:
                 custom(action, self.context)
             elif action.stage_index not in self.stages:
-                raise ScheduleError(f"{action=}: its stage does not lie on this rank")
+                raise ScheduleError(f"{action=}: its stage is not on this rank")
             else:
                 self._perform(action, self.stages[action.stage_index])
 

@@ -106,7 +106,7 @@ def _first_half(outputs: Any, output_grads: Any, input_values: Any, weights: Any
         if isinstance(output, GradientEdge):
             if gradient is None:
                 raise SplitError(
-                    "an output given by its GradientEdge has no shape, so its gradient is needed; "
+                    "an output passed as its GradientEdge has no shape, so its gradient is needed; "
                     "pass it in output_grads"
                 )
         elif not isinstance(output, torch.Tensor) or not output.requires_grad:
@@ -190,7 +190,7 @@ def stage_backward_weight(
     for group in sorted(param_groups, key=lambda g: -len(g.get("intermediates", ()))):
         if "grads" not in group:
             raise SplitError(
-                "stage_backward_weight needs what stage_backward_input has given, once for each"
+                "stage_backward_weight needs what stage_backward_input has returned, each once"
             )
         found = _weight_gradients(group, retain_graph)
         for node, gradient in zip(group["params"], found, strict=True):

@@ -112,8 +112,8 @@ class _PipelineStageBase(torchs._PipelineStageBase, metaclass=Watched):
         if (found := [(x.dtype, [*x.shape]) for x in local]) != known:
             del self.fwd_cache[fwd_chunk_id]  # nothing of it is sent
             raise utils.PipeliningMetadataError(
-                f"{self.log_prefix} micro-batch {fwd_chunk_id} gives {found}, but the next stage "
-                f"expects {known}; let all micro-batches of a step have one size, the announced one"
+                f"{self.log_prefix} micro-batch {fwd_chunk_id} returns {found}, but the next stage "
+                f"expects {known}; use one size, the announced one, for all micro-batches"
             )
         return output
 

@@ -66,7 +66,7 @@ class StepCall:
         names, given = ("arg_mbs", "kwarg_mbs", "target_mbs"), (args, kwargs, target is not None)
         for name, parts, whole in zip(names, self.parts, given, strict=True):
             if parts is not None and whole:
-                raise BatchError(f"{name} and the whole batch were given; give one of them")
+                raise BatchError(f"pass {name} or the whole batch, not both")
         if self.losses is not None:
             schedule._check_inputs(losses=self.losses)
         if not schedule._has_backward:
@@ -80,7 +80,7 @@ class StepCall:
             if chunks is not None and len(chunks) != count:
                 raise BatchError(
                     f"{name} make {len(chunks)} micro-batches, but the schedule runs {count}; the "
-                    f"batch has {len(chunks)} along dimension 0: give at least {count}"
+                    f"batch has {len(chunks)} along dimension 0: pass at least {count}"
                 )
         return tuple(cut)
 

@@ -216,7 +216,7 @@ class Captures:
         except Exception as error:
             reasons = [_reason(error)]
         if self._state(bound.binding) != state:
-            reasons.append("its forward puts other tensors in the place of parameters or buffers")
+            reasons.append("its forward replaces parameters or buffers")
         if graph is None or reasons:
             restore()
             self._refuse(entry, reasons[0])

@@ -42,7 +42,7 @@ def state_of(
     if _has_any_global_hook():
         return "there are hooks on all modules, which a replay would not call"
     if torch._C._len_torch_dispatch_stack():
-        return "a mode of PyTorch looks at each operation, which a replay would not show it"
+        return "a mode of PyTorch sees each operation, but none of a replay"
     parts: list[list[object]] = []
     for stage in stages:
         parts.append([])
@@ -145,7 +145,7 @@ class Kept:
         return {key for key in before.keys() | now.keys() if before.get(key) != now.get(key)}
 
     def _noted(self) -> dict[Attribute, tuple[object]]:
-        # In a tuple, None is told from nothing.
+        # In a tuple, to distinguish None from no value.
         return {
             (ref(module), name): (value,)
             for module in self._modules

@@ -36,13 +36,13 @@ class Inputs:
         for leaf in self.leaves:
             if isinstance(leaf, torch.Tensor):
                 if type(leaf) is not torch.Tensor or leaf.layout != torch.strided:
-                    return f"an argument is a {type(leaf).__name__} ({leaf.layout})"
+                    return f"an argument is {type(leaf).__name__} ({leaf.layout})"
                 if leaf.device.type != device.type:
-                    return f"an argument lies on {leaf.device}, where a replay would not read it"
+                    return f"an argument is on {leaf.device}, where a replay would not read it"
                 if leaf.requires_grad:
                     return "an argument requires a gradient"
             elif type(leaf) not in _PLAIN:
-                return f"an argument is a {type(leaf).__name__}, which may change by itself"
+                return f"an argument is {type(leaf).__name__}, which may change by itself"
         return None
 
     @property

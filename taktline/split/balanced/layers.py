@@ -130,9 +130,9 @@ def _spine(model: nn.Module) -> str:
             return name
         if not children or not any(True for _ in children[0][1].children()):
             raise PartitionError(
-                f"{type(model).__name__} has no row of layers (nn.Sequential, nn.ModuleList or "
-                "nn.ModuleDict) and no submodules one after the other to cut; say where with "
-                "by_names, or with split points in taktline.pipeline, or cut it by hand"
+                f"{type(model).__name__} has no list of layers (nn.Sequential, nn.ModuleList or "
+                "nn.ModuleDict) and no submodules in sequence to cut; use by_names, or split "
+                "points in taktline.pipeline, or cut it by hand"
             )
         name = joined(name, children[0][0])
 

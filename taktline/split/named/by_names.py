@@ -154,8 +154,8 @@ def without_compiler(model: nn.Module) -> nn.Module:
     if inside is None and getattr(model, "_compiled_call_impl", None) is None:
         return model
     _log.warning(
-        "the model was compiled as a whole, and its stages run as they are; compile its blocks "
-        "(block.compile()), or say compile=True"
+        "the model was compiled as a whole, but its stages are not; compile its blocks "
+        "(block.compile()), or pass compile=True"
     )
     return model if inside is None else inside
 
@@ -172,17 +172,17 @@ def _checked(model: nn.Module, cuts: Sequence[str]) -> tuple[Cut, ...]:
                 f"{did_you_mean(unit, names)}"
             )
         if cut in read[:place]:
-            raise PartitionError(f"cuts name {cut!r} twice; a stage can begin there once")
+            raise PartitionError(f"cuts name {cut!r} twice; name it once")
         inside = next((other.unit for other in read if unit.startswith(f"{other.unit}.")), None)
         if inside is not None:
             raise PartitionError(
-                f"the cut {unit!r} lies inside of {inside!r}, which begins a stage as a whole; cut "
-                f"at the first submodule of {inside!r} instead"
+                f"the cut {unit!r} is inside {inside!r}, which begins a stage as a whole; cut at "
+                f"the first submodule of {inside!r} instead"
             )
         if type(unwrapped(model.get_submodule(unit))).forward is nn.Module.forward:
             raise PartitionError(
                 f"{unit!r} is a {type(model.get_submodule(unit)).__name__}, which is never called "
-                f"itself; cut at what it holds, such as '{unit}.0'"
+                f"itself; cut inside it, such as at '{unit}.0'"
             )
     return tuple(read)
 
@@ -213,12 +213,12 @@ def _place_by_use(layout: Layout, summary: ForwardSummary) -> None:
         if len(called) > 1 and probe.changes_buffers:
             *first, last = map(str, sorted(called))
             raise PartitionError(
-                f"the forward calls {name!r} in the stages {', '.join(first)} and {last}, and it "
-                "changes its buffers, which each stage would do by itself; cut the model where all "
-                "its calls are in one stage"
+                f"the forward calls {name!r} in stages {', '.join(first)} and {last}, and each "
+                "would change its own copy of the buffers; cut the model so that all calls are in "
+                "one stage"
             )
         used = called | summary.uses.get(name, set())
-        # A unit that is never called has a state, too: it lies where the one before it does.
+        # A unit that is never called has a state, too: it goes with the one before it.
         stage = min(used, default=stage)
         layout.homes[name] = frozenset(used or {stage})
     for name in layout.direct:
@@ -230,17 +230,17 @@ def _place_by_definition(layout: Layout) -> None:
     for cut in layout.cuts:
         if cut.call:
             raise PartitionError(
-                f"the cut {cut!r} is one of several calls of {cut.unit!r}; pass an example= of "
-                "what the model is called with, to see what lies between them"
+                f"the cut {cut!r} is one of several calls of {cut.unit!r}; pass example=, the "
+                "arguments of the model, to see what is between them"
             )
     stage = 0
     for name in layout.probes:
         if Cut(name) in layout.cuts:
             if Cut(name) != layout.start(stage + 1):
                 raise PartitionError(
-                    f"{name!r} is defined before {layout.start(stage + 1)!r}; list the cuts in "
-                    "the order of their calls, and pass an example= of what the model is called "
-                    "with if that is not the order of their definition"
+                    f"{name!r} is defined before {layout.start(stage + 1)!r}; list the cuts in the "
+                    "order of their calls, and pass example=, the arguments of the model, if that "
+                    "is not the order of their definition"
                 )
             stage += 1
         layout.homes[name] = frozenset({stage})

@@ -132,7 +132,7 @@ class Changes:
                 if isinstance(now, Placeholder):
                     raise PartitionError(
                         f"the forward sets {entry.name!r} to a value of {now.maker!r}, which this "
-                        "stage does not have; let a submodule keep it"
+                        "stage does not have; set it in a submodule"
                     )
                 if _is_like(now, tensor):
                     tensor.copy_(now)

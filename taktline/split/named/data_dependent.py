@@ -126,8 +126,8 @@ class Numbers(TorchFunctionMode):
             number = _written(kind(self._guess.at(place)))
         else:
             raise PartitionError(
-                f"the forward asks for {place + 1} numbers and more, this one of the data of "
-                f"{maker!r}, which this stage does not have; let a submodule do what takes so many"
+                f"the forward reads {place + 1} or more numbers from data, this one from "
+                f"{maker!r}, which this stage does not have; read so many in a submodule"
             )
         self._noted.append(number)
         return struct.unpack("d", struct.pack("q", number))[0] if kind is float else kind(number)
@@ -145,7 +145,7 @@ class Numbers(TorchFunctionMode):
         if self.note(size) != size:
             raise PartitionError(
                 f"a tensor has the size {size} here, but {self._noted[-1]} in an earlier stage; "
-                "let a submodule make what has a random size"
+                "make tensors of random size in a submodule"
             )
 
     def take_size(self, likely: Sequence[int], maker: str) -> int:
@@ -160,17 +160,17 @@ class Numbers(TorchFunctionMode):
         """Raise unless the stage before has noted as many numbers."""
         if self._count is not None and len(self._noted) != self._count:
             raise PartitionError(
-                f"the forward of stage {stage} has asked for {len(self._noted)} numbers before it "
-                f"begins, that of the stage before for {self._count}; what a forward asks for must "
-                "not depend on anything but its data"
+                f"the forward reads {len(self._noted)} numbers from data before stage {stage} "
+                f"begins, but {self._count} in the stage before; what it reads must depend on its "
+                "data only"
             )
 
     def sent(self, room: int, device: torch.device) -> torch.Tensor:
         """All numbers for the next stage, padded to the length that it expects."""
         if len(self._noted) > room:
             raise PartitionError(
-                f"the forward has asked for {len(self._noted)} numbers that depend on data, where "
-                f"the example has shown {room}; every micro-batch must ask for at most as many"
+                f"the forward reads {len(self._noted)} numbers that depend on data, but only "
+                f"{room} with the example; every micro-batch must read at most as many"
             )
         count = len(self._noted)
         return torch.tensor([count, *self._noted, *[0] * (room - count)], device=device)
@@ -211,7 +211,7 @@ def _written(number: Number) -> int:
 
 def _type_of(tensor: torch.Tensor) -> type[Number]:
     if tensor.is_complex():
-        raise PartitionError("the forward asks for a complex number, which no other stage has")
+        raise PartitionError("the forward reads a complex number, which no other stage has")
     if tensor.is_floating_point():
         return float
     return bool if tensor.dtype is torch.bool else int

@@ -205,9 +205,9 @@ def _find_late_changes(
             for name in sorted(late):
                 if own[stage].get(name) != whole[stage].get(name):
                     found[start] = PartitionError(
-                        f"stage {stage} reads {name!r}, which the forward changes after that stage "
-                        f"has ended with the call of {start!r}, so it would not know of it; change "
-                        f"{name!r} before that call, or cut the model elsewhere"
+                        f"stage {stage} reads {name!r}, but the forward changes it after the call "
+                        f"of {start!r}, where that stage has ended; change {name!r} before that "
+                        "call, or cut the model elsewhere"
                     )
     finally:
         state.undo()

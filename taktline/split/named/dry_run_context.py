@@ -174,7 +174,7 @@ class DryRunContext(Checkpoints):
             if is_made and id(written) not in self.arguments:
                 raise PartitionError(
                     f"{probe.name!r} changes in place a tensor that the forward has made without "
-                    "data, and that every stage has; let it return what it adds"
+                    "data, and that every stage has; return a new tensor instead"
                 )
 
     def finish(self, output: Any, changed: Sequence[Any]) -> None:
@@ -271,10 +271,10 @@ class DryRunContext(Checkpoints):
                 if history.is_drawn:
                     self._refuse(
                         history.stage,
-                        f"{user} in stage {self._stage} uses a value that the forward has made of "
-                        f"{placeholder.maker!r} with random numbers in stage {history.stage}, "
-                        "which no other stage can draw again; let a submodule draw them, or cut "
-                        "the model elsewhere",
+                        f"{user} in stage {self._stage} uses a value that the forward has made "
+                        f"from {placeholder.maker!r} with random numbers in stage {history.stage}, "
+                        "which no other stage can draw again; draw them in a submodule, or cut the "
+                        "model elsewhere",
                     )
                 needed += [(parent, history.time) for parent in history.parents]
 

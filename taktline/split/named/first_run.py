@@ -73,9 +73,9 @@ class FirstRun(StageRun):
         if not self._has_begun:
             if not self._begins(unit):
                 raise PartitionError(
-                    f"the forward calls a {name} of stage {self._stage} before "
+                    f"the forward calls {name} of stage {self._stage} before "
                     f"{self._layout.start(self._stage)!r}, with which the stage begins; every "
-                    "micro-batch must take the same way through the stages"
+                    "micro-batch must take the same path through the stages"
                 )
             self._begin((args, kwargs))
         self.order.append(unit.unit)
@@ -156,9 +156,9 @@ class FirstRun(StageRun):
         given = [(path, leaf) for path, leaf in leaves if path in self._known.entry.arguments]
         if len(given) != self._arguments:
             raise PartitionError(
-                f"{start!r}, with which stage {self._stage} begins, waits for {len(given)} tensors "
-                f"from the stage before, but {self._arguments} came; every rank must cut the "
-                "same model"
+                f"{start!r}, with which stage {self._stage} begins, expects {len(given)} tensors "
+                f"from the stage before, but got {self._arguments}; every rank must cut the same "
+                "model"
             )
         types: dict[torch.dtype, torch.dtype] = {}
         for number, (_, placeholder) in enumerate(given):
@@ -188,8 +188,8 @@ class FirstRun(StageRun):
         value = self._values[number]
         if placeholder.shape != value.shape:
             raise PartitionError(
-                f"{user} waits for a tensor of the shape {list(placeholder.shape)} from the stage "
-                f"before, but one of {list(value.shape)} came; every rank must cut the same model"
+                f"{user} expects a tensor of shape {list(placeholder.shape)} from the stage "
+                f"before, but got {list(value.shape)}; every rank must cut the same model"
             )
         return value
 

@@ -83,8 +83,8 @@ def require_not_collected(model: nn.Module, kwargs: Kwargs) -> None:
         default = name != "use_cache" and getattr(config, name, False)
         if kwargs.get(name, default):
             raise PartitionError(
-                f"{name} asks for what the layers of all stages return, and each stage has only "
-                "its own; leave it out, or register hooks with the layers of the pieces"
+                f"{name} needs the outputs of the layers of all stages, but each stage has only "
+                "its own; leave it out, or register hooks on the layers of the pieces"
             )
     if kwargs.get("output_router_logits") and not getattr(config, "output_router_logits", True):
         raise PartitionError(

@@ -117,7 +117,7 @@ class Layout:
     def advice(self) -> str:
         """What the user can do if a stage lacks something."""
         if self.example_key is None:
-            return "call by_names with an example= of what the model is called with"
+            return "call by_names with example=, the arguments of the model"
         return "cut the model by hand, or with taktline.pipeline, which traces it"
 
     @property
@@ -237,7 +237,7 @@ class Layout:
                 elif path is not None:
                     raise PartitionError(
                         f"the attribute {joined(name, key)!r} is a method of {path!r}, which would "
-                        "run in stages that do not have that; call it as a method of the submodule"
+                        "also run in stages without it; call it as a method of the submodule"
                     )
 
     def retype(
@@ -303,8 +303,8 @@ def _observing(hook: Callable[..., Any], name: str) -> Callable[..., None]:
     def call(*args: Any) -> None:
         if hook(*args) is not None:
             raise PartitionError(
-                f"a hook of {name} itself changes what it is given, which in a stage is what comes "
-                "from the one before, or goes to the next; do so in a submodule"
+                f"a hook of {name} itself changes the arguments or output, which in a stage belong "
+                "to other stages; use a hook of a submodule"
             )
 
     return call

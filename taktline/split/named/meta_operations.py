@@ -86,7 +86,6 @@ def _run_filled(func: Any, args: Args, kwargs: Kwargs, *, most: bool) -> Any:
 def missing_data(source: Any, what: str) -> PartitionError:
     """The error of a forward that needs data which another stage has."""
     return PartitionError(
-        f"the forward asks for {what}, which depends on the data that {source.maker!r} returns, "
-        "but only one stage has that data, while each stage runs the forward; cut the model "
-        "elsewhere, or by hand"
+        f"the forward needs {what}, which depends on the data that {source.maker!r} returns; every "
+        "stage runs the forward, but only one has that data; cut the model elsewhere, or by hand"
     )

@@ -55,8 +55,8 @@ class Layers:
         whole: Any = self
         if isinstance(input, PackedSequence):
             raise PartitionError(
-                f"the layers of a {type(self).__name__} that is given a packed sequence cannot lie "
-                "in several stages; cut the model elsewhere, or pass padded sequences"
+                f"the layers of {type(self).__name__} cannot be in several stages if its input is "
+                "a packed sequence; cut the model elsewhere, or pass padded sequences"
             )
         x, is_unbatched = input, input.dim() == 2
         if is_unbatched:

@@ -256,10 +256,9 @@ class ShapeProbe:
             self._compare_sizes(*found)
         except ValueError:
             raise PartitionError(
-                f"{_text(error)}\n\nOther stages need to know what {self.name!r} returns without "
-                "its data, and cannot find that out (see above); let it return as many tensors of "
-                "the same types for all data, or cut the model with taktline.pipeline, which "
-                "traces it, or by hand"
+                f"{_text(error)}\n\nOther stages must know what {self.name!r} returns without its "
+                "data, but this fails (see above); return tensors of the same number and types for "
+                "all data, or cut the model with taktline.pipeline, which traces it, or by hand"
             ) from error
         return found[0]
 
@@ -279,8 +278,8 @@ class ShapeProbe:
         metas = [TensorMeta(tuple(tensor.shape), tensor.dtype) for tensor in tensors_in(leaves)]
         return PartitionError(
             f"{self.name!r}, given {', '.join(map(str, metas)) or 'no tensor'}, raises "
-            f"{type(error).__name__}: {_text(error)}; pass what fits the model, or, if it does "
-            "take that, cut it with taktline.pipeline, which traces it, or by hand"
+            f"{type(error).__name__}: {_text(error)}; pass arguments that fit the model, or, if "
+            "they do, cut it with taktline.pipeline, which traces it, or by hand"
         )
 
 
@@ -319,8 +318,8 @@ def require_not_nested(tensor: torch.Tensor, whence: str) -> None:
     if tensor.is_nested:
         raise PartitionError(
             f"{whence} a nested tensor ({str(tensor.layout).removeprefix('torch.')}), which cannot "
-            "go from stage to stage; hand on its values() and offsets(), and put it together where "
-            "it is used"
+            "go from stage to stage; pass its values() and offsets(), and rebuild it where it is "
+            "used"
         )
 
 

@@ -70,7 +70,7 @@ class StateBefore:
         self._arguments = (args, kwargs)
         self._leaves, self._spec = pytree.tree_flatten(self._arguments)
         others = [
-            (f"a {type(leaf).__name__} that it is given", leaf)
+            (f"its argument ({type(leaf).__name__})", leaf)
             for leaf in self._leaves
             if is_mutable(leaf)
         ]
@@ -86,8 +86,8 @@ class StateBefore:
             is_table = isinstance(value, _CONTAINERS) and not _has(Placeholder, value)
             if fingerprint(value) != before and not is_table:
                 raise PartitionError(
-                    f"{self._name!r} changes {what}, which other stages would not know of; let it "
-                    "return what it adds, or put it into a list or dict that it is given"
+                    f"{self._name!r} changes {what}, which other stages would not see; let it "
+                    "return the change, or put it into an argument that is a list or dict"
                 )
         attributes = {
             name: value

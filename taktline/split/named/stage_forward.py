@@ -59,7 +59,7 @@ def crossings_of(stage_module: nn.Module) -> list[str]:
     return [
         *([f"{forward.layout.cuts[forward.stage]} (an argument)"] * len(boundary.arguments)),
         *map(str, boundary.extras),
-        *(["numbers that the forward asks for"] if boundary.numbers else []),
+        *(["numbers that the forward reads"] if boundary.numbers else []),
     ]
 
 
@@ -330,6 +330,6 @@ class StageForward:
             if away:
                 does = "uses the parameter" if name in self.layout.direct else "calls"
                 raise PartitionError(
-                    f"the forward {does} {name!r} in stage {min(away)}, but it lies in stage "
+                    f"the forward {does} {name!r} in stage {min(away)}, but it is in stage "
                     f"{min(homes)}; {self.layout.advice}"
                 )

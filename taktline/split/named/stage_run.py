@@ -153,13 +153,13 @@ class StageRun(Checkpoints, ABC):
             return torch.zeros(absent.shape, dtype=absent.dtype, device=self.device)
         if not isinstance(sent, torch.Tensor):
             raise PartitionError(
-                f"a later stage needs {value}, which stage {self._stage} has not come to; every "
-                "micro-batch must take the same way through the stages"
+                f"a later stage needs {value}, which stage {self._stage} has not reached; every "
+                "micro-batch must take the same path through the stages"
             )
         if value in self._unsure and torch.is_grad_enabled() and not sent.requires_grad:
             raise PartitionError(
-                f"a later stage needs {value}, which lies inside of a checkpoint and has no "
-                "gradient there; checkpoint with use_reentrant=False"
+                f"a later stage needs {value}, which is inside a checkpoint and has no gradient "
+                "there; checkpoint with use_reentrant=False"
             )
         return sent
 
@@ -185,8 +185,8 @@ class StageRun(Checkpoints, ABC):
         for leaf in pytree.tree_leaves(tree):
             if isinstance(leaf, Placeholder):
                 raise PartitionError(
-                    f"{user} in stage {self._stage} uses a value of {leaf.maker!r}, which has not "
-                    f"come with what the stage begins with; {self._layout.advice}"
+                    f"{user} in stage {self._stage} uses a value of {leaf.maker!r}, which is not "
+                    f"in the input of the stage; {self._layout.advice}"
                 )
         return tree
 
@@ -195,7 +195,7 @@ class StageRun(Checkpoints, ABC):
         start = self._layout.start(self._stage + 1)
         if start is None or start.unit != probe.name:
             raise PartitionError(
-                f"the forward calls {probe.name!r}, which lies in stage "
+                f"the forward calls {probe.name!r}, which is in stage "
                 f"{min(self._layout.homes[probe.name])}, in the middle of stage {self._stage}; "
                 f"{self._layout.advice}"
             )
@@ -210,7 +210,7 @@ class StageRun(Checkpoints, ABC):
         if not self._has_begun or self._stage < self._layout.stages - 1:
             start = self._layout.start(self._stage + (1 if self._has_begun else 0))
             raise PartitionError(
-                f"the forward of {self._layout.model_class.__name__} has ended without a call of "
-                f"{start!r}; every micro-batch must take the same way through the stages"
+                f"the forward of {self._layout.model_class.__name__} ended without a call of "
+                f"{start!r}; every micro-batch must take the same path through the stages"
             )
         return self.require_data(output, "the output of the model")

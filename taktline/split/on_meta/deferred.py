@@ -59,7 +59,7 @@ def deferred() -> Iterator[None]:
         if "meta" not in str(error):
             raise
         raise StateError(
-            f"{error}\n\nWhat is built in deferred() reads values in a way that cannot be followed "
+            f"{error}\n\nWhat is built in deferred() reads values in a way that cannot be recorded "
             "(see above). Read them with item() or tolist(), or build this part outside"
         ) from error
 

@@ -99,8 +99,8 @@ def require_outside(traced: fx.GraphModule) -> None:
                 kind = getattr(node.target, "__name__", str(node.target))
                 region = _REGIONS.get(kind, kind)
                 raise PartitionError(
-                    f"a split point lies inside of a region that cannot be cut ({region}); "
-                    "move the split point before or after the region"
+                    f"a split point is inside a region that cannot be cut ({region}); move the "
+                    "split point before or after the region"
                 )
 
 

@@ -126,8 +126,8 @@ def check_constant(value: object, name: str, traced: object) -> None:
     if value is not traced and (isinstance(value, torch.Tensor) or value != traced):
         found = "a tensor" if isinstance(value, torch.Tensor) else repr(value)
         raise PartitionError(
-            f"{name} is {found}, but the pipeline was traced with {traced!r}, which is part of "
-            "it now; call pipeline() with what you need"
+            f"{name} is {found}, but the pipeline was traced with {traced!r}, which is fixed now; "
+            "call pipeline() with what you need"
         )
 
 
@@ -147,8 +147,8 @@ def check_shape(value: torch.Tensor, name: str, traced: Sequence[int | None]) ->
         listed = ", ".join("2 or more" if known is None else str(known) for known in traced)
         raise PartitionError(
             f"{name} has the shape {shape}, but the pipeline was traced for [{listed}], and sizes "
-            "are part of it; make every micro-batch of that size, or call pipeline() with an "
-            "example of the size that you need"
+            "are fixed; make every micro-batch of that size, or call pipeline() with an example of "
+            "the size that you need"
         )
 
 
@@ -158,7 +158,7 @@ def check_batch(names: Sequence[str], values: Sequence[torch.Tensor]) -> None:
     for name, size in zip(names, sizes, strict=True):
         if size != sizes[0]:
             raise PartitionError(
-                f"{names[0]} has {sizes[0]} along dimension 0, but {name} {size}; in the trace "
-                "they were the same, so they are taken for one batch: make them the same, or call "
+                f"{names[0]} has {sizes[0]} along dimension 0, but {name} {size}; they were equal "
+                "in the trace, so they must be sizes of one batch: make them equal, or call "
                 "pipeline() with an example in which they differ"
             )

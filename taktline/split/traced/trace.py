@@ -40,13 +40,13 @@ def trace(
 ) -> fx.GraphModule:
     """The module's graph in its present mode; the module stays unchanged."""
     if not isinstance(args, tuple):
-        raise PartitionError(f"mb_args must be a tuple of arguments, not a {type(args).__name__}")
+        raise PartitionError(f"mb_args must be a tuple of arguments, not {type(args).__name__}")
     with marked(module, spec), tracing():
         program = _export(module, args, kwargs)
     # Guards would refuse micro-batches of other sizes even if the graph fits them.
     traced = program.module(check_guards=False)
     if not isinstance(traced, fx.GraphModule):
-        raise PartitionError(f"torch.export gave a {type(traced).__name__}, not a graph")
+        raise PartitionError(f"torch.export returned {type(traced).__name__}, not a graph")
     require_outside(traced)
     traced = _with_losses(traced)
     if policy is not None:
@@ -110,8 +110,8 @@ def _export(module: nn.Module, args: Args, kwargs: Kwargs | None) -> torch.expor
             raise PartitionError(
                 f"{reason}\n\ntorch.export cannot export {type(module).__name__} (see above). "
                 f"{'Set model.config.use_cache = False. ' if caches else ''}Change what it "
-                "stumbles over, or cut the model with taktline.split.by_names, which does not "
-                "trace it, or by hand"
+                "refuses, or cut the model with taktline.split.by_names, which does not trace it, "
+                "or by hand"
             ) from error
 
 

@@ -87,7 +87,7 @@ def divide(whole: fx.GraphModule, later: Collection[int]) -> Division | str | No
     )
     made = [node for node in crossing if node.op not in ("placeholder", "get_attr")]
     if not all(isinstance(node.meta.get("val"), (torch.Tensor, torch.SymInt)) for node in made):
-        return "what W would need is no tensor"
+        return "W needs a non-tensor value"
     early = [None if i in ours else result for i, result in enumerate(results)]
     first, takes_first = _part(whole, given, [*early, *made], ())
     second, takes_second = _part(whole, given, [results[i] for i in ours], made)

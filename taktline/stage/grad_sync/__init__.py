@@ -33,8 +33,8 @@ def sync_of(module: nn.Module) -> GradSync | None:
     sharded = inside(_loaded("torch.distributed.fsdp", "FSDPModule"))
     if inside(_loaded("torch.distributed.fsdp", "FullyShardedDataParallel")):
         raise MismatchError(
-            "FullyShardedDataParallel gathers and reduces by itself, which in a pipeline is the "
-            "wrong time; use fully_shard instead"
+            "FullyShardedDataParallel gathers and reduces by itself, at the wrong time for a "
+            "pipeline; use fully_shard instead"
         )
     if replicated and sharded:
         raise MismatchError(
