@@ -86,7 +86,7 @@ def mismatch(calls: Sequence[Call]) -> str | None:
         if batch and call.target % batch:
             return (
                 f"the batch has {counted(batch, 'row')}, but the target on rank {rank} has "
-                f"{call.target}; give arguments and target of one batch, with as many entries for "
+                f"{call.target}; pass arguments and target of one batch, with as many entries for "
                 "each row, or say with target_chunk_spec=… how the target is cut by itself"
             )
     return None if len(calls) == 1 else _different_data(calls)
@@ -94,7 +94,7 @@ def mismatch(calls: Sequence[Call]) -> str | None:
 
 def _disagreement(calls: Sequence[Call]) -> str | None:
     if reason := differs("value of share_losses", [bool(call.shares) for call in calls]):
-        return f"{reason}; give every rank the same"
+        return f"{reason}; pass the same on every rank"
     if reason := differs("use of trace()", [bool(call.traces) for call in calls]):
         return f"{reason}; enter and leave it on every rank at the same place"
     if len({call.plan for call in calls}) > 1:
@@ -103,7 +103,7 @@ def _disagreement(calls: Sequence[Call]) -> str | None:
     batches = {rank: call.batch for rank, call in enumerate(calls) if call.batch}
     if len(set(batches.values())) > 1:
         sizes = ", ".join(f"{size} on rank {rank}" for rank, size in batches.items())
-        return f"the batch has different sizes: {sizes}; give every rank its part of one batch"
+        return f"the batch has different sizes: {sizes}; pass every rank its part of one batch"
     return None
 
 
@@ -151,7 +151,7 @@ def _different_data(calls: Sequence[Call]) -> str | None:
             when = "" if latest == now else f" in call {latest} (this is call {now})"
             return (
                 f"the ranks were given different {what}{when}: those of rank {other} are not those "
-                f"of rank {one}, so inputs would meet the targets of other samples. Give "
+                f"of rank {one}, so inputs would meet the targets of other samples. Pass "
                 "every rank of a pipeline the same batch: draw it from a generator of its own, "
                 "or read it on one rank and hand it on with pipe.loader(…)"
             )

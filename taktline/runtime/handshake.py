@@ -97,7 +97,7 @@ def misfit(ranks: Sequence[Handshake]) -> str | None:
         ("run_ahead", "value of run_ahead"),
     ):
         if reason := differs(noun, [getattr(rank, name) for rank in ranks]):
-            return f"{reason}; give every rank the same"
+            return f"{reason}; pass the same on every rank"
     reason = (
         _misplaced([rank.stages for rank in ranks], ranks[0].rank_of)
         or _misshaped(ranks)

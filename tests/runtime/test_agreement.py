@@ -17,7 +17,7 @@ from taktline.runtime.agreement import Call, out_of_step
 from taktline.runtime.handshake import Handshake, examples, misfit
 
 OF_ONE_BATCH = (
-    "give arguments and target of one batch, with as many entries for each row, or say with "
+    "pass arguments and target of one batch, with as many entries for each row, or say with "
     "target_chunk_spec=… how the target is cut by itself"
 )
 
@@ -105,7 +105,7 @@ def test_examples_that_do_not_fit_together() -> None:
     ],
 )
 def test_ranks_that_disagree(field: str, values: list[Any], text: str) -> None:
-    assert misfit(introductions(**{field: values})) == f"{text}; give every rank the same"
+    assert misfit(introductions(**{field: values})) == f"{text}; pass the same on every rank"
 
 
 def test_ranks_with_different_plans() -> None:
@@ -299,21 +299,21 @@ def test_calls_that_are_one_step(differing: dict[str, list[int]]) -> None:
         (
             {"compared": [7, 7, 7], "arguments": [0, 11, 12]},
             "the ranks were given different arguments: those of rank 2 are not those of rank 1, "
-            "so inputs would meet the targets of other samples. Give every rank of a pipeline the "
+            "so inputs would meet the targets of other samples. Pass every rank of a pipeline the "
             "same batch: draw it from a generator of its own, or read it on one rank and hand it "
             "on with pipe.loader(…)",
         ),
         (
             {"compared": [6, 6], "arguments": [11, 11], "targets": [12, 13]},
             "the ranks were given different targets in call 6 (this is call 7): those of rank 1 "
-            "are not those of rank 0, so inputs would meet the targets of other samples. Give "
+            "are not those of rank 0, so inputs would meet the targets of other samples. Pass "
             "every rank of a pipeline the same batch: draw it from a generator of its own, or "
             "read it on one rank and hand it on with pipe.loader(…)",
         ),
         (
             {"shares": [1, 0]},
             "the ranks disagree on the value of share_losses: True on rank 0; False on rank 1; "
-            "give every rank the same",
+            "pass the same on every rank",
         ),
         (
             {"plan": [0xABCDEF012345678, 0x1, 0x1, 0xABCDEF012345678]},
@@ -322,7 +322,7 @@ def test_calls_that_are_one_step(differing: dict[str, list[int]]) -> None:
         ),
         (
             {"batch": [8, 0, 6, 8]},
-            "the batch has different sizes: 8 on rank 0, 6 on rank 2, 8 on rank 3; give every "
+            "the batch has different sizes: 8 on rank 0, 6 on rank 2, 8 on rank 3; pass every "
             "rank its part of one batch",
         ),
         (

@@ -146,8 +146,8 @@ def test_different_numbers_of_microbatches(outcomes: Outcomes) -> None:
     assert_all(
         outcomes(two_counts),
         tl.MismatchError,
-        "the ranks disagree on the number of micro-batches: 4 on rank 0; 5 on rank 1; give every "
-        "rank the same",
+        "the ranks disagree on the number of micro-batches: 4 on rank 0; 5 on rank 1; pass the same "
+        "on every rank",
     )
 
 
@@ -160,7 +160,7 @@ def test_different_schedules(outcomes: Outcomes) -> None:
         outcomes(two_schedules),
         tl.MismatchError,
         "the ranks disagree on the schedule: Schedule1F1B on rank 0; ScheduleGPipe on rank 1; "
-        "give every rank the same",
+        "pass the same on every rank",
     )
 
 
@@ -360,7 +360,7 @@ def batches_of_their_own(rank: int, group: Any, what: str) -> list[Any]:
 def test_ranks_with_different_data(workers: Workers, what: str) -> None:
     expected = (
         f"the ranks were given different {what}: those of rank 1 are not those of rank 0, so "
-        "inputs would meet the targets of other samples. Give every rank of a pipeline the same "
+        "inputs would meet the targets of other samples. Pass every rank of a pipeline the same "
         "batch: draw it from a generator of its own, or read it on one rank and hand it on with "
         "pipe.loader(…)"
     )

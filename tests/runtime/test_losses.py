@@ -465,8 +465,8 @@ def test_ranks_that_disagree_on_sharing(outcomes: Outcomes) -> None:
     assert_all(
         outcomes(differently_shared),
         tl.MismatchError,
-        "the ranks disagree on the value of share_losses: True on rank 0; False on rank 1; give "
-        "every rank the same",
+        "the ranks disagree on the value of share_losses: True on rank 0; False on rank 1; pass "
+        "the same on every rank",
     )
 
 

@@ -325,8 +325,8 @@ def refused(rank: int, group: Any, case: str) -> str:
         (
             "some ranks",
             2,
-            "the ranks disagree on the value of run_ahead: True on rank 0; False on rank 1; give "
-            "every rank the same",
+            "the ranks disagree on the value of run_ahead: True on rank 0; False on rank 1; pass "
+            "the same on every rank",
         ),
         ("dynamic_shapes", 2, "run_ahead needs shapes that are known; leave out dynamic_shapes"),
         (

@@ -113,8 +113,8 @@ def test_ranks_that_disagree_on_dynamic_shapes(outcomes: Outcomes) -> None:
     assert_all(
         outcomes(differently_dynamic),
         tl.MismatchError,
-        "the ranks disagree on the value of dynamic_shapes: False on rank 0; True on rank 1; give "
-        "every rank the same",
+        "the ranks disagree on the value of dynamic_shapes: False on rank 0; True on rank 1; pass "
+        "the same on every rank",
     )
 
 
