@@ -146,8 +146,8 @@ def test_different_numbers_of_microbatches(outcomes: Outcomes) -> None:
     assert_all(
         outcomes(two_counts),
         tl.MismatchError,
-        "the ranks disagree on the number of micro-batches: 4 on rank 0; 5 on rank 1; pass the same "
-        "on every rank",
+        "the ranks disagree on the number of micro-batches: 4 on rank 0; 5 on rank 1; pass the "
+        "same on every rank",
     )
 
 
