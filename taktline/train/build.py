@@ -38,6 +38,8 @@ __all__ = ["Built", "Prepare", "build"]
 
 Prepare: TypeAlias = Callable[[nn.Module, int], nn.Module]
 """Returns the module to use for a stage, given its module and number."""
+_CONTAINERS = nn.ModuleList, nn.ModuleDict
+"""They have no forward, so they cannot be sharded by themselves."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,15 +247,27 @@ def _sharded(module: nn.Module, mesh: DeviceMesh) -> nn.Module:
     """FSDP2, with each block of a list of layers gathered by itself."""
     from torch.distributed.fsdp import fully_shard
 
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(name)
     # The modules of a traced stage hold parameters, and are never called.
-    lists = [] if isinstance(module, StageModule) else list(module.modules())
-    for layers in lists:
-        if isinstance(layers, nn.ModuleList):
-            for layer in layers:
-                if any(True for _ in layer.parameters()):
-                    fully_shard(layer, mesh=mesh)
+    for path, layer in () if isinstance(module, StageModule) else _layers(module):
+        held = [name for parameter in layer.parameters() for name in names[parameter]]
+        # What it shares with others is sharded with the stage: FSDP2 shards a parameter once.
+        if held and all(name.startswith(path) for name in held):
+            fully_shard(layer, mesh=mesh)
     fully_shard(module, mesh=mesh)
     return module
+
+
+def _layers(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """The layers in lists, with their paths; not those inside of other layers."""
+    for name, child in module.named_children():
+        inside = f"{path}{name}."
+        if isinstance(module, nn.ModuleList) and not isinstance(child, _CONTAINERS):
+            yield inside, child
+        else:
+            yield from _layers(child, inside)
 
 
 def _require_wrapped(built: Built) -> None:

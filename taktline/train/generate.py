@@ -80,9 +80,9 @@ def generate(built: Built, request: Request) -> torch.Tensor:
     ids = pad(request.ids.to(built.ranks.device), room, value=padding)
     mask = None if mask is None else pad(mask.to(ids), room, value=1)
     done = torch.zeros(rows, 1, dtype=torch.bool, device=ids.device)
-    next_token = _NextToken()
+    next_token, stop = _NextToken(), length + request.max_new_tokens
     with _generating(built, rows, new_cache, next_token) as keepers:
-        for end in range(length, length + request.max_new_tokens):
+        for end in range(length, stop):
             if new_cache is None:
                 next_token.place = end - 1
                 output = built.schedule.eval(ids, **padding_of(mask, model, ids.shape[1]))
@@ -96,8 +96,11 @@ def generate(built: Built, request: Request) -> torch.Tensor:
             ids[:, end : end + 1] = token
             done |= torch.isin(token, ends.to(token))
             if bool(done.all()):
-                return ids[:, : end + 1].to(request.ids.device)
-    return ids.to(request.ids.device)
+                stop = min(stop, end + 1)
+            # All replicas evaluate together, until the last of their texts has ended.
+            if not built.ranks.in_any_pipeline(end + 1 < stop, "generate()"):
+                break
+    return ids[:, :stop].to(request.ids.device)
 
 
 def _agreed(built: Built, request: Request, model: nn.Module | None) -> Callable[[], Any] | None:

@@ -24,6 +24,7 @@ from torch.utils.hooks import RemovableHandle
 from taktline.errors import UseError
 from taktline.runtime.microbatch import split_value
 from taktline.split.named.placeholder import Placeholder
+from taktline.stage.names import unwrapped
 
 __all__ = ["Keeper", "cache_of", "padding_of"]
 
@@ -60,7 +61,7 @@ def _cache_users(model: nn.Module) -> list[nn.Module]:
     """The modules that take a cache and pass it to their layers."""
     return [
         module
-        for name, module in model.named_modules()
+        for name, module in unwrapped(model).named_modules()
         if name and not any(map(str.isdigit, name.split("."))) and _takes(module, _PAST)
     ]
 

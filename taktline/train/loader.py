@@ -146,9 +146,14 @@ def length_of(batches: Any) -> int | None:
 
 def _on_device(batch: Any, device: torch.device) -> Any:
     """A batch with its tensors on a device; mappings that pytree does not know become dicts."""
-    if isinstance(batch, Mapping) and type(batch) not in pytree.SUPPORTED_NODES:
-        batch = dict(batch)  # transformers' BatchEncoding
-    return pytree.tree_map_only(torch.Tensor, lambda t: t.to(device, non_blocking=True), batch)
+
+    def moved(leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor):
+            return leaf.to(device, non_blocking=True)
+        # Such as transformers' BatchEncoding.
+        return _on_device(dict(leaf), device) if isinstance(leaf, Mapping) else leaf
+
+    return pytree.tree_map(moved, batch)
 
 
 def _text(error: Exception) -> str:

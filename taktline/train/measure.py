@@ -23,7 +23,7 @@ from taktline.split.balanced.costs import OperationCounter
 from taktline.split.named.changes import Changes
 from taktline.transport.containers import note_containers
 
-__all__ = ["StageNeeds", "measure"]
+__all__ = ["StageNeeds", "measure", "with_copied_buffers"]
 
 _log = logging.getLogger("taktline")
 
@@ -74,10 +74,7 @@ def _run_without_data(
             return torch.empty_like(tensor, device="cpu", requires_grad=tensor.requires_grad)
 
     args, kwargs = pytree.tree_map_only(torch.Tensor, fake, (args, kwargs))
-    states = [
-        {name: fake(tensor) for name, tensor in (*m.named_parameters(), *m.named_buffers())}
-        for m in modules
-    ]
+    states = [_replaced(module, fake) for module in modules]
     with mode, _Filled(fake):
         # What a first call does beside its work does not count.
         _run(modules, states, args, kwargs)
@@ -93,12 +90,32 @@ def _run_with_data(
         raise ValueError("there is no data")
     device = tensors[0].device if tensors else torch.device("cpu")
     args, kwargs = pytree.tree_map_only(torch.Tensor, lambda part: part.to(device), (args, kwargs))
-    states = [
-        {**dict(m.named_parameters()), **{name: part.clone() for name, part in m.named_buffers()}}
-        for m in modules
-    ]
+    states = [with_copied_buffers(module) for module in modules]
     with keep_generators([device]):
         return _run(modules, states, args, kwargs)
+
+
+def with_copied_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
+    """The tensors for a call of a module that leaves its buffers as they are."""
+    return _replaced(module, lambda one: one if isinstance(one, nn.Parameter) else one.clone())
+
+
+def _replaced(
+    module: nn.Module, replace: Callable[[torch.Tensor], torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """What replaces the tensors of a module: once for each module that holds one.
+
+    For ``functional_call(…, tie_weights=False)``: with ties, torch replaces the tensors of a module
+    in two places twice, and does not put them back.
+    """
+    found = {
+        f"{path}.{name}" if path else name: tensor
+        for path, inner in module.named_modules()
+        for name, tensor in (*inner._parameters.items(), *inner._buffers.items())
+        if tensor is not None
+    }
+    made = {id(tensor): replace(tensor) for tensor in found.values()}
+    return {name: made[id(tensor)] for name, tensor in found.items()}
 
 
 def _run(
@@ -112,7 +129,8 @@ def _run(
     for stage, (module, state) in enumerate(zip(modules, states, strict=True)):
         kept = _Kept({_memory(tensor) for tensor in state.values()})
         with Aside(stage, skips) as aside, OperationCounter() as counter, kept.noting():
-            output = functional_call(module, state, tuple(args), kwargs if stage == 0 else {})
+            given = tuple(args), kwargs if stage == 0 else {}
+            output = functional_call(module, state, *given, tie_weights=False)
         skips, args = aside.skips, as_arguments(output)
         note_containers(pytree.tree_structure(args))
         handed = (args, [skip.value for skip in skips.values()])

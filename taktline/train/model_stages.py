@@ -17,6 +17,7 @@ from taktline.plan import Plan
 from taktline.split import Pipe
 from taktline.split.named.by_names import as_call
 from taktline.text import counted
+from taktline.train.measure import with_copied_buffers
 from taktline.transport import Transport
 from taktline.transport.exchange import share_values
 
@@ -160,12 +161,12 @@ def _own_error(model: nn.Module, example: Any) -> Exception | None:
     if example is None or any(tensor.is_meta for tensor in tensors.values()):
         return None
     # Buffers and random numbers must stay as they are.
-    copies = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    state = with_copied_buffers(model)
     try:
         args, kwargs = as_call(model, example)
         devices = {tensor.device for tensor in tensors.values()}
         with keep_generators(devices), torch.enable_grad():
-            functional_call(model, copies, args, kwargs)
+            functional_call(model, state, args, kwargs, tie_weights=False)
     except Exception as error:  # the user's code may raise anything
         return None if isinstance(error, TaktlineError) else error
     return None

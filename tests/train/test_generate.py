@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import taktline as tl
 from tests.split.transformers_models import LANGUAGES, WORDS, Language
@@ -237,3 +237,25 @@ def test_over_processes(workers: Workers) -> None:
     for found, refused in workers.run(over_processes):
         assert all(map(torch.equal, found, expected))
         assert "generate() was called with other texts or options on some ranks" in refused
+
+
+def with_replicas(rank: int, group: Any, way: str, end: int) -> list[Tensor]:
+    """Each replica continues a text of its own."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    pipe = pipeline("llama", mesh=mesh, ranks=None, data_parallel=way)
+    mine = prompts()[pipe.replica : pipe.replica + 1]
+    return [
+        pipe.generate(mine, max_new_tokens=NEW, eos_token_id=ends, pad_token_id=0)
+        for ends in ([], end)
+    ]
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("way", ["ddp", "fsdp"])
+def test_replicas_generate_texts_of_their_own(workers: Workers, way: str) -> None:
+    first, second = (greedy("llama", prompts()[at : at + 1], eos_token_id=NEVER) for at in range(2))
+    end = int(first[0, LENGTH + 1])
+    assert end not in second[0, LENGTH:]
+    for rank, (whole, ended) in enumerate(workers.run(with_replicas, way, end, ranks=4)):
+        assert torch.equal(whole, (first, second)[rank % 2])
+        assert torch.equal(ended, (first[:, : LENGTH + 2], second)[rank % 2])

@@ -97,6 +97,14 @@ class TestInOneProcess:
         assert type(batch) is dict
         assert list(batch) == ["x"]
 
+    def test_such_a_mapping_inside_of_a_batch(self) -> None:
+        inner = UserDict(x=torch.ones(2), y=[UserDict(z=1)])
+        (batch,) = pipeline().loader([(inner, {"labels": UserDict(a=None)})])
+        assert [type(part) for part in batch] == [dict, dict]
+        assert batch[0]["x"] is inner["x"]
+        assert batch[0]["y"] == [{"z": 1}]
+        assert batch[1] == {"labels": {"a": None}}
+
     def test_set_epoch_reaches_the_sampler(self) -> None:
         sampler = DistributedSampler(DATA, num_replicas=1, rank=0)
         loader = pipeline().loader(DataLoader(DATA, 4, sampler=sampler))

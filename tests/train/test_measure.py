@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import taktline as tl
+from taktline.errors import PartitionError
 
 WIDTH = 8
 
@@ -44,6 +45,25 @@ class Checking(Plain):
         return super().forward(x)
 
 
+class Shared(Plain):
+    """Has a module in two places, and a weight in two modules."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList([nn.BatchNorm1d(WIDTH)] * 2)
+        first, last = self.get_parameter("layers.0.weight"), self.get_submodule("layers.3")
+        last.weight = first
+
+    def forward(self, x: Tensor) -> Tensor:
+        for norm in self.norms:
+            x = norm(super().forward(x))
+        return x
+
+
+class SharedChecking(Shared, Checking):
+    pass
+
+
 def compiled() -> nn.Module:
     model = Plain()
     for key, layer in model.layers.named_children():
@@ -64,3 +84,24 @@ def test_work_is_counted(make: Callable[[], nn.Module]) -> None:
     assert torch.equal(torch.get_rng_state(), drawn)
     for name, value in model.state_dict().items():
         assert torch.equal(value, state[name]), name
+
+
+@pytest.mark.parametrize("make", [Shared, SharedChecking])
+def test_what_is_shared_stays_as_it_is(make: Callable[[], nn.Module]) -> None:
+    model, x = make(), torch.randn(4, WIDTH)
+    named = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    values = {name: tensor.clone() for name, tensor in named.items()}
+    pipe = tl.Pipeline(model, example=(x[:2],), microbatches=2, loss_fn=nn.functional.mse_loss)
+    assert "from counted operations" in str(pipe)
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        assert tensor is named[name], name
+        assert torch.equal(tensor, values[name]), name
+
+
+def test_what_is_shared_stays_as_it_is_if_the_model_fails() -> None:
+    model, x = SharedChecking(), torch.zeros(4, WIDTH)
+    buffers = dict(model.named_buffers())
+    with pytest.raises(PartitionError, match="fails by itself"):
+        tl.Pipeline(model, example=(x[:2],), microbatches=2, ranks=2)
+    for name, tensor in model.named_buffers():
+        assert tensor is buffers[name], name

@@ -301,6 +301,48 @@ def test_a_block_in_two_stages_of_a_rank_in_shards(workers: Workers) -> None:
         torch.testing.assert_close(found, [loss.item(), norm.item()], rtol=1e-4, atol=1e-5)
 
 
+class Nested(LM):
+    """Has lists inside of its blocks, a list in a list, and parts in several places."""
+
+    def __init__(self, shared: str = "") -> None:
+        super().__init__()
+        width, first = self.embed.embedding_dim, self.blocks[0]
+        for block in self.blocks:
+            block.experts = nn.ModuleList([nn.Linear(width, width)])  # pyright: ignore
+        self.pairs = nn.ModuleList([nn.ModuleList([nn.LayerNorm(width)])])
+        if shared == "block":
+            self.blocks[1] = first
+        elif shared == "module":
+            self.blocks[1].norm = first.norm  # pyright: ignore
+        elif shared == "weight":
+            self.get_submodule("blocks.1.wide").weight = first.get_parameter("wide.weight")
+
+    def forward(self, tokens: torch.Tensor, shift: Any = None) -> torch.Tensor:
+        x = self.get_submodule("pairs.0.0")(self.embed(tokens))
+        for block in self.blocks:
+            x = block.experts[0](block(x))  # pyright: ignore
+        return self.head(x)
+
+
+def with_nested_lists(rank: int, group: Any, shared: str) -> list[float]:
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("pp", "dp"))
+    options = {"cuts": [], "microbatches": 2, "data_parallel": "fsdp"}
+    pipe = pipeline(group, Nested(shared), mesh=mesh, **options)
+    loss = pipe.step(TOKENS.chunk(2)[rank], target=TARGET.chunk(2)[rank])
+    return [loss.item(), pipe.grad_norm().item()]
+
+
+@pytest.mark.parametrize("shared", ["", "block", "module", "weight"])
+def test_lists_in_lists_and_shared_parts_in_shards(workers: Workers, shared: str) -> None:
+    model = Nested(shared)
+    loss = loss_fn(model(TOKENS), TARGET)
+    loss.backward()
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    norm = torch.nn.utils.get_total_norm(gradients)
+    for found in workers.run(with_nested_lists, shared):
+        torch.testing.assert_close(found, [loss.item(), norm.item()], rtol=1e-4, atol=1e-5)
+
+
 def left_alone(rank: int, group: Any, way: str) -> str:
     """One rank leaves accumulate() by an error, before the copies meet."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
