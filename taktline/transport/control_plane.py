@@ -168,8 +168,11 @@ class Plane:
         """Conclude a verdict, and send it to the groups of all members before this returns."""
         self._conclude(verdict, self.process)
         everyone = {p for member in self._all() for p in member.processes} - {self.process}
-        # This process may be about to end: by then the kernel has the messages.
-        self._send(Message("verdict", verdict=verdict), everyone).wait(_SENDING_SECONDS)
+        sent = self._send(Message("verdict", verdict=verdict), everyone)
+        if threading.current_thread() is self._thread:
+            self._flush()
+        else:  # this process may be about to end: by then the kernel has the messages
+            sent.wait(_SENDING_SECONDS)
 
     def forget(self) -> None:
         """Close the plane in a process that goes on."""
