@@ -112,7 +112,7 @@ def test_any_batch_of_a_model_of_transformers_with_a_mask(kind: str) -> None:
     kwargs["attention_mask"] = mask[:3]
     found = pipe(tokens[:3], **kwargs).logits
     torch.testing.assert_close(found, model(tokens[:3], **kwargs).logits)
-    with pytest.raises(PartitionError, match=r"input_ids has 4 along dim.* attention_mask 3; in"):
+    with pytest.raises(PartitionError, match=r"input_ids has 4 along dim.* attention_mask 3; they"):
         pipe(tokens, **kwargs)
 
 
