@@ -1,7 +1,7 @@
 """Steps that wait for all ranks against steps that run ahead, over processes.
 
     python benchmarks/run_ahead.py
-    python benchmarks/run_ahead.py --ranks 4 --milliseconds 10
+    python benchmarks/run_ahead.py --ranks 4 --milliseconds 30
 
 Stages sleep for as long as they would compute, so that the ranks need no cores of their own: the
 time of a step is that of its schedule. Beside the measured bubbles stand those of the simulation:
@@ -111,7 +111,7 @@ def main() -> None:
     """Run it."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else "")
     parser.add_argument("--ranks", type=int, default=4)
-    parser.add_argument("--milliseconds", type=float, default=20.0)
+    parser.add_argument("--milliseconds", type=float, default=30.0)
     options = parser.parse_args()
     with socket.socket() as free:
         free.bind(("localhost", 0))
