@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -25,7 +26,9 @@ import torch
 from taktline import pytree
 from taktline.errors import MismatchError
 from taktline.runtime.agreement import Call
+from taktline.runtime.losses import mean_of
 from taktline.runtime.program import Failure
+from taktline.runtime.step_data import Feed
 from taktline.text import by_rank
 from taktline.transport.posts import Posts
 
@@ -52,6 +55,8 @@ class RunAhead:
         """The running step, if it has no exchange: where its outcome is posted, and its call."""
         self._latest: _Agreed | None = None
         self._warned = False
+        self._usual_loss: torch.Tensor | None = None
+        """A loss of the type and on the device of others."""
 
     def __enter__(self) -> Self:
         return self
@@ -69,7 +74,9 @@ class RunAhead:
     def require(self, failure: Failure | None) -> None:
         """Raise if a step without an exchange has failed: other ranks may have ended it."""
         if failure is not None and self.running is not None:
-            error = failure.error or MismatchError("another rank has failed in this step")
+            error = failure.error or MismatchError(
+                "another rank has failed in this step; look at its output, and call reconnect()"
+            )
             error.recoverable = "reconnect"
             raise error
 
@@ -97,6 +104,16 @@ class RunAhead:
     def forget(self) -> None:
         """Let the ranks agree on the next step."""
         self._latest = None
+
+    def mean_loss(self, feed: Feed) -> torch.Tensor | None:
+        """The mean loss of a step; on a rank that does not know it yet, a :class:`LateLoss`."""
+        late = feed.late
+        if late is None or feed.losses:
+            self._usual_loss = mean_of(feed.losses, feed.scales)
+            return self._usual_loss
+        if self._usual_loss is None:
+            return _late_mean(late)
+        return LateLoss.like(self._usual_loss, partial(_late_mean, late))
 
 
 class LateLoss(torch.Tensor):
@@ -127,6 +144,13 @@ class LateLoss(torch.Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             given = pytree.tree_map_only(LateLoss, _value, (tuple(args), kwargs or {}))
             return func(*given[0], **given[1])
+
+
+def _late_mean(late: Callable[[Feed], None]) -> Any:
+    """The mean of the losses of all ranks; waits for them."""
+    feed = Feed()
+    late(feed)
+    return mean_of(feed.losses, feed.scales)
 
 
 def _value(loss: LateLoss) -> torch.Tensor:

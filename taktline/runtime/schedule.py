@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from functools import partial
 from typing import Any, ClassVar, TypedDict
 
 import torch
@@ -21,9 +20,8 @@ from taktline.checks import (
 )
 from taktline.errors import BatchError, MismatchError, ScheduleError
 from taktline.plan import Plan
-from taktline.runtime.losses import LossWeights, Wanted, by_rows, mean_of, scales, warn_if_uneven
+from taktline.runtime.losses import LossWeights, Wanted, by_rows, scales, warn_if_uneven
 from taktline.runtime.microbatch import merge_chunks
-from taktline.runtime.run_ahead import LateLoss
 from taktline.runtime.runner import Runner
 from taktline.runtime.step_data import Batch, Cutter, Facts, Feed
 from taktline.runtime.trace import Trace, tracing
@@ -92,21 +90,17 @@ class Schedule:
             "n_microbatches", n_microbatches, least=1, error=ScheduleError
         )
         _require_types(loss_fn, args_chunk_spec, kwargs_chunk_spec)
-        require_flag("scale_grads", scale_grads)
         if seed is not None:
             seed = require_whole("seed", seed, least=-(2**63), most=2**64 - 1)
-        require_flag("dynamic_shapes", dynamic_shapes)
         self._n_microbatches = n_microbatches
         self._loss_fn = loss_fn
         self._cutter = Cutter(
             n_microbatches, args_chunk_spec, kwargs_chunk_spec, target_chunk_spec, self._by_rows
         )
         self._output_merge_spec = output_merge_spec
-        self.scale_grads = scale_grads
+        self.scale_grads = require_flag("scale_grads", scale_grads)
         """Whether gradients are those of the mean of the micro-batches' losses, or of their sum."""
         self._warned = False
-        self._usual_loss: torch.Tensor | None = None
-        """A loss of the type and on the device of others."""
         self.steps = 0
         """Training steps so far; with a seed, dropout depends on it (set it when you resume)."""
         self.loss: torch.Tensor | None = None
@@ -122,7 +116,7 @@ class Schedule:
             loss_fn=loss_fn,
             parts=self._cutter.parts,
             seed=seed,
-            dynamic_shapes=dynamic_shapes,
+            dynamic_shapes=require_flag("dynamic_shapes", dynamic_shapes),
         )
         if require_flag("cuda_graphs", cuda_graphs):
             self._runner.capture()
@@ -276,19 +270,9 @@ class Schedule:
         if feed.late is not None and wanted.lists:
             feed.late(feed)
         wanted.fill(feed)
-        self.loss = self._mean(feed) if wanted.shares else None
+        self.loss = self._runner.run_ahead.mean_loss(feed) if wanted.shares else None
         feed.clear()
         return output
-
-    def _mean(self, feed: Feed) -> torch.Tensor | None:
-        """The mean loss; on a rank that does not know it yet, one that waits when it is used."""
-        late = feed.late
-        if late is None or feed.losses:
-            self._usual_loss = mean_of(feed.losses, feed.scales)
-            return self._usual_loss
-        if self._usual_loss is None:
-            return _late_mean(late)
-        return LateLoss.like(self._usual_loss, partial(_late_mean, late))
 
     def _merged(self, feed: Feed) -> Any:
         if feed.outputs is None:
@@ -341,13 +325,6 @@ class Schedule:
     def __repr__(self) -> str:
         stages = ", ".join(str(stage.stage_index) for stage in self._stages)
         return f"{type(self).__name__}(stages [{stages}], {self._n_microbatches} micro-batches)"
-
-
-def _late_mean(late: Callable[[Feed], None]) -> Any:
-    """The mean of the losses of all ranks; waits for them."""
-    feed = Feed()
-    late(feed)
-    return mean_of(feed.losses, feed.scales)
 
 
 def _require_types(loss_fn: object, args_chunk_spec: object, kwargs_chunk_spec: object) -> None:

@@ -300,12 +300,10 @@ class Distributed:
         agreed(frames, ragged=ragged)
         return [frame.numbers for frame in frames]
 
-    def run_ahead(self) -> Posts:
-        """Where ranks post what they did in steps without an exchange; all ranks call this."""
+    def run_ahead(self) -> None:
+        """Let ranks post what they did in steps without an exchange; all ranks call this."""
         self._met()
-        if self.posts is None:
-            self.posts = Posts(self, f"{self._place}/{self._generation}/posts")
-        return self.posts
+        self.posts = self.posts or Posts(self, f"{self._place}/{self._generation}/posts")
 
     def gather(self, place: str) -> dict[int, str]:
         """The values that the other ranks have posted at a place, by process."""
