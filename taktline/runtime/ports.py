@@ -166,7 +166,11 @@ class Outgoing:
             if not self._sent[first][0].done and len(self._sent) < self._limit:
                 break
             self.settle(first)
-        self._sent[microbatch] = (self._post(parcel.buffer), parcel)
+        handle = self._post(parcel.buffer, parcel.marks)
+        if handle.done:
+            self._layouts[microbatch].recycle(parcel)
+        else:
+            self._sent[microbatch] = handle, parcel
 
 
 class Incoming:
@@ -179,24 +183,25 @@ class Incoming:
         self._layouts = layouts
         self._constants = [_constants(signature) for signature in signatures]
         self._specs = [signature.spec for signature in signatures]
-        self._posted: dict[int, tuple[Handle, torch.Tensor]] = {}
+        self._posted: dict[int, tuple[Handle, torch.Tensor, bytearray]] = {}
 
     def post(self, microbatch: int) -> None:
         """Post the receive."""
-        buffer = self._layouts[microbatch].empty()
-        self._posted[microbatch] = (self._post(buffer), buffer)
+        layout = self._layouts[microbatch]
+        buffer, marks = layout.empty(), bytearray(layout.unmarked)
+        self._posted[microbatch] = (self._post(buffer, marks), buffer, marks)
 
     def take(self, microbatch: int) -> Values:
         """Wait for the values."""
-        handle, buffer = self._posted.pop(microbatch)
+        handle, buffer, marks = self._posted.pop(microbatch)
         handle.wait()
         layout = self._layouts[microbatch]
-        marks = layout.marks(buffer)
         if layout.failed(marks):
             raise PeerFailed
         leaves: list[Any] = layout.unpack(buffer)
-        for index in layout.missing(marks):
-            leaves[index] = None
+        if marks != layout.unmarked:
+            for index in layout.missing(marks):
+                leaves[index] = None
         for index, value in self._constants[microbatch]:
             leaves.insert(index, value)
         return leaves, self._specs[microbatch]

@@ -138,7 +138,7 @@ class Inbox:
             self.take(key)
 
     def _receive(self) -> _Message:
-        head = _read(self._fetch(_HEAD))
+        head = _read(self._fetch(self._bytes(_HEAD)))
         status, text_size, data_size, *received = _NUMBERS.unpack_from(head)
         self._check(status, text_size, data_size, received)
         self._peer.arrived(received)
@@ -146,18 +146,19 @@ class Inbox:
             return None
         text = head[_NUMBERS.size :][:text_size]
         if text_size > _ROOM:
-            text += _read(self._fetch(text_size - _ROOM))
+            text += _read(self._fetch(self._bytes(text_size - _ROOM)))
         try:
             signature = decode(text)
-            if Layout(signature.tensors, self._device).nbytes != data_size:
+            layout = Layout(signature.tensors, self._device)
+            if layout.nbytes != data_size:
                 raise SignatureError(f"a received message is not as long as {signature}")
         except SignatureError as error:
             # Fetch the whole message: the next one begins behind it.
             if data_size > _MOST_DRAINED:
                 raise BrokenChannel(_NO_MESSAGE) from error
-            self._fetch(data_size)
+            self._fetch(self._bytes(data_size))
             return error
-        return signature, self._fetch(data_size)
+        return signature, self._fetch(layout.empty())
 
     def _check(self, status: int, text: int, data: int, received: Sequence[int]) -> None:
         """Raise if a head is invalid: nothing after it can be read."""
@@ -170,10 +171,12 @@ class Inbox:
             return
         raise BrokenChannel(_NO_MESSAGE)
 
-    def _fetch(self, count: int) -> torch.Tensor:
-        buffer = torch.empty(count, dtype=torch.uint8, device=self._device)
+    def _fetch(self, buffer: torch.Tensor) -> torch.Tensor:
         self._post(buffer).wait()
         return buffer
+
+    def _bytes(self, count: int) -> torch.Tensor:
+        return torch.empty(count, dtype=torch.uint8, device=self._device)
 
 
 class DescribedIncoming:
@@ -229,7 +232,7 @@ class DescribedOutgoing:
         """Send the packed values."""
         signature, data = self._given.pop(microbatch)
         text = encode(signature)
-        head = self._head(_DONE, len(text), len(data), text[:_ROOM])
+        head = self._head(_DONE, len(text), data.nbytes, text[:_ROOM])
         more = [self._written(text[_ROOM:])] if len(text) > _ROOM else []
         self._outbox.send(head, *more, data)
 

@@ -13,6 +13,7 @@ from taktline.meta import Signature, TensorMeta
 from taktline.sharding import is_sharded
 from taktline.train.ranks import Ranks
 from taktline.transport import Transport, transport_of
+from taktline.transport.base import bytes_of
 from taktline.transport.describe import decode, encode
 from taktline.transport.exchange import exchange_or_raise, share_texts
 from taktline.transport.wire import Layout
@@ -47,7 +48,7 @@ def broadcast(
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
     buffer = layout.pack(tensors).buffer if tensors else layout.empty()
     if layout.tensors:
-        dist.broadcast(buffer, dist.get_global_rank(group, owner), group)
+        dist.broadcast(bytes_of(buffer), dist.get_global_rank(group, owner), group)
     if here:
         return value
     arrived = iter(layout.unpack(buffer))

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol, TypeAlias
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
 
 import torch
 
-__all__ = ["Channel", "Handle", "Post", "Transport"]
+__all__ = ["Channel", "Handle", "Post", "Transport", "bytes_of"]
 
 
 class Channel(NamedTuple):
@@ -39,8 +39,18 @@ class Handle(Protocol):
         ...
 
 
-Post: TypeAlias = Callable[[torch.Tensor], Handle]
-"""Send a buffer, or receive into it, without waiting."""
+class Post(Protocol):
+    """Sends a buffer, or receives into it, without waiting.
+
+    So are the ``marks`` beside it, a few bytes; but not between GPUs, as reading them would wait.
+    """
+
+    def __call__(self, buffer: torch.Tensor, marks: bytes | bytearray = b"", /) -> Handle: ...
+
+
+def bytes_of(buffer: torch.Tensor) -> torch.Tensor:
+    """The bytes of a contiguous tensor, in its memory."""
+    return buffer.detach().view(-1).view(torch.uint8)
 
 
 class Transport(Protocol):
@@ -54,7 +64,7 @@ class Transport(Protocol):
         ...
 
     def sender(self, channel: Channel, *, eager: bool = False) -> Post:
-        """Return the function that sends a buffer: contiguous bytes, unchanged until the wait ends.
+        """Return the function that sends a buffer: contiguous, unchanged until the wait ends.
 
         An eager send returns at once, even where others block until their receive is posted: a
         receiver that does not know the size yet cannot post it.

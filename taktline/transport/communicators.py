@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
 from taktline.errors import TaktlineError, TransportError
-from taktline.transport.base import Channel, Handle
+from taktline.transport.base import Channel, Handle, bytes_of
 
 __all__ = ["Communicator", "backend_of", "ends_of", "name_of", "symptoms_of", "timeout_of"]
 
@@ -61,11 +61,11 @@ class Communicator:
             raise failed(error) from error
         return cls(made, peer, failed)
 
-    def send(self, buffer: torch.Tensor) -> Handle:
-        """Send a buffer without waiting."""
+    def send(self, buffer: torch.Tensor, marks: bytes | bytearray = b"") -> Handle:
+        """Send a buffer without waiting; no marks are sent."""
         return self._post(self._communicator.send, buffer)
 
-    def receive(self, buffer: torch.Tensor) -> Handle:
+    def receive(self, buffer: torch.Tensor, marks: bytes | bytearray = b"") -> Handle:
         """Receive into a buffer without waiting."""
         return self._post(self._communicator.recv, buffer)
 
@@ -76,7 +76,7 @@ class Communicator:
 
     def _post(self, post: Callable[..., dist.Work | None], buffer: torch.Tensor) -> Handle:
         try:
-            work = post([buffer], self._peer, 0)
+            work = post([bytes_of(buffer)], self._peer, 0)
         except RuntimeError as error:
             raise self._failed(error) from error
         if work is None:

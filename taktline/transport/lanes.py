@@ -16,6 +16,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from ctypes import c_char
 from typing import TypeAlias
 from weakref import finalize
 
@@ -53,27 +54,28 @@ class Lane:
         self._arrivals.register(connection, select.POLLIN)
         finalize(self, connection.close)
 
-    def send(self, buffer: torch.Tensor) -> Handle:
-        """Send a buffer (bytes on the CPU)."""
-        data = buffer.numpy().data
+    def send(self, buffer: torch.Tensor, marks: bytes | bytearray = b"") -> Handle:
+        """Send marks and a buffer on the CPU; neither is needed after this."""
+        parts, sent = [marks, _memory(buffer)], 0
         with self._writing:
             if not self._rest:
                 try:
-                    sent = self._write(data)
+                    sent = self._socket.sendmsg(parts)
+                except BlockingIOError:
+                    pass
                 except OSError as error:
                     raise self._lost(False) from error
-                if sent == len(data):
+                if sent == len(marks) + buffer.nbytes:
                     return _GONE
-                data = data[sent:]
-            leaving = _Leaving(self, data)
+            leaving = _Leaving(self, memoryview(b"".join(parts))[sent:])
             self._rest.append(leaving)
             if len(self._rest) == 1:
                 threading.Thread(target=self._write_rest, name="taktline lane", daemon=True).start()
         return leaving
 
-    def receive(self, buffer: torch.Tensor) -> Handle:
-        """Receive into a buffer, after the buffers that were posted before."""
-        arriving = _Arriving(self, buffer.numpy().data)
+    def receive(self, buffer: torch.Tensor, marks: bytes | bytearray = b"") -> Handle:
+        """Receive marks and a buffer, after those that were posted before."""
+        arriving = _Arriving(self, buffer, marks)
         with self._reading:
             self._posted.append(arriving)
             if buffer.nbytes > _SMALL and not self._reads_ahead:
@@ -96,10 +98,10 @@ class Lane:
     def _read(self) -> None:
         """Take what has arrived."""
         first = self._posted[0]
-        count = self._socket.recv_into(first.left)
+        count = self._socket.recvmsg_into(first.left)[0]
         if not count:
             raise ConnectionResetError("the connection has ended")
-        first.left = first.left[count:]
+        first.add(count)
         if not first.left:
             self._posted.popleft()
 
@@ -131,12 +133,6 @@ class Lane:
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
-    def _write(self, data: memoryview) -> int:
-        try:
-            return self._socket.send(data)
-        except BlockingIOError:
-            return 0
-
     def _write_rest(self) -> None:
         """Write the messages that the kernel had no room for; on a thread that ends with them."""
         room = select.poll()
@@ -148,7 +144,9 @@ class Lane:
                     return  # another thread has begun before this one has ended
                 first = self._rest[0]
                 try:
-                    first.left = first.left[self._write(first.left) :]
+                    first.left = first.left[self._socket.send(first.left) :]
+                except BlockingIOError:
+                    pass
                 except OSError:  # the waits fail, as something is left of each message
                     while self._rest:
                         self._rest.popleft().ended.set()
@@ -172,12 +170,20 @@ _GONE = _Gone()
 class _Arriving:
     """A message that is to be received."""
 
-    __slots__ = ("_lane", "left")
+    __slots__ = ("_buffer", "_lane", "left")
 
-    def __init__(self, lane: Lane, left: memoryview) -> None:
+    def __init__(self, lane: Lane, buffer: torch.Tensor, marks: bytes | bytearray) -> None:
         self._lane = lane
-        self.left = left
+        self._buffer = buffer  # which owns the memory
+        self.left = [part for part in (memoryview(marks), _memory(buffer)) if part]
         """The bytes that are still missing."""
+
+    def add(self, count: int) -> None:
+        """Note that so many bytes have arrived."""
+        while self.left and count >= len(self.left[0]):
+            count -= len(self.left.pop(0))
+        if count:
+            self.left[0] = self.left[0][count:]
 
     @property
     def done(self) -> bool:
@@ -209,6 +215,11 @@ class _Leaving:
     def wait(self) -> None:
         """Return once the message is sent."""
         self._lane.flush(self)
+
+
+def _memory(buffer: torch.Tensor) -> memoryview:
+    """The memory of a contiguous tensor; NumPy does not know all of torch's types."""
+    return memoryview((c_char * buffer.nbytes).from_address(buffer.data_ptr()))
 
 
 def lanes_between(

@@ -26,7 +26,7 @@ from taktline.checks import require_callable, require_flag, require_whole
 from taktline.errors import DeadlockError, TransportError
 from taktline.text import counted
 from taktline.transport import thread_pool
-from taktline.transport.base import Channel, Handle, Post
+from taktline.transport.base import Channel, Handle, Post, bytes_of
 from taktline.transport.frames import Frame, agreed
 from taktline.transport.thread_state import Random, ThreadState
 
@@ -122,10 +122,17 @@ class LocalTransport:
             raise TransportError(f"{channel}: rank {rank} has not opened this channel")
         return partial(self._post, channel, verb, blocks)
 
-    def _post(self, channel: Channel, verb: str, blocks: bool, buffer: torch.Tensor) -> Handle:
+    def _post(
+        self,
+        channel: Channel,
+        verb: str,
+        blocks: bool,
+        buffer: torch.Tensor,
+        marks: bytes | bytearray = b"",
+    ) -> Handle:
         """Match a message with the first one at the other end, or let it wait for one."""
         self._check_turn()
-        message = _Message(self, f"to {verb} {channel}", buffer)
+        message = _Message(self, f"to {verb} {channel}", buffer, marks)
         others = self._world.posted[channel, "receive" if verb == "send" else "send"]
         if others:
             _copy(channel, *((message, others[0]) if verb == "send" else (others[0], message)))
@@ -265,11 +272,13 @@ class _Exchange:
 class _Message:
     """A buffer that was posted, and the handle for it."""
 
-    def __init__(self, rank: LocalTransport, what: str, buffer: torch.Tensor) -> None:
+    def __init__(
+        self, rank: LocalTransport, what: str, buffer: torch.Tensor, marks: bytes | bytearray
+    ) -> None:
         self._rank = rank
         self._what = what
         # Bytes, not numbers: the two ends need not agree on dtype and shape.
-        self.data = buffer.detach().view(-1).view(torch.uint8)
+        self.data, self.marks = bytes_of(buffer), marks
         self.done = False
         self.record()
 
@@ -301,6 +310,8 @@ def _copy(channel: Channel, sent: _Message, awaited: _Message) -> None:
     # Not no_grad: a buffer made in inference mode can be written to in inference mode only.
     with torch.inference_mode():
         awaited.data.copy_(sent.data)
+    if isinstance(awaited.marks, bytearray):
+        awaited.marks[:] = sent.marks
     for message in (sent, awaited):
         message.record()
         message.done = True

@@ -12,7 +12,7 @@ import pytest
 from torch._C._distributed_c10d import HashStore
 
 from taktline.transport.all_gather import AllGather
-from taktline.transport.connect import Absent, PeerFailure
+from taktline.transport.connect import Absent, PeerFailure, call
 from taktline.transport.control_plane import Plane
 from taktline.transport.frames import framed
 from taktline.transport.verdict import Cause, Member, Verdict
@@ -122,13 +122,15 @@ def test_a_verdict_ends_the_wait_for_those_who_have_not_come() -> None:
 
 
 def test_strangers_are_not_let_in(connect: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    addresses: list[tuple[str, int]] = []
+    addresses: list[str] = []
     tell = Plane.tell
 
     def told(plane: Plane, processes: Any, place: str, value: str) -> None:
-        host, port, _ = json.loads(value)
-        addresses.append((host, port))
-        for hello in (b"", b"x" * 36, b"x" * 32 + b"\1\0\0\0"):
+        addresses.append(value)
+        host, port, token, name = json.loads(value)
+        for address in ((host, port, "x" * len(token), name), (host, port, "x" * len(token), "")):
+            call(json.dumps(address), 1, SOON).close()
+        for hello in (b"", b"x" * 36):
             with socket.create_connection((host, port)) as stranger:
                 stranger.sendall(hello)
         tell(plane, processes, place, value)
