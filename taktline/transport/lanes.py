@@ -16,7 +16,8 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from ctypes import c_char
+from ctypes import Array, c_char
+from functools import lru_cache
 from typing import TypeAlias
 from weakref import finalize
 
@@ -219,7 +220,12 @@ class _Leaving:
 
 def _memory(buffer: torch.Tensor) -> memoryview:
     """The memory of a contiguous tensor; NumPy does not know all of torch's types."""
-    return memoryview((c_char * buffer.nbytes).from_address(buffer.data_ptr()))
+    return memoryview(_array(buffer.nbytes).from_address(buffer.data_ptr()))
+
+
+@lru_cache(64)
+def _array(size: int) -> type[Array[c_char]]:
+    return c_char * size
 
 
 def lanes_between(

@@ -23,7 +23,7 @@ class Message:
         self.waits += 1
 
 
-def known(post: Callable[[torch.Tensor], Message]) -> Callable[[int], None]:
+def known(post: Callable[..., Message]) -> Callable[[int], None]:
     layout = Layout((TensorMeta((4,), torch.float32),))
     port = Outgoing(post, [layout] * 8)
 
@@ -34,7 +34,7 @@ def known(post: Callable[[torch.Tensor], Message]) -> Callable[[int], None]:
     return send
 
 
-def self_described(post: Callable[[torch.Tensor], Message]) -> Callable[[int], None]:
+def self_described(post: Callable[..., Message]) -> Callable[[int], None]:
     outbox = Outbox(post, torch.device("cpu"))
     return lambda _: outbox.send(torch.empty(16, dtype=torch.uint8))
 
@@ -42,7 +42,7 @@ def self_described(post: Callable[[torch.Tensor], Message]) -> Callable[[int], N
 @pytest.mark.parametrize("port", [known, self_described])
 @pytest.mark.parametrize("done", [True, False], ids=["left", "under way"])
 def test_messages_that_have_left_are_freed(
-    port: Callable[[Callable[[torch.Tensor], Message]], Callable[[int], None]], done: bool
+    port: Callable[[Callable[..., Message]], Callable[[int], None]], done: bool
 ) -> None:
     posted: list[Message] = []
     buffers: dict[int, weakref.ref[torch.Tensor]] = {}
