@@ -27,12 +27,7 @@ __all__ = ["dry_run", "find_refused_cuts"]
 
 
 def dry_run(
-    layout: Layout,
-    args: Args,
-    kwargs: Kwargs,
-    *,
-    reruns: bool = False,
-    thorough: bool = False,
+    layout: Layout, args: Args, kwargs: Kwargs, *, reruns: bool = False, thorough: bool = False
 ) -> ForwardSummary:
     """What the forward of a model does with these arguments, without data.
 

@@ -26,13 +26,7 @@ from torch import nn
 
 from taktline.errors import PartitionError
 from taktline.split.named.changes import copy_attributes
-from taktline.split.named.containers import (
-    containers_of,
-    copied,
-    is_unit,
-    joined,
-    with_own_tables,
-)
+from taktline.split.named.containers import containers_of, copied, is_unit, joined, with_own_tables
 from taktline.split.named.forward_summary import Cut, ForwardSummary
 from taktline.split.named.hugging_face import disable_cache, install_router_hooks
 from taktline.split.named.placeholder import ANYWHERE, Placeholder

@@ -96,13 +96,7 @@ class ShapeProbe:
         return self  # the copy of a stage can use the same one
 
     def output(
-        self,
-        args: Args,
-        kwargs: Kwargs,
-        *,
-        training: bool,
-        stage: int,
-        device: torch.device,
+        self, args: Args, kwargs: Kwargs, *, training: bool, stage: int, device: torch.device
     ) -> Any:
         """Placeholders in the structure of the submodule's output.
 
@@ -229,11 +223,7 @@ class ShapeProbe:
         return learned, tree
 
     def _run_with_data(
-        self,
-        leaves: Sequence[Any],
-        spec: pytree.TreeSpec,
-        device: torch.device,
-        error: Exception,
+        self, leaves: Sequence[Any], spec: pytree.TreeSpec, device: torch.device, error: Exception
     ) -> Flat:
         """Run copies with random data, twice, to see which sizes depend on the data."""
         found: list[Flat] = []
