@@ -161,7 +161,7 @@ def without_compiler(model: nn.Module) -> nn.Module:
 
 
 def _checked(model: nn.Module, cuts: Sequence[str]) -> tuple[Cut, ...]:
-    """The cuts; raises if one is no submodule, is there twice, or lies inside of another."""
+    """The cuts; raises if one is not a submodule, is there twice, or lies inside of another."""
     names = [name for name, _ in model.named_modules(remove_duplicate=False) if name]
     read = [Cut.read(text, names) for text in cuts]
     for place, cut in enumerate(read):

@@ -291,7 +291,7 @@ def _with_data(leaf: Any, device: torch.device, *, keep: bool) -> Any:
 
 
 def _own(leaf: Any) -> Any:
-    """An argument that is no tensor; a copy if the probe could change it, such as a cache."""
+    """An argument that is not a tensor; a copy if the probe could change it, such as a cache."""
     return leaf if is_constant(leaf) else copy.deepcopy(leaf)
 
 
@@ -303,11 +303,11 @@ def _random_like(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     return nn.Parameter(made, False) if isinstance(tensor, nn.Parameter) else made
 
 
-def require_not_nested(tensor: torch.Tensor, whence: str) -> None:
+def require_not_nested(tensor: torch.Tensor, start: str) -> None:
     """Raise if a tensor is nested: its rows have different lengths."""
     if tensor.is_nested:
         raise PartitionError(
-            f"{whence} a nested tensor ({str(tensor.layout).removeprefix('torch.')}), which cannot "
+            f"{start} a nested tensor ({str(tensor.layout).removeprefix('torch.')}), which cannot "
             "go from stage to stage; pass its values() and offsets(), and rebuild it where it is "
             "used"
         )

@@ -105,7 +105,7 @@ class StateBefore:
 
 
 def _attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    """The attributes of a module and of its submodules that are no numbers and the like."""
+    """The attributes of a module and of its submodules that may be or contain tensors."""
     for path, part in nn.Module.named_modules(module):
         for key, value in vars(part).items():
             if key not in _TABLES and (
