@@ -34,7 +34,9 @@ from taktline.split.named.shape_probe import ShapeProbe
 from taktline.split.named.units import copied_unit, foreign_unit, inner_modules, own_unit
 from taktline.stage.names import unwrapped
 
-__all__ = ["Layout", "all_modules"]
+__all__ = ["BY_HAND", "Layout", "all_modules"]
+
+BY_HAND = "cut the model by hand, or with taktline.pipeline, which traces it"
 
 
 def all_modules(model: nn.Module) -> dict[str, nn.Module]:
@@ -112,7 +114,7 @@ class Layout:
         """What the user can do if a stage lacks something."""
         if self.example_key is None:
             return "call by_names with example=, the arguments of the model"
-        return "cut the model by hand, or with taktline.pipeline, which traces it"
+        return BY_HAND
 
     @property
     def stages(self) -> int:
