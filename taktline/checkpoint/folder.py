@@ -80,7 +80,7 @@ def resolve(folder: Path) -> Path:
     found = latest(folder)
     if found is None:
         state = "contains no complete one" if folder.is_dir() else "is not there"
-        raise CheckpointError(f"{folder} is no checkpoint, and {state}")
+        raise CheckpointError(f"{folder} is not a checkpoint, and {state}")
     return found
 
 

@@ -213,8 +213,8 @@ class _Loading:
             saved = self._own("schedulers", same, "scheduler=…")
             if len(saved) != len(training.schedulers):
                 raise CheckpointError(
-                    f"{self.path} has the state of {counted(len(saved), 'scheduler')}, but here "
-                    f"are {len(training.schedulers)}"
+                    f"{self.path} has the state of {counted(len(saved), 'scheduler')}, but you "
+                    f"passed {len(training.schedulers)}"
                 )
             states += zip(training.schedulers, saved, strict=True)
         # In another layout, only the first process finds random numbers to go on with.

@@ -94,9 +94,10 @@ class Manifest:
                 raise CheckpointError(f"{file} is damaged; load an earlier save")
             conform(content, _SHAPE, what=str(file))
         except OSError as error:
-            raise CheckpointError(f"{path} is no checkpoint: {file}: {error.strerror}") from error
+            reason = f"{file}: {error.strerror}"
+            raise CheckpointError(f"{path} is not a checkpoint: {reason}") from error
         except JsonError as error:
-            raise CheckpointError(f"{error}; {path} is no checkpoint, or is damaged") from error
+            raise CheckpointError(f"{error}; {path} is not a checkpoint, or is damaged") from error
         for name, known in content["files"].items():
             _require_file(path / name, name, known)
         entries, files = content["tensors"], content["files"]

@@ -64,9 +64,7 @@ class ModelState:
 
     @classmethod
     def of_stages(
-        cls,
-        modules: dict[int, nn.Module],
-        gather: Callable[[list[Any]], list[Any]] | None = None,
+        cls, modules: dict[int, nn.Module], gather: Callable[[list[Any]], list[Any]] | None = None
     ) -> Self:
         """The state of stages that were cut by hand.
 

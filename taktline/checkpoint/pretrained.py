@@ -123,7 +123,7 @@ def _write_index(
 class PretrainedFiles(Mapping[str, torch.Tensor]):
     """The tensors in a folder of safetensors files; each is read when it is used."""
 
-    def __init__(self, folder: Path, prefix: str = "") -> None:
+    def __init__(self, folder: Path, prefix: str) -> None:
         """``prefix`` may precede names in the model, and be left out in the files, or reversed."""
         index, files = folder / INDEX, {SINGLE}
         if index.exists():

@@ -146,7 +146,7 @@ class TensorFile:
                 size = os.fstat(file.fileno()).st_size
                 length = int.from_bytes(file.read(8), "little")
                 if size < 8 or length > min(size - 8, _LONGEST_HEADER):
-                    raise CheckpointError(f"{path} is no safetensors file, or is truncated")
+                    raise CheckpointError(f"{path} is not a safetensors file, or is truncated")
                 text = file.read(length)
                 # Copy on write: torch takes only memory that can be written.
                 self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
@@ -210,7 +210,7 @@ def _stored(text: bytes, start: int, size: int, path: Path) -> dict[str, _Stored
         header.pop("__metadata__", None)
         entries = conform(header, {str: _ENTRY}, what=str(path))
     except JsonError as error:
-        raise CheckpointError(f"{error}; this is no safetensors file, or it is damaged") from None
+        raise CheckpointError(f"{error}; it is not a safetensors file, or is damaged") from None
     found: dict[str, _Stored] = {}
     for name, entry in entries.items():
         dtype, shape = _KINDS.get(entry["dtype"]), tuple(entry["shape"])
@@ -220,6 +220,6 @@ def _stored(text: bytes, start: int, size: int, path: Path) -> dict[str, _Stored
         if min(shape, default=0) < 0 or not start <= begin <= end <= size:
             raise CheckpointError(f"{path}: {name} is not within the file; it is damaged")
         if end - begin != prod(shape) * dtype.itemsize:
-            raise CheckpointError(f"{path}: {name} has another size than its shape; it is damaged")
+            raise CheckpointError(f"{path} is damaged: the size of {name} does not fit its shape")
         found[name] = _Stored(dtype, shape, begin, end)
     return found

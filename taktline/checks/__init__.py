@@ -1,7 +1,5 @@
 """Checks of arguments, JSON and environment variables. Nothing in here imports torch."""
 
-from __future__ import annotations
-
 from taktline.checks.arguments import (
     refuse,
     require_callable,

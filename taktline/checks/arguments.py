@@ -144,13 +144,12 @@ def require_instance(
 
 
 def require_instances(
-    name: str, values: Any, kind: type[T], takes: str = "", error: Error = ArgumentError
+    name: str, values: Any, kind: type[T], error: Error = ArgumentError
 ) -> list[T]:
     """A list of values of a type."""
-    each = takes or with_article(kind.__name__)
-    listed = require_iterable(name, values, f"a list, each {each}", error)
+    listed = require_iterable(name, values, f"a list, each {with_article(kind.__name__)}", error)
     return [
-        require_instance(f"{name}[{index}]", value, kind, takes, error)
+        require_instance(f"{name}[{index}]", value, kind, error=error)
         for index, value in enumerate(listed)
     ]
 
@@ -183,7 +182,7 @@ def require_one_of(name: str, value: Any, choices: Sequence[T], error: Error = A
     raise error(f"{name} is one of {', '.join(map(str, choices))}, not {shown(value)}")
 
 
-def require_path(name: str, value: Any, error: Error = ArgumentError) -> Path:
+def require_path(name: str, value: Any) -> Path:
     """The path of a file."""
     try:
         path = Path(value)
@@ -191,7 +190,7 @@ def require_path(name: str, value: Any, error: Error = ArgumentError) -> Path:
             return path
     except (TypeError, ValueError):  # a path of bytes, or one that cannot be encoded
         pass
-    refuse(name, "the path of a file", value, error)
+    refuse(name, "the path of a file", value)
 
 
 def _range(least: float | None, most: float | None) -> str:

@@ -69,7 +69,7 @@ def loads(text: str | bytes, *, what: str) -> Any:
     except UnicodeDecodeError as error:
         raise JsonError(what, f"is not a text in UTF-8 (byte {error.start})") from None
     except UnicodeEncodeError:
-        raise JsonError(what, "holds half of a surrogate pair, which is no character") from None
+        raise JsonError(what, "holds half of a surrogate pair, which is not a character") from None
     except RecursionError:
         raise JsonError(what, f"is nested deeper than {MAX_DEPTH} levels") from None
     except _Refused as error:

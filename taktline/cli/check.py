@@ -15,8 +15,7 @@ __all__ = ["check"]
 
 
 def check(
-    file: Annotated[Path, typer.Argument(help="A plan, .csv or .json.")],
-    json: Json = False,
+    file: Annotated[Path, typer.Argument(help="A plan, .csv or .json.")], json: Json = False
 ) -> None:
     """Check a plan: every rule that it breaks, and whether it can deadlock.
 

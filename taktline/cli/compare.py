@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -81,7 +81,7 @@ def _print_table(timelines: list[Timeline], screen: Console) -> None:
     title = f"{ranks}, {microbatches}" if len(shapes) == 1 else None
     makespan = f"makespan/{unit}" if unit else "makespan"
     headings = ["schedule", "stages/rank", "bubble", "by span", makespan, "memory"]
-    figures = [_figures(timeline) for timeline in timelines]
+    figures = [[found[name] for name in _FIGURES] for found in map(_as_dict, timelines)]
     best = [min(column) for column in zip(*figures, strict=True)]
     rows: list[list[str]] = []
     for timeline, row in zip(timelines, figures, strict=True):
@@ -96,14 +96,11 @@ def _print_table(timelines: list[Timeline], screen: Console) -> None:
     screen.print(rich_table(headings, rows, ["schedule"], **style))
 
 
-def _figures(timeline: Timeline) -> tuple[int, float, float, float, float]:
-    """The numbers of a row."""
-    each = timeline.plan.stages // timeline.plan.ranks
-    bubbles = timeline.bubble(), timeline.bubble("span")
-    return each, *bubbles, timeline.makespan, float(timeline.peak_memory.max())
+_FIGURES = ("stages_per_rank", "bubble", "bubble_by_span", "makespan", "peak_memory")
+"""The numbers of a row."""
 
 
-def _as_dict(timeline: Timeline) -> dict[str, object]:
+def _as_dict(timeline: Timeline) -> dict[str, Any]:
     plan = timeline.plan
     return {
         "schedule": timeline.name,

@@ -65,9 +65,7 @@ class Size:
     stages_per_rank: Annotated[
         int | None,
         typer.Option(
-            "--stages-per-rank",
-            "-s",
-            help="Stages per rank, for schedules that leave it open.",
+            "--stages-per-rank", "-s", help="Stages per rank, for schedules that leave it open."
         ),
     ] = None
     microbatches: Annotated[
@@ -142,15 +140,11 @@ class Times:
 
 
 Predict: TypeAlias = Annotated[
-    bool,
-    typer.Option("--predict", help="Add the prediction from each timeline's own costs."),
+    bool, typer.Option("--predict", help="Add the prediction from each timeline's own costs.")
 ]
 Colour: TypeAlias = Annotated[
     bool | None,
-    typer.Option(
-        "--color/--no-color",
-        help="Use colours (default: in a terminal only).",
-    ),
+    typer.Option("--color/--no-color", help="Use colours (default: in a terminal only)."),
 ]
 Json: TypeAlias = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 

@@ -7,12 +7,7 @@ from typing import Annotated
 
 import typer
 
-from taktline.cli.options import (
-    Json,
-    Size,
-    complete_name,
-    echo_json,
-)
+from taktline.cli.options import Json, Size, complete_name, echo_json
 from taktline.plan import find, lower, names, write
 from taktline.plan.io import to_json
 from taktline.text import counted
@@ -24,15 +19,13 @@ def plan(
     name: Annotated[
         str | None,
         typer.Argument(
-            help="Name of a schedule; without it, lists all.",
-            autocompletion=complete_name,
+            help="Name of a schedule; without it, lists all.", autocompletion=complete_name
         ),
     ] = None,
     *,
     size: Size,
     output: Annotated[
-        Path | None,
-        typer.Option("--output", "-o", help="Write to this .csv or .json file."),
+        Path | None, typer.Option("--output", "-o", help="Write to this .csv or .json file.")
     ] = None,
     lowered: Annotated[
         bool, typer.Option("--lower", help="Include every send and receive.")

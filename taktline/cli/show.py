@@ -10,15 +10,7 @@ from typing import Annotated
 
 import typer
 
-from taktline.cli.options import (
-    MEMORY,
-    Colour,
-    Predict,
-    Size,
-    Times,
-    complete,
-    timelines_of,
-)
+from taktline.cli.options import MEMORY, Colour, Predict, Size, Times, complete, timelines_of
 from taktline.plan import Timeline
 from taktline.plan.io import write_text
 from taktline.render.files import save

@@ -115,7 +115,7 @@ def from_csv(text: str, path: str | os.PathLike[str] = "<text>") -> Plan:
     if not ranks:
         raise PlanFileError(path, "is empty: expected a row of actions for each rank")
     try:
-        # A file's name may hold bytes that are no text.
+        # A file's name may hold bytes that are not a text.
         name = os.fsencode(path.stem).decode("utf-8", "replace")
         return Plan.from_actions(ranks, name=name)
     except PlanError as error:

@@ -34,7 +34,6 @@ def lower(
     >>> " ".join(map(str, lower(build("gpipe", ranks=2, microbatches=1))[1]))
     '1RECV_F0 1F0 1B0 1SEND_B0'
     """
-    require_instance("plan", plan, Plan)
     if require_flag("merge", merge):
         plan = merge_backward(plan)
     if keep_ready is not None:

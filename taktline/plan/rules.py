@@ -37,7 +37,7 @@ class Violation:
     """The index of the action in its rank's list."""
     action: Action | None = None
     cycle: tuple[tuple[int, Action, Action], ...] = ()
-    """For a deadlock: each (rank, action it stands at, action that this waits for)."""
+    """For a deadlock: each (rank, its current action, the action that it waits for)."""
 
     def __str__(self) -> str:
         rank = "" if self.rank is None else f"rank {self.rank}, "

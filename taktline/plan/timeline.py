@@ -208,8 +208,6 @@ class Timeline:
     def critical_rows(self) -> list[int]:
         """The rows of :meth:`critical_path`."""
         rows = self.plan.rows
-        if not len(rows):
-            return []
         rank, held_by = self.plan.rank_of_rows(), self.held_by
         path = [len(rows) - 1 - int(np.argmax(self.end[::-1]))]
         while held_by[path[-1]] >= 0:

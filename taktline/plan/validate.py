@@ -83,8 +83,8 @@ def _deadlocks(subject: Subject, sends: Sends) -> Iterator[Violation]:
                 (head.rank, rows.leaf(head.row), rows.leaf(head.waits_for)) for head in circle
             )
             story = "; ".join(
-                f"rank {head.rank} stands at {here} (position {subject.position[head.row]}), "
-                f"which waits for {there} of rank {subject.rank[head.waits_for]}"
+                f"rank {head.rank} waits at {here} (position {subject.position[head.row]}) "
+                f"for {there} of rank {subject.rank[head.waits_for]}"
                 for head, (_, here, there) in zip(circle, cycle, strict=True)
             )
             head = circle[0]

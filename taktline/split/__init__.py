@@ -6,8 +6,6 @@
 Pieces(2 stages: 20, 10 parameters)
 """
 
-from __future__ import annotations
-
 from taktline.split.balanced.auto import auto
 from taktline.split.named.by_names import by_names
 from taktline.split.on_meta.deferred import deferred

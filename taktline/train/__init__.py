@@ -1,7 +1,5 @@
 """A model, its ranks and its training step in one object."""
 
-from __future__ import annotations
-
 from taktline.train.loader import SharedLoader
 from taktline.train.pipeline import Pipeline
 

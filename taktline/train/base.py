@@ -69,7 +69,7 @@ class PipelineBase:
     def close(self) -> None:
         """Free all but the model: connections to other ranks, and process groups made for them.
 
-        A closed pipeline cannot be used, and nor can tensors that it has sharded. Every rank
+        A closed pipeline cannot be used; tensors that it has sharded cannot, either. Every rank
         closes its own, and waits for no other. ``with Pipeline(…) as pipe:`` closes it at the end
         of the block. Python closes a pipeline once nothing refers to it or its stages any more.
 

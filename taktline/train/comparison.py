@@ -243,7 +243,8 @@ class Comparison:
         self.compared += 1
         if found.dtype == expected.dtype and torch.equal(found, expected):
             return
-        limit = self._tolerance or _TOLERANCE.get(expected.dtype, _COARSE)
+        usual = _TOLERANCE.get(expected.dtype, _COARSE)
+        limit = usual if self._tolerance is None else self._tolerance
         found, expected = found.double(), expected.double()
         scale = max(float(expected.abs().max()) if expected.numel() else 0.0, floor, 1e-12)
         error = float((found - expected).abs().max()) / scale if expected.numel() else 0.0

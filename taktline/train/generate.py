@@ -58,7 +58,7 @@ class Request:
         if mask.shape != self.ids.shape or not bool((mask[:, -1] != 0).all()):
             raise ArgumentError(
                 f"attention_mask must be {list(self.ids.shape)} as ids, with 0 for padding on the "
-                f"left of a text, not {list(mask.shape)}; texts go on at their right end"
+                f"left of a text, not {list(mask.shape)}; new tokens come after their right end"
             )
 
     def digest(self) -> int:
@@ -136,7 +136,7 @@ def _require_causal(model: Any) -> None:
     """Raise if a model of transformers does not generate texts from left to right."""
     if model is not None and (model.config.is_encoder_decoder or not model.can_generate()):
         raise UseError(
-            f"{type(model).__name__} is no causal language model, so it cannot generate texts"
+            f"{type(model).__name__} is not a causal language model, so it cannot generate texts"
         )
 
 

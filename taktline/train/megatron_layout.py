@@ -33,8 +33,8 @@ def stages_of(layout: str) -> list[str]:
         text = text[: found.start()] + again + text[found.end() :]
     if not re.fullmatch(r"E?[t|]*L?", text) or "" in text.split("|"):
         raise PartitionError(
-            f"{layout!r} is no layout: it has E (embedding) first, t (layer), L (output) last, | "
-            'between stages, none of them empty, and *n for repeats, as in "Et*3|(tt|)*2L"'
+            f"{layout!r} is not a layout: it has E (embedding) first, t (layer), L (output) last, "
+            '| between stages, none of them empty, and *n for repeats, as in "Et*3|(tt|)*2L"'
         )
     return text.split("|")
 

@@ -39,11 +39,7 @@ def stages_in(model: Model, cuts: Sequence[str] | None) -> int | None:
 
 
 def take_apart(
-    model: Model,
-    plan: Plan,
-    example: Any,
-    cuts: Sequence[str] | None,
-    transport: Transport,
+    model: Model, plan: Plan, example: Any, cuts: Sequence[str] | None, transport: Transport
 ) -> ModelState:
     """All stages of a model, or those that were given; all processes take part."""
     if isinstance(model, Mapping):

@@ -29,14 +29,7 @@ from taktline.train.model_stages import Model
 from taktline.train.monitoring import Monitoring
 from taktline.train.preemption import PREEMPTED
 from taktline.train.save_load import SaveLoad
-from taktline.train.steps import (
-    Outputs,
-    asks_for_own_loss,
-    evaluating,
-    loss_in_output,
-    run,
-    with_own_loss,
-)
+from taktline.train.steps import Outputs, evaluating, loss_in_output, run, with_own_loss
 from taktline.train.tracebacks import short_traceback
 from taktline.train.verify import verify
 
@@ -247,7 +240,8 @@ class Pipeline(AsModule, Gradients, SaveLoad, Monitoring):
         """
         if not args and not options and target is None and return_outputs is None:
             return self.train(False)
-        if self._loss_fn is None and asks_for_own_loss(options, return_outputs):
+        own = options.get("labels") is not None or return_outputs is False
+        if self._loss_fn is None and own:
             target, options = with_own_loss(target, options)
         compared = target is not None or options.get("target_mbs") is not None
         wanted = not compared if return_outputs is None else return_outputs

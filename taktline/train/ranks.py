@@ -144,8 +144,8 @@ def find_ranks(
     data_parallel: str | None,
     device: torch.device | None,
     *,
-    default: int = 1,
-    timeout: timedelta | None = None,
+    default: int,
+    timeout: timedelta | None,
 ) -> Ranks:
     """Find the ranks of a pipeline: in this process, or those that a launcher has started.
 

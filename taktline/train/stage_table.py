@@ -105,12 +105,12 @@ class StageTable:
         return cls(plan, [Row(**row) for rows in shared for row in rows])
 
     @property
-    def costs(self) -> Costs:
-        """The costs of the stages, if they are known: work for time, bytes for memory."""
+    def work(self) -> Costs | None:
+        """The costs of the stages, if they were counted: work for time, bytes for memory."""
         needs = [self._rows[stage].needs for stage in range(self._plan.stages)]
         known = [need for need in needs if need is not None]
         if len(known) < len(needs) or not any(need.work for need in known):
-            return Costs()
+            return None
         work = tuple(need.work for need in known)
         return Costs(
             forward=work,
@@ -120,24 +120,21 @@ class StageTable:
             activation=tuple(need.keeps for need in known),
         )
 
-    @property
-    def work(self) -> Costs | None:
-        """The work of the stages, if it was counted."""
-        return self.costs if isinstance(self.costs.forward, tuple) else None
-
     def predicted(self) -> Timeline:
         """The simulated timeline; times and memory are relative to those of a mean stage."""
-        costs = self.costs
-        if isinstance(costs.forward, tuple) and isinstance(costs.activation, tuple):
-            work, memory = _relative(costs.forward), _relative(costs.activation)
-            costs = Costs(
-                forward=work, backward_input=work, backward_weight=work, activation=memory
-            )
-        return simulate(self._plan, costs)
+        counted, stages = self.work, self._plan.stages
+        if counted is None:
+            return simulate(self._plan)
+        each = (counted.of(name, stages) for name in ("forward", "activation"))
+        work, memory = (tuple(numbers / (numbers.mean() or 1.0)) for numbers in each)
+        return simulate(
+            self._plan,
+            Costs(forward=work, backward_input=work, backward_weight=work, activation=memory),
+        )
 
     def __str__(self) -> str:
         plan, known = self._plan, self._rows[0].needs is not None
-        peaks = peak_memory(plan, self.costs)
+        peaks = peak_memory(plan, self.work)
         lines = [["rank", "stage", "layers", "parameters", "sends", "keeps", "peak"]]
         for rank in range(plan.ranks):
             peak = size_text(peaks[rank]) if known else f"{peaks[rank]:g}"
@@ -154,11 +151,6 @@ class StageTable:
             memory = "sends, keeps: per micro-batch; peak: activations of a rank"
         bubble = f"predicted bubble: {self.predicted().bubble():.1%}"
         return f"{table(lines, left=['layers'])}\n{bubble} ({basis}); {memory}"
-
-
-def _relative(numbers: Sequence[float]) -> tuple[float, ...]:
-    mean = sum(numbers) / len(numbers) or 1.0
-    return tuple(number / mean for number in numbers)
 
 
 def _layers(names: Sequence[str] | Mapping[str, Any]) -> str:

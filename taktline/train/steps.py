@@ -24,7 +24,6 @@ from taktline.train.build import Built
 
 __all__ = [
     "Outputs",
-    "asks_for_own_loss",
     "evaluating",
     "forward_order",
     "loss_in_output",
@@ -148,11 +147,6 @@ def with_own_loss(target: Any, options: dict[str, Any]) -> tuple[Any, dict[str, 
         return (_OWN, None), options
     weighed = {**options, "loss_weights": lambda own: weights(own[1])}
     return (_OWN, options.get("labels")), weighed
-
-
-def asks_for_own_loss(options: Mapping[str, Any], return_outputs: object) -> bool:
-    """Whether an evaluation returns the model's own loss."""
-    return options.get("labels") is not None or return_outputs is False
 
 
 def loss_in_output(output: Any, target: Any) -> torch.Tensor:

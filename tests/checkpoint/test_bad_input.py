@@ -113,8 +113,8 @@ def test_a_newer_version(copied: Path) -> None:
 
 
 def test_no_checkpoint(tmp_path: Path) -> None:
-    refused(tmp_path, f"{tmp_path} is no checkpoint, and contains no complete one")
-    refused(tmp_path / "nowhere", "nowhere is no checkpoint, and is not there")
+    refused(tmp_path, f"{tmp_path} is not a checkpoint, and contains no complete one")
+    refused(tmp_path / "nowhere", "nowhere is not a checkpoint, and is not there")
 
 
 def test_another_model(saved: Path) -> None:
@@ -169,7 +169,7 @@ def test_what_was_not_saved(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"was saved without scheduler=…"):
         pipe.load(saved, scheduler=training.schedulers)
     saved = pipe.save(tmp_path, scheduler=training.schedulers[:1])
-    with pytest.raises(CheckpointError, match="the state of 1 scheduler, but here are 2"):
+    with pytest.raises(CheckpointError, match="the state of 1 scheduler, but you passed 2"):
         pipe.load(saved, scheduler=training.schedulers)
 
 

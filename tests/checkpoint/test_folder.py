@@ -56,7 +56,7 @@ def test_the_latest_one_that_is_whole(tmp_path: Path) -> None:
     file = second / "rank-00000.safetensors"
     file.write_bytes(file.read_bytes()[:-1])
     assert latest(tmp_path) == first
-    with pytest.raises(CheckpointError, match=r"000003-step-0 is no checkpoint"):
+    with pytest.raises(CheckpointError, match=r"000003-step-0 is not a checkpoint"):
         training.load(third)
     (tmp_path / ".000009-step-4.saving").mkdir()
     (tmp_path / "mine").mkdir()

@@ -187,8 +187,8 @@ class TestDeadlock:
         violation = only(validate(plan))
         assert where(violation) == ("deadlock", 0, 1, "0B0")
         assert violation.message == (
-            "rank 0 stands at 0B0 (position 1), which waits for 1B0 of rank 1; "
-            "rank 1 stands at 1F1 (position 1), which waits for 0F1 of rank 0"
+            "rank 0 waits at 0B0 (position 1) for 1B0 of rank 1; "
+            "rank 1 waits at 1F1 (position 1) for 0F1 of rank 0"
         )
         assert [(rank, str(a), str(b)) for rank, a, b in violation.cycle] == [
             (0, "0B0", "1B0"),

@@ -236,7 +236,25 @@ def test_recurrent_layers_count() -> None:
     assert starts(auto(Model(), 2, example)) == ("", "layers.1")
     pipe = tl.Pipeline(Model(), example=example, microbatches=2, ranks=2)
     layer = 2 * 15 * 2 * 4 * 8 * 8
-    assert pipe._built.table.costs.forward == (layer, layer + 2 * 15 * 8 * 2)
+    work = pipe._built.table.work
+    assert work is not None
+    assert work.forward == (layer, layer + 2 * 15 * 8 * 2)
+
+
+@pytest.mark.parametrize("measure", [False, True])
+def test_a_layer_that_calls_itself(measure: bool) -> None:
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor, again: bool = True) -> Tensor:
+            x = self.linear(x)
+            return self(x, again=False) if again else x
+
+    model, x = nn.Sequential(*(Twice() for _ in range(4))), torch.ones(2, 8)
+    pieces = auto(model, 2, (x,), measure=measure)
+    torch.testing.assert_close(pieces(x), model(x), rtol=0, atol=0)
 
 
 def test_an_encoder_and_a_decoder_are_both_cut() -> None:

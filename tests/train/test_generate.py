@@ -195,7 +195,7 @@ def test_arguments_that_are_refused(options: dict[str, Any], text: str, llama: t
 
 
 def test_models_that_are_refused() -> None:
-    with pytest.raises(tl.TaktlineError, match="is no causal language model"):
+    with pytest.raises(tl.TaktlineError, match="is not a causal language model"):
         pipeline("bert").generate(prompts(), max_new_tokens=NEW)
     stages = [nn.Embedding(WORDS, 4), nn.Flatten()]
     pipe = tl.Pipeline(stages, microbatches=1, ranks=2)

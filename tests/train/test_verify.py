@@ -64,7 +64,7 @@ def verified(model: nn.Module | None = None, *args: Any, **options: Any) -> Veri
     model = LM() if model is None else model
     plain = options.pop("plain", None)
     target = options.pop("target", TARGET)
-    keywords = {name: options.pop(name) for name in ("scale",) if name in options}
+    keywords = {name: options.pop(name) for name in ("scale", "tolerance") if name in options}
     options = {"schedule": "1f1b", "cuts": CUTS[2], "loss_fn": loss_fn} | options
     pipe = Pipeline(model, microbatches=PARTS, ranks=2, **options)
     return pipe.verify(plain or model, *(args or (TOKENS,)), target=target, **keywords)
@@ -79,6 +79,14 @@ def test_a_sound_pipeline_is_equal(schedule: str, stages: int) -> None:
     # Of every micro-batch, the outputs of embedding, head and the four parts of each block.
     assert found.compared > 2 * PARTS * (2 + 4 * 4)
     assert str(found) == f"equal to the plain model: {found.compared} tensors"
+
+
+def test_the_tolerance_is_the_users() -> None:
+    # The gradients of micro-batches are added in another order than those of rows.
+    assert verified()
+    assert verified(tolerance=1e-6)
+    assert not verified(tolerance=1e-12)
+    assert not verified(tolerance=0)
 
 
 def test_nothing_is_changed() -> None:

@@ -28,8 +28,7 @@ def doctor(
     ] = None,
     local: Annotated[bool, typer.Option("--local", help="Run all ranks in this process.")] = False,
     backend: Annotated[
-        str | None,
-        typer.Option(help="gloo or nccl; by default nccl if there is a GPU per rank."),
+        str | None, typer.Option(help="gloo or nccl; by default nccl if there is a GPU per rank.")
     ] = None,
     timeout: Annotated[
         float, typer.Option(min=1.0, help="Seconds to wait for a rank before giving up.")

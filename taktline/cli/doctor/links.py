@@ -64,7 +64,7 @@ def judge(links: list[MeasuredLink]) -> Iterator[Finding]:
     slow = [link for link in links if link.bandwidth < typical / 4]
     told = ", ".join(f"{link.sender} → {link.receiver}" for link in broken or slow)
     if broken:
-        text = f"other data arrived than was sent: {told}"
+        text = f"what arrived differs from what was sent: {told}"
         advice = "check the network, and that every rank runs the same torch"
         yield Finding("links", Verdict.FAILED, text, advice)
     elif slow:

@@ -151,7 +151,7 @@ def _judge_gpus(ranks: Ranks) -> Iterator[Finding]:
 
 def _judge_threads(ranks: Ranks) -> Iterator[Finding]:
     if ranks[0]["backend"] == "local":
-        yield Finding("threads", Verdict.OK, "local ranks take turns, so all cores are for each")
+        yield Finding("threads", Verdict.OK, "local ranks take turns, so each can use all cores")
         return
     crowded = False
     for host, who in _grouped(ranks, lambda facts: facts["host"]).items():
@@ -184,7 +184,7 @@ def _judge_addresses(ranks: Ranks) -> Iterator[Finding]:
             Verdict.WARNING,
             f"the host name of {of_ranks(hidden)} resolves to an address that others cannot reach",
             "set GLOO_SOCKET_IFNAME (and NCCL_SOCKET_IFNAME) to the network interface, such as "
-            "eth0, or mend /etc/hosts",
+            "eth0, or correct /etc/hosts",
         )
     else:
         yield Finding("addresses", Verdict.OK, "every host name resolves to a reachable one")

@@ -80,7 +80,7 @@ class Report:
 
     @property
     def well(self) -> bool:
-        """Whether nothing failed; warnings are no failures."""
+        """Whether nothing failed; warnings do not count."""
         return all(finding.verdict != Verdict.FAILED for finding in self.findings)
 
     def to_dict(self) -> dict[str, Any]:

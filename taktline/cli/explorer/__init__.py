@@ -15,11 +15,7 @@ from typing import Annotated, Any
 
 import typer
 
-from taktline.cli.options import (
-    Size,
-    Times,
-    complete_name,
-)
+from taktline.cli.options import Size, Times, complete_name
 from taktline.plan import find, names
 from taktline.plan.io import write_text
 from taktline.render.palette import COLOURS, MEANINGS
@@ -72,10 +68,7 @@ def explore(
     """
     if output.suffix.lower() != ".html":
         raise typer.BadParameter(f"the page is an .html file, not {output.suffix or output.name!r}")
-    write_text(
-        output,
-        page(schedules, **asdict(size), **asdict(times), memory=memory),
-    )
+    write_text(output, page(schedules, **asdict(size), **asdict(times), memory=memory))
     typer.echo(f"{output}: open it in a browser")
 
 

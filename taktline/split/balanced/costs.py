@@ -85,22 +85,8 @@ def count_operations(layout: Layout, call: Call) -> LayerCosts:
     An operation that multiplies no matrices counts as one for each number that it returns.
     """
     counter = OperationCounter()
-    counts: dict[Cut, int] = {}
-    runs: Counter[str] = Counter()
-    units = {name: probe.module for name, probe in layout.probes.items()}
     every = dict(nn.Module.named_modules(layout.empty_model))
-
-    def begin(cut: Cut) -> None:
-        counts[cut] = counter.flops + counter.elements
-
-    def end(cut: Cut) -> None:
-        counts[cut] = counter.flops + counter.elements - counts[cut]
-
-    with (
-        counter,
-        _around_calls(units, begin, end),
-        _around_calls(every, lambda cut: runs.update([cut.unit])),
-    ):
+    with counter, _spent(every, lambda: counter.flops + counter.elements) as (counts, runs):
         summary = dry_run(layout, *call, reruns=True)
     return LayerCosts({cut: counts.get(cut, 0) for cut in summary.unit_calls()}, runs)
 
@@ -119,18 +105,10 @@ def measure_times(model: nn.Module, units: Iterable[str], call: Call) -> dict[Cu
     args, kwargs = call
     named = {name: model.get_submodule(name) for name in units}
     best: dict[Cut, float] = {}
-    times: dict[Cut, float] = {}
-
-    def begin(cut: Cut) -> None:
-        times[cut] = _now()
-
-    def end(cut: Cut) -> None:
-        times[cut] = 1e3 * (_now() - times[cut])
-
     devices = {tensor.device for tensor in tensors}
     with in_mode(model, False), keep_generators(devices), torch.no_grad():
         for run in range(_RUNS + 1):
-            with _around_calls(named, begin, end):
+            with _spent(named, _now) as (times, _):
                 model(*args, **kwargs)
             if run:
                 best = {cut: min(took, best.get(cut, took)) for cut, took in times.items()}
@@ -138,33 +116,37 @@ def measure_times(model: nn.Module, units: Iterable[str], call: Call) -> dict[Cu
 
 
 def _now() -> float:
+    """The time in milliseconds."""
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         torch.cuda.synchronize()
-    return time.perf_counter()
+    return 1e3 * time.perf_counter()
 
 
 @contextmanager
-def _around_calls(
-    units: Mapping[str, nn.Module],
-    begin: Callable[[Cut], None],
-    end: Callable[[Cut], None] = lambda cut: None,
-) -> Iterator[None]:
-    """Call functions before and after each call of some modules."""
-    calls: Counter[str] = Counter()
+def _spent(
+    modules: Mapping[str, nn.Module], clock: Callable[[], Any]
+) -> Iterator[tuple[dict[Cut, Any], Counter[str]]]:
+    """How far a clock goes on in each call of some modules, and how often each has begun."""
+    spent: dict[Cut, Any] = {}
+    begun: Counter[str] = Counter()
+    ended: Counter[str] = Counter()
 
-    def before(name: str) -> None:
-        begin(Cut(name, calls[name]))
+    def begin(name: str) -> None:
+        begun[name] += 1
+        spent[Cut(name, ended[name])] = clock()
 
-    def after(name: str) -> None:
-        end(Cut(name, calls[name]))
-        calls[name] += 1
+    def end(name: str) -> None:
+        cut = Cut(name, ended[name])
+        if cut in spent:  # not at the end of a call in which the module has called itself
+            spent[cut] = clock() - spent[cut]
+            ended[name] += 1
 
     handles: list[Any] = []
-    for name, module in units.items():
-        handles.append(module.register_forward_pre_hook(lambda *_, name=name: before(name)))
-        handles.append(module.register_forward_hook(lambda *_, name=name: after(name)))
+    for name, module in modules.items():
+        handles.append(module.register_forward_pre_hook(lambda *_, name=name: begin(name)))
+        handles.append(module.register_forward_hook(lambda *_, name=name: end(name)))
     try:
-        yield
+        yield spent, begun
     finally:
         for handle in handles:
             handle.remove()

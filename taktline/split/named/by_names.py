@@ -59,8 +59,8 @@ def by_names(model: nn.Module, cuts: Sequence[str], *, example: Any = None) -> P
     >>> torch.equal(pieces(x), model(x))
     True
     """
-    model = without_compiler(model)
     require_instance("model", model, nn.Module, "an nn.Module", PartitionError)
+    model = without_compiler(model)
     given = require_iterable("cuts", cuts, _CUTS, PartitionError)
     if not all(isinstance(cut, str) for cut in given):
         refuse("cuts", _CUTS, cuts, PartitionError)
@@ -150,8 +150,8 @@ def _run_dummy_inputs(layout: Layout, model: nn.Module) -> ForwardSummary | None
 
 def without_compiler(model: nn.Module) -> nn.Module:
     """The model inside of ``torch.compile(model)``: stages do not run the compiled whole."""
-    inside = model._modules.get("_orig_mod") if isinstance(model, nn.Module) else None
-    if inside is None and getattr(model, "_compiled_call_impl", None) is None:
+    inside = model._modules.get("_orig_mod")
+    if inside is None and model._compiled_call_impl is None:
         return model
     _log.warning(
         "the model was compiled as a whole, but its stages are not; compile its blocks "
@@ -161,7 +161,7 @@ def without_compiler(model: nn.Module) -> nn.Module:
 
 
 def _checked(model: nn.Module, cuts: Sequence[str]) -> tuple[Cut, ...]:
-    """The cuts; raises if one is no submodule, is there twice, or lies inside of another."""
+    """The cuts; raises if one is not a submodule, is there twice, or lies inside of another."""
     names = [name for name, _ in model.named_modules(remove_duplicate=False) if name]
     read = [Cut.read(text, names) for text in cuts]
     for place, cut in enumerate(read):

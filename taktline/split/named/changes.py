@@ -88,7 +88,11 @@ class Changes:
         self._saved = [save(entry.now()) for entry in self._entries]
         self._fingerprints = [fingerprint(entry.now()) for entry in self._entries]
         with _disable_current_modes():
-            self._copies = [_copy_of(entry.now()) for entry in self._entries if entry.is_tensor]
+            self._copies = [
+                (tensor, version_of(tensor), tensor.detach().clone())
+                for entry in self._entries
+                if entry.is_tensor and _is_small(tensor := entry.now())
+            ]
         modules = {id(module): module for module in self._modules.values()}
         tables = [vars(module)[key] for module in modules.values() for key in HOOKS]
         self._hooks = [(table, dict(table)) for table in tables]
@@ -113,7 +117,7 @@ class Changes:
         for entry, saved in zip(self._entries, self._saved, strict=True):
             entry.table[entry.key] = restore(saved)
         with torch.no_grad(), _disable_current_modes():
-            for tensor, version, copy in filter(None, self._copies):
+            for tensor, version, copy in self._copies:
                 if version_of(tensor) != version:
                     tensor.copy_(copy)
 
@@ -172,11 +176,6 @@ def copy_attributes(copy: nn.Module, module: nn.Module) -> None:
 
 def _is_small(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.numel() <= _SMALL
-
-
-def _copy_of(value: Any) -> tuple[torch.Tensor, int, torch.Tensor] | None:
-    """A small tensor, with its version and its data."""
-    return (value, version_of(value), value.detach().clone()) if _is_small(value) else None
 
 
 def _is_like(now: Any, tensor: Any) -> bool:

@@ -123,10 +123,7 @@ def _checkpoint_generator(*args: Any, **kwargs: Any) -> Iterator[None]:
     """Replaces the generator of other checkpoints, in all threads."""
     context = here.context
     if isinstance(context, Checkpoints) and context.is_open(number := context.next_checkpoint()):
-        return _as_it_is(context, number)
-    return _torch_generator(*args, **kwargs)
-
-
-def _as_it_is(context: Checkpoints, number: int) -> Iterator[None]:
-    with context.open_checkpoint(number):
-        yield
+        with context.open_checkpoint(number):
+            yield
+    else:
+        yield from _torch_generator(*args, **kwargs)

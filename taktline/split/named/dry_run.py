@@ -27,12 +27,7 @@ __all__ = ["dry_run", "find_refused_cuts"]
 
 
 def dry_run(
-    layout: Layout,
-    args: Args,
-    kwargs: Kwargs,
-    *,
-    reruns: bool = False,
-    thorough: bool = False,
+    layout: Layout, args: Args, kwargs: Kwargs, *, reruns: bool = False, thorough: bool = False
 ) -> ForwardSummary:
     """What the forward of a model does with these arguments, without data.
 
@@ -82,26 +77,12 @@ def _summaries(
 
 
 def _run(
-    summary: ForwardSummary,
-    layout: Layout,
-    args: Args,
-    kwargs: Kwargs,
-    *,
-    guess: Guess,
-    reruns: bool = False,
-    refused: set[Cut] | None = None,
-    at_end: Callable[[int], None] | None = None,
+    summary: ForwardSummary, layout: Layout, args: Args, kwargs: Kwargs, **options: Any
 ) -> None:
-    """Run the forward once.
-
-    ``refused`` gets the cuts that are impossible; without it, they raise an error. ``at_end`` is
-    called where a stage ends; with it, the changes that the forward makes stay.
-    """
+    """Run the forward once; with ``at_end``, the changes that it makes stay."""
     device = device_of((args, kwargs))
-    with keep_generators([device]), _fork_python_rng(), torch.no_grad():
-        context = DryRunContext(
-            summary, layout, device, guess=guess, reruns=reruns, refused=refused, at_end=at_end
-        )
+    with keep_generators([device]), torch.no_grad():
+        context = DryRunContext(summary, layout, device, **options)
         context.arguments = set(map(id, pytree.tree_leaves((args, kwargs))))
         changes = Changes(all_modules(layout.empty_model))
         changes.keep()
@@ -125,8 +106,9 @@ def _run(
                 summary.is_guessed |= bool(numbers.guessed) or numbers.is_sized
                 summary.reads_numbers |= len(numbers) > 0
                 summary.draws |= rng != _rng_states(device)
+                random.setstate(rng[0])
                 values = changes.values()
-                if at_end is None:
+                if context.at_end is None:
                     changes.undo()
         context.finish(output, [values.get(name) for name in sorted(summary.changed)])
 
@@ -142,16 +124,6 @@ def _rng_states(device: torch.device) -> list[Any]:
         states = [torch.get_rng_state()]
         states += [torch.cuda.get_rng_state(device)] if device.type == "cuda" else []
         return [random.getstate(), *(state.numpy().tobytes() for state in states)]
-
-
-@contextmanager
-def _fork_python_rng() -> Iterator[None]:
-    """Restore the state of Python's random number generator at the end."""
-    state = random.getstate()
-    try:
-        yield
-    finally:
-        random.setstate(state)
 
 
 def _find_late_changes(

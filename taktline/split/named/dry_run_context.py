@@ -69,7 +69,12 @@ class _History:
 
 
 class DryRunContext(Checkpoints):
-    """A forward in which all units are foreign, and the stage that it has come to."""
+    """A forward in which all units are foreign, and the stage that it has come to.
+
+    ``reruns`` is whether every call of a unit runs, even if it is like an earlier one. ``refused``
+    gets the cuts that are impossible; without it, they raise an error. ``at_end`` is called where a
+    stage ends.
+    """
 
     mixed = True
     is_inside = False
@@ -81,9 +86,9 @@ class DryRunContext(Checkpoints):
         device: torch.device,
         *,
         guess: Guess,
-        reruns: bool,
-        refused: set[Cut] | None,
-        at_end: Callable[[int], None] | None,
+        reruns: bool = False,
+        refused: set[Cut] | None = None,
+        at_end: Callable[[int], None] | None = None,
     ) -> None:
         super().__init__(device)
         self.refused = refused

@@ -26,13 +26,7 @@ from torch import nn
 
 from taktline.errors import PartitionError
 from taktline.split.named.changes import copy_attributes
-from taktline.split.named.containers import (
-    containers_of,
-    copied,
-    is_unit,
-    joined,
-    with_own_tables,
-)
+from taktline.split.named.containers import containers_of, copied, is_unit, joined, with_own_tables
 from taktline.split.named.forward_summary import Cut, ForwardSummary
 from taktline.split.named.hugging_face import disable_cache, install_router_hooks
 from taktline.split.named.placeholder import ANYWHERE, Placeholder
@@ -40,7 +34,9 @@ from taktline.split.named.shape_probe import ShapeProbe
 from taktline.split.named.units import copied_unit, foreign_unit, inner_modules, own_unit
 from taktline.stage.names import unwrapped
 
-__all__ = ["Layout", "all_modules"]
+__all__ = ["BY_HAND", "Layout", "all_modules"]
+
+BY_HAND = "cut the model by hand, or with taktline.pipeline, which traces it"
 
 
 def all_modules(model: nn.Module) -> dict[str, nn.Module]:
@@ -118,7 +114,7 @@ class Layout:
         """What the user can do if a stage lacks something."""
         if self.example_key is None:
             return "call by_names with example=, the arguments of the model"
-        return "cut the model by hand, or with taktline.pipeline, which traces it"
+        return BY_HAND
 
     @property
     def stages(self) -> int:

@@ -60,9 +60,9 @@ def _parts(value: Any) -> list[tuple[Any, Any]]:
     return list(vars(value).items()) if _is_object(value) else []
 
 
-def version_of(tensor: torch.Tensor | None) -> int:
+def version_of(tensor: torch.Tensor) -> int:
     """How often a tensor was changed in place."""
-    return 0 if tensor is None or tensor.is_inference() else tensor._version
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def _tensor_fingerprint(tensor: torch.Tensor) -> Any:

@@ -21,15 +21,7 @@ from taktline.split.named.meta_operations import (
     to_meta,
 )
 
-__all__ = [
-    "ANYWHERE",
-    "Absent",
-    "Placeholder",
-    "PlaceholderContext",
-    "as_meta",
-    "here",
-    "resolved",
-]
+__all__ = ["ANYWHERE", "Absent", "Placeholder", "PlaceholderContext", "as_meta", "here", "resolved"]
 
 ANYWHERE = 1 << 30
 """The stage of a value that every stage has."""
@@ -121,13 +113,7 @@ class Placeholder(torch.Tensor):
 
     @staticmethod
     def __new__(
-        cls,
-        meta: torch.Tensor,
-        maker: str,
-        stage: int,
-        device: torch.device,
-        *,
-        owner: str = "",
+        cls, meta: torch.Tensor, maker: str, stage: int, device: torch.device, *, owner: str = ""
     ) -> Placeholder:
         """A placeholder with the shape, strides and type of a meta tensor."""
         made = torch.Tensor._make_wrapper_subclass(  # pyright: ignore[reportAttributeAccessIssue]
@@ -192,11 +178,7 @@ class Placeholder(torch.Tensor):
 
     @classmethod
     def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Any,
-        args: Args = (),
-        kwargs: Kwargs | None = None,
+        cls, func: Callable[..., Any], types: Any, args: Args = (), kwargs: Kwargs | None = None
     ) -> Any:
         return (here.context or _nowhere).call(func, args, kwargs or {})
 

@@ -95,9 +95,7 @@ class _CannotRecord(Exception):
 
 
 def record_prefix(
-    seen: Iterable[Step],
-    received: Mapping[int, int],
-    places: Sequence[tuple[tuple[Any, ...], int]],
+    seen: Iterable[Step], received: Mapping[int, int], places: Sequence[tuple[tuple[Any, ...], int]]
 ) -> Prefix | None:
     """The prefix of a stage that begins with received values in these places.
 

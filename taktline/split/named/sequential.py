@@ -25,7 +25,7 @@ _BESIDES = (*HOOKS, "_parameters", "_buffers", "_compiled_call_impl")
 
 
 def slice_sequential(model: nn.Module, cuts: Sequence[Cut]) -> list[nn.Module] | None:
-    """The slices of a chain; None if the model is no chain, or the cuts are not in its order.
+    """The slices of a chain; None if the model is not a chain, or the cuts are not in its order.
 
     A chain is an ``nn.Sequential`` with the forward of ``nn.Sequential``, as are those in it that
     a cut goes through.

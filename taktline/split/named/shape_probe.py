@@ -96,13 +96,7 @@ class ShapeProbe:
         return self  # the copy of a stage can use the same one
 
     def output(
-        self,
-        args: Args,
-        kwargs: Kwargs,
-        *,
-        training: bool,
-        stage: int,
-        device: torch.device,
+        self, args: Args, kwargs: Kwargs, *, training: bool, stage: int, device: torch.device
     ) -> Any:
         """Placeholders in the structure of the submodule's output.
 
@@ -229,11 +223,7 @@ class ShapeProbe:
         return learned, tree
 
     def _run_with_data(
-        self,
-        leaves: Sequence[Any],
-        spec: pytree.TreeSpec,
-        device: torch.device,
-        error: Exception,
+        self, leaves: Sequence[Any], spec: pytree.TreeSpec, device: torch.device, error: Exception
     ) -> Flat:
         """Run copies with random data, twice, to see which sizes depend on the data."""
         found: list[Flat] = []
@@ -301,7 +291,7 @@ def _with_data(leaf: Any, device: torch.device, *, keep: bool) -> Any:
 
 
 def _own(leaf: Any) -> Any:
-    """An argument that is no tensor; a copy if the probe could change it, such as a cache."""
+    """An argument that is not a tensor; a copy if the probe could change it, such as a cache."""
     return leaf if is_constant(leaf) else copy.deepcopy(leaf)
 
 
@@ -313,11 +303,11 @@ def _random_like(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     return nn.Parameter(made, False) if isinstance(tensor, nn.Parameter) else made
 
 
-def require_not_nested(tensor: torch.Tensor, whence: str) -> None:
+def require_not_nested(tensor: torch.Tensor, start: str) -> None:
     """Raise if a tensor is nested: its rows have different lengths."""
     if tensor.is_nested:
         raise PartitionError(
-            f"{whence} a nested tensor ({str(tensor.layout).removeprefix('torch.')}), which cannot "
+            f"{start} a nested tensor ({str(tensor.layout).removeprefix('torch.')}), which cannot "
             "go from stage to stage; pass its values() and offsets(), and rebuild it where it is "
             "used"
         )

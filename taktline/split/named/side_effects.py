@@ -23,12 +23,7 @@ from taktline.split.named.hugging_face import collected_lists
 from taktline.split.named.mutable import fingerprint, is_mutable
 from taktline.split.named.placeholder import Placeholder
 
-__all__ = [
-    "FullOutput",
-    "StateBefore",
-    "apply_side_effects",
-    "refill",
-]
+__all__ = ["FullOutput", "StateBefore", "apply_side_effects", "refill"]
 
 _TABLES = frozenset(vars(nn.Module()))
 _CONTAINERS = (list, dict, deque)
@@ -74,7 +69,9 @@ class StateBefore:
             for leaf in self._leaves
             if is_mutable(leaf)
         ]
-        others += [(f"the global {name!r}", value) for name, value in _globals(module)]
+        kinds = {type(part) for _, part in nn.Module.named_modules(module)}
+        found = (pair for kind in kinds for pair in _globals_of(kind))
+        others += [(f"the global {name!r}", value) for name, value in found]
         self._others = [(what, value, fingerprint(value)) for what, value in others]
         """What a call may change, and other stages cannot reproduce."""
         self._lists = [(key, part, len(part)) for key, part in collected_lists().items()]
@@ -108,7 +105,7 @@ class StateBefore:
 
 
 def _attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    """The attributes of a module and of its submodules that are no numbers and the like."""
+    """The attributes of a module and of its submodules that may be or contain tensors."""
     for path, part in nn.Module.named_modules(module):
         for key, value in vars(part).items():
             if key not in _TABLES and (
@@ -117,14 +114,9 @@ def _attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
                 yield f"{path}.{key}" if path else key, value
 
 
-def _globals(module: nn.Module) -> Iterator[tuple[str, Any]]:
-    """The global lists, dicts and the like that the forwards of a module use."""
-    for kind in {type(part) for _, part in nn.Module.named_modules(module)}:
-        yield from _globals_of(kind)
-
-
 @cache
 def _globals_of(kind: type[nn.Module]) -> list[tuple[str, Any]]:
+    """The global lists, dicts and the like that a forward uses."""
     forward: Any = unwrap(kind.forward)
     if not isfunction(forward):
         return []

@@ -32,7 +32,7 @@ from taktline.split.named.forward_summary import ForwardSummary
 from taktline.split.named.guards import guards_of
 from taktline.split.named.hugging_face import require_not_collected, without_cache
 from taktline.split.named.known_calls import CallCache, KnownCall, autocast_dtype, cache_key
-from taktline.split.named.layout import Layout, all_modules
+from taktline.split.named.layout import BY_HAND, Layout, all_modules
 from taktline.split.named.mutable import with_copies
 from taktline.split.named.placeholder import Absent, Placeholder
 from taktline.split.named.repeated_run import Differs, RepeatedRun
@@ -42,7 +42,6 @@ from taktline.stage.names import unwrapped
 
 __all__ = ["StageForward", "crossings_of", "has_dynamic_shapes"]
 
-_BY_HAND = "cut the model by hand, or with taktline.pipeline, which traces it"
 _UNKNOWN = object()
 """The output of a call that cannot be repeated."""
 
@@ -286,7 +285,7 @@ class StageForward:
         missing = summary.changed - changed if is_complete else set()
         for name in sorted(missing | (changed - summary.changed)):
             raise PartitionError(
-                f"stage {self.stage} does not change {name!r} as the whole model does; {_BY_HAND}"
+                f"stage {self.stage} does not change {name!r} as the whole model does; {BY_HAND}"
             )
         if summary.is_guessed or summary.draws:
             return  # the calls depend on data
@@ -302,7 +301,7 @@ class StageForward:
         raise PartitionError(
             f"the forward of stage {self.stage} calls {found or 'nothing'!r} where that of the "
             f"whole model calls {expected or 'nothing'!r}, so something would be left out; "
-            f"{_BY_HAND}"
+            f"{BY_HAND}"
         )
 
     def _is_needed(

@@ -60,6 +60,8 @@ class StageRun(Checkpoints, ABC):
     mixed = True
     is_inside = False
     """Whether an own unit runs."""
+    _modes: Sequence[Any] = ()
+    """The modes of torch in which the forward runs."""
     _before: StateBefore | None = None
     """The state before an own unit runs, if the unit has side effects."""
 
@@ -74,7 +76,7 @@ class StageRun(Checkpoints, ABC):
         received_numbers = known.entry.numbers > 0
         if received_numbers or known.exit.numbers:
             self.numbers = Numbers(self, values[-1] if received_numbers else None)
-            self._sizes = Sizes(self) if known.summary.is_sized else None
+            self._modes = [self.numbers, *([Sizes(self)] if known.summary.is_sized else [])]
         self._arguments = len(values) - len(known.entry.extras) - received_numbers
         """How many of the values are arguments of the stage's first unit; then come extras."""
         self._has_begun = stage == 0
@@ -164,18 +166,14 @@ class StageRun(Checkpoints, ABC):
         return sent
 
     def __enter__(self) -> Self:
-        if self.numbers is not None:
-            self.numbers.__enter__()
-            if self._sizes is not None:
-                self._sizes.__enter__()
+        for mode in self._modes:
+            mode.__enter__()
         return super().__enter__()
 
     def __exit__(self, *details: object) -> None:
         super().__exit__(*details)
-        if self.numbers is not None:
-            if self._sizes is not None:
-                self._sizes.__exit__(*details)
-            self.numbers.__exit__(*details)
+        for mode in reversed(self._modes):
+            mode.__exit__(*details)
 
     def require_data(self, tree: Any, user: str) -> Any:
         """A tree with the data of all its placeholders."""

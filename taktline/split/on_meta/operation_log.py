@@ -152,7 +152,8 @@ class Log:
         """A tensor on the meta device for one with values, which are copied."""
         memory = StorageWeakRef(value.untyped_storage())
         if memory not in self._numbers:
-            self.constants[self._number(memory)] = _bytes(value).clone()
+            whole = torch.empty(0, dtype=torch.uint8).set_(value.untyped_storage())
+            self.constants[self._number(memory)] = whole.clone()
         ref = self.ref(value)
         whole = torch.empty(self.constants[ref.memory].numel(), dtype=torch.uint8, device="meta")
         self._numbers[StorageWeakRef(whole.untyped_storage())] = ref.memory
@@ -309,7 +310,3 @@ def find_log(tensor: torch.Tensor) -> Log | None:
 def written(op: OpOverload, args: Args, kwargs: Kwargs) -> list[torch.Tensor]:
     """The tensors that an operation changes in place."""
     return tensors_in(list(aliased(op, args, kwargs, written=True)))
-
-
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())

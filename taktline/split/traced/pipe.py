@@ -21,7 +21,7 @@ from taktline.split.traced.cut import StageGraph, cut
 from taktline.split.traced.markers import SplitPoint, is_marker
 from taktline.split.traced.stage_module import StageModule, WithoutKeywords
 from taktline.split.traced.state import State
-from taktline.split.traced.trace import Policy, in_mode, trace
+from taktline.split.traced.trace import in_mode, trace
 from taktline.stage import PipelineStage, Tie
 from taktline.stage.ties import declared
 from taktline.text import counted
@@ -179,11 +179,15 @@ def pipeline(
             "split_spec={} makes a pipeline of one stage"
         )
     stages = {training: cut(traced, state)}
-    other, why_not = _other_mode(module, mb_args, mb_kwargs, split_spec or {}, split_policy, state)
-    if not why_not:
+    try:
+        with in_mode(module, not training):
+            traced_too = trace(module, mb_args, mb_kwargs, split_spec or {}, split_policy)
+        other = cut(traced_too, state)
         why_not = _difference(stages[training], other)
-    if not why_not:
-        stages[not training] = other
+        if not why_not:
+            stages[not training] = other
+    except PartitionError as error:
+        why_not = str(error)
     return assembled(stages, traced, state, training, why_not)
 
 
@@ -204,22 +208,6 @@ def assembled(
         module.register_forward_pre_hook(keywords, with_kwargs=True)
     Pieces(modules)  # declares the ties
     return Pipe(_joined(modules, traced, training), len(modules), False, None)
-
-
-def _other_mode(
-    module: nn.Module,
-    args: Args,
-    kwargs: Kwargs | None,
-    spec: dict[str, SplitPoint],
-    policy: Policy | None,
-    state: State,
-) -> tuple[list[StageGraph], str]:
-    """The stages in the mode that the module is not in; or why there are none."""
-    try:
-        with in_mode(module, not module.training):
-            return cut(trace(module, args, kwargs, spec, policy), state), ""
-    except PartitionError as error:
-        return [], str(error)
 
 
 def _difference(stages: list[StageGraph], other: list[StageGraph]) -> str:

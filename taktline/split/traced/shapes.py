@@ -122,7 +122,7 @@ def add_checks(graph: fx.Graph, arguments: Sequence[fx.Node]) -> None:
 
 
 def check_constant(value: object, name: str, traced: object) -> None:
-    """Raise if an argument that is no tensor differs from that of the trace."""
+    """Raise if an argument that is not a tensor differs from that of the trace."""
     if value is not traced and (isinstance(value, torch.Tensor) or value != traced):
         found = "a tensor" if isinstance(value, torch.Tensor) else repr(value)
         raise PartitionError(

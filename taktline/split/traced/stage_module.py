@@ -41,7 +41,7 @@ class StageModule(fx.GraphModule):
         stages: Mapping[bool, StageGraph],
         training: bool,
         order: Mapping[str, int],
-        why_not: str = "",
+        why_not: str,
     ) -> None:
         super().__init__(nn.Module(), fx.Graph(), "StageModule")
         attributes: dict[str, Any] = {}
