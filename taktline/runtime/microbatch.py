@@ -279,7 +279,7 @@ def _walk(name: str, value: Any, spec: Any) -> Iterator[tuple[str, Any, Any]]:
         specs = children(spec)
         if specs is None:
             raise BatchError(
-                f"{name}: {spec!r} is no chunk spec; use a TensorChunkSpec, Replicate() or None"
+                f"{name}: {spec!r} is not a chunk spec; use a TensorChunkSpec, Replicate() or None"
             )
         if values is None or specs.keys() != values.keys():
             raise BatchError(f"{name} is {describe(value)}, but its chunk spec {describe(spec)}")

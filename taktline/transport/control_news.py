@@ -82,10 +82,10 @@ class News:
             return f"{reason} (its process)"
         said = self.heard.get(process)
         if said is None:
-            return "has not been heard of"
+            return "has sent nothing yet"
         if said.age <= SILENT_SECONDS:
             return said.state
-        silence = f"not heard of for {said.age:.0f} seconds (stopped, or cut off)"
+        silence = f"silent for {said.age:.0f} seconds (stopped, or cut off)"
         return f"{silence}; then: {said.state}"
 
 

@@ -430,10 +430,10 @@ def test_what_cannot_be_cut(args: Any, kwargs: Any, chunks: Any, text: str) -> N
             {"a": (HINT, object)}, {"a": (None, DIM(0))},
             "it['a'][1] is a type, no tensor: use Replicate(), not TensorChunkSpec(0)",
         ),
-        (X, 0, "it: 0 is no chunk spec; use a TensorChunkSpec, Replicate() or None"),
+        (X, 0, "it: 0 is not a chunk spec; use a TensorChunkSpec, Replicate() or None"),
         (
             X, theirs.TensorChunkSpec(0),
-            "it: torch.distributed.pipelining.microbatch.TensorChunkSpec(0) is no chunk spec; use "
+            "it: torch.distributed.pipelining.microbatch.TensorChunkSpec(0) is not a chunk spec; use "
             "a TensorChunkSpec, Replicate() or None",
         ),
         (X, _LossReducer(0, max), "it has a reducer as its chunk spec, but reducers only merge"),

@@ -159,7 +159,7 @@ def test_who_holds_up_the_others(planes: list[Plane]) -> None:
     verdict = planes[0].stalled([0, 1, 2], [2], "activations")
     assert verdict.process == 1
     assert verdict.where == "(rank 0 waits for activations)"
-    assert "rank 1: not heard of for 60 seconds (stopped, or cut off); then: 1F0" in verdict.text
+    assert "rank 1: silent for 60 seconds (stopped, or cut off); then: 1F0" in verdict.text
 
 
 def test_what_each_cause_is_called() -> None:
