@@ -104,7 +104,7 @@ def inbox(*messages: bytes) -> self_describing.Inbox:
 
         def wait(self) -> None: ...
 
-    def post(buffer: torch.Tensor) -> Done:
+    def post(buffer: torch.Tensor, marks: bytes | bytearray = b"") -> Done:
         buffer.copy_(torch.frombuffer(bytearray(left.pop(0)), dtype=torch.uint8))
         return Done()
 

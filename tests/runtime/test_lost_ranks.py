@@ -182,6 +182,6 @@ def test_a_rank_that_stands_still(strike: Any, phase: str) -> None:
         assert "waits for" in lines[0]
         assert lines[0].startswith("  rank 0: ")
         assert lines[1].startswith("  rank 1: ")
-    # By then the other rank has sent nothing yet for a while.
+    # By then the other rank has been silent for a while.
     assert report[1].startswith("  rank 1: silent for ")
     assert "(stopped, or cut off); then: " in report[1]

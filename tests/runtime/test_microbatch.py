@@ -433,8 +433,8 @@ def test_what_cannot_be_cut(args: Any, kwargs: Any, chunks: Any, text: str) -> N
         (X, 0, "it: 0 is not a chunk spec; use a TensorChunkSpec, Replicate() or None"),
         (
             X, theirs.TensorChunkSpec(0),
-            "it: torch.distributed.pipelining.microbatch.TensorChunkSpec(0) is not a chunk spec; use "
-            "a TensorChunkSpec, Replicate() or None",
+            "it: torch.distributed.pipelining.microbatch.TensorChunkSpec(0) is not a chunk spec; "
+            "use a TensorChunkSpec, Replicate() or None",
         ),
         (X, _LossReducer(0, max), "it has a reducer as its chunk spec, but reducers only merge"),
         ([X, X], [None], "it is a list of [0, 1], but its chunk spec a list of [0]"),

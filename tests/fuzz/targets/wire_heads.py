@@ -48,7 +48,7 @@ def try_(input: tuple[str, bytes]) -> None:
         return
     left = [data]
 
-    def post(buffer: torch.Tensor) -> _Done:
+    def post(buffer: torch.Tensor, marks: bytes | bytearray = b"") -> _Done:
         if left:
             buffer.copy_(torch.frombuffer(bytearray(left.pop()), dtype=torch.uint8))
         return _Done()
