@@ -161,6 +161,23 @@ def test_a_loss_is_read_without_the_help_of_other_ranks(workers: Workers) -> Non
     ]
 
 
+@pytest.mark.parametrize(
+    "use",
+    [
+        torch.Tensor.clone,
+        torch.tensor,
+        torch.as_tensor,
+        lambda loss: torch.tensor([loss]),
+        lambda loss: loss.as_subclass(Tensor),
+        lambda loss: torch.zeros(1).fill_(loss),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:To copy construct from a tensor")
+def test_each_use_of_a_late_loss_reads_it(use: Callable[[Tensor], Tensor]) -> None:
+    loss = LateLoss.like(torch.zeros(()), lambda: torch.tensor(0.5))
+    assert use(loss).tolist() in (0.5, [0.5])
+
+
 class Fails(nn.Module):
     """Raises in one of its forwards."""
 
