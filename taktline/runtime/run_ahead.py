@@ -99,7 +99,9 @@ class RunAhead:
     def known(self, call: Call) -> _Agreed | None:
         """The step that this call repeats; None if the ranks have to agree."""
         latest = self._latest
-        return latest if latest is not None and call.kind == latest.call.kind else None
+        if latest is None or call.traces:  # the ranks compare their clocks in a traced step
+            return None
+        return latest if call.kind == latest.call.kind else None
 
     def forget(self) -> None:
         """Let the ranks agree on the next step."""
@@ -124,13 +126,15 @@ class LateLoss(torch.Tensor):
     (0.5, tensor(1.5000))
     """
 
+    _plain: torch.Tensor
     _read: Callable[[], torch.Tensor] | None
 
     @classmethod
     def like(cls, known: torch.Tensor, read: Callable[[], torch.Tensor]) -> LateLoss:
         """A loss of the type and on the device of a known one."""
-        made = torch.empty_like(known).as_subclass(cls)
-        made._read = read
+        plain = torch.empty_like(known)
+        made = plain.as_subclass(cls)
+        made._plain, made._read = plain, read
         return made
 
     @classmethod
@@ -145,6 +149,9 @@ class LateLoss(torch.Tensor):
             given = pytree.tree_map_only(LateLoss, _value, (tuple(args), kwargs or {}))
             return func(*given[0], **given[1])
 
+    # Not all of torch asks the former: torch.tensor(loss) does not.
+    __torch_dispatch__ = __torch_function__
+
 
 def _late_mean(late: Callable[[Feed], None]) -> Any:
     """The mean of the losses of all ranks; waits for them."""
@@ -155,8 +162,7 @@ def _late_mean(late: Callable[[Feed], None]) -> Any:
 
 def _value(loss: LateLoss) -> torch.Tensor:
     """The loss as a plain tensor; waits until it is known."""
-    plain = loss.as_subclass(torch.Tensor)
     if loss._read is not None:
-        plain.copy_(loss._read())
+        loss._plain.copy_(loss._read())
         loss._read = None
-    return plain
+    return loss._plain

@@ -78,7 +78,8 @@ class Lane:
         """Receive marks and a buffer, after those that were posted before."""
         arriving = _Arriving(self, buffer, marks)
         with self._reading:
-            self._posted.append(arriving)
+            if arriving.left:
+                self._posted.append(arriving)
             if buffer.nbytes > _SMALL and not self._reads_ahead:
                 self._reads_ahead = True
                 threading.Thread(target=self._read_ahead, name="taktline lane", daemon=True).start()

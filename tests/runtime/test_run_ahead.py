@@ -161,6 +161,23 @@ def test_a_loss_is_read_without_the_help_of_other_ranks(workers: Workers) -> Non
     ]
 
 
+@pytest.mark.parametrize(
+    "use",
+    [
+        torch.Tensor.clone,
+        torch.tensor,
+        torch.as_tensor,
+        lambda loss: torch.tensor([loss]),
+        lambda loss: loss.as_subclass(Tensor),
+        lambda loss: torch.zeros(1).fill_(loss),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:To copy construct from a tensor")
+def test_each_use_of_a_late_loss_reads_it(use: Callable[[Tensor], Tensor]) -> None:
+    loss = LateLoss.like(torch.zeros(()), lambda: torch.tensor(0.5))
+    assert use(loss).tolist() in (0.5, [0.5])
+
+
 class Fails(nn.Module):
     """Raises in one of its forwards."""
 
@@ -358,3 +375,21 @@ def test_two_pipelines_over_the_same_ranks(workers: Workers) -> None:
     model = nn.Sequential(*layers(2))
     expected = [nn.functional.mse_loss(model(x), y).item() for x, y in batches(3)]
     assert first[0][:3] == pytest.approx(expected, abs=1e-6)
+
+
+def traced(rank: int, group: Any) -> list[Any]:
+    """Steps of one kind in a trace, before it and after it; rank 1 is slow at the end of one."""
+    pipe = pipeline(group)
+    if rank == 1:
+        at_weight(pipe, 4 * 5, lambda: time.sleep(2))
+    found = [pipe.step(x, target=y) for x, y in batches(3)]
+    with pipe.trace() as trace:
+        found += [pipe.step(x, target=y) for x, y in batches(3)]
+    found += [pipe.step(x, target=y) for x, y in batches(3)]
+    return [[float(loss) for loss in found], len(trace.timelines)]
+
+
+def test_steps_in_a_trace_wait_for_each_other(workers: Workers) -> None:
+    for losses, timelines in workers.run(traced):
+        assert losses[:3] == losses[3:6] == losses[6:]
+        assert timelines == 3

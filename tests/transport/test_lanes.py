@@ -51,6 +51,14 @@ def test_messages_keep_their_order_both_ways(lanes: tuple[Lane, Lane]) -> None:
         assert all(map(torch.equal, sent, buffers))
 
 
+def test_a_message_without_bytes_holds_up_none(lanes: tuple[Lane, Lane]) -> None:
+    for size in (0, 3):
+        sent, buffer = message(5, size), torch.empty(size, dtype=torch.uint8)
+        lanes[0].send(sent).wait()
+        lanes[1].receive(buffer).wait()
+        assert torch.equal(sent, buffer)
+
+
 def test_a_sender_does_not_wait_for_a_receiver_that_is_busy(lanes: tuple[Lane, Lane]) -> None:
     sent = [message(m, 1 << 16) for m in range(200)]  # more than the kernel has room for
     handles = [lanes[0].send(each) for each in sent]
