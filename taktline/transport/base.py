@@ -42,7 +42,7 @@ class Handle(Protocol):
 class Post(Protocol):
     """Sends a buffer, or receives into it, without waiting.
 
-    So are the ``marks`` beside it, a few bytes; but not between GPUs, as reading them would wait.
+    The ``marks``, a few bytes, travel with it; not between GPUs, as reading them would wait.
     """
 
     def __call__(self, buffer: torch.Tensor, marks: bytes | bytearray = b"", /) -> Handle: ...

@@ -158,15 +158,16 @@ class Listener:
 def call(address: str, number: int, seconds: float) -> socket.socket:
     """Connect with a listener, and send a number to it."""
     host, port, token, name = read(address, (str, int, str, str), what="an address")
-    connection = _reached(name) or socket.create_connection((host, port), seconds)
+    connection = _reached(name, seconds) or socket.create_connection((host, port), seconds)
     connection.sendall(token.encode() + number.to_bytes(_NUMBER, "little"))
     return _ready(connection)
 
 
-def _reached(name: str) -> socket.socket | None:
+def _reached(name: str, seconds: float) -> socket.socket | None:
     """A connection with a listener on this host; None if it is on another one."""
     if name and sys.platform == "linux":
         connection = socket.socket(socket.AF_UNIX)
+        connection.settimeout(seconds)
         with suppress(OSError):
             connection.connect(_on_host(name))
             return connection

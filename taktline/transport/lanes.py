@@ -56,19 +56,17 @@ class Lane:
         finalize(self, connection.close)
 
     def send(self, buffer: torch.Tensor, marks: bytes | bytearray = b"") -> Handle:
-        """Send marks and a buffer on the CPU; neither is needed after this."""
-        parts, sent = [marks, _memory(buffer)], 0
+        """Send marks and a buffer on the CPU."""
+        leaving = _Leaving(self, buffer, marks)
         with self._writing:
             if not self._rest:
                 try:
-                    sent = self._socket.sendmsg(parts)
-                except BlockingIOError:
-                    pass
+                    self._write(leaving)
                 except OSError as error:
                     raise self._lost(False) from error
-                if sent == len(marks) + buffer.nbytes:
+                if not leaving.left:
                     return _GONE
-            leaving = _Leaving(self, memoryview(b"".join(parts))[sent:])
+            leaving.ended = threading.Event()
             self._rest.append(leaving)
             if len(self._rest) == 1:
                 threading.Thread(target=self._write_rest, name="taktline lane", daemon=True).start()
@@ -103,7 +101,7 @@ class Lane:
         count = self._socket.recvmsg_into(first.left)[0]
         if not count:
             raise ConnectionResetError("the connection has ended")
-        first.add(count)
+        first.cut(count)
         if not first.left:
             self._posted.popleft()
 
@@ -135,6 +133,11 @@ class Lane:
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
+    def _write(self, leaving: _Leaving) -> None:
+        """Send as much as the kernel has room for."""
+        with suppress(BlockingIOError):
+            leaving.cut(self._socket.sendmsg(leaving.left))
+
     def _write_rest(self) -> None:
         """Write the messages that the kernel had no room for; on a thread that ends with them."""
         room = select.poll()
@@ -146,9 +149,7 @@ class Lane:
                     return  # another thread has begun before this one has ended
                 first = self._rest[0]
                 try:
-                    first.left = first.left[self._socket.send(first.left) :]
-                except BlockingIOError:
-                    pass
+                    self._write(first)
                 except OSError:  # the waits fail, as something is left of each message
                     while self._rest:
                         self._rest.popleft().ended.set()
@@ -169,8 +170,8 @@ class _Gone:
 _GONE = _Gone()
 
 
-class _Arriving:
-    """A message that is to be received."""
+class _Message:
+    """A message under way: marks, and a buffer."""
 
     __slots__ = ("_buffer", "_lane", "left")
 
@@ -178,14 +179,20 @@ class _Arriving:
         self._lane = lane
         self._buffer = buffer  # which owns the memory
         self.left = [part for part in (memoryview(marks), _memory(buffer)) if part]
-        """The bytes that are still missing."""
+        """What is still to be sent or received."""
 
-    def add(self, count: int) -> None:
-        """Note that so many bytes have arrived."""
+    def cut(self, count: int) -> None:
+        """Take off so many bytes, which were sent or received."""
         while self.left and count >= len(self.left[0]):
             count -= len(self.left.pop(0))
         if count:
             self.left[0] = self.left[0][count:]
+
+
+class _Arriving(_Message):
+    """A message that is to be received."""
+
+    __slots__ = ()
 
     @property
     def done(self) -> bool:
@@ -198,16 +205,13 @@ class _Arriving:
             self._lane.read(self)
 
 
-class _Leaving:
-    """A message, or the end of one, that the kernel had no room for."""
+class _Leaving(_Message):
+    """A message that is to be sent."""
 
-    __slots__ = ("_lane", "ended", "left")
+    __slots__ = ("ended",)
 
-    def __init__(self, lane: Lane, left: memoryview) -> None:
-        self._lane = lane
-        self.left = left
-        self.ended = threading.Event()
-        """Set once the message is sent, or lost."""
+    ended: threading.Event
+    """Set once the message is sent, or lost; for one that the kernel had no room for."""
 
     @property
     def done(self) -> bool:

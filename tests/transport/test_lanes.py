@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import threading
+import tracemalloc
 from typing import Any
 
 import pytest
@@ -57,6 +58,22 @@ def test_a_message_without_bytes_holds_up_none(lanes: tuple[Lane, Lane]) -> None
         lanes[0].send(sent).wait()
         lanes[1].receive(buffer).wait()
         assert torch.equal(sent, buffer)
+
+
+def test_a_message_that_waits_is_not_copied(lanes: tuple[Lane, Lane]) -> None:
+    sent = message(5, 1 << 26)
+    tracemalloc.start()
+    try:
+        handle = lanes[0].send(sent, b"marks")
+        assert not handle.done
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
+    buffer, marks = torch.empty_like(sent), bytearray(5)
+    lanes[1].receive(buffer, marks).wait()
+    handle.wait()
+    assert torch.equal(sent, buffer)
+    assert marks == b"marks"
 
 
 def test_a_sender_does_not_wait_for_a_receiver_that_is_busy(lanes: tuple[Lane, Lane]) -> None:
