@@ -36,13 +36,14 @@ def accumulate(
     )
 
 
-def add_to_grad(leaf: torch.Tensor, gradient: torch.Tensor) -> None:
-    """Add to a leaf's ``.grad``, as the engine does."""
+def add_to_grad(leaf: torch.Tensor, gradient: torch.Tensor, is_shared: bool = False) -> None:
+    """Add to a leaf's ``.grad``, as the engine does; a shared gradient does not become it."""
     known = leaf.grad
     if known is not None:
         # By .data, if the gradient itself was differentiated.
         (known.data if known.requires_grad else known).add_(gradient)
     else:
+        gradient = gradient.clone() if is_shared else gradient
         leaf.grad = gradient if leaf.grad_dtype is None else gradient.to(leaf.grad_dtype)
 
 

@@ -105,18 +105,16 @@ class Pending:
                 "an input of a linear layer was changed in place between the backward for the "
                 "inputs (I) and that for the weights (W)"
             )
-        products, weights = self._recipe.products, self._recipe.weights
-        totals: list[torch.Tensor | None] = [None] * len(weights)
-        for index, (gradient,) in self._gradients.items():
-            if gradient is None:
-                continue
-            product = products[index]
-            value = product.compute(self._factors[index], gradient)
-            known = totals[product.number]
-            totals[product.number] = value if known is None else known + value
-        for weight, total in zip(weights, totals, strict=True):
-            if total is not None:
-                add_to_grad(weight, total)
+        products, sums = self._recipe.products, dict[torch.Tensor, torch.Tensor]()
+        gradients = {index: g for index, (g,) in self._gradients.items() if g is not None}
+        last = {products[index].weight: index for index in gradients}
+        for index, gradient in gradients.items():
+            weight = products[index].weight
+            value = products[index].compute(self._factors[index], gradient)
+            sums[weight] = sums[weight] + value if weight in sums else value
+            del value
+            if index == last[weight]:  # added at once, so that its memory serves the next product
+                add_to_grad(weight, sums.pop(weight))
         for part in self._compiled:
             part.run(part.held)
         # A kept output keeps the graph, whose hooks keep this object.

@@ -44,8 +44,6 @@ class Product:
     kind: _Kind
     chain: tuple[str, ...]
     weight: torch.Tensor
-    number: int
-    """The place of the weight in the recipe."""
 
     def compute(self, factor: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
         """The gradient of the weight, by the same product as the engine's."""
@@ -142,8 +140,7 @@ def learn(
             reasons[leaf] = found
         else:
             products += [
-                Product(slots[node], _KINDS[node.name()], chain, leaf, len(later))
-                for node, chain in found
+                Product(slots[node], _KINDS[node.name()], chain, leaf) for node, chain in found
             ]
             later.append(leaf)
     reached = graph.leading_to(slot for slot, leaf in ends if leaf is None or leaf in reasons)

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from operator import getitem
 from typing import Any, Protocol, TypeAlias
 
 import torch
@@ -41,7 +42,8 @@ class PutOff(Protocol):
 class _Halves:
     division: Division
     first: Call
-    second: Call
+    second: Call | None
+    """None if its gradients are computed and added one by one."""
 
 
 class _Split:
@@ -51,13 +53,17 @@ class _Split:
         """``weights`` are by their places among the forward's arguments."""
         self._division = halves.division
         self._first = halves.first
-        self._second = halves.second
         late = self._division.later
         self._early = [place for place in weights if place not in late]
         self._late = [weights[place] for place in late]
-        # All are added in W: at once is quicker than autograd, which adds them one by one.
-        self._weights = [*(weights[place] for place in self._early), *self._late]
-        self._sums = Sums(dict(enumerate(self._weights)))
+        # Added in W: together is quicker than by autograd. Those from I may be those of its input.
+        self._weights = [(weights[place], True) for place in self._early]
+        if halves.second is None:
+            self._second = partial(_one_by_one(self._division), self._late)
+        else:
+            self._second = halves.second
+            self._weights += zip(self._late, self._division.are_shared, strict=True)
+        self._sums = Sums({place: weight for place, (weight, _) in enumerate(self._weights)})
 
     def run_first(self, arguments: list[Any], off: PutOff) -> Sequence[Any]:
         """The gradients that are not added here; ``off`` takes over the second half."""
@@ -80,9 +86,9 @@ class _Split:
         try:
             gradients = [*early, *self._second(held)]
             self._sums.add(gradients)
-            for weight, gradient in zip(self._weights, gradients, strict=True):
+            for (weight, is_shared), gradient in zip(self._weights, gradients, strict=True):
                 if gradient is not None:
-                    add_to_grad(weight, gradient)
+                    add_to_grad(weight, gradient, is_shared)
         finally:
             torch._C._set_grad_enabled(enabled)
 
@@ -112,6 +118,7 @@ class Backward:
         self._where = where
         self._edges = [i for i, is_tensor in enumerate(tensors) if is_tensor]
         """For each edge of the node, the argument of the forward that it leads to."""
+        self._on_cpu = all(x.is_cpu for x in example if isinstance(x, torch.Tensor))
         self._whole: Call | None = None
         # By the results that come later; None where none can.
         self._halves: dict[tuple[int, ...], _Halves | None] = {}
@@ -161,11 +168,14 @@ class Backward:
         made = [node.meta["val"] for node in division.made]
         first = [self._example[i] for i in division.takes_first]
         second = [self._example[i] for i in division.takes_second]
+        one_by_one = self._on_cpu and division.has_only_products
         try:
             return _Halves(
                 division,
                 self._compiles(division.first, first, division.takes_first),
-                self._compiles(division.second, [*second, *made], division.takes_second),
+                None
+                if one_by_one
+                else self._compiles(division.second, [*second, *made], division.takes_second),
             )
         except Exception as error:
             return f"its halves do not compile: {type(error).__name__}: {text_of(error)}"
@@ -177,3 +187,34 @@ def _copied(graph: fx.Graph) -> fx.Graph:
     made.output(made.graph_copy(graph, copies))
     made.output_node().meta = dict(graph.output_node().meta)
     return made
+
+
+def _one_by_one(division: Division) -> Callable[[Sequence[torch.Tensor], list[Any]], Any]:
+    """A function of weights and held values, which adds each gradient as soon as it is computed.
+
+    On a CPU, the memory of a gradient that was just added is still in the cache for the next one.
+    """
+    graph = fx.Graph()
+    weights, held = graph.placeholder("weights"), graph.placeholder("held")
+    copies: dict[fx.Node, fx.Node] = {}
+    nodes = list(division.second.graph.nodes)
+    results: Sequence[Any] = nodes[-1].args[0]
+    for node in nodes:
+        if node.op == "placeholder":
+            copies[node] = graph.call_method("pop", (held, 0))
+        elif node.op != "output":
+            copies[node] = graph.node_copy(node, copies.__getitem__)
+            if node.op == "call_function":
+                copies[node].target = _function(node.target)
+        for place, result in enumerate(results):
+            if result is node:
+                weight = graph.call_function(getitem, (weights, place))
+                graph.call_function(add_to_grad, (weight, copies[node], division.are_shared[place]))
+    graph.output([])
+    return fx.GraphModule(division.second, graph).forward
+
+
+def _function(operation: Any) -> Any:
+    """The function of torch that is an operation: the operation itself is slower to call."""
+    name = operation.overloadpacket.__name__
+    return getattr(torch, name, getattr(torch.Tensor, name, operation))

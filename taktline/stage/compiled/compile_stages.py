@@ -108,7 +108,9 @@ class _Later:
             # Checking the strides of an argument takes as long as launching a small kernel. These
             # come from the compiled forward, and from the first half.
             stack.enter_context(inductor.patch(size_asserts=False))
-            return _Direct(compile_fx_inner(graph, example, **options))
+            made: Any = compile_fx_inner(graph, example, **options)
+            # It returns a plain function for a graph that computes nothing.
+            return _Direct(made) if hasattr(made, "current_callable") else made
 
 
 class _Direct:

@@ -50,6 +50,7 @@ _VIEWS = frozenset(
         _aten.view,
     ]
 )
+_CASTS = frozenset([_aten._to_copy, torch.ops.prims.convert_element_type])
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +67,14 @@ class Division:
     """The nodes that the first computes for the second."""
     later: tuple[int, ...]
     """The numbers of the results that the second returns."""
+    are_shared: tuple[bool, ...]
+    """For each of these, whether another has the same memory."""
+
+    @property
+    def has_only_products(self) -> bool:
+        """Whether the second half computes products, and nothing that a compiler could fuse."""
+        computed = [node for node in self.second.graph.nodes if node.op == "call_function"]
+        return all(_is(node, _PRODUCTS | _VIEWS | _CASTS) for node in computed)
 
 
 def divide(whole: fx.GraphModule, later: Collection[int]) -> Division | str | None:
@@ -91,7 +100,9 @@ def divide(whole: fx.GraphModule, later: Collection[int]) -> Division | str | No
     early = [None if i in ours else result for i, result in enumerate(results)]
     first, takes_first = _part(whole, given, [*early, *made], ())
     second, takes_second = _part(whole, given, [results[i] for i in ours], made)
-    return Division(first, second, takes_first, takes_second, tuple(made), ours)
+    bases = [_base(results[i]) for i in ours]
+    are_shared = tuple(bases.count(base) > 1 for base in bases)
+    return Division(first, second, takes_first, takes_second, tuple(made), ours, are_shared)
 
 
 def _effect(nodes: Iterable[fx.Node]) -> str | None:
@@ -117,6 +128,13 @@ def _late(nodes: Sequence[fx.Node], results: Sequence[Any], later: Collection[in
         if _is(node, _VIEWS) and all(user in late for user in node.users):
             late.add(node)
     return late
+
+
+def _base(node: fx.Node) -> fx.Node:
+    """The node whose memory a node views."""
+    while _is(node, _VIEWS):
+        node = node.all_input_nodes[0]
+    return node
 
 
 def _is(node: fx.Node, kinds: Collection[object]) -> bool:
