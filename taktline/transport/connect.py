@@ -47,8 +47,8 @@ class Absent(Exception):
 class PeerFailure(Exception):
     """A peer did not answer in time, or its connection has ended."""
 
-    def __init__(self, peer: int, reason: str, *, timed_out: bool = False) -> None:
-        super().__init__(reason)
+    def __init__(self, peer: int, timed_out: bool) -> None:
+        super().__init__("it did not answer in time" if timed_out else "its connection has ended")
         self.peer = peer
         self.timed_out = timed_out
 
@@ -81,10 +81,10 @@ def connect(
                 try:
                     found[peer] = call(addresses[process], number, seconds)
                 except OSError as error:
-                    raise PeerFailure(peer, str(error)) from error
+                    raise PeerFailure(peer, timed_out=False) from error
             while missing := [number for number in awaited if number not in found]:
                 if member.verdict is not None or time.monotonic() > deadline:
-                    raise PeerFailure(min(missing), "no call", timed_out=True)
+                    raise PeerFailure(min(missing), timed_out=True)
                 with suppress(TimeoutError):
                     number, found[number] = listener.accept(missing)
         except BaseException:

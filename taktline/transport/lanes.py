@@ -23,7 +23,6 @@ from weakref import finalize
 
 import torch
 
-from taktline.errors import TaktlineError
 from taktline.transport.base import Handle
 from taktline.transport.connect import Absent, PeerFailure, connect, events
 from taktline.transport.control_plane import Plane
@@ -33,10 +32,11 @@ __all__ = ["Lane", "lanes_between"]
 
 _SMALL = 1 << 16
 """The most bytes of a small message; the kernel has room for dozens of them."""
+_PIECE = 1 << 16
 _KINDS = (0, 1)
 """Activations and gradients, by their tags."""
 
-Lost: TypeAlias = Callable[[bool], TaktlineError]
+Lost: TypeAlias = Callable[[bool], Exception]
 """Returns the error to raise if the other rank is lost, or (True) does not answer in time."""
 
 
@@ -61,7 +61,9 @@ class Lane:
         with self._writing:
             if not self._rest:
                 try:
-                    self._write(leaving)
+                    leaving.cut(self._socket.sendmsg(leaving.left))
+                except BlockingIOError:
+                    pass  # the kernel has no room
                 except OSError as error:
                     raise self._lost(False) from error
                 if not leaving.left:
@@ -90,10 +92,26 @@ class Lane:
                 try:
                     self._read()
                 except BlockingIOError:
-                    if not events(self._arrivals, self._seconds):
-                        raise self._lost(True) from None
+                    self._await()
                 except OSError as error:
                     raise self._lost(False) from error
+
+    def take(self) -> bytes:
+        """Some bytes, for a receiver that does not know how many there are; waits for them."""
+        while True:
+            try:
+                if data := self._socket.recv(_PIECE):
+                    return data
+                raise self._lost(False)
+            except BlockingIOError:
+                self._await()
+            except OSError as error:
+                raise self._lost(False) from error
+
+    def _await(self) -> None:
+        """Wait until something arrives."""
+        if not events(self._arrivals, self._seconds):
+            raise self._lost(True)
 
     def _read(self) -> None:
         """Take what has arrived."""
@@ -133,11 +151,6 @@ class Lane:
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
-    def _write(self, leaving: _Leaving) -> None:
-        """Send as much as the kernel has room for."""
-        with suppress(BlockingIOError):
-            leaving.cut(self._socket.sendmsg(leaving.left))
-
     def _write_rest(self) -> None:
         """Write the messages that the kernel had no room for; on a thread that ends with them."""
         room = select.poll()
@@ -149,7 +162,9 @@ class Lane:
                     return  # another thread has begun before this one has ended
                 first = self._rest[0]
                 try:
-                    self._write(first)
+                    first.cut(self._socket.sendmsg(first.left))
+                except BlockingIOError:
+                    pass
                 except OSError:  # the waits fail, as something is left of each message
                     while self._rest:
                         self._rest.popleft().ended.set()
@@ -178,8 +193,13 @@ class _Message:
     def __init__(self, lane: Lane, buffer: torch.Tensor, marks: bytes | bytearray) -> None:
         self._lane = lane
         self._buffer = buffer  # which owns the memory
-        self.left = [part for part in (memoryview(marks), _memory(buffer)) if part]
+        self.left: list[memoryview] = []
         """What is still to be sent or received."""
+        if marks:
+            self.left.append(memoryview(marks))
+        if size := buffer.nbytes:
+            # NumPy does not know all of torch's types.
+            self.left.append(memoryview(_array(size).from_address(buffer.data_ptr())))
 
     def cut(self, count: int) -> None:
         """Take off so many bytes, which were sent or received."""
@@ -221,11 +241,6 @@ class _Leaving(_Message):
     def wait(self) -> None:
         """Return once the message is sent."""
         self._lane.flush(self)
-
-
-def _memory(buffer: torch.Tensor) -> memoryview:
-    """The memory of a contiguous tensor; NumPy does not know all of torch's types."""
-    return memoryview(_array(buffer.nbytes).from_address(buffer.data_ptr()))
 
 
 @lru_cache(64)

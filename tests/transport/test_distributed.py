@@ -195,10 +195,10 @@ def end_after_an_exchange(rank: int, group: dist.ProcessGroup) -> list[Any]:
     assert transport._all_gather is not None
     send = transport._all_gather._send
 
-    def send_late(messages: dict[int, bytes]) -> None:
-        send({0: messages[0]})
+    def send_late(messages: dict[int, bytes]) -> list[Handle]:
+        first = send({0: messages[0]})
         assert transport._member.told.wait(SOON / 2)
-        send({1: messages[1]})
+        return first + send({1: messages[1]})
 
     if rank == 2:
         transport._all_gather._send = send_late
