@@ -47,19 +47,12 @@ class AllGather:
     def __init__(self, plane: Plane, member: Member, place: str, rank: int, seconds: float) -> None:
         self._rank, self._size = rank, len(member.processes)
         self._rounds = _rounds(self._size)
-        peers = peers_of(rank, self._size)
-        sockets = connect(
-            plane,
-            member,
-            member.processes,
-            place,
-            seconds,
-            calls={peer: (member.processes[peer], rank) for peer in peers if peer < rank},
-            awaited=[peer for peer in peers if peer > rank],
-        )
+        everyone = member.processes
+        peers = {peer: everyone[peer] for peer in peers_of(rank, self._size)}
+        sockets = connect(plane, member, everyone, place, seconds, peers=peers.values())
         self._lanes = {
-            peer: Lane(connection, seconds, partial(PeerFailure, peer))
-            for peer, connection in sockets.items()
+            peer: Lane(sockets[process][0], seconds, partial(PeerFailure, [process]))
+            for peer, process in peers.items()
         }
         self._unread = {peer: bytearray() for peer in peers}
 

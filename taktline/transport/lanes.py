@@ -24,7 +24,7 @@ from weakref import finalize
 import torch
 
 from taktline.transport.base import Handle
-from taktline.transport.connect import Absent, PeerFailure, connect, events
+from taktline.transport.connect import PeerFailure, connect, events
 from taktline.transport.control_plane import Plane
 from taktline.transport.verdict import Member
 
@@ -33,8 +33,8 @@ __all__ = ["Lane", "lanes_between"]
 _SMALL = 1 << 16
 """The most bytes of a small message; the kernel has room for dozens of them."""
 _PIECE = 1 << 16
-_KINDS = (0, 1)
-"""Activations and gradients, by their tags."""
+_KINDS = 2
+"""Activations and gradients."""
 
 Lost: TypeAlias = Callable[[bool], Exception]
 """Returns the error to raise if the other rank is lost, or (True) does not answer in time."""
@@ -262,10 +262,8 @@ def lanes_between(
     error to raise.
     """
     (other,) = (process for process in processes if process != plane.process)
-    calls = {kind: (other, kind) for kind in _KINDS} if other < plane.process else {}
-    awaited = [kind for kind in _KINDS if kind not in calls]
     try:
-        found = connect(plane, member, processes, place, seconds, calls=calls, awaited=awaited)
-    except (Absent, PeerFailure) as failure:
+        found = connect(plane, member, processes, place, seconds, peers=[other], kinds=_KINDS)
+    except PeerFailure as failure:
         raise lost(failure.timed_out) from failure
-    return [Lane(found[kind], seconds, lost) for kind in _KINDS]
+    return [Lane(connection, seconds, lost) for connection in found[other]]
