@@ -102,10 +102,17 @@ class Values:
             self._told.setdefault(process, {})[place] = value
             self._changed.notify_all()
 
-    def forget(self, process: int) -> None:
-        """Forget the values of a process that has left in the middle."""
+    def forget(self, process: int, left: str) -> None:
+        """Forget the values of a process at a place that it has left, and at those inside of it."""
         with self._changed:
-            self._told.pop(process, None)
+            for place in [*self._told.get(process, ())]:
+                if f"{place}/".startswith(f"{left}/"):
+                    del self._told[process][place]
+
+    def of(self, process: int) -> dict[str, str]:
+        """The values of a process, by place."""
+        with self._changed:
+            return dict(self._told.get(process, {}))
 
     def at(self, place: str) -> dict[int, str]:
         """The values at a place, by process."""

@@ -109,6 +109,23 @@ def test_a_socket_that_ends_alone_is_replaced(planes: list[Plane]) -> None:
         assert member.verdict.cause == Cause.RAISED
 
 
+def test_what_is_told_while_a_socket_is_replaced(planes: list[Plane]) -> None:
+    """A verdict on another group comes with it, and does not undo it."""
+    first, second = meet(planes, [0, 1]), meet(planes, [0, 1], "there")
+    planes[0].announce(Verdict(Cause.STALLED, 1))
+    assert all(member.told.wait(SOON) for member in (*first, *second))
+    again = [Member([0, 1], "here", lambda _: None) for _ in range(2)]
+    for plane, before, now in zip(planes[:2], first, again, strict=True):
+        plane.leave(before)
+        plane.join(now, again=True)
+    for peer in list(planes[1]._peers._peers.values()):
+        peer.socket.shutdown(socket.SHUT_RDWR)
+    for plane in planes[:2]:
+        plane.tell([0, 1], "here", "back")
+    for plane, member in zip(planes[:2], again, strict=True):
+        assert plane.gather(member, [0, 1], "here", SOON / 4) == {0: "back", 1: "back"}
+
+
 def test_what_was_said_before_processes_meet_again_is_past(planes: list[Plane]) -> None:
     for process, member in enumerate(meet(planes, [0, 1])):
         planes[process].announce(Verdict(Cause.STALLED, 1 - process))
