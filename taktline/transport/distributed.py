@@ -22,10 +22,10 @@ from taktline.transport.communicators import (
     symptoms_of,
     timeout_of,
 )
-from taktline.transport.connect import PeerFailure
+from taktline.transport.connect import PeerFailure, connect
 from taktline.transport.control_plane import Plane
 from taktline.transport.frames import agreed, framed
-from taktline.transport.lanes import Lane, lanes_between
+from taktline.transport.lanes import Lane
 from taktline.transport.posts import Posts
 from taktline.transport.verdict import OUTSIDE, Cause, Member, Verdict
 
@@ -234,17 +234,22 @@ class Distributed:
     def _connect_lanes(self, channel: Channel) -> None:
         """Connect this rank and another one by lanes, for every channel between them."""
         ends = ends_of(channel)
-        peer = sum(ends) - self.rank
-        what = f"messages between rank {self.rank} and rank {peer}"
-        lanes = lanes_between(
-            self.plane,
-            self._member,
-            [self.processes[end] for end in ends],
-            f"{self._place}/{ends}/{self._generation}",
-            self.timeout.total_seconds(),
-            lambda timed_out: self.first_cause([self.processes[peer]], what, timed_out=timed_out),
-        )
-        for gradients, lane in zip((False, True), lanes, strict=True):
+        peer, seconds = sum(ends) - self.rank, self.timeout.total_seconds()
+        processes, other = [self.processes[end] for end in ends], self.processes[peer]
+
+        def lost(timed_out: bool) -> TaktlineError:
+            what = f"messages between rank {self.rank} and rank {peer}"
+            return self.first_cause([other], what, timed_out=timed_out)
+
+        place = f"{self._place}/{ends}/{self._generation}"
+        try:
+            found = connect(
+                self.plane, self._member, processes, place, seconds, peers=[other], kinds=2
+            )
+        except PeerFailure as failure:
+            raise lost(failure.timed_out) from failure
+        for gradients, connection in zip((False, True), found[other], strict=True):
+            lane = Lane(connection, seconds, lost)
             for sender, receiver in (ends, ends[::-1]):
                 self._connections[Channel(sender, receiver, gradients)] = lane
 

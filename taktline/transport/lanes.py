@@ -14,7 +14,7 @@ import select
 import socket
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from ctypes import Array, c_char
 from functools import lru_cache
@@ -24,17 +24,13 @@ from weakref import finalize
 import torch
 
 from taktline.transport.base import Handle
-from taktline.transport.connect import PeerFailure, connect, events
-from taktline.transport.control_plane import Plane
-from taktline.transport.verdict import Member
+from taktline.transport.connect import events
 
-__all__ = ["Lane", "lanes_between"]
+__all__ = ["Lane"]
 
 _SMALL = 1 << 16
 """The most bytes of a small message; the kernel has room for dozens of them."""
 _PIECE = 1 << 16
-_KINDS = 2
-"""Activations and gradients."""
 
 Lost: TypeAlias = Callable[[bool], Exception]
 """Returns the error to raise if the other rank is lost, or (True) does not answer in time."""
@@ -67,7 +63,7 @@ class Lane:
                 except OSError as error:
                     raise self._lost(False) from error
                 if not leaving.left:
-                    return _GONE
+                    return leaving
             leaving.ended = threading.Event()
             self._rest.append(leaving)
             if len(self._rest) == 1:
@@ -173,18 +169,6 @@ class Lane:
                     self._rest.popleft().ended.set()
 
 
-class _Gone:
-    """A message that the kernel has taken."""
-
-    done = True
-
-    def wait(self) -> None:
-        """Return."""
-
-
-_GONE = _Gone()
-
-
 class _Message:
     """A message under way: marks, and a buffer."""
 
@@ -201,6 +185,11 @@ class _Message:
             # NumPy does not know all of torch's types.
             self.left.append(memoryview(_array(size).from_address(buffer.data_ptr())))
 
+    @property
+    def done(self) -> bool:
+        """Whether the message is sent, or has arrived."""
+        return not self.left
+
     def cut(self, count: int) -> None:
         """Take off so many bytes, which were sent or received."""
         while self.left and count >= len(self.left[0]):
@@ -213,11 +202,6 @@ class _Arriving(_Message):
     """A message that is to be received."""
 
     __slots__ = ()
-
-    @property
-    def done(self) -> bool:
-        """Whether the message has arrived."""
-        return not self.left
 
     def wait(self) -> None:
         """Return once the message has arrived."""
@@ -233,37 +217,12 @@ class _Leaving(_Message):
     ended: threading.Event
     """Set once the message is sent, or lost; for one that the kernel had no room for."""
 
-    @property
-    def done(self) -> bool:
-        """Whether the message is sent."""
-        return not self.left and self.ended.is_set()
-
     def wait(self) -> None:
         """Return once the message is sent."""
-        self._lane.flush(self)
+        if self.left:
+            self._lane.flush(self)
 
 
 @lru_cache(64)
 def _array(size: int) -> type[Array[c_char]]:
     return c_char * size
-
-
-def lanes_between(
-    plane: Plane,
-    member: Member,
-    processes: Sequence[int],
-    place: str,
-    seconds: float,
-    lost: Lost,
-) -> list[Lane]:
-    """The lanes between two processes, one for each kind of data; both of them call this.
-
-    ``place`` names the pair, ``seconds`` is the timeout of each wait, and ``lost`` returns the
-    error to raise.
-    """
-    (other,) = (process for process in processes if process != plane.process)
-    try:
-        found = connect(plane, member, processes, place, seconds, peers=[other], kinds=_KINDS)
-    except PeerFailure as failure:
-        raise lost(failure.timed_out) from failure
-    return [Lane(connection, seconds, lost) for connection in found[other]]
