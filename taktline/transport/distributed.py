@@ -24,6 +24,7 @@ from taktline.transport.communicators import (
 )
 from taktline.transport.connect import PeerFailure, connect
 from taktline.transport.control_plane import Plane
+from taktline.transport.exchange import written
 from taktline.transport.frames import agreed, framed
 from taktline.transport.lanes import Lane
 from taktline.transport.posts import Posts
@@ -144,12 +145,8 @@ class Distributed:
                 self._all_gather.shut()  # ranks that still exchange must not wait for this one
             return
         text = f"{type(error).__name__}: {text_of(error, 4000)}".removesuffix(": ")
-        fields = None
-        if type(error) is StageError:
-            names = ("rank", "stage", "microbatch", "action")
-            fields = {name: getattr(error, name) for name in names}
-            fields["reason"] = text_of(error.reason, 4000)
-        self.give_up(Verdict(Cause.RAISED, self.processes[self.rank], text, where, fields))
+        stage_error = written(error, 4000) if type(error) is StageError else ""
+        self.give_up(Verdict(Cause.RAISED, self.plane.process, text, where, stage_error))
 
     def explain(self, error: BaseException) -> TaktlineError | None:
         """The first cause of an error in another group's wait; None if it is not a lost rank."""

@@ -18,6 +18,7 @@ from taktline.transport import exit_hooks
 from taktline.transport.control_messages import Message, Peer
 from taktline.transport.control_news import Heard
 from taktline.transport.control_plane import Plane
+from taktline.transport.exchange import written
 from taktline.transport.verdict import Cause, Member, Verdict
 
 SOON = 20.0
@@ -194,10 +195,17 @@ def test_what_each_cause_is_called() -> None:
         "the connection of rank 1 to rank 3 was reset (step()), though both live; call reconnect() "
         "of the pipeline on every rank, and go on"
     )
-    fields = {"rank": 1, "stage": 1, "microbatch": 2, "action": "1F2", "reason": "ValueError: no"}
-    error = Verdict(Cause.RAISED, 3, "", "", fields).error([1, 3])
+    fields: dict[str, Any] = {
+        "rank": 1,
+        "stage": 1,
+        "microbatch": 2,
+        "action": "1F2",
+        "reason": "ValueError: no",
+    }
+    error = Verdict(Cause.RAISED, 3, "", "", written(StageError(**fields))).error([1, 3])
     assert isinstance(error, StageError)
     assert str(error) == "rank 1, stage 1, micro-batch 2 (1F2): ValueError: no"
+    assert {name: getattr(error, name) for name in fields} == fields
 
 
 def test_messages_survive() -> None:
@@ -226,7 +234,7 @@ def test_messages_survive() -> None:
                     "process": 0,
                     "text": "",
                     "where": "",
-                    "stage_error": None,
+                    "stage_error": "",
                     "number": 1,
                 },
             }
