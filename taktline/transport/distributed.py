@@ -218,9 +218,7 @@ class Distributed:
         """Connect the channels of this rank that are not connected yet."""
         self._met()
         for channel in channels:
-            if self.rank not in (channel.sender, channel.receiver):
-                continue
-            if channel in self._connections:
+            if self.rank not in (channel.sender, channel.receiver) or channel in self._connections:
                 continue
             if self._has_lanes:
                 self._connect_lanes(channel)
