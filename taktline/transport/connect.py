@@ -16,14 +16,14 @@ import select
 import socket
 import sys
 import time
-from collections.abc import Collection, Container, Mapping
+from collections.abc import Collection, Container, Sequence
 from contextlib import suppress
 
 from taktline.checks import read
 from taktline.transport.control_plane import Plane
 from taktline.transport.verdict import Member
 
-__all__ = ["Absent", "Listener", "PeerFailure", "call", "connect", "events"]
+__all__ = ["Listener", "PeerFailure", "call", "connect", "events"]
 
 _NUMBER = 4
 """Bytes of the number that a caller sends."""
@@ -35,21 +35,12 @@ _ROOM = 1 << 22
 """The bytes that a connection on one host has room for, if the kernel allows it, as TCP has."""
 
 
-class Absent(Exception):
-    """Processes have not come to connect."""
-
-    def __init__(self, processes: list[int], *, timed_out: bool) -> None:
-        super().__init__(f"processes {processes} did not connect")
-        self.processes = processes
-        self.timed_out = timed_out
-
-
 class PeerFailure(Exception):
-    """A peer did not answer in time, or its connection has ended."""
+    """Processes have not come, did not answer in time, or their connections have ended."""
 
-    def __init__(self, peer: int, reason: str, *, timed_out: bool = False) -> None:
-        super().__init__(reason)
-        self.peer = peer
+    def __init__(self, processes: Sequence[int], timed_out: bool) -> None:
+        super().__init__("no answer in time" if timed_out else "a connection has ended")
+        self.processes = processes
         self.timed_out = timed_out
 
 
@@ -60,38 +51,46 @@ def connect(
     place: str,
     seconds: float,
     *,
-    calls: Mapping[int, tuple[int, int]],
-    awaited: Collection[int],
-) -> dict[int, socket.socket]:
-    """The sockets between these processes, by number; all of them call this with the same place.
+    peers: Collection[int],
+    kinds: int = 1,
+) -> dict[int, list[socket.socket]]:
+    """The sockets between this process and its peers, one of each kind.
 
-    A verdict of the member ends the wait, which lasts so many seconds otherwise. For each socket,
-    ``calls`` has the process to call and the number to send. For the ``awaited`` sockets others
-    call, and send their number.
+    All ``processes`` call this, with the same place. A verdict of the member ends the wait, which
+    lasts so many seconds otherwise. Of two processes the one with the higher number calls the other
+    one, and sends a number: its own, with the kind.
     """
     deadline = time.monotonic() + seconds
+    wanted = [peer * kinds + kind for peer in peers for kind in range(kinds)]
     found: dict[int, socket.socket] = {}
-    with Listener(plane.host, seconds, len(processes)) as listener:
+    with Listener(plane.host, seconds, len(wanted)) as listener:
         plane.tell(processes, place, listener.address)
         addresses = plane.gather(member, processes, place, seconds)
-        if missing := [process for process in processes if process not in addresses]:
-            raise Absent(missing, timed_out=time.monotonic() > deadline)
+        if absent := [process for process in processes if process not in addresses]:
+            raise PeerFailure(absent, timed_out=time.monotonic() > deadline)
         try:
-            for peer, (process, number) in calls.items():
-                try:
-                    found[peer] = call(addresses[process], number, seconds)
-                except OSError as error:
-                    raise PeerFailure(peer, str(error)) from error
-            while missing := [number for number in awaited if number not in found]:
+            for number in wanted:
+                peer, kind = divmod(number, kinds)
+                if peer < plane.process:
+                    mine = plane.process * kinds + kind
+                    found[number] = _called(peer, addresses[peer], mine, seconds)
+            while missing := [number for number in wanted if number not in found]:
                 if member.verdict is not None or time.monotonic() > deadline:
-                    raise PeerFailure(min(missing), "no call", timed_out=True)
+                    raise PeerFailure([missing[0] // kinds], timed_out=True)
                 with suppress(TimeoutError):
                     number, found[number] = listener.accept(missing)
         except BaseException:
             for connection in found.values():
                 connection.close()
             raise
-    return found
+    return {peer: [found[peer * kinds + kind] for kind in range(kinds)] for peer in peers}
+
+
+def _called(peer: int, address: str, number: int, seconds: float) -> socket.socket:
+    try:
+        return call(address, number, seconds)
+    except OSError as error:
+        raise PeerFailure([peer], timed_out=False) from error
 
 
 class Listener:

@@ -26,16 +26,7 @@ _VERDICT = {
     "process": int,
     "text": str,
     "where": str,
-    "stage_error": Either(
-        None,
-        {
-            "rank": int,
-            "stage": int,
-            "microbatch": Either(None, int),
-            "action": str,
-            "reason": str,
-        },
-    ),
+    "stage_error": str,
     "number": int,
 }
 _MESSAGE = {

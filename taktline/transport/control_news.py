@@ -93,24 +93,31 @@ class Values:
     """The values of each process, by place: a text that names what they are for."""
 
     def __init__(self) -> None:
-        self._told: dict[int, dict[str, str]] = {}
+        self._told: dict[str, dict[int, str]] = {}
         self._changed = threading.Condition()
 
     def note(self, process: int, place: str, value: str) -> None:
         """Note the value of a process."""
         with self._changed:
-            self._told.setdefault(process, {})[place] = value
+            self._told.setdefault(place, {})[process] = value
             self._changed.notify_all()
 
-    def forget(self, process: int) -> None:
-        """Forget the values of a process that has left in the middle."""
+    def forget(self, process: int, left: str) -> None:
+        """Forget the values of a process at a place that it has left, and at those inside of it."""
         with self._changed:
-            self._told.pop(process, None)
+            for place, values in self._told.items():
+                if f"{place}/".startswith(f"{left}/"):
+                    values.pop(process, None)
+
+    def of(self, process: int) -> dict[str, str]:
+        """The values of a process, by place."""
+        with self._changed:
+            return {p: values[process] for p, values in self._told.items() if process in values}
 
     def at(self, place: str) -> dict[int, str]:
         """The values at a place, by process."""
         with self._changed:
-            return {p: values[place] for p, values in self._told.items() if place in values}
+            return dict(self._told.get(place, {}))
 
     def look_again(self) -> None:
         """Let every :meth:`gather` see whether it is over."""
@@ -126,12 +133,9 @@ class Values:
         and the place can be used again.
         """
         with self._changed:
-            self._changed.wait_for(lambda: is_over() or self._has(processes, place), seconds)
-            found = {p: value for p, value in self.at(place).items() if p in processes}
-            if len(found) == len(processes):
-                for process in processes:
-                    del self._told[process][place]
+            everyone = {*processes}
+            self._changed.wait_for(lambda: is_over() or self.at(place).keys() >= everyone, seconds)
+            found = self.at(place)
+            if found.keys() >= everyone:
+                del self._told[place]
             return found
-
-    def _has(self, processes: Collection[int], place: str) -> bool:
-        return all(place in self._told.get(process, {}) for process in processes)

@@ -2,6 +2,8 @@
 
 The processes find each other's addresses in the store, once. Of two processes the one with the
 higher number calls the other. A socket that ends while its process lives is replaced.
+
+All this is done in rounds, in which a process calls the missing ones, or sees whether they listen.
 """
 
 from __future__ import annotations
@@ -17,7 +19,6 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
 
 from torch._C._distributed_c10d import PrefixStore, Store
 
@@ -27,15 +28,13 @@ from taktline.transport.control_messages import ADDRESS, Address, Message, Peer
 
 __all__ = ["Peers"]
 
-_CHECKS = (0.0, 0.3, 1.0)
-"""How many seconds after a socket has ended its process is tried again."""
 _CONNECT_SECONDS = 0.5
 _FIRST_PAUSE, _PAUSE = 0.02, 0.25
-"""The pause between two rounds of calls: short at first, when all processes are about to come."""
+"""The pause between two rounds: short at first, when all processes are about to come."""
 _REFUSED_SECONDS = 0.25
-"""How long a process refuses calls before it counts as ended."""
+"""How long a process that was never connected refuses calls before it counts as ended."""
 _PROBES = 12
-"""How often a process that has not called yet is tried: it may be stopped."""
+"""How often a process that does not call is tried: it may be stopped."""
 _INTERFACE_ADDRESS = 0x8915  # SIOCGIFADDR
 
 
@@ -63,7 +62,9 @@ class Peers:
     ) -> None:
         self._process = process
         self._greet, self._take, self._part = greet, take, part
-        self._store = PrefixStore(name, _own(store))
+        # A connection of its own, for another thread.
+        own = store.clone()  # pyright: ignore[reportAttributeAccessIssue]
+        self._store = PrefixStore(name, own)
         self.host = _host(store)
         """The address under which other hosts reach this one."""
         server = socket.create_server((self.host, 0), backlog=max(size, 16))
@@ -77,16 +78,17 @@ class Peers:
         self._peers: dict[int, Peer] = {}
         self._addresses: dict[int, Address] = {}
         self._missing = set(range(size)) - {process}
-        """The processes that have not connected, and are not known to have ended."""
+        """The processes that are not connected, and not known to have ended."""
         self._calling: set[int] = set()
         """The processes that were called and have not answered."""
         self._probed: Counter[int] = Counter()
         self._refused: dict[int, float] = {}
         """Since when processes refuse calls."""
-        self._ended: set[int] = set()
-        self._checks: list[tuple[float, int]] = []
-        """When to try processes whose sockets have ended."""
-        self._rounds, self._next_round = 0, 0.0
+        self._met: set[int] = set()
+        """The processes that have been connected."""
+        self._rounds = 0
+        self.due = 0.0
+        """When to call :meth:`look` next."""
         self._store.set(str(process), json.dumps(self._address))
 
     @property
@@ -99,22 +101,14 @@ class Peers:
         """The processes that are connected, or have said where they can be called."""
         return {*self._peers, *self._addresses}
 
-    @property
-    def due(self) -> float:
-        """When to call :meth:`look` next."""
-        return min([self._next_round, *(at for at, _ in self._checks)])
-
     def look(self) -> None:
         """Call the processes that can be found by now, and see which have ended."""
         now = time.monotonic()
-        if now >= self._next_round:
+        if now >= self.due:
             self._call_missing()
             self._rounds += 1
             pause = _FIRST_PAUSE * self._rounds if self._missing else _PAUSE
-            self._next_round = now + min(pause, _PAUSE)
-        for check in [each for each in self._checks if each[0] <= now]:
-            self._checks.remove(check)
-            self._check(check[1])
+            self.due = now + min(pause, _PAUSE)
 
     def wait(self, seconds: float) -> None:
         """Wait until something arrives, or :meth:`wake` is called, and take it."""
@@ -149,13 +143,12 @@ class Peers:
         try:
             for process in sorted(self._missing - self._calling):
                 if process in self._addresses or self._look_up(process):
-                    self._first_call(process)
+                    self._try(process)
         except (RuntimeError, JsonError):  # the store is gone: nobody else can be found
-            self._missing = set()
+            self._missing &= self._addresses.keys()
         since = time.monotonic() - _REFUSED_SECONDS
         for process in [p for p in self._missing if self._refused.get(p, since) < since]:
-            self._missing.discard(process)
-            self._end(process, said_goodbye=False)
+            self._end(process)
 
     def _look_up(self, process: int) -> bool:
         """Whether the store has the address of a process."""
@@ -165,29 +158,21 @@ class Peers:
         self._addresses[process] = read(record, ADDRESS, what="an address")
         return True
 
-    def _first_call(self, process: int) -> None:
-        try:
-            if process < self._process or self._probed[process] < _PROBES:
-                self._probed[process] += 1
-                self._reach(process)
-        except ConnectionRefusedError:
-            self._refused.setdefault(process, time.monotonic())
-            del self._addresses[process]  # perhaps that of an earlier process
-        except (OSError, OverflowError):
-            pass
-
-    def _check(self, process: int) -> None:
-        """See whether a process lives whose socket has ended, and connect to it again."""
-        if process in self._peers or process in self._ended or process in self._calling:
+    def _try(self, process: int) -> None:
+        """Call a process, or see whether it lives."""
+        if process > self._process and self._probed[process] >= _PROBES:
             return
+        self._probed[process] += 1
         try:
-            lives = self._reach(process)
-        except (KeyError, OSError, OverflowError):
-            lives = False
-        if not lives:
-            self._end(process, said_goodbye=False)
+            self._reach(process)
+        except (OSError, OverflowError) as error:
+            if process in self._met:
+                self._end(process)
+            elif isinstance(error, ConnectionRefusedError):
+                self._refused.setdefault(process, time.monotonic())
+                del self._addresses[process]  # perhaps that of an earlier process
 
-    def _reach(self, process: int) -> bool:
+    def _reach(self, process: int) -> None:
         """Call a process with a lower number; see whether one with a higher number listens.
 
         A process listens as long as it lives, even while it is stopped, and will call this one.
@@ -196,15 +181,14 @@ class Peers:
         connection = socket.create_connection(address[:2], _CONNECT_SECONDS)
         if process > self._process:
             connection.close()
-            return True
+            return
         peer = Peer(connection, process, address[2])
         peer.address = address
         if not peer.greet(self._process, self._address):
             connection.close()
-            return False
+            raise ConnectionResetError
         self._calling.add(process)
         self._register(peer)
-        return True
 
     def _accept(self, server: socket.socket) -> None:
         with suppress(OSError):
@@ -230,7 +214,9 @@ class Peers:
     def _add(self, peer: Peer, process: int) -> None:
         """Note a peer that has said its number, or has answered."""
         self._missing.discard(process)
+        self._met.add(process)
         self._calling.discard(process)
+        self._refused.pop(process, None)
         if peer.address is not None:
             self._addresses[process] = peer.address
         if (before := self._peers.get(process)) is not None:
@@ -255,20 +241,16 @@ class Peers:
             return
         del self._peers[process]
         if peer.said_goodbye:
-            self._end(process, said_goodbye=True)
+            self._part(process, True)
         else:
-            now = time.monotonic()
-            self._checks += [(now + seconds, process) for seconds in _CHECKS]
+            self._missing.add(process)
+            self._probed[process] = 0
+            self.due = 0.0
 
-    def _end(self, process: int, *, said_goodbye: bool) -> None:
-        self._ended.add(process)
-        self._part(process, said_goodbye)
-
-
-def _own(store: Store) -> Store:
-    """A connection to the store for another thread."""
-    clone: Any = getattr(store, "clone", None)
-    return store if clone is None else clone()
+    def _end(self, process: int) -> None:
+        """Note that a process has ended without a goodbye."""
+        self._missing.discard(process)
+        self._part(process, False)
 
 
 def _host(store: Store) -> str:

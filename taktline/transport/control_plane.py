@@ -6,9 +6,9 @@ asked for addresses only while the processes meet: later its host may be the one
 ::
 
     process 0 ───────── process 1      beat      "I am alive, and doing this", twice a second
-        │  ╲           ╱  │            verdict   "this process is lost", to all groups concerned
-        │     ╲     ╱     │            goodbye   before a program ends in order
-    process 2 ───────── process 3
+        │  ╲           ╱  │            value     what others have to know, such as an address
+        │     ╲     ╱     │            verdict   "I have left you, as this process is lost"
+    process 2 ───────── process 3      goodbye   before a program ends in order
 
 If a socket ends without a goodbye, its process has died, and all others know at once.
 """
@@ -73,10 +73,7 @@ class Plane:
         """Whether pipelines of this process share their work: with replicas, or in parts."""
         self.news = News(process, lambda: self.state())
         self._pid = os.getpid()
-        self._mine: dict[str, str] = {}
-        """The values that this process has told, by place."""
         self._values = Values()
-        """The values of other processes."""
         self._known: set[int] = set()
         """The numbers of verdicts that were concluded."""
         self._members: WeakSet[Member] = WeakSet()
@@ -151,27 +148,25 @@ class Plane:
         The wait ends early, with values missing, after ``seconds``, if the member has a
         verdict, or if a process is gone.
         """
-        wanted = set(processes) - {self.process}
 
         def is_over() -> bool:
-            return member.verdict is not None or any(p in self.news.gone for p in wanted)
+            return member.verdict is not None or any(p in self.news.gone for p in processes)
 
-        found = self._values.gather(wanted, place, seconds, is_over)
-        with self._lock:
-            return found | {self.process: self._mine.pop(place, "")}
+        found = self._values.gather(processes, place, seconds, is_over)
+        self._values.forget(self.process, place)
+        return found
 
     def stalled(self, processes: Sequence[int], awaited: Collection[int], what: str) -> Verdict:
         """A verdict on the process that holds up a group; it may be any process of the job."""
         return self.news.stalled({*self._peers.present, *processes}, awaited, what)
 
     def announce(self, verdict: Verdict) -> None:
-        """Conclude a verdict, and send it to the groups of all members before this returns."""
-        self._conclude(verdict, self.process)
-        everyone = {p for member in self._all() for p in member.processes} - {self.process}
-        sent = self._send(Message("verdict", verdict=verdict), everyone)
+        """Conclude a verdict; before this returns, it is sent to the groups of all members."""
+        messages = self._conclude(verdict, self.process)
         if threading.current_thread() is self._thread:
             self._flush()
-        else:  # this process may be about to end: by then the kernel has the messages
+            return
+        for sent in messages:  # this process may be about to end: by then the kernel has them
             sent.wait(_SENDING_SECONDS)
 
     def forget(self) -> None:
@@ -261,22 +256,19 @@ class Plane:
             outgoing, self._outgoing = self._outgoing, []
         for message, processes, done in outgoing:
             if message.kind == "value":
-                with self._lock:
-                    self._mine[message.state] = message.value
+                self._values.note(self.process, message.state, message.value)
             for process in processes:
                 self._peers.write(process, message)
             done.set()
 
     def _greet(self, process: int) -> list[Message]:
         """The messages for a process that has just connected: all that the others have got."""
-        with self._lock:
-            mine = list(self._mine.items())
-        places = {m.place: m.verdict for m in self._all() if process in m.processes and m.verdict}
+        mine = self._values.of(self.process)
+        left = [m for m in self._all() if process in m.processes and m.verdict is not None]
         return [
             Message("beat", *self.state()),
-            *(Message("value", state=place, value=value) for place, value in mine),
-            *(Message("verdict", verdict=verdict) for verdict in dict.fromkeys(places.values())),
-            *(Message("left", state=place, verdict=verdict) for place, verdict in places.items()),
+            *(Message("value", state=place, value=value) for place, value in mine.items()),
+            *(Message("verdict", state=m.place, verdict=m.verdict) for m in left),
         ]
 
     def _take(self, process: int, message: Message) -> None:
@@ -289,11 +281,10 @@ class Plane:
                 for member in self._all():
                     if member.place == message.state:
                         member.absent.discard(process)
-            case "left" if message.verdict is not None:
-                self._note_left(process, message.state, message.verdict)
-            case _ if message.verdict is not None:
-                self._values.forget(process)
+            case "verdict" if message.verdict is not None:
+                self._values.forget(process, message.state)
                 self._conclude(message.verdict, process)
+                self._note_left(process, message.state, message.verdict)
             case _:
                 pass
 
@@ -309,28 +300,27 @@ class Plane:
             self._lost.remove(loss)
             self._conclude(Verdict(Cause.LOST, loss[1]), loss[1])
 
-    def _conclude(self, verdict: Verdict, source: int) -> None:
-        """If a verdict concerns one member, let all of them leave, and pass it on to their groups.
+    def _conclude(self, verdict: Verdict, source: int) -> list[threading.Event]:
+        """If a verdict concerns one member, let all of them leave, and tell their groups.
 
         All of them: a process that has lost a replica, say, does not come to its pipeline either.
+        Returns an event for each message, which is set once it is sent.
         """
         members = self._all()
         if verdict.number in self._known:
-            return  # it was concluded before, and these may be new connections
+            return []  # it was concluded before, and these may be new connections
         if not any(member.is_concerned(verdict, source) for member in members):
-            return
+            return []
         self._known.add(verdict.number)
         leaving = [m for m in members if m.verdict is None and source not in m.absent]
         # First the messages: a member that has left may come again at once, and say so.
-        lost = {verdict.process} if verdict.cause == Cause.LOST else set[int]()
-        told = {p for m in leaving for p in m.processes} - {self.process, source} - lost
-        if told and source != self.process:
-            self._send(Message("verdict", verdict=verdict), told)
-        for member in leaving:
-            others = {*member.processes} - {self.process} - lost
-            self._send(Message("left", state=member.place, verdict=verdict), others)
+        messages = [
+            self._send(Message("verdict", state=m.place, verdict=verdict), m.processes)
+            for m in leaving
+        ]
         for member in leaving:
             self._leave(member, verdict)
+        return messages
 
     def _leave(self, member: Member, verdict: Verdict) -> None:
         member.verdict = verdict
@@ -343,7 +333,6 @@ class Plane:
 
     def _note_left(self, process: int, place: str, verdict: Verdict) -> None:
         """A process has left a place, to which this one may come later, or after the verdict."""
-        self._conclude(verdict, process)
         with self._lock:
             here = [member for member in self._members if member.place == place]
             if not here:

@@ -22,10 +22,11 @@ from taktline.transport.communicators import (
     symptoms_of,
     timeout_of,
 )
-from taktline.transport.connect import Absent, PeerFailure
+from taktline.transport.connect import PeerFailure, connect
 from taktline.transport.control_plane import Plane
+from taktline.transport.exchange import written
 from taktline.transport.frames import agreed, framed
-from taktline.transport.lanes import Lane, lanes_between
+from taktline.transport.lanes import Lane
 from taktline.transport.posts import Posts
 from taktline.transport.verdict import OUTSIDE, Cause, Member, Verdict
 
@@ -37,6 +38,12 @@ _NEWS_SECONDS, _LATE_NEWS_SECONDS = 2.0, 0.25
 """How long to wait for the verdict when a connection has ended, or a wait has timed out."""
 _FOREIGN_NEWS_SECONDS = 3.0
 """The same for a connection of torch: without a verdict, only its own error is known."""
+
+_COMING = (
+    "it to come to the first call; see whether it is running, and whether its host can be reached: "
+    "GLOO_SOCKET_IFNAME names the interface to use"
+)
+"""What a rank waits for while the ranks connect."""
 
 _known: WeakKeyDictionary[dist.ProcessGroup, dict[str, Distributed]] = WeakKeyDictionary()
 """By group and type of device."""
@@ -75,10 +82,7 @@ class Distributed:
         self._weak_group = ref(group)
         self._backend = backend_of(group, device)
         self._has_lanes = self._backend == "gloo" if lanes is None else lanes
-        self._lanes: dict[tuple[int, ...], Sequence[Lane]] = {}
-        """By the two ranks."""
-        self._communicators: dict[Channel, Communicator] = {}
-        """Where there are no lanes."""
+        self._connections: dict[Channel, Lane | Communicator] = {}
         self._all_gather: AllGather | None = None
         self.posts: Posts | None = None
         """For steps without an exchange, once a schedule has :meth:`run_ahead`."""
@@ -112,12 +116,10 @@ class Distributed:
         self._disconnect()
 
     def _disconnect(self) -> None:
-        for lane in self._all_lanes():
-            lane.shut()  # which ends its threads
-        self._all_gather, self._communicators, self._lanes, self.posts = None, {}, {}, None
-
-    def _all_lanes(self) -> list[Lane]:
-        return [lane for lanes in list(self._lanes.values()) for lane in lanes]
+        for connection in self._connections.values():
+            if isinstance(connection, Lane):
+                connection.shut()  # which ends its threads
+        self._all_gather, self._connections, self.posts = None, {}, None
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -143,12 +145,8 @@ class Distributed:
                 self._all_gather.shut()  # ranks that still exchange must not wait for this one
             return
         text = f"{type(error).__name__}: {text_of(error, 4000)}".removesuffix(": ")
-        fields = None
-        if type(error) is StageError:
-            names = ("rank", "stage", "microbatch", "action")
-            fields = {name: getattr(error, name) for name in names}
-            fields["reason"] = text_of(error.reason, 4000)
-        self.give_up(Verdict(Cause.RAISED, self.processes[self.rank], text, where, fields))
+        stage_error = written(error, 4000) if type(error) is StageError else ""
+        self.give_up(Verdict(Cause.RAISED, self.plane.process, text, where, stage_error))
 
     def explain(self, error: BaseException) -> TaktlineError | None:
         """The first cause of an error in another group's wait; None if it is not a lost rank."""
@@ -159,7 +157,7 @@ class Distributed:
             self._member.told.wait(_FOREIGN_NEWS_SECONDS)
         if self.verdict is None and not timed_out:
             return None
-        return self.first_cause(None, "a collective", timed_out=timed_out)
+        return self.first_cause((), "a collective", timed_out=timed_out)
 
     def entangle(self, error: BaseException) -> None:
         """Mark an error as one that needs a restart if pipelines share their work."""
@@ -186,7 +184,7 @@ class Distributed:
         """End every wait for these ranks; on the control thread."""
         if self._all_gather is not None and not self._still_exchanges(verdict):
             self._all_gather.shut()
-        for connection in (*self._all_lanes(), *self._communicators.values()):
+        for connection in list(self._connections.values()):
             connection.shut()
 
     def _still_exchanges(self, verdict: Verdict) -> bool:
@@ -211,51 +209,44 @@ class Distributed:
                 self._all_gather = made  # before its first wait, so that a verdict ends that, too
                 mine = framed([self._generation + 1], "connecting")
                 self._generation = max(frame.numbers[0] for frame in made.exchange(mine))
-            except Absent as error:
-                raise self._incomplete(error.processes) from None
-            except PeerFailure as error:
-                raise self._lost(error, "connecting") from error
+            except PeerFailure as failure:
+                what = _COMING if failure.timed_out else "connecting"
+                raise self._lost(failure, what) from failure
         return self._all_gather
-
-    def _incomplete(self, missing: Sequence[int]) -> TaktlineError:
-        """The error for ranks that did not come to connect."""
-        lost = [process for process in missing if process in self.plane.news.gone]
-        if self.verdict is None and lost:
-            self.give_up(Verdict(Cause.LOST, lost[0], "", "before the first step"))
-        elif self.verdict is None:
-            what = (
-                "it to come to the first call; see whether it is running, and whether its host can "
-                "be reached: GLOO_SOCKET_IFNAME names the interface to use"
-            )
-            self.give_up(self.plane.stalled(self.processes, missing, what))
-        assert self.verdict is not None  # it concerns this rank
-        return self._error(self.verdict)
 
     def open(self, channels: Sequence[Channel]) -> None:
         """Connect the channels of this rank that are not connected yet."""
         self._met()
         for channel in channels:
-            if self.rank not in (channel.sender, channel.receiver):
+            if self.rank not in (channel.sender, channel.receiver) or channel in self._connections:
                 continue
-            ends = ends_of(channel)
-            if self._has_lanes and ends not in self._lanes:
-                self._lanes[ends] = self._lanes_between(ends)
-            elif not self._has_lanes and channel not in self._communicators:
-                self._communicators[channel] = self._communicator(channel)
+            if self._has_lanes:
+                self._connect_lanes(channel)
+            else:
+                self._connections[channel] = self._communicator(channel)
                 self._greet(channel)
 
-    def _lanes_between(self, ends: tuple[int, ...]) -> Sequence[Lane]:
-        """The lanes between this rank and another one, made by both."""
-        peer = sum(ends) - self.rank
-        what = f"messages between rank {self.rank} and rank {peer}"
-        return lanes_between(
-            self.plane,
-            self._member,
-            [self.processes[end] for end in ends],
-            f"{self._place}/{ends}/{self._generation}",
-            self.timeout.total_seconds(),
-            lambda timed_out: self.first_cause(peer, what, timed_out=timed_out),
-        )
+    def _connect_lanes(self, channel: Channel) -> None:
+        """Connect this rank and another one by lanes, for every channel between them."""
+        ends = ends_of(channel)
+        peer, seconds = sum(ends) - self.rank, self.timeout.total_seconds()
+        processes, other = [self.processes[end] for end in ends], self.processes[peer]
+
+        def lost(timed_out: bool) -> TaktlineError:
+            what = f"messages between rank {self.rank} and rank {peer}"
+            return self.first_cause([other], what, timed_out=timed_out)
+
+        place = f"{self._place}/{ends}/{self._generation}"
+        try:
+            found = connect(
+                self.plane, self._member, processes, place, seconds, peers=[other], kinds=2
+            )
+        except PeerFailure as failure:
+            raise lost(failure.timed_out) from failure
+        for gradients, connection in zip((False, True), found[other], strict=True):
+            lane = Lane(connection, seconds, lost)
+            for sender, receiver in (ends, ends[::-1]):
+                self._connections[Channel(sender, receiver, gradients)] = lane
 
     def _communicator(self, channel: Channel) -> Communicator:
         """The communicator of a channel, made by both of its ranks."""
@@ -280,11 +271,9 @@ class Distributed:
         return self._opened(channel).receive
 
     def _opened(self, channel: Channel) -> Lane | Communicator:
-        if lanes := self._lanes.get(ends_of(channel)):
-            return lanes[channel.gradients]
-        if channel not in self._communicators:
+        if channel not in self._connections:
             raise TransportError(f"{channel}: rank {self.rank} has not opened this channel")
-        return self._communicators[channel]
+        return self._connections[channel]
 
     def exchange(
         self, numbers: Sequence[int], what: str = "an exchange", *, ragged: bool = False
@@ -295,8 +284,8 @@ class Distributed:
             self.posts.before_exchange(what)
         try:
             frames = all_gather.exchange(framed(numbers, what))
-        except PeerFailure as error:
-            raise self._lost(error, what) from error
+        except PeerFailure as failure:
+            raise self._lost(failure, what) from failure
         agreed(frames, ragged=ragged)
         return [frame.numbers for frame in frames]
 
@@ -310,9 +299,8 @@ class Distributed:
         seconds = self.timeout.total_seconds()
         found = self.plane.gather(self._member, self.processes, place, seconds)
         if missing := [p for p in self.processes if p not in found]:
-            timed_out = self.verdict is None and missing[0] not in self.plane.news.gone
-            peer = self.processes.index(missing[0])
-            raise self.first_cause(peer, "the end of a step", timed_out=timed_out)
+            timed_out = self.verdict is None and not self.plane.news.gone.keys() & {*missing}
+            raise self.first_cause(missing, "the end of a step", timed_out=timed_out)
         return found
 
     def _greet(self, channel: Channel) -> None:
@@ -326,23 +314,25 @@ class Distributed:
         timed_out, lost = symptoms_of(error)
         if not timed_out and not lost and self.verdict is None:
             return TransportError(f"rank {self.rank} cannot talk to rank {peer} ({what}): {error}")
-        return self.first_cause(peer, what, timed_out=timed_out)
+        return self.first_cause([self.processes[peer]], what, timed_out=timed_out)
 
     def _lost(self, failure: PeerFailure, what: str) -> TaktlineError:
-        return self.first_cause(failure.peer, what, timed_out=failure.timed_out)
+        return self.first_cause(failure.processes, what, timed_out=failure.timed_out)
 
-    def first_cause(self, peer: int | None, what: object, *, timed_out: bool) -> TaktlineError:
-        """The error for a wait that has failed; without a verdict, this rank announces one."""
+    def first_cause(
+        self, awaited: Sequence[int], what: object, *, timed_out: bool
+    ) -> TaktlineError:
+        """The error for a wait for processes; without a verdict, this rank announces one."""
         # A connection may end before the verdict arrives; and if this process was stopped itself,
         # the others have announced that long ago.
         self._member.told.wait(_LATE_NEWS_SECONDS if timed_out else _NEWS_SECONDS)
         if self.verdict is None:
-            awaited = [] if peer is None else [self.processes[peer]]
             if timed_out:
                 found = self.plane.stalled(self.processes, awaited, str(what))
             elif awaited:
-                cause = Cause.CUT if self.plane.news.lives(awaited[0]) else Cause.LOST
-                found = Verdict(cause, awaited[0], f"rank {self.plane.process}", f"({what})")
+                suspect = next((p for p in awaited if p in self.plane.news.gone), awaited[0])
+                cause = Cause.CUT if self.plane.news.lives(suspect) else Cause.LOST
+                found = Verdict(cause, suspect, f"rank {self.plane.process}", f"({what})")
             else:
                 found = Verdict(Cause.RAISED, self.plane.process, "a lost connection", str(what))
             self.give_up(found)

@@ -18,11 +18,13 @@ __all__ = [
     "as_floats",
     "as_integers",
     "exchange_or_raise",
+    "restored",
     "retold",
     "share_error",
     "share_floats",
     "share_texts",
     "share_values",
+    "written",
 ]
 
 _MOST = 1 << 16
@@ -89,12 +91,12 @@ def _text_in(row: list[int], rank: int, what: str) -> str:
 
 def share_error(transport: Transport, error: TaktlineError | None) -> TaktlineError | None:
     """Return the error of the lowest rank that has one; all ranks take part."""
-    told = "" if error is None else _written(error)
+    told = "" if error is None else written(error)
     for rank, text in enumerate(share_texts(transport, told, "what went wrong")):
         if text and rank == transport.rank:
             return error
         if text:
-            return _restored(text, rank)
+            return restored(text, rank)
     return None
 
 
@@ -122,19 +124,21 @@ def retold(error: TaktlineError, text: str) -> TaktlineError:
     return made
 
 
-def _written(error: TaktlineError) -> str:
+def written(error: TaktlineError, most: int = _MOST) -> str:
+    """An error as text, from which another rank can restore it; its texts are cut to a length.
+
+    >>> restored(written(TransportError("no way", peer=3)), rank=2).peer
+    3
+    """
     # Other ranks may not know a class of the user's own, so its base class is sent.
     name = next(cls.__name__ for cls in type(error).__mro__ if _CLASSES.get(cls.__name__) is cls)
-    return json.dumps([name, text_of(error, _MOST), _plain(error)])
-
-
-def _plain(error: TaktlineError) -> dict[str, Any]:
-    """The fields of an error that are plain values; its text says the rest."""
-    return {
-        name: text_of(value, _MOST) if isinstance(value, str) else value
+    # The fields that are plain values; the text says the rest.
+    fields = {
+        name: text_of(value, most) if isinstance(value, str) else value
         for name, value in vars(error).items()
         if _is_plain(value) and not name.startswith("_")
     }
+    return json.dumps([name, text_of(error, most), fields])
 
 
 def _is_plain(value: object) -> bool:
@@ -145,7 +149,8 @@ def _is_plain(value: object) -> bool:
     return value is None or type(value) in (bool, str)
 
 
-def _restored(text: str, rank: int) -> TaktlineError:
+def restored(text: str, rank: int) -> Any:
+    """The error that a rank has written."""
     try:
         name, words, fields = read(text, _ERROR, what=f"what rank {rank} has raised")
     except JsonError as error:

@@ -46,7 +46,6 @@ def _excepthook(kind: type[BaseException], error: BaseException, trace: Any) -> 
 _before = sys.excepthook
 sys.excepthook = _excepthook
 atexit.register(_close_all)
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forked)
+os.register_at_fork(after_in_child=_forked)
 # A process of multiprocessing ends without calling what atexit has registered.
 Finalize(None, _close_all, exitpriority=100)

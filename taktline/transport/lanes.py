@@ -14,7 +14,7 @@ import select
 import socket
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from ctypes import Array, c_char
 from functools import lru_cache
@@ -23,20 +23,16 @@ from weakref import finalize
 
 import torch
 
-from taktline.errors import TaktlineError
 from taktline.transport.base import Handle
-from taktline.transport.connect import Absent, PeerFailure, connect, events
-from taktline.transport.control_plane import Plane
-from taktline.transport.verdict import Member
+from taktline.transport.connect import events
 
-__all__ = ["Lane", "lanes_between"]
+__all__ = ["Lane"]
 
 _SMALL = 1 << 16
 """The most bytes of a small message; the kernel has room for dozens of them."""
-_KINDS = (0, 1)
-"""Activations and gradients, by their tags."""
+_PIECE = 1 << 16
 
-Lost: TypeAlias = Callable[[bool], TaktlineError]
+Lost: TypeAlias = Callable[[bool], Exception]
 """Returns the error to raise if the other rank is lost, or (True) does not answer in time."""
 
 
@@ -61,11 +57,13 @@ class Lane:
         with self._writing:
             if not self._rest:
                 try:
-                    self._write(leaving)
+                    leaving.cut(self._socket.sendmsg(leaving.left))
+                except BlockingIOError:
+                    pass  # the kernel has no room
                 except OSError as error:
                     raise self._lost(False) from error
                 if not leaving.left:
-                    return _GONE
+                    return leaving
             leaving.ended = threading.Event()
             self._rest.append(leaving)
             if len(self._rest) == 1:
@@ -90,10 +88,26 @@ class Lane:
                 try:
                     self._read()
                 except BlockingIOError:
-                    if not events(self._arrivals, self._seconds):
-                        raise self._lost(True) from None
+                    self._await()
                 except OSError as error:
                     raise self._lost(False) from error
+
+    def take(self) -> bytes:
+        """Some bytes, for a receiver that does not know how many there are; waits for them."""
+        while True:
+            try:
+                if data := self._socket.recv(_PIECE):
+                    return data
+                raise self._lost(False)
+            except BlockingIOError:
+                self._await()
+            except OSError as error:
+                raise self._lost(False) from error
+
+    def _await(self) -> None:
+        """Wait until something arrives."""
+        if not events(self._arrivals, self._seconds):
+            raise self._lost(True)
 
     def _read(self) -> None:
         """Take what has arrived."""
@@ -133,11 +147,6 @@ class Lane:
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
-    def _write(self, leaving: _Leaving) -> None:
-        """Send as much as the kernel has room for."""
-        with suppress(BlockingIOError):
-            leaving.cut(self._socket.sendmsg(leaving.left))
-
     def _write_rest(self) -> None:
         """Write the messages that the kernel had no room for; on a thread that ends with them."""
         room = select.poll()
@@ -149,25 +158,15 @@ class Lane:
                     return  # another thread has begun before this one has ended
                 first = self._rest[0]
                 try:
-                    self._write(first)
+                    first.cut(self._socket.sendmsg(first.left))
+                except BlockingIOError:
+                    pass
                 except OSError:  # the waits fail, as something is left of each message
                     while self._rest:
                         self._rest.popleft().ended.set()
                     return
                 if not first.left:
                     self._rest.popleft().ended.set()
-
-
-class _Gone:
-    """A message that the kernel has taken."""
-
-    done = True
-
-    def wait(self) -> None:
-        """Return."""
-
-
-_GONE = _Gone()
 
 
 class _Message:
@@ -178,8 +177,18 @@ class _Message:
     def __init__(self, lane: Lane, buffer: torch.Tensor, marks: bytes | bytearray) -> None:
         self._lane = lane
         self._buffer = buffer  # which owns the memory
-        self.left = [part for part in (memoryview(marks), _memory(buffer)) if part]
+        self.left: list[memoryview] = []
         """What is still to be sent or received."""
+        if marks:
+            self.left.append(memoryview(marks))
+        if size := buffer.nbytes:
+            # NumPy does not know all of torch's types.
+            self.left.append(memoryview(_array(size).from_address(buffer.data_ptr())))
+
+    @property
+    def done(self) -> bool:
+        """Whether the message is sent, or has arrived."""
+        return not self.left
 
     def cut(self, count: int) -> None:
         """Take off so many bytes, which were sent or received."""
@@ -193,11 +202,6 @@ class _Arriving(_Message):
     """A message that is to be received."""
 
     __slots__ = ()
-
-    @property
-    def done(self) -> bool:
-        """Whether the message has arrived."""
-        return not self.left
 
     def wait(self) -> None:
         """Return once the message has arrived."""
@@ -213,44 +217,12 @@ class _Leaving(_Message):
     ended: threading.Event
     """Set once the message is sent, or lost; for one that the kernel had no room for."""
 
-    @property
-    def done(self) -> bool:
-        """Whether the message is sent."""
-        return not self.left and self.ended.is_set()
-
     def wait(self) -> None:
         """Return once the message is sent."""
-        self._lane.flush(self)
-
-
-def _memory(buffer: torch.Tensor) -> memoryview:
-    """The memory of a contiguous tensor; NumPy does not know all of torch's types."""
-    return memoryview(_array(buffer.nbytes).from_address(buffer.data_ptr()))
+        if self.left:
+            self._lane.flush(self)
 
 
 @lru_cache(64)
 def _array(size: int) -> type[Array[c_char]]:
     return c_char * size
-
-
-def lanes_between(
-    plane: Plane,
-    member: Member,
-    processes: Sequence[int],
-    place: str,
-    seconds: float,
-    lost: Lost,
-) -> list[Lane]:
-    """The lanes between two processes, one for each kind of data; both of them call this.
-
-    ``place`` names the pair, ``seconds`` is the timeout of each wait, and ``lost`` returns the
-    error to raise.
-    """
-    (other,) = (process for process in processes if process != plane.process)
-    calls = {kind: (other, kind) for kind in _KINDS} if other < plane.process else {}
-    awaited = [kind for kind in _KINDS if kind not in calls]
-    try:
-        found = connect(plane, member, processes, place, seconds, calls=calls, awaited=awaited)
-    except (Absent, PeerFailure) as failure:
-        raise lost(failure.timed_out) from failure
-    return [Lane(found[kind], seconds, lost) for kind in _KINDS]

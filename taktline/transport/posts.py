@@ -14,7 +14,6 @@ other call, and does not wait for it in vain.
 
 from __future__ import annotations
 
-import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
@@ -25,8 +24,6 @@ if TYPE_CHECKING:
     from taktline.transport.distributed import Distributed
 
 __all__ = ["Post", "Posts"]
-
-_SENDING_SECONDS = 1.0
 
 
 class Post:
@@ -62,7 +59,6 @@ class Posts:
         """``place`` is the same text on each rank, and for no other connections."""
         self._transport = transport
         self._place = place
-        self._others = [p for p in transport.processes if p != transport.plane.process]
         self._count = 0
         """How many exchanges and steps there were."""
         self._running = 0
@@ -75,7 +71,7 @@ class Posts:
         """Read all posts, and tell the other ranks of an exchange."""
         self._settle(0)
         self._count += 1
-        self._transport.plane.post(self._others, self._place, f"{self._count} {what}")
+        self._post(self._place, f"{self._count} {what}")
 
     def begin(self) -> None:
         """Begin a step without an exchange, at most one step ahead of the slowest rank."""
@@ -90,11 +86,14 @@ class Posts:
 
     def post(self, numbers: Sequence[int], check: Callable[[list[list[int]]], None]) -> Post:
         """Post the numbers of this rank; ``check`` is called with those of all, before long."""
-        mine, place = [int(number) for number in numbers], f"{self._place}/{self._count}"
-        sent = self._transport.plane.post(self._others, place, " ".join(map(str, mine)))
-        made = Post(self._count, lambda: self._gathered(place, mine, sent), check)
+        place = f"{self._place}/{self._count}"
+        self._post(place, " ".join(str(int(number)) for number in numbers))
+        made = Post(self._count, lambda: self._gathered(place), check)
         self._unread.append(made)
         return made
+
+    def _post(self, place: str, value: str) -> None:
+        self._transport.plane.post(self._transport.processes, place, value)
 
     def stray(self) -> Verdict | None:
         """A verdict if a rank is in another call than the latest steps here."""
@@ -122,11 +121,6 @@ class Posts:
                 raise
             self._unread.popleft()
 
-    def _gathered(self, place: str, mine: list[int], sent: threading.Event) -> list[list[int]]:
-        transport = self._transport
-        sent.wait(_SENDING_SECONDS)
-        found = transport.gather(place)
-        return [
-            mine if process == transport.plane.process else [int(n) for n in found[process].split()]
-            for process in transport.processes
-        ]
+    def _gathered(self, place: str) -> list[list[int]]:
+        found = self._transport.gather(place)
+        return [list(map(int, found[process].split())) for process in self._transport.processes]

@@ -13,10 +13,10 @@ from taktline.errors import (
     JsonError,
     LostRankError,
     MismatchError,
-    StageError,
     StallError,
     TaktlineError,
 )
+from taktline.transport.exchange import restored
 
 __all__ = ["OUTSIDE", "Cause", "Member", "Verdict"]
 
@@ -53,8 +53,8 @@ class Verdict:
     """The error that it has raised, the state of every rank, or the rank that cannot reach it."""
     where: str = ""
     """What it was doing."""
-    stage_error: dict[str, Any] | None = None
-    """The fields of the :class:`StageError` that it has raised, if it is one."""
+    stage_error: str = ""
+    """The :class:`StageError` that it has raised, written, if it is one."""
     number: int = field(default_factory=lambda: secrets.randbits(62))
     """Identifies the verdict, which may arrive several times."""
 
@@ -72,8 +72,8 @@ class Verdict:
         return error
 
     def _error(self, group: Sequence[int]) -> TaktlineError:
-        if self.stage_error is not None:
-            return StageError(**self.stage_error)
+        if self.stage_error:
+            return restored(self.stage_error, self.process)
         whole = list(group) == list(range(len(group)))
         who = f"rank {self.process}" if whole else f"rank {self.process} of the job"
         doing = f" {self.where}" if self.where else ""

@@ -18,6 +18,7 @@ from taktline.transport import exit_hooks
 from taktline.transport.control_messages import Message, Peer
 from taktline.transport.control_news import Heard
 from taktline.transport.control_plane import Plane
+from taktline.transport.exchange import written
 from taktline.transport.verdict import Cause, Member, Verdict
 
 SOON = 20.0
@@ -109,6 +110,23 @@ def test_a_socket_that_ends_alone_is_replaced(planes: list[Plane]) -> None:
         assert member.verdict.cause == Cause.RAISED
 
 
+def test_what_is_told_while_a_socket_is_replaced(planes: list[Plane]) -> None:
+    """A verdict on another group comes with it, and does not undo it."""
+    first, second = meet(planes, [0, 1]), meet(planes, [0, 1], "there")
+    planes[0].announce(Verdict(Cause.STALLED, 1))
+    assert all(member.told.wait(SOON) for member in (*first, *second))
+    again = [Member([0, 1], "here", lambda _: None) for _ in range(2)]
+    for plane, before, now in zip(planes[:2], first, again, strict=True):
+        plane.leave(before)
+        plane.join(now, again=True)
+    for peer in list(planes[1]._peers._peers.values()):
+        peer.socket.shutdown(socket.SHUT_RDWR)
+    for plane in planes[:2]:
+        plane.tell([0, 1], "here", "back")
+    for plane, member in zip(planes[:2], again, strict=True):
+        assert plane.gather(member, [0, 1], "here", SOON / 4) == {0: "back", 1: "back"}
+
+
 def test_what_was_said_before_processes_meet_again_is_past(planes: list[Plane]) -> None:
     for process, member in enumerate(meet(planes, [0, 1])):
         planes[process].announce(Verdict(Cause.STALLED, 1 - process))
@@ -177,10 +195,17 @@ def test_what_each_cause_is_called() -> None:
         "the connection of rank 1 to rank 3 was reset (step()), though both live; call reconnect() "
         "of the pipeline on every rank, and go on"
     )
-    fields = {"rank": 1, "stage": 1, "microbatch": 2, "action": "1F2", "reason": "ValueError: no"}
-    error = Verdict(Cause.RAISED, 3, "", "", fields).error([1, 3])
+    fields: dict[str, Any] = {
+        "rank": 1,
+        "stage": 1,
+        "microbatch": 2,
+        "action": "1F2",
+        "reason": "ValueError: no",
+    }
+    error = Verdict(Cause.RAISED, 3, "", "", written(StageError(**fields))).error([1, 3])
     assert isinstance(error, StageError)
     assert str(error) == "rank 1, stage 1, micro-batch 2 (1F2): ValueError: no"
+    assert {name: getattr(error, name) for name in fields} == fields
 
 
 def test_messages_survive() -> None:
@@ -209,7 +234,7 @@ def test_messages_survive() -> None:
                     "process": 0,
                     "text": "",
                     "where": "",
-                    "stage_error": None,
+                    "stage_error": "",
                     "number": 1,
                 },
             }

@@ -240,7 +240,7 @@ def test_fields_that_json_cannot_hold_are_left_to_the_text() -> None:
     ],
 )
 def test_an_invalid_error(text: str, start: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(exchange, "_written", lambda error: text)
+    monkeypatch.setattr(exchange, "written", lambda error: text)
     _, other = shared_errors([MismatchError("no"), None])
     assert type(other) is TransportError
     assert str(other).startswith(start)

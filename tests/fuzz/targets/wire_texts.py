@@ -68,4 +68,4 @@ def try_(input: tuple[str, bytes]) -> None:
     elif kind == "introduction":
         misfit([Handshake.from_text(text.decode("utf-8", "replace")), INTRODUCTION])
     else:
-        str(exchange._restored(text.decode("utf-8", "replace"), 1))
+        str(exchange.restored(text.decode("utf-8", "replace"), 1))
