@@ -28,28 +28,28 @@ __all__ = ["Agreement", "Call", "ScheduleNumber", "differs", "mismatch", "out_of
 class Call(NamedTuple):
     """One rank's call of step() or eval(), as numbers."""
 
-    failed: int
+    failed: int = 0
     """1 if the rank could not begin."""
-    schedule: int
+    schedule: int = 0
     """The number that the ranks have agreed on for the schedule; 0 before its first step."""
-    waiting: int
+    waiting: int = 0
     """How many schedules of these ranks wait for their first step."""
-    place: int
+    place: int = 0
     """The place of this schedule among the waiting ones, in the order in which they were made."""
-    call: int
+    call: int = 0
     """Which call of this schedule's step() and eval() it is."""
-    step: int
+    step: int = 0
     """The number of training steps so far."""
-    plan: int
-    batch: int
+    plan: int = 0
+    batch: int = 0
     """The size of the batch along its micro-batches, 0 if this rank got none."""
-    target: int
+    target: int = 0
     """The same for the target, unless it has a chunk spec of its own."""
-    shares: int
+    shares: int = 0
     """Whether every rank gets the losses."""
-    traces: int
+    traces: int = 0
     """Whether a trace is being recorded."""
-    inputs: int
+    inputs: int = 0
     """A digest of the shapes and types of the arguments."""
     compared: int = 0
     """The call whose data the fingerprints describe; 0 for none."""

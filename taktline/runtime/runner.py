@@ -17,7 +17,7 @@ from taktline.runtime.fingerprint import digest_of
 from taktline.runtime.pipeline_rank import PipelineRank
 from taktline.runtime.ports import Signatures
 from taktline.runtime.program import Failure, Program
-from taktline.runtime.step_data import Facts, Feed
+from taktline.runtime.step_data import Feed
 from taktline.runtime.trace import Recorder, watching
 from taktline.runtime.watchdog import STALL_SECONDS, Watch, guarded
 from taktline.text import counted
@@ -26,7 +26,7 @@ from taktline.transport.distributed import Distributed
 __all__ = ["Finish", "Fit", "Prepare", "Runner"]
 
 
-Prepare = Callable[[Feed], Facts]
+Prepare = Callable[[Feed], tuple[Call, Any, Any]]
 Fit = Callable[[Feed], None]
 Finish = Callable[[Feed], Any]
 
@@ -63,8 +63,9 @@ class Runner(PipelineRank):
     def run(self, prepare: Prepare, fit: Fit, finish: Finish, *, trains: bool) -> tuple[Any, Feed]:
         """Run one step: returns its output, and the feed with its losses.
 
-        Every rank raises the same error. ``prepare`` fills the feed, and ``fit`` those fields that
-        depend on the rows of the batch, once all ranks know them; ``finish`` merges the outputs.
+        Every rank raises the same error. ``prepare`` fills the feed, and returns what a batch says
+        of its call, with the arguments and targets that ranks compare; ``fit`` fills those fields
+        that depend on the rows of the batch, once all ranks know them; ``finish`` merges outputs.
         """
         self._failed = True
         self._watch.seconds = self.stall_after
@@ -235,41 +236,32 @@ class Runner(PipelineRank):
         Returns whether every rank gets the losses, and the kind of step: mode, micro-batches and
         inputs of all ranks.
         """
-        error, plan, facts, flags = None, 0, Facts(), []
+        error, plan, call, data, flags = None, 0, Call(), (None, None), []
         try:
             plan = self.runnable.fingerprint
             self._check()
-            facts = prepare(self._feed)
+            call, *data = prepare(self._feed)
             flags = [str(stage.begin()) for stage in self._stages]
         except Exception as raised:
             error = self.agreement.located(raised)
         waiting, place = self._identity.waiting(self.transport)
-        calls, compared, arguments, targets = 0, 0, 0, 0
-        if isinstance(self.transport, Distributed):
-            # Not on local ranks: they get the same objects, and Ctrl-C may skip calls of some.
-            calls = self._calls
-            found = self._data.fingerprints(calls, facts.arguments, facts.targets)
-            compared, arguments, targets = found
-        call = Call(
+        call = call._replace(
             failed=int(error is not None),
             schedule=self._identity.number,
             waiting=waiting,
             place=place,
-            call=calls,
             step=self._feed.number,
             plan=plan,
-            batch=facts.size,
-            target=facts.target,
-            shares=facts.shares,
             traces=self.recorder is not None,
-            inputs=digest_of([str(facts.inputs), _autocast(self.device), *flags]),
-            compared=compared,
-            arguments=arguments,
-            targets=targets,
-            whole=facts.whole,
+            inputs=digest_of([str(call.inputs), _autocast(self.device), *flags]),
         )
+        if isinstance(self.transport, Distributed):
+            # Not on local ranks: they get the same objects, and Ctrl-C may skip calls of some.
+            compared, arguments, targets = self._data.fingerprints(self._calls, *data)
+            found = {"compared": compared, "arguments": arguments, "targets": targets}
+            call = call._replace(call=self._calls, **found)
         ahead = None if error is not None else self._ahead(call, trains)
-        return facts.shares, ahead or self._exchange(call, error, trains)
+        return bool(call.shares), ahead or self._exchange(call, error, trains)
 
     def _ahead(self, call: Call, trains: bool) -> tuple[int, ...] | None:
         """Begin a step without an exchange: returns its kind; None if the ranks have to agree."""

@@ -20,10 +20,11 @@ from taktline.checks import (
 )
 from taktline.errors import BatchError, MismatchError, ScheduleError
 from taktline.plan import Plan
+from taktline.runtime.agreement import Call
 from taktline.runtime.losses import LossWeights, Wanted, by_rows, scales, warn_if_uneven
 from taktline.runtime.microbatch import merge_chunks
 from taktline.runtime.runner import Runner
-from taktline.runtime.step_data import Batch, Cutter, Facts, Feed
+from taktline.runtime.step_data import Batch, Cutter, Feed
 from taktline.runtime.trace import Trace, tracing
 from taktline.stage import PipelineStage
 
@@ -243,7 +244,7 @@ class Schedule:
         grad_scale: float = 1.0,
         trains: bool,
     ) -> Any:
-        def prepare(feed: Feed) -> Facts:
+        def prepare(feed: Feed) -> tuple[Call, Any, Any]:
             wanted.check()
             if trains and not torch.is_grad_enabled():
                 raise MismatchError(
@@ -254,9 +255,10 @@ class Schedule:
             feed.wants_losses = wanted.shares or wanted.losses is not None
             if wanted.outputs and self._has_last():
                 feed.outputs = {}
-            compared = batch.compared(self._compared)
+            call = self._measured(batch, feed, trains)
             whole = batch.whole() if self._runner.run_ahead.wanted else 0
-            return Facts(*self._measured(batch, feed, trains), wanted.shares, *compared, whole)
+            call = call._replace(shares=wanted.shares, whole=whole)
+            return call, *batch.compared(self._compared)
 
         def fit(feed: Feed) -> None:
             # The rows come from the rank of the first stage.
@@ -285,7 +287,7 @@ class Schedule:
                 f"{error}; pass return_outputs=False if you do not need them"
             ) from error
 
-    def _measured(self, batch: Batch, feed: Feed, trains: bool) -> tuple[int, int, int]:
+    def _measured(self, batch: Batch, feed: Feed, trains: bool) -> Call:
         """Cut the arguments; returns the rows of batch and target, and a digest of the inputs."""
         if not any(stage.is_first for stage in self._stages):
             batch = replace(batch, args=(), arg_mbs=None)  # keyword arguments are for all stages
@@ -299,7 +301,7 @@ class Schedule:
                 )
             size = batch.target_size(self._cutter)
             target = size if self._cutter.target_spec is None else 0
-        return rows, target, batch.digest()
+        return Call(batch=rows, target=target, inputs=batch.digest())
 
     def _weigh(self, feed: Feed, loss_weights: LossWeights | None) -> None:
         """Set the weight of each micro-batch's loss."""

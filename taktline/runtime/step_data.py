@@ -10,7 +10,7 @@ import torch
 
 from taktline import pytree
 from taktline.errors import BatchError
-from taktline.runtime.fingerprint import digest_of
+from taktline.runtime.fingerprint import digest_of, words_of
 from taktline.runtime.leaves import bounds
 from taktline.runtime.microbatch import (
     batch_size_of,
@@ -20,7 +20,7 @@ from taktline.runtime.microbatch import (
 )
 from taktline.text import counted
 
-__all__ = ["Batch", "Cutter", "Facts", "Feed"]
+__all__ = ["Batch", "Cutter", "Feed"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,31 +162,7 @@ def _description(leaf: object) -> str:
     """A leaf's type, and its value if it is plain; different values have different texts."""
     if isinstance(leaf, torch.Tensor):
         return f"{leaf.dtype}{list(leaf.shape)}{leaf.requires_grad}"
-    if type(leaf) is float:
-        return leaf.hex()
-    if type(leaf) is int:
-        return hex(leaf)
-    return repr(leaf) if leaf is None or type(leaf) in (bool, str) else str(type(leaf))
-
-
-@dataclass(frozen=True, slots=True)
-class Facts:
-    """The properties of a rank's batch that the ranks compare."""
-
-    size: int = 0
-    """The rows; 0 if unknown."""
-    target: int = 0
-    """The rows of the target."""
-    inputs: int = 0
-    """A digest of shapes and types."""
-    shares: bool = False
-    """Whether every rank gets the losses."""
-    arguments: Any = None
-    """Arguments that must be the same on every rank that got some; None: none."""
-    targets: Any = None
-    """Likewise of targets."""
-    whole: int = 0
-    """A digest of the whole batch, if this rank got it: for steps without an exchange."""
+    return " ".join(words_of(leaf))
 
 
 @dataclass(slots=True)
