@@ -246,18 +246,19 @@ class Schedule:
     ) -> Any:
         def prepare(feed: Feed) -> tuple[Call, Any, Any]:
             wanted.check()
-            if trains and not torch.is_grad_enabled():
+            if feed.trains and not torch.is_grad_enabled():
                 raise MismatchError(
                     "step() trains, but under torch.no_grad() it cannot; call eval()"
                 )
             feed.loss_keywords = loss_kwargs or {}
             feed.number, feed.grad_scale = self.steps, grad_scale
+            feed.shares = wanted.shares
             feed.wants_losses = wanted.shares or wanted.losses is not None
             if wanted.outputs and self._has_last():
                 feed.outputs = {}
-            call = self._measured(batch, feed, trains)
-            whole = batch.whole() if self._runner.run_ahead.wanted else 0
-            call = call._replace(shares=wanted.shares, whole=whole)
+            call = self._measured(batch, feed)
+            if self._runner.run_ahead.wanted:
+                call = call._replace(whole=batch.whole())
             return call, *batch.compared(self._compared)
 
         def fit(feed: Feed) -> None:
@@ -287,14 +288,14 @@ class Schedule:
                 f"{error}; pass return_outputs=False if you do not need them"
             ) from error
 
-    def _measured(self, batch: Batch, feed: Feed, trains: bool) -> Call:
+    def _measured(self, batch: Batch, feed: Feed) -> Call:
         """Cut the arguments; returns the rows of batch and target, and a digest of the inputs."""
         if not any(stage.is_first for stage in self._stages):
             batch = replace(batch, args=(), arg_mbs=None)  # keyword arguments are for all stages
         rows, target = batch.size(self._cutter), 0
         feed.arguments, feed.keywords = batch.arguments(self._cutter, rows)
         if self._compares():
-            if trains and batch.target is None and batch.target_mbs is None:
+            if feed.trains and batch.target is None and batch.target_mbs is None:
                 raise BatchError(
                     "step() trains, so the rank of the last stage needs target=… for loss_fn; "
                     "call eval() to run forward only"

@@ -169,6 +169,8 @@ def _description(leaf: object) -> str:
 class Feed:
     """The micro-batches of a step on one rank, and their results."""
 
+    trains: bool = False
+    """Whether the step runs backward, too."""
     arguments: Sequence[Sequence[Any]] = ()
     keywords: Sequence[Mapping[str, Any]] = ()
     targets: Sequence[Any] | None = None
@@ -189,6 +191,8 @@ class Feed:
     counts: torch.Tensor | None = None
     """The product of these for each micro-batch, in a buffer on the device: for the loss, and for
     losses that stages add. Only in a captured step, which is replayed with other numbers."""
+    shares: bool = False
+    """Whether every rank gets the losses."""
     wants_losses: bool = False
     """Whether the caller wants the losses."""
     losses: dict[int, torch.Tensor] = field(default_factory=dict)

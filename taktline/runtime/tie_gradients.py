@@ -45,17 +45,13 @@ class Ties:
         self._rank_of: Sequence[int] = ()
         self._before: dict[nn.Parameter, torch.Tensor | None] | None = None
         self._failure: Failure | None = None
-        self._depth = 0
+        self.accumulating = False
+        """Whether gradients of several steps are added up later."""
 
     @property
     def there(self) -> bool:
         """Whether any rank is known to hold a tied weight."""
         return bool(self._holders)
-
-    @property
-    def accumulating(self) -> bool:
-        """Whether gradients of several steps are added up later."""
-        return self._depth > 0
 
     @property
     def apart(self) -> list[nn.Parameter]:
@@ -105,17 +101,8 @@ class Ties:
         except BaseException:
             self._join()
             raise
-        if not self._depth:
+        if not self.accumulating:
             self._join()
-
-    @contextmanager
-    def accumulate(self) -> Iterator[None]:
-        """Inside, steps do not add up gradients over the ranks."""
-        self._depth += 1
-        try:
-            yield
-        finally:
-            self._depth -= 1
 
     def add_up(self, failure: Failure | None) -> Failure | None:
         """Put the sum of all gradients of a weight into each of its copies; returns any failure.
@@ -123,7 +110,7 @@ class Ties:
         After a failure this rank adds nothing, but takes part in every message, so that no rank
         waits for it.
         """
-        if self._depth or not self._before:
+        if self.accumulating or not self._before:
             return failure
         self._failure = failure
         with torch.no_grad():
