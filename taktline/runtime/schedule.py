@@ -256,6 +256,7 @@ class Schedule:
             feed.wants_losses = wanted.shares or wanted.losses is not None
             if wanted.outputs and self._has_last():
                 feed.outputs = {}
+            batch.cutter = self._cutter_for(batch)
             call = self._measured(batch, feed)
             if self._runner.run_ahead.wanted:
                 call = call._replace(whole=batch.whole())
@@ -263,9 +264,9 @@ class Schedule:
 
         def fit(feed: Feed) -> None:
             # The rows come from the rank of the first stage.
-            batch.require_whole(self._cutter, feed.rows)
+            batch.require_whole(feed.rows)
             if self._compares():
-                feed.targets = batch.targets(self._cutter, feed.rows)
+                feed.targets = batch.targets(feed.rows)
             self._weigh(feed, loss_weights)
 
         output, feed = self._runner.run(prepare, fit, self._merged, trains=trains)
@@ -276,6 +277,10 @@ class Schedule:
         self.loss = self._runner.run_ahead.mean_loss(feed) if wanted.shares else None
         feed.clear()
         return output
+
+    def _cutter_for(self, batch: Batch) -> Cutter:
+        """How a batch is cut; an error that it raises is raised on every rank."""
+        return self._cutter
 
     def _merged(self, feed: Feed) -> Any:
         if feed.outputs is None:
@@ -292,16 +297,16 @@ class Schedule:
         """Cut the arguments; returns the rows of batch and target, and a digest of the inputs."""
         if not any(stage.is_first for stage in self._stages):
             batch = replace(batch, args=(), arg_mbs=None)  # keyword arguments are for all stages
-        rows, target = batch.size(self._cutter), 0
-        feed.arguments, feed.keywords = batch.arguments(self._cutter, rows)
+        rows, target = batch.size(), 0
+        feed.arguments, feed.keywords = batch.arguments(rows)
         if self._compares():
             if feed.trains and batch.target is None and batch.target_mbs is None:
                 raise BatchError(
                     "step() trains, so the rank of the last stage needs target=… for loss_fn; "
                     "call eval() to run forward only"
                 )
-            size = batch.target_size(self._cutter)
-            target = size if self._cutter.target_spec is None else 0
+            size = batch.target_size()
+            target = size if batch.cutter.target_spec is None else 0
         return Call(batch=rows, target=target, inputs=batch.digest())
 
     def _weigh(self, feed: Feed, loss_weights: LossWeights | None) -> None:

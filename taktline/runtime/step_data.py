@@ -34,8 +34,6 @@ class Cutter:
     """With a spec of its own, the target may have other rows than the batch."""
     fewer: bool = False
     """Whether a batch with fewer rows is cut into fewer micro-batches."""
-    refusal: BatchError | None = None
-    """Why the batch cannot be cut; raised where all ranks hear of it."""
 
     def parts(self, rows: int) -> int:
         """The number of micro-batches of a batch with ``rows``; 0 stands for unknown."""
@@ -52,11 +50,11 @@ class Batch:
     arg_mbs: Sequence[tuple[Any, ...]] | None = None
     kwarg_mbs: Sequence[dict[str, Any]] | None = None
     target_mbs: Sequence[Any] | None = None
+    cutter: Cutter = Cutter(1)
 
-    def arguments(
-        self, cutter: Cutter, rows: int
-    ) -> tuple[Sequence[Sequence[Any]], Sequence[Mapping[str, Any]]]:
+    def arguments(self, rows: int) -> tuple[Sequence[Sequence[Any]], Sequence[Mapping[str, Any]]]:
         """Positional and keyword arguments of each micro-batch of a batch with ``rows``."""
+        cutter = self.cutter
         parts, count = cutter.parts(rows), cutter.microbatches
         args, kwargs = split_args_kwargs_into_chunks(
             self.args, self.kwargs, parts, cutter.args_spec, cutter.kwargs_spec
@@ -67,28 +65,29 @@ class Batch:
             kwargs = _ready("kwarg_mbs", self.kwarg_mbs, count, whole=bool(self.kwargs))
         return args, kwargs
 
-    def targets(self, cutter: Cutter, rows: int) -> Sequence[Any] | None:
+    def targets(self, rows: int) -> Sequence[Any] | None:
         """The target of each micro-batch, cut like a batch with ``rows``; None: no target.
 
-        >>> flat = Batch(target=torch.arange(6))  # two a row
-        >>> [part.tolist() for part in flat.targets(Cutter(2), 3)]
+        >>> flat = Batch(target=torch.arange(6), cutter=Cutter(2))  # two a row
+        >>> [part.tolist() for part in flat.targets(3)]
         [[0, 1, 2, 3], [4, 5]]
         """
+        cutter = self.cutter
         if self.target_mbs is not None:
             whole = self.target is not None
             return _ready("target_mbs", self.target_mbs, cutter.microbatches, whole=whole)
         if self.target is None:
             return None
-        size, parts, spec = self.target_size(cutter), cutter.parts(rows), cutter.target_spec
+        size, parts, spec = self.target_size(), cutter.parts(rows), cutter.target_spec
         each = size // rows if rows and size and size % rows == 0 else 1
         if rows > size > 0 and rows % size == 0:
             _require_aligned(rows, size, parts)
         return split_value(self.target, parts, spec=spec, name="target", each=each)
 
-    def require_whole(self, cutter: Cutter, rows: int) -> None:
+    def require_whole(self, rows: int) -> None:
         """Raise if the batch runs as fewer micro-batches, but some of it came as micro-batches."""
-        parts = cutter.parts(rows)
-        if parts == cutter.microbatches:
+        parts = self.cutter.parts(rows)
+        if parts == self.cutter.microbatches:
             return
         for name in ("arg_mbs", "kwarg_mbs", "target_mbs"):
             chunks = getattr(self, name)
@@ -99,15 +98,14 @@ class Batch:
                     "it as micro-batches"
                 )
 
-    def size(self, cutter: Cutter) -> int:
+    def size(self) -> int:
         """The rows of the batch; 0 if unknown."""
-        if cutter.refusal is not None:
-            raise cutter.refusal
-        return batch_size_of(self.args, self.kwargs, cutter.args_spec, cutter.kwargs_spec) or 0
+        specs = self.cutter.args_spec, self.cutter.kwargs_spec
+        return batch_size_of(self.args, self.kwargs, *specs) or 0
 
-    def target_size(self, cutter: Cutter) -> int:
+    def target_size(self) -> int:
         """The rows of the target; 0 if unknown."""
-        return size_of(self.target, spec=cutter.target_spec, name="target")
+        return size_of(self.target, spec=self.cutter.target_spec, name="target")
 
     def compared(self, parts: Sequence[str]) -> tuple[Any, Any]:
         """The arguments and targets that ranks compare; None where nothing was given."""
