@@ -224,6 +224,7 @@ class Runner(PipelineRank):
         """Reduce gradients over the ranks; an error of one rank is raised on all."""
         if self._ties.accumulating or not (self._ties.there or self._reduces):
             return
+        self._feed.clear()  # there are no losses to share
         failure, what = None, "the end of accumulate()"
         if raised is not None:
             reason = "has left accumulate() by an error, so nothing was added up"
