@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any, TypeAlias
@@ -124,6 +124,15 @@ class Signature:
     def gradients(self) -> tuple[TensorMeta, ...]:
         """The gradients that come back: one for each tensor that requires it."""
         return tuple(tensor.of_gradient for tensor in self.tensors if tensor.requires_grad)
+
+    def filled(self, tensors: Iterable[Any]) -> list[Any]:
+        """The leaves, with tensors in the places of their descriptions.
+
+        >>> Signature.of([torch.zeros(1), 3]).filled([torch.ones(1)])
+        [tensor([1.]), 3]
+        """
+        given = iter(tensors)
+        return [next(given) if isinstance(leaf, TensorMeta) else leaf for leaf in self.leaves]
 
     def describes(self, leaves: Sequence[object], spec: pytree.TreeSpec | None = None) -> bool:
         """Whether flattened arguments have this signature."""

@@ -28,28 +28,28 @@ __all__ = ["Agreement", "Call", "ScheduleNumber", "differs", "mismatch", "out_of
 class Call(NamedTuple):
     """One rank's call of step() or eval(), as numbers."""
 
-    failed: int
+    failed: int = 0
     """1 if the rank could not begin."""
-    schedule: int
+    schedule: int = 0
     """The number that the ranks have agreed on for the schedule; 0 before its first step."""
-    waiting: int
+    waiting: int = 0
     """How many schedules of these ranks wait for their first step."""
-    place: int
+    place: int = 0
     """The place of this schedule among the waiting ones, in the order in which they were made."""
-    call: int
+    call: int = 0
     """Which call of this schedule's step() and eval() it is."""
-    step: int
+    step: int = 0
     """The number of training steps so far."""
-    plan: int
-    batch: int
+    plan: int = 0
+    batch: int = 0
     """The size of the batch along its micro-batches, 0 if this rank got none."""
-    target: int
+    target: int = 0
     """The same for the target, unless it has a chunk spec of its own."""
-    shares: int
+    shares: int = 0
     """Whether every rank gets the losses."""
-    traces: int
+    traces: int = 0
     """Whether a trace is being recorded."""
-    inputs: int
+    inputs: int = 0
     """A digest of the shapes and types of the arguments."""
     compared: int = 0
     """The call whose data the fingerprints describe; 0 for none."""
@@ -242,27 +242,25 @@ class Agreement:
             self._forget()
             raise elsewhere
 
-    def conclude(
-        self, failure: Failure | None, what: str, *, skips: bool = False, shares: bool = False
-    ) -> bool:
+    def conclude(self, failure: Failure | None, what: str, *, skips: bool = False) -> bool:
         """Agree on the outcome, and on shared losses; returns whether any rank has skips."""
         with self.with_replicas(what):
-            outcomes = self._exchanged(failure, what, skips, shares)
+            outcomes = self._exchanged(failure, what, skips)
             self.preempted = any(outcome.preempted for outcome in outcomes)
             if any(outcome.failed for outcome in outcomes):
                 self._forget()
                 self.raise_first(None if failure is None else failure.error)
         return any(outcome.skips for outcome in outcomes)
 
-    def post(self, posts: Posts, call: Call, *, shares: bool) -> None:
+    def post(self, posts: Posts, call: Call) -> None:
         """Post the outcome of a step that has worked here, without waiting for other ranks."""
-        relayed = None
-        if shares and self.relay is not None:
-            relayed = self.relay.share_aside(self._feed.losses, self._feed.microbatches)
-        mine = self._mine(None, skips=False, shares=shares, relayed=relayed is not None)
+        feed, relayed = self._feed, None
+        if feed.shares and self.relay is not None:
+            relayed = self.relay.share_aside(feed.losses, feed.microbatches)
+        mine = self._mine(None, skips=False, shares=feed.shares, relayed=relayed is not None)
         post = posts.post([*call, *mine.numbers], self._check_post)
-        if shares:
-            self._feed.late = partial(_share_late, post, relayed)
+        if feed.shares:
+            feed.late = partial(_share_late, post, relayed)
 
     def _check_post(self, rows: Sequence[Sequence[int]]) -> None:
         """Raise if the ranks were in different steps."""
@@ -283,20 +281,18 @@ class Agreement:
             preempted=self.asks_to_stop is not None and self.asks_to_stop(),
         )
 
-    def _exchanged(
-        self, failure: Failure | None, what: str, skips: bool, shares: bool
-    ) -> list[Outcome]:
-        shares &= self._transport.size > 1  # one process has all losses, and need not wait
-        relay, relayed = self.relay, None
+    def _exchanged(self, failure: Failure | None, what: str, skips: bool) -> list[Outcome]:
+        feed, relay, relayed = self._feed, self.relay, None
+        # One process has all losses, and need not wait.
+        shares = feed.shares and self._transport.size > 1
         if shares and relay is not None:
-            losses = {} if failure else self._feed.losses
-            relayed = relay.share(losses, self._feed.microbatches)
+            relayed = relay.share({} if failure else feed.losses, feed.microbatches)
         mine = self._mine(failure, skips=skips, shares=shares, relayed=relayed is not None)
         outcomes = [Outcome(row) for row in self._transport.exchange(mine.numbers, what)]
         if relay is not None:
             relay.settle()
         if shares and not any(outcome.failed for outcome in outcomes):
-            Outcome.share(outcomes, self._feed, relayed)
+            Outcome.share(outcomes, feed, relayed)
         return outcomes
 
     def routes(self, got: Mapping[int, Sequence[str]]) -> dict[str, int]:

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from taktline import pytree
 from taktline.sharding import local
 
-__all__ = ["DataCheck", "Fingerprint", "digest_of", "due"]
+__all__ = ["DataCheck", "Fingerprint", "digest_of", "due", "words_of"]
 
 _SAMPLED = 4096
 """The most elements of a tensor that are read."""
@@ -62,7 +62,7 @@ class Fingerprint:
         # Not in the caller's inference mode: the cached constants must be usable outside of it.
         with torch.inference_mode(False), torch.no_grad():
             for path, leaf in _leaves(values):
-                salt = digest_of([path, *_words(leaf)])
+                salt = digest_of([path, *words_of(leaf)])
                 known += salt
                 if not isinstance(leaf, torch.Tensor) or (data := _sampled(leaf)) is None:
                     continue
@@ -138,7 +138,7 @@ def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
     """The paths and leaves of a tree; by key in a mapping, whose order does not matter."""
     if isinstance(value, Mapping):
         for key, inner in value.items():
-            yield from _leaves(inner, f"{path}[{'='.join(_words(key))}]")
+            yield from _leaves(inner, f"{path}[{'='.join(words_of(key))}]")
     elif isinstance(value, list | tuple):
         for index, inner in enumerate(value):
             yield from _leaves(inner, f"{path}[{index}]")
@@ -147,7 +147,7 @@ def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
         yield from ((f"{path}.{index}", leaf) for index, leaf in enumerate(leaves))
 
 
-def _words(leaf: Any) -> tuple[str, str]:
+def words_of(leaf: Any) -> tuple[str, str]:
     """The type of a value, and the value; of a tensor, its type and its shape."""
     if isinstance(leaf, torch.Tensor):
         # Symbols for the lengths in a nested tensor differ between processes.

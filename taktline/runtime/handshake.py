@@ -10,7 +10,7 @@ from taktline.checks import read
 from taktline.meta import Signature
 from taktline.plan import Placement
 from taktline.runtime.agreement import differs
-from taktline.runtime.tie_holders import TieUse, untied
+from taktline.runtime.ties import TieUse, untied
 from taktline.text import by_rank, counted
 from taktline.transport.describe import decode, encode
 

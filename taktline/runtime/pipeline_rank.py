@@ -21,7 +21,7 @@ from taktline.runtime.replicas import Replicas
 from taktline.runtime.run_ahead import RunAhead
 from taktline.runtime.runnable_plan import Runnable
 from taktline.runtime.step_data import Feed
-from taktline.runtime.tie_gradients import Ties
+from taktline.runtime.ties import Ties
 from taktline.stage import PipelineStage
 from taktline.text import by_rank, counted
 from taktline.transport import Channel, Transport, transport_of

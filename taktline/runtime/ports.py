@@ -181,8 +181,7 @@ class Incoming:
     ) -> None:
         self._post = post
         self._layouts = layouts
-        self._constants = [_constants(signature) for signature in signatures]
-        self._specs = [signature.spec for signature in signatures]
+        self._signatures = signatures
         self._posted: dict[int, tuple[Handle, torch.Tensor, bytearray]] = {}
 
     def post(self, microbatch: int) -> None:
@@ -202,24 +201,16 @@ class Incoming:
         if marks != layout.unmarked:
             for index in layout.missing(marks):
                 leaves[index] = None
-        for index, value in self._constants[microbatch]:
-            leaves.insert(index, value)
-        return leaves, self._specs[microbatch]
+        signature = self._signatures[microbatch]
+        if len(leaves) < len(signature.leaves):  # some leaves do not travel
+            leaves = signature.filled(leaves)
+        return leaves, signature.spec
 
     def discard(self, microbatch: int) -> None:
         """Receive the values unless they were taken, and forget them."""
         posted = self._posted.pop(microbatch, None)
         if posted is not None:
             posted[0].wait()
-
-
-def _constants(signature: Signature) -> list[tuple[int, Any]]:
-    """The leaves that do not travel, with their places."""
-    return [
-        (index, leaf)
-        for index, leaf in enumerate(signature.leaves)
-        if not isinstance(leaf, TensorMeta)
-    ]
 
 
 @dataclass(slots=True)

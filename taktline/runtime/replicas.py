@@ -31,7 +31,7 @@ class Replicas:
         self.pipeline: Transport | None = None
         """The pipeline, if only some of its ranks share their work with replicas."""
         self._checked = False
-        self._depth = 0
+        self._accumulating = False
 
     @property
     def shards(self) -> bool:
@@ -67,8 +67,8 @@ class Replicas:
         ]
         for stage, sync in wrapped.items():
             _check(stage, sync)
-            sync.accumulating = self._depth > 0
         self._syncs = list(wrapped.values())
+        self.accumulate(self._accumulating)
         self._checked = True
 
     def agree(self, error: TaktlineError | None, what: str) -> TaktlineError | None:
@@ -105,30 +105,21 @@ class Replicas:
             for sync in begun:
                 sync.end()
 
-    @contextmanager
-    def accumulate(self) -> Iterator[None]:
-        """Inside, nothing is reduced; :meth:`catch_up` does so later, unless the block raised."""
-        self._depth += 1
+    def accumulate(self, accumulating: bool) -> None:
+        """Put reductions off from now on, or do not any more."""
+        self._accumulating = accumulating
         for sync in self._syncs:
-            sync.accumulating = True
-        try:
-            yield
-        except BaseException:
-            self._leave()
-            for sync in self._syncs:
-                sync.forget()
-            raise
-        self._leave()
+            sync.accumulating = accumulating
 
     def catch_up(self) -> None:
         """Do the reductions that were put off; all replicas take part."""
         for sync in self._syncs:
             sync.catch_up()
 
-    def _leave(self) -> None:
-        self._depth -= 1
+    def forget(self) -> None:
+        """Forget the reductions that were put off."""
         for sync in self._syncs:
-            sync.accumulating = self._depth > 0
+            sync.forget()
 
 
 def _agreed(

@@ -16,8 +16,8 @@ from taktline.runtime.capture import Captures, CudaGraphs, Graphs
 from taktline.runtime.fingerprint import digest_of
 from taktline.runtime.pipeline_rank import PipelineRank
 from taktline.runtime.ports import Signatures
-from taktline.runtime.program import Failure, Program
-from taktline.runtime.step_data import Facts, Feed
+from taktline.runtime.program import Failure
+from taktline.runtime.step_data import Feed
 from taktline.runtime.trace import Recorder, watching
 from taktline.runtime.watchdog import STALL_SECONDS, Watch, guarded
 from taktline.text import counted
@@ -26,7 +26,7 @@ from taktline.transport.distributed import Distributed
 __all__ = ["Finish", "Fit", "Prepare", "Runner"]
 
 
-Prepare = Callable[[Feed], Facts]
+Prepare = Callable[[Feed], tuple[Call, Any, Any]]
 Fit = Callable[[Feed], None]
 Finish = Callable[[Feed], Any]
 
@@ -55,6 +55,11 @@ class Runner(PipelineRank):
         """The captured programs, as text; empty without captures."""
         return "" if self._captures is None else str(self._captures)
 
+    @property
+    def _call(self) -> str:
+        """The running call, in words."""
+        return "step()" if self._feed.trains else "eval()"
+
     @cached_property
     def _watch(self) -> Watch:
         transport = self.transport if isinstance(self.transport, Distributed) else None
@@ -63,32 +68,33 @@ class Runner(PipelineRank):
     def run(self, prepare: Prepare, fit: Fit, finish: Finish, *, trains: bool) -> tuple[Any, Feed]:
         """Run one step: returns its output, and the feed with its losses.
 
-        Every rank raises the same error. ``prepare`` fills the feed, and ``fit`` those fields that
-        depend on the rows of the batch, once all ranks know them; ``finish`` merges the outputs.
+        Every rank raises the same error. ``prepare`` fills the feed, and returns what a batch says
+        of its call, with the arguments and targets that ranks compare; ``fit`` fills those fields
+        that depend on the rows of the batch, once all ranks know them; ``finish`` merges outputs.
         """
         self._failed = True
         self._watch.seconds = self.stall_after
-        with self._turn, self._watch as watch, self.run_ahead:
+        with self._turn, self._watch, self.run_ahead:
             self._calls += 1
+            self._feed.clear()
+            self._feed.trains = trains
             try:
-                return self._step(prepare, fit, finish, watch, trains)
+                return self._step(prepare, fit, finish)
             except TaktlineError as error:
                 if error.recoverable != "step" or self._has_verdict():
-                    self._leave(error, watch)
+                    self._leave(error)
                 raise
             except BaseException as error:  # Ctrl-C, or a wait in a group that is not ours
-                if isinstance(self.transport, Distributed) and (
-                    cause := self.transport.explain(error)
-                ):
-                    self._leave(cause, watch)
+                if cause := self._cause(error):
+                    self._leave(cause)
                     raise cause from error
-                self._leave(error, watch)
-                self._note_rank(error, watch.program)
+                self._leave(error)
+                self._note_rank(error)
                 raise
 
-    def _note_rank(self, error: BaseException, program: Program | None) -> None:
+    def _note_rank(self, error: BaseException) -> None:
         """Add to an error which of several ranks in this process raised it."""
-        current = None if program is None else program.current
+        current = None if self._watch.program is None else self._watch.program.current
         if len(self.ranks) > 1 and current is not None:
             rank = self.runnable.plan.placement.rank_of[current.running.stage]
             error.add_note(f"on rank {rank} of {counted(len(self.ranks), 'local rank')}")
@@ -96,13 +102,15 @@ class Runner(PipelineRank):
     def _has_verdict(self) -> bool:
         return isinstance(self.transport, Distributed) and self.transport.verdict is not None
 
+    def _cause(self, error: BaseException) -> TaktlineError | None:
+        """Why another rank's failure has raised an error here; None if it is this rank's own."""
+        return self.transport.explain(error) if isinstance(self.transport, Distributed) else None
+
     def _judge(self, error: Exception, located: StageError | None) -> None:
         """Raise if the ranks cannot go on: another rank failed, or others compute with this one."""
-        if not isinstance(self.transport, Distributed):
-            return
-        if (cause := self.transport.explain(error)) is not None:
+        if (cause := self._cause(error)) is not None:
             raise cause from error
-        if located is None:
+        if located is None or not isinstance(self.transport, Distributed):
             return
         if self.run_ahead.running is not None:
             located.recoverable = "reconnect"
@@ -112,32 +120,23 @@ class Runner(PipelineRank):
             self.transport.raised(located)
             raise located
 
-    def _leave(self, error: BaseException, watch: Watch) -> None:
+    def _leave(self, error: BaseException) -> None:
         """Leave a step that other ranks may be in, after reporting why to them."""
         if isinstance(self.transport, Distributed):
-            self.transport.raised(error, watch.where())
+            self.transport.raised(error, self._watch.where())
             self.transport.entangle(error)
         self._forget()
 
-    def _step(
-        self, prepare: Prepare, fit: Fit, finish: Finish, watch: Watch, trains: bool
-    ) -> tuple[Any, Feed]:
-        self._feed.clear()
-        watch.doing = "waits for every rank to begin the step"
-        with self.agreement.with_replicas(_call(trains)):
-            shares, agreed = self._agree(prepare, trains)
+    def _step(self, prepare: Prepare, fit: Fit, finish: Finish) -> tuple[Any, Feed]:
+        self._watch.doing = "waits for every rank to begin the step"
+        with self.agreement.with_replicas(self._call):
+            agreed = self._agree(prepare)
         known = self._known.pop(agreed, None)
+        trains = self._feed.trains
         bound = known if isinstance(known, Bound) else self._bind(known, trains)
-        failure = None
-        try:
-            fit(self._feed)
-        except Exception as raised:  # all ranks hear of it at the end of the step
-            failure = Failure(self.agreement.located(raised))
-            self.run_ahead.require(failure)
+        _, failure = self._tried(fit)
         with self._ties.step(trains=trains):
-            output, skips = self._compute(
-                bound, agreed, failure, finish, watch, shares=shares, trains=trains
-            )
+            output, skips = self._compute(bound, agreed, failure, finish)
         if self.recorder is not None:
             self.recorder.keep()
         if not self._dynamic_shapes:
@@ -145,25 +144,30 @@ class Runner(PipelineRank):
         self._failed = False
         return output, self._feed
 
+    def _tried(self, call: Callable[[Feed], Any]) -> tuple[Any, Failure | None]:
+        """What a call outside of the program returns, or its failure.
+
+        All ranks hear of it at the end of the step; a step without an exchange raises it.
+        """
+        try:
+            return call(self._feed), None
+        except Exception as raised:
+            failure = Failure(self.agreement.located(raised))
+            self.run_ahead.require(failure)
+            return None, failure
+
     def _compute(
-        self,
-        bound: Bound,
-        agreed: tuple[int, ...],
-        failure: Failure | None,
-        finish: Finish,
-        watch: Watch,
-        *,
-        shares: bool,
-        trains: bool,
+        self, bound: Bound, agreed: tuple[int, ...], failure: Failure | None, finish: Finish
     ) -> tuple[Any, dict[str, int]]:
         """Run the program: returns its output, and the routes of skips that all ranks agree on.
 
         After a failure, run nothing, but take part, so that the other ranks hear of it.
         """
+        watch = self._watch
         # Buffers outlive the step, so they must not be made in inference mode.
         with (
             torch.inference_mode(False),
-            torch.set_grad_enabled(trains),
+            torch.set_grad_enabled(self._feed.trains),
             torch.autograd.set_multithreading_enabled(False),
             self.replicas.step(),
             nullcontext() if self._drawing is None else self._drawing.step(),
@@ -183,38 +187,44 @@ class Runner(PipelineRank):
         watch.doing = "waits for every rank to end the step"
         output = None
         if failure is None:
-            try:
-                output = finish(self._feed)
-            except Exception as raised:
-                failure = Failure(self.agreement.located(raised))
+            output, failure = self._tried(finish)
         if (running := self.run_ahead.running) is not None:
             self.run_ahead.require(failure)
-            self.agreement.post(*running, shares=shares)
+            self.agreement.post(*running)
             bound.program.settle()
             return output, {}
         got = {index: sorted(work.got) for index, work in bound.works.items() if work.got}
-        skips = self.agreement.conclude(failure, _END, skips=bool(got), shares=shares)
+        skips = self.agreement.conclude(failure, _END, skips=bool(got))
         bound.program.settle()
         return output, self.agreement.routes(got) if skips else {}
 
     @contextmanager
     def accumulate(self) -> Iterator[None]:
         """Inside, gradients stay on their ranks; at the end they are reduced over all of them."""
+        outer = self._ties.accumulating
         with self._ties.step(trains=False):
+            self._accumulate(True)
             try:
-                with self._ties.accumulate(), self.replicas.accumulate():
-                    yield
-            except Exception as raised:
-                if not self._failed:
+                yield
+            except BaseException as raised:
+                self._accumulate(outer)
+                self.replicas.forget()
+                if isinstance(raised, Exception) and not self._failed:
                     with suppress(TaktlineError):  # the other ranks are in another call
                         self._end_accumulating(raised)
                 raise
+            self._accumulate(outer)
             self._end_accumulating()
+
+    def _accumulate(self, accumulating: bool) -> None:
+        self._ties.accumulating = accumulating
+        self.replicas.accumulate(accumulating)
 
     def _end_accumulating(self, raised: Exception | None = None) -> None:
         """Reduce gradients over the ranks; an error of one rank is raised on all."""
         if self._ties.accumulating or not (self._ties.there or self._reduces):
             return
+        self._feed.clear()  # there are no losses to share
         failure, what = None, "the end of accumulate()"
         if raised is not None:
             reason = "has left accumulate() by an error, so nothing was added up"
@@ -229,65 +239,56 @@ class Runner(PipelineRank):
         if self._ties.there:
             self.agreement.conclude(self._ties.add_up(None), what)
 
-    def _agree(self, prepare: Prepare, trains: bool) -> tuple[bool, tuple[int, ...]]:
+    def _agree(self, prepare: Prepare) -> tuple[int, ...]:
         """Raise unless all ranks are about to do the same.
 
-        Returns whether every rank gets the losses, and the kind of step: mode, micro-batches and
-        inputs of all ranks.
+        Returns the kind of step: mode, micro-batches and inputs of all ranks.
         """
-        error, plan, facts, flags = None, 0, Facts(), []
+        error, plan, call, data, flags = None, 0, Call(), (None, None), []
         try:
             plan = self.runnable.fingerprint
             self._check()
-            facts = prepare(self._feed)
+            call, *data = prepare(self._feed)
             flags = [str(stage.begin()) for stage in self._stages]
         except Exception as raised:
             error = self.agreement.located(raised)
         waiting, place = self._identity.waiting(self.transport)
-        calls, compared, arguments, targets = 0, 0, 0, 0
-        if isinstance(self.transport, Distributed):
-            # Not on local ranks: they get the same objects, and Ctrl-C may skip calls of some.
-            calls = self._calls
-            found = self._data.fingerprints(calls, facts.arguments, facts.targets)
-            compared, arguments, targets = found
-        call = Call(
+        call = call._replace(
             failed=int(error is not None),
             schedule=self._identity.number,
             waiting=waiting,
             place=place,
-            call=calls,
             step=self._feed.number,
             plan=plan,
-            batch=facts.size,
-            target=facts.target,
-            shares=facts.shares,
+            shares=self._feed.shares,
             traces=self.recorder is not None,
-            inputs=digest_of([str(facts.inputs), _autocast(self.device), *flags]),
-            compared=compared,
-            arguments=arguments,
-            targets=targets,
-            whole=facts.whole,
+            inputs=digest_of([str(call.inputs), _autocast(self.device), *flags]),
         )
-        ahead = None if error is not None else self._ahead(call, trains)
-        return facts.shares, ahead or self._exchange(call, error, trains)
+        if isinstance(self.transport, Distributed):
+            # Not on local ranks: they get the same objects, and Ctrl-C may skip calls of some.
+            compared, arguments, targets = self._data.fingerprints(self._calls, *data)
+            found = {"compared": compared, "arguments": arguments, "targets": targets}
+            call = call._replace(call=self._calls, **found)
+        ahead = None if error is not None else self._ahead(call)
+        return ahead or self._exchange(call, error)
 
-    def _ahead(self, call: Call, trains: bool) -> tuple[int, ...] | None:
+    def _ahead(self, call: Call) -> tuple[int, ...] | None:
         """Begin a step without an exchange: returns its kind; None if the ranks have to agree."""
         if not isinstance(self.transport, Distributed) or self.transport.posts is None:
             return None
         posts, number = self.transport.posts, self._identity.number
         same, posts.schedule = posts.schedule == number, number
-        known = self.run_ahead.known(call) if same and trains else None
+        known = self.run_ahead.known(call) if same and self._feed.trains else None
         if known is None or known.kind not in self._known:
             return None
         self.run_ahead.begin(posts, call)
         self._feed.rows, self._feed.microbatches = known.rows, self._parts(known.rows)
         return known.kind
 
-    def _exchange(self, call: Call, error: TaktlineError | None, trains: bool) -> tuple[int, ...]:
+    def _exchange(self, call: Call, error: TaktlineError | None) -> tuple[int, ...]:
         """Compare the calls of all ranks; returns the kind of step."""
         try:
-            shared = self.transport.exchange(call, _call(trains))
+            shared = self.transport.exchange(call, self._call)
         except MismatchError:
             self._calls -= 1  # other ranks are in another call, so this one does not count
             raise
@@ -302,8 +303,8 @@ class Runner(PipelineRank):
             raise MismatchError(reason)
         rows = max(call.batch for call in calls)
         self._feed.rows, self._feed.microbatches = rows, self._parts(rows)
-        kind = (trains, self._feed.microbatches, *(call.inputs for call in calls))
-        if trains:
+        kind = (self._feed.trains, self._feed.microbatches, *(call.inputs for call in calls))
+        if self._feed.trains:
             self.run_ahead.note(calls, self.transport.rank, kind, rows)
         return kind
 
@@ -329,10 +330,6 @@ class Runner(PipelineRank):
             sends_may_wait=not trains or self.runnable.sends_may_wait,
             drawing=self._drawing,
         )
-
-
-def _call(trains: bool) -> str:
-    return "step()" if trains else "eval()"
 
 
 def _autocast(device: torch.device) -> str:

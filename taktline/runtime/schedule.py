@@ -20,10 +20,11 @@ from taktline.checks import (
 )
 from taktline.errors import BatchError, MismatchError, ScheduleError
 from taktline.plan import Plan
+from taktline.runtime.agreement import Call
 from taktline.runtime.losses import LossWeights, Wanted, by_rows, scales, warn_if_uneven
 from taktline.runtime.microbatch import merge_chunks
 from taktline.runtime.runner import Runner
-from taktline.runtime.step_data import Batch, Cutter, Facts, Feed
+from taktline.runtime.step_data import Batch, Cutter, Feed
 from taktline.runtime.trace import Trace, tracing
 from taktline.stage import PipelineStage
 
@@ -243,26 +244,29 @@ class Schedule:
         grad_scale: float = 1.0,
         trains: bool,
     ) -> Any:
-        def prepare(feed: Feed) -> Facts:
+        def prepare(feed: Feed) -> tuple[Call, Any, Any]:
             wanted.check()
-            if trains and not torch.is_grad_enabled():
+            if feed.trains and not torch.is_grad_enabled():
                 raise MismatchError(
                     "step() trains, but under torch.no_grad() it cannot; call eval()"
                 )
             feed.loss_keywords = loss_kwargs or {}
             feed.number, feed.grad_scale = self.steps, grad_scale
+            feed.shares = wanted.shares
             feed.wants_losses = wanted.shares or wanted.losses is not None
             if wanted.outputs and self._has_last():
                 feed.outputs = {}
-            compared = batch.compared(self._compared)
-            whole = batch.whole() if self._runner.run_ahead.wanted else 0
-            return Facts(*self._measured(batch, feed, trains), wanted.shares, *compared, whole)
+            batch.cutter = self._cutter_for(batch)
+            call = self._measured(batch, feed)
+            if self._runner.run_ahead.wanted:
+                call = call._replace(whole=batch.whole())
+            return call, *batch.compared(self._compared)
 
         def fit(feed: Feed) -> None:
             # The rows come from the rank of the first stage.
-            batch.require_whole(self._cutter, feed.rows)
+            batch.require_whole(feed.rows)
             if self._compares():
-                feed.targets = batch.targets(self._cutter, feed.rows)
+                feed.targets = batch.targets(feed.rows)
             self._weigh(feed, loss_weights)
 
         output, feed = self._runner.run(prepare, fit, self._merged, trains=trains)
@@ -273,6 +277,10 @@ class Schedule:
         self.loss = self._runner.run_ahead.mean_loss(feed) if wanted.shares else None
         feed.clear()
         return output
+
+    def _cutter_for(self, batch: Batch) -> Cutter:
+        """How a batch is cut; an error that it raises is raised on every rank."""
+        return self._cutter
 
     def _merged(self, feed: Feed) -> Any:
         if feed.outputs is None:
@@ -285,21 +293,21 @@ class Schedule:
                 f"{error}; pass return_outputs=False if you do not need them"
             ) from error
 
-    def _measured(self, batch: Batch, feed: Feed, trains: bool) -> tuple[int, int, int]:
+    def _measured(self, batch: Batch, feed: Feed) -> Call:
         """Cut the arguments; returns the rows of batch and target, and a digest of the inputs."""
         if not any(stage.is_first for stage in self._stages):
             batch = replace(batch, args=(), arg_mbs=None)  # keyword arguments are for all stages
-        rows, target = batch.size(self._cutter), 0
-        feed.arguments, feed.keywords = batch.arguments(self._cutter, rows)
+        rows, target = batch.size(), 0
+        feed.arguments, feed.keywords = batch.arguments(rows)
         if self._compares():
-            if trains and batch.target is None and batch.target_mbs is None:
+            if feed.trains and batch.target is None and batch.target_mbs is None:
                 raise BatchError(
                     "step() trains, so the rank of the last stage needs target=… for loss_fn; "
                     "call eval() to run forward only"
                 )
-            size = batch.target_size(self._cutter)
-            target = size if self._cutter.target_spec is None else 0
-        return rows, target, batch.digest()
+            size = batch.target_size()
+            target = size if batch.cutter.target_spec is None else 0
+        return Call(batch=rows, target=target, inputs=batch.digest())
 
     def _weigh(self, feed: Feed, loss_weights: LossWeights | None) -> None:
         """Set the weight of each micro-batch's loss."""

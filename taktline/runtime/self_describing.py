@@ -23,7 +23,7 @@ from typing import Any, TypeAlias
 import torch
 
 from taktline.errors import SignatureError
-from taktline.meta import Signature, TensorMeta
+from taktline.meta import Signature
 from taktline.plan import Kind, Plan
 from taktline.pytree import TreeSpec
 from taktline.runtime.ports import BrokenChannel, PeerFailed, Values
@@ -200,11 +200,8 @@ class DescribedIncoming:
             raise message
         signature, data = message
         self.learned[microbatch] = signature
-        tensors = iter(Layout(signature.tensors, data.device, self._mesh_for).unpack(data))
-        leaves = [
-            next(tensors) if isinstance(leaf, TensorMeta) else leaf for leaf in signature.leaves
-        ]
-        return leaves, signature.spec
+        tensors = Layout(signature.tensors, data.device, self._mesh_for).unpack(data)
+        return signature.filled(tensors), signature.spec
 
     def discard(self, microbatch: int) -> None:
         """Receive the values unless they were taken, and forget them."""

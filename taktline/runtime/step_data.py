@@ -10,7 +10,7 @@ import torch
 
 from taktline import pytree
 from taktline.errors import BatchError
-from taktline.runtime.fingerprint import digest_of
+from taktline.runtime.fingerprint import digest_of, words_of
 from taktline.runtime.leaves import bounds
 from taktline.runtime.microbatch import (
     batch_size_of,
@@ -20,7 +20,7 @@ from taktline.runtime.microbatch import (
 )
 from taktline.text import counted
 
-__all__ = ["Batch", "Cutter", "Facts", "Feed"]
+__all__ = ["Batch", "Cutter", "Feed"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +34,6 @@ class Cutter:
     """With a spec of its own, the target may have other rows than the batch."""
     fewer: bool = False
     """Whether a batch with fewer rows is cut into fewer micro-batches."""
-    refusal: BatchError | None = None
-    """Why the batch cannot be cut; raised where all ranks hear of it."""
 
     def parts(self, rows: int) -> int:
         """The number of micro-batches of a batch with ``rows``; 0 stands for unknown."""
@@ -52,11 +50,11 @@ class Batch:
     arg_mbs: Sequence[tuple[Any, ...]] | None = None
     kwarg_mbs: Sequence[dict[str, Any]] | None = None
     target_mbs: Sequence[Any] | None = None
+    cutter: Cutter = Cutter(1)
 
-    def arguments(
-        self, cutter: Cutter, rows: int
-    ) -> tuple[Sequence[Sequence[Any]], Sequence[Mapping[str, Any]]]:
+    def arguments(self, rows: int) -> tuple[Sequence[Sequence[Any]], Sequence[Mapping[str, Any]]]:
         """Positional and keyword arguments of each micro-batch of a batch with ``rows``."""
+        cutter = self.cutter
         parts, count = cutter.parts(rows), cutter.microbatches
         args, kwargs = split_args_kwargs_into_chunks(
             self.args, self.kwargs, parts, cutter.args_spec, cutter.kwargs_spec
@@ -67,28 +65,29 @@ class Batch:
             kwargs = _ready("kwarg_mbs", self.kwarg_mbs, count, whole=bool(self.kwargs))
         return args, kwargs
 
-    def targets(self, cutter: Cutter, rows: int) -> Sequence[Any] | None:
+    def targets(self, rows: int) -> Sequence[Any] | None:
         """The target of each micro-batch, cut like a batch with ``rows``; None: no target.
 
-        >>> flat = Batch(target=torch.arange(6))  # two a row
-        >>> [part.tolist() for part in flat.targets(Cutter(2), 3)]
+        >>> flat = Batch(target=torch.arange(6), cutter=Cutter(2))  # two a row
+        >>> [part.tolist() for part in flat.targets(3)]
         [[0, 1, 2, 3], [4, 5]]
         """
+        cutter = self.cutter
         if self.target_mbs is not None:
             whole = self.target is not None
             return _ready("target_mbs", self.target_mbs, cutter.microbatches, whole=whole)
         if self.target is None:
             return None
-        size, parts, spec = self.target_size(cutter), cutter.parts(rows), cutter.target_spec
+        size, parts, spec = self.target_size(), cutter.parts(rows), cutter.target_spec
         each = size // rows if rows and size and size % rows == 0 else 1
         if rows > size > 0 and rows % size == 0:
             _require_aligned(rows, size, parts)
         return split_value(self.target, parts, spec=spec, name="target", each=each)
 
-    def require_whole(self, cutter: Cutter, rows: int) -> None:
+    def require_whole(self, rows: int) -> None:
         """Raise if the batch runs as fewer micro-batches, but some of it came as micro-batches."""
-        parts = cutter.parts(rows)
-        if parts == cutter.microbatches:
+        parts = self.cutter.parts(rows)
+        if parts == self.cutter.microbatches:
             return
         for name in ("arg_mbs", "kwarg_mbs", "target_mbs"):
             chunks = getattr(self, name)
@@ -99,15 +98,14 @@ class Batch:
                     "it as micro-batches"
                 )
 
-    def size(self, cutter: Cutter) -> int:
+    def size(self) -> int:
         """The rows of the batch; 0 if unknown."""
-        if cutter.refusal is not None:
-            raise cutter.refusal
-        return batch_size_of(self.args, self.kwargs, cutter.args_spec, cutter.kwargs_spec) or 0
+        specs = self.cutter.args_spec, self.cutter.kwargs_spec
+        return batch_size_of(self.args, self.kwargs, *specs) or 0
 
-    def target_size(self, cutter: Cutter) -> int:
+    def target_size(self) -> int:
         """The rows of the target; 0 if unknown."""
-        return size_of(self.target, spec=cutter.target_spec, name="target")
+        return size_of(self.target, spec=self.cutter.target_spec, name="target")
 
     def compared(self, parts: Sequence[str]) -> tuple[Any, Any]:
         """The arguments and targets that ranks compare; None where nothing was given."""
@@ -162,37 +160,15 @@ def _description(leaf: object) -> str:
     """A leaf's type, and its value if it is plain; different values have different texts."""
     if isinstance(leaf, torch.Tensor):
         return f"{leaf.dtype}{list(leaf.shape)}{leaf.requires_grad}"
-    if type(leaf) is float:
-        return leaf.hex()
-    if type(leaf) is int:
-        return hex(leaf)
-    return repr(leaf) if leaf is None or type(leaf) in (bool, str) else str(type(leaf))
-
-
-@dataclass(frozen=True, slots=True)
-class Facts:
-    """The properties of a rank's batch that the ranks compare."""
-
-    size: int = 0
-    """The rows; 0 if unknown."""
-    target: int = 0
-    """The rows of the target."""
-    inputs: int = 0
-    """A digest of shapes and types."""
-    shares: bool = False
-    """Whether every rank gets the losses."""
-    arguments: Any = None
-    """Arguments that must be the same on every rank that got some; None: none."""
-    targets: Any = None
-    """Likewise of targets."""
-    whole: int = 0
-    """A digest of the whole batch, if this rank got it: for steps without an exchange."""
+    return " ".join(words_of(leaf))
 
 
 @dataclass(slots=True)
 class Feed:
     """The micro-batches of a step on one rank, and their results."""
 
+    trains: bool = False
+    """Whether the step runs backward, too."""
     arguments: Sequence[Sequence[Any]] = ()
     keywords: Sequence[Mapping[str, Any]] = ()
     targets: Sequence[Any] | None = None
@@ -213,6 +189,8 @@ class Feed:
     counts: torch.Tensor | None = None
     """The product of these for each micro-batch, in a buffer on the device: for the loss, and for
     losses that stages add. Only in a captured step, which is replayed with other numbers."""
+    shares: bool = False
+    """Whether every rank gets the losses."""
     wants_losses: bool = False
     """Whether the caller wants the losses."""
     losses: dict[int, torch.Tensor] = field(default_factory=dict)

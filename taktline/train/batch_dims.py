@@ -22,7 +22,7 @@ import torch
 from taktline.errors import BatchError
 from taktline.runtime.leaves import describe
 from taktline.runtime.microbatch import Replicate, TensorChunkSpec
-from taktline.runtime.step_data import Cutter
+from taktline.runtime.step_data import Batch, Cutter
 from taktline.split.arguments import arguments_of
 
 __all__ = ["BatchDims"]
@@ -47,27 +47,27 @@ class BatchDims:
         self._example = {} if given or example is None else _tensors(*arguments_of(example))
         self._dims: _Dims = {}
 
-    def fitted(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Cutter:
-        """The cutter for such a batch; if it is unclear how to cut, a cutter that raises why."""
-        batch = _tensors(args, kwargs)
+    def fitted(self, batch: Batch) -> Cutter:
+        """The cutter for a batch; raises if it is unclear how to cut."""
+        given = _tensors(batch.args, batch.kwargs)
         pairs = {
-            key: list(zip(example.shape, batch[key].shape, strict=True))
+            key: list(zip(example.shape, given[key].shape, strict=True))
             for key, example in self._example.items()
-            if key in batch and example.ndim == batch[key].ndim > 0
+            if key in given and example.ndim == given[key].ndim > 0
         }
         try:
             found = _dims(pairs, self._cutter.microbatches, self._dims)
         except _UnclearError as unclear:
             (key,) = unclear.args
-            return replace(self._cutter, refusal=_refusal(key, self._example[key], batch[key]))
+            raise _refusal(key, self._example[key], given[key]) from None
         self._note(found)
-        dims = {key: self._dims.get(key, 0) for key in batch}
+        dims = {key: self._dims.get(key, 0) for key in given}
         if not any(dim != 0 for dim in dims.values()):
             return self._cutter
         return replace(
             self._cutter,
-            args_spec=tuple(_spec(dims.get(place, 0)) for place in range(len(args))),
-            kwargs_spec={key: _spec(dims.get(key, 0)) for key in kwargs},
+            args_spec=tuple(_spec(dims.get(place, 0)) for place in range(len(batch.args))),
+            kwargs_spec={key: _spec(dims.get(key, 0)) for key in batch.kwargs},
         )
 
     def misfits(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[str]:

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from taktline import pytree
 from taktline.errors import SignatureError, TaktlineError
-from taktline.meta import Signature, TensorMeta
+from taktline.meta import Signature
 from taktline.sharding import is_sharded
 from taktline.train.ranks import Ranks
 from taktline.transport import Transport, transport_of
@@ -51,10 +51,8 @@ def broadcast(
         dist.broadcast(bytes_of(buffer), dist.get_global_rank(group, owner), group)
     if here:
         return value
-    arrived = iter(layout.unpack(buffer))
-    values = [next(arrived) if isinstance(leaf, TensorMeta) else leaf for leaf in signature.leaves]
     assert signature.spec is not None
-    return pytree.tree_unflatten(values, signature.spec)[0]
+    return pytree.tree_unflatten(signature.filled(layout.unpack(buffer)), signature.spec)[0]
 
 
 def _agreed(

@@ -211,6 +211,7 @@ def _scheduled(
     # Keyword arguments are the model's, so every rank gets the same ones.
     schedule._compared = ("args", "kwargs", "target")
     batch_dims = BatchDims(example, schedule._cutter)
+    schedule._cutter_for = batch_dims.fitted
     return Built(ranks, plan, model, table, schedule, batch_dims, options)
 
 

@@ -168,10 +168,10 @@ def _generating(
 ) -> Iterator[list[Keeper]]:
     """Let stages keep keys and values, and the last one return only the next tokens."""
     schedule, keepers = built.schedule, []
-    before = schedule._cutter, schedule._output_merge_spec
-    schedule._cutter = replace(before[0], args_spec=None, kwargs_spec=None, refusal=None)
-    schedule._output_merge_spec = None
-    program = schedule._runner.runnable.program(schedule._cutter.parts(rows), trains=False)
+    before = schedule._cutter_for, schedule._output_merge_spec
+    cutter = replace(schedule._cutter, args_spec=None, kwargs_spec=None)
+    schedule._cutter_for, schedule._output_merge_spec = lambda batch: cutter, None
+    program = schedule._runner.runnable.program(cutter.parts(rows), trains=False)
     with ExitStack() as hooks:
         for stage in schedule._stages:
             module = stage.submod
@@ -185,7 +185,7 @@ def _generating(
         try:
             yield keepers
         finally:
-            schedule._cutter, schedule._output_merge_spec = before
+            schedule._cutter_for, schedule._output_merge_spec = before
 
 
 @dataclass(slots=True)

@@ -64,8 +64,6 @@ def run(
     args, target, options = _on_device(batch, built.ranks.device)
     if built.plan.stages == 1:
         options = _without_cache(built, options)
-    keywords = of_model(options)
-    built.schedule._cutter = built.batch_dims.fitted(args, keywords)
     try:
         output = verb(
             *args,
@@ -77,7 +75,7 @@ def run(
             **options,
         )
     except StageError as error:
-        for text in built.batch_dims.misfits(args, keywords):
+        for text in built.batch_dims.misfits(args, of_model(options)):
             error.add_note(text)
         raise
     ranks = built.ranks

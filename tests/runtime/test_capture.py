@@ -16,7 +16,7 @@ import taktline as tl
 from taktline.plan import Action
 from taktline.runtime.bind import Binding
 from taktline.runtime.capture import Captures
-from taktline.runtime.capture.add_gradients import Adding
+from taktline.runtime.capture.gradient_buffers import Adding
 from taktline.runtime.capture.module_state import Attribute, Kept, keep_state, state_of
 from taktline.runtime.capture.streams import is_loop, side_by_side
 
@@ -775,7 +775,7 @@ def test_large_gradients_are_added_one_by_one(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_few_gradients_wait_to_be_added(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("taktline.runtime.capture.add_gradients._MOST", 4 * WIDTH)
+    monkeypatch.setattr("taktline.runtime.capture.gradient_buffers._MOST", 4 * WIDTH)
     pair = Pair()
     for seed in range(6):
         pair.step(seed=seed)

@@ -18,6 +18,7 @@ from taktline.runtime.step_data import Batch
 CPU = torch.device("cpu")
 # Python's hash is the same for many of these, and == for some.
 VALUES: list[Any] = [-1, -2, 1, True, 1.0, 0, False, 2**61 - 1, 0.0, -0.0, "1", "", None, math.inf]
+VALUES += [1j, b"1", torch.float32, torch.bfloat16]
 
 
 @pytest.mark.parametrize(("one", "other"), list(combinations(VALUES, 2)), ids=repr)
@@ -77,6 +78,29 @@ def test_the_same_shapes_under_autocast() -> None:
         for enabled in (False, True, False, True):
             with torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled):
                 schedule.step(x, target=x)
+        return schedule.steps
+
+    assert tl.local.run(main, 2) == [4, 4]
+
+
+class Casts(nn.Module):
+    """Casts its output to the type that a call asks for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+        return self.linear(x.float()).to(dtype)
+
+
+def test_a_type_may_change_from_call_to_call() -> None:
+    def main(rank: int) -> int:
+        stage = tl.PipelineStage(Casts(), rank, 2, CPU)
+        schedule = tl.ScheduleGPipe(stage, 2, nn.functional.mse_loss)
+        x = torch.ones(4, 4)
+        for dtype in (torch.float32, torch.bfloat16, torch.float32, torch.bfloat16):
+            schedule.step(*[x, dtype][: 2 - rank], target=x)
         return schedule.steps
 
     assert tl.local.run(main, 2) == [4, 4]

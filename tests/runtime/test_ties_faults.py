@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import taktline as tl
 from taktline.errors import TaktlineError
-from taktline.runtime import tie_gradients
+from taktline.runtime import ties
 from tests.runtime.test_ties import CPU, batch, loss_fn, make, three, told
 from tests.workers import Workers
 
@@ -45,21 +45,21 @@ def _gradient(parameter: Any) -> Tensor | None:
     return _original(parameter)
 
 
-_original = tie_gradients._gradient
+_original = ties._gradient
 
 
 @pytest.fixture(autouse=True)
 def _patched() -> Iterator[None]:
-    tie_gradients._gradient = _gradient
+    ties._gradient = _gradient
     yield
-    tie_gradients._gradient = _original
+    ties._gradient = _original
 
 
 NAMES = {2: ("words.weight", "out.weight"), 3: ("words.weight", "again.weight", "out.weight")}
 
 
 def scheduled(rank: int, group: dist.ProcessGroup | None, ranks: int) -> tuple[Any, nn.Module]:
-    tie_gradients._gradient = _gradient  # in this process
+    ties._gradient = _gradient  # in this process
     pieces = tl.split.by_hand(make(2) if ranks == 2 else three())
     stage = pieces.build_stage(rank, CPU, group)
     return tl.ScheduleGPipe(stage, 4, loss_fn=loss_fn), stage.submod

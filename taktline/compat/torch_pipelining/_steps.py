@@ -8,7 +8,7 @@ kind of program, with the same agreement before the step and the same outcome on
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 from weakref import proxy
@@ -37,7 +37,7 @@ from taktline.runtime.losses import warn_if_uneven
 from taktline.runtime.ports import Signatures
 from taktline.runtime.runner import Runner
 from taktline.runtime.schedule import Schedule
-from taktline.runtime.step_data import Feed
+from taktline.runtime.step_data import Batch, Cutter, Feed
 from taktline.transport import transport_of
 from taktline.transport.exchange import exchange_or_raise
 
@@ -183,6 +183,7 @@ class Native(Schedule):
 
     def __init__(self, theirs: Any, natively: bool, settings: dict[str, Any]) -> None:
         self.made_with = (natively, settings)
+        self._refusal: BatchError | None = None
         self._calls: Calls | None = None
         self._theirs: Any = None
         self._runner_type = partial(_MetadataRunner if natively else _CallRunner, proxy(self))
@@ -198,7 +199,7 @@ class Native(Schedule):
             cut = call.microbatches(theirs)
         except Exception as error:
             cut, refusal = (None, None, None), _refusal(error)
-        self._cutter = replace(self._cutter, refusal=refusal)
+        self._refusal = refusal
         for stage in theirs._local_stages:
             _ = stage.native  # updates it to the stage's current module
         if theirs._on_ours:
@@ -245,6 +246,11 @@ class Native(Schedule):
             except TaktlineError:
                 theirs._note_shapes(known=False)
                 raise
+
+    def _cutter_for(self, batch: Batch) -> Cutter:
+        if self._refusal is not None:
+            raise self._refusal
+        return self._cutter
 
     def _merged(self, feed: Feed) -> Any:
         theirs = self._theirs

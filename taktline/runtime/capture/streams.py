@@ -17,7 +17,7 @@ from itertools import groupby
 import torch
 
 from taktline.plan import Action, Kind
-from taktline.runtime.capture.add_gradients import Adding
+from taktline.runtime.capture.gradient_buffers import Adding
 
 __all__ = ["Streams", "is_loop", "side_by_side"]
 

@@ -9,28 +9,122 @@
 
 from __future__ import annotations
 
+import os
+import secrets
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TypeVar
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
-from taktline.errors import LostRankError
+from taktline.errors import LostRankError, MismatchError
+from taktline.meta import TensorMeta
 from taktline.runtime.program import Failure, stage_error
-from taktline.runtime.tie_holders import TieHolders, TieUse, holders_of
 from taktline.sharding import Sharding, is_sharded, local
-from taktline.stage import PipelineStage
+from taktline.stage import PipelineStage, Tie
 from taktline.stage.names import named_parameters
 from taktline.transport import Channel, Transport
 from taktline.transport.one_rank import Alone
 
-__all__ = ["Ties"]
+__all__ = ["TieUse", "Ties", "untied"]
 
 T = TypeVar("T")
 
+_PROCESS = secrets.token_hex(8)
 _HEADER = 16
 """Bytes in front of the data, nonzero if there is data; 16 for alignment."""
+
+
+@dataclass(frozen=True, slots=True)
+class TieUse:
+    """A tied weight in one stage."""
+
+    tie: Tie
+    stage: int
+    kind: str
+    """Shape, type and shards, as text."""
+    identity: str
+    """The parameter object: local ranks may share one."""
+
+    @classmethod
+    def of(cls, tie: Tie, stage: PipelineStage) -> TieUse:
+        """The use of a weight in a stage; raises if the stage does not have it."""
+        name = tie.name_in(stage.stage_index)
+        parameter = named_parameters(stage.submod).get(name or "")
+        if parameter is None:
+            raise MismatchError(
+                f"stage {stage.stage_index} has no parameter {name}, which its ties name: {tie}"
+            )
+        shards = f" {Sharding.of(parameter).placements}" if is_sharded(parameter) else ""
+        return cls(
+            tie,
+            stage.stage_index,
+            f"{TensorMeta(tuple(parameter.shape), parameter.dtype)}{shards}",
+            # With the process number: a forked process has the same token and ids.
+            f"{_PROCESS}-{os.getpid()}-{id(parameter)}",
+        )
+
+    @classmethod
+    def from_plain(cls, plain: dict[str, Any]) -> TieUse:
+        """From what ``asdict`` returns."""
+        return cls(**{**plain, "tie": Tie(dict(plain["tie"]["uses"]))})
+
+
+def untied(uses: Sequence[TieUse]) -> str | None:
+    """Why the uses of all ranks do not fit together; None if they do."""
+    found = {(use.tie, use.stage): use.kind for use in uses}
+    for tie in dict.fromkeys(use.tie for use in uses):
+        for stage in tie.stages:
+            if (tie, stage) not in found:
+                return (
+                    f"{tie}: these are tied, but not in the ties= of stage {stage}; pass the same "
+                    "ties= to each of the stages"
+                )
+        kinds = {stage: found[tie, stage] for stage in tie.stages}
+        if len(set(kinds.values())) > 1:
+            listed = ", ".join(f"{kind} in stage {stage}" for stage, kind in kinds.items())
+            return f"{tie}: these are tied, but differ: {listed}; tie equal weights"
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class TieHolders:
+    """The copies of a tied weight."""
+
+    tie: Tie
+    stages_of: dict[int, list[int]]
+    """By rank, a stage for each copy; the first rank adds up the gradients."""
+
+    @property
+    def owner(self) -> int:
+        """The rank that adds up the gradients."""
+        return next(iter(self.stages_of))
+
+    @property
+    def others(self) -> list[int]:
+        """The other ranks."""
+        return list(self.stages_of)[1:]
+
+
+def holders_of(ranks: Sequence[Sequence[TieUse]]) -> list[TieHolders]:
+    """The weights with several copies, from the uses of each rank.
+
+    A parameter that several stages or local ranks share is one copy.
+    """
+    found: dict[Tie, dict[int, list[int]]] = {}
+    seen: set[tuple[Tie, str]] = set()
+    pairs = [(use, rank) for rank, uses in enumerate(ranks) for use in uses]
+    for use, rank in sorted(pairs, key=lambda pair: pair[0].stage):
+        if (use.tie, use.identity) not in seen:
+            seen.add((use.tie, use.identity))
+            found.setdefault(use.tie, {}).setdefault(rank, []).append(use.stage)
+    return [
+        TieHolders(tie, stages_of)
+        for tie, stages_of in found.items()
+        if sum(map(len, stages_of.values())) > 1
+    ]
 
 
 class Ties:
@@ -45,17 +139,13 @@ class Ties:
         self._rank_of: Sequence[int] = ()
         self._before: dict[nn.Parameter, torch.Tensor | None] | None = None
         self._failure: Failure | None = None
-        self._depth = 0
+        self.accumulating = False
+        """Whether gradients of several steps are added up later."""
 
     @property
     def there(self) -> bool:
         """Whether any rank is known to hold a tied weight."""
         return bool(self._holders)
-
-    @property
-    def accumulating(self) -> bool:
-        """Whether gradients of several steps are added up later."""
-        return self._depth > 0
 
     @property
     def apart(self) -> list[nn.Parameter]:
@@ -105,17 +195,8 @@ class Ties:
         except BaseException:
             self._join()
             raise
-        if not self._depth:
+        if not self.accumulating:
             self._join()
-
-    @contextmanager
-    def accumulate(self) -> Iterator[None]:
-        """Inside, steps do not add up gradients over the ranks."""
-        self._depth += 1
-        try:
-            yield
-        finally:
-            self._depth -= 1
 
     def add_up(self, failure: Failure | None) -> Failure | None:
         """Put the sum of all gradients of a weight into each of its copies; returns any failure.
@@ -123,7 +204,7 @@ class Ties:
         After a failure this rank adds nothing, but takes part in every message, so that no rank
         waits for it.
         """
-        if self._depth or not self._before:
+        if self.accumulating or not self._before:
             return failure
         self._failure = failure
         with torch.no_grad():
