@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, fx, nn
+from torch._inductor import config as inductor
 
 import taktline as tl
 from taktline.stage.compiled.backward import Backward
@@ -325,6 +326,9 @@ def test_pieces_of_a_model(make: Callable[[], nn.Module], cut: str) -> None:
 @pytest.mark.slow
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("cuts", [True, False], ids=["cut", "by hand"])
+# Without processes to compile in, and without programs that try what this processor knows: they
+# take longer than the kernels of these few layers.
+@inductor.patch({"compile_threads": 1, "cpp.vec_isa_ok": False})
 def test_pipeline_with_inductor(cuts: bool) -> None:
     torch._dynamo.reset()
     torch.manual_seed(0)
