@@ -9,7 +9,8 @@ TORTURE_SECONDS ?= 120
 FUZZ_INPUTS ?= 100000
 # How many tests run side by side; each has one thread of its own, or they would fight for the cores.
 JOBS ?= 2
-PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses $(JOBS) --dist worksteal
+# With bytecode, also where the environment says otherwise: or each of them would compile all tests.
+PYTEST = OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --numprocesses $(JOBS) --dist worksteal
 # Not those of CUDA graphs, which need a GPU, nor files that begin with _, which are helpers.
 BENCHMARKS := $(filter-out benchmarks/_% benchmarks/cuda_graphs.py,$(sort $(wildcard benchmarks/*.py)))
 

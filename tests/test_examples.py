@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.processes, pytest.mark.slow]
 EXAMPLES = ROOT / "examples"
 CASES = {
     "fsdp": (["--steps", "2"], 4, "step 2: loss"),  # makes the group that others then use
-    "gpt": (["--steps", "10", "--microbatches", "4"], 4, "step 10: loss"),
+    "gpt": (["--steps", "10", "--microbatches", "2"], 4, "step 10: loss"),
     "hugging_face": (["--steps", "4", "--layers", "2"], 2, "among them transformer.wte.weight"),
     "trainer": (["--steps", "3"], 2, "step 3: loss"),
     "lora": (["--steps", "3"], 2, "saved 16 of 55 tensors"),

@@ -48,7 +48,18 @@ from taktline.transport.exit_hooks import planes
 
 __all__ = ["PRELOADED", "Workers", "WorkersFailed", "WorkersLost"]
 
-PRELOADED = ["torch.distributed.fsdp", "torch._dynamo", "taktline.train", __name__]
+PRELOADED = [
+    "torch.distributed.fsdp",
+    "torch._dynamo",
+    "taktline.train",
+    "taktline.cli.app",
+    # Only some tests need these; but then each worker of each pool would load them by itself.
+    "hypothesis",
+    "pytest",
+    "torch.distributed.checkpoint",
+    "transformers.models.llama.modeling_llama",
+    __name__,
+]
 """Whatever a process would import first: loading it takes longer than most tests."""
 
 # For what the pool does on its own account. Generous: on a busy machine torch loads slowly.

@@ -14,6 +14,7 @@ import pytest
 from typer.testing import CliRunner
 
 import taktline
+from taktline.cli import main
 from taktline.cli.app import app
 from taktline.plan import (
     Costs,
@@ -284,12 +285,20 @@ class TestTheSameEverywhere:
             ("doctor", "--backend", "x"),
         ],
     )
-    def test_one_style_of_error(self, folder: Path, words: tuple[str, ...]) -> None:
-        command = [sys.executable, "-m", "taktline", *words]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        assert done.returncode == 2
-        assert re.fullmatch(r"error: \S.*\n", done.stderr)
-        assert done.stdout == ""
+    def test_one_style_of_error(
+        self,
+        folder: Path,
+        words: tuple[str, ...],
+        monkeypatch: pytest.MonkeyPatch,
+        capsys: pytest.CaptureFixture[str],
+    ) -> None:
+        monkeypatch.setattr(sys, "argv", ["taktline", *words])
+        with pytest.raises(SystemExit) as stop:
+            main()
+        assert stop.value.code == 2
+        shown = capsys.readouterr()
+        assert re.fullmatch(r"error: \S.*\n", shown.err)
+        assert shown.out == ""
 
     @pytest.mark.parametrize("words", [("show", "1f1b"), ("compare", "1f1b", "zbv")])
     def test_both_spellings(self, folder: Path, words: tuple[str, ...]) -> None:

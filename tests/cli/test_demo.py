@@ -13,14 +13,13 @@ from pathlib import Path
 
 import pytest
 
+from taktline.cli import main
 from taktline.cli.demo.comparison import MeasuredSchedule, conclusion
 from taktline.cli.launch import called
 from taktline.plan import Costs, build, simulate
 from tests import warm
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
-
-COMMAND = [sys.executable, "-m", "taktline", "demo"]
 
 
 def shown(*words: str) -> str:
@@ -94,7 +93,8 @@ def test_the_commands_that_it_names_exist(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_ctrl_c_leaves_nothing_behind(tmp_path: Path) -> None:
-    command = [*COMMAND, "--steps", "100000", "--output", str(tmp_path / "page.html")]
+    command = [sys.executable, "-m", "taktline", "demo", "--steps", "1000"]
+    command += ["--output", str(tmp_path / "page.html")]
     process = subprocess.Popen(
         command,
         stdout=subprocess.PIPE,
@@ -131,9 +131,11 @@ def alive(group: int) -> bool:
     return True
 
 
-def test_a_schedule_that_does_not_exist() -> None:
-    done = subprocess.run(
-        [*COMMAND, "--schedule", "1f2b"], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 2
-    assert "no schedule is called '1f2b'; did you mean 1f1b?" in done.stderr
+def test_a_schedule_that_does_not_exist(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["taktline", "demo", "--schedule", "1f2b"])
+    with pytest.raises(SystemExit) as stop:
+        main()
+    assert stop.value.code == 2
+    assert "no schedule is called '1f2b'; did you mean 1f1b?" in capsys.readouterr().err

@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ from taktline.transport.local import LocalTransport
 from tests import warm
 from tests.runtime.cases import SCHEDULES
 
-COMMAND = (sys.executable, "-m", "taktline", "doctor")
+COMMAND = ("-m", "taktline", "doctor")
 TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone")
 LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -47,6 +47,12 @@ def run(command: Sequence[str], **environment: str) -> subprocess.CompletedProce
     )
 
 
+@pytest.fixture(scope="module")
+def python() -> Iterator[str]:
+    with warm.commands() as folder:
+        yield str(folder / "python")
+
+
 def healthy(found: dict[str, Any], ranks: int) -> None:
     assert found["well"], found["findings"]
     assert [facts["rank"] for facts in found["ranks"]] == list(range(ranks))
@@ -60,11 +66,9 @@ def healthy(found: dict[str, Any], ranks: int) -> None:
 @pytest.mark.processes
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("launcher", [(), TORCHRUN], ids=["on its own", "torchrun"])
-def test_a_healthy_machine(tmp_path: Path, launcher: tuple[str, ...]) -> None:
+def test_a_healthy_machine(tmp_path: Path, python: str, launcher: tuple[str, ...]) -> None:
     file = tmp_path / "found.json"
-    with warm.commands() as folder:
-        command = [str(folder / "python"), *launcher, "-m", "taktline", "doctor"]
-        result = run([*command, "--output", str(file)])
+    result = run([python, *launcher, *COMMAND, "--output", str(file)])
     assert result.returncode == 0, result.stdout + result.stderr
     healthy(json.loads(file.read_text()), 2)
     # Only one rank prints.
@@ -87,10 +91,10 @@ def test_local_ranks(tmp_path: Path, ranks: int) -> None:
 
 
 @pytest.mark.processes
-def test_a_rank_that_does_not_arrive(tmp_path: Path) -> None:
+def test_a_rank_that_does_not_arrive(tmp_path: Path, python: str) -> None:
     file = tmp_path / "found.json"
     result = run(
-        [*COMMAND, "--timeout", "1", "--output", str(file)],
+        [python, *COMMAND, "--timeout", "1", "--output", str(file)],
         RANK="0",
         WORLD_SIZE="3",
         MASTER_ADDR="127.0.0.1",
@@ -105,7 +109,8 @@ def test_a_rank_that_does_not_arrive(tmp_path: Path) -> None:
 @pytest.mark.processes
 def test_a_rank_that_finds_nobody() -> None:
     result = run(
-        [*COMMAND, "--timeout", "1"],
+        # One that has not imported torch yet: it must keep torch from printing errors of its own.
+        [sys.executable, *COMMAND, "--timeout", "1"],
         RANK="1",
         WORLD_SIZE="2",
         MASTER_ADDR="127.0.0.1",
@@ -127,10 +132,10 @@ main()
 
 
 @pytest.mark.processes
-def test_a_rank_that_dies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_dies(tmp_path: Path, python: str, monkeypatch: pytest.MonkeyPatch) -> None:
     script, file = tmp_path / "dying.py", tmp_path / "found.json"
     script.write_text(DYING)
-    monkeypatch.setenv("PYTHONPATH", os.getcwd())
+    monkeypatch.setattr(sys, "executable", python)
     monkeypatch.setattr("taktline.cli.launch.COMMAND", (str(script),))
     assert launch(2, ["doctor", "--timeout", "20", "--output", str(file)], patience=60.0) == 1
     *_, finding = json.loads(file.read_text())["findings"]

@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 import taktline
+from tests import warm
 
 _ROOT = str(Path(taktline.__file__).parents[1])
 
@@ -40,13 +42,19 @@ if __name__ == "__main__":
 """
 
 
-def _run(*arguments: str, cwd: Path, path: tuple[str, ...] = (), code: int = 0) -> list[str]:
+def _run(
+    *arguments: str,
+    cwd: Path,
+    path: tuple[str, ...] = (),
+    code: int = 0,
+    python: str = sys.executable,
+) -> list[str]:
     environment = {
         **{name: value for name, value in os.environ.items() if name != "TAKTLINE_COMPAT"},
         "PYTHONPATH": os.pathsep.join([_ROOT, *path]),
     }
     done = subprocess.run(
-        [sys.executable, *arguments],
+        [python, *arguments],
         cwd=cwd,
         env=environment,
         stdout=subprocess.PIPE,
@@ -103,8 +111,15 @@ def test_another_sitecustomize_has_its_turn(tmp_path: Path) -> None:
     assert lines == ["from sitecustomize", "from sitecustomize", "1 False"]
 
 
+@pytest.fixture(scope="module")
+def with_torch() -> Iterator[str]:
+    """A Python that has torch, and nothing of torch.distributed.pipelining, already."""
+    with warm.commands() as folder:
+        yield str(folder / "python")
+
+
 @pytest.mark.processes
-def test_uninstalling_brings_torchs_own_back(tmp_path: Path) -> None:
+def test_uninstalling_brings_torchs_own_back(tmp_path: Path, with_torch: str) -> None:
     (tmp_path / "program.py").write_text(
         "import os, sys, taktline.compat as compat\n"
         "before = dict(os.environ), list(sys.meta_path)\n"
@@ -121,7 +136,7 @@ def test_uninstalling_brings_torchs_own_back(tmp_path: Path) -> None:
         "except compat.InstallError as error:\n"
         "    print(error)\n"
     )
-    names, error = _run("program.py", cwd=tmp_path)
+    names, error = _run("program.py", cwd=tmp_path, python=with_torch)
     assert names == (
         "taktline.compat.torch_pipelining.schedules torch.distributed.pipelining.schedules"
     )
@@ -138,14 +153,14 @@ def test_what_cannot_be_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.processes
-def test_names_that_there_are_not(tmp_path: Path) -> None:
-    code = (
+def test_names_that_there_are_not(tmp_path: Path, with_torch: str) -> None:
+    (tmp_path / "program.py").write_text(
         "import importlib.util as util, taktline.compat; taktline.compat.install()\n"
         "names = ['.schedules', '', '.nonsense']\n"
         "print([util.find_spec(f'torch.distributed.pipelining{n}') is None for n in names])\n"
         "import torch.distributed.pipelining.nonsense"
     )
-    lines = _run("-c", code, cwd=tmp_path, code=1)
+    lines = _run("program.py", cwd=tmp_path, code=1, python=with_torch)
     assert lines[0] == "[False, False, True]"
     assert lines[-1] == (
         "ModuleNotFoundError: No module named 'torch.distributed.pipelining.nonsense'"

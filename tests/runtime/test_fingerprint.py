@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import os
 import warnings
 from collections import OrderedDict, UserDict, namedtuple
 from typing import Any
@@ -183,15 +182,17 @@ def test_in_any_mode() -> None:
     assert of(tensor) == of(tensor.clone().requires_grad_()) == first
 
 
+def fingerprint_and_hash(rank: int, group: Any) -> tuple[int, int]:
+    values = {"x": torch.arange(9999), "y": ["a", None, 2.5, len]}
+    return Fingerprint.start(values).read(), hash("a")
+
+
 @pytest.mark.processes
-def test_the_same_in_another_process() -> None:
-    code = """\
-import torch
-from taktline.runtime.fingerprint import Fingerprint
-print(Fingerprint.start({"x": torch.arange(9999), "y": ["a", None, 2.5, len]}).read())"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    here = Fingerprint.start({"x": torch.arange(9999), "y": ["a", None, 2.5, len]})
-    assert int(done.stdout) == here.read()
+def test_the_same_in_another_process(workers: Workers) -> None:
+    ((there, other),) = workers.run(fingerprint_and_hash, ranks=1)
+    here, own = fingerprint_and_hash(0, None)
+    assert there == here
+    assert "PYTHONHASHSEED" in os.environ or other != own, "Python's own hashes differ"
 
 
 def sharded(rank: int, group: Any) -> tuple[int, int, int]:

@@ -11,6 +11,7 @@ from typing import Any, cast
 import pytest
 import torch
 from torch import Tensor, fx, nn
+from torch._inductor import config as inductor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import taktline as tl
@@ -402,6 +403,9 @@ def test_a_stage_whose_i_has_nothing_to_compute() -> None:
 @pytest.mark.slow
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("cuts", [True, False], ids=["cut", "by hand"])
+# Without processes to compile in, and without programs that try what this processor knows: they
+# take longer than the kernels of these few layers.
+@inductor.patch({"compile_threads": 1, "cpp.vec_isa_ok": False})
 def test_pipeline_with_inductor(cuts: bool) -> None:
     torch._dynamo.reset()
     torch.manual_seed(0)
