@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from taktline.split.named.direct_calls import DirectCalls
     from taktline.split.named.repeated_run import Prefix
 
-__all__ = ["CallCache", "KnownCall", "autocast_dtype", "cache_key", "leaf_at"]
+__all__ = ["CallCache", "KnownCall", "autocast_dtype", "cache_key", "leaf_at", "tensor_key"]
 
 Value = TypeVar("Value")
 
@@ -51,25 +51,35 @@ class CallCache(dict[Hashable, Value]):
             del self[next(iter(self))]
 
 
-def cache_key(value: Any) -> Any:
+def tensor_key(tensor: torch.Tensor) -> Any:
+    """All that a forward can see of a tensor without its data."""
+    plain = tensor.meta if isinstance(tensor, Placeholder) else tensor  # which answers faster
+    return (plain.shape, plain.stride(), plain.dtype)
+
+
+def cache_key(value: Any, of_tensor: Callable[[torch.Tensor], Any] = tensor_key) -> Any:
     """All that a forward can see of an argument without its data.
 
     Without pytree where possible: this runs in each call, for every unit before a stage.
     """
     kind = type(value)
     if kind is tuple or kind is list:
-        return (kind, *[cache_key(part) for part in value])
+        return (kind, *[cache_key(part, of_tensor) for part in value])
     if kind is dict:
-        return (kind, *[(key, cache_key(part)) for key, part in value.items()])
+        return (kind, *[(key, cache_key(part, of_tensor)) for key, part in value.items()])
     if kind is Absent:
         return value
     if isinstance(value, torch.Tensor):
-        plain = value.meta if isinstance(value, Placeholder) else value  # which answers faster
-        return (plain.shape, plain.stride(), plain.dtype)
+        return of_tensor(value)
     if is_constant(value):
         return (kind, value)
+    if kind is slice:
+        return (
+            kind,
+            *[cache_key(part, of_tensor) for part in (value.start, value.stop, value.step)],
+        )
     leaves, spec = pytree.tree_flatten(value)
-    return kind if spec.is_leaf() else (spec, *map(cache_key, leaves))
+    return kind if spec.is_leaf() else (spec, *[cache_key(leaf, of_tensor) for leaf in leaves])
 
 
 def autocast_dtype(device: torch.device) -> torch.dtype | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections import deque
 from collections.abc import Callable
+from enum import Enum
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
@@ -24,6 +25,7 @@ __all__ = [
     "with_copies",
 ]
 
+_CONSTANTS = (bool, int, float, str, Enum, torch.dtype, torch.device)
 _CONTAINERS = (list, dict, set, deque)
 _NOT_OBJECTS = (
     *(type, FunctionType, BuiltinFunctionType, MethodType, ModuleType),
@@ -35,7 +37,7 @@ _LIBRARIES = ("torch", "transformers", "builtins", "functools")
 
 def is_constant(leaf: object) -> bool:
     """Whether a value cannot change and compares by value."""
-    return leaf is None or isinstance(leaf, (bool, int, float, str, torch.dtype, torch.device))
+    return leaf is None or isinstance(leaf, _CONSTANTS)
 
 
 def is_mutable(value: object) -> bool:
