@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import operator
 from collections import deque
 from collections.abc import Callable, Iterable
 from enum import Enum
@@ -120,9 +119,10 @@ def clone(value: Any, memo: dict[int, Any] | None = None) -> Any:
     if not is_mutable(value):
         return value
     if isinstance(value, tuple):
-        parts = [clone(part, memo) for part in value]
-        is_same = all(map(operator.is_, parts, value))
-        return value if is_same else getattr(type(value), "_make", type(value))(parts)
+        parts, spec = pytree.tree_flatten(value, is_leaf=lambda part: part is not value)
+        if spec.is_leaf() or not any(map(is_mutable, parts)):
+            return value
+        return pytree.tree_unflatten([clone(part, memo) for part in parts], spec)
     if id(value) not in memo:
         memo[id(value)] = made = copy.copy(value)
         _fill(made, [(key, clone(part, memo)) for key, part in _parts(value)])
