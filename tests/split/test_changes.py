@@ -55,6 +55,18 @@ class Dicts(Base):
         return super().forward(x) * self.counts["calls"]["all"] / len(self.counts["sizes"])
 
 
+class Tuples(Base):
+    def set_up(self) -> None:
+        self.counts: tuple[Any, ...] = ([0], {"calls": 0})
+        self.calls: tuple[int] = (0,)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.counts[0][0] += 1
+        self.counts[1]["calls"] += 1
+        self.calls = (self.calls[0] + 1,)
+        return super().forward(x) * self.counts[0][0] * self.counts[1]["calls"] / self.calls[0]
+
+
 class Window(Base):
     def set_up(self) -> None:
         self.window = deque([1], maxlen=3)
@@ -218,7 +230,7 @@ class Normed(Base):
 
 
 MODELS = [
-    *(Lists, Dicts, Window, Object, Tensors, Average, Lazy, Last, Collected, Unread),
+    *(Lists, Dicts, Tuples, Window, Object, Tensors, Average, Lazy, Last, Collected, Unread),
     *(Functions, Checkpointed, Normed, Printed),
 ]
 
@@ -262,6 +274,16 @@ class LateList(Base):
         return x
 
 
+class LateTuple(Base):
+    def set_up(self) -> None:
+        self.calls: tuple[int] = (1,)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x * self.calls[0])
+        self.calls = (self.calls[0] + 1,)
+        return x
+
+
 class LateTensor(Base):
     def set_up(self) -> None:
         self.calls = torch.zeros(WIDTH)
@@ -272,7 +294,7 @@ class LateTensor(Base):
         return x
 
 
-@pytest.mark.parametrize("kind", [Late, LateBuffer, LateList, LateTensor])
+@pytest.mark.parametrize("kind", [Late, LateBuffer, LateList, LateTuple, LateTensor])
 def test_a_stage_must_not_read_what_a_later_one_changes(kind: type[nn.Module]) -> None:
     text = r"stage 0 reads 'calls', but the forward changes .* call of 'layers.2', .* elsewhere"
     with pytest.raises(PartitionError, match=text):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from enum import Enum
 from typing import Any
 
 import pytest
@@ -132,3 +133,42 @@ def test_routers_must_be_asked_for_before() -> None:
     pieces = tl.split.by_names(mixtral(), ["model.layers.2"], example=(words,))
     with pytest.raises(tl.errors.PartitionError, match=r"config.output_router_logits = True"):
         pieces(words, output_router_logits=True)
+
+
+class Half(Enum):
+    FIRST = 1
+    LAST = 3
+
+
+class Cropped(nn.Module):
+    """A layer that returns as many columns as an argument says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, columns: Any) -> Tensor:
+        x = self.inner(x)
+        return x[:, columns] if isinstance(columns, slice) else x[:, : columns.value]
+
+
+class CroppedTwice(nn.Module):
+    def __init__(self, first: Any, last: Any) -> None:
+        super().__init__()
+        self.first, self.last = first, last
+        self.crop = Cropped()
+        self.head = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = self.crop(x, self.first), self.crop(x, self.last)
+        return self.head(torch.cat(parts, 1))
+
+
+@pytest.mark.parametrize(
+    ("first", "last"), [(Half.FIRST, Half.LAST), (slice(0, 1), slice(1, 4))], ids=["enum", "slice"]
+)
+def test_the_shape_may_depend_on_any_constant(first: Any, last: Any) -> None:
+    model, x = CroppedTwice(first, last), torch.randn(2, 4)
+    pieces = tl.split.by_names(model, ["head"], example=(x,))
+    for _ in range(2):
+        torch.testing.assert_close(pieces(x), model(x), rtol=0, atol=0)

@@ -85,13 +85,14 @@ class Changes:
     def keep(self) -> None:
         """Keep the present values, to compare with them and go back to them later."""
         self._keys = [set(table) for _, table in self._tables]
-        self._saved = [save(entry.now()) for entry in self._entries]
-        self._fingerprints = [fingerprint(entry.now()) for entry in self._entries]
+        self._values = [entry.now() for entry in self._entries]
+        self._parts = save(self._values)
+        self._fingerprints = [fingerprint(value) for value in self._values]
         with _disable_current_modes():
             self._copies = [
                 (tensor, version_of(tensor), tensor.detach().clone())
-                for entry in self._entries
-                if entry.is_tensor and _is_small(tensor := entry.now())
+                for entry, tensor in zip(self._entries, self._values, strict=True)
+                if entry.is_tensor and _is_small(tensor)
             ]
         modules = {id(module): module for module in self._modules.values()}
         tables = [vars(module)[key] for module in modules.values() for key in HOOKS]
@@ -114,8 +115,9 @@ class Changes:
             if table != before:
                 table.clear()
                 table.update(before)
-        for entry, saved in zip(self._entries, self._saved, strict=True):
-            entry.table[entry.key] = restore(saved)
+        for entry, value in zip(self._entries, self._values, strict=True):
+            entry.table[entry.key] = value
+        restore(self._parts)
         with torch.no_grad(), _disable_current_modes():
             for tensor, version, copy in self._copies:
                 if version_of(tensor) != version:
@@ -129,7 +131,7 @@ class Changes:
     def write_through(self) -> None:
         """Copy the value of a tensor that has replaced a kept one into that, and put it back."""
         with torch.no_grad():
-            for entry, tensor in zip(self._entries, self._saved, strict=True):
+            for entry, tensor in zip(self._entries, self._values, strict=True):
                 now = resolved(entry.now())
                 if not entry.is_tensor or now is tensor:
                     continue

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from taktline.split.named.direct_calls import DirectCalls
     from taktline.split.named.repeated_run import Prefix
 
-__all__ = ["CallCache", "KnownCall", "autocast_dtype", "cache_key", "leaf_at"]
+__all__ = ["CallCache", "KnownCall", "autocast_dtype", "cache_key", "leaf_at", "tensor_key"]
 
 Value = TypeVar("Value")
 
@@ -51,25 +51,35 @@ class CallCache(dict[Hashable, Value]):
             del self[next(iter(self))]
 
 
-def cache_key(value: Any) -> Any:
+def tensor_key(tensor: torch.Tensor) -> Any:
+    """All that a forward can see of a tensor without its data."""
+    plain = tensor.meta if isinstance(tensor, Placeholder) else tensor  # which answers faster
+    return (plain.shape, plain.stride(), plain.dtype)
+
+
+def cache_key(value: Any, of_tensor: Callable[[torch.Tensor], Any] = tensor_key) -> Any:
     """All that a forward can see of an argument without its data.
 
     Without pytree where possible: this runs in each call, for every unit before a stage.
     """
     kind = type(value)
     if kind is tuple or kind is list:
-        return (kind, *[cache_key(part) for part in value])
+        return (kind, *[cache_key(part, of_tensor) for part in value])
     if kind is dict:
-        return (kind, *[(key, cache_key(part)) for key, part in value.items()])
+        return (kind, *[(key, cache_key(part, of_tensor)) for key, part in value.items()])
     if kind is Absent:
         return value
     if isinstance(value, torch.Tensor):
-        plain = value.meta if isinstance(value, Placeholder) else value  # which answers faster
-        return (plain.shape, plain.stride(), plain.dtype)
+        return of_tensor(value)
     if is_constant(value):
         return (kind, value)
+    if kind is slice:
+        return (
+            kind,
+            *[cache_key(part, of_tensor) for part in (value.start, value.stop, value.step)],
+        )
     leaves, spec = pytree.tree_flatten(value)
-    return kind if spec.is_leaf() else (spec, *map(cache_key, leaves))
+    return kind if spec.is_leaf() else (spec, *[cache_key(leaf, of_tensor) for leaf in leaves])
 
 
 def autocast_dtype(device: torch.device) -> torch.dtype | None:
@@ -88,8 +98,8 @@ class KnownCall:
     """What goes to the next stage."""
     summary: ForwardSummary = field(default_factory=ForwardSummary)
     """What the dry run with such arguments has seen."""
-    needed: tuple[bool, ...] = ()
-    """For each leaf of the model's arguments, whether a later stage needs its data."""
+    absent: dict[int, Absent] = field(default_factory=dict)
+    """For leaves of the model's arguments whose data no later stage needs: what to send instead."""
     is_checked: bool = False
     """Whether the first run was compared with the dry run."""
     writes: bool | None = None
@@ -103,12 +113,6 @@ class KnownCall:
     _placeholders: dict[Absent, Placeholder] = field(default_factory=dict)
     _exits: tuple[Path, ...] = ()
     """The paths of the arguments that go to the next stage, in order."""
-    _arguments: Call | None = None
-    """The arguments of the model, if they are the same in each call."""
-    _handed_on: Call | None = None
-    """The arguments of the model for the next stage, if they are the same in each call."""
-    _is_handed_on: bool = False
-    """Whether the next stage gets the arguments of the model as this one did."""
 
     @classmethod
     def of(cls, received: Call, device: torch.device) -> KnownCall:
@@ -120,10 +124,8 @@ class KnownCall:
                 made._placeholders[absent] = absent.as_placeholder(device)
             return made._placeholders[absent]
 
-        arguments = _with_placeholders(received, placeholder)
-        leaves = pytree.tree_leaves(arguments)
+        leaves = pytree.tree_leaves(_with_placeholders(received, placeholder))
         made.is_plain = all(isinstance(leaf, torch.Tensor) or is_constant(leaf) for leaf in leaves)
-        made._arguments = arguments if all(map(_is_fixed, leaves)) else None
         return made
 
     def follow(self, summary: ForwardSummary, stage: int) -> None:
@@ -144,7 +146,7 @@ class KnownCall:
         """The arguments of the model, with placeholders for those whose data has not come."""
         if not self._placeholders:
             return received
-        return self._arguments or _with_placeholders(received, self._placeholders.__getitem__)
+        return _with_placeholders(received, self._placeholders.__getitem__)
 
     def packed(
         self,
@@ -167,23 +169,12 @@ class KnownCall:
 
     def handed_on(self, values: tuple[Any, ...], received: Call) -> tuple[Any, ...]:
         """Values for the next stage, with those arguments of the model whose data it needs."""
-        if self._is_handed_on:
+        if not self.absent:
             return values, *received
-        if self._handed_on is not None:
-            return values, *self._handed_on
-        leaves, spec = pytree.tree_flatten(self.arguments(received))
-        stays = [
-            place
-            for place, leaf in enumerate(leaves)
-            if isinstance(leaf, torch.Tensor) and not self.needed[place]
-        ]
-        self._is_handed_on = all(isinstance(leaves[place], Placeholder) for place in stays)
-        for place in stays:
-            leaves[place] = Absent(tuple(leaves[place].shape), leaves[place].dtype)
-        handed_on = pytree.tree_unflatten(leaves, spec)
-        if all(map(_is_fixed, leaves)):
-            self._handed_on = handed_on
-        return values, *handed_on
+        leaves, spec = pytree.tree_flatten(received)
+        for place, absent in self.absent.items():
+            leaves[place] = absent
+        return values, *pytree.tree_unflatten(leaves, spec)
 
 
 def leaf_at(tree: Any, path: Path) -> Any:
@@ -200,8 +191,3 @@ def _with_placeholders(received: Call, placeholder: Callable[[Absent], Placehold
     return pytree.tree_map_only(
         Absent, placeholder, received, is_leaf=lambda part: isinstance(part, Absent)
     )
-
-
-def _is_fixed(leaf: object) -> bool:
-    """Whether a leaf is the same in all calls with these shapes."""
-    return isinstance(leaf, (Placeholder, Absent)) or is_constant(leaf)

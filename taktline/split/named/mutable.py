@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import copy
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from enum import Enum
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -24,6 +25,7 @@ __all__ = [
     "with_copies",
 ]
 
+_CONSTANTS = (bool, int, float, str, Enum, torch.dtype, torch.device)
 _CONTAINERS = (list, dict, set, deque)
 _NOT_OBJECTS = (
     *(type, FunctionType, BuiltinFunctionType, MethodType, ModuleType),
@@ -35,29 +37,27 @@ _LIBRARIES = ("torch", "transformers", "builtins", "functools")
 
 def is_constant(leaf: object) -> bool:
     """Whether a value cannot change and compares by value."""
-    return leaf is None or isinstance(leaf, (bool, int, float, str, torch.dtype, torch.device))
+    return leaf is None or isinstance(leaf, _CONSTANTS)
 
 
 def is_mutable(value: object) -> bool:
-    """Whether a value is a container, or an object of a user's class."""
-    return isinstance(value, _CONTAINERS) or _is_object(value)
-
-
-def _is_object(value: object) -> bool:
-    if is_constant(value) or isinstance(value, (*_NOT_OBJECTS, *_CONTAINERS, tuple)):
+    """Whether a value is a container, also a tuple, or an object of a user's class."""
+    if isinstance(value, (*_CONTAINERS, tuple)):
+        return True
+    if is_constant(value) or isinstance(value, _NOT_OBJECTS) or not hasattr(value, "__dict__"):
         return False
-    return hasattr(value, "__dict__") and type(value).__module__.split(".")[0] not in _LIBRARIES
+    return type(value).__module__.split(".")[0] not in _LIBRARIES
 
 
 def _parts(value: Any) -> list[tuple[Any, Any]]:
-    """The parts of a mutable value or a tuple, by place or name."""
+    """The parts of a mutable value, by place or name."""
     if isinstance(value, dict):
         return list(value.items())
     if isinstance(value, set):
         return [(part, part) for part in value]
     if isinstance(value, (list, deque, tuple)):
         return list(enumerate(value))
-    return list(vars(value).items()) if _is_object(value) else []
+    return list(vars(value).items())
 
 
 def version_of(tensor: torch.Tensor) -> int:
@@ -82,7 +82,7 @@ def fingerprint(
         return (type(value), value)
     if isinstance(value, torch.Tensor):
         return of_tensor(value)
-    if id(value) in memo or not (is_mutable(value) or isinstance(value, tuple)):
+    if id(value) in memo or not is_mutable(value):
         return id(value)
     inside = memo | {id(value)}
     return (
@@ -94,27 +94,23 @@ def fingerprint(
     )
 
 
-class _Saved(NamedTuple):
-    """A mutable value, and the parts that it had."""
-
-    value: Any
-    parts: list[tuple[Any, Any]]
-
-
-def save(value: Any, memo: frozenset[int] = frozenset()) -> Any:
-    """What :func:`restore` needs to undo later changes of a value."""
-    if id(value) in memo or not is_mutable(value):
-        return value
-    inside = memo | {id(value)}
-    return _Saved(value, [(key, save(part, inside)) for key, part in _parts(value)])
+def save(values: Iterable[Any]) -> list[tuple[Any, list[tuple[Any, Any]]]]:
+    """All mutable values in some values, and the parts of each, to undo later changes."""
+    found: dict[int, tuple[Any, list[tuple[Any, Any]]]] = {}
+    waiting = list(values)
+    while waiting:
+        value = waiting.pop()
+        if is_mutable(value) and id(value) not in found:
+            found[id(value)] = (value, _parts(value))
+            waiting += [part for _, part in found[id(value)][1]]
+    return list(found.values())
 
 
-def restore(saved: Any) -> Any:
-    """The same object as when it was saved, with the parts that it had then."""
-    if not isinstance(saved, _Saved):
-        return saved
-    _fill(saved.value, [(key, restore(part)) for key, part in saved.parts])
-    return saved.value
+def restore(saved: Iterable[tuple[Any, list[tuple[Any, Any]]]]) -> None:
+    """Give all values the parts that they had when they were saved."""
+    for value, parts in saved:
+        if not isinstance(value, tuple):
+            _fill(value, parts)
 
 
 def clone(value: Any, memo: dict[int, Any] | None = None) -> Any:
@@ -122,6 +118,11 @@ def clone(value: Any, memo: dict[int, Any] | None = None) -> Any:
     memo = {} if memo is None else memo
     if not is_mutable(value):
         return value
+    if isinstance(value, tuple):
+        parts, spec = pytree.tree_flatten(value, is_leaf=lambda part: part is not value)
+        if spec.is_leaf() or not any(map(is_mutable, parts)):
+            return value
+        return pytree.tree_unflatten([clone(part, memo) for part in parts], spec)
     if id(value) not in memo:
         memo[id(value)] = made = copy.copy(value)
         _fill(made, [(key, clone(part, memo)) for key, part in _parts(value)])

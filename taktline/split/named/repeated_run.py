@@ -21,7 +21,7 @@ import torch
 
 from taktline import pytree
 from taktline.split.arguments import Args, Call, Kwargs
-from taktline.split.named.known_calls import leaf_at
+from taktline.split.named.known_calls import cache_key, leaf_at, tensor_key
 from taktline.split.named.layout import Layout
 from taktline.split.named.mutable import is_constant
 from taktline.split.named.placeholder import Placeholder
@@ -41,9 +41,11 @@ class Step(NamedTuple):
     training: bool | None
     """The mode of a unit; None for a function."""
     args: Args
-    """In a prefix: the recorded placeholders, and a :class:`_TensorLike` for each real tensor."""
+    """In a prefix: the placeholders among the arguments, without received ones."""
     kwargs: Kwargs
     output: Any
+    key: Any = None
+    """What the arguments of a later call must be like; see :func:`_key`."""
     makes: tuple[tuple[Any, ...], pytree.TreeSpec] | None = None
     """The leaves of the output, if it must be built in each call."""
     runs: bool = False
@@ -76,24 +78,6 @@ class _Received(NamedTuple):
     value: int
 
 
-class _TensorLike(NamedTuple):
-    """A real tensor with this shape."""
-
-    shape: torch.Size
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-
-
-class _ObjectOf(NamedTuple):
-    """Any object of this class."""
-
-    kind: type
-
-
-class _CannotRecord(Exception):
-    """A later call could not recognise the step."""
-
-
 def record_prefix(
     seen: Iterable[Step], received: Mapping[int, int], places: Sequence[tuple[tuple[Any, ...], int]]
 ) -> Prefix | None:
@@ -106,33 +90,29 @@ def record_prefix(
     outputs: set[int] = set()
     steps: list[Step] = []
     for step in seen:
-        try:
-            recorded = _recorded(step, received)
-        except _CannotRecord:
-            return None
-        if recorded is not None:
-            steps.append(recorded)
-            outputs.update(id(part) for part in pytree.tree_leaves(step.output))
-    if not received.keys() <= outputs:
-        return None
-    return Prefix(tuple(steps), tuple(places))
-
-
-def _recorded(step: Step, received: Mapping[int, int]) -> Step | None:
-    """A step to compare with; None if later calls skip it, as they have no placeholders there."""
-    parts, tree = pytree.tree_flatten(step.output)
-    tensors = [part for part in parts if isinstance(part, torch.Tensor)]
-    runs = any(not isinstance(part, Placeholder) and id(part) not in received for part in tensors)
-    if step.training is None:
         leaves = pytree.tree_leaves((step.args, step.kwargs))
-        given = [id(part) in received for part in leaves if isinstance(part, Placeholder)]
-        if any(given):
-            if step.called in _ABOUT_GRADIENTS or tensors or not all(given):
-                raise _CannotRecord
+        given = [id(leaf) in received for leaf in leaves if isinstance(leaf, Placeholder)]
+        parts = pytree.tree_leaves(step.output)
+        if step.training is None and any(given):
+            has_tensors = any(isinstance(part, torch.Tensor) for part in parts)
+            if step.called in _ABOUT_GRADIENTS or has_tensors or not all(given):
+                return None
+            continue  # later calls have no placeholders there
+        recorded = _recorded(step, received)
+        if recorded.training is not None and (
+            recorded.runs or not all(isinstance(x, torch.Tensor) or is_constant(x) for x in parts)
+        ):
             return None
-    elif runs or not all(isinstance(part, torch.Tensor) or is_constant(part) for part in parts):
-        raise _CannotRecord
+        steps.append(recorded)
+        outputs.update(map(id, parts))
+    return Prefix(tuple(steps), tuple(places)) if received.keys() <= outputs else None
+
+
+def _recorded(step: Step, received: Mapping[int, int]) -> Step:
+    """A step to compare with."""
+    parts, tree = pytree.tree_flatten(step.output)
     made = tuple(_Received(received[id(part)]) if id(part) in received else part for part in parts)
+    runs = any(isinstance(x, torch.Tensor) and not isinstance(x, Placeholder) for x in made)
     is_full = type(step.output) is FullOutput
     output = step.output.output if is_full else step.output
     is_built = (
@@ -140,70 +120,29 @@ def _recorded(step: Step, received: Mapping[int, int]) -> Step | None:
         or (is_full and step.output.arguments)
         or any(type(part) is _Received for part in made)
     )
-    args, kwargs = _pattern(step.args, received), _pattern(step.kwargs, received)
-    is_simple = len(args) == 1 and isinstance(args[0], Placeholder)
+    leaves = pytree.tree_leaves((step.args, step.kwargs))
+    kept = [x for x in leaves if isinstance(x, Placeholder) and id(x) not in received]
+    is_simple = len(step.args) == 1 and not step.kwargs and kept and kept[0] is step.args[0]
     return step._replace(
-        args=args,
-        kwargs=kwargs,
+        args=tuple(kept),
+        kwargs={},
         output=None if runs or is_built else step.output,
+        key=_key((step.args, step.kwargs), received),
         makes=(made, tree) if is_built else None,
         runs=runs,
-        only=args[0] if is_simple and not (kwargs or is_built or runs) else _NOTHING,
+        only=kept[0] if is_simple and not (is_built or runs) else _NOTHING,
     )
 
 
-def _pattern(value: Any, received: Mapping[int, int]) -> Any:
-    """The pattern that an argument of a later call must match."""
-    if isinstance(value, Placeholder):
-        return _Received(received[id(value)]) if id(value) in received else value
-    if isinstance(value, torch.Tensor):
-        return _TensorLike(value.shape, value.stride(), value.dtype)
-    if type(value) in (tuple, list):
-        return type(value)(_pattern(part, received) for part in value)
-    if type(value) is dict:
-        return {key: _pattern(part, received) for key, part in value.items()}
-    if is_constant(value) or isinstance(value, (torch.Size, slice, type(...))):
-        return value
-    if not pytree.tree_structure(value).is_leaf():
-        raise _CannotRecord
-    return _ObjectOf(type(value))
+def _key(arguments: Any, received: Mapping[int, int]) -> Any:
+    """All that must be the same in a later call: which values and placeholders, and shapes."""
 
+    def of_tensor(tensor: torch.Tensor) -> Any:
+        if id(tensor) in received:
+            return received[id(tensor)]
+        return (id(tensor),) if type(tensor) is Placeholder else tensor_key(tensor)
 
-def _matches(pattern: Any, found: Any, values: Sequence[Any]) -> bool:
-    """Whether an argument matches; ``values`` come from the stage before."""
-    if found is pattern:
-        return True
-    kind = type(pattern)
-    if kind is Placeholder:
-        return False
-    if kind is _Received:
-        return found is values[pattern.value]
-    if kind is _TensorLike:
-        return (
-            isinstance(found, torch.Tensor)
-            and type(found) is not Placeholder
-            and found.shape == pattern.shape
-            and found.dtype is pattern.dtype
-            and found.stride() == pattern.stride
-        )
-    if kind is _ObjectOf:
-        return type(found) is pattern.kind
-    if type(found) is not kind:
-        return False
-    if kind is dict:
-        return pattern.keys() == found.keys() and _all_match(
-            pattern.values(), map(found.__getitem__, pattern), values
-        )
-    if kind is tuple or kind is list:
-        return len(pattern) == len(found) and _all_match(pattern, found, values)
-    return pattern == found
-
-
-def _all_match(patterns: Iterable[Any], found: Iterable[Any], values: Sequence[Any]) -> bool:
-    for one, other in zip(patterns, found, strict=True):
-        if one is not other and not _matches(one, other, values):
-            return False
-    return True
+    return cache_key(arguments, of_tensor)
 
 
 class Differs(BaseException):
@@ -221,6 +160,7 @@ class RepeatedRun(StageRun):
         self.bare = self._has_begun and not self._counts
         self._prefix: Any = given.known.prefix
         self._steps = iter(self._prefix.steps)
+        self._numbers = {id(value): number for number, value in enumerate(self._values)}
 
     def before_own(self, unit: Any, args: Args, kwargs: Kwargs) -> Call:
         """Check that all values are in their places where the stage begins."""
@@ -268,13 +208,10 @@ class RepeatedRun(StageRun):
 
     def _output(self, step: Step, args: Args, kwargs: Kwargs) -> Any:
         """The output of a step, if the arguments match."""
-        values = self._values
-        if not _matches(step.args, args, values) or (
-            (kwargs or step.kwargs) and not _matches(step.kwargs, kwargs, values)
-        ):
+        if _key((args, kwargs), self._numbers) != step.key:
             raise Differs
         if step.makes is None:
             return super().call(step.called, args, kwargs) if step.runs else step.output
         parts, tree = step.makes
-        parts = [values[part.value] if type(part) is _Received else part for part in parts]
+        parts = [self._values[part.value] if type(part) is _Received else part for part in parts]
         return parts[0] if tree.is_leaf() else pytree.tree_unflatten(parts, tree)

@@ -108,9 +108,7 @@ def _attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
     """The attributes of a module and of its submodules that may be or contain tensors."""
     for path, part in nn.Module.named_modules(module):
         for key, value in vars(part).items():
-            if key not in _TABLES and (
-                isinstance(value, (torch.Tensor, tuple)) or is_mutable(value)
-            ):
+            if key not in _TABLES and (isinstance(value, torch.Tensor) or is_mutable(value)):
                 yield f"{path}.{key}" if path else key, value
 
 

@@ -34,7 +34,7 @@ from taktline.split.named.hugging_face import require_not_collected, without_cac
 from taktline.split.named.known_calls import CallCache, KnownCall, autocast_dtype, cache_key
 from taktline.split.named.layout import BY_HAND, Layout, all_modules
 from taktline.split.named.mutable import with_copies
-from taktline.split.named.placeholder import Absent, Placeholder
+from taktline.split.named.placeholder import Absent
 from taktline.split.named.repeated_run import Differs, RepeatedRun
 from taktline.split.named.stage_run import Leave, StageInput, StageRun
 from taktline.split.named.units import inner_modules, is_own_unit, noting_inner_calls
@@ -249,15 +249,8 @@ class StageForward:
             summary = dry_run(layout, *call, thorough=True)
             layout.summary = layout.summary or summary
         self._require_at_home(summary)
-        if not self._is_last:
-            leaves, spec = pytree.tree_flatten(call)
-            known.needed = tuple(
-                isinstance(leaf, torch.Tensor)
-                and not isinstance(leaf, Placeholder)
-                # Integers are small, and branches of other micro-batches may depend on them.
-                and (not leaf.is_floating_point() or self._is_needed(leaves, place, spec, summary))
-                for place, leaf in enumerate(leaves)
-            )
+        if self.stage == 0 and not self._is_last:
+            known.absent = self._find_absent(call, summary)
         known.follow(summary, self.stage)
         return known
 
@@ -304,22 +297,26 @@ class StageForward:
             f"{BY_HAND}"
         )
 
-    def _is_needed(
-        self, leaves: list[Any], place: int, spec: pytree.TreeSpec, summary: ForwardSummary
-    ) -> bool:
-        """Whether later stages need the data of an argument: a dry run without it shows that."""
+    def _find_absent(self, call: Call, summary: ForwardSummary) -> dict[int, Absent]:
+        """The arguments whose data no later stage needs: dry runs without it show that."""
         if summary.is_guessed:
-            return True  # which would take many dry runs
-        leaf = leaves[place]
-        placeholder = Absent(tuple(leaf.shape), leaf.dtype).as_placeholder(leaf.device)
-        args, kwargs = pytree.tree_unflatten(
-            [*leaves[:place], placeholder, *leaves[place + 1 :]], spec
-        )
-        try:
-            without = dry_run(self.layout, args, kwargs)
-        except Exception:
-            return True  # the forward reads the data
-        return without.boundaries != summary.boundaries
+            return {}  # which would take many dry runs
+        found: dict[int, Absent] = {}
+        leaves, spec = pytree.tree_flatten(call)
+        for place, leaf in enumerate(leaves):
+            # Integers are small, and branches of other micro-batches may depend on them.
+            if not isinstance(leaf, torch.Tensor) or not leaf.is_floating_point():
+                continue
+            absent = Absent(tuple(leaf.shape), leaf.dtype)
+            without = [*leaves]
+            without[place] = absent.as_placeholder(leaf.device)
+            try:
+                other = dry_run(self.layout, *pytree.tree_unflatten(without, spec))
+            except Exception:
+                continue  # the forward reads the data
+            if other.boundaries == summary.boundaries:
+                found[place] = absent
+        return found
 
     def _require_at_home(self, summary: ForwardSummary) -> None:
         """Raise if a stage uses a unit or a parameter of another stage."""
