@@ -45,7 +45,7 @@ matrix: $(VENV)/.stamp-dev ## Run all combinations of which the tests run some
 lint: $(VENV)/.stamp-dev ## Check style, format, types and imports
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
-	$(BIN)/pyright
+	$(BIN)/pyright --threads $(JOBS)
 	$(BIN)/lint-imports
 
 format: $(VENV)/.stamp-dev ## Format the code and sort its imports
