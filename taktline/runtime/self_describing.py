@@ -1,12 +1,9 @@
 """Ports for boundaries whose signature is not known yet: each message describes itself.
 
-A message is a head of fixed size, with five numbers and the text of the signature, and its data.
+A message is a head of fixed size, with three numbers and the text of the signature, and its data.
 Text that does not fit into the head comes between::
 
-    [status, bytes of text, bytes of data, received …, text …]   (more text …)   data …
-
-``received`` has the numbers of messages (activations, gradients) that the sender has received from
-the receiver so far: their buffers can be freed.
+    [status, bytes of text, bytes of data, text …]   (more text …)   data …
 
 The size of a message is unknown before its head, so a rank receives when it needs the values,
 message after message in the channel's order.
@@ -16,7 +13,7 @@ from __future__ import annotations
 
 import os
 import struct
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -32,9 +29,9 @@ from taktline.transport import Channel, Handle, Post, Transport
 from taktline.transport.describe import decode, encode
 from taktline.transport.wire import Layout
 
-__all__ = ["DescribedIncoming", "DescribedOutgoing", "Inbox", "Outbox", "Peer"]
+__all__ = ["DescribedIncoming", "DescribedOutgoing", "DescribedPorts", "Inbox"]
 
-_NUMBERS = struct.Struct("<5q")
+_NUMBERS = struct.Struct("<3q")
 _HEAD = 512
 _ROOM = _HEAD - _NUMBERS.size
 """The most text in a head, in bytes."""
@@ -48,77 +45,15 @@ _NO_MESSAGE = (
 )
 _DONE, _FAILED = 0x7A4B0001, 0x7A4B0002
 """The first number of a message: its sender has worked, or failed."""
-_KINDS = (False, True)
-"""Activations, then gradients."""
-
 
 _Message: TypeAlias = tuple[Signature, torch.Tensor] | SignatureError | None
 """A message; an error if it cannot be read, None from a rank that has failed."""
 
 
-class Outbox:
-    """The sending end of a channel: keeps each message until it is known to have arrived."""
-
-    def __init__(self, post: Post, device: torch.device) -> None:
-        self.device = device
-        self._post = post
-        self._sent: deque[list[tuple[Handle, torch.Tensor]]] = deque()
-        self._settled = 0
-
-    @property
-    def sent(self) -> int:
-        """The number of messages so far."""
-        return self._settled + len(self._sent)
-
-    def send(self, *buffers: torch.Tensor) -> None:
-        """Send a message."""
-        while self._sent and all(handle.done for handle, _ in self._sent[0]):
-            self.arrived(self._settled + 1)
-        self._sent.append([(self._post(buffer), buffer) for buffer in buffers])
-
-    def arrived(self, count: int) -> None:
-        """Free the first messages."""
-        while self._settled < count:
-            for handle, _ in self._sent.popleft():
-                handle.wait()
-            self._settled += 1
-
-    def settle_all(self) -> None:
-        """Wait until every message has left."""
-        self.arrived(self.sent)
-
-
-class Peer:
-    """The channels from and to one other rank, by whether they carry gradients."""
-
-    def __init__(self) -> None:
-        self.inboxes: dict[bool, Inbox] = {}
-        self.outboxes: dict[bool, Outbox] = {}
-
-    @property
-    def received(self) -> list[int]:
-        """The number of messages of each kind from that rank."""
-        return [self.inboxes[kind].received if kind in self.inboxes else 0 for kind in _KINDS]
-
-    def may_have_received(self, counts: Sequence[int]) -> bool:
-        """Whether at least ``counts`` messages of each kind were sent to that rank."""
-        sent = [self.outboxes[kind].sent if kind in self.outboxes else 0 for kind in _KINDS]
-        return all(0 <= count <= most for count, most in zip(counts, sent, strict=True))
-
-    def arrived(self, counts: Sequence[int]) -> None:
-        """Free messages: that rank has received the first ``counts`` of each kind."""
-        for kind, count in zip(_KINDS, counts, strict=True):
-            if kind in self.outboxes:
-                self.outboxes[kind].arrived(count)
-
-
 class Inbox:
     """The receiving end of a channel: takes messages in their order, keeps early ones."""
 
-    def __init__(
-        self, post: Post, order: Sequence[tuple[int, int]], device: torch.device, peer: Peer
-    ) -> None:
-        self._peer = peer
+    def __init__(self, post: Post, order: Sequence[tuple[int, int]], device: torch.device) -> None:
         self._post = post
         self._device = device
         self._order = order
@@ -139,9 +74,8 @@ class Inbox:
 
     def _receive(self) -> _Message:
         head = _read(self._fetch(self._bytes(_HEAD)))
-        status, text_size, data_size, *received = _NUMBERS.unpack_from(head)
-        self._check(status, text_size, data_size, received)
-        self._peer.arrived(received)
+        status, text_size, data_size = _NUMBERS.unpack_from(head)
+        self._check(status, text_size, data_size)
         if status == _FAILED:
             return None
         text = head[_NUMBERS.size :][:text_size]
@@ -160,13 +94,12 @@ class Inbox:
             return error
         return signature, self._fetch(layout.empty())
 
-    def _check(self, status: int, text: int, data: int, received: Sequence[int]) -> None:
+    def _check(self, status: int, text: int, data: int) -> None:
         """Raise if a head is invalid: nothing after it can be read."""
         if (
             status in (_DONE, _FAILED)
             and 0 <= text <= _MOST_TEXT
             and 0 <= data <= _memory(self._device)
-            and self._peer.may_have_received(received)
         ):
             return
         raise BrokenChannel(_NO_MESSAGE)
@@ -211,11 +144,11 @@ class DescribedIncoming:
 class DescribedOutgoing:
     """Sends values with their description, and notes their signatures."""
 
-    def __init__(self, outbox: Outbox, peer: Peer) -> None:
-        self._outbox = outbox
-        self._peer = peer
-        self._device = outbox.device
+    def __init__(self, post: Post, device: torch.device) -> None:
+        self._post = post
+        self._device = device
         self._given: dict[int, tuple[Signature, torch.Tensor]] = {}
+        self._sent: deque[tuple[Handle, torch.Tensor]] = deque()
         self.learned: dict[int, Signature] = {}
 
     def give(self, microbatch: int, leaves: Sequence[Any], spec: TreeSpec | None) -> None:
@@ -231,22 +164,29 @@ class DescribedOutgoing:
         text = encode(signature)
         head = self._head(_DONE, len(text), data.nbytes, text[:_ROOM])
         more = [self._written(text[_ROOM:])] if len(text) > _ROOM else []
-        self._outbox.send(head, *more, data)
+        self._dispatch(microbatch, head, *more, data)
 
     def fail(self, microbatch: int) -> None:
         """Report a failure instead."""
         self._given.pop(microbatch, None)
-        self._outbox.send(self._head(_FAILED, 0, 0, b""))
+        self._dispatch(microbatch, self._head(_FAILED, 0, 0, b""))
 
     def settle(self, microbatch: int) -> None:
-        """Nothing: replies report what has arrived."""
+        """Free what has left, of any micro-batch."""
+        while self._sent and self._sent[0][0].done:
+            self._sent.popleft()[0].wait()
 
     def settle_all(self) -> None:
         """Wait until every message has left."""
-        self._outbox.settle_all()
+        while self._sent:
+            self._sent.popleft()[0].wait()
+
+    def _dispatch(self, microbatch: int, *buffers: torch.Tensor) -> None:
+        self.settle(microbatch)
+        self._sent += [(self._post(buffer), buffer) for buffer in buffers]
 
     def _head(self, status: int, text_size: int, data_size: int, text: bytes) -> torch.Tensor:
-        numbers = _NUMBERS.pack(status, text_size, data_size, *self._peer.received)
+        numbers = _NUMBERS.pack(status, text_size, data_size)
         return self._written((numbers + text).ljust(_HEAD, b"\0"))
 
     def _written(self, data: bytes) -> torch.Tensor:
@@ -262,27 +202,20 @@ class DescribedPorts:
         self._stages = stages
         self._transport = transport
         self._plan = plan
-        self._peers: defaultdict[int, Peer] = defaultdict(Peer)
+        self._inboxes: dict[Channel, Inbox] = {}
 
     def incoming(self, stage: int, channel: Channel) -> DescribedIncoming:
         """The receiving end for a stage."""
-        peer = self._peers[channel.sender]
-        if channel.gradients not in peer.inboxes:
-            peer.inboxes[channel.gradients] = Inbox(
-                self._transport.receiver(channel),
-                self._order(channel),
-                self._stages[stage].device,
-                peer,
-            )
-        return DescribedIncoming(peer.inboxes[channel.gradients], self._stages[stage])
+        owner = self._stages[stage]
+        if channel not in self._inboxes:
+            post = self._transport.receiver(channel)
+            self._inboxes[channel] = Inbox(post, self._order(channel), owner.device)
+        return DescribedIncoming(self._inboxes[channel], owner)
 
     def outgoing(self, stage: int, channel: Channel) -> DescribedOutgoing:
         """The sending end for a stage."""
-        peer = self._peers[channel.receiver]
-        if channel.gradients not in peer.outboxes:
-            post = self._transport.sender(channel, eager=True)
-            peer.outboxes[channel.gradients] = Outbox(post, self._stages[stage].device)
-        return DescribedOutgoing(peer.outboxes[channel.gradients], peer)
+        post = self._transport.sender(channel, eager=True)
+        return DescribedOutgoing(post, self._stages[stage].device)
 
     def _order(self, channel: Channel) -> list[tuple[int, int]]:
         """The (stage, micro-batch) of each message, in the order of the plan's receives."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from typing import Any, TypeAlias
 
@@ -42,7 +42,7 @@ _CONTAINERS = nn.ModuleList, nn.ModuleDict
 """They have no forward, so they cannot be sharded by themselves."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Built:
     """A pipeline, ready to run."""
 
@@ -51,17 +51,32 @@ class Built:
     model: ModelState
     """The stages of this process."""
     table: StageTable
-    schedule: ScheduleFromPlan
-    """Runs the ranks of this process."""
-    batch_dims: BatchDims
+    example: Any
     options: Mapping[str, Any]
     """Of the schedule."""
+    schedule: ScheduleFromPlan = field(init=False)
+    """Runs the ranks of this process."""
+    batch_dims: BatchDims = field(init=False)
+
+    def __post_init__(self) -> None:
+        stages = [
+            PipelineStage(
+                module, stage, self.plan.stages, self.ranks.device, group=self.ranks.group
+            )
+            for stage, module in self.model.modules.items()
+        ]
+        self.schedule = ScheduleFromPlan(stages, self.plan, **self.options)
+        if len(self.ranks.own) > 1:
+            self.schedule._runner.run_all_ranks(self.ranks.size)
+        # Keyword arguments are the model's, so every rank gets the same ones.
+        self.schedule._compared = ("args", "kwargs", "target")
+        self.batch_dims = BatchDims(self.example, self.schedule._cutter)
+        self.schedule._cutter_for = self.batch_dims.fitted
 
     def copied(self, memo: dict[int, Any]) -> Built:
         """Another one with copies of all modules, where all ranks are in this process."""
         ranks = Ranks(self.ranks.size, device=self.ranks.device)
-        model, example = copy.deepcopy(self.model, memo), self.batch_dims.example
-        made = _scheduled(ranks, self.plan, model, self.table, example, self.options)
+        made = replace(self, ranks=ranks, model=copy.deepcopy(self.model, memo))
         made.schedule.steps = self.schedule.steps
         return made
 
@@ -143,7 +158,7 @@ def build(
         options["dynamic_shapes"] |= any(map(has_dynamic_shapes, state.modules.values()))
         keep(state, [stage for rank in here.own for stage in plan.placement.stages_of(rank)])
         _make_ready(state.modules, here, state_dict, prepare, data_parallel, compiles=compiles)
-    built = _scheduled(here, plan, state, table, example, options)
+    built = Built(here, plan, state, table, example, options)
     here.made.keep_for(built.schedule, *state.modules.values())
     _require_wrapped(built)
     note_replaced(given, ((name, parameter) for _, name, parameter in built.parameters()))
@@ -189,30 +204,6 @@ def _separate(stages: Iterable[nn.Module]) -> None:
                 if child is not None and id(vars(child)) in seen:
                     module._modules[name] = with_own_tables(child)
         seen |= {id(vars(module)) for module in stage.modules()}
-
-
-def _scheduled(
-    ranks: Ranks,
-    plan: Plan,
-    model: ModelState,
-    table: StageTable,
-    example: Any,
-    options: Mapping[str, Any],
-) -> Built:
-    """Make the schedule for the ranks of this process."""
-    stages = [
-        PipelineStage(model.modules[stage], stage, plan.stages, ranks.device, group=ranks.group)
-        for rank in ranks.own
-        for stage in plan.placement.stages_of(rank)
-    ]
-    schedule = ScheduleFromPlan(stages, plan, **options)
-    if len(ranks.own) > 1:
-        schedule._runner.run_all_ranks(ranks.size)
-    # Keyword arguments are the model's, so every rank gets the same ones.
-    schedule._compared = ("args", "kwargs", "target")
-    batch_dims = BatchDims(example, schedule._cutter)
-    schedule._cutter_for = batch_dims.fitted
-    return Built(ranks, plan, model, table, schedule, batch_dims, options)
 
 
 def _wrapped(module: nn.Module, ranks: Ranks, data_parallel: str | None) -> nn.Module:

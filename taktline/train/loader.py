@@ -14,12 +14,10 @@ from taktline.errors import DataError, SignatureError
 from taktline.train.broadcast import broadcast
 from taktline.train.ranks import Ranks
 from taktline.transport import transport_of
-from taktline.transport.exchange import share_error
+from taktline.transport.exchange import exchange_or_raise
 
 __all__ = ["SharedLoader", "length_of"]
 
-_FAILED = 2
-"""Exchanged in place of the number of values found, 0 or 1."""
 _LONGEST_TEXT = 4000
 _CALL = "pipe.loader(…)"
 
@@ -85,7 +83,7 @@ class SharedLoader:
         The list has one value, or none at the end.
         """
         found: list[Any] | str = []
-        cause = None
+        cause = error = None
         if self._reads:
             try:
                 found = read()
@@ -96,29 +94,24 @@ class SharedLoader:
                 found = broadcast(found, group, self._device, 0, _CALL)
             except SignatureError as refused:
                 found = str(refused)
-        failed = isinstance(found, str)
-        lowest = highest = _FAILED if failed else len(found)
+        if isinstance(found, str):
+            error, found = DataError(f"rank 0{self._replica}, {what}: {found}"), []
+        lowest = highest = len(found)
         for transport in self._replicas:
-            counts = transport.exchange([lowest, highest], _CALL)
-            lowest, highest = min(low for low, _ in counts), max(high for _, high in counts)
-        if highest == _FAILED:
-            self._fail(f"rank 0{self._replica}, {what}: {found}" if failed else None, cause)
+            try:
+                counts = exchange_or_raise(transport, error, _CALL, [lowest, highest])
+                lowest, highest = min(low for low, _ in counts), max(high for _, high in counts)
+            except DataError as first:
+                error = first  # replicas along the other dimensions must know
+        if error is not None:
+            raise error from cause
         if lowest != highest:
             raise DataError(
                 f"the replicas have different numbers of batches: {what} exists in some, but not "
                 "in others; use the same number in all, for example with "
                 "DistributedSampler(dataset, pipe.replicas, pipe.replica)"
             )
-        assert not isinstance(found, str)
         return found
-
-    def _fail(self, text: str | None, cause: Exception | None) -> None:
-        """Raise the first replica's error in all of them."""
-        error = None if text is None else DataError(text)
-        for transport in self._replicas:
-            error = share_error(transport, error) or error
-        assert error is not None
-        raise error from cause
 
 
 def _checked(batches: Any) -> Iterable[Any]:

@@ -17,6 +17,7 @@ from taktline.errors import ScheduleError
 from taktline.plan import Kind
 from taktline.runtime.schedule import ArgsSpec, KwargsSpec, LossFn, MergeSpec, Schedule
 from taktline.split.arguments import arguments_of
+from taktline.split.traced.trace import in_mode
 from taktline.train.arguments import as_timedelta, check, names_of
 from taktline.train.as_module import AsModule
 from taktline.train.build import Prepare, build
@@ -29,7 +30,7 @@ from taktline.train.model_stages import Model
 from taktline.train.monitoring import Monitoring
 from taktline.train.preemption import PREEMPTED
 from taktline.train.save_load import SaveLoad
-from taktline.train.steps import Outputs, evaluating, loss_in_output, run, with_own_loss
+from taktline.train.steps import Outputs, loss_in_output, run, with_own_loss
 from taktline.train.tracebacks import short_traceback
 from taktline.train.verify import verify
 
@@ -246,7 +247,7 @@ class Pipeline(AsModule, Gradients, SaveLoad, Monitoring):
         compared = target is not None or options.get("target_mbs") is not None
         wanted = not compared if return_outputs is None else return_outputs
         batch, lists = (args, target, options), (losses, aux_losses)
-        with self._turn, evaluating(self.stages.values()):
+        with self._turn, in_mode(*self.stages.values(), training=False):
             output, loss = run(self._built, self._built.schedule.eval, batch, lists, wanted)
         self._end_if_preempted()
         if not wanted:
@@ -323,7 +324,7 @@ class Pipeline(AsModule, Gradients, SaveLoad, Monitoring):
         request = Request(
             ids, max_new_tokens, attention_mask, eos_token_id, pad_token_id, use_cache
         )
-        with self._turn, evaluating(self.stages.values()):
+        with self._turn, in_mode(*self.stages.values(), training=False):
             return generate(self._built, request)
 
     def loader(self, batches: Iterable[Any] | None) -> SharedLoader:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping
 from functools import lru_cache
 from typing import Any, Literal, TypeAlias, TypeVar
 
@@ -17,14 +16,12 @@ from taktline.errors import BatchError, LossError, StageError
 from taktline.plan import Kind, Plan
 from taktline.runtime.schedule import Schedule
 from taktline.split.named.hugging_face import without_cache
-from taktline.split.traced.trace import in_mode
 from taktline.stage.names import unwrapped
 from taktline.train.broadcast import broadcast_output
 from taktline.train.build import Built
 
 __all__ = [
     "Outputs",
-    "evaluating",
     "forward_order",
     "loss_in_output",
     "of_model",
@@ -122,15 +119,6 @@ def _on_device(values: T, device: torch.device) -> T:
         return tensor.to(device, non_blocking=True) if on_cpu else tensor
 
     return pytree.tree_map_only(torch.Tensor, move, values)
-
-
-@contextmanager
-def evaluating(modules: Iterable[nn.Module]) -> Iterator[None]:
-    """Put modules into evaluation mode, and back at the end."""
-    with ExitStack() as stack:
-        for module in modules:
-            stack.enter_context(in_mode(module, training=False))
-        yield
 
 
 def with_own_loss(target: Any, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:

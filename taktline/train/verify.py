@@ -15,6 +15,7 @@ from taktline.checks import Either, require_instance
 from taktline.device import keep_generators
 from taktline.errors import UseError
 from taktline.runtime.watchdog import guarded
+from taktline.split.traced.trace import in_mode
 from taktline.stage.names import named_buffers, named_modules, named_parameters
 from taktline.train.broadcast import broadcast
 from taktline.train.build import Built
@@ -27,7 +28,7 @@ from taktline.train.comparison import (
     cloned,
 )
 from taktline.train.state_dict import gathered_state
-from taktline.train.steps import evaluating, forward_order, run
+from taktline.train.steps import forward_order, run
 from taktline.transport.exchange import share_values
 
 __all__ = ["verify"]
@@ -51,7 +52,7 @@ def verify(
         plain = _copy_of(model, built)
     parts = [m for module in (plain, *built.model.modules.values()) for m in module.modules()]
     dropouts = [part for part in parts if isinstance(part, _DropoutNd)]
-    with _unchanged(built), evaluating(dropouts), ExitStack() as stack:
+    with _unchanged(built), in_mode(*dropouts, training=False), ExitStack() as stack:
         expected = Expected(plain, built.options["loss_fn"], batch)
         recorders = {stage: Recorder() for stage in built.model.modules}
         for stage, module in built.model.modules.items():

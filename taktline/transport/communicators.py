@@ -61,9 +61,15 @@ class Communicator:
             raise failed(error) from error
         return cls(made, peer, failed)
 
-    def send(self, buffer: torch.Tensor, marks: bytes | bytearray = b"") -> Handle:
-        """Send a buffer without waiting; no marks are sent."""
-        return self._post(self._communicator.send, buffer)
+    def send(
+        self, buffer: torch.Tensor, marks: bytes | bytearray = b"", *, asks: bool = False
+    ) -> Handle:
+        """Send a buffer without waiting; no marks are sent.
+
+        With ``asks`` the handle asks the device whether it is done: that takes time, and a capture
+        does not allow it.
+        """
+        return self._post(self._communicator.send, buffer, asks=asks)
 
     def receive(self, buffer: torch.Tensor, marks: bytes | bytearray = b"") -> Handle:
         """Receive into a buffer without waiting."""
@@ -74,26 +80,32 @@ class Communicator:
         if isinstance(self._communicator, getattr(dist, "ProcessGroupNCCL", ())):
             self._communicator.abort()
 
-    def _post(self, post: Callable[..., dist.Work | None], buffer: torch.Tensor) -> Handle:
+    def _post(
+        self, post: Callable[..., dist.Work | None], buffer: torch.Tensor, *, asks: bool = False
+    ) -> Handle:
         try:
             work = post([bytes_of(buffer)], self._peer, 0)
         except RuntimeError as error:
             raise self._failed(error) from error
         if work is None:
             raise TransportError("torch returned no handle for a message")
-        return _Message(work, self._failed)
+        return _Message(work, self._failed, asks)
 
 
 class _Message:
     """A message under way; if it fails, its handle raises why."""
 
-    __slots__ = ("_failed", "_work")
+    __slots__ = ("_asks", "_failed", "_work")
 
-    done = False  # to ask a device takes time, and a capture does not allow it
-
-    def __init__(self, work: dist.Work, failed: Failed) -> None:
+    def __init__(self, work: dist.Work, failed: Failed, asks: bool) -> None:
         self._work = work
         self._failed = failed
+        self._asks = asks
+
+    @property
+    def done(self) -> bool:
+        """Whether the message is known to have left."""
+        return self._asks and self._work.is_completed()
 
     def wait(self) -> object:
         """Return once the buffer may be used."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from datetime import timedelta
+from functools import partial
 from weakref import WeakKeyDictionary, ref
 
 import torch
@@ -264,7 +265,10 @@ class Distributed:
 
     def sender(self, channel: Channel, *, eager: bool = False) -> Post:
         """Return the function that sends a buffer without waiting."""
-        return self._opened(channel).send
+        connection = self._opened(channel)
+        # What is sent eagerly is never captured, so that a device may be asked about it.
+        asks = eager and isinstance(connection, Communicator)
+        return partial(connection.send, asks=True) if asks else connection.send
 
     def receiver(self, channel: Channel) -> Post:
         """Return the function that receives into a buffer without waiting."""

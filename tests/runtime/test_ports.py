@@ -10,7 +10,7 @@ import torch
 
 from taktline.meta import TensorMeta
 from taktline.runtime.ports import Outgoing
-from taktline.runtime.self_describing import Outbox
+from taktline.runtime.self_describing import DescribedOutgoing
 from taktline.transport.wire import Layout
 
 
@@ -35,8 +35,8 @@ def known(post: Callable[..., Message]) -> Callable[[int], None]:
 
 
 def self_described(post: Callable[..., Message]) -> Callable[[int], None]:
-    outbox = Outbox(post, torch.device("cpu"))
-    return lambda _: outbox.send(torch.empty(16, dtype=torch.uint8))
+    port = DescribedOutgoing(post, torch.device("cpu"))
+    return lambda microbatch: port.fail(microbatch)
 
 
 @pytest.mark.parametrize("port", [known, self_described])

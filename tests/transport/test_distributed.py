@@ -623,6 +623,16 @@ def device_types(rank: int, group: dist.ProcessGroup) -> bool:
     return Distributed.of(group, torch.device("cpu")) is first
 
 
+def test_a_device_is_asked_only_about_what_is_sent_eagerly() -> None:
+    work = Mock(**{"is_completed.side_effect": [False, True]})
+    link = Communicator(Mock(**{"send.return_value": work}), 1, Mock())
+    message = link.send(torch.zeros(2))
+    assert not message.done
+    work.is_completed.assert_not_called()
+    eager = link.send(torch.zeros(2), asks=True)
+    assert [eager.done, eager.done] == [False, True]
+
+
 @pytest.mark.processes
 def test_a_transport_stays_when_another_device_is_asked_for(workers: Workers) -> None:
     assert workers.run(device_types) == [True, True]

@@ -106,7 +106,7 @@ def measure_times(model: nn.Module, units: Iterable[str], call: Call) -> dict[Cu
     named = {name: model.get_submodule(name) for name in units}
     best: dict[Cut, float] = {}
     devices = {tensor.device for tensor in tensors}
-    with in_mode(model, False), keep_generators(devices), torch.no_grad():
+    with in_mode(model, training=False), keep_generators(devices), torch.no_grad():
         for run in range(_RUNS + 1):
             with _spent(named, _now) as (times, _):
                 model(*args, **kwargs)

@@ -180,7 +180,7 @@ def pipeline(
         )
     stages = {training: cut(traced, state)}
     try:
-        with in_mode(module, not training):
+        with in_mode(module, training=not training):
             traced_too = trace(module, mb_args, mb_kwargs, split_spec or {}, split_policy)
         other = cut(traced_too, state)
         why_not = _difference(stages[training], other)

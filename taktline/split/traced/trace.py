@@ -145,13 +145,15 @@ def _has_guards(program: torch.export.ExportedProgram) -> bool:
 
 
 @contextmanager
-def in_mode(module: nn.Module, training: bool) -> Iterator[None]:
-    """Put a module into training or evaluation; at the end each part is as before."""
-    before = {part: part.training for part in module.modules()}
+def in_mode(*modules: nn.Module, training: bool) -> Iterator[None]:
+    """Put modules into training or evaluation; at the end each part is as before."""
+    before = {part: part.training for module in modules for part in module.modules()}
     try:
-        module.train(training)
+        for module in modules:
+            module.train(training)
         yield
     finally:
-        module.train(before[module])  # a traced stage changes its graph there
+        for module in modules:
+            module.train(before[module])  # a traced stage changes its graph there
         for part, mode in before.items():
             part.training = mode

@@ -20,8 +20,8 @@ def draw(random: Random) -> tuple[str, bytes]:
         status = random.choice(
             [self_describing._DONE, self_describing._DONE, self_describing._FAILED, 0]
         )
-        head = [status, *(random.choice(NUMBERS) for _ in range(4))]
-        return "head", (struct.pack("<5q", *head) + random.randbytes(80)).ljust(512, b"\0")
+        head = [status, *(random.choice(NUMBERS) for _ in range(2))]
+        return "head", (struct.pack("<3q", *head) + random.randbytes(80)).ljust(512, b"\0")
     data = framed([random.choice(NUMBERS) for _ in range(random.randrange(6))], "step()")
     for _ in range(random.randrange(4)):
         word = struct.pack("<q", random.choice([*NUMBERS, frames._MARK]))
@@ -53,5 +53,5 @@ def try_(input: tuple[str, bytes]) -> None:
             buffer.copy_(torch.frombuffer(bytearray(left.pop()), dtype=torch.uint8))
         return _Done()
 
-    inbox = self_describing.Inbox(post, [(1, 0)], torch.device("cpu"), self_describing.Peer())
+    inbox = self_describing.Inbox(post, [(1, 0)], torch.device("cpu"))
     inbox.take((1, 0))
