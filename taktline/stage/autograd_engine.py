@@ -43,7 +43,12 @@ def add_to_grad(leaf: torch.Tensor, gradient: torch.Tensor, is_shared: bool = Fa
         # By .data, if the gradient itself was differentiated.
         (known.data if known.requires_grad else known).add_(gradient)
     else:
-        gradient = gradient.clone() if is_shared else gradient
+        if type(gradient) is torch.Tensor and (
+            gradient.stride() != leaf.stride() or gradient.is_conj()
+        ):  # such as an expanded one, which cannot be added to
+            gradient = torch.empty_like(leaf, dtype=gradient.dtype).copy_(gradient)
+        elif is_shared:
+            gradient = gradient.clone()
         leaf.grad = gradient if leaf.grad_dtype is None else gradient.to(leaf.grad_dtype)
 
 

@@ -190,13 +190,54 @@ class Alike(nn.Module):
         lambda self, x: x @ (self.one + self.other.t()),
         lambda self, x: x @ self.one + (self.left + self.right),
         lambda self, x: x + self.left + torch.ones(3, 4) @ self.one,
+        lambda self, x: x @ (self.one + torch.cat([self.left, self.right[:1]])),
+        lambda self, x: x @ (self.one + torch.stack([self.other, self.other])[0]),
     ],
-    ids=["in a sum", "turned", "not of products", "of the input"],
+    ids=["in a sum", "turned", "not of products", "of the input", "in part", "chosen"],
 )
 def test_weights_with_the_same_gradient_do_not_share_it(
     forward: Callable[[Any, Tensor], Tensor],
 ) -> None:
     assert_alike(Alike(forward), torch.randn(4, 3, 4).unbind())
+
+
+def test_a_hooked_weight_does_not_share_the_gradient_of_another() -> None:
+    module = Alike(lambda self, x: x @ self.one + 2 * (self.left + self.right.view(12).view(3, 4)))
+    module.right.register_hook(lambda gradient: None)
+    inputs = torch.randn(3, 3, 4).unbind()
+    _, (_, _, left, right) = run(compiled(module), inputs, split=True)
+    assert left is not None
+    assert right is not None
+    assert torch.equal(left, torch.full((3, 4), 6.0))
+    assert torch.equal(right, left)
+
+
+@pytest.mark.parametrize(
+    "forward",
+    [
+        lambda self, x: x @ self.one + x @ self.other.sum(1, keepdim=True),
+        lambda self, x: x @ (self.one + self.other.t()),
+    ],
+    ids=["expanded", "turned"],
+)
+def test_gradients_are_laid_out_like_their_weights(
+    forward: Callable[[Any, Tensor], Tensor],
+) -> None:
+    module = Alike(forward)
+    assert_alike(module, torch.randn(2, 3, 4).unbind())
+    assert [p.grad.stride() for p in module.parameters() if p.grad is not None] == [(4, 1)] * 2
+
+
+def test_autocast_does_not_reach_into_w() -> None:
+    module = nn.Linear(4, 4)
+    made, x = compiled(module), torch.randn(3, 4, requires_grad=True)
+    output = made(x)
+    with torch.autocast("cpu", torch.bfloat16):
+        pending = Splitter().run_input([output], [x.detach()], [x], list(made.parameters()))
+        assert pending is not None
+        pending.run()
+    assert module.weight.grad is not None
+    assert torch.equal(module.weight.grad, x.detach().t() @ x.detach())
 
 
 def test_frozen_weights() -> None:

@@ -74,13 +74,21 @@ class _Split:
         results = list(self._first(taken))
         count = len(results) - len(division.made)
         early = [results[place] for place in self._early]
-        off.take_over(self._late, [*held, *results[count:]], partial(self._run_second, early))
+        # Early gradients are held, too: hooked weights may get views of them.
+        off.take_over(self._late, [*held, *results[count:], *early], self._run_second)
         del results[count:]
         for place in self._early:
             results[place] = None
         return results
 
-    def _run_second(self, early: Sequence[Any], held: list[Any]) -> None:
+    def _run_second(self, held: list[Any]) -> None:
+        if torch._C._is_any_autocast_enabled():  # the graph has its casts
+            with torch._C._DisableAutocast():
+                self._run_second(held)
+            return
+        count = len(held) - len(self._early)
+        early = held[count:]
+        del held[count:]
         enabled = torch.is_grad_enabled()
         torch._C._set_grad_enabled(False)  # as inside of the engine; no_grad() is slower
         try:

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
+from operator import getitem
 from typing import Any
 
 import torch
@@ -131,10 +132,19 @@ def _late(nodes: Sequence[fx.Node], results: Sequence[Any], later: Collection[in
 
 
 def _base(node: fx.Node) -> fx.Node:
-    """The node whose memory a node views."""
-    while _is(node, _VIEWS):
+    """The node whose memory a node views, or a part of it."""
+    while _is_view(node):
         node = node.all_input_nodes[0]
     return node
+
+
+def _is_view(node: fx.Node) -> bool:
+    if node.target is getitem:  # of a list of views
+        return _is_view(node.all_input_nodes[0])
+    schema = getattr(node.target, "_schema", None)
+    return _is(node, (_aten._unsafe_view,)) or (
+        schema is not None and any(argument.alias_info for argument in schema.arguments)
+    )
 
 
 def _is(node: fx.Node, kinds: Collection[object]) -> bool:
