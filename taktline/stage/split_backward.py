@@ -47,8 +47,10 @@ class _Compiled(NamedTuple):
     held: list[Any]
     versions: Sequence[int]
     """The versions of the tensors in ``held``."""
-    run: Callable[[list[Any]], None]
-    """Adds them to the weights."""
+    early: Sequence[Any]
+    """Gradients that are computed, but not added yet."""
+    run: Callable[[list[Any], Sequence[Any]], None]
+    """Adds all of them to the weights."""
 
 
 class Pending:
@@ -82,15 +84,16 @@ class Pending:
         self,
         weights: Sequence[torch.Tensor],
         held: list[Any],
-        run: Callable[[list[Any]], None],
+        early: Sequence[Any],
+        run: Callable[[list[Any], Sequence[Any]], None],
     ) -> None:
-        """Run a compiled node's function of the held values, too, to add these gradients."""
-        self._compiled.append(_Compiled(weights, held, _versions(held), run))
+        """Run a compiled node's function of held values and early gradients, too."""
+        self._compiled.append(_Compiled(weights, held, _versions(held), early, run))
 
     def part_from(self, leaves: Sequence[torch.Tensor]) -> None:
         """Copy new gradients that share memory with kept values: later ones are added in place."""
         kept = {_memory(g) for (g,) in self._gradients.values() if g is not None}
-        held = (value for part in self._compiled for value in part.held)
+        held = (value for part in self._compiled for value in (*part.held, *part.early))
         kept |= {_memory(value) for value in held if isinstance(value, torch.Tensor)}
         for leaf in leaves:
             if leaf.grad is not None and (None in kept or _memory(leaf.grad) in (None, *kept)):
@@ -116,7 +119,7 @@ class Pending:
             if index == last[weight]:  # added at once, so that its memory serves the next product
                 add_to_grad(weight, sums.pop(weight))
         for part in self._compiled:
-            part.run(part.held)
+            part.run(part.held, part.early)
         # A kept output keeps the graph, whose hooks keep this object.
         self._factors, self._versions = [], []
         self._gradients.clear()

@@ -290,9 +290,9 @@ def test_what_w_holds_can_go_as_soon_as_it_was_used() -> None:
     (part,) = pending._compiled
     left: list[int] = []
 
-    def run(held: list[Any]) -> None:
+    def run(held: list[Any], early: Sequence[Any]) -> None:
         known = [weakref.ref(value) for value in held]
-        part.run(held)
+        part.run(held, early)
         left.append(sum(ref() is not None for ref in known))
 
     pending._compiled[:] = [part._replace(run=run)]

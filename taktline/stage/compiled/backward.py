@@ -32,9 +32,13 @@ class PutOff(Protocol):
     """Takes over the gradients that a node of the graph does not compute at once."""
 
     def take_over(
-        self, weights: Sequence[torch.Tensor], held: list[Any], run: Callable[[list[Any]], None]
+        self,
+        weights: Sequence[torch.Tensor],
+        held: list[Any],
+        early: Sequence[Any],
+        run: Callable[[list[Any], Sequence[Any]], None],
     ) -> None:
-        """Later, add the gradients of weights by running a function of the held values."""
+        """Later, run a function of held values and early gradients, which adds all gradients."""
         ...
 
 
@@ -74,21 +78,17 @@ class _Split:
         results = list(self._first(taken))
         count = len(results) - len(division.made)
         early = [results[place] for place in self._early]
-        # Early gradients are held, too: hooked weights may get views of them.
-        off.take_over(self._late, [*held, *results[count:], *early], self._run_second)
+        off.take_over(self._late, [*held, *results[count:]], early, self._run_second)
         del results[count:]
         for place in self._early:
             results[place] = None
         return results
 
-    def _run_second(self, held: list[Any]) -> None:
+    def _run_second(self, held: list[Any], early: Sequence[Any]) -> None:
         if torch._C._is_any_autocast_enabled():  # the graph has its casts
             with torch._C._DisableAutocast():
-                self._run_second(held)
+                self._run_second(held, early)
             return
-        count = len(held) - len(self._early)
-        early = held[count:]
-        del held[count:]
         enabled = torch.is_grad_enabled()
         torch._C._set_grad_enabled(False)  # as inside of the engine; no_grad() is slower
         try:
