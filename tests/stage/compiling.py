@@ -6,11 +6,18 @@ import copy
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
+import pytest
 import torch
 from torch import Tensor, fx, nn
 
 from taktline.stage.compiled.backward import Backward
 from taktline.stage.split_backward import Pending, Splitter
+
+COMPILER_WARNINGS = [
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
+]
+"""Marks for tests that compile: the compiler's own warnings are no errors."""
 
 
 def aot(where: str = "stage 0", fails: str = "") -> Callable[..., Any]:

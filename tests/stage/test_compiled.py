@@ -16,13 +16,9 @@ from torch._inductor import config as inductor
 import taktline as tl
 from taktline.stage.compiled.divide import Division, divide
 from taktline.stage.split_backward import Pending, Splitter
-from tests.stage.compiling import aot, assert_alike, block, compiled
+from tests.stage.compiling import COMPILER_WARNINGS, aot, assert_alike, block, compiled
 
-# The compiler's own.
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
-]
+pytestmark = COMPILER_WARNINGS
 
 
 class Attention(nn.Module):

@@ -12,13 +12,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from taktline.stage.split_backward import Splitter
-from tests.stage.compiling import assert_alike, block, compiled, run
+from tests.stage.compiling import COMPILER_WARNINGS, assert_alike, block, compiled, run
 
-# The compiler's own.
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
-]
+pytestmark = COMPILER_WARNINGS
 
 
 class Scaled(nn.Module):
