@@ -14,8 +14,6 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from taktline.side_values import current_aside, uncompiled
 
-__all__ = ["DeferredBatchNorm", "Statistics", "update_all"]
-
 
 @dataclass(frozen=True, slots=True)
 class Statistics:

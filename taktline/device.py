@@ -11,8 +11,6 @@ import torch
 
 from taktline.checks import refuse
 
-__all__ = ["gpu_for_each_process", "keep_generators", "require_device"]
-
 
 def require_device(value: Any) -> torch.device:
     """A device, or its name.

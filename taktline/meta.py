@@ -14,9 +14,6 @@ from taktline.errors import SignatureError
 from taktline.sharding import Sharding, is_sharded, local
 from taktline.text import counted
 
-__all__ = ["DTYPES", "Leaf", "Signature", "TensorMeta", "as_arguments", "flatten", "name_of"]
-
-
 Constant: TypeAlias = bool | int | float | str | None
 """A value that is part of a signature, and is not sent as data."""
 

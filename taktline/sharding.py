@@ -17,16 +17,6 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor, Placement
 
-__all__ = [
-    "GetMesh",
-    "Sharding",
-    "find_mesh",
-    "gradient_of",
-    "is_sharded",
-    "local",
-    "root_gradient",
-]
-
 GetMesh: TypeAlias = Callable[[tuple[str, ...], Any], "DeviceMesh | None"]
 """Finds a mesh by the names of its dimensions and its layout, as in torch."""
 

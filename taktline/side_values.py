@@ -17,19 +17,6 @@ import torch
 from taktline import pytree
 from taktline.errors import LossError, SkipError
 
-__all__ = [
-    "Aside",
-    "Replay",
-    "Skip",
-    "add_loss",
-    "collect_losses",
-    "current_aside",
-    "handed_on",
-    "opened",
-    "require_number",
-    "uncompiled",
-]
-
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 

@@ -26,8 +26,6 @@ from taktline.checks import refuse
 from taktline.errors import SkipError
 from taktline.side_values import current_aside, uncompiled
 
-__all__ = ["get", "put"]
-
 
 @uncompiled
 def put(name: str, value: torch.Tensor) -> None:

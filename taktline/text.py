@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 
-__all__ = ["by_rank", "counted", "did_you_mean", "first_of", "size_text", "table"]
-
 
 def counted(number: int, noun: str) -> str:
     """A number with its noun in the right form.

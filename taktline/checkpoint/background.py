@@ -20,8 +20,6 @@ from taktline.transport.distributed import Distributed
 if TYPE_CHECKING:
     from taktline.checkpoint.saving import Saving
 
-__all__ = ["start", "wait"]
-
 _log = logging.getLogger("taktline")
 _PAUSE = 0.02
 """Seconds between two looks into the folder."""

@@ -17,18 +17,6 @@ from taktline.checkpoint.manifest import MANIFEST, Manifest
 from taktline.checks import require_path
 from taktline.errors import CheckpointError
 
-__all__ = [
-    "begin",
-    "finish",
-    "is_whole",
-    "latest",
-    "resolve",
-    "saves",
-    "sync",
-    "unfinished",
-    "write_text",
-]
-
 _SAVE = re.compile(r"(\d{6,})-step-\d+")
 _UNFINISHED = re.compile(r"\.\d{6,}-step-\d+\.(saving|removing)")
 

@@ -30,8 +30,6 @@ from taktline.meta import name_of
 from taktline.runtime.watchdog import guarded
 from taktline.text import counted, first_of
 
-__all__ = ["Loaded", "load"]
-
 
 @dataclass(frozen=True, slots=True)
 class Loaded:

@@ -34,8 +34,6 @@ from taktline.errors import CheckpointError, JsonError
 from taktline.meta import DTYPES
 from taktline.transport.plain import NotPlainError, pack, unpack
 
-__all__ = ["MANIFEST", "Entry", "Manifest", "merged", "packed", "read_part", "sealed", "unpacked"]
-
 MANIFEST = "manifest.json"
 _FORMAT = "taktline checkpoint"
 _VERSION = 1

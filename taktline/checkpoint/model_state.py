@@ -17,8 +17,6 @@ from taktline.stage.names import named_buffers, named_parameters
 from taktline.stage.ties import declared
 from taktline.transport import transport_of
 
-__all__ = ["Held", "HeldModel", "ModelState", "foremost", "joined", "state_of"]
-
 
 class Held(NamedTuple):
     """A parameter or a persistent buffer of this process."""

@@ -14,8 +14,6 @@ from taktline.errors import CheckpointError
 from taktline.sharding import is_sharded
 from taktline.text import counted
 
-__all__ = ["OptimizerState", "describe"]
-
 _NOT_OPTIONS = ("params", "param_names")
 
 

@@ -20,8 +20,6 @@ from taktline.errors import CheckpointError
 from taktline.runtime.watchdog import guarded
 from taktline.sharding import is_sharded, local
 
-__all__ = ["PretrainedFiles", "build", "save_pretrained"]
-
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 _WEIGHT_MAP = {"metadata": object, "weight_map": {str: str}}

@@ -13,8 +13,6 @@ from taktline.transport import Transport
 from taktline.transport.exchange import retold, share_error, share_values
 from taktline.transport.one_rank import Alone
 
-__all__ = ["Processes", "writers"]
-
 
 @dataclass(frozen=True, slots=True)
 class Processes:

@@ -10,8 +10,6 @@ import torch
 
 from taktline.runtime.random_numbers import RankRandom
 
-__all__ = ["random_state", "set_random_state"]
-
 
 def random_state(device: torch.device, ranks: RankRandom | None) -> dict[str, Any]:
     """The state of all generators; ``ranks`` has those of ranks that share this process."""

@@ -35,8 +35,6 @@ from taktline.meta import name_of
 from taktline.runtime.watchdog import guarded
 from taktline.transport.exchange import retold
 
-__all__ = ["Training", "save"]
-
 
 class Training:
     """The objects that are saved and loaded beside the model."""

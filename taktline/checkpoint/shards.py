@@ -10,8 +10,6 @@ import torch
 from taktline.errors import CheckpointError
 from taktline.sharding import is_sharded, local
 
-__all__ = ["Region", "shard_of"]
-
 
 class Region(NamedTuple):
     """A part of a tensor: the first index and how many, along each dimension."""

@@ -22,8 +22,6 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from taktline.errors import CheckpointError
 
-__all__ = ["Memory", "Snapshot", "settle", "watch"]
-
 _SMALL = 1 << 14
 """The most bytes that are faster to copy at once than to watch for changes."""
 

@@ -21,8 +21,6 @@ import torch
 from taktline.checks import conform, read
 from taktline.errors import CheckpointError, JsonError
 
-__all__ = ["BLOCK", "TensorFile", "in_order", "require_writable", "write"]
-
 BLOCK = 1 << 16
 """The bytes of one checksum: reading a part of a file checks only that part."""
 

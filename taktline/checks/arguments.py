@@ -15,22 +15,6 @@ from typing import Any, NoReturn, TypeVar
 
 from taktline.errors import ArgumentError, TaktlineError
 
-__all__ = [
-    "refuse",
-    "require_callable",
-    "require_flag",
-    "require_instance",
-    "require_instances",
-    "require_iterable",
-    "require_number",
-    "require_one_of",
-    "require_path",
-    "require_text",
-    "require_whole",
-    "shown",
-    "with_article",
-]
-
 T = TypeVar("T")
 Error = type[TaktlineError]
 

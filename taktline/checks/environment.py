@@ -8,8 +8,6 @@ import os
 from taktline.checks.arguments import shown
 from taktline.checks.warn import warn
 
-__all__ = ["launched", "seconds_in_environment"]
-
 
 def launched() -> bool:
     """Whether a launcher such as torchrun has started this process."""

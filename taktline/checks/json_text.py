@@ -22,8 +22,6 @@ from typing import Any, NoReturn, cast
 
 from taktline.errors import JsonError
 
-__all__ = ["MAX_DEPTH", "MAX_DIGITS", "Either", "conform", "loads", "read"]
-
 MAX_DEPTH = 64
 """The deepest nesting of lists and objects that is read; what we write is about five deep."""
 

@@ -7,8 +7,6 @@ import os
 import warnings
 from pathlib import Path
 
-__all__ = ["warn"]
-
 _PACKAGE = f"{Path(__file__).parents[1]}{os.sep}"
 
 

@@ -27,8 +27,6 @@ from taktline.cli.show import show
 from taktline.cli.simulate import simulate
 from taktline.errors import InvalidPlanError, TaktlineError
 
-__all__ = ["app"]
-
 app = typer.Typer(
     name="taktline",
     help="Pipeline-parallel training for PyTorch: plan, check, draw and compare schedules.",

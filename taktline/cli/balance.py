@@ -9,8 +9,6 @@ import typer
 from taktline.cli.options import Json, echo_json
 from taktline.plan import balance as cut_evenly
 
-__all__ = ["balance"]
-
 
 def balance(
     costs: Annotated[str, typer.Argument(help="Cost of each layer, such as 3,1,4.")],

@@ -11,8 +11,6 @@ from taktline.cli.options import Json, echo_json
 from taktline.plan import Violation, read, validate
 from taktline.text import counted
 
-__all__ = ["check"]
-
 
 def check(
     file: Annotated[Path, typer.Argument(help="A plan, .csv or .json.")], json: Json = False

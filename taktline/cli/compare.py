@@ -27,8 +27,6 @@ from taktline.text import counted
 if TYPE_CHECKING:
     from rich.console import Console
 
-__all__ = ["compare"]
-
 
 def compare(
     schedules: Annotated[

@@ -10,8 +10,6 @@ import sys
 import time
 from collections.abc import Sequence
 
-__all__ = ["called", "launch"]
-
 COMMAND = ("-m", "taktline")
 _POLL = 0.1
 

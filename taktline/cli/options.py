@@ -31,24 +31,6 @@ if TYPE_CHECKING:
     from rich.table import Table
     from rich.text import Text
 
-__all__ = [
-    "MEMORY",
-    "NARROW",
-    "Colour",
-    "Json",
-    "Predict",
-    "Size",
-    "Times",
-    "complete",
-    "complete_name",
-    "console",
-    "echo_json",
-    "is_file",
-    "rich_table",
-    "timelines_of",
-    "waiting",
-]
-
 NARROW = 72
 """On terminals with fewer columns, tables show only the most important columns."""
 

@@ -12,8 +12,6 @@ from taktline.plan import find, lower, names, write
 from taktline.plan.io import to_json
 from taktline.text import counted
 
-__all__ = ["plan"]
-
 
 def plan(
     name: Annotated[

@@ -18,8 +18,6 @@ from taktline.render.text import chart, grid, legend
 from taktline.render.trace import to_trace
 from taktline.text import counted
 
-__all__ = ["show"]
-
 
 class By(StrEnum):
     """The meaning of a column of the terminal."""

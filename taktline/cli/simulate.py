@@ -25,8 +25,6 @@ from taktline.text import counted
 if TYPE_CHECKING:
     from rich.console import Console
 
-__all__ = ["simulate"]
-
 
 def simulate(
     target: Annotated[

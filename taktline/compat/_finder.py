@@ -12,8 +12,6 @@ from importlib.machinery import ModuleSpec
 from os.path import dirname, isfile, join
 from types import ModuleType
 
-__all__ = ["PEER", "Finder", "is_ours", "put_first"]
-
 PEER = "torch.distributed.pipelining"
 _OURS = "taktline.compat.torch_pipelining"
 

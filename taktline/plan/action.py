@@ -23,8 +23,6 @@ from enum import IntEnum
 from taktline.checks import require_instance, require_text, require_whole
 from taktline.errors import ActionSyntaxError, PlanError
 
-__all__ = ["LARGEST", "Action", "Kind", "Overlap", "parse"]
-
 LARGEST = 2**31 - 1
 """Stages and micro-batches are numbered up to here."""
 

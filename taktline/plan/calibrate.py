@@ -14,8 +14,6 @@ from taktline.plan.deps import needs
 from taktline.plan.rows import FloatArray, IntArray, known_medians
 from taktline.plan.timeline import Timeline
 
-__all__ = ["calibrate"]
-
 
 def calibrate(timelines: Sequence[Timeline]) -> Costs:
     """The costs that these timelines show together.

@@ -29,8 +29,6 @@ from taktline.plan.rows import FloatArray, as_numbers
 if TYPE_CHECKING:
     from taktline.plan.timeline import Timeline
 
-__all__ = ["Costs", "Link"]
-
 PerStage: TypeAlias = float | tuple[float, ...]
 """One number for all stages, or one for each."""
 

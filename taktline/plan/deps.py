@@ -24,8 +24,6 @@ from taktline.plan.action import Kind
 from taktline.plan.plan import Level, Plan
 from taktline.plan.rows import BoolArray, IntArray
 
-__all__ = ["HOPS", "NONE", "Needs", "Where", "channels", "exists", "needs", "sources"]
-
 NONE = -1
 """In a column of row numbers: there is no such row."""
 

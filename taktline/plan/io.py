@@ -24,17 +24,6 @@ from taktline.plan.costs import Costs
 from taktline.plan.placement import MOST_RANKS, Placement
 from taktline.plan.plan import Level, Plan
 
-__all__ = [
-    "from_csv",
-    "from_json",
-    "read",
-    "read_costs",
-    "to_csv",
-    "to_json",
-    "write",
-    "write_text",
-]
-
 FORMAT, VERSION = "taktline-plan", 1
 TIMELINE_FORMAT = "taktline-timeline"
 """A file that holds a timeline holds its plan, with costs, in the same fields."""

@@ -9,8 +9,6 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any, Literal
 
-__all__ = ["lazy_import"]
-
 
 def lazy_import(module: Literal["render", "plan.calibrate"]) -> Any:
     """A module of the package."""

@@ -14,8 +14,6 @@ from taktline.plan.costs import Costs
 from taktline.plan.plan import Plan
 from taktline.plan.rows import FloatArray
 
-__all__ = ["memory_curve", "peak_memory"]
-
 
 def memory_curve(plan: Plan, costs: Costs | None = None) -> tuple[FloatArray, FloatArray]:
     """The memory in use on a row's rank while the row runs, and after it.

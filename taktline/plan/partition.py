@@ -16,8 +16,6 @@ from taktline.errors import CostError, PartitionError
 from taktline.plan.action import LARGEST
 from taktline.text import counted, table
 
-__all__ = ["Partition", "balance"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Partition:

@@ -14,8 +14,6 @@ from taktline.plan.validate import require_valid
 from taktline.plan.walk import Walk, unit_run
 from taktline.text import counted
 
-__all__ = ["add_comm", "add_reduce", "add_shard", "lower", "merge_backward", "restrict"]
-
 
 def lower(
     plan: Plan, *, merge: bool = False, keep_ready: int | None = None, reduce: bool = False

@@ -19,8 +19,6 @@ from taktline.checks import require_iterable, require_whole, shown
 from taktline.errors import NoSuchRankError, PlanError
 from taktline.text import counted
 
-__all__ = ["MOST_RANKS", "MOST_STAGES", "Placement"]
-
 MOST_RANKS, MOST_STAGES = 2**16, 2**20
 """A larger number is a typing error, and tables of that size would take too long."""
 

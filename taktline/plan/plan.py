@@ -27,8 +27,6 @@ from taktline.plan.placement import MOST_RANKS, Placement
 from taktline.plan.rows import IntArray, Rows
 from taktline.text import counted
 
-__all__ = ["Level", "Plan"]
-
 
 class Level(IntEnum):
     """The most detailed kind of action in a plan.

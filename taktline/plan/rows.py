@@ -15,8 +15,6 @@ import numpy.typing as npt
 
 from taktline.plan.action import Action, Kind, Overlap
 
-__all__ = ["BoolArray", "FloatArray", "IntArray", "Rows", "as_numbers", "known_medians"]
-
 IntArray: TypeAlias = npt.NDArray[np.integer[Any]]
 FloatArray: TypeAlias = npt.NDArray[np.float64]
 BoolArray: TypeAlias = npt.NDArray[np.bool_]

@@ -17,8 +17,6 @@ from taktline.plan.plan import Level, Plan
 from taktline.plan.rows import BoolArray, IntArray
 from taktline.text import counted
 
-__all__ = ["RULES", "Subject", "Violation", "sizes"]
-
 
 @dataclass(frozen=True, slots=True)
 class Violation:

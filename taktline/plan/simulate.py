@@ -14,8 +14,6 @@ from taktline.plan.timeline import Timeline
 from taktline.plan.validate import require_valid
 from taktline.plan.walk import Messages, waits_between_ranks, walk
 
-__all__ = ["simulate"]
-
 
 def simulate(plan: Plan, costs: Costs | None = None) -> Timeline:
     """Simulate a plan: every action runs as early as its rank and its dependencies allow.

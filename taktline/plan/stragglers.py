@@ -15,8 +15,6 @@ from taktline.plan.plan import Plan
 from taktline.plan.rows import FloatArray, known_medians
 from taktline.plan.timeline import Timeline
 
-__all__ = ["Straggler", "stragglers"]
-
 _LEAST = 0.01
 """The least that a straggler costs, as a share of the step; less is noise."""
 _SHOWN = 3

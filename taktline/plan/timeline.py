@@ -29,8 +29,6 @@ from taktline.plan.rows import FloatArray, IntArray, as_numbers
 from taktline.plan.validate import require_valid
 from taktline.text import counted
 
-__all__ = ["Span", "Timeline"]
-
 By: TypeAlias = Literal["makespan", "span"]
 
 

@@ -25,8 +25,6 @@ from taktline.plan.plan import Plan
 from taktline.plan.rows import FloatArray
 from taktline.plan.timeline import Timeline
 
-__all__ = ["is_timeline", "read_timeline", "write_timeline"]
-
 _COLUMN = [[float]]
 _TIMES = {"start": _COLUMN, "end": _COLUMN, "arrival": Either(None, _COLUMN), "measured": bool}
 

@@ -15,8 +15,6 @@ from taktline.plan.rows import IntArray
 from taktline.plan.rules import RULES, Subject, Violation, sizes
 from taktline.plan.walk import Blocked, unit_run, waits_between_ranks, walk
 
-__all__ = ["Sends", "Violation", "require_valid", "validate"]
-
 Sends: TypeAlias = Literal["blocking", "asynchronous"]
 
 

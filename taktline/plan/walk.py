@@ -20,8 +20,6 @@ from taktline.plan.deps import Needs, needs
 from taktline.plan.plan import Plan
 from taktline.plan.rows import FloatArray, IntArray
 
-__all__ = ["Blocked", "Messages", "Walk", "unit_run", "waits_between_ranks", "walk"]
-
 _UNIT = np.zeros(len(Kind))
 _UNIT[[Kind.F, Kind.B, Kind.I, Kind.W]] = 1, 2, 1, 1
 

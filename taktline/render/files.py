@@ -23,8 +23,6 @@ from taktline.render.png import to_png
 from taktline.render.svg import natural_width, to_svg
 from taktline.render.text import chart
 
-__all__ = ["inline", "inline_plan", "save", "save_plan", "show", "show_plan", "to_csv"]
-
 _PAGE = 960.0
 """Pixels of a notebook's cell."""
 _MOST = 20_000

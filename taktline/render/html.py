@@ -25,8 +25,6 @@ from taktline.render.palette import COLOURS, MEANINGS, MEMORY, is_dark, shades
 from taktline.render.scale import shared_axis
 from taktline.text import counted
 
-__all__ = ["to_html"]
-
 
 def to_html(timelines: Sequence[Timeline]) -> str:
     """One page for one or several timelines, below each other on one time axis.

@@ -5,8 +5,6 @@ from __future__ import annotations
 from taktline.plan.action import Kind
 from taktline.plan.placement import Placement
 
-__all__ = ["COLOURS", "MEANINGS", "MEMORY", "is_dark", "lighter", "shade", "shades"]
-
 COLOURS = {
     Kind.F: "#3b75af",
     Kind.B: "#3f8746",

@@ -10,8 +10,6 @@ from xml.etree import ElementTree
 from taktline.errors import PlanFileError
 from taktline.render.palette import lighter
 
-__all__ = ["to_png"]
-
 _SCALE = 2
 """Pixels of the picture for one of the drawing, for screens with many of them."""
 

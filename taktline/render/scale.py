@@ -8,8 +8,6 @@ from collections.abc import Sequence
 from taktline.errors import CostError, PlanError
 from taktline.plan.timeline import Timeline
 
-__all__ = ["nice_ticks", "shared_axis"]
-
 
 def shared_axis(timelines: Sequence[Timeline]) -> tuple[float, str]:
     """Where the one axis of all timelines ends, and its unit."""

@@ -15,8 +15,6 @@ from taktline.render.palette import MEANINGS, MEMORY, is_dark, shade, shades
 from taktline.render.scale import nice_ticks, shared_axis
 from taktline.text import counted
 
-__all__ = ["natural_width", "to_svg"]
-
 LANE, GAP = 24.0, 4.0  # a rank's row, and the space between two
 STRIP = 16.0  # a rank's memory curve
 LEFT, RIGHT, TOP = 64.0, 64.0, 30.0

@@ -22,8 +22,6 @@ from taktline.render.palette import MEANINGS
 from taktline.render.scale import nice_ticks, shared_axis
 from taktline.text import counted
 
-__all__ = ["chart", "grid", "legend"]
-
 _MOST_RANKS = 64
 _MOST_BLOCKS = 4
 Kinds: TypeAlias = tuple[Kind, ...]

@@ -12,8 +12,6 @@ from taktline.plan.action import Kind
 from taktline.plan.memory import memory_curve
 from taktline.plan.timeline import Timeline
 
-__all__ = ["to_trace"]
-
 _MICROSECONDS = {"s": 1e6, "ms": 1e3, "us": 1.0, "µs": 1.0, "ns": 1e-3}
 
 

@@ -22,8 +22,6 @@ from taktline.transport.distributed import Distributed
 from taktline.transport.exchange import retold, share_error, share_values
 from taktline.transport.posts import Post, Posts
 
-__all__ = ["Agreement", "Call", "ScheduleNumber", "differs", "mismatch", "out_of_step"]
-
 
 class Call(NamedTuple):
     """One rank's call of step() or eval(), as numbers."""

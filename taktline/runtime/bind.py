@@ -21,8 +21,6 @@ from taktline.stage import PipelineStage
 from taktline.stage.grad_sync import GradSync
 from taktline.transport import Channel
 
-__all__ = ["Binding", "Bound", "bind", "channels_of"]
-
 
 def channels_of(plan: Plan) -> list[Channel]:
     """All channels of a plan, in the order in which all ranks open them."""

@@ -11,8 +11,6 @@ import torch
 
 from taktline.transport import Transport
 
-__all__ = ["Clock", "CudaClock", "HostClock", "Offsets", "align", "clock_for"]
-
 _ROUNDS = 8
 """How often the ranks compare their clocks; the best rounds count."""
 

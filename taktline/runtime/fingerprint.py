@@ -14,8 +14,6 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from taktline import pytree
 from taktline.sharding import local
 
-__all__ = ["DataCheck", "Fingerprint", "digest_of", "due", "words_of"]
-
 _SAMPLED = 4096
 """The most elements of a tensor that are read."""
 _PLACE_BITS = 28

@@ -28,8 +28,6 @@ from taktline.stage import PipelineStage
 from taktline.stage.autograd_engine import accumulate
 from taktline.stage.names import parameters_of
 
-__all__ = ["join", "plain_loop"]
-
 
 def join(
     instructions: Sequence[Instruction],

@@ -14,8 +14,6 @@ from taktline.runtime.ties import TieUse, untied
 from taktline.text import by_rank, counted
 from taktline.transport.describe import decode, encode
 
-__all__ = ["Handshake", "examples", "misfit"]
-
 
 @dataclass(frozen=True, slots=True)
 class Handshake:

@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
     from torch.nn.attention.flex_attention import BlockMask
 
-__all__ = ["bounds", "children", "cut", "describe", "flatten", "is_block_mask", "join", "same"]
-
 
 def children(value: Any) -> dict[Any, Any] | None:
     """The values in a container, by key or position; None for a leaf."""

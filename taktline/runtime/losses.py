@@ -17,8 +17,6 @@ from taktline.runtime.leaves import bounds
 from taktline.runtime.step_data import Feed
 from taktline.text import counted
 
-__all__ = ["LossWeights", "Wanted", "by_rows", "mean_of", "scales", "warn_if_uneven"]
-
 LossWeights: TypeAlias = Sequence[float] | torch.Tensor | Callable[[Any], float | torch.Tensor]
 """One number a micro-batch, or a function that returns it for a micro-batch's target."""
 

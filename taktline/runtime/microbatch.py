@@ -20,16 +20,6 @@ from taktline.pytree import TreeSpec, tree_map, tree_unflatten
 from taktline.runtime.leaves import children, cut, describe, flatten, is_block_mask, join, same
 from taktline.text import counted
 
-__all__ = [
-    "Replicate",
-    "TensorChunkSpec",
-    "batch_size_of",
-    "merge_chunks",
-    "size_of",
-    "split_args_kwargs_into_chunks",
-    "split_value",
-]
-
 
 @dataclass(frozen=True, repr=False)
 class TensorChunkSpec:

@@ -19,18 +19,6 @@ from taktline.runtime.schedule import (
 )
 from taktline.stage import PipelineStage
 
-__all__ = [
-    "Schedule1F1B",
-    "ScheduleDualPipeV",
-    "ScheduleFromPlan",
-    "ScheduleGPipe",
-    "ScheduleInterleaved1F1B",
-    "ScheduleInterleavedZeroBubble",
-    "ScheduleLoopedBFS",
-    "ScheduleZBVZeroBubble",
-    "get_schedule_class",
-]
-
 
 class _Named(Schedule):
     """A schedule whose plan has a name."""

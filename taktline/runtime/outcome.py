@@ -11,8 +11,6 @@ from taktline.runtime.step_data import Feed
 from taktline.transport import Channel, Handle, Transport
 from taktline.transport.exchange import as_floats, as_integers
 
-__all__ = ["LossRelay", "Outcome", "RelayedLosses"]
-
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)
 """The types in which losses are shared."""
 _NO_LOSS = -1

@@ -30,8 +30,6 @@ from taktline.transport.exchange import share_texts
 from taktline.transport.one_rank import Alone
 from taktline.transport.turn import Turn
 
-__all__ = ["PipelineRank"]
-
 
 class PipelineRank:
     """This rank in one schedule: its plan, its connections, and what the other ranks must match."""

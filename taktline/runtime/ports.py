@@ -29,20 +29,6 @@ from taktline.stage import PipelineStage
 from taktline.transport import Channel, Handle, Post, Transport
 from taktline.transport.wire import Layout, Parcel
 
-__all__ = [
-    "BrokenChannel",
-    "Handback",
-    "Handover",
-    "In",
-    "Incoming",
-    "KnownPorts",
-    "Out",
-    "Outgoing",
-    "PeerFailed",
-    "Signatures",
-    "Values",
-]
-
 Values: TypeAlias = tuple[Sequence[Any], TreeSpec | None]
 
 _UNDER_WAY = 2

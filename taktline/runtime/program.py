@@ -10,8 +10,6 @@ from taktline.errors import StageError, TaktlineError, text_of
 from taktline.plan import Action
 from taktline.runtime.ports import PeerFailed
 
-__all__ = ["Failure", "Fate", "Instruction", "Program", "Wrap", "stage_error"]
-
 
 @dataclass(frozen=True, slots=True)
 class Instruction:

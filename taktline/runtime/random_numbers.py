@@ -13,8 +13,6 @@ import torch
 
 from taktline.runtime.program import Instruction
 
-__all__ = ["Drawing", "RankRandom", "Seeded", "seed_of", "seeded"]
-
 _CALLER = -1
 """Stands for the caller's own numbers, among those of the ranks."""
 

@@ -17,8 +17,6 @@ from taktline.transport.distributed import Distributed
 from taktline.transport.exchange import retold, share_error, share_texts
 from taktline.transport.local import LocalTransport
 
-__all__ = ["Replicas"]
-
 
 class Replicas:
     """The wrapped stages of this rank, and the ranks that hold their replicas."""

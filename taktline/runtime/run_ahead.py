@@ -32,8 +32,6 @@ from taktline.runtime.step_data import Feed
 from taktline.text import by_rank
 from taktline.transport.posts import Posts
 
-__all__ = ["LateLoss", "RunAhead"]
-
 _log = logging.getLogger("taktline")
 
 

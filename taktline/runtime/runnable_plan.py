@@ -15,8 +15,6 @@ from taktline.plan.deps import needs
 from taktline.plan.rows import Rows
 from taktline.plan.walk import waits_between_ranks
 
-__all__ = ["Runnable", "merged"]
-
 KEEP_READY = 3
 """How many of a rank's sharded stages are gathered at a time, where a plan does not say."""
 _MESSAGES = (Kind.SEND_F, Kind.RECV_F, Kind.SEND_B, Kind.RECV_B)

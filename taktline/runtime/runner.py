@@ -23,9 +23,6 @@ from taktline.runtime.watchdog import STALL_SECONDS, Watch, guarded
 from taktline.text import counted
 from taktline.transport.distributed import Distributed
 
-__all__ = ["Finish", "Fit", "Prepare", "Runner"]
-
-
 Prepare = Callable[[Feed], tuple[Call, Any, Any]]
 Fit = Callable[[Feed], None]
 Finish = Callable[[Feed], Any]

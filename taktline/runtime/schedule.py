@@ -28,8 +28,6 @@ from taktline.runtime.step_data import Batch, Cutter, Feed
 from taktline.runtime.trace import Trace, tracing
 from taktline.stage import PipelineStage
 
-__all__ = ["ArgsSpec", "KwargsSpec", "LossFn", "MergeSpec", "Schedule", "ScheduleOptions"]
-
 LossFn = Callable[..., torch.Tensor]
 ArgsSpec = tuple[Any, ...]
 KwargsSpec = dict[str, Any]

@@ -29,8 +29,6 @@ from taktline.transport import Channel, Handle, Post, Transport
 from taktline.transport.describe import decode, encode
 from taktline.transport.wire import Layout
 
-__all__ = ["DescribedIncoming", "DescribedOutgoing", "DescribedPorts", "Inbox"]
-
 _NUMBERS = struct.Struct("<3q")
 _HEAD = 512
 _ROOM = _HEAD - _NUMBERS.size

@@ -21,8 +21,6 @@ from taktline.side_values import Aside, handed_on, opened, require_number
 from taktline.stage import PipelineStage
 from taktline.transport import Transport
 
-__all__ = ["Binding", "Keep", "OwnLosses", "Work", "uncast"]
-
 OwnLosses: TypeAlias = tuple[Sequence[torch.Tensor], Sequence[torch.Tensor | None]]
 """A stage's own losses, and their root gradients."""
 

@@ -20,8 +20,6 @@ from taktline.runtime.microbatch import (
 )
 from taktline.text import counted
 
-__all__ = ["Batch", "Cutter", "Feed"]
-
 
 @dataclass(frozen=True, slots=True)
 class Cutter:

@@ -28,8 +28,6 @@ from taktline.stage.names import named_parameters
 from taktline.transport import Channel, Transport
 from taktline.transport.one_rank import Alone
 
-__all__ = ["TieUse", "Ties", "untied"]
-
 T = TypeVar("T")
 
 _PROCESS = secrets.token_hex(8)
@@ -90,7 +88,7 @@ def untied(uses: Sequence[TieUse]) -> str | None:
 
 
 @dataclass(frozen=True, slots=True)
-class TieHolders:
+class _TieHolders:
     """The copies of a tied weight."""
 
     tie: Tie
@@ -108,7 +106,7 @@ class TieHolders:
         return list(self.stages_of)[1:]
 
 
-def holders_of(ranks: Sequence[Sequence[TieUse]]) -> list[TieHolders]:
+def _holders_of(ranks: Sequence[Sequence[TieUse]]) -> list[_TieHolders]:
     """The weights with several copies, from the uses of each rank.
 
     A parameter that several stages or local ranks share is one copy.
@@ -121,7 +119,7 @@ def holders_of(ranks: Sequence[Sequence[TieUse]]) -> list[TieHolders]:
             seen.add((use.tie, use.identity))
             found.setdefault(use.tie, {}).setdefault(rank, []).append(use.stage)
     return [
-        TieHolders(tie, stages_of)
+        _TieHolders(tie, stages_of)
         for tie, stages_of in found.items()
         if sum(map(len, stages_of.values())) > 1
     ]
@@ -134,7 +132,7 @@ class Ties:
         self._stages = {stage.stage_index: stage for stage in stages}
         self.uses: list[TieUse] = []
         """The tied weights in this rank's stages."""
-        self._holders: list[TieHolders] = []
+        self._holders: list[_TieHolders] = []
         self._transport: Transport = Alone()
         self._rank_of: Sequence[int] = ()
         self._before: dict[nn.Parameter, torch.Tensor | None] | None = None
@@ -163,7 +161,7 @@ class Ties:
 
     def find_holders(self, ranks: Sequence[Sequence[TieUse]]) -> set[Channel]:
         """Find the holders from the uses of each rank; returns the channels between all of them."""
-        self._holders = holders_of(ranks)
+        self._holders = _holders_of(ranks)
         pairs = {(held.owner, other) for held in self._holders for other in held.others}
         return {Channel(*ends, True) for a, b in pairs for ends in ((a, b), (b, a))}
 
@@ -212,7 +210,7 @@ class Ties:
                 self._add_up(held, parameters)
         return self._failure
 
-    def _add_up(self, held: TieHolders, parameters: Sequence[nn.Parameter]) -> None:
+    def _add_up(self, held: _TieHolders, parameters: Sequence[nn.Parameter]) -> None:
         like = local(parameters[0].detach())
 
         def send(receiver: int, data: torch.Tensor | None) -> None:
@@ -240,7 +238,7 @@ class Ties:
             total = receive(held.owner)
         self._attempt(held, put)
 
-    def _attempt(self, held: TieHolders, compute: Callable[[], T]) -> T | None:
+    def _attempt(self, held: _TieHolders, compute: Callable[[], T]) -> T | None:
         """The result; None if the computation fails, or one has failed before."""
         if self._failure is not None:
             return None
@@ -270,7 +268,7 @@ class Ties:
                 if now is not None:
                     gradient.add_(now)
 
-    def _mine(self) -> Iterator[tuple[TieHolders, list[nn.Parameter]]]:
+    def _mine(self) -> Iterator[tuple[_TieHolders, list[nn.Parameter]]]:
         """Each tied weight with the copies on this rank."""
         for held in self._holders:
             parameters = [

@@ -25,8 +25,6 @@ from taktline.transport import Transport
 if TYPE_CHECKING:
     from taktline.runtime.runner import Runner
 
-__all__ = ["Recorder", "Trace", "tracing", "watching"]
-
 _MS = 1e6
 """Nanoseconds."""
 _Times: TypeAlias = npt.NDArray[np.int64]

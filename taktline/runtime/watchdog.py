@@ -27,8 +27,6 @@ from taktline.transport import Transport, gloo
 from taktline.transport.distributed import Distributed
 from taktline.transport.verdict import Verdict
 
-__all__ = ["STALL_SECONDS", "STUCK", "Watch", "guarded"]
-
 STALL_SECONDS = seconds_in_environment("TAKTLINE_STALL_SECONDS", 60.0)
 """Seconds without progress after which a step is logged, unless a schedule sets others."""
 

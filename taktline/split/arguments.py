@@ -10,19 +10,6 @@ import torch
 from taktline import pytree
 from taktline.errors import PartitionError
 
-__all__ = [
-    "NUMBERS",
-    "NUMBER_READERS",
-    "Args",
-    "Call",
-    "Kwargs",
-    "Number",
-    "aliased",
-    "arguments_of",
-    "device_of",
-    "tensors_in",
-]
-
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
 Call = tuple[Args, Kwargs]

@@ -17,8 +17,6 @@ from taktline.stage import PipelineStage
 from taktline.stage.ties import Tie, declare, find_ties
 from taktline.text import counted
 
-__all__ = ["Pieces", "by_hand", "require_stage"]
-
 
 class Pieces(Sequence[nn.Module]):
     """The stages of a model, in order. Calling them runs one after the other.

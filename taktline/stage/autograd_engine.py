@@ -9,8 +9,6 @@ from typing import Any
 import torch
 from torch.autograd import Variable
 
-__all__ = ["SMALL", "Sums", "accumulate", "add_to_grad", "is_own_hook"]
-
 SMALL = 8 * 2**20
 """The most bytes of a gradient whose addition takes longer to launch than to run.
 

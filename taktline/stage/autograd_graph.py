@@ -9,8 +9,6 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.graph import get_gradient_edge
 
-__all__ = ["LEAF", "Graph", "Node", "Shape"]
-
 Node = Any
 """A node of the autograd graph; torch has no public type with all its fields."""
 

@@ -8,8 +8,6 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-__all__ = ["named_buffers", "named_modules", "named_parameters", "parameters_of", "unwrapped"]
-
 _INSIDE = ("_orig_mod", "_checkpoint_wrapped_module")
 """The attributes in which ``torch.compile`` and checkpoint wrappers keep the wrapped module."""
 

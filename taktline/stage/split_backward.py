@@ -34,8 +34,6 @@ from taktline.stage.autograd_engine import accumulate, add_to_grad
 from taktline.stage.autograd_graph import Graph, Node, Shape
 from taktline.stage.split_recipe import Recipe, is_among, learn
 
-__all__ = ["Pending", "Splitter", "explain"]
-
 _REMEMBERED = 8
 """The most recipes that are kept."""
 

@@ -11,8 +11,6 @@ import torch
 from taktline.stage.autograd_engine import is_own_hook
 from taktline.stage.autograd_graph import LEAF, Graph, Node, Shape
 
-__all__ = ["Inside", "Product", "Recipe", "is_among", "learn"]
-
 
 class _Kind(NamedTuple):
     """A kind of product."""

@@ -16,8 +16,6 @@ from taktline.device import keep_generators
 from taktline.stage.autograd_engine import accumulate
 from taktline.stage.split_backward import Splitter, explain
 
-__all__ = ["SplitReport", "check_split_backward"]
-
 
 @dataclass(frozen=True, slots=True)
 class SplitReport:

@@ -28,8 +28,6 @@ from taktline.stage.names import parameters_of
 from taktline.stage.split_backward import Splitter
 from taktline.stage.ties import Tie, declared
 
-__all__ = ["PipelineStage"]
-
 
 class PipelineStage:
     """One stage of a model, to be run by a schedule.

@@ -11,8 +11,6 @@ from taktline.checks import require_instance, require_text, require_whole, shown
 from taktline.errors import MismatchError
 from taktline.stage.names import named_parameters, unwrapped
 
-__all__ = ["Tie", "declare", "declared", "find_ties"]
-
 _MARK = "_taktline_ties"
 
 

@@ -22,8 +22,6 @@ from taktline.checks import (
 from taktline.errors import MismatchError, PartitionError, ScheduleError
 from taktline.train.megatron_layout import cuts_of
 
-__all__ = ["as_timedelta", "check", "names_of"]
-
 
 def _require_state(name: str, value: Any) -> None:
     if not hasattr(value, "__getitem__"):

@@ -14,8 +14,6 @@ from taktline.errors import UseError
 from taktline.stage.names import named_modules
 from taktline.train.base import PipelineBase
 
-__all__ = ["AsModule"]
-
 _BEFORE = "convert the model before you make the pipeline of it"
 _INSTEAD = {
     "forward": "call step(…) to train, and eval(…) for outputs",

@@ -16,8 +16,6 @@ from taktline.train.preemption import Preemption
 from taktline.train.ranks import Ranks
 from taktline.transport.turn import Turn
 
-__all__ = ["PipelineBase"]
-
 _NO_COPY = (
     "it cannot be copied or pickled; save pipe.state_dict(gathered=True), make another "
     "pipeline, and load it there"

@@ -25,8 +25,6 @@ from taktline.runtime.microbatch import Replicate, TensorChunkSpec
 from taktline.runtime.step_data import Batch, Cutter
 from taktline.split.arguments import arguments_of
 
-__all__ = ["BatchDims"]
-
 _log = logging.getLogger("taktline")
 
 _Key: TypeAlias = int | str

@@ -18,8 +18,6 @@ from taktline.transport.describe import decode, encode
 from taktline.transport.exchange import exchange_or_raise, share_texts
 from taktline.transport.wire import Layout
 
-__all__ = ["broadcast", "broadcast_output"]
-
 
 def broadcast_output(output: Any, ranks: Ranks, owner: int) -> Any:
     """The output of the owner, on all ranks of the pipeline; a sharded tensor arrives whole."""

@@ -34,8 +34,6 @@ from taktline.train.ranks import Ranks, find_ranks
 from taktline.train.stage_table import StageTable
 from taktline.train.stale_optimizers import note_replaced
 
-__all__ = ["Built", "Prepare", "build"]
-
 Prepare: TypeAlias = Callable[[nn.Module, int], nn.Module]
 """Returns the module to use for a stage, given its module and number."""
 _CONTAINERS = nn.ModuleList, nn.ModuleDict

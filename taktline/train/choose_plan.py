@@ -10,8 +10,6 @@ from taktline.plan import NamedSchedule, Plan, find, read
 from taktline.runtime.schedule import Schedule
 from taktline.text import counted
 
-__all__ = ["ScheduleChoice", "opened", "plan_for"]
-
 ScheduleChoice: TypeAlias = str | os.PathLike[str] | Plan | type[Schedule]
 """A name, a file, a plan, or the class of a schedule."""
 

@@ -18,8 +18,6 @@ from taktline.side_values import collect_losses
 from taktline.stage.names import named_modules
 from taktline.train.steps import of_model
 
-__all__ = ["Comparison", "Difference", "Expected", "Recorder", "Verification", "cloned"]
-
 _TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-4}
 _COARSE = 3e-2
 """For types with fewer digits."""

@@ -27,8 +27,6 @@ from taktline.train.kv_cache import Keeper, cache_of, padding_of
 from taktline.train.steps import forward_order
 from taktline.transport.exchange import exchange_or_raise
 
-__all__ = ["Request", "generate"]
-
 _TAKE_IN_PADDING = ("recurrent_gemma", "rwkv")
 """Models of transformers whose state takes in padding, whatever the mask says."""
 

@@ -19,8 +19,6 @@ from taktline.train.base import PipelineBase
 from taktline.train.ranks import Ranks
 from taktline.train.tracebacks import short_traceback
 
-__all__ = ["Gradients"]
-
 _DOUBLE = -1
 """Stands beside the places of gradients: some of them are in double precision."""
 
@@ -90,7 +88,7 @@ class Gradients(PipelineBase):
             refuse("norm_type", "more than 0", norm_type)
         with guarded(self._ranks.transport, "grad_norm()") as what:
             self._built.schedule._runner.arrive(what)
-            return norm_of(self._built.counted(), self._ranks, norm_type, device=self.device)
+            return _norm_of(self._built.counted(), self._ranks, norm_type, device=self.device)
 
     @short_traceback
     def clip_grad_norm_(
@@ -126,7 +124,7 @@ class Gradients(PipelineBase):
         return float(scaler.scale(torch.ones((), device=self.device)))
 
 
-def norm_of(
+def _norm_of(
     parameters: Mapping[int, nn.Parameter], ranks: Ranks, norm_type: float, *, device: torch.device
 ) -> torch.Tensor:
     """The norm of the gradients of all processes; ``parameters`` are by their places in the model.

@@ -26,8 +26,6 @@ from taktline.runtime.microbatch import split_value
 from taktline.split.named.placeholder import Placeholder
 from taktline.stage.names import unwrapped
 
-__all__ = ["Keeper", "cache_of", "padding_of"]
-
 _PAST = "past_key_values"
 
 

@@ -16,8 +16,6 @@ from taktline.train.ranks import Ranks
 from taktline.transport import transport_of
 from taktline.transport.exchange import exchange_or_raise
 
-__all__ = ["SharedLoader", "length_of"]
-
 _LONGEST_TEXT = 4000
 _CALL = "pipe.loader(…)"
 

@@ -23,8 +23,6 @@ from taktline.split.balanced.costs import OperationCounter
 from taktline.split.named.changes import Changes
 from taktline.transport.containers import note_containers
 
-__all__ = ["StageNeeds", "measure", "with_copied_buffers"]
-
 _log = logging.getLogger("taktline")
 
 

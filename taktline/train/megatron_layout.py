@@ -10,8 +10,6 @@ from torch import nn
 from taktline.errors import PartitionError
 from taktline.text import counted
 
-__all__ = ["cuts_of", "stages_of"]
-
 _MOST = 100_000
 """The most letters that repeats may make."""
 

@@ -18,8 +18,6 @@ from taktline.text import size_text
 from taktline.train.build import Built
 from taktline.train.loader import length_of
 
-__all__ = ["Metrics", "StragglerReport", "progress"]
-
 T = TypeVar("T")
 
 _log = logging.getLogger("taktline")

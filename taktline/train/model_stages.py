@@ -21,8 +21,6 @@ from taktline.train.measure import with_copied_buffers
 from taktline.transport import Transport
 from taktline.transport.exchange import share_values
 
-__all__ = ["Model", "keep", "stages_in", "take_apart"]
-
 Model: TypeAlias = nn.Module | Sequence[nn.Module] | Mapping[int, nn.Module]
 """A model, a list of its stages, or the stages of this process by their numbers."""
 

@@ -14,8 +14,6 @@ from taktline.train.base import PipelineBase
 from taktline.train.metrics import progress
 from taktline.train.stage_table import Boundaries
 
-__all__ = ["Monitoring"]
-
 T = TypeVar("T")
 
 

@@ -34,8 +34,6 @@ from taktline.train.steps import Outputs, loss_in_output, run, with_own_loss
 from taktline.train.tracebacks import short_traceback
 from taktline.train.verify import verify
 
-__all__ = ["Pipeline"]
-
 
 class Pipeline(AsModule, Gradients, SaveLoad, Monitoring):
     """A model, cut into stages, on its ranks; it trains like the plain model.

@@ -14,8 +14,6 @@ from weakref import finalize
 
 from taktline.errors import UseError
 
-__all__ = ["PREEMPTED", "Preemption"]
-
 PREEMPTED = 83
 """The exit code of every rank after ``on_preempt``."""
 

@@ -20,8 +20,6 @@ from torch.distributed import ProcessGroup
 
 from taktline.transport.distributed import Distributed
 
-__all__ = ["Groups", "end_unused"]
-
 
 class Groups:
     """Groups that live as long as any of their users does, unless they are closed before."""

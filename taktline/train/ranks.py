@@ -27,8 +27,6 @@ from taktline.transport.exchange import share_floats
 from taktline.transport.local import refuse_inside
 from taktline.transport.one_rank import Alone
 
-__all__ = ["Ranks", "find_ranks"]
-
 PIPELINE = "pp"
 _DATA = ("dp", "ddp", "fsdp")
 """The beginnings of names of data-parallel dimensions."""

@@ -22,8 +22,6 @@ from taktline.train.base import PipelineBase
 from taktline.train.state_dict import gathered_state, load_state, own_state
 from taktline.train.tracebacks import short_traceback
 
-__all__ = ["SaveLoad"]
-
 
 class _AnyName:
     """Has every attribute: ``torch.distributed.checkpoint`` looks up the parts of a name."""

@@ -18,8 +18,6 @@ from taktline.train.measure import StageNeeds, measure
 from taktline.transport import Transport
 from taktline.transport.exchange import share_values
 
-__all__ = ["Boundaries", "Crossing", "Row", "StageTable"]
-
 
 class Crossing(NamedTuple):
     """A tensor that goes from one stage to the next."""

@@ -17,8 +17,6 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from taktline.errors import MismatchError
 
-__all__ = ["note_replaced"]
-
 _names: Any = WeakIdKeyDictionary()
 """The names of parameters that were replaced."""
 _checked: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()

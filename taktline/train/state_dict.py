@@ -19,8 +19,6 @@ from taktline.text import first_of
 from taktline.train.ranks import Ranks
 from taktline.transport.exchange import share_values
 
-__all__ = ["gathered_state", "load_state", "own_state"]
-
 _log = logging.getLogger("taktline")
 _LARGE = 8 << 30
 """More bytes than one process should hold."""

@@ -20,15 +20,6 @@ from taktline.stage.names import unwrapped
 from taktline.train.broadcast import broadcast_output
 from taktline.train.build import Built
 
-__all__ = [
-    "Outputs",
-    "forward_order",
-    "loss_in_output",
-    "of_model",
-    "run",
-    "with_own_loss",
-]
-
 T = TypeVar("T")
 
 _OPTIONS = frozenset(inspect.signature(Schedule.step).parameters)

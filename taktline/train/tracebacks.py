@@ -14,8 +14,6 @@ from torch import __file__ as _torch
 import taktline
 from taktline.errors import TaktlineError
 
-__all__ = ["short_traceback"]
-
 P = ParamSpec("P")
 R = TypeVar("R")
 

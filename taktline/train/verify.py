@@ -31,8 +31,6 @@ from taktline.train.state_dict import gathered_state
 from taktline.train.steps import forward_order, run
 from taktline.transport.exchange import share_values
 
-__all__ = ["verify"]
-
 
 def verify(
     built: Built,

@@ -25,8 +25,6 @@ from taktline.transport.frames import Frame
 from taktline.transport.lanes import Lane
 from taktline.transport.verdict import Member
 
-__all__ = ["AllGather"]
-
 _FEW = 4
 """The most ranks that all send their numbers to each other directly."""
 _NOTHING = torch.empty(0)
@@ -48,7 +46,7 @@ class AllGather:
         self._rank, self._size = rank, len(member.processes)
         self._rounds = _rounds(self._size)
         everyone = member.processes
-        peers = {peer: everyone[peer] for peer in peers_of(rank, self._size)}
+        peers = {peer: everyone[peer] for peer in _peers_of(rank, self._size)}
         sockets = connect(plane, member, everyone, place, seconds, peers=peers.values())
         self._lanes = {
             peer: Lane(sockets[process][0], seconds, partial(PeerFailure, [process]))
@@ -113,10 +111,10 @@ class AllGather:
             lane.shut()
 
 
-def peers_of(rank: int, size: int) -> list[int]:
+def _peers_of(rank: int, size: int) -> list[int]:
     """The ranks with which a rank has connections, by the number of ranks.
 
-    >>> peers_of(0, 4), peers_of(0, 8)
+    >>> _peers_of(0, 4), _peers_of(0, 8)
     ([1, 2, 3], [1, 2, 4, 6, 7])
     """
     ways = {way for ways in _rounds(size) for way, _ in ways}

@@ -7,8 +7,6 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-__all__ = ["Channel", "Handle", "Post", "Transport", "bytes_of"]
-
 
 class Channel(NamedTuple):
     """One direction between two ranks for one kind of data; its messages keep their order.

@@ -20,8 +20,6 @@ from torch._C._distributed_c10d import Store
 from taktline.errors import TaktlineError, TransportError
 from taktline.transport.base import Channel, Handle, bytes_of
 
-__all__ = ["Communicator", "backend_of", "ends_of", "name_of", "symptoms_of", "timeout_of"]
-
 _LOST = re.compile(
     r"connection|connect |socket|broken pipe|remote process|pair\.cc|network|communicator|aborted",
     re.IGNORECASE,

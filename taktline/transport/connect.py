@@ -23,8 +23,6 @@ from taktline.checks import read
 from taktline.transport.control_plane import Plane
 from taktline.transport.verdict import Member
 
-__all__ = ["Listener", "PeerFailure", "call", "connect", "events"]
-
 _NUMBER = 4
 """Bytes of the number that a caller sends."""
 _PATIENCE = 300e-6

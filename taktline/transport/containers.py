@@ -23,15 +23,6 @@ from taktline import pytree
 from taktline.errors import SignatureError
 from taktline.transport.plain import FACTORIES, NotPlainError, pack, unpack
 
-__all__ = [
-    "decode_plain",
-    "decode_tree",
-    "encode_plain",
-    "encode_tree",
-    "note_containers",
-    "register_container",
-]
-
 _Class = TypeVar("_Class", bound="type[Any]")
 
 _KINDS: dict[str, Any] = {

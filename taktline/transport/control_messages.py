@@ -13,8 +13,6 @@ from taktline.checks import Either, read
 from taktline.errors import JsonError
 from taktline.transport.verdict import Verdict
 
-__all__ = ["ADDRESS", "Address", "Message", "Peer"]
-
 _LENGTH = struct.Struct("<I")
 _MOST = 1 << 18
 """More bytes than a message has."""

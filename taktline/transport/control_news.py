@@ -9,8 +9,6 @@ from typing import NamedTuple
 
 from taktline.transport.verdict import Cause, Verdict
 
-__all__ = ["Heard", "News", "Values"]
-
 SILENT_SECONDS = 2.0
 """After how long without a word a process counts as silent: that is four beats."""
 _LONGEST = 50_000

@@ -26,8 +26,6 @@ from taktline.checks import read
 from taktline.errors import JsonError
 from taktline.transport.control_messages import ADDRESS, Address, Message, Peer
 
-__all__ = ["Peers"]
-
 _CONNECT_SECONDS = 0.5
 _FIRST_PAUSE, _PAUSE = 0.02, 0.25
 """The pause between two rounds: short at first, when all processes are about to come."""

@@ -33,8 +33,6 @@ from taktline.transport.control_peers import Peers
 from taktline.transport.exit_hooks import planes
 from taktline.transport.verdict import OUTSIDE, Cause, Member, Verdict
 
-__all__ = ["Plane"]
-
 _TICK_SECONDS, _HURRY_SECONDS = 0.25, 0.05
 """How often running steps are looked at; the second while a member has a verdict."""
 _BEAT_SECONDS = 2 * _TICK_SECONDS

@@ -13,8 +13,6 @@ from taktline.meta import DTYPES, Leaf, Signature, TensorMeta, name_of
 from taktline.sharding import Sharding
 from taktline.transport.containers import decode_plain, decode_tree, encode_plain, encode_tree
 
-__all__ = ["decode", "encode"]
-
 _LARGEST = 2**62
 """More bytes than any memory has."""
 _SHARDING = ([str], [int], [([int], [int])], [str], [int], [int])

@@ -31,8 +31,6 @@ from taktline.transport.lanes import Lane
 from taktline.transport.posts import Posts
 from taktline.transport.verdict import OUTSIDE, Cause, Member, Verdict
 
-__all__ = ["Distributed"]
-
 _CPU = torch.device("cpu")
 
 _NEWS_SECONDS, _LATE_NEWS_SECONDS = 2.0, 0.25

@@ -14,19 +14,6 @@ from taktline.checks import Either, read
 from taktline.errors import JsonError, TaktlineError, TransportError, text_of
 from taktline.transport.base import Transport
 
-__all__ = [
-    "as_floats",
-    "as_integers",
-    "exchange_or_raise",
-    "restored",
-    "retold",
-    "share_error",
-    "share_floats",
-    "share_texts",
-    "share_values",
-    "written",
-]
-
 _MOST = 1 << 16
 """The most characters of an error that are shared; the rank that raised it has all of them."""
 

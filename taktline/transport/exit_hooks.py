@@ -10,9 +10,6 @@ from multiprocessing.util import Finalize
 from typing import Any
 from weakref import WeakKeyDictionary
 
-__all__ = ["planes"]
-
-
 planes: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 """The control plane of each default process group."""
 

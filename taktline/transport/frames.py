@@ -17,8 +17,6 @@ from typing import NamedTuple
 from taktline.errors import MismatchError, TransportError
 from taktline.text import by_rank
 
-__all__ = ["Frame", "agreed", "framed"]
-
 _MARK = 0x7A4B74616B740002
 """The last two bytes are the version."""
 _HEAD = struct.Struct("<2q48s")

@@ -19,8 +19,6 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-__all__ = ["connections", "shut"]
-
 _TASKS = Path("/proc/self/task")
 _INFOS = Path("/proc/self/fdinfo")
 _EPOLL_WAITS = {"232", "281", "22"}

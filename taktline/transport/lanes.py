@@ -26,8 +26,6 @@ import torch
 from taktline.transport.base import Handle
 from taktline.transport.connect import events
 
-__all__ = ["Lane"]
-
 _SMALL = 1 << 16
 """The most bytes of a small message; the kernel has room for dozens of them."""
 _PIECE = 1 << 16

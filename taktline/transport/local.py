@@ -30,8 +30,6 @@ from taktline.transport.base import Channel, Handle, Post, bytes_of
 from taktline.transport.frames import Frame, agreed
 from taktline.transport.thread_state import Random, ThreadState
 
-__all__ = ["LocalTransport", "current", "refuse_inside", "run"]
-
 MOST_RANKS = 1024
 """Of one process: each has a thread."""
 

@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from taktline.errors import TransportError
 from taktline.transport.base import Channel, Post
 
-__all__ = ["Alone"]
-
 
 class Alone:
     """The transport of a pipeline that runs on one rank."""

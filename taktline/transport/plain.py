@@ -20,8 +20,6 @@ import torch
 
 from taktline.meta import DTYPES, name_of
 
-__all__ = ["FACTORIES", "NotPlainError", "pack", "unpack"]
-
 FACTORIES: dict[str, Any] = {kind.__name__: kind for kind in (list, dict, set, int, float, str)}
 """The types that a value may be, such as what a defaultdict fills itself with."""
 _LISTS: dict[str, Callable[[list[Any]], Any]] = {"tuple": tuple, "set": set, "deque": deque}

@@ -23,8 +23,6 @@ from taktline.transport.verdict import Cause, Verdict
 if TYPE_CHECKING:
     from taktline.transport.distributed import Distributed
 
-__all__ = ["Post", "Posts"]
-
 
 class Post:
     """What all ranks have posted at the end of one step."""

@@ -10,8 +10,6 @@ import threading
 from collections.abc import Callable
 from queue import Empty, SimpleQueue
 
-__all__ = ["start"]
-
 _IDLE_SECONDS = 10.0
 _idle: list[_Worker] = []
 

@@ -13,8 +13,6 @@ from torch import overrides
 from torch.autograd.graph import disable_saved_tensors_hooks, saved_tensors_hooks
 from torch.utils import _python_dispatch
 
-__all__ = ["Random", "ThreadState"]
-
 T = TypeVar("T")
 
 _CASTS = ("cpu", "cuda")

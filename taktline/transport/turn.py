@@ -7,8 +7,6 @@ from contextvars import ContextVar
 
 from taktline.errors import UseError
 
-__all__ = ["Turn"]
-
 
 class Turn:
     """A block for one thread at a time: a second thread is refused, and so is a nested block."""

@@ -18,8 +18,6 @@ from taktline.errors import (
 )
 from taktline.transport.exchange import restored
 
-__all__ = ["OUTSIDE", "Cause", "Member", "Verdict"]
-
 OUTSIDE = "outside of a step"
 """The place of a rank that has finished every exchange in which it took part."""
 

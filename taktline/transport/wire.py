@@ -26,8 +26,6 @@ from taktline.sharding import Sharding, local
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["Layout", "Parcel"]
-
 _CPU = torch.device("cpu")
 _ALIGNMENT = 16
 _FAILED = 1

@@ -11,8 +11,6 @@ import numpy as np
 
 from taktline.plan import Costs, Kind, Plan, Timeline, simulate
 
-__all__ = ["HEADINGS", "MeasuredSchedule", "conclusion"]
-
 HEADINGS = ["schedule", "stages", "step/ms", "±", "predicted", "bubble", "in flight"]
 
 

@@ -10,8 +10,6 @@ from torch.nn import functional
 
 import taktline
 
-__all__ = ["CONTEXT", "GPT", "Text", "loss_fn"]
-
 CONTEXT = 64
 _WIDTH = 96
 _HEADS = 4

@@ -18,8 +18,6 @@ from taktline.cli.options import rich_table
 from taktline.plan import Timeline
 from taktline.train import Pipeline
 
-__all__ = ["Tour"]
-
 _SAMPLES = 4
 """In a micro-batch."""
 _COMPARED = 10

@@ -22,8 +22,6 @@ from taktline.plan import find
 from taktline.train import Pipeline
 from taktline.transport import local, transport_of
 
-__all__ = ["examine", "examine_local", "judge_runs", "try_schedule"]
-
 _NEEDED = ("backend", "GPUs")
 """Without these checks there can be no process group."""
 _SCHEDULES = (

@@ -14,8 +14,6 @@ from taktline.cli.doctor.report import Finding, MeasuredLink, Verdict, of_ranks
 from taktline.transport import Channel, Transport
 from taktline.transport.exchange import share_values
 
-__all__ = ["judge", "measure", "pairs"]
-
 _ALL_PAIRS = 8
 """Up to so many ranks, every pair is measured; beyond, neighbours."""
 _ROUND_TRIPS = 25

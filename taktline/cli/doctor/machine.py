@@ -19,8 +19,6 @@ from taktline.cli.doctor.report import Finding, Verdict, of_ranks
 from taktline.device import gpu_for_each_process
 from taktline.text import counted
 
-__all__ = ["describe", "judge", "wanted_backend"]
-
 Ranks = Sequence[dict[str, Any]]
 
 VERSIONS = {

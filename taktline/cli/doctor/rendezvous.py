@@ -19,8 +19,6 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 from taktline.checks import read
 from taktline.errors import TransportError
 
-__all__ = ["Rendezvous", "alarm"]
-
 _POLL = 0.05
 _GRACE = 5.0
 """How much longer an alarm waits than the timeout that it guards, whose error says more."""

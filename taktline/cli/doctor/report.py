@@ -15,8 +15,6 @@ from rich.text import Text
 from taktline.cli.options import rich_table
 from taktline.text import counted
 
-__all__ = ["Finding", "MeasuredLink", "Report", "Run", "Verdict", "of_ranks", "show"]
-
 
 class Verdict(StrEnum):
     """How a check went."""

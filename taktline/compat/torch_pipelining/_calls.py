@@ -28,8 +28,6 @@ from taktline.plan import Action, Kind
 from taktline.pytree import tree_leaves
 from taktline.runtime.program import Failure, Fate, Instruction, Program, Wrap
 
-__all__ = ["CallProgram", "Calls", "Order", "lowered", "placement_of"]
-
 Order = Mapping[int, Sequence[Any]]
 """Actions by rank; a None is a rank that waits."""
 

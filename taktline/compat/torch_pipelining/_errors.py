@@ -7,8 +7,6 @@ from typing import Any
 
 from taktline.errors import PipeliningMetadataError, SignatureError, TaktlineError, restore
 
-__all__ = ["as_in_torch"]
-
 
 def as_in_torch(error: TaktlineError) -> TaktlineError:
     """The same error for code that expects the errors of torch.

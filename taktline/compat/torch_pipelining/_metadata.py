@@ -17,8 +17,6 @@ from taktline.compat.torch_pipelining import stage as torchs
 from taktline.meta import TensorMeta
 from taktline.pytree import tree_leaves
 
-__all__ = ["HAS_META", "RemoteError", "Telling", "is_whole", "like", "set_metadata", "unchanged"]
-
 like: Any = wraps
 """Gives a method the signature of torch's."""
 

@@ -8,8 +8,6 @@ from inspect import isfunction
 from typing import Any
 from weakref import WeakKeyDictionary
 
-__all__ = ["Watched", "is_overridden", "remember"]
-
 _METHODS: dict[type, dict[str, Any]] = {}
 """The methods of each class as they were defined."""
 _known: WeakKeyDictionary[type, Set[str] | None] = WeakKeyDictionary()

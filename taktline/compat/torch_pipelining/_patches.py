@@ -25,8 +25,6 @@ from taktline.errors import PipeliningMetadataError
 from taktline.split import PipeInfo
 from taktline.transport import local, transport_of
 
-__all__ = ["apply"]
-
 _WAITS = ("WAIT_SEND_F", "WAIT_SEND_B", "WAIT_REDUCE_GRAD")
 """Kinds of actions that only later versions of torch have."""
 _NAMES = ("_backward", "_debug", "_unflatten", "_utils", "microbatch", "schedules", "stage")

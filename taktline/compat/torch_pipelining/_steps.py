@@ -41,8 +41,6 @@ from taktline.runtime.step_data import Batch, Cutter, Feed
 from taktline.transport import transport_of
 from taktline.transport.exchange import exchange_or_raise
 
-__all__ = ["Native", "StepCall", "run"]
-
 MODES: Any = getattr(torchs, "InferenceMode", None)
 """How stages learn their metadata, since torch 2.12."""
 

@@ -16,8 +16,6 @@ from taktline.plan.plan import Plan
 from taktline.plan.rows import Rows
 from taktline.text import counted
 
-__all__ = ["NamedSchedule", "build", "each_rank", "find", "names", "register", "unregister"]
-
 MOST_RANKS, MOST_FORWARDS = 2**12, 2**24
 """Of a plan that is built: with more, it takes minutes and gigabytes."""
 

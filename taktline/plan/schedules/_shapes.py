@@ -7,8 +7,6 @@ import numpy as np
 from taktline.plan.action import Kind
 from taktline.plan.rows import IntArray, Rows
 
-__all__ = ["in_rounds", "in_slots", "play", "rounds"]
-
 
 def in_slots(*parts: tuple[Rows, int]) -> Rows:
     """Merge sequences that take one slot after the other, each from a slot of its own on.

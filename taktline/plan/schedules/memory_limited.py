@@ -24,8 +24,6 @@ from taktline.plan.rows import Rows
 from taktline.plan.schedules._registry import register
 from taktline.plan.schedules.v_shaped import zbv
 
-__all__ = ["v_limited"]
-
 _PERIOD = 6  # F, I and W of two stages
 _TURN = 3  # units between F and I of the last stage in the pattern
 

@@ -28,8 +28,6 @@ from taktline.stage import PipelineStage
 from taktline.text import counted
 from taktline.transport.local import LocalTransport
 
-__all__ = ["Captures"]
-
 _WARM_UP = 2
 """How many steps of a kind run eagerly before a capture, once its signatures are known."""
 _KINDS = 8

@@ -16,8 +16,6 @@ from taktline.errors import ScheduleError
 from taktline.runtime.bind import Binding
 from taktline.runtime.random_numbers import RankRandom, seed_of
 
-__all__ = ["CudaGraphs", "Graph", "Graphs"]
-
 
 class Graph(Protocol):
     """A captured program."""

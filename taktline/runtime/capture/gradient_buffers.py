@@ -17,8 +17,6 @@ from torch import nn
 from taktline.stage import PipelineStage, autograd_engine
 from taktline.stage.names import parameters_of
 
-__all__ = ["Adding", "Buffers", "Pool", "Touched"]
-
 _MOST = 16 * 2**20
 """The most bytes of gradients that wait to be added."""
 

@@ -17,8 +17,6 @@ from taktline.stage import PipelineStage
 from taktline.stage.autograd_engine import is_own_hook
 from taktline.stage.names import parameters_of
 
-__all__ = ["Attribute", "Kept", "difference", "keep_state", "state_of"]
-
 Attribute: TypeAlias = tuple[ref[nn.Module], str]
 """An attribute of a module: the module, and the name."""
 

@@ -12,8 +12,6 @@ import torch
 from taktline import pytree
 from taktline.runtime.step_data import Feed
 
-__all__ = ["Inputs", "Static"]
-
 _PLAIN = (bool, int, float, str, type(None))
 
 

@@ -19,8 +19,6 @@ import torch
 from taktline.plan import Action, Kind
 from taktline.runtime.capture.gradient_buffers import Adding
 
-__all__ = ["Streams", "is_loop", "side_by_side"]
-
 _MOST = 4
 """The most micro-batches side by side."""
 _SHARE = 0.05

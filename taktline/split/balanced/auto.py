@@ -22,8 +22,6 @@ from taktline.split.named.recurrent import open_recurrent, recurrent_in, tensors
 from taktline.split.stages import Pieces
 from taktline.text import counted, table
 
-__all__ = ["Division", "auto"]
-
 
 def auto(
     model: nn.Module,

@@ -21,8 +21,6 @@ from taktline.split.named.forward_summary import Cut
 from taktline.split.named.layout import Layout
 from taktline.split.traced.trace import in_mode
 
-__all__ = ["LayerCosts", "OperationCounter", "count_operations", "measure_times"]
-
 _RECURRENT = (torch.ops.aten.mkldnn_rnn_layer, torch.ops.aten._cudnn_rnn)
 _RUNS = 3
 

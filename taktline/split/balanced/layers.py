@@ -17,8 +17,6 @@ from taktline.split.named.layout import Layout
 from taktline.split.named.recurrent import Layer, Layers
 from taktline.split.named.units import ROWS
 
-__all__ = ["find_reused", "find_starts", "layer_layout", "why_not"]
-
 _ROWS: tuple[type, ...] = (*ROWS, Layers)
 _MATTERS = 10
 """A row counts if it has at least a tenth of the parameters of the largest one."""

@@ -27,8 +27,6 @@ from taktline.split.stages import Pieces
 from taktline.stage.names import unwrapped
 from taktline.text import did_you_mean
 
-__all__ = ["as_call", "by_names", "without_compiler"]
-
 _log = logging.getLogger("taktline")
 _CUTS = "a list of names of submodules"
 

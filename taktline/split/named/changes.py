@@ -26,8 +26,6 @@ from taktline.split.named.mutable import (
 )
 from taktline.split.named.placeholder import Placeholder, resolved
 
-__all__ = ["HOOKS", "Changes", "copy_attributes"]
-
 _SMALL = 1024
 """Larger buffers hold no numbers that a forward would read."""
 _TABLES = frozenset(vars(nn.Module())) - {"training"} | {INSTALLED}

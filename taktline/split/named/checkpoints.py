@@ -21,8 +21,6 @@ from torch.utils import checkpoint as torch_checkpoint
 
 from taktline.split.named.placeholder import Placeholder, PlaceholderContext, here, resolved
 
-__all__ = ["Checkpoints"]
-
 _Function = torch.autograd.Function
 _apply: Callable[..., Any] = _Function.__dict__["apply"].__func__
 

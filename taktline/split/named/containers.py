@@ -15,8 +15,6 @@ from taktline.split.named.placeholder import Placeholder
 from taktline.split.named.recurrent import Layer
 from taktline.stage.names import unwrapped
 
-__all__ = ["ancestors", "containers_of", "copied", "is_unit", "joined", "with_own_tables"]
-
 _TABLES = {key for key, value in vars(nn.Module()).items() if isinstance(value, (dict, set))}
 """Buffers, hooks and the like: registering one with a copy must not change the model."""
 

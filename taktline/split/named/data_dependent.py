@@ -31,8 +31,6 @@ from taktline.split.arguments import NUMBER_READERS, NUMBERS, Args, Number, tens
 from taktline.split.named.meta_operations import size_depends_on_data
 from taktline.split.named.placeholder import Placeholder, PlaceholderContext, here, resolved
 
-__all__ = ["Guess", "Numbers", "Sizes"]
-
 _BY_ITSELF = 16
 """How many numbers get a guess of their own."""
 _ENDLESS = 256

@@ -17,8 +17,6 @@ from taktline.split.named.guards import Guards
 from taktline.split.named.mutable import is_constant, version_of
 from taktline.split.named.units import call_of
 
-__all__ = ["DirectCalls", "SeenCall", "record_direct_calls", "versions_of"]
-
 
 class _DirectCall(NamedTuple):
     """A call of a unit; values are known by their number."""

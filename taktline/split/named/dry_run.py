@@ -23,8 +23,6 @@ from taktline.split.named.hugging_face import INSTALLED
 from taktline.split.named.layout import Layout, all_modules
 from taktline.split.named.units import noting_inner_calls
 
-__all__ = ["dry_run", "find_refused_cuts"]
-
 
 def dry_run(
     layout: Layout, args: Args, kwargs: Kwargs, *, reruns: bool = False, thorough: bool = False

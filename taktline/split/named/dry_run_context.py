@@ -24,8 +24,6 @@ from taktline.split.named.placeholder import ANYWHERE, Absent, Placeholder
 from taktline.split.named.shape_probe import ShapeProbe
 from taktline.split.named.side_effects import apply_side_effects
 
-__all__ = ["DryRunContext"]
-
 
 class _Place(NamedTuple):
     """A placeholder as an argument or output of a unit."""

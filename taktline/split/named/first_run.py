@@ -19,8 +19,6 @@ from taktline.split.named.shape_probe import ShapeProbe
 from taktline.split.named.side_effects import apply_side_effects, refill
 from taktline.split.named.stage_run import StageInput, StageRun
 
-__all__ = ["FirstRun", "OtherTypes"]
-
 
 class OtherTypes(BaseException):
     """Ends a forward whose placeholders have other types than the received values."""

@@ -9,8 +9,6 @@ from typing import Any, NamedTuple
 
 from taktline.split.named.placeholder import Absent
 
-__all__ = ["Boundary", "Cut", "ForwardSummary", "Path", "UnitTensor"]
-
 Path = tuple[Any, ...]
 """The place of a leaf among the arguments of a call, as pytree writes it."""
 

@@ -32,8 +32,6 @@ from taktline.split.named.mutable import is_constant
 from taktline.split.named.placeholder import Placeholder
 from taktline.split.named.units import ROWS
 
-__all__ = ["Guards", "guards_of"]
-
 
 class Guards:
     """Values that must not change, so that a plain forward makes the same calls."""

@@ -17,17 +17,6 @@ from torch import nn
 from taktline.errors import PartitionError
 from taktline.split.arguments import Kwargs
 
-__all__ = [
-    "INSTALLED",
-    "collected_lists",
-    "disable_cache",
-    "install_hooks",
-    "install_router_hooks",
-    "require_not_collected",
-    "without_cache",
-    "without_padding",
-]
-
 INSTALLED = "_output_capturing_hooks_installed"
 """The attribute that a model sets once it has registered its hooks."""
 _CAPTURING = "transformers.utils.output_capturing"

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from taktline.split.named.direct_calls import DirectCalls
     from taktline.split.named.repeated_run import Prefix
 
-__all__ = ["CallCache", "KnownCall", "autocast_dtype", "cache_key", "leaf_at", "tensor_key"]
-
 Value = TypeVar("Value")
 
 _SIZE = 64

@@ -34,8 +34,6 @@ from taktline.split.named.shape_probe import ShapeProbe
 from taktline.split.named.units import copied_unit, foreign_unit, inner_modules, own_unit
 from taktline.stage.names import unwrapped
 
-__all__ = ["BY_HAND", "Layout", "all_modules"]
-
 BY_HAND = "cut the model by hand, or with taktline.pipeline, which traces it"
 
 

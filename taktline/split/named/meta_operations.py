@@ -11,15 +11,6 @@ from taktline import pytree
 from taktline.errors import PartitionError
 from taktline.split.arguments import Args, Kwargs
 
-__all__ = [
-    "META",
-    "missing_data",
-    "run_on_meta",
-    "run_with_sizes",
-    "size_depends_on_data",
-    "to_meta",
-]
-
 META = torch.device("meta")
 _MASKS = (torch.bool, torch.uint8)
 """The types of an index whose data decides how many elements it selects."""

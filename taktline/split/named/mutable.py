@@ -14,17 +14,6 @@ from torch import nn
 
 from taktline import pytree
 
-__all__ = [
-    "clone",
-    "fingerprint",
-    "is_constant",
-    "is_mutable",
-    "restore",
-    "save",
-    "version_of",
-    "with_copies",
-]
-
 _CONSTANTS = (bool, int, float, str, Enum, torch.dtype, torch.device)
 _CONTAINERS = (list, dict, set, deque)
 _NOT_OBJECTS = (

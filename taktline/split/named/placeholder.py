@@ -21,8 +21,6 @@ from taktline.split.named.meta_operations import (
     to_meta,
 )
 
-__all__ = ["ANYWHERE", "Absent", "Placeholder", "PlaceholderContext", "as_meta", "here", "resolved"]
-
 ANYWHERE = 1 << 30
 """The stage of a value that every stage has."""
 _FILLED = {

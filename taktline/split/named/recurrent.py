@@ -16,8 +16,6 @@ from torch.nn.utils.rnn import PackedSequence
 from taktline.errors import PartitionError
 from taktline.split.named.units import derived_class
 
-__all__ = ["Layer", "Layers", "open_recurrent", "recurrent_in", "tensors_of"]
-
 _FUNCTIONS: dict[str, Any] = {
     "LSTM": torch.lstm,
     "GRU": torch.gru,

@@ -29,8 +29,6 @@ from taktline.split.named.shape_probe import ShapeProbe
 from taktline.split.named.side_effects import FullOutput, apply_side_effects
 from taktline.split.named.stage_run import StageInput, StageRun
 
-__all__ = ["Differs", "Prefix", "RepeatedRun", "Step", "record_prefix"]
-
 _NOTHING = object()
 
 

@@ -18,8 +18,6 @@ from taktline.split.named.known_calls import CallCache, cache_key
 from taktline.split.named.mutable import with_copies
 from taktline.split.named.units import derived_class
 
-__all__ = ["slice_sequential"]
-
 _BESIDES = (*HOOKS, "_parameters", "_buffers", "_compiled_call_impl")
 """What a container may have besides its modules; a chain has none of it."""
 

@@ -23,8 +23,6 @@ from taktline.split.named.mutable import is_constant, version_of
 from taktline.split.named.placeholder import Placeholder, PlaceholderContext, as_meta, here
 from taktline.split.named.side_effects import FullOutput, StateBefore
 
-__all__ = ["ShapeProbe", "require_not_nested"]
-
 Flat = tuple[list[Any], pytree.TreeSpec]
 """An output as its leaves and its structure."""
 

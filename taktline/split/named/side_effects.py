@@ -23,8 +23,6 @@ from taktline.split.named.hugging_face import collected_lists
 from taktline.split.named.mutable import fingerprint, is_mutable
 from taktline.split.named.placeholder import Placeholder
 
-__all__ = ["FullOutput", "StateBefore", "apply_side_effects", "refill"]
-
 _TABLES = frozenset(vars(nn.Module()))
 _CONTAINERS = (list, dict, deque)
 

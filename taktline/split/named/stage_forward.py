@@ -40,8 +40,6 @@ from taktline.split.named.stage_run import Leave, StageInput, StageRun
 from taktline.split.named.units import inner_modules, is_own_unit, noting_inner_calls
 from taktline.stage.names import unwrapped
 
-__all__ = ["StageForward", "crossings_of", "has_dynamic_shapes"]
-
 _UNKNOWN = object()
 """The output of a call that cannot be repeated."""
 

@@ -29,8 +29,6 @@ from taktline.split.named.placeholder import Placeholder, resolved
 from taktline.split.named.shape_probe import ShapeProbe
 from taktline.split.named.side_effects import StateBefore
 
-__all__ = ["Leave", "StageInput", "StageRun"]
-
 
 class Leave(BaseException):
     """Ends a forward where the next stage begins.

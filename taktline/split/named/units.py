@@ -23,18 +23,6 @@ from taktline.side_values import uncompiled
 from taktline.split.named.placeholder import here, resolved
 from taktline.split.named.shape_probe import ShapeProbe
 
-__all__ = [
-    "ROWS",
-    "call_of",
-    "copied_unit",
-    "derived_class",
-    "foreign_unit",
-    "inner_modules",
-    "is_own_unit",
-    "noting_inner_calls",
-    "own_unit",
-]
-
 
 class _OwnUnit:
     """Mixed into the class of a submodule of this stage."""

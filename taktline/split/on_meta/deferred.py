@@ -20,8 +20,6 @@ from taktline.errors import StateError
 from taktline.split.arguments import NUMBER_READERS, Args, Kwargs, tensors_in
 from taktline.split.on_meta.operation_log import Log, keep, written
 
-__all__ = ["deferred"]
-
 
 @contextmanager
 def deferred() -> Iterator[None]:

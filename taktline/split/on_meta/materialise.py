@@ -18,8 +18,6 @@ from taktline.split.on_meta.operation_log import Log, find_log
 from taktline.stage.ties import declared
 from taktline.text import counted
 
-__all__ = ["materialise"]
-
 M = TypeVar("M", bound=nn.Module)
 
 

@@ -27,8 +27,6 @@ from taktline import pytree
 from taktline.errors import StateError
 from taktline.split.arguments import Args, Kwargs, aliased, tensors_in
 
-__all__ = ["Log", "find_log", "keep", "written"]
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Draw:

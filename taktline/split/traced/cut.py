@@ -28,8 +28,6 @@ from taktline.split.traced.markers import is_marker
 from taktline.split.traced.shapes import add_checks, read_sizes_locally
 from taktline.split.traced.state import Attribute, State
 
-__all__ = ["StageGraph", "cut"]
-
 
 @dataclass(slots=True)
 class StageGraph:

@@ -15,8 +15,6 @@ from torch.fx.node import has_side_effect
 from taktline.errors import PartitionError
 from taktline.text import did_you_mean
 
-__all__ = ["SplitPoint", "is_marker", "marked", "pipe_split", "require_outside", "tracing"]
-
 _library = torch.library.Library("taktline", "DEF")
 _library.define("pipe_split() -> ()")
 # It has no tensor for the dispatcher.

@@ -26,8 +26,6 @@ from taktline.stage import PipelineStage, Tie
 from taktline.stage.ties import declared
 from taktline.text import counted
 
-__all__ = ["Pipe", "PipeInfo", "build_stage", "pipeline"]
-
 
 @dataclass
 class PipeInfo:

@@ -20,15 +20,6 @@ from torch import fx
 
 from taktline.errors import PartitionError
 
-__all__ = [
-    "add_checks",
-    "batch_dims",
-    "check_batch",
-    "check_constant",
-    "check_shape",
-    "read_sizes_locally",
-]
-
 _SIZE = torch.ops.aten.sym_size.int
 _ARITHMETIC = {operator.add, operator.floordiv, operator.mul, operator.sub}
 _UNKNOWN = object()

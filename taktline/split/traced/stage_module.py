@@ -15,8 +15,6 @@ from taktline.errors import PartitionError
 from taktline.split.arguments import Args, Call, Kwargs
 from taktline.split.traced.cut import StageGraph
 
-__all__ = ["StageModule", "WithoutKeywords"]
-
 
 @dataclass(frozen=True)
 class WithoutKeywords:

@@ -9,8 +9,6 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-__all__ = ["Attribute", "State"]
-
 
 @dataclass(frozen=True, slots=True)
 class Attribute:

@@ -17,8 +17,6 @@ from taktline.split.arguments import Args, Kwargs, tensors_in
 from taktline.split.traced.markers import SplitPoint, marked, require_outside, tracing
 from taktline.split.traced.shapes import batch_dims
 
-__all__ = ["Policy", "in_mode", "trace"]
-
 _log = logging.getLogger("taktline")
 
 Policy = Callable[[fx.GraphModule], fx.GraphModule]

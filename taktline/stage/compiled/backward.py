@@ -17,8 +17,6 @@ from taktline.stage.autograd_engine import Sums, add_to_grad
 from taktline.stage.compiled.divide import Division, divide
 from taktline.stage.split_recipe import Inside
 
-__all__ = ["Backward", "Compile", "PutOff"]
-
 _log = logging.getLogger("taktline")
 
 Call: TypeAlias = Callable[[list[Any]], Sequence[Any]]

@@ -11,8 +11,6 @@ from torch import fx, nn
 
 from taktline.stage.compiled.backward import Backward, Call
 
-__all__ = ["compile_stages"]
-
 
 def compile_stages(module: nn.Module, stage: int = 0, *, dynamic: bool | None = None) -> nn.Module:
     """Compile a stage by ``torch.compile``, so that its backward splits into I and W.

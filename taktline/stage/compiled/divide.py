@@ -24,8 +24,6 @@ from typing import Any
 import torch
 from torch import fx
 
-__all__ = ["Division", "divide"]
-
 _aten: Any = torch.ops.aten
 
 _PRODUCTS = frozenset(

@@ -9,8 +9,6 @@ from typing import ClassVar
 from torch import nn
 from torch.distributed import ProcessGroup
 
-__all__ = ["GradSync"]
-
 
 class GradSync(ABC):
     """Makes a wrapper communicate only where the plan says.

@@ -19,8 +19,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from taktline.stage.grad_sync.base import GradSync
 
-__all__ = ["DDPSync"]
-
 
 class DDPSync(GradSync):
     """Stages in, or with parts in, DistributedDataParallel or the ``replicate`` made from it."""

@@ -17,8 +17,6 @@ from torch.distributed.fsdp import FSDPModule
 
 from taktline.stage.grad_sync.base import GradSync
 
-__all__ = ["FSDPSync"]
-
 ParamGroup = Any
 """Parameters that FSDP communicates together; torch has no public type for such groups."""
 
