@@ -23,8 +23,6 @@ from pathlib import Path
 
 from tests.warm import install
 
-__all__ = ["PAGES", "ROOT", "fresh"]
-
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 

@@ -7,8 +7,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-__all__ = ["TooLong", "at_most"]
-
 
 class TooLong(BaseException):
     """The time is over; no catch-all on the way may hold it up."""

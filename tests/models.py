@@ -20,8 +20,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-__all__ = ["NAMES", "cut", "loss_fn", "make_batch", "make_layers"]
-
 NAMES = ("mlp", "gpt", "llama")
 
 WIDTH = 16  # of the mlp

@@ -13,8 +13,6 @@ import torch
 
 import taktline
 
-__all__ = ["ROOT", "used"]
-
 ROOT = Path(taktline.__file__).parent
 _PYTHON = frozenset(["_asdict", "_current_frames", "_exit", "_fields", "_replace"])
 """Python's own, which are documented, or as old as Python."""

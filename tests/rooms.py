@@ -7,8 +7,6 @@ from pathlib import Path
 
 import grimp
 
-__all__ = ["PICTURE", "drawing", "imports"]
-
 PICTURE = Path(__file__).parent.parent / "docs" / "images" / "rooms.svg"
 _WIDTH, _HEIGHT, _GAP, _DROP = 104, 28, 22, 62
 

@@ -9,13 +9,10 @@ from typing import Any
 import pytest
 
 import taktline as tl
-from tests.runtime.conftest import one_thread
 from tests.torture.case import draw
 from tests.torture.run import Record, run_local
 from tests.torture.verdict import complaint, judge
 from tests.workers import Workers, WorkersLost
-
-__all__ = ["one_thread"]
 
 RANKS = 4
 CASES = [*(f"local-{n}" for n in range(40)), *(f"gloo-{n}" for n in range(15))]

@@ -26,8 +26,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-__all__ = ["commands", "install"]
-
 COMMAND = f"""#!{sys.executable} -SE
 import json, os, signal, socket, sys
 words = sys.argv[1:]

@@ -46,8 +46,6 @@ import torch.distributed as dist
 from taktline.train.process_groups import end_unused
 from taktline.transport.exit_hooks import planes
 
-__all__ = ["PRELOADED", "Workers", "WorkersFailed", "WorkersLost"]
-
 PRELOADED = [
     "torch.distributed.fsdp",
     "torch._dynamo",

@@ -30,8 +30,6 @@ import taktline as tl
 from taktline.checkpoint.folder import latest, saves
 from tests.checkpoint.training import DropLM, Training, pipeline
 
-__all__ = ["Report", "kill_at_random"]
-
 RANKS = 2
 STEPS = 10
 PATIENCE = 60.0

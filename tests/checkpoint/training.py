@@ -15,8 +15,6 @@ import taktline as tl
 from taktline import checkpoint
 from tests.train.models import LENGTH, LM, WORDS, loss_fn
 
-__all__ = ["Data", "DropLM", "Training", "mesh_of", "pipeline"]
-
 MICROBATCHES = 4
 
 

@@ -12,8 +12,6 @@ from functools import cached_property
 from itertools import cycle
 from random import Random
 
-__all__ = ["FAULTS", "PHASES", "TIMEOUT", "Case", "Fault", "Phase", "draw", "sample", "table"]
-
 TIMEOUT = 5.0
 """Of the process group and of the pipeline, in seconds."""
 

@@ -12,8 +12,6 @@ from tests.faults.messages import Answer, Struck
 from tests.faults.model import LUCK
 from tests.faults.pool import Report, started, trial
 
-__all__ = ["LIMIT", "Verdict", "judge", "run", "went_on"]
-
 LIMIT = 2.0
 """How much later than the detection the last rank may know, in seconds."""
 

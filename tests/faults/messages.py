@@ -15,8 +15,6 @@ from torch._C._distributed_c10d import TCPStore
 
 import taktline as tl
 
-__all__ = ["Answer", "Place", "Struck"]
-
 PR_SET_PDEATHSIG, CLONE_NEWNET = 1, 0x40000000
 STEP = (tl.StageError, tl.MismatchError)
 """After which training goes on, as is documented, if they do not say so themselves."""

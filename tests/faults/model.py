@@ -15,8 +15,6 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-__all__ = ["LUCK", "WIDTH", "Block", "Sour", "Trap", "in_parts"]
-
 WIDTH = 8
 LUCK = "out of luck"
 

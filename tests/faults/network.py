@@ -27,8 +27,6 @@ from tests.faults.judge import LIMIT, Verdict, went_on
 from tests.faults.messages import Answer, Place, Struck
 from tests.faults.pool import PATIENCE, Job, Report
 
-__all__ = ["NAMES", "Unable", "run"]
-
 SETUP = Case.of("stop-1f1b-4-none-steady")
 SIDES = ((0, 1), (2, 3))
 ADDRESSES = ("10.214.0.1", "10.214.0.2")

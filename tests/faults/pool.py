@@ -17,8 +17,6 @@ from tests.faults.messages import Answer, Place, Struck
 from tests.faults.worker import keep_store, work
 from tests.workers import PRELOADED
 
-__all__ = ["Job", "Report", "started", "trial"]
-
 START_SECONDS = 60.0
 LEAVE_SECONDS = 10.0
 PATIENCE = 2 * TIMEOUT + 2

@@ -27,8 +27,6 @@ from tests.faults.case import TIMEOUT, Case
 from tests.faults.messages import Answer, Place, Struck
 from tests.faults.model import LUCK, WIDTH, Block, Sour, Trap, in_parts
 
-__all__ = ["keep_store", "work"]
-
 SAMPLES = {"1f1b": 2, "interleaved_1f1b": 2, "gpipe": 4096, "zbv": 4096}
 """In a micro-batch, by schedule: large tensors take another way than small ones."""
 ASIDE_SECONDS, DRAG_SECONDS = 0.3, 0.8

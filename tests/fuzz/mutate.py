@@ -9,8 +9,6 @@ from copy import deepcopy
 from random import Random
 from typing import Any
 
-__all__ = ["NUMBERS", "a_value", "spoil_bytes", "spoil_json", "spoil_text"]
-
 NUMBERS: list[Any] = [
     *(-1, 0, 1, 2, 3, 7, 2**16, 2**31 - 1, 2**31, 2**63, 2**64, 10**30, 10**700, -(10**30)),
     *(0.0, -0.0, 0.5, 1e308, -1.5, math.nan, math.inf, -math.inf),

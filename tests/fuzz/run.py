@@ -18,8 +18,6 @@ from taktline.errors import TaktlineError
 from tests.fuzz import targets
 from tests.limits import TooLong, at_most
 
-__all__ = ["Outcome", "Target", "load", "names", "run", "run_and_tell"]
-
 BATCH = 2500
 """After as many inputs a process says how it goes."""
 SECONDS = 20

@@ -8,8 +8,6 @@ from unittest import mock
 
 from torch.distributed.pipelining import schedules as torch_schedules
 
-__all__ = ["compute_order", "lowered_order", "make", "recorded_order"]
-
 
 class StandIn:
     """What a torch schedule asks of a stage to write its order down or to run; notes the calls."""

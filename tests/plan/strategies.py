@@ -17,8 +17,6 @@ from taktline.plan import (
     names,
 )
 
-__all__ = ["LEVELS", "any_plan", "at_level", "costs", "shapes"]
-
 LEVELS = ("compute", "sharded", "lowered", "lowered and sharded")
 
 

@@ -23,12 +23,10 @@ from tests.runtime.scenarios import (
     run_local,
     run_plain,
 )
-from tests.runtime.test_errors import Outcomes, assert_all, make, outcomes, run
+from tests.runtime.test_errors import Outcomes, assert_all, make, run
 from tests.workers import Workers
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-__all__ = ["outcomes"]
 
 DIM, CLASSES, IGNORED = 6, 5, -100
 

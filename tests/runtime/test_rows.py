@@ -17,12 +17,10 @@ from taktline.errors import BatchError, MismatchError
 from taktline.runtime.microbatch import _Replicate
 from tests.runtime.scenarios import CPU
 from tests.runtime.test_agreement import OF_ONE_BATCH
-from tests.runtime.test_errors import Outcomes, assert_all, make, outcomes
+from tests.runtime.test_errors import Outcomes, assert_all, make
 from tests.workers import Workers
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-__all__ = ["outcomes"]
 
 DIM = 4
 SIZES = [(32, 5), (17, 16), (6, 8), (1, 4), (16, 4)]

@@ -22,12 +22,10 @@ from tests.runtime.scenarios import (
     run_local,
     run_plain,
 )
-from tests.runtime.test_errors import Outcomes, assert_all, outcomes
+from tests.runtime.test_errors import Outcomes, assert_all
 from tests.workers import Workers
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-__all__ = ["outcomes"]
 
 DIM = 6
 

@@ -11,8 +11,6 @@ from torch.nn import functional as F
 
 import taktline as tl
 
-__all__ = ["gradients", "made", "require_plain_training", "require_same"]
-
 
 def made(make: Callable[[], nn.Module]) -> nn.Module:
     """A model with the same parameters each time."""

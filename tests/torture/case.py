@@ -17,8 +17,6 @@ from tests.runtime.cases import SCHEDULES
 from tests.runtime.scenarios import Batch, Scenario
 from tests.torture.plans import draw_plan, has_one_order
 
-__all__ = ["Call", "Case", "Fault", "draw"]
-
 TRANSPORTS = ("local", "gloo")
 MOST_MICROBATCHES = 6
 WORDS = ("", ": größer", ":\n  several\n  lines", " " + 1000 * "long ")

@@ -17,8 +17,6 @@ from taktline.plan import (
 )
 from tests.plan.strategies import LEVELS, at_level
 
-__all__ = ["draw_plan", "has_one_order", "order_of_forwards"]
-
 Step = Action | Overlap
 
 SHUFFLES = 15

@@ -23,8 +23,6 @@ from tests.runtime.scenarios import CPU, gradients_of
 from tests.torture.case import Call, Case, Fault
 from tests.torture.plans import order_of_forwards
 
-__all__ = ["Record", "run_local", "run_plain", "run_rank"]
-
 
 @dataclass
 class Record:

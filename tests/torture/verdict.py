@@ -14,8 +14,6 @@ from tests.torture.case import Call, Case
 from tests.torture.run import Record, run_local, run_plain, run_rank
 from tests.workers import Workers, WorkersFailed, WorkersLost
 
-__all__ = ["Verdict", "judge"]
-
 KINDS = {"forward": "F", "loss": "F", "backward": "BI", "weight": "W"}
 """The actions in which a fault shows."""
 

@@ -12,8 +12,6 @@ from torch import Tensor, nn
 
 import taktline as tl
 
-__all__ = ["LM", "Record", "batches", "loss_fn", "pipeline", "plain", "train"]
-
 WORDS, WIDTH, LENGTH, BATCH, PARTS = 13, 8, 5, 8, 4
 CUTS = {2: ["blocks.2"], 4: ["blocks.1", "blocks.2", "blocks.3"]}
 

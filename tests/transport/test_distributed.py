@@ -38,10 +38,7 @@ from tests.runtime.cases import (
     run_pipelined,
     run_plain,
 )
-from tests.runtime.conftest import one_thread
 from tests.workers import Workers
-
-__all__ = ["one_thread"]
 
 MANY = 1 << 20
 """More bytes than any connection takes before they are awaited."""

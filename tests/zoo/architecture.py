@@ -10,8 +10,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-__all__ = ["Architecture", "Inputs", "loss_of"]
-
 Inputs: TypeAlias = tuple[Any, ...] | dict[str, Any]
 """Positional arguments of a call, or keywords."""
 

@@ -6,24 +6,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-__all__ = [
-    "DEPTH",
-    "HEADS",
-    "LENGTH",
-    "WIDTH",
-    "WORDS",
-    "Attention",
-    "Block",
-    "classed",
-    "features",
-    "image",
-    "mlp",
-    "noisy",
-    "streams",
-    "tokens",
-    "waves",
-]
-
 WORDS, WIDTH, HEADS, DEPTH, LENGTH = 61, 16, 4, 8, 10
 
 

@@ -8,8 +8,6 @@ from torch import Tensor, nn
 
 from tests.zoo.blocks import DEPTH, WIDTH, Attention, mlp, waves
 
-__all__ = ["DiT", "DiTBlock", "Flux", "JointBlock", "TimeResidual", "UNet2D"]
-
 
 class DiTBlock(nn.Module):
     """A block whose norms are shifted and scaled by a condition."""

@@ -10,24 +10,6 @@ from torch import Tensor, nn
 
 from tests.zoo.blocks import DEPTH, WIDTH, Block, mlp
 
-__all__ = [
-    "Autoencoder",
-    "Classifier",
-    "ConvNeXt",
-    "ConvNeXtBlock",
-    "Dense",
-    "MLPMixer",
-    "Mixer",
-    "ResNet",
-    "Residual",
-    "Squeezed",
-    "Swin",
-    "SwinBlock",
-    "UNet",
-    "ViT",
-    "vgg",
-]
-
 
 class ViT(nn.Module):
     """As in timm: blocks in a Sequential, tokens and positions of the model itself."""

@@ -12,8 +12,6 @@ from torch import Tensor, nn
 
 from tests.zoo.architecture import Architecture
 
-__all__ = ["LANGUAGE", "SIZES", "configured", "words"]
-
 WORDS, LENGTH = 61, 10
 
 SIZES: dict[str, Any] = {

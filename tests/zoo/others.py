@@ -8,8 +8,6 @@ from torch import Tensor, nn
 
 from tests.zoo.blocks import DEPTH, WIDTH, WORDS, Block
 
-__all__ = ["Branching", "Graph", "Pyramid", "Recommender", "Towers", "WaveNet"]
-
 
 class Towers(nn.Module):
     """Two rows of layers beside each other, compared at the end."""

@@ -38,8 +38,6 @@ from tests.zoo.texts import (
     row,
 )
 
-__all__ = ["OWN"]
-
 
 def _own(name: str, build: Any, feed: Any) -> Architecture:
     return Architecture(name, "Written by hand", build, feed)

@@ -10,8 +10,6 @@ from pathlib import Path
 
 from tests.zoo.architecture import Architecture
 
-__all__ = ["PAGE", "Result", "read", "shortened", "write"]
-
 PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 
 _HEAD = """\

@@ -11,8 +11,6 @@ from torch import Tensor
 from tests.zoo.architecture import Architecture
 from tests.zoo.language import SIZES, configured, words
 
-__all__ = ["SENSES"]
-
 _IMAGE: dict[str, Any] = {
     "image_size": 16,
     "patch_size": 4,

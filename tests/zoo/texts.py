@@ -10,20 +10,6 @@ from torch.utils.checkpoint import checkpoint
 from taktline import add_loss
 from tests.zoo.blocks import DEPTH, HEADS, LENGTH, WIDTH, WORDS, Block, mlp
 
-__all__ = [
-    "GPT",
-    "Experts",
-    "FunctionalHead",
-    "LSTMs",
-    "Llama",
-    "LlamaBlock",
-    "Seq2Seq",
-    "StackedLSTM",
-    "TorchEncoder",
-    "Universal",
-    "row",
-]
-
 
 class GPT(nn.Module):
     """A language model with a tied head, as in nanoGPT."""

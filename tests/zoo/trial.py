@@ -17,8 +17,6 @@ import taktline as tl
 from tests.zoo import find
 from tests.zoo.architecture import Architecture, loss_of
 
-__all__ = ["PLACES", "Found", "Place", "Way", "compare", "over_processes", "plain", "train"]
-
 ROWS, PARTS = 8, 4
 
 Way: TypeAlias = Literal["by name", "traced"]

@@ -14,8 +14,6 @@ import taktline as tl
 from taktline import plan as tp
 from tests.fuzz.mutate import NUMBERS, a_value
 
-__all__ = ["CALLS", "draw", "try_"]
-
 CPU = torch.device("cpu")
 PLAN = tl.build("1f1b", ranks=2, microbatches=2)
 ALONE = tl.build("gpipe", ranks=1, microbatches=2)

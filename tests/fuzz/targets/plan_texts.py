@@ -10,8 +10,6 @@ from taktline.plan import Plan, names
 from taktline.plan.io import from_csv, from_json, to_csv, to_json
 from tests.fuzz.mutate import spoil_json, spoil_text
 
-__all__ = ["draw", "try_", "use"]
-
 COSTS = tl.Costs(forward=2.0, link=tl.Link(latency=0.1, bandwidth=3.0), message_bytes=1.0)
 
 
