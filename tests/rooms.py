@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import groupby
+from itertools import pairwise
 from pathlib import Path
 
 import grimp
@@ -50,37 +50,55 @@ def needed(rooms: dict[str, set[str]]) -> dict[str, set[str]]:
     }
 
 
+def ways(arrows: dict[str, set[str]], height: dict[str, int]) -> list[list[str]]:
+    """The points of each arrow: its rooms, and between them one on each level that it passes."""
+    return [
+        [room, *(f"{room}-{below} {n}" for n in range(height[room] - 1, height[below], -1)), below]
+        for room, direct in sorted(arrows.items())
+        for below in sorted(direct)
+    ]
+
+
 def drawing() -> str:
     """The rooms as boxes, the highest on top, with an arrow to each room that one builds on."""
     rooms = imports()
     height = levels(rooms)
     top = max(height.values())
-    rows = [
-        (level, list(row))
-        for level, row in groupby(
-            sorted(rooms, key=lambda room: (-height[room], room)), key=height.__getitem__
-        )
-    ]
-    widest = max(len(row) for _, row in rows)
-    width = widest * (_WIDTH + _GAP) + _GAP
-    places: dict[str, tuple[float, float]] = {}
-    for level, row in rows:
-        left = (width - len(row) * (_WIDTH + _GAP) + _GAP) / 2
-        for place, room in enumerate(row):
-            places[room] = left + place * (_WIDTH + _GAP), 10 + (top - level) * _DROP
+    arrows = ways(needed(rooms), height)
+    points = {room: height[room] for room in sorted(rooms)}
+    points |= {way[n]: height[way[0]] - n for way in arrows for n in range(1, len(way) - 1)}
+    rows = [[point for point, on in points.items() if on == level] for level in range(top, -1, -1)]
+
+    def breadth(row: list[str]) -> int:
+        return sum(_GAP + (_WIDTH if point in rooms else 0) for point in row) + _GAP
+
+    width = max(map(breadth, rows))
+    middle: dict[str, float] = {}
+
+    def above(point: str) -> float:
+        """Where the arrows to a point come from, on average."""
+        sources = [middle[one] for way in arrows for one, other in pairwise(way) if other == point]
+        return sum(sources) / len(sources) if sources else width / 2
+
+    for row in rows:
+        x = (width - breadth(row)) / 2
+        for point in sorted(row, key=above):
+            wide = _WIDTH if point in rooms else 0
+            middle[point] = x + _GAP + wide / 2
+            x += _GAP + wide
+    upper = {point: 10 + (top - level) * _DROP for point, level in points.items()}
     lines = [
-        f"<path d='M{x + _WIDTH / 2:g} {y + _HEIGHT:g}L{a + _WIDTH / 2:g} {b - 5:g}' "
-        "stroke='#888' marker-end='url(#tip)'/>"
-        for room, direct in sorted(needed(rooms).items())
-        for x, y in [places[room]]
-        for other in sorted(direct)
-        for a, b in [places[other]]
+        f"<path d='M{middle[way[0]]:g} {upper[way[0]] + _HEIGHT}"
+        + "".join(f"L{middle[p]:g} {upper[p]}V{upper[p] + _HEIGHT}" for p in way[1:-1])
+        + f"L{middle[way[-1]]:g} {upper[way[-1]] - 5}' fill='none' stroke='#888' "
+        "marker-end='url(#tip)'/>"
+        for way in arrows
     ]
     boxes = [
-        f"<rect x='{x:g}' y='{y:g}' width='{_WIDTH}' height='{_HEIGHT}' rx='5' fill='#e6f2f0' "
-        f"stroke='#23827c'/><text x='{x + _WIDTH / 2:g}' y='{y + 18:g}' text-anchor='middle'>"
-        f"{room}</text>"
-        for room, (x, y) in sorted(places.items())
+        f"<rect x='{middle[room] - _WIDTH / 2:g}' y='{upper[room]}' width='{_WIDTH}' "
+        f"height='{_HEIGHT}' rx='5' fill='#e6f2f0' stroke='#23827c'/>"
+        f"<text x='{middle[room]:g}' y='{upper[room] + 18}' text-anchor='middle'>{room}</text>"
+        for room in sorted(rooms)
     ]
     tall = 20 + top * _DROP + _HEIGHT
     return "\n".join(
