@@ -16,6 +16,7 @@ import taktline as tl
 from taktline.plan import Action
 from taktline.runtime.bind import Binding
 from taktline.runtime.capture import Captures
+from taktline.runtime.capture.cuda import Graph
 from taktline.runtime.capture.gradient_buffers import Adding
 from taktline.runtime.capture.module_state import Attribute, Kept, keep_state, state_of
 from taktline.runtime.capture.streams import is_loop, side_by_side
@@ -41,16 +42,17 @@ class Graphs:
     def __init__(self) -> None:
         self.log: list[str] = []
         self.fails: Exception | None = None
+        self.make: Callable[[Callable[[], None], list[str]], Graph] = Again
 
     def refusal(self) -> str | None:
         return None
 
-    def capture(self, binding: Binding, make: Callable[[Binding], Callable[[], None]]) -> Again:
+    def capture(self, binding: Binding, make: Callable[[Binding], Callable[[], None]]) -> Graph:
         run = make(binding)
         if self.fails is not None:
             raise self.fails
         self.log.append("capture")
-        return Again(run, self.log)
+        return self.make(run, self.log)
 
 
 class Stage(nn.Module):

@@ -25,6 +25,7 @@ from tests.runtime.test_capture import (
     compare_tied,
     tied_pipelines,
 )
+from tests.runtime.test_carried import Averaging, Remembering
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
@@ -249,6 +250,30 @@ def test_a_stage_that_draws_on_the_cpu_runs_eagerly() -> None:
     with pytest.warns(UserWarning, match="random numbers are drawn on the CPU"):
         pair.step(seed=3)
     pair.step(seed=4)
+
+
+class Counting(Stage):
+    calls = torch.zeros(())
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls = self.calls + 1
+        return super().forward(x) / self.calls
+
+
+def test_a_stage_that_replaces_a_tensor_on_the_cpu_runs_eagerly() -> None:
+    pair = on_gpu(lambda: [Counting() for _ in range(4)])
+    for seed in range(3):
+        pair.step(seed=seed)
+    with pytest.warns(UserWarning, match="a forward changes 'calls', which is on the CPU"):
+        pair.step(seed=3)
+    pair.step(seed=4)
+
+
+@pytest.mark.parametrize("stage", [Remembering, Averaging])
+def test_the_next_step_reads_what_the_step_before_has_kept(stage: type[Stage]) -> None:
+    pair = on_gpu(lambda: [stage() for _ in range(4)])
+    train(pair)
+    assert is_captured(pair, 4)
 
 
 class Putting(Stage):

@@ -11,6 +11,7 @@ from torch import nn
 from taktline.checks import warn
 from taktline.errors import TaktlineError, text_of
 from taktline.runtime.bind import Binding, Bound, bind
+from taktline.runtime.capture.carried import Carried, kind_of
 from taktline.runtime.capture.cuda import Graph, Graphs
 from taktline.runtime.capture.gradient_buffers import Buffers, Pool, Touched
 from taktline.runtime.capture.module_state import (
@@ -43,6 +44,7 @@ class _Captured:
     graph: Graph
     static: Static
     buffers: Buffers
+    carried: Carried
     state: tuple[object, ...]
     replays: int = 0
 
@@ -85,7 +87,7 @@ class Captures:
         self._reasons: set[str] = set()
         self._entries: dict[Hashable, _Entry] = {}
         self._pool = Pool()
-        self._changing: set[Attribute] = set()
+        self._changing: dict[Attribute, None] = {}
         """The attributes of modules that forwards change."""
 
     def forget(self) -> None:
@@ -119,13 +121,17 @@ class Captures:
             return eagerly()
         if bound.known is None:
             return eagerly()  # the first step finds the signatures
-        entry = self._entry((key, inputs.kind), bound)
+        entry = self._entry((key, inputs.kind, kind_of(self._changing)), bound)
         if entry is None or entry.refusal is not None:
             return eagerly()
         if entry.captured is not None and not entry.captured.is_right(state):
             entry.captured, entry.warm = None, _WARM_UP - 1
         if entry.captured is None and (entry.warm < _WARM_UP or entry.state != state):
-            return self._warm_up(entry, bound.binding, state, eagerly)
+            known = len(self._changing)
+            failure = self._warm_up(entry, bound.binding, state, eagerly)
+            if len(self._changing) > known:  # graphs of other kinds do not carry it
+                self._entries = {(key, inputs.kind, kind_of(self._changing)): entry}
+            return failure
         if entry.captured is None and not self._capture(entry, bound, inputs, state, apart):
             return eagerly()
         self._replay(entry, inputs, feed)
@@ -164,7 +170,7 @@ class Captures:
                     f"{what} changes before every step; keep it in a tensor, and change that in "
                     "place",
                 )
-            self._changing |= kept.changed_attributes()
+            self._changing |= dict.fromkeys(kept.changed_attributes())
             entry.state = self._state(binding)
             if any(p.grad is not None and p.grad.layout != torch.strided for p in entry.touched):
                 self._refuse(entry, "there are sparse gradients")
@@ -186,6 +192,7 @@ class Captures:
         static = inputs.static(self._stages[0].device)
         static.fill(inputs, bound.binding.feed.number)
         buffers = self._pool.buffers(entry.touched, apart)
+        carried = Carried(self._changing, self._stages[0].device)
         restore = keep_state(self._stages, bound.binding.loss_fn)
         binding = replace(bound.binding, feed=static.feed, any_order=entry.any_order)
 
@@ -209,7 +216,7 @@ class Captures:
 
         graph = None
         try:
-            with buffers.lent(self._stages) as reasons:
+            with buffers.lent(self._stages) as reasons, carried.lent(reasons):
                 graph = self._graphs.capture(binding, make)
         except Exception as error:
             reasons = [_reason(error)]
@@ -219,16 +226,18 @@ class Captures:
             restore()
             self._refuse(entry, reasons[0])
             return False
-        entry.captured = _Captured(graph, static, buffers, state)
+        entry.captured = _Captured(graph, static, buffers, carried, state)
         return True
 
     def _replay(self, entry: _Entry, inputs: Inputs, feed: Feed) -> None:
         captured = entry.captured
         assert captured is not None
         captured.static.fill(inputs, feed.number)
+        captured.carried.fill()
         with captured.buffers.in_place():
             captured.graph.replay(feed.number)
         captured.static.hand_over(feed)
+        captured.carried.hand_over()
         captured.replays += 1
 
     def _refuse(self, entry: _Entry, reason: str) -> None:

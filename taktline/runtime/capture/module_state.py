@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.nn.modules.module import _has_any_global_hook
 
+from taktline import pytree
 from taktline.sharding import is_sharded, local
 from taktline.stage import PipelineStage
 from taktline.stage.autograd_engine import is_own_hook
@@ -151,8 +152,9 @@ class Kept:
         }
 
     def _found(self) -> list[torch.Tensor]:
-        values = (chain(each._buffers.values(), vars(each).values()) for each in self._modules)
-        return [value for value in chain(*values) if isinstance(value, torch.Tensor)]
+        buffers = [buffer for module in self._modules for buffer in module._buffers.values()]
+        added = [vars(module)[name] for module in self._modules for name in _added(module)]
+        return _tensors((buffers, added))
 
 
 def _versions(tensors: Sequence[torch.Tensor]) -> list[int]:
@@ -175,8 +177,15 @@ class _Is:
 
 def _attributes(module: nn.Module) -> list[tuple[str, object]]:
     """What a class has added to a module, such as the p of a dropout, to be compared by ``==``."""
-    values = vars(module)
-    return [(name, _comparable(values[name])) for name in values.keys() - _OWN]
+    return [(name, _comparable(vars(module)[name])) for name in _added(module)]
+
+
+def _added(module: nn.Module) -> set[str]:
+    return vars(module).keys() - _OWN
+
+
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
 def _comparable(value: Any, depth: int = 0) -> object:
