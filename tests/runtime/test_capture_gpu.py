@@ -165,6 +165,23 @@ def test_dropout_draws_the_same_numbers(ranks: int, seed: int | None) -> None:
     assert is_captured(pair, 5), str(pair.pipe)
 
 
+class Narrow(Stage):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cuda", torch.bfloat16):
+            return super().forward(x).float()
+
+
+def test_autocast_within_a_block_that_is_off() -> None:
+    pair = on_gpu(lambda: [Narrow() for _ in range(4)])
+    for seed in range(7):
+        with torch.autocast("cuda", enabled=False):
+            pair.step(seed=seed)
+    assert "captured, 4 replays" in str(pair.pipe), str(pair.pipe)
+    pair = on_gpu(lambda: [Narrow() for _ in range(4)])
+    train(pair)
+    assert "side by side, 4 replays" in str(pair.pipe), str(pair.pipe)
+
+
 @pytest.mark.parametrize("outside", [True, False])
 def test_autocast(outside: bool) -> None:
     pair = on_gpu()

@@ -30,15 +30,22 @@ def side_by_side(
     actions: Sequence[Action], device: torch.device, adding: Adding | None
 ) -> Iterator[Streams]:
     """Inside, ``enter`` each action before it runs."""
-    # Weights that autocast has cast once are used by all micro-batches.
-    may = device.type == "cuda" and not torch.is_autocast_enabled(device.type)
-    if adding is None or not may or not is_loop(actions):
+    if adding is None or device.type != "cuda" or _keeps_casts() or not is_loop(actions):
         yield Streams()
         return
     streams = _SeveralStreams(device, adding)
     with torch.cuda.stream(torch.cuda.current_stream(device)):
         yield streams
         streams.join()
+
+
+def _keeps_casts() -> bool:
+    """Whether weights are cast once for all micro-batches: in any block of autocast.
+
+    Also in one that is off: stages may turn it on, and casts are kept until the outermost block.
+    """
+    torch.autocast_increment_nesting()
+    return torch.autocast_decrement_nesting() > 0
 
 
 def is_loop(actions: Sequence[Action]) -> bool:
