@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import taktline as tl
 from tests.runtime.test_capture import (
@@ -163,6 +164,34 @@ def test_dropout_draws_the_same_numbers(ranks: int, seed: int | None) -> None:
             optimizer.zero_grad()
         assert found[:2] == found[2:], number
     assert is_captured(pair, 5), str(pair.pipe)
+
+
+class Recomputing(Stage):
+    def forward(self, x: Tensor) -> Tensor:
+        return checkpoint(super().forward, x, use_reentrant=False)  # pyright: ignore
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_checkpoints_draw_the_same_numbers_again(ranks: int) -> None:
+    pair = on_gpu(lambda: [Recomputing(0.5) for _ in range(2 * ranks)], ranks=ranks)
+    for number in range(6):
+        x, target = torch.randn(2, 8, WIDTH, device="cuda").unbind()
+        for pipe in pair.both:
+            torch.manual_seed(number)
+            pipe.step(x, target=target)
+        pair.compare()
+    assert is_captured(pair, 3), str(pair.pipe)
+
+
+def test_checkpoints_with_a_seed_run_eagerly() -> None:
+    pair = on_gpu(
+        lambda: [nn.Sequential(Recomputing(0.5), Stage(0.5)) for _ in range(6)], ranks=3, seed=7
+    )
+    for seed in range(3):
+        pair.step(seed=seed)
+    with pytest.warns(UserWarning, match=r"sets random numbers back, as checkpoint\(\) does"):
+        pair.step(seed=3)
+    pair.step(seed=4)
 
 
 class Narrow(Stage):

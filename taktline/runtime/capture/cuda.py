@@ -16,6 +16,13 @@ from taktline.errors import ScheduleError
 from taktline.runtime.bind import Binding
 from taktline.runtime.random_numbers import RankRandom, seed_of
 
+_SET_BACK = (
+    "its backward sets random numbers back, as checkpoint() does, which a graph with seed=… cannot "
+    "do; leave out seed, or pass preserve_rng_state=False to checkpoint()"
+)
+_APART = 2**62
+"""A seed that users do not choose."""
+
 
 class Graph(Protocol):
     """A captured program."""
@@ -72,20 +79,24 @@ class CudaGraphs:
 
     def _run(self, graph: torch.cuda.CUDAGraph, run: Callable[[], None]) -> None:
         """Capture a function."""
-        raised: list[Exception] = []
+        error: Exception | None = None
         try:
             with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
                 try:
                     run()
-                except Exception as error:
-                    raised.append(error)  # the capture must be ended in any case
-        except Exception as error:
-            raised.append(error)
+                except Exception as raised:
+                    error = raised  # the capture must be ended in any case
+        except Exception as raised:
+            error = error or raised
             with suppress(RuntimeError):  # the allocator may still be in the capture
                 torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), self._pool)
-        if raised:
-            self._pool = None
-            raise raised[0]
+        if error is None:
+            return
+        self._pool = None
+        try:
+            raise ScheduleError(_SET_BACK) if "set_current_seed" in str(error) else error
+        finally:
+            del error  # and with it the tensors of the step: its traceback refers to this frame
 
 
 @contextmanager
@@ -156,6 +167,9 @@ class _Draws:
         if binding.seed is not None:
             calls = product(binding.stages, range(binding.plan.microbatches))
             self._of_call = {call: torch.Generator(device) for call in calls}
+        for number, generator in enumerate([*self._of_rank, *self._of_call.values()]):
+            # Different ones in a capture: torch refuses to set one back to another one's numbers.
+            generator.manual_seed(_APART + number)
         drawing = binding.drawing if self._random is None else _RankDraws(self, self._random)
         self.binding = replace(binding, drawing=drawing, seeded=self._seeded)
 
