@@ -117,7 +117,7 @@ class Log:
     def __init__(self) -> None:
         self.operations: list[_Operation] = []
         self.constants: dict[int, torch.Tensor] = {}
-        """The bytes of memory that had values from the start."""
+        """The values of memory that had some from the start."""
         self._draws: dict[torch.Generator, _DrawLog] = {}
         self._numbers: dict[StorageWeakRef, int] = {}
 
@@ -148,14 +148,10 @@ class Log:
 
     def constant(self, value: torch.Tensor) -> torch.Tensor:
         """A tensor on the meta device for one with values, which are copied."""
-        memory = StorageWeakRef(value.untyped_storage())
-        if memory not in self._numbers:
-            whole = torch.empty(0, dtype=torch.uint8).set_(value.untyped_storage())
-            self.constants[self._number(memory)] = whole.clone()
-        ref = self.ref(value)
-        whole = torch.empty(self.constants[ref.memory].numel(), dtype=torch.uint8, device="meta")
-        self._numbers[StorageWeakRef(whole.untyped_storage())] = ref.memory
-        return ref.view(whole.untyped_storage())
+        copied = value.detach().clone()
+        made = torch.empty_like(copied, device="meta")
+        self.constants[self._number(made)] = copied
+        return made
 
     def add(self, op: OpOverload, args: Args, kwargs: Kwargs, result: Any) -> None:
         """Add an operation, unless it returns a view."""
@@ -188,13 +184,14 @@ class Log:
             for generator, state in states.items():
                 generator.set_state(state)
 
-    def _number(self, memory: StorageWeakRef) -> int:
+    def _number(self, tensor: torch.Tensor) -> int:
+        memory = StorageWeakRef(tensor.untyped_storage())
         return self._numbers.setdefault(memory, len(self._numbers))
 
     def _made(self, tensor: torch.Tensor) -> _Ref | None:
         if tensor in self:
             return None
-        self._number(StorageWeakRef(tensor.untyped_storage()))
+        self._number(tensor)
         return self.ref(tensor)
 
     def _draw(self, kwargs: Kwargs) -> _Draw:
