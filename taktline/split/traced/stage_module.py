@@ -11,6 +11,7 @@ import torch
 from torch import fx, nn
 from torch.fx.node import map_aggregate
 
+from taktline import pytree
 from taktline.errors import PartitionError
 from taktline.split.arguments import Args, Call, Kwargs
 from taktline.split.traced.cut import StageGraph
@@ -81,28 +82,13 @@ class StageModule(fx.GraphModule):
     def __deepcopy__(self, memo: dict[int, Any]) -> StageModule:
         made = StageModule.__new__(StageModule)
         memo[id(self)] = made
-        fx.GraphModule.__init__(made, nn.Module(), fx.Graph(), "StageModule")
-        for table in _TABLES:
-            setattr(made, table, copy.deepcopy(getattr(self, table), memo))
-        made._graphs = {mode: _copied(graph) for mode, graph in self._graphs.items()}
-        made._why_not = self._why_not
-        made.training = self.training
-        made.meta = copy.copy(self.meta)
+        memo.update({id(graph): _copied(graph) for graph in self._graphs.values()})
+        for name, value in vars(self).items():
+            # The graphs have the trees; torch copies them in a way that it has deprecated.
+            if not isinstance(value, pytree.TreeSpec):
+                vars(made)[name] = copy.deepcopy(value, memo)
         made.graph = made._graphs[self.training]
         return made
-
-
-_TABLES = (
-    "_parameters",
-    "_buffers",
-    "_non_persistent_buffers_set",
-    "_modules",
-    "_forward_hooks",
-    "_forward_pre_hooks",
-    "_forward_pre_hooks_with_kwargs",
-    "_backward_hooks",
-    "_backward_pre_hooks",
-)
 
 
 def _with_own_names(stage: StageGraph, taken: dict[str, Any]) -> fx.Graph:
