@@ -14,8 +14,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import fx
@@ -26,34 +24,18 @@ from taktline.errors import PartitionError
 from taktline.split.arguments import aliased
 from taktline.split.traced.markers import is_marker
 from taktline.split.traced.shapes import add_checks, read_sizes_locally
-from taktline.split.traced.state import Attribute, State
+from taktline.split.traced.state import State
 
 
-@dataclass(slots=True)
-class StageGraph:
-    """The graph of one stage, and the attributes that it needs."""
-
-    graph: fx.Graph = field(default_factory=fx.Graph)
-    attributes: dict[str, Attribute] = field(default_factory=dict)
-
-    def parameters(self) -> set[str]:
-        """The names of the parameters."""
-        return {
-            name
-            for name, attribute in self.attributes.items()
-            if isinstance(attribute.value, torch.nn.Parameter)
-        }
-
-
-def cut(traced: fx.GraphModule, state: State) -> list[StageGraph]:
-    """The graphs of the stages, in order."""
+def cut(traced: fx.GraphModule, state: State) -> list[fx.Graph]:
+    """The graphs of the stages, in order; ``state`` has their attributes."""
     stages = _stages(traced.graph)
     last = max(stages.values(), default=0)
     read_sizes_locally(traced.graph, stages, _crossing(stages, last))
     crossing = _crossing(stages, last)
     aliases = _Aliases(stages)
     aliases.require_own_buffers(stages)
-    made: list[StageGraph] = []
+    made: list[fx.Graph] = []
     for stage in range(last + 1):
         builder = _Builder(traced, state)
         if stage == 0:
@@ -63,9 +45,12 @@ def cut(traced: fx.GraphModule, state: State) -> list[StageGraph]:
         for node in traced.graph.nodes:
             if node.op == "call_function" and stages.get(node) == stage:
                 builder.copy(node)
-        builder.return_(None if stage == last else crossing[stage])
+        if stage == last:
+            builder.copy(traced.graph.output_node())
+        else:
+            builder.return_(crossing[stage])
         builder.set_calling(first=stage == 0, last=stage == last)
-        made.append(builder.made)
+        made.append(builder.graph)
     return made
 
 
@@ -87,7 +72,7 @@ def _stages(graph: fx.Graph) -> dict[fx.Node, int]:
             stages[node] = 0
         elif is_marker(node):
             due = busy
-        elif node.op in ("call_function", "call_module", "call_method"):
+        elif node.op == "call_function":
             if _belongs_to_its_input(node):
                 taken = [stages[part] for part in node.all_input_nodes if part in stages]
                 stages[node] = max(taken, default=stage)
@@ -184,57 +169,45 @@ class _Builder:
         self._traced = traced
         self._state = state
         self._values: dict[fx.Node, fx.Node] = {}
-        self._gotten: dict[str, fx.Node] = {}
+        self._attributes: dict[str, fx.Node] = {}
         self._inputs: list[str] = []
-        self.made = StageGraph()
+        self.graph = fx.Graph()
 
     def take_arguments(self) -> None:
         """Take the arguments of the whole module."""
         for node in self._traced.graph.nodes:
             if node.op == "placeholder":
-                self._values[node] = self.made.graph.node_copy(node)
-        add_checks(self.made.graph, list(self._values.values()))
+                self._values[node] = self.graph.node_copy(node)
+        add_checks(self.graph, list(self._values.values()))
 
     def take(self, values: list[fx.Node], changed: set[fx.Node]) -> None:
         """Take what the stage before returns; copy what this stage changes in place."""
         for node in values:
-            argument = self.made.graph.placeholder(node.name)
+            argument = self.graph.placeholder(node.name)
             argument.meta = dict(node.meta)
             self._values[node] = argument
             self._inputs.append(argument.name)
         for node in values:
             if node in changed:
-                copied = self.made.graph.call_function(
+                copied = self.graph.call_function(
                     torch.ops.aten.clone.default, (self._values[node],)
                 )
                 copied.meta = dict(node.meta)
                 self._values[node] = copied
 
     def copy(self, node: fx.Node) -> None:
-        """Copy one operation."""
-        names = {
-            part: self._attribute(part, node)
-            for part in node.all_input_nodes
-            if part.op == "get_attr"
-        }
-        self._values[node] = self.made.graph.node_copy(
-            node, lambda part: names.get(part) or self._values[part]
-        )
-
-    def return_(self, values: list[fx.Node] | None) -> None:
-        """Return what the next stage takes; None for what the whole module returns."""
-        if values is not None:
-            given = tuple(self._values[node] for node in values)
-            self.made.graph.output(given[0] if len(given) == 1 else given)
-            return
-        output = self._traced.graph.output_node()
-        result = fx.map_arg(
-            output.args[0],
+        """Copy one operation, or the output of the whole module."""
+        self._values[node] = self.graph.node_copy(
+            node,
             lambda part: (
-                self._attribute(part, output) if part.op == "get_attr" else self._values[part]
+                self._attribute(part, node) if part.op == "get_attr" else self._values[part]
             ),
         )
-        self.made.graph.output(result)
+
+    def return_(self, values: list[fx.Node]) -> None:
+        """Return what the next stage takes."""
+        given = tuple(self._values[node] for node in values)
+        self.graph.output(given[0] if len(given) == 1 else given)
 
     def set_calling(self, *, first: bool, last: bool) -> None:
         """Take and return containers where the whole module does."""
@@ -247,15 +220,11 @@ class _Builder:
             names = self._inputs
             in_spec = pytree.tree_structure((tuple(range(len(names))), {}))
         out_spec = info.out_spec if last else None
-        self.made.graph.set_codegen(_PyTreeCodeGen(_PyTreeInfo(names, in_spec, out_spec)))
+        self.graph.set_codegen(_PyTreeCodeGen(_PyTreeInfo(names, in_spec, out_spec)))
 
     def _attribute(self, node: fx.Node, user: fx.Node) -> fx.Node:
-        traced_name = str(node.target)
-        name = self._state.name_for(traced_name, user)
-        if name not in self._gotten:
-            attribute: Any = self._state.attribute(self._traced, name)
-            self.made.attributes[name] = attribute
-            made = self.made.graph.create_node("get_attr", name)
+        name = self._state.name_for(self._traced, str(node.target), user)
+        if name not in self._attributes:
+            made = self._attributes[name] = self.graph.create_node("get_attr", name)
             made.meta = dict(node.meta)
-            self._gotten[name] = made
-        return self._gotten[name]
+        return self._attributes[name]

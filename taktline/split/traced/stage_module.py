@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -14,7 +13,7 @@ from torch.fx.node import map_aggregate
 from taktline import pytree
 from taktline.errors import PartitionError
 from taktline.split.arguments import Args, Call, Kwargs
-from taktline.split.traced.cut import StageGraph
+from taktline.split.traced.state import State
 
 
 @dataclass(frozen=True)
@@ -37,19 +36,13 @@ class StageModule(fx.GraphModule):
 
     def __init__(
         self,
-        stages: Mapping[bool, StageGraph],
+        graphs: dict[bool, fx.Graph],
         training: bool,
-        order: Mapping[str, int],
+        state: State,
         why_not: str,
     ) -> None:
         super().__init__(nn.Module(), fx.Graph(), "StageModule")
-        attributes: dict[str, Any] = {}
-        graphs: dict[bool, fx.Graph] = {}
-        # The present mode comes first, so that it keeps the names of its constants.
-        for mode in sorted(stages, key=lambda mode: mode != training):
-            graphs[mode] = _with_own_names(stages[mode], attributes)
-        for name in sorted(attributes, key=lambda name: order.get(name, len(order))):
-            attributes[name].install(self, name)
+        state.install(self, set().union(*map(attributes_of, graphs.values())))
         self._graphs = graphs
         self._why_not = why_not
         self.training = training
@@ -91,20 +84,9 @@ class StageModule(fx.GraphModule):
         return made
 
 
-def _with_own_names(stage: StageGraph, taken: dict[str, Any]) -> fx.Graph:
-    """The graph of a stage, whose attributes are added to ``taken``.
-
-    Two modes may have different constants and regions of the same name.
-    """
-    for node in stage.graph.nodes:
-        if node.op != "get_attr":
-            continue
-        name, attribute = str(node.target), stage.attributes[str(node.target)]
-        while name in taken and taken[name].value is not attribute.value:
-            name += "_"
-        taken[name] = attribute
-        node.target = name
-    return stage.graph
+def attributes_of(graph: fx.Graph) -> set[str]:
+    """The names of the attributes that a graph uses."""
+    return {str(node.target) for node in graph.nodes if node.op == "get_attr"}
 
 
 def _copied(graph: fx.Graph) -> fx.Graph:
