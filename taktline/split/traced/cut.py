@@ -13,7 +13,7 @@ A value that a later stage needs crosses every boundary on its way::
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import fx
@@ -30,7 +30,7 @@ from taktline.split.traced.state import State
 def cut(traced: fx.GraphModule, state: State) -> list[fx.Graph]:
     """The graphs of the stages, in order; ``state`` has their attributes."""
     stages = _stages(traced.graph)
-    last = max(stages.values(), default=0)
+    last = stages[traced.graph.output_node()]
     read_sizes_locally(traced.graph, stages, _crossing(stages, last))
     crossing = _crossing(stages, last)
     aliases = _Aliases(stages)
@@ -43,11 +43,9 @@ def cut(traced: fx.GraphModule, state: State) -> list[fx.Graph]:
         else:
             builder.take(crossing[stage - 1], aliases.changed(stage, crossing[stage - 1]))
         for node in traced.graph.nodes:
-            if node.op == "call_function" and stages.get(node) == stage:
+            if node.op != "placeholder" and stages.get(node) == stage:
                 builder.copy(node)
-        if stage == last:
-            builder.copy(traced.graph.output_node())
-        else:
+        if stage < last:
             builder.return_(crossing[stage])
         builder.set_calling(first=stage == 0, last=stage == last)
         made.append(builder.graph)
@@ -56,7 +54,7 @@ def cut(traced: fx.GraphModule, state: State) -> list[fx.Graph]:
 
 def _crossing(stages: dict[fx.Node, int], last: int) -> list[list[fx.Node]]:
     """The values that cross each boundary."""
-    until = {node: max(_uses(node, stages, last), default=0) for node in stages}
+    until = {node: max((stages.get(user, 0) for user in node.users), default=0) for node in stages}
     return [
         [node for node, stage in stages.items() if stage <= boundary < until[node]]
         for boundary in range(last)
@@ -81,6 +79,8 @@ def _stages(graph: fx.Graph) -> dict[fx.Node, int]:
                 stage, due = stage + 1, False
             busy = True
             stages[node] = stage
+        elif node.op == "output":
+            stages[node] = stage
     return stages
 
 
@@ -92,10 +92,6 @@ def _belongs_to_its_input(node: fx.Node) -> bool:
     if node.target is torch.ops.aten.copy_.default:
         return getattr(node.args[0], "op", "") == "get_attr" and isinstance(node.args[1], fx.Node)
     return node.target is operator.getitem or "_assert" in str(node.target)
-
-
-def _uses(node: fx.Node, stages: dict[fx.Node, int], last: int) -> list[int]:
-    return [last if user.op == "output" else stages.get(user, 0) for user in node.users]
 
 
 class _Aliases:
@@ -133,7 +129,7 @@ class _Aliases:
                         f"{users[0]} uses too; move the split point so that one stage does both"
                     )
 
-    def changed(self, stage: int, values: Sequence[fx.Node]) -> set[fx.Node]:
+    def changed(self, stage: int, values: Sequence[fx.Node]) -> Iterable[fx.Node]:
         """The received values that a stage changes in place.
 
         The stage must copy them: autograd refuses to change a leaf.
@@ -152,7 +148,7 @@ class _Aliases:
                     "move the split point"
                 )
             changed[root] = node
-        return set(changed.values())
+        return changed.values()
 
 
 def _aliased_nodes(node: fx.Node, *, written: bool) -> Iterator[fx.Node]:
@@ -170,7 +166,6 @@ class _Builder:
         self._state = state
         self._values: dict[fx.Node, fx.Node] = {}
         self._attributes: dict[str, fx.Node] = {}
-        self._inputs: list[str] = []
         self.graph = fx.Graph()
 
     def take_arguments(self) -> None:
@@ -180,20 +175,15 @@ class _Builder:
                 self._values[node] = self.graph.node_copy(node)
         add_checks(self.graph, list(self._values.values()))
 
-    def take(self, values: list[fx.Node], changed: set[fx.Node]) -> None:
+    def take(self, values: list[fx.Node], changed: Iterable[fx.Node]) -> None:
         """Take what the stage before returns; copy what this stage changes in place."""
         for node in values:
-            argument = self.graph.placeholder(node.name)
-            argument.meta = dict(node.meta)
-            self._values[node] = argument
-            self._inputs.append(argument.name)
-        for node in values:
-            if node in changed:
-                copied = self.graph.call_function(
-                    torch.ops.aten.clone.default, (self._values[node],)
-                )
-                copied.meta = dict(node.meta)
-                self._values[node] = copied
+            self._values[node] = self.graph.placeholder(node.name)
+            self._values[node].meta = dict(node.meta)
+        clone = torch.ops.aten.clone.default
+        for node in changed:
+            self._values[node] = self.graph.call_function(clone, (self._values[node],))
+            self._values[node].meta = dict(node.meta)
 
     def copy(self, node: fx.Node) -> None:
         """Copy one operation, or the output of the whole module."""
@@ -217,7 +207,7 @@ class _Builder:
         info = codegen.pytree_info
         names, in_spec = info.orig_args, info.in_spec
         if not first:
-            names = self._inputs
+            names = [node.name for node in self.graph.find_nodes(op="placeholder")]
             in_spec = pytree.tree_structure((tuple(range(len(names))), {}))
         out_spec = info.out_spec if last else None
         self.graph.set_codegen(_PyTreeCodeGen(_PyTreeInfo(names, in_spec, out_spec)))
