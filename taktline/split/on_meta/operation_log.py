@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch._ops import OpOverload
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import _disable_current_modes
 
 from taktline import pytree
 from taktline.errors import StateError
@@ -67,8 +68,8 @@ class _Operation:
     op: OpOverload
     args: Args
     kwargs: Kwargs
-    made: tuple[_Ref | None, ...]
-    """The tensors that it returns; None for one whose memory is not new."""
+    made: tuple[_Ref, ...]
+    """The tensors that it returns."""
     reads: frozenset[int]
     writes: frozenset[int]
     """The memory that it changes or allocates."""
@@ -110,23 +111,32 @@ class Log:
         offset = int(tensor.storage_offset())
         return _Ref(number, tuple(tensor.shape), tensor.stride(), offset, tensor.dtype)
 
-    def constant(self, value: torch.Tensor) -> torch.Tensor:
-        """A tensor on the meta device for one with values, which are copied."""
+    def on_meta(self, value: Any) -> Any:
+        """The value; for a tensor with data, which is copied, one on the meta device."""
+        if not isinstance(value, torch.Tensor) or value.is_meta:
+            return value
         copied = value.detach().clone()
         made = torch.empty_like(copied, device="meta")
         self.constants[self._number(made)] = copied
         return made
+
+    def real(self, value: Any) -> Any:
+        """The value; for a tensor on the meta device, one with its data."""
+        if not isinstance(value, torch.Tensor) or not value.is_meta:
+            return value
+        with _disable_current_modes():
+            return self.replay([value])[0]
 
     def add(self, op: OpOverload, args: Args, kwargs: Kwargs, result: Any) -> None:
         """Add an operation, unless it returns a view."""
         draw = self._draw(kwargs) if torch.Tag.nondeterministic_seeded in op.tags else None
         reads = frozenset(self.ref(tensor).memory for tensor in tensors_in((args, kwargs)))
         writes = {self.ref(tensor).memory for tensor in written(op, args, kwargs)}
-        made = tuple(self._made(tensor) for tensor in tensors_in(result))
-        writes.update(ref.memory for ref in made if ref is not None)
+        known, results = len(self._numbers), tensors_in(result)
+        writes.update(number for number in map(self._number, results) if number >= known)
         if writes or draw:
             args, kwargs = pytree.tree_map(self._write, (args, kwargs))
-            dtype = torch.get_default_dtype()
+            made, dtype = tuple(map(self.ref, results)), torch.get_default_dtype()
             self.operations.append(
                 _Operation(op, args, kwargs, made, reads, frozenset(writes), dtype, draw)
             )
@@ -152,12 +162,6 @@ class Log:
     def _number(self, tensor: torch.Tensor) -> int:
         memory = StorageWeakRef(tensor.untyped_storage())
         return self._numbers.setdefault(memory, len(self._numbers))
-
-    def _made(self, tensor: torch.Tensor) -> _Ref | None:
-        if tensor in self:
-            return None
-        self._number(tensor)
-        return self.ref(tensor)
 
     def _draw(self, kwargs: Kwargs) -> _Draw:
         generator = kwargs.get("generator") or torch.default_generator
@@ -221,7 +225,7 @@ class _Replay:
         if scratch:
             return
         for ref, tensor in zip(operation.made, tensors_in(result), strict=True):
-            if ref is not None:
+            if ref.memory not in self._memories:
                 if tensor.stride() != ref.stride:  # the CPU may choose others
                     strided = torch.empty_strided(ref.size, ref.stride, dtype=ref.dtype)
                     tensor = strided.copy_(tensor)
