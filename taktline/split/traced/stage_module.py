@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
@@ -12,19 +11,7 @@ from torch.fx.node import map_aggregate
 
 from taktline import pytree
 from taktline.errors import PartitionError
-from taktline.split.arguments import Args, Call, Kwargs
 from taktline.split.traced.state import State
-
-
-@dataclass(frozen=True)
-class WithoutKeywords:
-    """A hook that drops the model's keywords in later stages: they reach all stages of a rank."""
-
-    names: frozenset[str]
-
-    def __call__(self, module: nn.Module, args: Args, kwargs: Kwargs) -> Call:
-        """The arguments without keywords of the model."""
-        return args, {name: value for name, value in kwargs.items() if name not in self.names}
 
 
 class StageModule(fx.GraphModule):
@@ -63,11 +50,14 @@ class StageModule(fx.GraphModule):
 
     def set_graph_device(self, device: torch.device) -> None:
         """Let the graphs create tensors, such as positions and masks, on a device."""
+
+        def moved(part: Any) -> Any:
+            return device if isinstance(part, torch.device) else part
+
         nested = [m.graph for m in self.modules() if isinstance(m, fx.GraphModule)]
         for graph in {*nested, *self._graphs.values()}:
             for node in graph.nodes:
-                node.args = map_aggregate(node.args, lambda part: _moved(part, device))
-                node.kwargs = map_aggregate(node.kwargs, lambda part: _moved(part, device))
+                node.args, node.kwargs = map_aggregate((node.args, node.kwargs), moved)
         for module in self.modules():
             if isinstance(module, fx.GraphModule):
                 module.recompile()
@@ -94,7 +84,3 @@ def _copied(graph: fx.Graph) -> fx.Graph:
     made.output(made.graph_copy(graph, {}))
     made.set_codegen(graph._codegen)
     return made
-
-
-def _moved(part: Any, device: torch.device) -> Any:
-    return device if isinstance(part, torch.device) else part
