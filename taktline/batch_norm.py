@@ -64,18 +64,14 @@ class DeferredBatchNorm(_BatchNorm):
         Parameters, buffers and their names stay. If the module is a batch norm itself, use the
         module that this returns.
         """
-        return cls._convert(module, {})
-
-    @classmethod
-    def _convert(cls, module: nn.Module, known: dict[nn.Module, nn.Module]) -> nn.Module:
-        if module not in known:
-            known[module] = module
-            if type(module) in (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d):
-                known[module] = cls._like(module)
-            for name, child in module._modules.items():
-                if child is not None:
-                    module._modules[name] = cls._convert(child, known)
-        return known[module]
+        parts = list(module.modules())
+        plain = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+        made: dict[Any, nn.Module] = {
+            part: cls._like(part) for part in parts if type(part) in plain
+        }
+        for part in parts:
+            part._modules.update({n: made.get(x, x) for n, x in part._modules.items()})
+        return made.get(module, module)
 
     @classmethod
     def _like(cls, norm: Any) -> DeferredBatchNorm:

@@ -147,8 +147,7 @@ class Signature:
         leaves: Sequence[Any],
         spec: pytree.TreeSpec | None = None,
         *,
-        any_batch: bool = False,
-        gradients: bool = True,
+        is_example: bool = False,
         name: str = "output",
     ) -> str:
         """A text on the arguments that differ from the signature; empty if none does.
@@ -156,8 +155,8 @@ class Signature:
         Args:
             leaves: the flattened arguments, or their descriptions.
             spec: their tree.
-            any_batch: whether dimension 0 may have another size.
-            gradients: whether it matters which tensors require a gradient.
+            is_example: whether this is the signature of an example. Then dimension 0 may have
+                another size, and it does not matter which tensors require a gradient.
             name: the word for an argument.
         """
         if len(leaves) != len(self.leaves):
@@ -168,7 +167,7 @@ class Signature:
         words: list[str] = []
         for index, (expected, leaf) in enumerate(zip(self.leaves, leaves, strict=True)):
             actual = TensorMeta.of(leaf) if isinstance(leaf, torch.Tensor) else leaf
-            if not _fits(expected, actual, any_batch, gradients):
+            if not _fits(expected, actual, is_example):
                 found, wanted = _text_of(actual, expected), _text_of(expected, actual)
                 words.append(f"{name} {index} is {found}, not {wanted}")
         return "; ".join(words)
@@ -197,23 +196,17 @@ def _same(expected: object, actual: object) -> bool:
     return expected == actual
 
 
-def _fits(expected: object, actual: object, any_batch: bool, gradients: bool) -> bool:
+def _fits(expected: object, actual: object, is_example: bool) -> bool:
     if not isinstance(expected, TensorMeta) or not isinstance(actual, TensorMeta):
         return _same(expected, actual)
-    ignored = 1 if any_batch and expected.shape and actual.shape else 0
-    return (
-        len(expected.shape) == len(actual.shape)
-        and expected.shape[ignored:] == actual.shape[ignored:]
-        and expected.dtype is actual.dtype
-        and _placed(expected, any_batch) == _placed(actual, any_batch)
-        and (expected.requires_grad is actual.requires_grad or not gradients)
-    )
+    return _of_any_batch(expected) == _of_any_batch(actual) if is_example else expected == actual
 
 
-def _placed(tensor: TensorMeta, any_batch: bool) -> object:
-    """How a tensor lies on its mesh, without its shape if batches of any size are equal."""
-    sharding = tensor.sharding
-    return (sharding.names, sharding.placements) if sharding and any_batch else sharding
+def _of_any_batch(tensor: TensorMeta) -> object:
+    """What the tensors of all batches have in common."""
+    shape, sharding = tensor.shape, tensor.sharding
+    placed = sharding and (sharding.names, sharding.placements)
+    return len(shape), shape[1:], tensor.dtype, placed
 
 
 def _text_of(leaf: object, other: object) -> str:
@@ -239,10 +232,4 @@ def flatten(arguments: Sequence[Any]) -> tuple[Sequence[Any], pytree.TreeSpec | 
     else:
         return arguments, None
     leaves, spec = pytree.tree_flatten(tuple(arguments))
-    return (arguments, None) if len(leaves) == len(arguments) == _width(spec) else (leaves, spec)
-
-
-def _width(spec: pytree.TreeSpec) -> int:
-    """How many children a tree has if all of them are leaves, or else -1."""
-    children = spec.children()
-    return len(children) if all(child.is_leaf() for child in children) else -1
+    return (arguments, None) if all(x.is_leaf() for x in spec.children()) else (leaves, spec)

@@ -146,19 +146,11 @@ class _Outside(Aside):
 
 
 class _Collector(Aside):
-    """Collects losses; skips go to the Aside around it."""
+    """Collects losses; other side values go to the Aside around it."""
 
     def __init__(self, around: Aside) -> None:
         super().__init__(around.stage, around.skips)
-        self._around = around
-
-    def put(self, name: str, value: torch.Tensor) -> None:
-        """Put a value into the Aside around."""
-        self._around.put(name, value)
-
-    def get(self, name: str) -> torch.Tensor:
-        """A value of the Aside around."""
-        return self._around.get(name)
+        self.put, self.get, self.observe = around.put, around.get, around.observe
 
 
 # One for all threads: on a GPU, autograd runs checkpointed blocks again on its own threads.

@@ -137,3 +137,12 @@ def test_converting_keeps_names_values_and_sharing() -> None:
 def test_too_few_dimensions() -> None:
     with pytest.raises(ValueError, match="expected at least 2 dimensions, not 1"):
         DeferredBatchNorm(3)(torch.ones(3))
+
+
+def test_while_losses_are_collected() -> None:
+    norm, usual = DeferredBatchNorm(DIM), nn.BatchNorm1d(DIM)
+    x = torch.randn(ROWS, DIM) + 5
+    with tl.collect_losses():
+        norm(x)
+    usual(x)
+    torch.testing.assert_close(norm.state_dict(), usual.state_dict())

@@ -217,9 +217,9 @@ def test_another_tree_is_reported(expected: tuple[Any, ...], actual: tuple[Any, 
     assert not described
 
 
-def test_the_batch_may_have_any_size_if_so_asked() -> None:
+def test_the_batch_may_have_another_size_than_an_example() -> None:
     larger, narrower = torch.zeros(5, 3), torch.zeros(5, 2)
-    assert _differences([X], [larger], any_batch=True) == ("", False)
+    assert _differences([X], [larger], is_example=True) == ("", False)
     assert _differences([X], [larger])[0] == "output 0 is float32[5, 3], not float32[2, 3]"
     for actual, told in (
         (narrower, "float32[5, 2]"),
@@ -228,18 +228,18 @@ def test_the_batch_may_have_any_size_if_so_asked() -> None:
         (torch.zeros(2, 3, 1), "float32[2, 3, 1]"),
         (torch.zeros(()), "float32[]"),
     ):
-        text, _ = _differences([X], [actual], any_batch=True)
+        text, _ = _differences([X], [actual], is_example=True)
         assert text == f"output 0 is {told}, not float32[2, 3]"
     # A single number has no batch.
     number = torch.zeros(())
-    assert _differences([number], [number], any_batch=True)[0] == ""
-    assert _differences([number], [X], any_batch=True)[0] != ""
+    assert _differences([number], [number], is_example=True)[0] == ""
+    assert _differences([number], [X], is_example=True)[0] != ""
 
 
-def test_gradients_may_differ_if_so_asked() -> None:
-    assert _differences([X, WITH], [WITH, X], gradients=False) == ("", False)
-    assert _differences([X], [torch.zeros(1, 3, requires_grad=True)], gradients=False)[0] == (
-        "output 0 is float32[1, 3], not float32[2, 3]"
+def test_gradients_may_differ_from_an_example() -> None:
+    assert _differences([X, WITH], [WITH, X], is_example=True) == ("", False)
+    assert _differences([X], [torch.zeros(2, 4, requires_grad=True)], is_example=True)[0] == (
+        "output 0 is float32[2, 4], not float32[2, 3]"
     )
 
 
@@ -264,7 +264,7 @@ def test_a_signature_describes_what_it_was_made_of(given: tuple[Any, ...]) -> No
     signature = Signature.of(leaves, spec)
     assert signature.describes(leaves, spec)
     assert signature.difference(leaves, spec) == ""
-    assert signature.difference(leaves, spec, any_batch=True, gradients=False) == ""
+    assert signature.difference(leaves, spec, is_example=True) == ""
 
 
 @given(arguments, arguments)

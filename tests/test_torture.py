@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 import taktline as tl
+from tests.runtime.conftest import one_thread as one_thread
 from tests.torture.case import draw
 from tests.torture.run import Record, run_local
 from tests.torture.verdict import complaint, judge

@@ -114,9 +114,7 @@ def _misshaped(ranks: Sequence[Handshake]) -> str | None:
     for stage in sorted(gives.keys() & {stage - 1 for stage in takes}):
         (giver, given), (taker, taken) = gives[stage], takes[stage + 1]
         output, expected = decode(given.encode()), decode(taken.encode())
-        if difference := expected.difference(
-            output.leaves, output.spec, any_batch=True, gradients=False
-        ):
+        if difference := expected.difference(output.leaves, output.spec, is_example=True):
             return (
                 f"stage {stage} on rank {giver} has {output} (output_args), but stage {stage + 1} "
                 f"on rank {taker} takes {expected} (input_args): {difference}"

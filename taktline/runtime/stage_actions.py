@@ -297,9 +297,7 @@ def _differentiable(leaves: Sequence[Any]) -> list[torch.Tensor]:
 def _check(expected: Signature | None, arguments: Sequence[Any], name: str, given: str) -> None:
     if expected is None:
         return
-    difference = expected.difference(
-        *flatten(arguments), any_batch=True, gradients=False, name=name
-    )
+    difference = expected.difference(*flatten(arguments), is_example=True, name=name)
     if difference:
         text = f"{difference}; {given} of this stage is {expected}"
         raise expected.misfit(flatten(arguments)[0], text)

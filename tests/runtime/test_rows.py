@@ -18,6 +18,7 @@ from taktline.runtime.microbatch import _Replicate
 from tests.runtime.scenarios import CPU
 from tests.runtime.test_agreement import OF_ONE_BATCH
 from tests.runtime.test_errors import Outcomes, assert_all, make
+from tests.runtime.test_errors import outcomes as outcomes
 from tests.workers import Workers
 
 pytestmark = pytest.mark.usefixtures("one_thread")

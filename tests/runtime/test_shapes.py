@@ -23,6 +23,7 @@ from tests.runtime.scenarios import (
     run_plain,
 )
 from tests.runtime.test_errors import Outcomes, assert_all
+from tests.runtime.test_errors import outcomes as outcomes
 from tests.workers import Workers
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -232,3 +232,16 @@ def test_what_comes_from_outside() -> None:
         torch.tensor([torch.randn(2)[0], 1.0])
     with pytest.raises(RuntimeError, match="negative dimension"), deferred():
         nn.Linear(2, -3)
+
+
+def test_each_use_of_a_tensor_with_data_sees_its_values_then() -> None:
+    outside = torch.ones(2)
+    model = nn.Module()
+    with deferred():
+        copied = outside.clone()
+        for name in ("before", "after"):
+            model.register_buffer(name, torch.zeros(2).add_(copied))
+            copied.fill_(5)
+    materialise(model, "cpu")
+    values = tensors(model)
+    assert (values["before"].tolist(), values["after"].tolist()) == ([1, 1], [5, 5])

@@ -58,6 +58,7 @@ def test_shared_parameters_are_reported() -> None:
     assert pipe.replicated_params == [{"submod_pp_0": "embed.weight", "submod_pp_3": "head.weight"}]
     first, last = pipe.get_stage_module(0), pipe.get_stage_module(3)
     assert first.get_parameter("embed.weight") is last.get_parameter("head.weight")
+    assert copy.deepcopy(pipe).ties == pipe.ties
 
 
 def test_a_module_that_is_called_twice() -> None:

@@ -38,6 +38,7 @@ from tests.runtime.cases import (
     run_pipelined,
     run_plain,
 )
+from tests.runtime.conftest import one_thread as one_thread
 from tests.workers import Workers
 
 MANY = 1 << 20

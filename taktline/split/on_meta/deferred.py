@@ -9,11 +9,7 @@ from typing import Any
 import torch
 from torch._ops import OpOverload
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import (
-    TorchDispatchMode,
-    _disable_current_modes,
-    _get_current_dispatch_mode_stack,
-)
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from taktline import pytree
 from taktline.errors import StateError
@@ -76,9 +72,11 @@ class _Recorder(TorchDispatchMode):
             return self._record(func, args, dict(kwargs or {}))
 
     def _record(self, op: OpOverload, args: Args, kwargs: Kwargs) -> Any:
+        if op is torch.ops.aten._conj.default:  # memory does not show what is such a view
+            op = torch.ops.aten.conj_physical.default
         given = tensors_in((args, kwargs))
-        if op is torch.ops.aten.lift_fresh.default and not given[0].is_meta:
-            return self._log.constant(given[0])
+        if op is torch.ops.aten.lift_fresh.default:
+            return self._log.on_meta(given[0])
         draws = torch.Tag.nondeterministic_seeded in op.tags
         if given and not any(tensor.is_meta for tensor in given) and not draws:
             return op(*args, **kwargs)
@@ -86,27 +84,18 @@ class _Recorder(TorchDispatchMode):
             raise StateError(
                 f"{op} changes a tensor that was made outside of deferred(); make it inside"
             )
-        args, kwargs = pytree.tree_map(self._on_meta, (args, kwargs))
+        args, kwargs = pytree.tree_map(self._log.on_meta, (args, kwargs))
         if "device" in kwargs or (not given and _takes_device(op)):
             kwargs.update(device=torch.device("meta"))
         if kwargs.get("pin_memory"):
             kwargs.update(pin_memory=False)
         try:
             result = op(*args, **kwargs)
-        except NotImplementedError:
-            return self._now(op, args, kwargs)
+        except NotImplementedError:  # on the meta device; what it returns is a constant
+            args, kwargs = pytree.tree_map(self._log.real, (args, kwargs))
+            return pytree.tree_map(self._log.on_meta, op(*args, **kwargs))
         self._log.add(op, args, kwargs, result)
         return result
-
-    def _on_meta(self, value: Any) -> Any:
-        real = isinstance(value, torch.Tensor) and not value.is_meta
-        return self._log.constant(value) if real else value
-
-    def _now(self, op: OpOverload, args: Args, kwargs: Kwargs) -> Any:
-        """Run an operation that the meta device does not have; its result is a constant."""
-        args, kwargs = pytree.tree_map(lambda value: _real(self._log, value), (args, kwargs))
-        result = op(*args, **kwargs)
-        return pytree.tree_map(self._on_meta, result)
 
 
 class _Disguise(TorchFunctionMode):
@@ -123,7 +112,7 @@ class _Disguise(TorchFunctionMode):
         if func == _IS_META:
             return False
         if func in _READING:
-            args, kwargs = pytree.tree_map(lambda value: _real(self._log, value), (args, kwargs))
+            args, kwargs = pytree.tree_map(self._log.real, (args, kwargs))
         return func(*args, **kwargs)
 
 
@@ -138,14 +127,6 @@ _READING = {
     torch.Tensor.__repr__,
     torch.Tensor.numpy,
 }
-
-
-def _real(log: Log, value: Any) -> Any:
-    """The value; of a tensor on the meta device, one with its data."""
-    if not isinstance(value, torch.Tensor) or not value.is_meta:
-        return value
-    with _disable_current_modes():
-        return log.replay([value])[0]
 
 
 def _takes_device(op: OpOverload) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -68,19 +68,12 @@ def materialise(
     for want in wants:
         want.install()
     for part in piece.modules():
-        if isinstance(part, _NamesDevices):
-            part.set_graph_device(device)
+        if hasattr(part, "set_graph_device"):  # a traced stage, whose graph creates tensors
+            part.set_graph_device(device)  # pyright: ignore[reportCallIssue]
     try:
         return piece.to(device)
     except AssertionError as error:  # so torch says that it was built without such devices
         raise ArgumentError(f"device {device} cannot be used here: {error}") from error
-
-
-@runtime_checkable
-class _NamesDevices(Protocol):
-    """A module whose graph creates tensors on devices that it names: a traced stage."""
-
-    def set_graph_device(self, device: torch.device) -> None: ...
 
 
 @dataclass(slots=True, eq=False)

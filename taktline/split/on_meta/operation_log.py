@@ -14,60 +14,35 @@ their results at once::
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch._ops import OpOverload
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import _disable_current_modes
 
 from taktline import pytree
 from taktline.errors import StateError
 from taktline.split.arguments import Args, Kwargs, aliased, tensors_in
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Draw:
-    """One operation that draws random numbers."""
+class _Draw(NamedTuple):
+    """Random numbers that an operation will draw in a replay.
 
-    generator: torch.Generator
-    begin: _Draw | torch.Tensor | None
-    """Where the generator stands: behind another draw, in a state, or (None) where it was left."""
-
-
-class _DrawLog:
-    """The delayed draws from one generator.
-
-    Each delayed draw moves the generator by one number, so that it has another state after each. A
-    generator in another state than that was seeded (an unknown state), or set back (a known one)::
+    Until then the generator moves by one number, so that it has another state behind each draw. The
+    state before a draw shows where that goes on, also if it was seeded or set back::
 
         draw 0 ─ draw 1 ─ seed(7) ─ draw 2 ─ set back ─ draw 3
            └───────┴─────────────────────────────┴────────┘   3 goes on where 1 ended
     """
 
-    def __init__(self, generator: torch.Generator) -> None:
-        self._generator = generator
-        self._left = b""
-        """The state in which the last draw has left the generator."""
-        self._ends: dict[bytes, _Draw] = {}
-
-    def add(self) -> _Draw:
-        """Note a draw that is delayed."""
-        state = self._generator.get_state()
-        digest = _digest(state)
-        draw = _Draw(
-            self._generator, None if digest == self._left else self._ends.get(digest, state)
-        )
-        torch.rand((), generator=self._generator)
-        self._left = _digest(self._generator.get_state())
-        self._ends[self._left] = draw
-        return draw
-
-
-def _digest(state: torch.Tensor) -> bytes:
-    return hashlib.blake2b(state.numpy().tobytes(), digest_size=16).digest()
+    generator: torch.Generator
+    begin: int | torch.Tensor
+    """The end of another draw, or the state to which the generator was seeded."""
+    end: int
+    """The state behind it, as a number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,15 +54,11 @@ class _Ref:
     stride: tuple[int, ...]
     offset: int
     dtype: torch.dtype
-    conjugate: bool = False
-    negative: bool = False
 
     def view(self, memory: torch.UntypedStorage) -> torch.Tensor:
         """The tensor in a storage."""
         empty = torch.empty(0, dtype=self.dtype, device=memory.device)
-        tensor = empty.set_(memory, self.offset, self.size, self.stride)
-        tensor = tensor.conj() if self.conjugate else tensor
-        return torch.ops.aten._neg_view.default(tensor) if self.negative else tensor
+        return empty.set_(memory, self.offset, self.size, self.stride)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -97,8 +68,8 @@ class _Operation:
     op: OpOverload
     args: Args
     kwargs: Kwargs
-    made: tuple[_Ref | None, ...]
-    """The tensors that it returns; None for one whose memory is not new."""
+    made: tuple[_Ref, ...]
+    """The tensors that it returns."""
     reads: frozenset[int]
     writes: frozenset[int]
     """The memory that it changes or allocates."""
@@ -117,8 +88,9 @@ class Log:
     def __init__(self) -> None:
         self.operations: list[_Operation] = []
         self.constants: dict[int, torch.Tensor] = {}
-        """The bytes of memory that had values from the start."""
-        self._draws: dict[torch.Generator, _DrawLog] = {}
+        """The values of memory that had some from the start."""
+        self._ends: set[int] = set()
+        """Of the draws so far."""
         self._numbers: dict[StorageWeakRef, int] = {}
 
     def __contains__(self, tensor: torch.Tensor) -> bool:
@@ -136,37 +108,35 @@ class Log:
                 f"a tensor of shape {list(tensor.shape)} on the meta device comes from outside of "
                 "deferred(), so its values are unknown; make it inside"
             )
-        return _Ref(
-            number,
-            tuple(tensor.shape),
-            tensor.stride(),
-            int(tensor.storage_offset()),
-            tensor.dtype,
-            tensor.is_conj(),
-            tensor.is_neg(),
-        )
+        offset = int(tensor.storage_offset())
+        return _Ref(number, tuple(tensor.shape), tensor.stride(), offset, tensor.dtype)
 
-    def constant(self, value: torch.Tensor) -> torch.Tensor:
-        """A tensor on the meta device for one with values, which are copied."""
-        memory = StorageWeakRef(value.untyped_storage())
-        if memory not in self._numbers:
-            whole = torch.empty(0, dtype=torch.uint8).set_(value.untyped_storage())
-            self.constants[self._number(memory)] = whole.clone()
-        ref = self.ref(value)
-        whole = torch.empty(self.constants[ref.memory].numel(), dtype=torch.uint8, device="meta")
-        self._numbers[StorageWeakRef(whole.untyped_storage())] = ref.memory
-        return ref.view(whole.untyped_storage())
+    def on_meta(self, value: Any) -> Any:
+        """The value; for a tensor with data, which is copied, one on the meta device."""
+        if not isinstance(value, torch.Tensor) or value.is_meta:
+            return value
+        copied = value.detach().clone()
+        made = torch.empty_like(copied, device="meta")
+        self.constants[self._number(made)] = copied
+        return made
+
+    def real(self, value: Any) -> Any:
+        """The value; for a tensor on the meta device, one with its data."""
+        if not isinstance(value, torch.Tensor) or not value.is_meta:
+            return value
+        with _disable_current_modes():
+            return self.replay([value])[0]
 
     def add(self, op: OpOverload, args: Args, kwargs: Kwargs, result: Any) -> None:
         """Add an operation, unless it returns a view."""
         draw = self._draw(kwargs) if torch.Tag.nondeterministic_seeded in op.tags else None
         reads = frozenset(self.ref(tensor).memory for tensor in tensors_in((args, kwargs)))
         writes = {self.ref(tensor).memory for tensor in written(op, args, kwargs)}
-        made = tuple(self._made(tensor) for tensor in tensors_in(result))
-        writes.update(ref.memory for ref in made if ref is not None)
+        known, results = len(self._numbers), tensors_in(result)
+        writes.update(number for number in map(self._number, results) if number >= known)
         if writes or draw:
             args, kwargs = pytree.tree_map(self._write, (args, kwargs))
-            dtype = torch.get_default_dtype()
+            made, dtype = tuple(map(self.ref, results)), torch.get_default_dtype()
             self.operations.append(
                 _Operation(op, args, kwargs, made, reads, frozenset(writes), dtype, draw)
             )
@@ -178,7 +148,8 @@ class Log:
         """
         refs = [self.ref(tensor) for tensor in tensors]
         dtype = torch.get_default_dtype()
-        states = {generator: generator.get_state() for generator in self._draws}
+        draws = [operation.draw for operation in self.operations if operation.draw]
+        states = {draw.generator: draw.generator.get_state() for draw in draws}
         try:
             with torch._C.DisableTorchFunction(), torch.no_grad():
                 memories = _Replay(self).run({ref.memory for ref in refs})
@@ -188,20 +159,18 @@ class Log:
             for generator, state in states.items():
                 generator.set_state(state)
 
-    def _number(self, memory: StorageWeakRef) -> int:
+    def _number(self, tensor: torch.Tensor) -> int:
+        memory = StorageWeakRef(tensor.untyped_storage())
         return self._numbers.setdefault(memory, len(self._numbers))
-
-    def _made(self, tensor: torch.Tensor) -> _Ref | None:
-        if tensor in self:
-            return None
-        self._number(StorageWeakRef(tensor.untyped_storage()))
-        return self.ref(tensor)
 
     def _draw(self, kwargs: Kwargs) -> _Draw:
         generator = kwargs.get("generator") or torch.default_generator
-        if generator not in self._draws:
-            self._draws[generator] = _DrawLog(generator)
-        return self._draws[generator].add()
+        state = generator.get_state()
+        torch.rand((), generator=generator)
+        begin, end = (hash(s.numpy().tobytes()) for s in (state, generator.get_state()))
+        draw = _Draw(generator, begin if begin in self._ends else state, end)
+        self._ends.add(end)
+        return draw
 
     def _write(self, value: Any) -> Any:
         if isinstance(value, torch.Tensor):
@@ -211,32 +180,28 @@ class Log:
 
 
 class _Replay:
-    """The memory of a replay."""
+    """The memory of a replay, and the states of generators behind each draw."""
 
     def __init__(self, log: Log) -> None:
         self._log = log
         self._memories: dict[int, torch.UntypedStorage] = {}
-        begins = (operation.draw.begin for operation in log.operations if operation.draw)
-        self._ends = {begin: torch.empty(0) for begin in begins if isinstance(begin, _Draw)}
-        """The states of generators behind the draws to which the log sets them back."""
+        self._ends: dict[int, torch.Tensor] = {}
 
     def run(self, asked: set[int]) -> dict[int, torch.UntypedStorage]:
         """Carry out the operations that some memory depends on."""
         operations = self._log.operations
         kept = _kept(operations, asked)
-        uses = [operation.reads | operation.writes for operation in operations]
-        last = {memory: at for at in sorted(kept) for memory in uses[at]}
         last_draw = max((at for at in kept if operations[at].draw), default=-1)
         for at, operation in enumerate(operations):
-            if at not in kept and not (operation.draw and at < last_draw):
-                continue
-            self._do(operation, scratch=at not in kept)
-            for memory in uses[at] - asked if at in kept else ():
-                if last[memory] == at:
+            if at in kept:
+                self._do(operation)
+                for memory in kept[at]:
                     del self._memories[memory]
+            elif operation.draw and at < last_draw:
+                self._do(operation, scratch=True)
         return {memory: self._memory(memory) for memory in asked}
 
-    def _do(self, operation: _Operation, *, scratch: bool) -> None:
+    def _do(self, operation: _Operation, *, scratch: bool = False) -> None:
         """Carry out one operation; with ``scratch``, on memory that is dropped."""
 
         def real(value: Any) -> Any:
@@ -251,17 +216,20 @@ class _Replay:
         torch.set_default_dtype(operation.dtype)
         args, kwargs = pytree.tree_map(real, (operation.args, operation.kwargs))
         draw = operation.draw
-        if draw is not None and draw.begin is not None:
-            begin = draw.begin
-            draw.generator.set_state(self._ends[begin] if isinstance(begin, _Draw) else begin)
+        if draw is not None:
+            begin = self._ends[draw.begin] if isinstance(draw.begin, int) else draw.begin
+            draw.generator.set_state(begin)
         result = operation.op(*args, **kwargs)
-        if draw is not None and draw in self._ends:
-            self._ends[draw] = draw.generator.get_state()
+        if draw is not None:
+            self._ends[draw.end] = draw.generator.get_state()
         if scratch:
             return
         for ref, tensor in zip(operation.made, tensors_in(result), strict=True):
-            if ref is not None:
-                self._memories[ref.memory] = _laid_out(tensor, ref).untyped_storage()
+            if ref.memory not in self._memories:
+                if tensor.stride() != ref.stride:  # the CPU may choose others
+                    strided = torch.empty_strided(ref.size, ref.stride, dtype=ref.dtype)
+                    tensor = strided.copy_(tensor)
+                self._memories[ref.memory] = tensor.untyped_storage()
 
     def _memory(self, number: int) -> torch.UntypedStorage:
         if number not in self._memories:
@@ -269,27 +237,20 @@ class _Replay:
         return self._memories[number]
 
 
-def _kept(operations: Sequence[_Operation], asked: set[int]) -> set[int]:
-    """The places of the operations that some memory depends on."""
-    needed, kept, has_draw = set(asked), set[int](), False
+def _kept(operations: Sequence[_Operation], asked: set[int]) -> dict[int, frozenset[int]]:
+    """The places of the operations that some memory depends on, with what each uses last."""
+    needed, has_draw = set(asked), False
+    kept: dict[int, frozenset[int]] = {}
     for at, operation in reversed(list(enumerate(operations))):
         draws = operation.draw is not None
         # How much an operation draws may depend on the values that it reads.
         is_forced = has_draw and draws and operation.reads - operation.writes
         if is_forced or operation.writes & needed:
-            kept.add(at)
-            needed |= operation.reads
+            uses = operation.reads | operation.writes
+            kept[at] = uses - needed
+            needed |= uses
             has_draw = has_draw or draws
     return kept
-
-
-def _laid_out(tensor: torch.Tensor, ref: _Ref) -> torch.Tensor:
-    """A result with the strides of the log: on the CPU an operation may use others."""
-    if (tensor.stride(), tensor.storage_offset()) == (ref.stride, ref.offset):
-        return tensor
-    reach = ref.offset + sum((n - 1) * s for n, s in zip(ref.size, ref.stride, strict=True)) + 1
-    memory = torch.empty(max(reach, 0), dtype=ref.dtype, device="cpu").untyped_storage()
-    return ref.view(memory).copy_(tensor)
 
 
 _logs: list[Log] = []

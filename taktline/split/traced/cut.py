@@ -13,9 +13,7 @@ A value that a later stage needs crosses every boundary on its way::
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import fx
@@ -26,34 +24,18 @@ from taktline.errors import PartitionError
 from taktline.split.arguments import aliased
 from taktline.split.traced.markers import is_marker
 from taktline.split.traced.shapes import add_checks, read_sizes_locally
-from taktline.split.traced.state import Attribute, State
+from taktline.split.traced.state import State
 
 
-@dataclass(slots=True)
-class StageGraph:
-    """The graph of one stage, and the attributes that it needs."""
-
-    graph: fx.Graph = field(default_factory=fx.Graph)
-    attributes: dict[str, Attribute] = field(default_factory=dict)
-
-    def parameters(self) -> set[str]:
-        """The names of the parameters."""
-        return {
-            name
-            for name, attribute in self.attributes.items()
-            if isinstance(attribute.value, torch.nn.Parameter)
-        }
-
-
-def cut(traced: fx.GraphModule, state: State) -> list[StageGraph]:
-    """The graphs of the stages, in order."""
+def cut(traced: fx.GraphModule, state: State) -> list[fx.Graph]:
+    """The graphs of the stages, in order; ``state`` has their attributes."""
     stages = _stages(traced.graph)
-    last = max(stages.values(), default=0)
+    last = stages[traced.graph.output_node()]
     read_sizes_locally(traced.graph, stages, _crossing(stages, last))
     crossing = _crossing(stages, last)
     aliases = _Aliases(stages)
     aliases.require_own_buffers(stages)
-    made: list[StageGraph] = []
+    made: list[fx.Graph] = []
     for stage in range(last + 1):
         builder = _Builder(traced, state)
         if stage == 0:
@@ -61,17 +43,18 @@ def cut(traced: fx.GraphModule, state: State) -> list[StageGraph]:
         else:
             builder.take(crossing[stage - 1], aliases.changed(stage, crossing[stage - 1]))
         for node in traced.graph.nodes:
-            if node.op == "call_function" and stages.get(node) == stage:
+            if node.op != "placeholder" and stages.get(node) == stage:
                 builder.copy(node)
-        builder.return_(None if stage == last else crossing[stage])
+        if stage < last:
+            builder.return_(crossing[stage])
         builder.set_calling(first=stage == 0, last=stage == last)
-        made.append(builder.made)
+        made.append(builder.graph)
     return made
 
 
 def _crossing(stages: dict[fx.Node, int], last: int) -> list[list[fx.Node]]:
     """The values that cross each boundary."""
-    until = {node: max(_uses(node, stages, last), default=0) for node in stages}
+    until = {node: max((stages.get(user, 0) for user in node.users), default=0) for node in stages}
     return [
         [node for node, stage in stages.items() if stage <= boundary < until[node]]
         for boundary in range(last)
@@ -87,7 +70,7 @@ def _stages(graph: fx.Graph) -> dict[fx.Node, int]:
             stages[node] = 0
         elif is_marker(node):
             due = busy
-        elif node.op in ("call_function", "call_module", "call_method"):
+        elif node.op == "call_function":
             if _belongs_to_its_input(node):
                 taken = [stages[part] for part in node.all_input_nodes if part in stages]
                 stages[node] = max(taken, default=stage)
@@ -95,6 +78,8 @@ def _stages(graph: fx.Graph) -> dict[fx.Node, int]:
             if due:
                 stage, due = stage + 1, False
             busy = True
+            stages[node] = stage
+        elif node.op == "output":
             stages[node] = stage
     return stages
 
@@ -107,10 +92,6 @@ def _belongs_to_its_input(node: fx.Node) -> bool:
     if node.target is torch.ops.aten.copy_.default:
         return getattr(node.args[0], "op", "") == "get_attr" and isinstance(node.args[1], fx.Node)
     return node.target is operator.getitem or "_assert" in str(node.target)
-
-
-def _uses(node: fx.Node, stages: dict[fx.Node, int], last: int) -> list[int]:
-    return [last if user.op == "output" else stages.get(user, 0) for user in node.users]
 
 
 class _Aliases:
@@ -148,7 +129,7 @@ class _Aliases:
                         f"{users[0]} uses too; move the split point so that one stage does both"
                     )
 
-    def changed(self, stage: int, values: Sequence[fx.Node]) -> set[fx.Node]:
+    def changed(self, stage: int, values: Sequence[fx.Node]) -> Iterable[fx.Node]:
         """The received values that a stage changes in place.
 
         The stage must copy them: autograd refuses to change a leaf.
@@ -167,7 +148,7 @@ class _Aliases:
                     "move the split point"
                 )
             changed[root] = node
-        return set(changed.values())
+        return changed.values()
 
 
 def _aliased_nodes(node: fx.Node, *, written: bool) -> Iterator[fx.Node]:
@@ -184,57 +165,39 @@ class _Builder:
         self._traced = traced
         self._state = state
         self._values: dict[fx.Node, fx.Node] = {}
-        self._gotten: dict[str, fx.Node] = {}
-        self._inputs: list[str] = []
-        self.made = StageGraph()
+        self._attributes: dict[str, fx.Node] = {}
+        self.graph = fx.Graph()
 
     def take_arguments(self) -> None:
         """Take the arguments of the whole module."""
         for node in self._traced.graph.nodes:
             if node.op == "placeholder":
-                self._values[node] = self.made.graph.node_copy(node)
-        add_checks(self.made.graph, list(self._values.values()))
+                self._values[node] = self.graph.node_copy(node)
+        add_checks(self.graph, list(self._values.values()))
 
-    def take(self, values: list[fx.Node], changed: set[fx.Node]) -> None:
+    def take(self, values: list[fx.Node], changed: Iterable[fx.Node]) -> None:
         """Take what the stage before returns; copy what this stage changes in place."""
         for node in values:
-            argument = self.made.graph.placeholder(node.name)
-            argument.meta = dict(node.meta)
-            self._values[node] = argument
-            self._inputs.append(argument.name)
-        for node in values:
-            if node in changed:
-                copied = self.made.graph.call_function(
-                    torch.ops.aten.clone.default, (self._values[node],)
-                )
-                copied.meta = dict(node.meta)
-                self._values[node] = copied
+            self._values[node] = self.graph.placeholder(node.name)
+            self._values[node].meta = dict(node.meta)
+        clone = torch.ops.aten.clone.default
+        for node in changed:
+            self._values[node] = self.graph.call_function(clone, (self._values[node],))
+            self._values[node].meta = dict(node.meta)
 
     def copy(self, node: fx.Node) -> None:
-        """Copy one operation."""
-        names = {
-            part: self._attribute(part, node)
-            for part in node.all_input_nodes
-            if part.op == "get_attr"
-        }
-        self._values[node] = self.made.graph.node_copy(
-            node, lambda part: names.get(part) or self._values[part]
-        )
-
-    def return_(self, values: list[fx.Node] | None) -> None:
-        """Return what the next stage takes; None for what the whole module returns."""
-        if values is not None:
-            given = tuple(self._values[node] for node in values)
-            self.made.graph.output(given[0] if len(given) == 1 else given)
-            return
-        output = self._traced.graph.output_node()
-        result = fx.map_arg(
-            output.args[0],
+        """Copy one operation, or the output of the whole module."""
+        self._values[node] = self.graph.node_copy(
+            node,
             lambda part: (
-                self._attribute(part, output) if part.op == "get_attr" else self._values[part]
+                self._attribute(part, node) if part.op == "get_attr" else self._values[part]
             ),
         )
-        self.made.graph.output(result)
+
+    def return_(self, values: list[fx.Node]) -> None:
+        """Return what the next stage takes."""
+        given = tuple(self._values[node] for node in values)
+        self.graph.output(given[0] if len(given) == 1 else given)
 
     def set_calling(self, *, first: bool, last: bool) -> None:
         """Take and return containers where the whole module does."""
@@ -244,18 +207,14 @@ class _Builder:
         info = codegen.pytree_info
         names, in_spec = info.orig_args, info.in_spec
         if not first:
-            names = self._inputs
+            names = [node.name for node in self.graph.find_nodes(op="placeholder")]
             in_spec = pytree.tree_structure((tuple(range(len(names))), {}))
         out_spec = info.out_spec if last else None
-        self.made.graph.set_codegen(_PyTreeCodeGen(_PyTreeInfo(names, in_spec, out_spec)))
+        self.graph.set_codegen(_PyTreeCodeGen(_PyTreeInfo(names, in_spec, out_spec)))
 
     def _attribute(self, node: fx.Node, user: fx.Node) -> fx.Node:
-        traced_name = str(node.target)
-        name = self._state.name_for(traced_name, user)
-        if name not in self._gotten:
-            attribute: Any = self._state.attribute(self._traced, name)
-            self.made.attributes[name] = attribute
-            made = self.made.graph.create_node("get_attr", name)
+        name = self._state.name_for(self._traced, str(node.target), user)
+        if name not in self._attributes:
+            made = self._attributes[name] = self.graph.create_node("get_attr", name)
             made.meta = dict(node.meta)
-            self._gotten[name] = made
-        return self._gotten[name]
+        return self._attributes[name]

@@ -7,6 +7,7 @@ from contextlib import ExitStack, contextmanager
 from enum import Enum
 from operator import attrgetter
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import fx, nn
@@ -112,9 +113,11 @@ def _has_marker(inner: Any) -> bool:
 def marked(module: nn.Module, spec: Mapping[str, SplitPoint]) -> Iterator[None]:
     """Let calls of submodules leave marks; at the end the module is as before."""
     called: set[str] = set()
-    with ExitStack() as wrappers:
+    with ExitStack() as patches:
         for name, point in spec.items():
-            wrappers.enter_context(_wrapped(_find(module, name), name, point, called))
+            submodule = _find(module, name)
+            split = _split(submodule.forward, name, point, called)
+            patches.enter_context(patch.object(submodule, "forward", split))
         yield
     missing = [name for name in spec if name not in called]
     if missing:
@@ -135,18 +138,16 @@ def _find(module: nn.Module, name: str) -> nn.Module:
     return module.get_submodule(name)
 
 
-@contextmanager
-def _wrapped(
-    submodule: nn.Module, name: str, point: SplitPoint, called: set[str]
-) -> Iterator[None]:
+def _split(
+    forward: Callable[..., Any], name: str, point: SplitPoint, called: set[str]
+) -> Callable[..., Any]:
+    """A forward that leaves a mark, and notes that it is called."""
     if not isinstance(point, SplitPoint) and getattr(point, "name", "") in SplitPoint.__members__:
         point = SplitPoint[getattr(point, "name")]  # noqa: B009  (torch's own)
     if not isinstance(point, SplitPoint):
         raise PartitionError(
             f"split_spec[{name!r}] must be SplitPoint.BEGINNING or SplitPoint.END, not {point!r}"
         )
-    own = vars(submodule).get("forward")
-    forward: Callable[..., Any] = submodule.forward
 
     def split(*args: Any, **kwargs: Any) -> Any:
         called.add(name)
@@ -157,11 +158,4 @@ def _wrapped(
             pipe_split()
         return output
 
-    submodule.forward = split
-    try:
-        yield
-    finally:
-        if own is None:
-            del submodule.forward
-        else:
-            submodule.forward = own
+    return split

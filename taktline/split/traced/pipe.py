@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,12 +15,12 @@ from torch import fx, nn
 from taktline.checks import require_callable, require_instance
 from taktline.errors import PartitionError
 from taktline.meta import as_arguments
-from taktline.split.arguments import Args, Kwargs
+from taktline.split.arguments import Args, Call, Kwargs
 from taktline.split.on_meta.materialise import materialise
 from taktline.split.stages import Pieces, require_stage
-from taktline.split.traced.cut import StageGraph, cut
+from taktline.split.traced.cut import cut
 from taktline.split.traced.markers import SplitPoint, is_marker
-from taktline.split.traced.stage_module import StageModule, WithoutKeywords
+from taktline.split.traced.stage_module import StageModule, attributes_of
 from taktline.split.traced.state import State
 from taktline.split.traced.trace import in_mode, trace
 from taktline.stage import PipelineStage, Tie
@@ -181,7 +182,7 @@ def pipeline(
         with in_mode(module, training=not training):
             traced_too = trace(module, mb_args, mb_kwargs, split_spec or {}, split_policy)
         other = cut(traced_too, state)
-        why_not = _difference(stages[training], other)
+        why_not = _difference(stages[training], other, state)
         if not why_not:
             stages[not training] = other
     except PartitionError as error:
@@ -190,7 +191,7 @@ def pipeline(
 
 
 def assembled(
-    stages: dict[bool, list[StageGraph]],
+    stages: dict[bool, list[fx.Graph]],
     traced: fx.GraphModule,
     state: State,
     training: bool,
@@ -198,22 +199,27 @@ def assembled(
 ) -> Pipe:
     """A pipe of the stages of each mode; ``why_not`` says why one mode is missing."""
     modules = [
-        StageModule({mode: stages[mode][stage] for mode in stages}, training, state.order, why_not)
+        StageModule({mode: stages[mode][stage] for mode in stages}, training, state, why_not)
         for stage in range(len(stages[training]))
     ]
-    keywords = WithoutKeywords(frozenset(_argument_names(traced)))
+    hook = partial(_without_keywords, frozenset(_argument_names(traced)))
     for module in modules[1:]:
-        module.register_forward_pre_hook(keywords, with_kwargs=True)
+        module.register_forward_pre_hook(hook, with_kwargs=True)
     Pieces(modules)  # declares the ties
     return Pipe(_joined(modules, traced, training), len(modules), False, None)
 
 
-def _difference(stages: list[StageGraph], other: list[StageGraph]) -> str:
+def _without_keywords(names: frozenset[str], module: nn.Module, args: Args, kwargs: Kwargs) -> Call:
+    """The arguments of a later stage: keywords of the model reach all stages of a rank."""
+    return args, {name: value for name, value in kwargs.items() if name not in names}
+
+
+def _difference(stages: list[fx.Graph], other: list[fx.Graph], state: State) -> str:
     """Why the stages of two modes do not fit together."""
     if len(stages) != len(other):
         return f"it has {len(other)} stages there, and {len(stages)} here"
     for stage, (one, two) in enumerate(zip(stages, other, strict=True)):
-        names = sorted(one.parameters() ^ two.parameters())
+        names = sorted(state.parameters(attributes_of(one) ^ attributes_of(two)))
         if names:
             return f"stage {stage} uses {', '.join(names)} in one mode only"
     return ""

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -34,52 +35,34 @@ def read_sizes_locally(
     graph: fx.Graph, stages: dict[fx.Node, int], crossing: Sequence[Sequence[fx.Node]]
 ) -> None:
     """Let each stage read sizes off the tensors that it gets, as far as possible."""
-    known: dict[tuple[fx.Node, int], fx.Node | None] = {}
+    begins = {stage: node for node, stage in reversed(stages.items())}
+
+    @cache
+    def local(size: fx.Node, stage: int) -> fx.Node | None:
+        """A node of a stage that returns a size of an earlier one; None if there is no way."""
+        place = _find_dimension(size, crossing[stage - 1])
+        parts: dict[fx.Node, fx.Node | None] = {}
+        if place is None and size.target in _ARITHMETIC:
+            parts = {p: local(p, stage) if _is_size(p) else None for p in size.all_input_nodes}
+        if place is None and (not parts or None in parts.values()):
+            return None
+        with graph.inserting_before(begins[stage]):
+            if place is not None:
+                made = graph.call_function(_SIZE, place)
+            else:
+                made = graph.node_copy(size, lambda part: parts[part] or part)
+        made.meta, stages[made] = dict(size.meta), stage
+        return made
+
     for node in list(graph.nodes):
         stage = stages.get(node, 0)
         for size in node.all_input_nodes:
-            if _is_size(size) and stages[size] < stage:
-                made = _local_size(size, stage, node, crossing[stage - 1], known)
-                if made is not None:
-                    node.replace_input_with(size, made)
-    for (_, stage), made in known.items():
-        if made is not None:
-            stages[made] = stage
+            if _is_size(size) and stages[size] < stage and (made := local(size, stage)):
+                node.replace_input_with(size, made)
 
 
 def _is_size(node: fx.Node) -> bool:
     return node.op == "call_function" and isinstance(node.meta.get("val"), torch.SymInt)
-
-
-def _local_size(
-    size: fx.Node,
-    stage: int,
-    user: fx.Node,
-    taken: Sequence[fx.Node],
-    known: dict[tuple[fx.Node, int], fx.Node | None],
-) -> fx.Node | None:
-    """A node of a stage that returns a size of an earlier stage; None if there is no way."""
-    if (size, stage) in known:
-        return known[size, stage]
-    made = None
-    graph = user.graph
-    place = _find_dimension(size, taken)
-    if place is not None:
-        with graph.inserting_before(user):
-            made = graph.call_function(_SIZE, place)
-    elif size.target in _ARITHMETIC:
-        inputs = {
-            part: _local_size(part, stage, user, taken, known)
-            for part in size.all_input_nodes
-            if _is_size(part)
-        }
-        if len(inputs) == len(size.all_input_nodes) and None not in inputs.values():
-            with graph.inserting_before(user):
-                made = graph.node_copy(size, lambda part: inputs[part] or part)
-    if made is not None:
-        made.meta = dict(size.meta)
-    known[size, stage] = made
-    return made
 
 
 def _find_dimension(node: fx.Node, taken: Sequence[fx.Node]) -> tuple[fx.Node, int] | None:

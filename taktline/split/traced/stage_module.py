@@ -3,28 +3,15 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
 from torch import fx, nn
 from torch.fx.node import map_aggregate
 
+from taktline import pytree
 from taktline.errors import PartitionError
-from taktline.split.arguments import Args, Call, Kwargs
-from taktline.split.traced.cut import StageGraph
-
-
-@dataclass(frozen=True)
-class WithoutKeywords:
-    """A hook that drops the model's keywords in later stages: they reach all stages of a rank."""
-
-    names: frozenset[str]
-
-    def __call__(self, module: nn.Module, args: Args, kwargs: Kwargs) -> Call:
-        """The arguments without keywords of the model."""
-        return args, {name: value for name, value in kwargs.items() if name not in self.names}
+from taktline.split.traced.state import State
 
 
 class StageModule(fx.GraphModule):
@@ -36,19 +23,13 @@ class StageModule(fx.GraphModule):
 
     def __init__(
         self,
-        stages: Mapping[bool, StageGraph],
+        graphs: dict[bool, fx.Graph],
         training: bool,
-        order: Mapping[str, int],
+        state: State,
         why_not: str,
     ) -> None:
         super().__init__(nn.Module(), fx.Graph(), "StageModule")
-        attributes: dict[str, Any] = {}
-        graphs: dict[bool, fx.Graph] = {}
-        # The present mode comes first, so that it keeps the names of its constants.
-        for mode in sorted(stages, key=lambda mode: mode != training):
-            graphs[mode] = _with_own_names(stages[mode], attributes)
-        for name in sorted(attributes, key=lambda name: order.get(name, len(order))):
-            attributes[name].install(self, name)
+        state.install(self, set().union(*map(attributes_of, graphs.values())))
         self._graphs = graphs
         self._why_not = why_not
         self.training = training
@@ -69,11 +50,14 @@ class StageModule(fx.GraphModule):
 
     def set_graph_device(self, device: torch.device) -> None:
         """Let the graphs create tensors, such as positions and masks, on a device."""
+
+        def moved(part: Any) -> Any:
+            return device if isinstance(part, torch.device) else part
+
         nested = [m.graph for m in self.modules() if isinstance(m, fx.GraphModule)]
         for graph in {*nested, *self._graphs.values()}:
             for node in graph.nodes:
-                node.args = map_aggregate(node.args, lambda part: _moved(part, device))
-                node.kwargs = map_aggregate(node.kwargs, lambda part: _moved(part, device))
+                node.args, node.kwargs = map_aggregate((node.args, node.kwargs), moved)
         for module in self.modules():
             if isinstance(module, fx.GraphModule):
                 module.recompile()
@@ -81,44 +65,18 @@ class StageModule(fx.GraphModule):
     def __deepcopy__(self, memo: dict[int, Any]) -> StageModule:
         made = StageModule.__new__(StageModule)
         memo[id(self)] = made
-        fx.GraphModule.__init__(made, nn.Module(), fx.Graph(), "StageModule")
-        for table in _TABLES:
-            setattr(made, table, copy.deepcopy(getattr(self, table), memo))
-        made._graphs = {mode: _copied(graph) for mode, graph in self._graphs.items()}
-        made._why_not = self._why_not
-        made.training = self.training
-        made.meta = copy.copy(self.meta)
+        memo.update({id(graph): _copied(graph) for graph in self._graphs.values()})
+        for name, value in vars(self).items():
+            # The graphs have the trees; torch copies them in a way that it has deprecated.
+            if not isinstance(value, pytree.TreeSpec):
+                vars(made)[name] = copy.deepcopy(value, memo)
         made.graph = made._graphs[self.training]
         return made
 
 
-_TABLES = (
-    "_parameters",
-    "_buffers",
-    "_non_persistent_buffers_set",
-    "_modules",
-    "_forward_hooks",
-    "_forward_pre_hooks",
-    "_forward_pre_hooks_with_kwargs",
-    "_backward_hooks",
-    "_backward_pre_hooks",
-)
-
-
-def _with_own_names(stage: StageGraph, taken: dict[str, Any]) -> fx.Graph:
-    """The graph of a stage, whose attributes are added to ``taken``.
-
-    Two modes may have different constants and regions of the same name.
-    """
-    for node in stage.graph.nodes:
-        if node.op != "get_attr":
-            continue
-        name, attribute = str(node.target), stage.attributes[str(node.target)]
-        while name in taken and taken[name].value is not attribute.value:
-            name += "_"
-        taken[name] = attribute
-        node.target = name
-    return stage.graph
+def attributes_of(graph: fx.Graph) -> set[str]:
+    """The names of the attributes that a graph uses."""
+    return {str(node.target) for node in graph.nodes if node.op == "get_attr"}
 
 
 def _copied(graph: fx.Graph) -> fx.Graph:
@@ -126,7 +84,3 @@ def _copied(graph: fx.Graph) -> fx.Graph:
     made.output(made.graph_copy(graph, {}))
     made.set_codegen(graph._codegen)
     return made
-
-
-def _moved(part: Any, device: torch.device) -> Any:
-    return device if isinstance(part, torch.device) else part
