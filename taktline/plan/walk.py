@@ -101,9 +101,7 @@ def walk(
     start = np.array(passed)[stop_of] + since_stop
     start[first] = start[second]
     arrival = np.array(sent)[stop_of[done_with]] + ends_after + delay
-    blocked = {
-        rank: int(stops[stop]) for rank, stop in enumerate(reached) if stop < ends[rank + 1]
-    }
+    blocked = {rank: int(stops[stop]) for rank, stop in enumerate(reached) if stop < ends[rank + 1]}
     return Walk(start, arrival, blocked)
 
 
