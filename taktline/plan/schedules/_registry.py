@@ -145,8 +145,8 @@ def unregister(name: str) -> None:
     """
     schedule = find(name)
     del _SCHEDULES[schedule.name]
-    for alias in (schedule.name, *schedule.aliases):
-        del _BY_ALIAS[_plain(alias)]
+    for alias in set(map(_plain, (schedule.name, *schedule.aliases))):
+        del _BY_ALIAS[alias]
 
 
 def names() -> list[str]:
