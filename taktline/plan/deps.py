@@ -93,6 +93,8 @@ class Needs:
     """From the neighbouring stage: a compute action or, between ranks in a lowered plan, a SEND."""
     post: IntArray
     """The RECV that must have been posted on this rank for the arrival."""
+    waits: IntArray
+    """The arrival where it is on another rank; on its own rank, order is enough."""
 
 
 def needs(plan: Plan, where: Where | None = None) -> Needs:
@@ -112,7 +114,9 @@ def needs(plan: Plan, where: Where | None = None) -> Needs:
             index, stage, microbatch = index[away], stage[away], microbatch[away]
             arrival[index] = where.rows(send, stage - step, microbatch)
             post[index] = where.rows(receive, stage, microbatch)
-    return Needs(own, arrival, post)
+    rank = plan.rank_of_rows()
+    waits = np.where((arrival >= 0) & (rank[arrival] != rank), arrival, NONE)
+    return Needs(own, arrival, post, waits)
 
 
 def channels(plan: Plan) -> IntArray:

@@ -12,7 +12,7 @@ from taktline.plan.passes import add_comm
 from taktline.plan.plan import Plan
 from taktline.plan.timeline import Timeline
 from taktline.plan.validate import require_valid
-from taktline.plan.walk import waits_between_ranks, walk
+from taktline.plan.walk import walk
 
 
 def simulate(plan: Plan, costs: Costs | None = None) -> Timeline:
@@ -41,6 +41,6 @@ def simulate(plan: Plan, costs: Costs | None = None) -> Timeline:
     if costs.comm_blocks:
         duration += occupies + delay
         occupies = delay = 0.0
-    waits = waits_between_ranks(plan, needs(plan))
+    waits = needs(plan).waits
     run = walk(plan, waits, duration, channel=channel, occupies=occupies, delay=delay)
     return Timeline(plan, run.start, run.start + duration, costs, run.arrival)

@@ -185,11 +185,10 @@ class Timeline:
 
     def messages(self) -> tuple[IntArray, IntArray]:
         """The compute rows whose result crosses between ranks, and the rows that wait for it."""
-        plan, needed = self.plan, needs(self.plan)
-        rank, source = plan.rank_of_rows(), needed.arrival
-        targets = np.flatnonzero((source >= 0) & (rank[source] != rank))
-        sources = source[targets]
-        sends = plan.rows.kind[sources] > Kind.W
+        needed = needs(self.plan)
+        targets = np.flatnonzero(needed.waits >= 0)
+        sources = needed.waits[targets]
+        sends = self.plan.rows.kind[sources] > Kind.W
         return np.where(sends, needed.own[sources], sources), targets
 
     def critical_path(self) -> list[Span]:

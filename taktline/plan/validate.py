@@ -14,7 +14,7 @@ from taktline.plan.deps import HOPS
 from taktline.plan.plan import Level, Plan
 from taktline.plan.rows import IntArray
 from taktline.plan.rules import RULES, Subject, Violation, sizes
-from taktline.plan.walk import unit_run, waits_between_ranks, walk
+from taktline.plan.walk import unit_run, walk
 
 Sends: TypeAlias = Literal["blocking", "asynchronous"]
 
@@ -65,7 +65,7 @@ def _violations(plan: Plan, sends: Sends) -> Iterator[Violation]:
 def _deadlocks(subject: Subject, sends: Sends) -> Iterator[Violation]:
     """Walk through the plan; ranks that do not finish wait for each other in a circle."""
     plan, rows = subject.plan, subject.plan.rows
-    waits = waits_between_ranks(plan, subject.needs)
+    waits = subject.needs.waits
     if sends == "blocking" and plan.level == Level.LOWERED:
         waits = np.where(waits < 0, _receives_of_sends(subject), waits)
         if _follows_known_order(plan, waits, subject.rank):

@@ -39,15 +39,8 @@ def unit_run(plan: Plan, needed: Needs | None = None) -> Walk:
     if "unit_run" not in plan.known:
         hold = _UNIT[plan.rows.kind]
         hold[plan.rows.joined] += hold[plan.rows.second_of_pair()]
-        waits = waits_between_ranks(plan, needed or needs(plan))
-        plan.known["unit_run"] = walk(plan, waits, hold)
+        plan.known["unit_run"] = walk(plan, (needed or needs(plan)).waits, hold)
     return cast(Walk, plan.known["unit_run"])
-
-
-def waits_between_ranks(plan: Plan, needed: Needs) -> IntArray:
-    """The row of another rank that each row waits for, or -1; on its own rank, order is enough."""
-    rank, arrival = plan.rank_of_rows(), needed.arrival
-    return np.where((arrival >= 0) & (rank[arrival] != rank), arrival, -1)
 
 
 def walk(
