@@ -307,10 +307,8 @@ def _read_text(path: Path) -> str:
         raise PlanFileError(path, f"is not a text in UTF-8 (byte {error.start})") from None
 
 
-def write_text(path: str | os.PathLike[str], text: str) -> None:
+def write_text(path: Path, text: str) -> None:
     """Write a text beside the target, then rename: a reader sees the old file or the new one."""
-    path = require_path("path", path)
-    require_text("text", text)
     target = Path(os.path.realpath(path))
     temporary = target.parent / f".{target.name}.{secrets.token_hex(4)}"
     try:

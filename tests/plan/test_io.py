@@ -281,4 +281,4 @@ class TestWriting:
 
     def test_a_folder_is_no_file(self) -> None:
         with pytest.raises(PlanFileError, match="cannot be written"):
-            write_text("/", "")
+            write_text(Path("/"), "")
