@@ -177,8 +177,8 @@ def _style(timeline: Timeline, scale: float) -> int:
         for text, kinds, row in _actions(timeline.plan, rank)
         if kinds
     ]
-    fits = (all(len(labels[style]) <= room for room, labels in boxes) for style in (0, 1))
-    return next((style for style, fit in enumerate(fits) if fit), 2)
+    fit = (style for style in (0, 1) if all(len(label[style]) <= room for room, label in boxes))
+    return next(fit, 2)
 
 
 def _axis(makespan: float, columns: int) -> str:
