@@ -27,8 +27,16 @@ from taktline.plan.rows import BoolArray, IntArray
 NONE = -1
 """In a column of row numbers: there is no such row."""
 
-HOPS = ((Kind.SEND_F, Kind.RECV_F, 1), (Kind.SEND_B, Kind.RECV_B, -1))
-"""Of activations and gradients: the send, the receive, and the step to the receiving stage."""
+PARTNERS = {
+    Kind.SEND_F: (Kind.RECV_F, 1),
+    Kind.RECV_F: (Kind.SEND_F, -1),
+    Kind.SEND_B: (Kind.RECV_B, -1),
+    Kind.RECV_B: (Kind.SEND_B, 1),
+}
+"""Of a send or a receive: the other one, and the step to its stage."""
+
+SENT = {Kind.SEND_F: (Kind.F,), Kind.SEND_B: (Kind.B, Kind.I)}
+"""The kinds whose result is sent."""
 
 _WITH_MICROBATCH = sum(kind.has_microbatch for kind in Kind)
 _GRADIENT = _WITH_MICROBATCH
@@ -42,11 +50,11 @@ _OWN = {
     Kind.SEND_B: _GRADIENT,
 }
 _FROM_NEIGHBOUR = {
-    Kind.F: (Kind.F, *HOPS[0]),
-    Kind.B: (_GRADIENT, *HOPS[1]),
-    Kind.I: (_GRADIENT, *HOPS[1]),
+    Kind.F: (Kind.F, Kind.RECV_F),
+    Kind.B: (_GRADIENT, Kind.RECV_B),
+    Kind.I: (_GRADIENT, Kind.RECV_B),
 }
-"""Its result, and how this comes from another rank."""
+"""Its result, and what receives this from another rank."""
 
 
 def exists(plan: Plan) -> BoolArray:
@@ -105,14 +113,15 @@ def needs(plan: Plan, where: Where | None = None) -> Needs:
     for kind, need in _OWN.items():
         index = np.flatnonzero(in_range & (rows.kind == kind))
         own[index] = where.rows(need, rows.stage[index], rows.microbatch[index])
-    for kind, (result, send, receive, step) in _FROM_NEIGHBOUR.items():
+    for kind, (result, receive) in _FROM_NEIGHBOUR.items():
+        send, step = PARTNERS[receive]
         index = np.flatnonzero(in_range & (rows.kind == kind))
         stage, microbatch = rows.stage[index], rows.microbatch[index]
-        arrival[index] = where.rows(result, stage - step, microbatch)
+        arrival[index] = where.rows(result, stage + step, microbatch)
         if plan.level == Level.LOWERED:
-            away = crosses(plan, stage, stage - step)
+            away = crosses(plan, stage, stage + step)
             index, stage, microbatch = index[away], stage[away], microbatch[away]
-            arrival[index] = where.rows(send, stage - step, microbatch)
+            arrival[index] = where.rows(send, stage + step, microbatch)
             post[index] = where.rows(receive, stage, microbatch)
     rank = plan.rank_of_rows()
     waits = np.where((arrival >= 0) & (rank[arrival] != rank), arrival, NONE)
@@ -127,9 +136,9 @@ def channels(plan: Plan) -> IntArray:
     """
     rows, in_range, rank_of = plan.rows, exists(plan), np.array(plan.placement.rank_of)
     channel = np.full(len(rows), NONE)
-    lowered = plan.level == Level.LOWERED
-    for gradient, (send, _, step) in enumerate(HOPS):
-        kinds = (send,) if lowered else (Kind.B, Kind.I) if gradient else (Kind.F,)
+    for gradient, (send, producers) in enumerate(SENT.items()):
+        _, step = PARTNERS[send]
+        kinds = (send,) if plan.level == Level.LOWERED else producers
         index = np.flatnonzero(in_range & np.isin(rows.kind, kinds))
         index = index[crosses(plan, rows.stage[index], rows.stage[index] + step)]
         stage = rows.stage[index]

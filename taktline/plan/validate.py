@@ -10,7 +10,7 @@ import numpy as np
 
 from taktline.checks import require_instance, require_one_of
 from taktline.errors import InvalidPlanError, PlanError
-from taktline.plan.deps import HOPS
+from taktline.plan.action import Kind
 from taktline.plan.plan import Level, Plan
 from taktline.plan.rows import IntArray
 from taktline.plan.rules import RULES, Subject, Violation, sizes
@@ -67,7 +67,8 @@ def _deadlocks(subject: Subject, sends: Sends) -> Iterator[Violation]:
     plan, rows = subject.plan, subject.plan.rows
     waits = subject.needs.waits
     if sends == "blocking" and plan.level == Level.LOWERED:
-        waits = np.where(waits < 0, _receives_of_sends(subject), waits)
+        sending = np.isin(rows.kind, (Kind.SEND_F, Kind.SEND_B))
+        waits = np.where(sending, subject.partner, waits)
         if _follows_known_order(plan, waits, subject.rank):
             return
         result = walk(plan, waits, np.zeros(len(rows)))
@@ -112,15 +113,3 @@ def _circles(waits_for: dict[int, int]) -> Iterator[list[int]]:
             rank = waits_for[rank]
         if rank in path:
             yield path[path.index(rank) :]
-
-
-def _receives_of_sends(subject: Subject) -> IntArray:
-    """For each SEND, the row of its RECV."""
-    rows = subject.plan.rows
-    receives = np.full(len(rows), -1)
-    for send, receive, step in HOPS:
-        index = np.flatnonzero(rows.kind == send)
-        receives[index] = subject.where.rows(
-            receive, rows.stage[index] + step, rows.microbatch[index]
-        )
-    return receives
