@@ -24,7 +24,7 @@ from taktline.plan import (
     read_timeline,
     simulate,
 )
-from taktline.plan.timeline_io import is_timeline
+from taktline.plan.io import is_timeline
 
 if TYPE_CHECKING:
     from rich.console import Console

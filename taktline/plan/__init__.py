@@ -2,7 +2,7 @@
 
 from taktline.plan.action import Action, Kind, Overlap, parse
 from taktline.plan.costs import Costs, Link
-from taktline.plan.io import read, read_costs, write
+from taktline.plan.io import read, read_costs, read_timeline, write, write_timeline
 from taktline.plan.memory import memory_curve, peak_memory
 from taktline.plan.partition import Partition, balance
 from taktline.plan.passes import add_comm, add_reduce, add_shard, lower, merge_backward, restrict
@@ -21,7 +21,6 @@ from taktline.plan.schedules import (
 from taktline.plan.simulate import simulate
 from taktline.plan.stragglers import Straggler, stragglers
 from taktline.plan.timeline import Span, Timeline
-from taktline.plan.timeline_io import read_timeline, write_timeline
 from taktline.plan.validate import Violation, require_valid, validate
 
 __all__ = [

@@ -84,18 +84,17 @@ def _means(timeline: Timeline) -> FloatArray:
 
 def _actions(timeline: Timeline) -> tuple[IntArray, IntArray, FloatArray]:
     """The kind, stage and cost of each action that computes."""
-    plan, rows, rank = timeline.plan, timeline.plan.rows, timeline.plan.rank_of_rows()
+    rows, rank = timeline.plan.rows, timeline.plan.rank_of_rows()
     at = np.flatnonzero((rows.kind <= Kind.W) & ~rows.second_of_pair())
     before = np.concatenate([at[:1], at[:-1]])
     if timeline.costs.comm_blocks:
         before = np.maximum(at - 1, 0)  # a send has its own time
     alone = (rank[before] != rank[at]) | (before == at)
     ready = np.where(alone, timeline.start[at], timeline.end[before])
-    arrives_from, arrival = needs(plan).arrival, timeline.arrivals
+    waits = needs(timeline.plan).waits
     for half in (at, at + rows.joined[at]):
-        source = arrives_from[half]
-        crosses = (source >= 0) & (rank[source] != rank[half])
-        ready = np.where(crosses, np.maximum(ready, arrival[source]), ready)
+        source = waits[half]
+        ready = np.where(source >= 0, np.maximum(ready, timeline.arrivals[source]), ready)
     # Clocks differ a little, so a message may seem to arrive after its receiver has started.
     cost = timeline.end[at] - np.minimum(ready, timeline.start[at])
     return np.where(rows.joined[at], _PAIR, rows.kind[at]), rows.stage[at], cost
@@ -103,7 +102,8 @@ def _actions(timeline: Timeline) -> tuple[IntArray, IntArray, FloatArray]:
 
 def _flights(timeline: Timeline) -> FloatArray:
     """How long each message took: from when it could leave until it was there."""
-    sends = needs(timeline.plan).arrival[timeline.messages()[1]]
+    waits = needs(timeline.plan).waits
+    sends = waits[waits >= 0]
     # A send may come long after its action: behind the other half of a pair, for one.
     spelled_out = timeline.plan.rows.kind[sends] > Kind.W
     leaves = np.where(spelled_out, timeline.start[sends], timeline.end[sends])

@@ -119,12 +119,8 @@ class Costs:
         require_one_of("name", name, _PER_STAGE, CostError)
         stages = require_whole("stages", stages, least=1, most=MOST_STAGES, error=CostError)
         value: PerStage | None = getattr(self, name)
-        if value is None and name == "backward":
-            return self.of("backward_input", stages) + self.of("backward_weight", stages)
-        if value is None and name == "overlap":
-            return self.of("forward", stages) + self.of("backward", stages)
-        if value is None and name == "kept_for_weight":
-            return self.of("activation", stages)
+        if value is None:
+            return np.sum([self.of(part, stages) for part in _BY_DEFAULT[name]], axis=0)
         if isinstance(value, tuple) and len(value) != stages:
             raise CostError(
                 f"{name} is for {len(value)} stages, but the plan has {stages}; pass one number "
@@ -196,5 +192,9 @@ _DURATION = {
     Kind.W: "backward_weight",
 }
 _PER_STAGE = (*_DURATION.values(), "overlap", "message_bytes", "activation", "kept_for_weight")
-_BY_DEFAULT = ("backward", "overlap", "kept_for_weight")
-"""Those that follow from others where they are None."""
+_BY_DEFAULT = {
+    "backward": ("backward_input", "backward_weight"),
+    "overlap": ("forward", "backward"),
+    "kept_for_weight": ("activation",),
+}
+"""Those that are the sum of others where they are None."""

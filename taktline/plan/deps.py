@@ -27,10 +27,34 @@ from taktline.plan.rows import BoolArray, IntArray
 NONE = -1
 """In a column of row numbers: there is no such row."""
 
-HOPS = ((Kind.SEND_F, Kind.RECV_F, 1), (Kind.SEND_B, Kind.RECV_B, -1))
-"""Of activations and gradients: the send, the receive, and the step to the receiving stage."""
+PARTNERS = {
+    Kind.SEND_F: (Kind.RECV_F, 1),
+    Kind.RECV_F: (Kind.SEND_F, -1),
+    Kind.SEND_B: (Kind.RECV_B, -1),
+    Kind.RECV_B: (Kind.SEND_B, 1),
+}
+"""Of a send or a receive: the other one, and the step to its stage."""
+
+SENT = {Kind.SEND_F: (Kind.F,), Kind.SEND_B: (Kind.B, Kind.I)}
+"""The kinds whose result is sent."""
 
 _WITH_MICROBATCH = sum(kind.has_microbatch for kind in Kind)
+_GRADIENT = _WITH_MICROBATCH
+"""In the table of rows, beside the kinds: what computes the input gradient, B or else I."""
+
+_OWN = {
+    Kind.B: Kind.F,
+    Kind.I: Kind.F,
+    Kind.W: Kind.I,
+    Kind.SEND_F: Kind.F,
+    Kind.SEND_B: _GRADIENT,
+}
+_FROM_NEIGHBOUR = {
+    Kind.F: (Kind.F, Kind.RECV_F),
+    Kind.B: (_GRADIENT, Kind.RECV_B),
+    Kind.I: (_GRADIENT, Kind.RECV_B),
+}
+"""Its result, and what receives this from another rank."""
 
 
 def exists(plan: Plan) -> BoolArray:
@@ -38,38 +62,33 @@ def exists(plan: Plan) -> BoolArray:
     return (plan.rows.stage < plan.stages) & (plan.rows.microbatch < plan.microbatches)
 
 
-def sources(kind: Kind, stage: int, stages: int) -> list[tuple[Kind, int]]:
-    """The kinds and stages that an F, I or W needs, of its own micro-batch.
-
-    >>> sources(Kind.I, 2, stages=4)
-    [(<Kind.F: 0>, 2), (<Kind.I: 2>, 3)]
-    """
-    own = {Kind.I: [(Kind.F, stage)], Kind.W: [(Kind.I, stage)]}.get(kind, [])
-    neighbour = {Kind.F: stage - 1, Kind.I: stage + 1}.get(kind, NONE)
-    return own + [(kind, neighbour)] * (0 <= neighbour < stages)
+def crosses(plan: Plan, stage: IntArray, peer: IntArray) -> BoolArray:
+    """Where the neighbour of a stage exists and is on another rank."""
+    rank_of = np.append(plan.placement.rank_of, NONE)  # also found at -1, before the first stage
+    return (rank_of[peer] != NONE) & (rank_of[peer] != rank_of[stage])
 
 
 class Where:
     """Finds the row of an action: a dense table over (kind, stage, micro-batch)."""
 
     def __init__(self, plan: Plan) -> None:
-        shape = (_WITH_MICROBATCH, plan.stages, plan.microbatches)
-        self._table = np.full(shape, NONE, np.int32)
+        # Behind the last stage, and so also at -1, there is one without rows.
+        shape = (_WITH_MICROBATCH + 1, plan.stages + 1, plan.microbatches)
+        self._table = table = np.full(shape, NONE, np.int32)
         rows = plan.rows
         index = np.flatnonzero(exists(plan) & (rows.kind < _WITH_MICROBATCH))
         index = index[::-1]  # where an action is doubled, the first one counts
-        self._table[rows.kind[index], rows.stage[index], rows.microbatch[index]] = index
+        table[rows.kind[index], rows.stage[index], rows.microbatch[index]] = index
+        table[_GRADIENT] = np.where(table[Kind.B] >= 0, table[Kind.B], table[Kind.I])
 
     def rows(
-        self, kind: Kind | IntArray, stage: IntArray | int, microbatch: IntArray | int
+        self, kind: int | IntArray, stage: IntArray | int, microbatch: IntArray | int
     ) -> IntArray:
-        """The rows of these actions, NONE where the plan does not have them."""
-        return self._table[kind, stage, microbatch]
+        """The rows of these actions, NONE where the plan does not have them.
 
-    def backward(self, stage: IntArray | int, microbatch: IntArray | int) -> IntArray:
-        """The rows of what computes the input gradient: B, or else I."""
-        full = self.rows(Kind.B, stage, microbatch)
-        return np.where(full >= 0, full, self.rows(Kind.I, stage, microbatch))
+        The stages are those of the plan, and the ones beside the first and the last.
+        """
+        return self._table[kind, stage, microbatch]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -82,68 +101,46 @@ class Needs:
     """From the neighbouring stage: a compute action or, between ranks in a lowered plan, a SEND."""
     post: IntArray
     """The RECV that must have been posted on this rank for the arrival."""
+    waits: IntArray
+    """The arrival where it is on another rank; on its own rank, order is enough."""
 
 
 def needs(plan: Plan, where: Where | None = None) -> Needs:
     """The rows that each row needs; actions outside the plan's numbers need nothing."""
     where = where or Where(plan)
-    rows, rank_of = plan.rows, np.array(plan.placement.rank_of)
+    rows, in_range = plan.rows, exists(plan)
     own, arrival, post = (np.full(len(rows), NONE, np.int32) for _ in range(3))
-    in_range = exists(plan)
-
-    def select(*kinds: Kind) -> tuple[IntArray, IntArray, IntArray]:
-        index = np.flatnonzero(in_range & np.isin(rows.kind, kinds))
-        return index, rows.stage[index], rows.microbatch[index]
-
-    index, stage, microbatch = select(Kind.B, Kind.I, Kind.SEND_F)
-    own[index] = where.rows(Kind.F, stage, microbatch)
-    index, stage, microbatch = select(Kind.W)
-    own[index] = where.rows(Kind.I, stage, microbatch)
-    index, stage, microbatch = select(Kind.SEND_B)
-    own[index] = where.backward(stage, microbatch)
-
-    for backward, kinds in ((False, (Kind.F,)), (True, (Kind.B, Kind.I))):
-        index, stage, microbatch = select(*kinds)
-        neighbour = stage + 1 if backward else stage - 1
-        inside = (neighbour >= 0) & (neighbour < plan.stages)
-        index, stage, microbatch, neighbour = (
-            column[inside] for column in (index, stage, microbatch, neighbour)
-        )
-        arrival[index] = (
-            where.backward(neighbour, microbatch)
-            if backward
-            else where.rows(Kind.F, neighbour, microbatch)
-        )
+    for kind, need in _OWN.items():
+        index = np.flatnonzero(in_range & (rows.kind == kind))
+        own[index] = where.rows(need, rows.stage[index], rows.microbatch[index])
+    for kind, (result, receive) in _FROM_NEIGHBOUR.items():
+        send, step = PARTNERS[receive]
+        index = np.flatnonzero(in_range & (rows.kind == kind))
+        stage, microbatch = rows.stage[index], rows.microbatch[index]
+        arrival[index] = where.rows(result, stage + step, microbatch)
         if plan.level == Level.LOWERED:
-            send, receive = (Kind.SEND_B, Kind.RECV_B) if backward else (Kind.SEND_F, Kind.RECV_F)
-            crosses = rank_of[stage] != rank_of[neighbour]
-            index, stage, microbatch, neighbour = (
-                column[crosses] for column in (index, stage, microbatch, neighbour)
-            )
-            arrival[index] = where.rows(send, neighbour, microbatch)
+            away = crosses(plan, stage, stage + step)
+            index, stage, microbatch = index[away], stage[away], microbatch[away]
+            arrival[index] = where.rows(send, stage + step, microbatch)
             post[index] = where.rows(receive, stage, microbatch)
-    return Needs(own, arrival, post)
+    rank = plan.rank_of_rows()
+    waits = np.where((arrival >= 0) & (rank[arrival] != rank), arrival, NONE)
+    return Needs(own, arrival, post, waits)
 
 
-def channels(plan: Plan) -> tuple[IntArray, BoolArray]:
-    """The channel of each row, and whether the row crosses between ranks.
+def channels(plan: Plan) -> IntArray:
+    """The channel in which each row sends its result to another rank, or NONE.
 
-    A channel is (sender, receiver, activations or gradients) as one number. It is that of a SEND or
-    RECV or, where communication is implicit, of a compute action whose result leaves the rank.
+    A channel is (sender, receiver, activations or gradients) as one number. What sends is a SEND
+    or, where communication is implicit, a compute action.
     """
-    rows, rank_of = plan.rows, np.array(plan.placement.rank_of)
-    stage = np.minimum(rows.stage, plan.stages - 1)
-    step = np.zeros(len(rows), np.int32)
-    step[np.isin(rows.kind, (Kind.SEND_F, Kind.RECV_B))] = 1
-    step[np.isin(rows.kind, (Kind.SEND_B, Kind.RECV_F))] = -1
-    if plan.level < Level.LOWERED:
-        step[rows.kind == Kind.F] = 1
-        step[np.isin(rows.kind, (Kind.B, Kind.I))] = -1
-    peer = stage + step
-    crosses = (step != 0) & (peer >= 0) & (peer < plan.stages)
-    here, there = rank_of[stage], rank_of[np.clip(peer, 0, plan.stages - 1)]
-    crosses &= here != there
-    receives = np.isin(rows.kind, (Kind.RECV_F, Kind.RECV_B))
-    sender, receiver = np.where(receives, there, here), np.where(receives, here, there)
-    gradients = np.isin(rows.kind, (Kind.B, Kind.I, Kind.SEND_B, Kind.RECV_B))
-    return (sender * plan.ranks + receiver) * 2 + gradients, crosses
+    rows, in_range, rank_of = plan.rows, exists(plan), np.array(plan.placement.rank_of)
+    channel = np.full(len(rows), NONE)
+    for gradient, (send, producers) in enumerate(SENT.items()):
+        _, step = PARTNERS[send]
+        kinds = (send,) if plan.level == Level.LOWERED else producers
+        index = np.flatnonzero(in_range & np.isin(rows.kind, kinds))
+        index = index[crosses(plan, rows.stage[index], rows.stage[index] + step)]
+        stage = rows.stage[index]
+        channel[index] = (rank_of[stage] * plan.ranks + rank_of[stage + step]) * 2 + gradient
+    return channel

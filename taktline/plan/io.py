@@ -1,7 +1,8 @@
-"""Plans as files: CSV in torch's dialect, and JSON with more fields.
+"""Plans and timelines as files: CSV in torch's dialect, and JSON with more fields.
 
 CSV has one row per rank and one action per cell; empty cells are ignored. JSON adds the placement,
-the number of micro-batches, the plan's origin and, if known, costs.
+the number of micro-batches, the plan's origin and, if known, costs. A timeline is the JSON of its
+plan, and when each action started and ended.
 """
 
 from __future__ import annotations
@@ -10,23 +11,28 @@ import csv
 import io
 import json
 import os
-import stat
-import tempfile
+import secrets
+import shutil
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, cast
 
-from taktline.checks import conform, require_instance, require_path, require_text, shown
+import numpy as np
+
+from taktline.checks import Either, conform, require_instance, require_path, require_text, shown
 from taktline.checks import read as read_json
 from taktline.errors import ActionSyntaxError, CostError, JsonError, PlanError, PlanFileError
 from taktline.plan.action import Action, Overlap, parse
 from taktline.plan.costs import Costs
 from taktline.plan.placement import MOST_RANKS, Placement
 from taktline.plan.plan import Level, Plan
+from taktline.plan.rows import FloatArray
+from taktline.plan.timeline import Timeline
 
-FORMAT, VERSION = "taktline-plan", 1
-TIMELINE_FORMAT = "taktline-timeline"
-"""A file that holds a timeline holds its plan, with costs, in the same fields."""
+_FORMAT, _TIMELINE_FORMAT, _VERSION = "taktline-plan", "taktline-timeline", 1
+_PLAN = {"ranks": [[str]], "level": str, "placement": [int], "microbatches": int, "origin": str}
+_COLUMN = [[float]]
+_TIMES = {"start": _COLUMN, "end": _COLUMN, "arrival": Either(None, _COLUMN), "measured": bool}
 
 
 def read(path: str | os.PathLike[str]) -> Plan:
@@ -37,7 +43,7 @@ def read(path: str | os.PathLike[str]) -> Plan:
     taktline.errors.PlanFileError: no-such-plan.csv: cannot be read: No such file or directory
     """
     path = require_path("path", path)
-    text = read_text(path)
+    text = _read_text(path)
     return from_json(text, path) if _is_json(path) else from_csv(text, path)
 
 
@@ -48,9 +54,7 @@ def read_costs(path: str | os.PathLike[str]) -> Costs | None:
     True
     """
     path = require_path("path", path)
-    if not _is_json(path):
-        return None
-    return costs_from(json_object(read_text(path), path), path)
+    return _costs_from(_load(path), path) if _is_json(path) else None
 
 
 def write(plan: Plan, path: str | os.PathLike[str], *, costs: Costs | None = None) -> None:
@@ -71,6 +75,59 @@ def write(plan: Plan, path: str | os.PathLike[str], *, costs: Costs | None = Non
         raise PlanFileError(path, "a CSV file cannot hold costs; use .json")
     else:
         write_text(path, to_csv(plan))
+
+
+def write_timeline(timeline: Timeline, path: str | os.PathLike[str]) -> None:
+    """Write a timeline, measured or simulated, to a .json file: all of it or nothing.
+
+    >>> from tempfile import TemporaryDirectory
+    >>> from taktline.plan import build, simulate
+    >>> with TemporaryDirectory() as folder:
+    ...     write_timeline(simulate(build("1f1b", ranks=4, microbatches=8)), f"{folder}/a.json")
+    ...     read_timeline(f"{folder}/a.json").makespan
+    33.0
+    """
+    plan = require_instance("timeline", timeline, Timeline).plan
+    path = require_path("path", path)
+    _require_json(path)
+    fields = _plan_fields(plan, timeline.costs)
+    fields |= {"format": _TIMELINE_FORMAT, "measured": timeline.measured}
+    for name in ("start", "end", "arrival"):
+        if (column := getattr(timeline, name)) is not None:
+            fields[name] = [part.tolist() for part in np.split(column, plan.offsets[1:-1])]
+    write_text(path, _layout(fields))
+
+
+def read_timeline(path: str | os.PathLike[str]) -> Timeline:
+    """The timeline in a .json file.
+
+    >>> read_timeline("no-such-timeline.json")
+    Traceback (most recent call last):
+    taktline.errors.PlanFileError: no-such-timeline.json: cannot be read: No such file or directory
+    """
+    path = require_path("path", path)
+    _require_json(path)
+    data = _load(path)
+    if data["format"] != _TIMELINE_FORMAT:
+        raise PlanFileError(path, "holds a plan and no times; taktline.plan.read reads it")
+    plan = _plan_from(data, path)
+    fields = _take({"measured": False, **data}, _TIMES, path)
+    start, end = (_column(fields[name], name, plan, path) for name in ("start", "end"))
+    if (end < start).any():
+        raise PlanFileError(path, "an action ends before it starts")
+    late = fields["arrival"]
+    arrival = None if late is None else _column(late, "arrival", plan, path)
+    costs, measured = _costs_from(data, path) or Costs(), fields["measured"]
+    try:
+        return Timeline(plan, start, end, costs, arrival, measured=measured)
+    except PlanError as error:
+        raise PlanFileError(path, str(error)) from None
+
+
+def is_timeline(path: str | os.PathLike[str]) -> bool:
+    """Whether a file holds a timeline, and not only a plan."""
+    path = require_path("path", path)
+    return path.suffix.lower() == ".json" and _load(path)["format"] == _TIMELINE_FORMAT
 
 
 def to_csv(plan: Plan) -> str:
@@ -113,15 +170,14 @@ def from_csv(text: str, path: str | os.PathLike[str] = "<text>") -> Plan:
 
 def to_json(plan: Plan, costs: Costs | None = None) -> str:
     """A plan as JSON text, one line a rank."""
-    return layout(plan_fields(plan, costs))
+    return _layout(_plan_fields(plan, costs))
 
 
-def plan_fields(plan: Plan, costs: Costs | None) -> dict[str, Any]:
-    """What JSON says of a plan."""
+def _plan_fields(plan: Plan, costs: Costs | None) -> dict[str, Any]:
     require_instance("plan", plan, Plan)
     fields: dict[str, Any] = {
-        "format": FORMAT,
-        "version": VERSION,
+        "format": _FORMAT,
+        "version": _VERSION,
         "origin": plan.name,
         "level": plan.level.name.lower(),
         "microbatches": plan.microbatches,
@@ -133,7 +189,7 @@ def plan_fields(plan: Plan, costs: Costs | None) -> dict[str, Any]:
     return fields
 
 
-def layout(fields: dict[str, Any]) -> str:
+def _layout(fields: dict[str, Any]) -> str:
     """JSON text with a line for each field, and for each rank where a field has a list each."""
     lines = [f"  {json.dumps(name)}: {_value(value)}" for name, value in fields.items()]
     return "{\n" + ",\n".join(lines) + "\n}\n"
@@ -148,15 +204,11 @@ def _value(value: Any) -> str:
 def from_json(text: str, path: str | os.PathLike[str] = "<text>") -> Plan:
     """A plan from JSON text; the path is for messages."""
     path = require_path("path", path)
-    return plan_from(json_object(text, path), path)
+    return _plan_from(_json_object(text, path), path)
 
 
-_PLAN = {"ranks": [[str]], "level": str, "placement": [int], "microbatches": int, "origin": str}
-
-
-def plan_from(data: dict[str, Any], path: Path) -> Plan:
-    """The plan that these fields describe."""
-    fields = take(data, _PLAN, path)
+def _plan_from(data: dict[str, Any], path: Path) -> Plan:
+    fields = _take(data, _PLAN, path)
     rows, level = fields["ranks"], fields["level"]
     if len(rows) > MOST_RANKS:
         raise PlanFileError(path, f"a plan has at most {MOST_RANKS:,} ranks, not {len(rows):,}")
@@ -176,35 +228,48 @@ def plan_from(data: dict[str, Any], path: Path) -> Plan:
         raise PlanFileError(path, str(error)) from None
 
 
-def costs_from(data: dict[str, Any], path: Path) -> Costs | None:
-    """The costs that these fields describe, if they do."""
+def _column(parts: list[list[float]], name: str, plan: Plan, path: Path) -> FloatArray:
+    """One number a row; an overlapped pair has two rows."""
+    if [len(part) for part in parts] != np.diff(plan.offsets).tolist():
+        raise PlanFileError(path, f"{name} must have a number for each action of each rank")
+    try:
+        return np.array([number for part in parts for number in part], np.float64)
+    except OverflowError:
+        raise PlanFileError(path, f"{name} holds a number that is too large") from None
+
+
+def _costs_from(data: dict[str, Any], path: Path) -> Costs | None:
     if data.get("costs") is None:
         return None
     try:
-        return Costs.from_dict(take(data, {"costs": {str: object}}, path)["costs"])
+        return Costs.from_dict(_take(data, {"costs": {str: object}}, path)["costs"])
     except CostError as error:
         raise PlanFileError(path, f"costs: {error}") from None
 
 
-def json_object(text: str, path: Path) -> dict[str, Any]:
+def _load(path: Path) -> dict[str, Any]:
+    return _json_object(_read_text(path), path)
+
+
+def _json_object(text: str, path: Path) -> dict[str, Any]:
     """The fields of a file, of a format and a version that are known here."""
     try:
         data = read_json(require_text("text", text), {str: object}, what=str(path))
     except JsonError as error:
         raise PlanFileError(path, error.reason, row=error.row, column=error.column) from None
-    if data.get("format") not in (FORMAT, TIMELINE_FORMAT):
-        raise PlanFileError(path, f'not a plan: expected "format": "{FORMAT}"')
+    if data.get("format") not in (_FORMAT, _TIMELINE_FORMAT):
+        raise PlanFileError(path, f'not a plan: expected "format": "{_FORMAT}"')
     version = data.get("version")
-    if type(version) is not int or version != VERSION:
+    if type(version) is not int or version != _VERSION:
         raise PlanFileError(
             path,
             f"has version {shown(version)} of the format, but this program reads "
-            f"version {VERSION}; use the Taktline that wrote it, or write it as CSV there",
+            f"version {_VERSION}; use the Taktline that wrote it, or write it as CSV there",
         )
     return data
 
 
-def take(data: dict[str, Any], shape: dict[str, Any], path: Path) -> dict[str, Any]:
+def _take(data: dict[str, Any], shape: dict[str, Any], path: Path) -> dict[str, Any]:
     """Some of the fields of a file, if they have this shape."""
     try:
         return conform({name: data.get(name) for name in shape}, shape, what=str(path))
@@ -228,8 +293,12 @@ def _is_json(path: Path) -> bool:
     return ending == ".json"
 
 
-def read_text(path: Path) -> str:
-    """All of a file."""
+def _require_json(path: Path) -> None:
+    if path.suffix.lower() != ".json":
+        raise PlanFileError(path, f"a timeline's file ends in .json, not {path.suffix!r}")
+
+
+def _read_text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8-sig")
     except OSError as error:
@@ -238,25 +307,19 @@ def read_text(path: Path) -> str:
         raise PlanFileError(path, f"is not a text in UTF-8 (byte {error.start})") from None
 
 
-def write_text(path: str | os.PathLike[str], text: str) -> None:
+def write_text(path: Path, text: str) -> None:
     """Write a text beside the target, then rename: a reader sees the old file or the new one."""
-    path = require_path("path", path)
-    require_text("text", text)
     target = Path(os.path.realpath(path))
+    temporary = target.parent / f".{target.name}.{secrets.token_hex(4)}"
     try:
-        if target.exists():
-            mode = stat.S_IMODE(target.stat().st_mode)
-        else:
-            os.umask(umask := os.umask(0))
-            mode = 0o666 & ~umask
-        handle, temporary = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
         try:
-            with open(handle, "w", encoding="utf-8", newline="") as file:
+            with open(temporary, "x", encoding="utf-8", newline="") as file:
+                if target.exists():
+                    shutil.copymode(target, temporary)
                 file.write(text)
-            os.chmod(temporary, mode)
             os.replace(temporary, target)
         except BaseException:
-            os.unlink(temporary)
+            temporary.unlink(missing_ok=True)
             raise
     except OSError as error:
         raise PlanFileError(path, f"cannot be written: {error.strerror}") from None

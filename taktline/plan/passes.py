@@ -178,7 +178,7 @@ def add_comm(plan: Plan) -> Plan:
         return plan
     rows, rank = plan.rows, plan.rank_of_rows()
     run = unit_run(plan)
-    sources = np.flatnonzero(channels(plan)[1])
+    sources = np.flatnonzero(channels(plan) >= 0)
     moment = run.arrival[sources]
     forward = rows.kind[sources] == Kind.F
     stage, microbatch = rows.stage[sources], rows.microbatch[sources]

@@ -7,12 +7,12 @@ all ranks, freedom from deadlock, is in :mod:`taktline.plan.validate`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
 from taktline.plan.action import Action, Kind
-from taktline.plan.deps import HOPS, Needs, Where, channels, exists, needs
+from taktline.plan.deps import NONE, PARTNERS, SENT, Where, channels, crosses, exists, needs
 from taktline.plan.plan import Level, Plan
 from taktline.plan.rows import BoolArray, IntArray
 from taktline.text import counted
@@ -44,27 +44,23 @@ class Violation:
         return f"[{self.rule}] {rank}{position}{action}{self.message}"
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class Subject:
     """A plan under examination, with the columns that several rules look at."""
 
-    plan: Plan
-    rank: IntArray
-    exists: BoolArray
-    """Rows whose stage and micro-batch exist."""
-    where: Where
-    needs: Needs
-    position: IntArray = field(repr=False)
-
-    @classmethod
-    def of(cls, plan: Plan) -> Subject:
-        rows, where = plan.rows, Where(plan)
-        second = rows.second_of_pair()
-        index = np.cumsum(~second) - 1
-        starts = np.append(index, len(plan))[plan.offsets[:-1]]
-        rank = plan.rank_of_rows()
-        position = index - starts[rank]
-        return cls(plan, rank, exists(plan), where, needs(plan, where), position)
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.rank = plan.rank_of_rows()
+        self.exists = exists(plan)
+        self.where = Where(plan)
+        self.needs = needs(plan, self.where)
+        self.partner = np.full(len(plan.rows), NONE)
+        """Of each SEND its RECV, and the reverse."""
+        for kind, (other, step) in PARTNERS.items():
+            at = self.select(kind)
+            stage, microbatch = plan.rows.stage[at] + step, plan.rows.microbatch[at]
+            self.partner[at] = self.where.rows(other, stage, microbatch)
+        index = np.cumsum(~plan.rows.second_of_pair()) - 1
+        self.position = index - np.append(index, len(plan))[plan.offsets[:-1]][self.rank]
 
     def at(self, row: int, rule: str, message: str) -> Violation:
         """A violation by the action in this row."""
@@ -176,48 +172,42 @@ def order(subject: Subject) -> Iterator[Violation]:
 
 def partners(subject: Subject) -> Iterator[Violation]:
     """A send has its receive and the reverse, both where two stages lie on different ranks."""
+    plan, rows = subject.plan, subject.plan.rows
+    for kind, (partner, step) in PARTNERS.items():
+        index = subject.select(kind)
+        away = crosses(plan, rows.stage[index], rows.stage[index] + step)
+        for row in index[~away].tolist():
+            peer = int(rows.stage[row]) + step
+            if 0 <= peer < plan.stages:
+                text = f"stage {peer} is on the same rank: leave it out"
+            else:
+                text = f"stage {rows.stage[row]} has no neighbour on that side"
+            yield subject.at(row, "partner", text)
+        for row in index[away & (subject.partner[index] < 0)].tolist():
+            action = Action(int(rows.stage[row]) + step, partner, int(rows.microbatch[row]))
+            peer = plan.placement.rank_of[action.stage]
+            yield subject.at(row, "partner", f"rank {peer} has no {action} for it")
+
+
+def untransported(subject: Subject) -> Iterator[Violation]:
+    """In a lowered plan, what crosses between ranks has a send or a receive."""
     plan, rows, where = subject.plan, subject.plan.rows, subject.where
     if plan.level < Level.LOWERED:
         return
-    crosses = channels(plan)[1]
-    for send, receive, step in HOPS:
-        for kind, partner, hop in ((send, receive, step), (receive, send, -step)):
-            index = subject.select(kind)
-            for row in index[~crosses[index]].tolist():
-                stage, peer = int(rows.stage[row]), int(rows.stage[row]) + hop
-                if 0 <= peer < plan.stages:
-                    text = f"stage {peer} is on the same rank: leave it out"
-                else:
-                    text = f"stage {stage} has no neighbour on that side"
-                yield subject.at(row, "partner", text)
-            index = index[crosses[index]]
-            stage, microbatch = rows.stage[index] + hop, rows.microbatch[index]
-            for row in index[where.rows(partner, stage, microbatch) < 0].tolist():
-                action = Action(int(rows.stage[row]) + hop, partner, int(rows.microbatch[row]))
-                peer = plan.placement.rank_of[action.stage]
-                yield subject.at(row, "partner", f"rank {peer} has no {action} for it")
-        yield from _untransported(subject, send, receive, step)
-
-
-def _untransported(subject: Subject, send: Kind, receive: Kind, step: int) -> Iterator[Violation]:
-    """Results that cross between ranks and have neither a send nor a receive."""
-    plan, rows, where = subject.plan, subject.plan.rows, subject.where
-    rank_of = np.array(plan.placement.rank_of)
-    producers = (Kind.F,) if send is Kind.SEND_F else (Kind.B, Kind.I)
-    index = subject.select(*producers)
-    index = index[(rows.stage[index] + step >= 0) & (rows.stage[index] + step < plan.stages)]
-    stage, microbatch = rows.stage[index], rows.microbatch[index]
-    lost = (
-        (rank_of[stage] != rank_of[stage + step])
-        & (where.rows(send, stage, microbatch) < 0)
-        & (where.rows(receive, stage + step, microbatch) < 0)
-    )
-    for row in index[lost].tolist():
-        action = Action(int(rows.stage[row]), send, int(rows.microbatch[row]))
-        peer = plan.placement.rank_of[action.stage + step]
-        yield subject.absent(
-            "missing", f"rank {peer} needs it from rank {subject.rank[row]}", action
+    for send, producers in SENT.items():
+        receive, step = PARTNERS[send]
+        index = subject.select(*producers)
+        stage, microbatch = rows.stage[index], rows.microbatch[index]
+        lost = (
+            crosses(plan, stage, stage + step)
+            & (where.rows(send, stage, microbatch) < 0)
+            & (where.rows(receive, stage + step, microbatch) < 0)
         )
+        for row in index[lost].tolist():
+            action = Action(int(rows.stage[row]), send, int(rows.microbatch[row]))
+            peer = plan.placement.rank_of[action.stage + step]
+            text = f"rank {peer} needs it from rank {subject.rank[row]}"
+            yield subject.absent("missing", text, action)
 
 
 def channel_order(subject: Subject) -> Iterator[Violation]:
@@ -225,27 +215,23 @@ def channel_order(subject: Subject) -> Iterator[Violation]:
     plan, rows = subject.plan, subject.plan.rows
     if plan.level < Level.LOWERED:
         return
-    channel, crosses = channels(plan)
-    for send, receive, step in HOPS:
-        sends = subject.select(send)
-        sends = sends[crosses[sends]]
-        receives = subject.where.rows(receive, rows.stage[sends] + step, rows.microbatch[sends])
-        sends, receives = sends[receives >= 0], receives[receives >= 0]
-        # Rows are in program order, so a stable sort by channel keeps the order within each.
-        by_channel = np.argsort(channel[sends], kind="stable")
-        sends, receives = sends[by_channel], receives[by_channel]
-        same = channel[sends[1:]] == channel[sends[:-1]]
-        swapped = np.flatnonzero(same & (receives[1:] < receives[:-1])) + 1
-        _, first = np.unique(channel[sends[swapped]], return_index=True)
-        for at in swapped[first].tolist():
-            row, mine, other = int(sends[at]), int(receives[at]), int(receives[at - 1])
-            yield subject.at(
-                row,
-                "channel",
-                f"is sent after {rows.leaf(int(sends[at - 1]))}, but rank {subject.rank[mine]} "
-                f"posts {rows.leaf(mine)} (position {subject.position[mine]}) before "
-                f"{rows.leaf(other)} (position {subject.position[other]})",
-            )
+    channel = channels(plan)
+    sends = np.flatnonzero((channel >= 0) & (subject.partner >= 0))
+    # Rows are in program order, so a stable sort by channel keeps the order within each.
+    sends = sends[np.argsort(channel[sends], kind="stable")]
+    receives = subject.partner[sends]
+    same = channel[sends[1:]] == channel[sends[:-1]]
+    swapped = np.flatnonzero(same & (receives[1:] < receives[:-1])) + 1
+    _, first = np.unique(channel[sends[swapped]], return_index=True)
+    for at in swapped[first].tolist():
+        row, mine, other = int(sends[at]), int(receives[at]), int(receives[at - 1])
+        yield subject.at(
+            row,
+            "channel",
+            f"is sent after {rows.leaf(int(sends[at - 1]))}, but rank {subject.rank[mine]} "
+            f"posts {rows.leaf(mine)} (position {subject.position[mine]}) before "
+            f"{rows.leaf(other)} (position {subject.position[other]})",
+        )
 
 
 def sharding(subject: Subject) -> Iterator[Violation]:
@@ -303,6 +289,7 @@ RULES: tuple[Rule, ...] = (
     missing,
     order,
     partners,
+    untransported,
     channel_order,
     sharding,
     reduction,

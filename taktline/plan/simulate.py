@@ -12,7 +12,7 @@ from taktline.plan.passes import add_comm
 from taktline.plan.plan import Plan
 from taktline.plan.timeline import Timeline
 from taktline.plan.validate import require_valid
-from taktline.plan.walk import Messages, waits_between_ranks, walk
+from taktline.plan.walk import walk
 
 
 def simulate(plan: Plan, costs: Costs | None = None) -> Timeline:
@@ -32,16 +32,15 @@ def simulate(plan: Plan, costs: Costs | None = None) -> Timeline:
         plan = add_comm(plan)
     rows = plan.rows
     duration = costs.durations(plan)
-    channel, crosses = channels(plan)
-    crosses &= ~np.isin(rows.kind, (Kind.RECV_F, Kind.RECV_B))
+    channel = channels(plan)
     # A gradient is as large as its activation, which the stage before has sent.
     backward = np.isin(rows.kind, (Kind.B, Kind.I, Kind.SEND_B))
     size = costs.of("message_bytes", plan.stages)[np.maximum(rows.stage - backward, 0)]
-    occupies = np.where(crosses, size / costs.link.bandwidth, 0.0)
-    delay = np.where(crosses, costs.link.latency, 0.0)
+    occupies = np.where(channel >= 0, size / costs.link.bandwidth, 0.0)
+    delay = np.where(channel >= 0, costs.link.latency, 0.0)
     if costs.comm_blocks:
         duration += occupies + delay
-        occupies, delay = np.zeros((2, len(rows)))
-    waits = waits_between_ranks(plan, needs(plan))
-    run = walk(plan, waits, duration, Messages(channel, occupies, delay))
+        occupies = delay = 0.0
+    waits = needs(plan).waits
+    run = walk(plan, waits, duration, channel=channel, occupies=occupies, delay=delay)
     return Timeline(plan, run.start, run.start + duration, costs, run.arrival)

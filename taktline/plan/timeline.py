@@ -96,11 +96,10 @@ class Timeline:
     @property
     def rank_spans(self) -> FloatArray:
         """For each rank, the time from its first start to its last end."""
-        compute = self._compute()
         return np.array(
             [
                 float(self.end[mine].max() - self.start[mine].min()) if mine.size else 0.0
-                for mine in self._by_rank(compute)
+                for mine in self._compute_by_rank()
             ]
         )
 
@@ -108,7 +107,7 @@ class Timeline:
     def busy(self) -> FloatArray:
         """For each rank, the time in which it computes."""
         lasting = (self.end - self.start) * ~self.plan.rows.second_of_pair()
-        return np.array([lasting[mine].sum() for mine in self._by_rank(self._compute())])
+        return np.array([lasting[mine].sum() for mine in self._compute_by_rank()])
 
     @property
     def utilisation(self) -> FloatArray:
@@ -185,11 +184,10 @@ class Timeline:
 
     def messages(self) -> tuple[IntArray, IntArray]:
         """The compute rows whose result crosses between ranks, and the rows that wait for it."""
-        plan, needed = self.plan, needs(self.plan)
-        rank, source = plan.rank_of_rows(), needed.arrival
-        targets = np.flatnonzero((source >= 0) & (rank[source] != rank))
-        sources = source[targets]
-        sends = plan.rows.kind[sources] > Kind.W
+        needed = needs(self.plan)
+        targets = np.flatnonzero(needed.waits >= 0)
+        sources = needed.waits[targets]
+        sends = self.plan.rows.kind[sources] > Kind.W
         return np.where(sends, needed.own[sources], sources), targets
 
     def critical_path(self) -> list[Span]:
@@ -274,10 +272,8 @@ class Timeline:
     def _span(self, rank: int, row: int) -> Span:
         return Span(rank, self.plan.rows.leaf(row), float(self.start[row]), float(self.end[row]))
 
-    def _compute(self) -> np.ndarray:
-        return np.flatnonzero(self.plan.rows.kind <= Kind.W)
-
-    def _by_rank(self, rows: np.ndarray) -> list[np.ndarray]:
+    def _compute_by_rank(self) -> list[IntArray]:
+        rows = np.flatnonzero(self.plan.rows.kind <= Kind.W)
         return np.split(rows, np.searchsorted(rows, self.plan.offsets[1:-1]))
 
 

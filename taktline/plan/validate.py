@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Literal, TypeAlias, cast, get_args
 
 import numpy as np
 
 from taktline.checks import require_instance, require_one_of
 from taktline.errors import InvalidPlanError, PlanError
-from taktline.plan.deps import HOPS
+from taktline.plan.action import Kind
 from taktline.plan.plan import Level, Plan
 from taktline.plan.rows import IntArray
 from taktline.plan.rules import RULES, Subject, Violation, sizes
-from taktline.plan.walk import Blocked, unit_run, waits_between_ranks, walk
+from taktline.plan.walk import unit_run, walk
 
 Sends: TypeAlias = Literal["blocking", "asynchronous"]
 
@@ -54,7 +55,7 @@ def _violations(plan: Plan, sends: Sends) -> Iterator[Violation]:
     if found := list(sizes(plan)):
         yield from found
         return
-    subject = Subject.of(plan)
+    subject = Subject(plan)
     broken = [violation for rule in RULES for violation in rule(subject)]
     yield from broken
     if not broken:
@@ -64,36 +65,28 @@ def _violations(plan: Plan, sends: Sends) -> Iterator[Violation]:
 def _deadlocks(subject: Subject, sends: Sends) -> Iterator[Violation]:
     """Walk through the plan; ranks that do not finish wait for each other in a circle."""
     plan, rows = subject.plan, subject.plan.rows
+    waits = subject.needs.waits
     if sends == "blocking" and plan.level == Level.LOWERED:
-        waits = waits_between_ranks(plan, subject.needs)
-        waits = np.where(waits < 0, _receives_of_sends(subject), waits)
+        sending = np.isin(rows.kind, (Kind.SEND_F, Kind.SEND_B))
+        waits = np.where(sending, subject.partner, waits)
         if _follows_known_order(plan, waits, subject.rank):
             return
         result = walk(plan, waits, np.zeros(len(rows)))
     else:
         result = unit_run(plan, subject.needs)
-    blocked = {head.rank: head for head in result.blocked}
-    seen: set[int] = set()
-    for rank in blocked:
-        circle = _follow(rank, blocked, subject.rank, seen)
-        if circle:
-            cycle = tuple(
-                (head.rank, rows.leaf(head.row), rows.leaf(head.waits_for)) for head in circle
-            )
-            story = "; ".join(
-                f"rank {head.rank} waits at {here} (position {subject.position[head.row]}) "
-                f"for {there} of rank {subject.rank[head.waits_for]}"
-                for head, (_, here, there) in zip(circle, cycle, strict=True)
-            )
-            head = circle[0]
-            yield Violation(
-                "deadlock",
-                story,
-                head.rank,
-                int(subject.position[head.row]),
-                rows.leaf(head.row),
-                cycle,
-            )
+    waits_for = {rank: int(subject.rank[waits[row]]) for rank, row in result.blocked.items()}
+    for circle in _circles(waits_for):
+        heads = [result.blocked[rank] for rank in circle]
+        cycle = tuple(
+            (rank, rows.leaf(row), rows.leaf(int(waits[row])))
+            for rank, row in zip(circle, heads, strict=True)
+        )
+        story = "; ".join(
+            f"rank {rank} waits at {here} (position {subject.position[row]}) "
+            f"for {there} of rank {waits_for[rank]}"
+            for row, (rank, here, there) in zip(heads, cycle, strict=True)
+        )
+        yield replace(subject.at(heads[0], "deadlock", story), cycle=cycle)
 
 
 def _follows_known_order(plan: Plan, waits: IntArray, rank: IntArray) -> bool:
@@ -109,25 +102,14 @@ def _follows_known_order(plan: Plan, waits: IntArray, rank: IntArray) -> bool:
     return bool(in_order.all() and (key[waits] < key)[waits >= 0].all())
 
 
-def _follow(
-    rank: int, blocked: dict[int, Blocked], rank_of_row: IntArray, seen: set[int]
-) -> list[Blocked]:
-    """Follow the waits from rank to rank; returns the circle, if it is a new one."""
-    path: list[int] = []
-    while rank not in seen:
-        seen.add(rank)
-        path.append(rank)
-        rank = int(rank_of_row[blocked[rank].waits_for])
-    return [blocked[other] for other in path[path.index(rank) :]] if rank in path else []
-
-
-def _receives_of_sends(subject: Subject) -> IntArray:
-    """For each SEND, the row of its RECV."""
-    rows = subject.plan.rows
-    receives = np.full(len(rows), -1)
-    for send, receive, step in HOPS:
-        index = np.flatnonzero(rows.kind == send)
-        receives[index] = subject.where.rows(
-            receive, rows.stage[index] + step, rows.microbatch[index]
-        )
-    return receives
+def _circles(waits_for: dict[int, int]) -> Iterator[list[int]]:
+    """The circles of ranks in which each waits for the next."""
+    seen: set[int] = set()
+    for rank in waits_for:
+        path: list[int] = []
+        while rank not in seen:
+            seen.add(rank)
+            path.append(rank)
+            rank = waits_for[rank]
+        if rank in path:
+            yield path[path.index(rank) :]

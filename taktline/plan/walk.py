@@ -24,33 +24,14 @@ _UNIT = np.zeros(len(Kind))
 _UNIT[[Kind.F, Kind.B, Kind.I, Kind.W]] = 1, 2, 1, 1
 
 
-@dataclass(frozen=True, slots=True)
-class Blocked:
-    """A rank that cannot go on: ``row`` is its next one, ``waits_for`` what never comes."""
-
-    rank: int
-    row: int
-    waits_for: int
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Walk:
-    """When each row started, when its result arrived, and which ranks never finished."""
+    """When each row started, when its result arrived, and where ranks never went on."""
 
     start: FloatArray
     arrival: FloatArray
-    blocked: tuple[Blocked, ...]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Messages:
-    """The way of a row's result: it occupies its channel for a while, then travels."""
-
-    channel: IntArray
-    occupies: FloatArray
-    """How long the message takes its channel, which carries one after the other."""
-    delay: FloatArray
-    """How much later it arrives."""
+    blocked: dict[int, int]
+    """The next row of each rank that did not finish; what this row waits for never comes."""
 
 
 def unit_run(plan: Plan, needed: Needs | None = None) -> Walk:
@@ -58,22 +39,24 @@ def unit_run(plan: Plan, needed: Needs | None = None) -> Walk:
     if "unit_run" not in plan.known:
         hold = _UNIT[plan.rows.kind]
         hold[plan.rows.joined] += hold[plan.rows.second_of_pair()]
-        waits = waits_between_ranks(plan, needed or needs(plan))
-        plan.known["unit_run"] = walk(plan, waits, hold)
+        plan.known["unit_run"] = walk(plan, (needed or needs(plan)).waits, hold)
     return cast(Walk, plan.known["unit_run"])
 
 
-def waits_between_ranks(plan: Plan, needed: Needs) -> IntArray:
-    """The row of another rank that each row waits for, or -1; on its own rank, order is enough."""
-    rank, arrival = plan.rank_of_rows(), needed.arrival
-    return np.where((arrival >= 0) & (rank[arrival] != rank), arrival, -1)
-
-
-def walk(plan: Plan, waits: IntArray, hold: FloatArray, messages: Messages | None = None) -> Walk:
+def walk(
+    plan: Plan,
+    waits: IntArray,
+    hold: FloatArray,
+    *,
+    channel: IntArray | int = 0,
+    occupies: FloatArray | float = 0.0,
+    delay: FloatArray | float = 0.0,
+) -> Walk:
     """Run all rows: row i once row ``waits[i]`` (if any) has arrived; it then holds its rank.
 
     The rows of an overlapped pair start together, once both may, and end together, after the
-    first one's ``hold``.
+    first one's ``hold``. A row's result ``occupies`` its channel for a while, which carries one
+    after the other, and arrives with this ``delay``.
     """
     rows, count = plan.rows, len(plan.rows)
     # A pair is walked as one: the time passes in its second row, and rows that wait for its first
@@ -83,9 +66,8 @@ def walk(plan: Plan, waits: IntArray, hold: FloatArray, messages: Messages | Non
     done_with[first] = second
     hold = hold.copy()
     hold[second], hold[first] = hold[first], 0.0
-    if messages is None:
-        messages = Messages(done_with, np.zeros(count), np.zeros(count))
-    delay, queued = messages.delay, messages.occupies > 0
+    occupies = np.broadcast_to(occupies, count)
+    queued = occupies > 0
 
     first_rows = plan.offsets[:-1][np.diff(plan.offsets) > 0]
     is_stop = queued | (waits >= 0)
@@ -105,18 +87,14 @@ def walk(plan: Plan, waits: IntArray, hold: FloatArray, messages: Messages | Non
         gap.tolist(),
         np.where(waited_for >= 0, stop_of[done_with[waited_for]], -1).tolist(),
         (ends_after + delay)[waited_for].tolist(),
-        np.where(queued, messages.channel, -1)[stops].tolist(),
-        messages.occupies[stops].tolist(),
+        np.where(queued, channel, -1)[stops].tolist(),
+        occupies[stops].tolist(),
         hold[stops].tolist(),
     )
     start = np.array(passed)[stop_of] + since_stop
     start[first] = start[second]
     arrival = np.array(sent)[stop_of[done_with]] + ends_after + delay
-    blocked = tuple(
-        Blocked(rank, int(stops[stop]), int(waits[stops[stop]]))
-        for rank, stop in enumerate(reached)
-        if stop < ends[rank + 1]
-    )
+    blocked = {rank: int(stops[stop]) for rank, stop in enumerate(reached) if stop < ends[rank + 1]}
     return Walk(start, arrival, blocked)
 
 

@@ -6,7 +6,6 @@ import math
 import re
 import shutil
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 from itertools import groupby
 from typing import TypeAlias
 
@@ -24,35 +23,27 @@ from taktline.text import counted
 
 _MOST_RANKS = 64
 _MOST_BLOCKS = 4
-Kinds: TypeAlias = tuple[Kind, ...]
 _ANSI = {Kind.F: "97;44", Kind.B: "30;42", Kind.I: "30;46", Kind.W: "30;43"}
 
+Kinds: TypeAlias = tuple[Kind, ...]
+"""Of an action: one, two for an overlapped pair, none if it does not compute."""
+_Line: TypeAlias = list[tuple[str, Kind | None]]
+"""Characters, each with the kind of action whose colour it gets."""
 
-@dataclass(slots=True)
-class _Line:
-    """Characters, each with the kind of action whose colour it gets."""
 
-    characters: list[str] = field(default_factory=list[str])
-    kinds: list[Kind | None] = field(default_factory=list["Kind | None"])
+def _line(text: str, kinds: Kinds = ()) -> _Line:
+    """A text in the colours of its kinds; an overlapped pair gets its two half and half."""
+    return [
+        (character, kinds[at * len(kinds) // len(text)] if kinds else None)
+        for at, character in enumerate(text)
+    ]
 
-    def add(self, text: str, kinds: Kinds = ()) -> None:
-        self.put(len(self.characters), text, kinds)
 
-    def put(self, at: int, text: str, kinds: Kinds = ()) -> None:
-        """Write a text; an overlapped pair gets its two colours half and half."""
-        self.characters[at : at + len(text)] = text
-        self.kinds[at : at + len(text)] = [
-            kinds[place * len(kinds) // len(text)] if kinds else None for place in range(len(text))
-        ]
-
-    def show(self, start: int, end: int, colour: bool) -> str:
-        text = "".join(self.characters[start:end])
-        if not colour:
-            return text.rstrip()
-        runs = groupby(zip(text, self.kinds[start:end], strict=True), key=lambda pair: pair[1])
-        return "".join(
-            _painted("".join(character for character, _ in run), kind) for kind, run in runs
-        )
+def _shown(line: _Line, colour: bool) -> str:
+    if not colour:
+        return "".join(character for character, _ in line).rstrip()
+    runs = groupby(line, key=lambda cell: cell[1])
+    return "".join(_painted("".join(character for character, _ in run), kind) for kind, run in runs)
 
 
 def _painted(text: str, kind: Kind | None) -> str:
@@ -72,18 +63,18 @@ def grid(plan: Plan, width: int | None = None, *, colour: bool = False) -> str:
     """
     to_scale = plan.level == Level.COMPUTE and not validate(plan)
     ranks = range(min(plan.ranks, _MOST_RANKS))
-    cells = [_steps(plan, rank) if to_scale else _listed(plan, rank) for rank in ranks]
+    cells = [_steps(plan, rank, to_scale) for rank in ranks]
     unit = max((math.ceil((len(text) + 1) / n) for row in cells for text, n, _ in row), default=1)
     lines = [_grid_line(row, unit) for row in cells]
     label = _label_width(plan)
     room = max(1, (_width(width) - label) // unit) * unit
-    longest = max((len(line.characters) for line in lines), default=0)
+    longest = max(map(len, lines), default=0)
     blocks = range(0, longest, room)
     parts = [_title(plan)]
     for at in blocks[:_MOST_BLOCKS]:
         parts += [""] if at else []
         parts += [
-            (_label(rank, label) + line.show(at, at + room, colour)).rstrip()
+            (_label(rank, label) + _shown(line[at : at + room], colour)).rstrip()
             for rank, line in enumerate(lines)
         ]
     if len(blocks) > _MOST_BLOCKS:
@@ -103,11 +94,9 @@ _Cell: TypeAlias = tuple[str, int, Kinds]
 """(text, units of time, kinds) of an action or, with an empty text, of a gap."""
 
 
-def _listed(plan: Plan, rank: int) -> list[_Cell]:
-    return [(text, 1, kinds) for text, kinds, _ in _actions(plan, rank)]
-
-
-def _steps(plan: Plan, rank: int) -> list[_Cell]:
+def _steps(plan: Plan, rank: int, to_scale: bool) -> list[_Cell]:
+    if not to_scale:
+        return [(text, 1, kinds) for text, kinds, _ in _actions(plan, rank)]
     run, cells, now = unit_run(plan), list[_Cell](), 0
     for text, kinds, row in _actions(plan, rank):
         start, end = int(run.start[row]), int(run.arrival[row])
@@ -119,11 +108,10 @@ def _steps(plan: Plan, rank: int) -> list[_Cell]:
 
 def _grid_line(cells: Iterable[_Cell], unit: int) -> _Line:
     """An action of several units fills them with a line; a gap stays blank."""
-    line = _Line()
+    line: _Line = []
     for text, count, kinds in cells:
         fill = "─" if text and count > 1 else " "
-        line.add(text.ljust(unit * count - 1, fill), kinds)
-        line.add(" ")
+        line += _line(text.ljust(unit * count - 1, fill), kinds) + _line(" ")
     return line
 
 
@@ -155,22 +143,20 @@ def chart(timelines: Sequence[Timeline], width: int | None = None, *, colour: bo
         style = _style(timeline, columns / makespan)
         for rank in range(min(plan.ranks, _MOST_RANKS)):
             line = _chart_line(timeline, rank, columns / makespan, style)
-            parts.append(_label(rank, label) + line.show(0, columns + 1, colour))
+            parts.append(_label(rank, label) + _shown(line[: columns + 1], colour))
         parts += _hidden_ranks(plan)
     return "\n".join([*parts, " " * label + _axis(makespan, columns)])
 
 
 def _chart_line(timeline: Timeline, rank: int, scale: float, style: int) -> _Line:
     """Boxes, each with its label; dots where the rank is idle."""
-    line = _Line()
-    line.add("·" * round(timeline.makespan * scale))
+    line = _line("·" * round(timeline.makespan * scale))
     for text, kinds, row in _actions(timeline.plan, rank):
         if kinds:
             start, end = round(timeline.start[row] * scale), round(timeline.end[row] * scale)
             room = max(1, end - start - 1)
-            line.put(start, _labels(text)[style][:room].ljust(room, "─"), kinds)
-            if end - start > 1:
-                line.put(end - 1, " ")
+            box = _line(_labels(text)[style][:room].ljust(room, "─"), kinds)
+            line[start : max(end, start + 1)] = box + _line(" ") * (end - start > 1)
     return line
 
 
@@ -191,8 +177,8 @@ def _style(timeline: Timeline, scale: float) -> int:
         for text, kinds, row in _actions(timeline.plan, rank)
         if kinds
     ]
-    fits = (all(len(labels[style]) <= room for room, labels in boxes) for style in (0, 1))
-    return next((style for style, fit in enumerate(fits) if fit), 2)
+    fit = (style for style in (0, 1) if all(len(label[style]) <= room for room, label in boxes))
+    return next(fit, 2)
 
 
 def _axis(makespan: float, columns: int) -> str:
@@ -213,7 +199,7 @@ def legend(*, colour: bool = False) -> str:
 
 
 def _actions(plan: Plan, rank: int) -> Iterable[tuple[str, Kinds, int]]:
-    """(text, kinds, row) of each action: one kind, two for a pair, none if it does not compute."""
+    """(text, kinds, row) of each action."""
     first, rows = int(plan.offsets[rank]), plan.rows_of(rank)
     at = np.flatnonzero(~rows.second_of_pair()).tolist()
     for place, action in zip(at, rows.actions(), strict=True):

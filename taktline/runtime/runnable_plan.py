@@ -13,7 +13,6 @@ from taktline.errors import DeadlockError
 from taktline.plan import Kind, Level, Plan, lower, require_valid, restrict, validate
 from taktline.plan.deps import needs
 from taktline.plan.rows import Rows
-from taktline.plan.walk import waits_between_ranks
 
 KEEP_READY = 3
 """How many of a rank's sharded stages are gathered at a time, where a plan does not say."""
@@ -130,7 +129,7 @@ def merged(plan: Plan) -> Rows:
 
 def _order(plan: Plan) -> list[int]:
     """All rows, each after the row that it waits for."""
-    waits, rank_of = waits_between_ranks(plan, needs(plan)).tolist(), plan.rank_of_rows().tolist()
+    waits, rank_of = needs(plan).waits.tolist(), plan.rank_of_rows().tolist()
     awaited = {source: rank_of[row] for row, source in enumerate(waits) if source >= 0}
     at, ends = plan.offsets[:-1].tolist(), plan.offsets[1:].tolist()
     done = [False] * len(waits)

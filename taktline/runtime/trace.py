@@ -233,8 +233,8 @@ def _times(actions: Sequence[Action], read: _Times, rows: Rows) -> _Times:
 
 def _timeline(plan: Plan, began: FloatArray, arrived: FloatArray, ended: FloatArray) -> Timeline:
     """A timeline of when each action computed, without its wait for values."""
-    rank, source = plan.rank_of_rows(), needs(plan).arrival
-    target = np.flatnonzero((source >= 0) & (rank[source] != rank))
+    source = needs(plan).waits
+    target = np.flatnonzero(source >= 0)
     # From the beginning of the send: its rank may be held up after the message has left.
     there = _arrivals(began[source[target]], began[target], arrived[target])
     arrival = ended.copy()

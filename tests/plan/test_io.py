@@ -27,7 +27,7 @@ from taktline.plan import (
     validate,
     write,
 )
-from taktline.plan.io import from_csv, from_json, to_csv, to_json
+from taktline.plan.io import from_csv, from_json, to_csv, to_json, write_text
 from tests.plan.peer import compute_order, lowered_order, make
 from tests.plan.strategies import any_plan, costs, shapes
 
@@ -278,3 +278,7 @@ class TestWriting:
         write(self.PLAN, tmp_path / "plan.csv")
         (tmp_path / "plain").touch()
         assert (tmp_path / "plan.csv").stat().st_mode == (tmp_path / "plain").stat().st_mode
+
+    def test_a_folder_is_no_file(self) -> None:
+        with pytest.raises(PlanFileError, match="cannot be written"):
+            write_text(Path("/"), "")

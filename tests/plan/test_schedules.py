@@ -294,3 +294,10 @@ def test_registering_a_schedule_makes_it_known() -> None:
         unregister("test_lonely")
     with pytest.raises(ScheduleError, match="no schedule is called 'Test-Alone'"):
         find("Test-Alone")
+
+
+def test_names_that_differ_in_letter_case_alone_are_one() -> None:
+    generate = each_rank(lambda rank, placement, microbatches: Rows.of(0, rank, 0))
+    register("test_twice", "TestTwice", stages_per_rank=1)(generate)
+    unregister("test_twice")
+    assert "test_twice" not in names()

@@ -22,8 +22,8 @@ from taktline.plan import (
     write,
     write_timeline,
 )
+from taktline.plan.io import is_timeline
 from taktline.plan.timeline import Timeline
-from taktline.plan.timeline_io import is_timeline
 from tests.plan.strategies import any_plan, costs
 
 

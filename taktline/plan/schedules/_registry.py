@@ -60,9 +60,7 @@ class NamedSchedule:
             return 2 if asked is None else asked
         if asked not in (None, self.stages_per_rank):
             fitting = ", ".join(
-                name
-                for name, schedule in _SCHEDULES.items()
-                if schedule.stages_per_rank in (None, asked)
+                name for name in names() if find(name).stages_per_rank in (None, asked)
             )
             raise ScheduleError(
                 f"{self.name} runs {counted(self.stages_per_rank, 'stage')} per rank, "
@@ -72,7 +70,7 @@ class NamedSchedule:
 
 
 _SCHEDULES: dict[str, NamedSchedule] = {}
-_BY_ALIAS: dict[str, NamedSchedule] = {}
+"""By each of their names, in plain letters."""
 
 
 def register(
@@ -108,11 +106,10 @@ def register(
         summary = (generate.__doc__ or "").strip().partition("\n")[0]
         schedule = NamedSchedule(name, aliases, stages_per_rank, place, generate, summary)
         for alias in (name, *aliases):
-            if _plain(alias) in _BY_ALIAS:
-                taken = _BY_ALIAS[_plain(alias)].name
+            if _plain(alias) in _SCHEDULES:
+                taken = _SCHEDULES[_plain(alias)].name
                 raise ScheduleError(f"a schedule is called {alias!r} already: {taken}")
-        _SCHEDULES[name] = schedule
-        _BY_ALIAS.update(dict.fromkeys(map(_plain, (name, *aliases)), schedule))
+        _SCHEDULES.update(dict.fromkeys(map(_plain, (name, *aliases)), schedule))
         return generate
 
     return decorate
@@ -144,9 +141,8 @@ def unregister(name: str) -> None:
     taktline.errors.ScheduleError: no schedule is called 'nonsense'; known are: ...
     """
     schedule = find(name)
-    del _SCHEDULES[schedule.name]
-    for alias in (schedule.name, *schedule.aliases):
-        del _BY_ALIAS[_plain(alias)]
+    for alias in set(map(_plain, (schedule.name, *schedule.aliases))):
+        del _SCHEDULES[alias]
 
 
 def names() -> list[str]:
@@ -155,7 +151,7 @@ def names() -> list[str]:
     >>> names()[:3]
     ['forward_only', 'gpipe', '1f1b']
     """
-    return list(_SCHEDULES)
+    return list(dict.fromkeys(schedule.name for schedule in _SCHEDULES.values()))
 
 
 def find(name: str) -> NamedSchedule:
@@ -168,10 +164,10 @@ def find(name: str) -> NamedSchedule:
     taktline.errors.ScheduleError: no schedule is called '1f2b'; did you mean 1f1b? Known are: ...
     """
     require_text("the name of a schedule", name, ScheduleError)
-    schedule = _BY_ALIAS.get(_plain(name))
+    schedule = _SCHEDULES.get(_plain(name))
     if schedule is None:
-        close = difflib.get_close_matches(_plain(name), _BY_ALIAS, n=1, cutoff=0.75)
-        hint = f"did you mean {_BY_ALIAS[close[0]].name}? Known are" if close else "known are"
+        close = difflib.get_close_matches(_plain(name), _SCHEDULES, n=1, cutoff=0.75)
+        hint = f"did you mean {_SCHEDULES[close[0]].name}? Known are" if close else "known are"
         raise ScheduleError(f"no schedule is called {shown(name)}; {hint}: {', '.join(names())}")
     return schedule
 

@@ -18,7 +18,6 @@ from bisect import insort
 from collections import deque
 
 from taktline.plan.action import Action, Kind
-from taktline.plan.deps import sources
 from taktline.plan.placement import Placement
 from taktline.plan.rows import Rows
 from taktline.plan.schedules._registry import register
@@ -93,13 +92,14 @@ class _Ranks:
         return -1 if pending else None
 
     def _ready(self, kind: Kind, stage: int) -> bool:
-        number, stages = self.through[kind][stage], len(self.live)
-        if any(self.through[done][at] <= number for done, at in sources(kind, stage, stages)):
-            return False
+        number, last = self.through[kind][stage], len(self.live) - 1
         if kind is Kind.I:
-            return True
+            from_next = stage == last or self.through[Kind.I][stage + 1] > number
+            return from_next and self.through[Kind.F][stage] > number
+        if stage > 0 and self.through[Kind.F][stage - 1] <= number:
+            return False
         first = stage < self.count  # which leaves room for the rank's second stage
-        on_rank = self.live[stage] + self.live[stages - 1 - stage]
+        on_rank = self.live[stage] + self.live[last - stage]
         return on_rank < self.limit and not (first and self.live[stage] >= self.limit - 1)
 
     def run(self, rank: int, place: int) -> None:

@@ -13,8 +13,7 @@ from taktline.plan.schedules._shapes import in_rounds, in_slots, rounds
 
 
 @register("zb_h1", "zero_bubble_h1", stages_per_rank=1)
-@each_rank
-def zb_h1(rank: int, placement: Placement, microbatches: int) -> Rows:
+def zb_h1(placement: Placement, microbatches: int) -> list[Rows]:
     """1F1B with weight gradients in the bubble; no more memory than 1F1B.
 
     zb_h1: 3 ranks × 1 stage, 4 micro-batches
@@ -27,12 +26,7 @@ def zb_h1(rank: int, placement: Placement, microbatches: int) -> Rows:
     Bubble: (p-1)(F+I-W), where W is no longer than F and I and there are at least p micro-batches.
     Memory: (p-r)·M + r·M_w on rank r: no more than that of 1F1B.
     """
-    numbers, last = range(microbatches), placement.ranks - 1
-    return in_slots(
-        (Rows.of(Kind.F, rank, numbers), 0),
-        (Rows.of(Kind.I, rank, numbers), last - rank),
-        (Rows.of(Kind.W, rank, numbers), last),
-    )
+    return interleaved_zero_bubble(placement, microbatches)
 
 
 @register("zb_h2", "zero_bubble_h2", stages_per_rank=1)

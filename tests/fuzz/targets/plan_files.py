@@ -9,8 +9,7 @@ from random import Random
 
 import taktline as tl
 from taktline.plan import read, read_costs, read_timeline, write_timeline
-from taktline.plan.io import to_csv, to_json
-from taktline.plan.timeline_io import is_timeline
+from taktline.plan.io import is_timeline, to_csv, to_json
 from tests.fuzz.mutate import spoil_bytes, spoil_text
 from tests.fuzz.targets.plan_texts import COSTS, a_plan, use
 
