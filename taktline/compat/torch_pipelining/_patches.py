@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import re
+from abc import ABCMeta
 from collections.abc import Sequence
 from functools import partial, wraps
 from importlib import import_module
@@ -20,7 +21,7 @@ import torch.distributed as dist
 
 from taktline.compat._finder import PEER
 from taktline.compat.torch_pipelining import _split_backward
-from taktline.compat.torch_pipelining._overrides import Watched, remember
+from taktline.compat.torch_pipelining._overrides import remember
 from taktline.errors import PipeliningMetadataError
 from taktline.split import PipeInfo
 from taktline.transport import local, transport_of
@@ -62,7 +63,7 @@ def apply() -> None:
         value for module in (_stages, _schedules, _named_schedules) for value in _names_of(module)
     ]
     _put(*ours)
-    remember(*(value for value in ours if isinstance(value, Watched)))
+    remember(*(value for value in ours if isinstance(value, ABCMeta)))
     stage._RootArgPlaceholder = getattr(stage, "_RootArgPlaceholder", _RootArgPlaceholder)
 
 

@@ -14,7 +14,6 @@ import torch
 from taktline.compat.torch_pipelining import schedules as torchs
 from taktline.compat.torch_pipelining._calls import Calls, Order, lowered, placement_of
 from taktline.compat.torch_pipelining._metadata import HAS_META, like, unchanged
-from taktline.compat.torch_pipelining._overrides import Watched
 from taktline.compat.torch_pipelining._steps import Native, StepCall, run
 from taktline.errors import BatchError, CallOrderError
 from taktline.plan import Plan, validate
@@ -30,7 +29,7 @@ _TAKES = len(signature(torchs.PipelineScheduleSingle._initialize_stage).paramete
 """How many arguments stages are initialised with: 2.12 added a target, 2.13 loss_kwargs."""
 
 
-class _PipelineSchedule(torchs._PipelineSchedule, metaclass=Watched):
+class _PipelineSchedule(torchs._PipelineSchedule):
     """The base of all schedules."""
 
     _plan_name: str | None = None

@@ -15,7 +15,6 @@ from torch import nn
 from taktline.compat.torch_pipelining import _utils as utils
 from taktline.compat.torch_pipelining import stage as torchs
 from taktline.compat.torch_pipelining._metadata import HAS_META, Telling, is_whole, like, unchanged
-from taktline.compat.torch_pipelining._overrides import Watched
 from taktline.compat.torch_pipelining._split_backward import Gradients
 from taktline.errors import MismatchError, StageUseError
 from taktline.split.traced.stage_module import StageModule
@@ -36,7 +35,7 @@ class _RecvInfo(torchs._RecvInfo):
         super().__init__(input_name, source, buffer, *meta, **more)
 
 
-class _PipelineStageBase(torchs._PipelineStageBase, metaclass=Watched):
+class _PipelineStageBase(torchs._PipelineStageBase):
     """A stage that is run by calls: one for each micro-batch's forward, backward and messages.
 
     Gradients are averaged over replicas at the end of a step, by Taktline
