@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from inspect import signature
@@ -32,8 +32,6 @@ _TAKES = len(signature(torchs.PipelineScheduleSingle._initialize_stage).paramete
 class _PipelineSchedule(torchs._PipelineSchedule):
     """The base of all schedules."""
 
-    _plan_name: str | None = None
-    """The plan of Taktline with the same order, if there is one."""
     dynamic_shapes: bool = False
     """Set it if the outputs of stages have shapes that depend on values."""
     _native: Native | None = None
@@ -144,6 +142,11 @@ class _PipelineSchedule(torchs._PipelineSchedule):
         written = type(self)._step_microbatches is not PipelineScheduleMulti._step_microbatches
         return written or "_step_microbatches" in vars(self)
 
+    def _order_to_run(self) -> Order:
+        """All actions of each rank."""
+        order = self._order_as_data()
+        return lowered(order, self._rank_of, self._num_stages, self._n_microbatches)
+
     def _plan_maker(self) -> Any:
         """A function that makes the plan of this order for a number of ranks, if there is one."""
         return None
@@ -175,7 +178,8 @@ class PipelineScheduleMulti(_PipelineSchedule, torchs.PipelineScheduleMulti):
     A None in it is a rank that waits; it is ignored, as ranks wait only for messages.
     """
 
-    _planned: tuple[Any, Any, Any] = (None, None, None)
+    _planned: tuple[Any, Any] = (None, None)
+    """The rows of the order that was planned last, and the function that makes its plan."""
 
     @like(torchs.ScheduleGPipe._step_microbatches)
     def _step_microbatches(
@@ -198,7 +202,7 @@ class PipelineScheduleMulti(_PipelineSchedule, torchs.PipelineScheduleMulti):
 
     def _prepare(self, *given: Any) -> None:
         # If only an order was set, it says where the stages are.
-        self._place_stages(self._order_to_run())
+        self._place_stages(self._order_as_data())
         self._initialize_stages(*given[:_TAKES])
 
     def _place_stages(self, order: Order) -> None:
@@ -214,24 +218,16 @@ class PipelineScheduleMulti(_PipelineSchedule, torchs.PipelineScheduleMulti):
     def _rank_of(self, stage: int) -> int:
         return self.stage_index_to_group_rank[stage]
 
-    def _order_to_run(self) -> Order:
-        """All actions of each rank."""
-        order = self.pipeline_order
-        self.stage_index_to_group_rank |= placement_of(order)
-        return lowered(order, self._rank_of, self._num_stages, self._n_microbatches)
-
-    def _order_as_data(self) -> Mapping[int, Sequence[Any]]:
+    def _order_as_data(self) -> Order:
         """The order that a plan is made of: with or without messages."""
         return self.pipeline_order
 
     def _plan_maker(self) -> Any:
         order = self._order_as_data()
         rows = [[*order.get(rank, ())] for rank in range(self.pp_group_size)]
-        made_of, known, make = self._planned
-        if made_of is not order or known != rows:
-            make = _maker_of(rows, type(self).__name__)
-            self._planned = order, rows, make
-        return make
+        if self._planned[0] != rows:
+            self._planned = rows, _maker_of(rows, type(self).__name__)
+        return self._planned[1]
 
 
 class _PipelineScheduleRuntime(PipelineScheduleMulti, torchs._PipelineScheduleRuntime):
@@ -264,7 +260,7 @@ class _PipelineScheduleRuntime(PipelineScheduleMulti, torchs._PipelineScheduleRu
             )
         return order
 
-    def _order_as_data(self) -> Mapping[int, Sequence[Any]]:
+    def _order_as_data(self) -> Order:
         order = self._order_to_run()
         made, before, actions = self._prepared
         return actions if order is made and order == before else order
