@@ -85,7 +85,7 @@ class Pending:
         early: Sequence[Any],
         run: Callable[[list[Any], Sequence[Any]], None],
     ) -> None:
-        """Run a compiled node's function of held values and early gradients, too."""
+        """Later, run a compiled node's function of held values and early gradients, too."""
         self._compiled.append(_Compiled(weights, held, _versions(held), early, run))
 
     def part_from(self, leaves: Sequence[torch.Tensor]) -> None:
