@@ -13,7 +13,7 @@ import torch
 
 from taktline.compat.torch_pipelining import schedules as torchs
 from taktline.compat.torch_pipelining._calls import Calls, Order, lowered, placement_of
-from taktline.compat.torch_pipelining._metadata import HAS_META, like, unchanged
+from taktline.compat.torch_pipelining._metadata import HAS_META, like, preparing
 from taktline.compat.torch_pipelining._steps import Native, StepCall, run
 from taktline.errors import BatchError, CallOrderError
 from taktline.plan import Plan, validate
@@ -129,7 +129,7 @@ class _PipelineSchedule(torchs._PipelineSchedule):
         self._prepared_for = self._has_backward
         # Steps that were written for older torch do not pass the target.
         left_out = len(args) == 2 and not kwargs
-        with unchanged(self._local_stages):
+        with preparing(self._local_stages):
             yield (*args, *self._compared_with)[:_TAKES] if left_out else args
 
     def _note_shapes(self, *, known: bool) -> None:

@@ -14,7 +14,7 @@ from torch import nn
 
 from taktline.compat.torch_pipelining import _utils as utils
 from taktline.compat.torch_pipelining import stage as torchs
-from taktline.compat.torch_pipelining._metadata import HAS_META, Telling, is_whole, like, unchanged
+from taktline.compat.torch_pipelining._metadata import HAS_META, Telling, is_whole, like, preparing
 from taktline.compat.torch_pipelining._split_backward import Gradients
 from taktline.errors import MismatchError, StageUseError
 from taktline.split.traced.stage_module import StageModule
@@ -212,7 +212,7 @@ class Before213:
 
     def _shape_inference(self, args: Any, kwargs: dict[str, Any] | None = None) -> tuple[Any, ...]:
         """Run the module once, to find the metadata of its outputs."""
-        with unchanged([self]):
+        with preparing([self]):
             self._forward_metadata_inference(args, kwargs)  # pyright: ignore
         return self.get_outputs_meta()
 
