@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
 from operator import getitem
@@ -130,7 +131,7 @@ class Backward:
                 return split.run_first(arguments, pending)
         if self._whole is None:
             # A compiler changes its graph.
-            copied = fx.GraphModule(self._graph, _copied(self._graph.graph))
+            copied = fx.GraphModule(self._graph, deepcopy(self._graph.graph))
             self._whole = self._compiles(copied, self._example, range(len(self._example)))
         return self._whole(arguments)
 
@@ -172,14 +173,6 @@ class Backward:
             )
         except Exception as error:
             return f"its halves do not compile: {type(error).__name__}: {text_of(error)}"
-
-
-def _copied(graph: fx.Graph) -> fx.Graph:
-    made = fx.Graph()
-    copies: dict[fx.Node, fx.Node] = {}
-    made.output(made.graph_copy(graph, copies))
-    made.output_node().meta = dict(graph.output_node().meta)
-    return made
 
 
 def _one_by_one(division: Division) -> Callable[[Sequence[torch.Tensor], list[Any]], Any]:
