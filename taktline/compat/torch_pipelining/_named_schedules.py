@@ -110,9 +110,12 @@ class _Multi(_PipelineScheduleRuntime):
 
     def _plan_maker(self) -> Any:
         untouched = "pipeline_order_with_comms" not in vars(self)
-        if untouched or self._order_as_data() is self._own_order:
+        return self._maker_for(self._own_order) if untouched else super()._plan_maker()
+
+    def _maker_for(self, order: Any) -> Any:
+        if order is self._own_order:
             return _maker(self._plan_name, self._num_stages, self._n_microbatches)
-        return super()._plan_maker()
+        return super()._maker_for(order)
 
 
 class _InRounds(_Multi):

@@ -219,29 +219,32 @@ class PipelineScheduleMulti(_PipelineSchedule, torchs.PipelineScheduleMulti):
         return self.stage_index_to_group_rank[stage]
 
     def _order_as_data(self) -> Order:
-        """The order that a plan is made of: with or without messages."""
+        """The order that a user sets or changes: with or without messages."""
         return self.pipeline_order
 
     def _plan_maker(self) -> Any:
         order = self._order_as_data()
-        rows = [[*order.get(rank, ())] for rank in range(self.pp_group_size)]
-        if self._planned[0] != rows:
-            self._planned = rows, _maker_of(rows, type(self).__name__)
+        if self._planned[0] != self._rows(order):
+            self._planned = self._rows(order), self._maker_for(order)
         return self._planned[1]
+
+    def _maker_for(self, order: Order) -> Any:
+        """A function that makes the plan of an order."""
+        return _maker_of(self._rows(order), type(self).__name__)
+
+    def _rows(self, order: Order) -> list[list[Any]]:
+        return [[*order.get(rank, ())] for rank in range(self.pp_group_size)]
 
 
 class _PipelineScheduleRuntime(PipelineScheduleMulti, torchs._PipelineScheduleRuntime):
     """A schedule that runs what ``pipeline_order_with_comms`` says: computations and messages."""
 
-    _prepared: tuple[Any, Any, Any] = (None, None, None)
-    """The order with messages that was made last, a copy of it, and the order that it came from."""
-
     @like(torchs._PipelineScheduleRuntime._prepare_schedule_with_comms)
     def _prepare_schedule_with_comms(self, actions: Any, format: Any = "compute_only") -> None:
         super()._prepare_schedule_with_comms(actions, format)
         if format == "compute_only":
-            made = self.pipeline_order_with_comms
-            self._prepared = made, {rank: [*row] for rank, row in made.items()}, actions
+            # Taktline places the messages itself, unless a user changes the order with messages.
+            self._planned = self._rows(self.pipeline_order_with_comms), self._maker_for(actions)
 
     def _simulate(self) -> Any:
         """Simulate the order: the action of each rank at each time, if all take equally long."""
@@ -252,7 +255,7 @@ class _PipelineScheduleRuntime(PipelineScheduleMulti, torchs._PipelineScheduleRu
         }
         return torchs._simulate_comms_compute(order, self._rank_of, self._num_stages)
 
-    def _order_to_run(self) -> Order:
+    def _order_as_data(self) -> Order:
         order = getattr(self, "pipeline_order_with_comms", None)
         if order is None:
             raise CallOrderError(
@@ -260,10 +263,7 @@ class _PipelineScheduleRuntime(PipelineScheduleMulti, torchs._PipelineScheduleRu
             )
         return order
 
-    def _order_as_data(self) -> Order:
-        order = self._order_to_run()
-        made, before, actions = self._prepared
-        return actions if order is made and order == before else order
+    _order_to_run = _order_as_data
 
 
 def _maker_of(rows: Sequence[Sequence[Any]], name: str) -> Any:
