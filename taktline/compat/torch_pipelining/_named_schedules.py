@@ -17,17 +17,6 @@ from taktline.errors import StageUseError
 from taktline.plan import build
 from taktline.runtime import get_schedule_class as find_native
 
-__all__ = [
-    "Schedule1F1B",
-    "ScheduleDualPipeV",
-    "ScheduleGPipe",
-    "ScheduleInterleaved1F1B",
-    "ScheduleInterleavedZeroBubble",
-    "ScheduleLoopedBFS",
-    "ScheduleZBVZeroBubble",
-    "_ScheduleForwardOnly",
-]
-
 
 def order_of(
     name: str, ranks: int, microbatches: int, stages_per_rank: int

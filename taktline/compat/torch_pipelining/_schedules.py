@@ -18,13 +18,6 @@ from taktline.compat.torch_pipelining._steps import Native, StepCall, run
 from taktline.errors import BatchError, CallOrderError
 from taktline.plan import Plan, validate
 
-__all__ = [
-    "PipelineScheduleMulti",
-    "PipelineScheduleSingle",
-    "_PipelineSchedule",
-    "_PipelineScheduleRuntime",
-]
-
 _TAKES = len(signature(torchs.PipelineScheduleSingle._initialize_stage).parameters) - 1
 """How many arguments stages are initialised with: 2.12 added a target, 2.13 loss_kwargs."""
 

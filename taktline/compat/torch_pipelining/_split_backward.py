@@ -27,8 +27,6 @@ from taktline.errors import SplitError, StageBackwardError
 from taktline.sharding import is_sharded
 from taktline.stage.autograd_engine import add_to_grad
 
-__all__ = ["get_param_groups", "stage_backward_input", "stage_backward_weight"]
-
 Gradients = tuple[torch.Tensor | None, ...]
 Reverse = Mapping[Node, Sequence[Node]]
 Group = dict[str, Any]

@@ -21,8 +21,6 @@ from taktline.split.traced.stage_module import StageModule
 from taktline.stage import PipelineStage as OwnStage
 from taktline.stage.grad_sync import GradSync
 
-__all__ = ["PipelineStage", "_PipelineStage", "_PipelineStageBase", "_RecvInfo", "reduced"]
-
 
 class _RecvInfo(torchs._RecvInfo):
     """One input of one micro-batch; its metadata may be left out."""
