@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
@@ -44,7 +44,6 @@ class _PipelineSchedule(torchs._PipelineSchedule):
     backward_counter = cached_property(lambda self: Counter())
     fwd_recv_ops = cached_property(lambda self: {})
     bwd_recv_ops = cached_property(lambda self: {})
-    unshard_ops = cached_property(lambda self: defaultdict(list))
     unsharded_stages = cached_property(lambda self: set())
 
     @property
