@@ -14,14 +14,9 @@ _INSIDE = ("_orig_mod", "_checkpoint_wrapped_module")
 
 def unwrapped(module: nn.Module) -> nn.Module:
     """The user's module inside of DDP, ``torch.compile`` and checkpoint wrappers."""
-    while True:
-        is_ddp = isinstance(module, DistributedDataParallel)
-        inside = module._modules.get("module") if is_ddp else None
-        for name in _INSIDE:
-            inside = inside or module._modules.get(name)
-        if inside is None:
-            return module
-        module = inside
+    names = ("module",) if isinstance(module, DistributedDataParallel) else _INSIDE
+    inside = next((module._modules[name] for name in names if name in module._modules), None)
+    return module if inside is None else unwrapped(inside)
 
 
 def named_parameters(module: nn.Module) -> dict[str, nn.Parameter]:

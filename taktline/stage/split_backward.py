@@ -85,7 +85,7 @@ class Pending:
         early: Sequence[Any],
         run: Callable[[list[Any], Sequence[Any]], None],
     ) -> None:
-        """Run a compiled node's function of held values and early gradients, too."""
+        """Later, run a compiled node's function of held values and early gradients, too."""
         self._compiled.append(_Compiled(weights, held, _versions(held), early, run))
 
     def part_from(self, leaves: Sequence[torch.Tensor]) -> None:
@@ -139,29 +139,7 @@ class Splitter:
         weights: Sequence[torch.Tensor],
     ) -> Pending | None:
         """I: add all gradients that W does not compute; None if W has nothing to do."""
-        rest = [i for i, root in enumerate(roots) if not (root.is_leaf and is_among(root, inputs))]
-        if len(rest) == len(roots):
-            return self._run_input(roots, gradients, inputs, weights)
-        # An output that is an input passes its gradient on, and is no part of the graph.
-        passed = [i for i in range(len(roots)) if i not in rest]
-        pending = None
-        if rest:
-            pending = self._run_input(
-                [roots[i] for i in rest], [gradients[i] for i in rest], inputs, weights
-            )
-        for i in passed:
-            before = roots[i].grad
-            roots[i].grad = gradients[i] if before is None else before + gradients[i]
-        return pending
-
-    def _run_input(
-        self,
-        roots: Sequence[torch.Tensor],
-        gradients: Sequence[torch.Tensor],
-        inputs: Sequence[torch.Tensor],
-        weights: Sequence[torch.Tensor],
-    ) -> Pending | None:
-        recipe, nodes = self._recipe(roots, inputs, weights)
+        recipe, nodes = self._recipe(_computed(roots, inputs), inputs, weights)
         if recipe.whole:
             accumulate(roots, gradients)
             return None
@@ -202,6 +180,13 @@ class Splitter:
         return recipe, graph.nodes
 
 
+def _computed(
+    roots: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
+) -> Sequence[torch.Tensor]:
+    """The roots of the graph: an output that is an input has none, and only gets its gradient."""
+    return [root for root in roots if not (root.is_leaf and is_among(root, inputs))]
+
+
 def _versions(values: Iterable[object]) -> list[int]:
     return [value._version for value in values if isinstance(value, torch.Tensor)]
 
@@ -218,8 +203,7 @@ def explain(
     roots: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], weights: Sequence[torch.Tensor]
 ) -> dict[torch.Tensor, str]:
     """Why I computes the gradients of weights; W computes those that are not listed."""
-    computed = [root for root in roots if not (root.is_leaf and is_among(root, inputs))]
-    recipe, reasons = learn(Graph(computed, inputs), inputs, weights)
+    recipe, reasons = learn(Graph(_computed(roots, inputs), inputs), inputs, weights)
     later = set(recipe.weights)
     return {
         weight: reasons.get(weight, "not used here") for weight in weights if weight not in later

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from taktline.checks import require_instance
 from taktline.device import keep_generators
 from taktline.stage.autograd_engine import accumulate
 from taktline.stage.split_backward import Splitter, explain
+from taktline.stage.unchanged import unchanged
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,16 +65,10 @@ def check_split_backward(module: nn.Module, *example: Any, **kwargs: Any) -> Spl
     """
     require_instance("module", module, nn.Module, "an nn.Module")
     parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
-    before = {name: p.grad for name, p in parameters.items()}
-    buffers = {name: b.clone() for name, b in module.named_buffers()}
-    run = partial(_gradients, module, parameters, example, kwargs, buffers)
-    try:
-        plain, _ = run(split=False)
-        split, reasons = run(split=True)
-    finally:
-        _restore(module, buffers)
-        for name, parameter in parameters.items():
-            parameter.grad = before[name]
+    with unchanged([module]):
+        plain, _ = _gradients(module, parameters, example, kwargs, split=False)
+    with unchanged([module]):
+        split, reasons = _gradients(module, parameters, example, kwargs, split=True)
     return SplitReport(
         tuple(name for name in parameters if name not in reasons),
         reasons,
@@ -91,14 +85,10 @@ def _gradients(
     parameters: dict[str, nn.Parameter],
     example: Sequence[Any],
     kwargs: dict[str, Any],
-    buffers: dict[str, torch.Tensor],
     *,
     split: bool,
 ) -> tuple[dict[str, torch.Tensor | None], dict[str, str]]:
     """All gradients of one run, and the reasons of parameters whose gradients I computes."""
-    for parameter in parameters.values():
-        parameter.grad = None
-    _restore(module, buffers)
     arguments = pytree.tree_map_only(torch.Tensor, _as_input, tuple(example))
     inputs = [x for x in pytree.tree_leaves(arguments) if _requires_grad(x)]
     with keep_generators(p.device for p in parameters.values()):
@@ -120,11 +110,6 @@ def _gradients(
     found = {name: p.grad for name, p in parameters.items()}
     found |= {f"input {index}": x.grad for index, x in enumerate(inputs)}
     return found, reasons
-
-
-def _restore(module: nn.Module, buffers: dict[str, torch.Tensor]) -> None:
-    for name, buffer in module.named_buffers():
-        buffer.data.copy_(buffers[name])
 
 
 def _as_input(tensor: torch.Tensor) -> torch.Tensor:

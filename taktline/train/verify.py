@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import asdict
 from typing import Any
 
@@ -17,6 +16,7 @@ from taktline.errors import UseError
 from taktline.runtime.watchdog import guarded
 from taktline.split.traced.trace import in_mode
 from taktline.stage.names import named_buffers, named_modules, named_parameters
+from taktline.stage.unchanged import unchanged
 from taktline.train.broadcast import broadcast
 from taktline.train.build import Built
 from taktline.train.comparison import (
@@ -50,7 +50,12 @@ def verify(
         plain = _copy_of(model, built)
     parts = [m for module in (plain, *built.model.modules.values()) for m in module.modules()]
     dropouts = [part for part in parts if isinstance(part, _DropoutNd)]
-    with _unchanged(built), in_mode(*dropouts, training=False), ExitStack() as stack:
+    with (
+        keep_generators([built.ranks.device]),
+        unchanged(built.model.modules.values()),
+        in_mode(*dropouts, training=False),
+        ExitStack() as stack,
+    ):
         expected = Expected(plain, built.options["loss_fn"], batch)
         recorders = {stage: Recorder() for stage in built.model.modules}
         for stage, module in built.model.modules.items():
@@ -109,26 +114,6 @@ def _contents(module: nn.Module) -> list[list[str]]:
     """The names in a module; classes may differ, as those of a cut model do."""
     parts = named_modules(module), named_parameters(module), named_buffers(module)
     return [list(names) for names in parts]
-
-
-@contextmanager
-def _unchanged(built: Built) -> Iterator[None]:
-    """Keep gradients, buffers and random numbers as they are."""
-    modules = built.model.modules.values()
-    parameters = [parameter for _, _, parameter in built.parameters()]
-    gradients = [parameter.grad for parameter in parameters]
-    buffers = [b for module in modules for b in named_buffers(module).values()]
-    values = [buffer.clone() for buffer in buffers]
-    with keep_generators([built.ranks.device]):
-        try:
-            for parameter in parameters:
-                parameter.grad = None
-            yield
-        finally:
-            for parameter, gradient in zip(parameters, gradients, strict=True):
-                parameter.grad = gradient
-            for buffer, value in zip(buffers, values, strict=True):
-                buffer.copy_(value)
 
 
 def _merged(built: Built, found: Comparison) -> Verification:

@@ -86,6 +86,33 @@ def test_both_halves_are_the_whole(words: list[str], outputs: str, wanted: bool)
         torch.testing.assert_close(grad, expected[name])
 
 
+def _hooked(tensor: torch.Tensor) -> torch.Tensor:
+    tensor.register_hook(lambda gradient: gradient * 2)
+    return tensor
+
+
+_HOOKED: dict[str, Any] = {
+    "a value inside": lambda net, x: (net[2](net[1](_hooked(net[0](x)))),),
+    "an output": lambda net, x: (_hooked(net(x)),),
+    "an output of weights alone": lambda net, x: (net(x), _hooked(net[0].weight * 3)),
+}
+
+
+@pytest.mark.parametrize("case", _HOOKED)
+def test_a_hook_on_an_activation_counts_once(case: str) -> None:
+    net, x = _model(), torch.randn(2, 4, requires_grad=True)
+    outputs = _HOOKED[case](net, x)
+    gradients = [torch.randn_like(output) for output in outputs]
+    torch.autograd.backward(outputs, gradients)
+    expected, x.grad = [p.grad for p in (*net.parameters(), x)], None
+    net.zero_grad()
+    backward, outputs = _backward.ours, _HOOKED[case](net, x)
+    _, groups = backward.stage_backward_input(outputs, gradients, [x], net.parameters())
+    backward.stage_backward_weight(net.parameters(), groups)
+    for parameter, gradient in zip((*net.parameters(), x), expected, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient)
+
+
 def _model() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))

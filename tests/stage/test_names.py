@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-from taktline.stage.names import parameters_of
+from taktline.stage.names import parameters_of, unwrapped
 
 
 def shared() -> nn.Module:
@@ -51,3 +51,11 @@ def test_parameters_are_those_of_the_module_in_its_order(make: Callable[[], nn.M
         one is other or torch.equal(one, other) for one, other in zip(found, expected, strict=True)
     )
     assert all(p.requires_grad for p in found)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_wrappers_are_taken_off() -> None:
+    inside = nn.Sequential()  # without layers it counts as false
+    compiled = torch.compile(checkpoint_wrapper(inside))
+    assert unwrapped(compiled) is inside  # pyright: ignore[reportArgumentType]
+    assert unwrapped(inside) is inside

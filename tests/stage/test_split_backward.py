@@ -273,6 +273,8 @@ MODULES: dict[str, Callable[[], nn.Module]] = {
                              experts=nn.ModuleList(mlp() for _ in range(3))),
     # Outputs
     "input out": lambda: Piece(lambda m, x: (x, m.a(x)), a=linear()),
+    "input out, used twice": lambda: Piece(
+        lambda m, x: (x, m.a(x) + m.b(x).tanh()), a=linear(), b=linear()),
     "parameter out": lambda: Piece(lambda m, x: (m.a(x), m.a.weight, m.a.bias), a=linear()),
     "weight shown": lambda: Piece(lambda m, x: (m.a(x), m.a.weight.t()), a=linear()),
     "used weight shown": lambda: Piece(

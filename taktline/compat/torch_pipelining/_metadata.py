@@ -16,6 +16,7 @@ from taktline.compat.torch_pipelining import _utils as utils
 from taktline.compat.torch_pipelining import stage as torchs
 from taktline.meta import TensorMeta
 from taktline.pytree import tree_leaves
+from taktline.stage.unchanged import unchanged
 
 like: Any = wraps
 """Gives a method the signature of torch's."""
@@ -125,16 +126,11 @@ def _metas(leaves: Sequence[Any] | None) -> tuple[torch.Tensor, ...] | None:
 
 
 @contextmanager
-def unchanged(stages: Sequence[Any]) -> Iterator[None]:
-    """Keep buffers and gradients as they are, while modules run to find their metadata.
-
-    An error of one of them is raised at the end.
-    """
+def preparing(stages: Sequence[Any]) -> Iterator[None]:
+    """Run modules to find the metadata of stages; an error of one of them is raised at the end."""
     own = [stage for stage in stages if is_whole(stage)]
-    buffers = [(b, b.detach().clone()) for stage in own for b in stage.submod.buffers()]
-    gradients = [(p, p.grad) for stage in own for p in stage.submod.parameters()]
     failed: list[Exception] = []
-    with ExitStack() as stack:
+    with unchanged([stage.submod for stage in own]), ExitStack() as stack:
         for stage in own:
             stage.unprepared = None
             native = getattr(stage, "native", None)
@@ -146,11 +142,6 @@ def unchanged(stages: Sequence[Any]) -> Iterator[None]:
             yield
         except Exception as error:
             failed.append(error)
-    with torch.no_grad():
-        for buffer, value in buffers:
-            buffer.copy_(value)
-    for parameter, gradient in gradients:
-        parameter.grad = gradient
     # Errors that follow from it may have been raised, too.
     causes = [stage.unprepared for stage in own if isinstance(stage.unprepared, Exception)]
     for stage in own:

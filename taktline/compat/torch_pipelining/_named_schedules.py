@@ -6,7 +6,7 @@ from functools import cache, cached_property
 from typing import Any
 
 from taktline.compat.torch_pipelining import schedules as torchs
-from taktline.compat.torch_pipelining._calls import Order, lowered
+from taktline.compat.torch_pipelining._calls import Order
 from taktline.compat.torch_pipelining._metadata import like
 from taktline.compat.torch_pipelining._schedules import (
     PipelineScheduleMulti,
@@ -16,17 +16,6 @@ from taktline.compat.torch_pipelining._schedules import (
 from taktline.errors import StageUseError
 from taktline.plan import build
 from taktline.runtime import get_schedule_class as find_native
-
-__all__ = [
-    "Schedule1F1B",
-    "ScheduleDualPipeV",
-    "ScheduleGPipe",
-    "ScheduleInterleaved1F1B",
-    "ScheduleInterleavedZeroBubble",
-    "ScheduleLoopedBFS",
-    "ScheduleZBVZeroBubble",
-    "_ScheduleForwardOnly",
-]
 
 
 def order_of(
@@ -44,23 +33,21 @@ def order_of(
 class _Single(PipelineScheduleSingle):
     """A named schedule with one stage per rank."""
 
+    _plan_name: str
+    """The plan of Taktline with the same order."""
     _step_microbatches = PipelineScheduleMulti._step_microbatches
 
     def _get_pipeline_order(self) -> Order | None:
-        order = self._computations()
+        order = self._order_as_data()
         for rank, row in order.items():
             row.append(torchs._Action(rank, torchs.REDUCE_GRAD))
         return order
 
-    def _computations(self) -> dict[int, list[Any]]:
-        return order_of(str(self._plan_name), self._num_stages, self._n_microbatches, 1)
-
-    def _order_to_run(self) -> Order:
-        order = self._computations()
-        return lowered(order, self._rank_of, self._num_stages, self._n_microbatches)
+    def _order_as_data(self) -> dict[int, list[Any]]:
+        return order_of(self._plan_name, self._num_stages, self._n_microbatches, 1)
 
     def _plan_maker(self) -> Any:
-        return _maker(str(self._plan_name), self._num_stages, self._n_microbatches)
+        return _maker(self._plan_name, self._num_stages, self._n_microbatches)
 
 
 class ScheduleGPipe(_Single):
@@ -93,6 +80,7 @@ class Schedule1F1B(_Single):
 class _Multi(_PipelineScheduleRuntime):
     """A named schedule with several stages per rank; torch makes its order."""
 
+    _plan_name: str
     _own_order: Order | None = None
 
     def _prepare_schedule_with_comms(self, actions: Any, format: Any = "compute_only") -> None:
@@ -111,9 +99,12 @@ class _Multi(_PipelineScheduleRuntime):
 
     def _plan_maker(self) -> Any:
         untouched = "pipeline_order_with_comms" not in vars(self)
-        if untouched or self._order_as_data() is self._own_order:
-            return _maker(str(self._plan_name), self._num_stages, self._n_microbatches)
-        return super()._plan_maker()
+        return self._maker_for(self._own_order) if untouched else super()._plan_maker()
+
+    def _maker_for(self, order: Any) -> Any:
+        if order is self._own_order:
+            return _maker(self._plan_name, self._num_stages, self._n_microbatches)
+        return super()._maker_for(order)
 
 
 class _InRounds(_Multi):
@@ -128,7 +119,7 @@ class _InRounds(_Multi):
                 raise
             # The last round is not full: torch has no order for that, but there is a plan.
             sizes = (self.pp_group_size, self._n_microbatches, self.n_local_stages)
-            self.pipeline_order = order_of(str(self._plan_name), *sizes)
+            self.pipeline_order = order_of(self._plan_name, *sizes)
             self._prepare_schedule_with_comms(self.pipeline_order)
 
 

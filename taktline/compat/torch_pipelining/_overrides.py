@@ -2,45 +2,37 @@
 
 from __future__ import annotations
 
-from abc import ABCMeta
-from collections.abc import Set
+from collections.abc import Callable, Set
 from inspect import isfunction
-from typing import Any
-from weakref import WeakKeyDictionary
-
-_METHODS: dict[type, dict[str, Any]] = {}
-"""The methods of each class as they were defined."""
-_known: WeakKeyDictionary[type, Set[str] | None] = WeakKeyDictionary()
-"""The names of a class's methods, None if one is overridden; cleared when a class changes."""
+from operator import attrgetter
+from typing import Any, NamedTuple
 
 
-class Watched(ABCMeta):
-    """A metaclass that notices changes to its classes."""
+class _Methods(NamedTuple):
+    """The methods of a class as they were defined."""
 
-    def __setattr__(cls, name: str, value: Any) -> None:
-        _known.clear()
-        super().__setattr__(name, value)
+    names: Set[str]
+    read: Callable[[type], tuple[Any, ...]]
+    """Reads all of them from a class."""
+    defined: tuple[Any, ...]
 
-    def __delattr__(cls, name: str) -> None:
-        _known.clear()
-        super().__delattr__(name)
+
+_METHODS: dict[type, _Methods] = {}
 
 
 def remember(*classes: type) -> None:
     """Remember the methods of classes whose instances can run on Taktline's own stages."""
     for cls in classes:
-        names = (name for name in dir(cls) if not name.startswith("__"))
-        found = ((name, getattr(cls, name)) for name in names)
-        _METHODS[cls] = {name: value for name, value in found if isfunction(value)}
+        names = [name for name in dir(cls) if not name.startswith("__")]
+        methods = {name: m for name in names if isfunction(m := getattr(cls, name))}
+        _METHODS[cls] = _Methods(methods.keys(), attrgetter(*methods), (*methods.values(),))
 
 
 def is_overridden(value: object) -> bool:
     """Whether an object overrides a method that its class was defined with."""
     cls = type(value)
-    if cls not in _known:
-        base = next((base for base in cls.__mro__ if base in _METHODS), None)
-        methods = {} if base is None else _METHODS[base]
-        same = methods and all(getattr(cls, name, None) is m for name, m in methods.items())
-        _known[cls] = methods.keys() if same else None
-    names = _known[cls]
-    return names is None or not names.isdisjoint(vars(value))
+    base = next((base for base in cls.__mro__ if base in _METHODS), None)
+    if base is None:
+        return True
+    names, read, defined = _METHODS[base]
+    return read(cls) != defined or not names.isdisjoint(vars(value))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import re
+from abc import ABCMeta
 from collections.abc import Sequence
 from functools import partial, wraps
 from importlib import import_module
@@ -20,7 +21,7 @@ import torch.distributed as dist
 
 from taktline.compat._finder import PEER
 from taktline.compat.torch_pipelining import _split_backward
-from taktline.compat.torch_pipelining._overrides import Watched, remember
+from taktline.compat.torch_pipelining._overrides import remember
 from taktline.errors import PipeliningMetadataError
 from taktline.split import PipeInfo
 from taktline.transport import local, transport_of
@@ -47,7 +48,7 @@ def apply() -> None:
     either = "|".join(sorted(kinds, key=len, reverse=True))
     schedules._action_regex = re.compile(rf"(\d+)({either})(\d*)")
     _put(_check_torch_compile_compatibility, PipeInfo)
-    _put(*_names_of(_split_backward))
+    _put(*_defined_in(_split_backward))
     _utils.PipeliningMetadataError = _utils.PipeliningShapeError = PipeliningMetadataError
     stage.PipeliningMetadataError = stage.PipeliningShapeError = PipeliningMetadataError
     if hasattr(_utils, "_make_tensor_from_meta"):  # before 2.12, buffers are contiguous
@@ -59,15 +60,17 @@ def apply() -> None:
     from taktline.compat.torch_pipelining import _named_schedules, _schedules, _stages
 
     ours = [
-        value for module in (_stages, _schedules, _named_schedules) for value in _names_of(module)
+        value for module in (_stages, _schedules, _named_schedules) for value in _defined_in(module)
     ]
     _put(*ours)
-    remember(*(value for value in ours if isinstance(value, Watched)))
+    remember(*(value for value in ours if isinstance(value, ABCMeta)))
     stage._RootArgPlaceholder = getattr(stage, "_RootArgPlaceholder", _RootArgPlaceholder)
 
 
-def _names_of(module: ModuleType) -> list[Any]:
-    return [getattr(module, name) for name in module.__all__]
+def _defined_in(module: ModuleType) -> list[Any]:
+    """The functions and classes of a module."""
+    here = module.__name__
+    return [each for each in vars(module).values() if getattr(each, "__module__", None) == here]
 
 
 def _put(*values: Any) -> None:

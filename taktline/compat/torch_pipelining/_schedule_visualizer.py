@@ -12,15 +12,6 @@ from taktline.compat.torch_pipelining._metadata import like
 from taktline.errors import ScheduleError
 from taktline.plan import Costs, Plan, Timeline, simulate
 
-__all__ = [
-    "OpKey",
-    "_ComputationTypeVisual",
-    "action_type_to_color_mapping",
-    "add_schedule_op_spacing",
-    "get_schedule_ops",
-    "visualize_schedule",
-]
-
 Rows = Sequence[Sequence[Any]]
 """The actions of each rank; a None is a rank that waits."""
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from inspect import signature
@@ -13,28 +13,18 @@ import torch
 
 from taktline.compat.torch_pipelining import schedules as torchs
 from taktline.compat.torch_pipelining._calls import Calls, Order, lowered, placement_of
-from taktline.compat.torch_pipelining._metadata import HAS_META, like, unchanged
-from taktline.compat.torch_pipelining._overrides import Watched
+from taktline.compat.torch_pipelining._metadata import HAS_META, like, preparing
 from taktline.compat.torch_pipelining._steps import Native, StepCall, run
 from taktline.errors import BatchError, CallOrderError
 from taktline.plan import Plan, validate
-
-__all__ = [
-    "PipelineScheduleMulti",
-    "PipelineScheduleSingle",
-    "_PipelineSchedule",
-    "_PipelineScheduleRuntime",
-]
 
 _TAKES = len(signature(torchs.PipelineScheduleSingle._initialize_stage).parameters) - 1
 """How many arguments stages are initialised with: 2.12 added a target, 2.13 loss_kwargs."""
 
 
-class _PipelineSchedule(torchs._PipelineSchedule, metaclass=Watched):
+class _PipelineSchedule(torchs._PipelineSchedule):
     """The base of all schedules."""
 
-    _plan_name: str | None = None
-    """The plan of Taktline with the same order, if there is one."""
     dynamic_shapes: bool = False
     """Set it if the outputs of stages have shapes that depend on values."""
     _native: Native | None = None
@@ -54,7 +44,6 @@ class _PipelineSchedule(torchs._PipelineSchedule, metaclass=Watched):
     backward_counter = cached_property(lambda self: Counter())
     fwd_recv_ops = cached_property(lambda self: {})
     bwd_recv_ops = cached_property(lambda self: {})
-    unshard_ops = cached_property(lambda self: defaultdict(list))
     unsharded_stages = cached_property(lambda self: set())
 
     @property
@@ -132,7 +121,7 @@ class _PipelineSchedule(torchs._PipelineSchedule, metaclass=Watched):
         self._prepared_for = self._has_backward
         # Steps that were written for older torch do not pass the target.
         left_out = len(args) == 2 and not kwargs
-        with unchanged(self._local_stages):
+        with preparing(self._local_stages):
             yield (*args, *self._compared_with)[:_TAKES] if left_out else args
 
     def _note_shapes(self, *, known: bool) -> None:
@@ -144,6 +133,11 @@ class _PipelineSchedule(torchs._PipelineSchedule, metaclass=Watched):
         """Whether a user has overridden ``_step_microbatches``."""
         written = type(self)._step_microbatches is not PipelineScheduleMulti._step_microbatches
         return written or "_step_microbatches" in vars(self)
+
+    def _order_to_run(self) -> Order:
+        """All actions of each rank."""
+        order = self._order_as_data()
+        return lowered(order, self._rank_of, self._num_stages, self._n_microbatches)
 
     def _plan_maker(self) -> Any:
         """A function that makes the plan of this order for a number of ranks, if there is one."""
@@ -176,7 +170,8 @@ class PipelineScheduleMulti(_PipelineSchedule, torchs.PipelineScheduleMulti):
     A None in it is a rank that waits; it is ignored, as ranks wait only for messages.
     """
 
-    _planned: tuple[Any, Any, Any] = (None, None, None)
+    _planned: tuple[Any, Any] = (None, None)
+    """The rows of the order that was planned last, and the function that makes its plan."""
 
     @like(torchs.ScheduleGPipe._step_microbatches)
     def _step_microbatches(
@@ -199,7 +194,7 @@ class PipelineScheduleMulti(_PipelineSchedule, torchs.PipelineScheduleMulti):
 
     def _prepare(self, *given: Any) -> None:
         # If only an order was set, it says where the stages are.
-        self._place_stages(self._order_to_run())
+        self._place_stages(self._order_as_data())
         self._initialize_stages(*given[:_TAKES])
 
     def _place_stages(self, order: Order) -> None:
@@ -215,38 +210,33 @@ class PipelineScheduleMulti(_PipelineSchedule, torchs.PipelineScheduleMulti):
     def _rank_of(self, stage: int) -> int:
         return self.stage_index_to_group_rank[stage]
 
-    def _order_to_run(self) -> Order:
-        """All actions of each rank."""
-        order = self.pipeline_order
-        self.stage_index_to_group_rank |= placement_of(order)
-        return lowered(order, self._rank_of, self._num_stages, self._n_microbatches)
-
-    def _order_as_data(self) -> Mapping[int, Sequence[Any]]:
-        """The order that a plan is made of: with or without messages."""
+    def _order_as_data(self) -> Order:
+        """The order that a user sets or changes: with or without messages."""
         return self.pipeline_order
 
     def _plan_maker(self) -> Any:
         order = self._order_as_data()
-        rows = [[*order.get(rank, ())] for rank in range(self.pp_group_size)]
-        made_of, known, make = self._planned
-        if made_of is not order or known != rows:
-            make = _maker_of(rows, type(self).__name__)
-            self._planned = order, rows, make
-        return make
+        if self._planned[0] != self._rows(order):
+            self._planned = self._rows(order), self._maker_for(order)
+        return self._planned[1]
+
+    def _maker_for(self, order: Order) -> Any:
+        """A function that makes the plan of an order."""
+        return _maker_of(self._rows(order), type(self).__name__)
+
+    def _rows(self, order: Order) -> list[list[Any]]:
+        return [[*order.get(rank, ())] for rank in range(self.pp_group_size)]
 
 
 class _PipelineScheduleRuntime(PipelineScheduleMulti, torchs._PipelineScheduleRuntime):
     """A schedule that runs what ``pipeline_order_with_comms`` says: computations and messages."""
 
-    _prepared: tuple[Any, Any, Any] = (None, None, None)
-    """The order with messages that was made last, a copy of it, and the order that it came from."""
-
     @like(torchs._PipelineScheduleRuntime._prepare_schedule_with_comms)
     def _prepare_schedule_with_comms(self, actions: Any, format: Any = "compute_only") -> None:
         super()._prepare_schedule_with_comms(actions, format)
         if format == "compute_only":
-            made = self.pipeline_order_with_comms
-            self._prepared = made, {rank: [*row] for rank, row in made.items()}, actions
+            # Taktline places the messages itself, unless a user changes the order with messages.
+            self._planned = self._rows(self.pipeline_order_with_comms), self._maker_for(actions)
 
     def _simulate(self) -> Any:
         """Simulate the order: the action of each rank at each time, if all take equally long."""
@@ -257,7 +247,7 @@ class _PipelineScheduleRuntime(PipelineScheduleMulti, torchs._PipelineScheduleRu
         }
         return torchs._simulate_comms_compute(order, self._rank_of, self._num_stages)
 
-    def _order_to_run(self) -> Order:
+    def _order_as_data(self) -> Order:
         order = getattr(self, "pipeline_order_with_comms", None)
         if order is None:
             raise CallOrderError(
@@ -265,10 +255,7 @@ class _PipelineScheduleRuntime(PipelineScheduleMulti, torchs._PipelineScheduleRu
             )
         return order
 
-    def _order_as_data(self) -> Mapping[int, Sequence[Any]]:
-        order = self._order_to_run()
-        made, before, actions = self._prepared
-        return actions if order is made and order == before else order
+    _order_to_run = _order_as_data
 
 
 def _maker_of(rows: Sequence[Sequence[Any]], name: str) -> Any:

@@ -27,8 +27,6 @@ from taktline.errors import SplitError, StageBackwardError
 from taktline.sharding import is_sharded
 from taktline.stage.autograd_engine import add_to_grad
 
-__all__ = ["get_param_groups", "stage_backward_input", "stage_backward_weight"]
-
 Gradients = tuple[torch.Tensor | None, ...]
 Reverse = Mapping[Node, Sequence[Node]]
 Group = dict[str, Any]
@@ -115,17 +113,24 @@ def _first_half(outputs: Any, output_grads: Any, input_values: Any, weights: Any
         gradients.append(torch.ones_like(roots[-1]) if gradient is None else gradient)
     if not roots:
         return (None,) * len(input_values), []
-    groups, needed = _groups(roots, gradients, input_values, weights)
-    with ExitStack() as hooks:
-        for group in groups:
-            for place, node in enumerate(group["intermediates"]):
-                if group["grads"][place] is None:
-                    keep = partial(group["grads"].__setitem__, place)
-                    hooks.callback(node.register_prehook(keep).remove)
-        wanted = [value for value in input_values if _wants_gradient(value)]
-        keeping = {"retain_graph": True, "allow_unused": True}
-        made = iter(torch.autograd.grad(roots, wanted, gradients, **keeping) if wanted else ())
+    groups, arriving, needed = _groups(roots, gradients, input_values, weights)
+    wanted = [value for value in input_values if _wants_gradient(value)]
+    # Not by hooks of nodes: these get a gradient after the hooks of tensors, which W runs, too.
+    edges = [
+        GradientEdge(node, number)
+        for group in groups
+        for node in group["intermediates"]
+        if node not in arriving
+        for number in range(len(node._input_metadata))
+    ]
+    keeping = {"retain_graph": True, "allow_unused": True}
+    ends = [*wanted, *edges]
+    made = iter(torch.autograd.grad(roots, ends, gradients, **keeping) if wanted else ())
     found = tuple(next(made) if _wants_gradient(value) else None for value in input_values)
+    for edge, gradient in zip(edges, made, strict=True):
+        arriving.setdefault(edge.node, []).append(gradient)
+    for group in groups:
+        group["grads"] = [tuple(arriving[node]) for node in group["intermediates"]]
     for value, gradient in zip(input_values, found, strict=True):
         if gradient is not None:
             known = _grad_of(value)
@@ -150,35 +155,33 @@ def _groups(
     gradients: Sequence[torch.Tensor],
     inputs: Sequence[Any],
     weights: Iterable[Parameter],
-) -> tuple[list[Group], set[Node | None]]:
+) -> tuple[list[Group], dict[Node, list[torch.Tensor | None]], set[Node | None]]:
     """The groups, each with its intermediates, and the edges at which the second half stops.
 
-    And the nodes whose results the second half may need, which other nodes have saved.
+    And the gradients of roots that do not depend on the inputs; and the nodes whose results the
+    second half may need, which other nodes have saved.
     """
     edges = [root if isinstance(root, GradientEdge) else get_gradient_edge(root) for root in roots]
     reverse = _torchs.construct_reverse_graph([edge.node for edge in edges])
     tensors = [value for value in inputs if isinstance(value, torch.Tensor)]
     starts = [node for node in map(_node_of, tensors) if node is not None]
     part, _ = reverse_closure(starts, set(), reverse)
-    # A root that does not depend on the inputs has its gradient already.
     alone: dict[Node, list[torch.Tensor | None]] = {}
     for edge, gradient in zip(edges, gradients, strict=True):
         if edge.node not in part:
-            known = alone.setdefault(edge.node, [])
-            known += [None] * (edge.output_nr + 1 - len(known))
+            known = alone.setdefault(edge.node, [None] * len(edge.node._input_metadata))
             before = known[edge.output_nr]
             known[edge.output_nr] = gradient if before is None else before + gradient
     params = [node for node in map(_node_of, weights) if node is not None]
     groups = groups_meeting(part, set(alone), params, reverse)
     for group in groups:
         group["intermediates"] = list(group["intermediates"])
-        group["grads"] = [alone.get(node) for node in group["intermediates"]]
         group["stops"] = [
             tuple(i for i, (below, _) in enumerate(node.next_functions) if below in part)
             for node in group["intermediates"]
         ]
     met = (node for group in groups for node in group["intermediates"])
-    return groups, {None, *met, *(node for node, users in reverse.items() if users)}
+    return groups, alone, {None, *met, *(node for node, users in reverse.items() if users)}
 
 
 def stage_backward_weight(
@@ -219,7 +222,7 @@ def _weight_gradients(group: Group, retain_graph: bool) -> Gradients:
     with ExitStack() as hooks:
         nodes: list[Node] = group["intermediates"]
         for place, (node, given) in enumerate(zip(nodes, group["grads"], strict=True)):
-            for number, gradient in enumerate(given or ()):
+            for number, gradient in enumerate(given):
                 if gradient is not None:
                     edges.append(GradientEdge(node, number))
                     gradients.append(gradient)

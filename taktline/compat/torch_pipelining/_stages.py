@@ -14,15 +14,12 @@ from torch import nn
 
 from taktline.compat.torch_pipelining import _utils as utils
 from taktline.compat.torch_pipelining import stage as torchs
-from taktline.compat.torch_pipelining._metadata import HAS_META, Telling, is_whole, like, unchanged
-from taktline.compat.torch_pipelining._overrides import Watched
+from taktline.compat.torch_pipelining._metadata import HAS_META, Telling, is_whole, like, preparing
 from taktline.compat.torch_pipelining._split_backward import Gradients
 from taktline.errors import MismatchError, StageUseError
 from taktline.split.traced.stage_module import StageModule
 from taktline.stage import PipelineStage as OwnStage
 from taktline.stage.grad_sync import GradSync
-
-__all__ = ["PipelineStage", "_PipelineStage", "_PipelineStageBase", "_RecvInfo", "reduced"]
 
 
 class _RecvInfo(torchs._RecvInfo):
@@ -36,7 +33,7 @@ class _RecvInfo(torchs._RecvInfo):
         super().__init__(input_name, source, buffer, *meta, **more)
 
 
-class _PipelineStageBase(torchs._PipelineStageBase, metaclass=Watched):
+class _PipelineStageBase(torchs._PipelineStageBase):
     """A stage that is run by calls: one for each micro-batch's forward, backward and messages.
 
     Gradients are averaged over replicas at the end of a step, by Taktline
@@ -213,7 +210,7 @@ class Before213:
 
     def _shape_inference(self, args: Any, kwargs: dict[str, Any] | None = None) -> tuple[Any, ...]:
         """Run the module once, to find the metadata of its outputs."""
-        with unchanged([self]):
+        with preparing([self]):
             self._forward_metadata_inference(args, kwargs)  # pyright: ignore
         return self.get_outputs_meta()
 

@@ -8,8 +8,8 @@ kind of program, with the same agreement before the step and the same outcome on
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 from weakref import proxy
 
@@ -174,106 +174,31 @@ def _agreed(schedule: Any) -> int:
     return schedule._way
 
 
-class Native(Schedule):
-    """The schedule of Taktline that runs one of these."""
+class _Runner(Runner):
+    """Runs steps on Taktline's own stages, or by calls to torch's."""
 
-    _compared = ()  # in torch, ranks may get arguments that they do not use
+    theirs: Sequence[Any] = ()
+    """torch's stages."""
+    calls: Calls | None = None
+    """The calls of the running step, if it runs by calls."""
 
-    def __init__(self, theirs: Any, natively: bool, settings: dict[str, Any]) -> None:
-        self.made_with = (natively, settings)
-        self._refusal: BatchError | None = None
-        self._calls: Calls | None = None
-        self._theirs: Any = None
-        self._runner_type = partial(_MetadataRunner if natively else _CallRunner, proxy(self))
-        nothing = ("args_chunk_spec", "kwargs_chunk_spec", "output_merge_spec", "seed")
-        stages = [stage.native for stage in theirs._local_stages]
-        super().__init__(stages, **settings, **dict.fromkeys(nothing))
-
-    def run(self, theirs: Any, call: StepCall) -> Any:
-        """Run one step."""
-        options: dict[str, Any] = {"loss_kwargs": call.loss_kwargs}
-        refusal = None
-        try:
-            cut = call.microbatches(theirs)
-        except Exception as error:
-            cut, refusal = (None, None, None), _refusal(error)
-        self._refusal = refusal
-        for stage in theirs._local_stages:
-            _ = stage.native  # updates it to the stage's current module
-        if theirs._on_ours:
-            losses = call.losses if refusal is None else None
-            options |= {"losses": losses, "return_outputs": call.return_outputs}
-        else:
-            context = torchs._PipelineContext(theirs, *cut, call.losses)
-            self._calls = Calls(theirs, context, call.return_outputs, call.loss_kwargs)
-            options["return_outputs"] = False
-        self._theirs = theirs
-        step = self.step if theirs._has_backward else self.eval
-        names = ("arg_mbs", "kwarg_mbs", "target_mbs")
-        try:
-            if self._calls is not None:
-                self._prepare(theirs, self._calls, refusal)
-            merged = step(**dict(zip(names, cut, strict=True)), **options)
-            theirs._note_shapes(known=True)
-            return merged
-        except TaktlineError as error:
-            raise as_in_torch(error) from error.__cause__
-        finally:
-            self._calls = self._theirs = None
-
-    def _prepare(self, theirs: Any, calls: Calls, error: TaktlineError | None) -> None:
-        """Let stages find their metadata; an error on one rank is raised on all."""
-        transport = self._runner.transport
-        sizes = calls.sizes()
-        changed, theirs._sizes = theirs._sizes not in (None, sizes), sizes
-        for what, act in (("a step by calls", None), ("the metadata of stages", calls.prepare)):
-            try:
-                if act is not None:
-                    act()
-            except RemoteError:
-                pass  # the rank that has failed reports the error
-            except Exception as raised:
-                misfit = isinstance(raised, PipeliningMetadataError)
-                kind, text = (type(raised), raised) if misfit else (StageUseError, _refusal(raised))
-                error = kind(f"rank {transport.rank}: {text}")
-                error.__cause__ = raised
-            try:
-                votes = exchange_or_raise(transport, error, what, [changed])
-                if act is None and any(vote for (vote,) in votes):
-                    theirs._note_shapes(known=False)  # batches of another size on some rank
-            except TaktlineError:
-                theirs._note_shapes(known=False)
-                raise
-
-    def _cutter_for(self, batch: Batch) -> Cutter:
-        if self._refusal is not None:
-            raise self._refusal
-        return self._cutter
-
-    def _merged(self, feed: Feed) -> Any:
-        theirs = self._theirs
-        last = [stage for stage in theirs._local_stages if stage.is_last]
-        if self._calls is None and feed.outputs is not None:
-            last[0].output_chunks[:] = [feed.outputs[m] for m in sorted(feed.outputs)]
-        elif self._calls is not None:
-            self._calls.finish()
-        wanted = feed.outputs is not None if self._calls is None else self._calls.return_outputs
-        return theirs._merge_outputs(last[0].output_chunks) if last and wanted else None
-
-
-class _MetadataRunner(Runner):
-    """Sets the metadata of torch's stages, once it is known."""
-
-    def __init__(self, schedule: Native, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self._schedule = schedule
+    def _bind(self, known: Signatures | None, trains: bool) -> Bound:
+        if self.calls is None:
+            return super()._bind(known, trains)
+        # For each step, as any method may have been overridden.
+        binding = self._binding(trains)
+        program = CallProgram(self.calls, binding.plan.placement.rank_of)
+        return Bound(program, {}, Signatures, binding, known)
 
     def _remember(self, agreed: tuple[int, ...], known: Signatures | Bound) -> None:
+        """Remember a program, unless it is made of calls; once signatures are known, set them."""
+        if self.calls is not None:
+            return
         super()._remember(agreed, known)
         if isinstance(known, Bound):
             return
         feed = self._feed
-        for stage in self._schedule._theirs._local_stages:
+        for stage in self.theirs:
             sides: list[Any] = []
             for table, values in ((known.arriving, feed.arguments), (known.leaving, feed.outputs)):
                 signatures = table.get(stage.stage_index)
@@ -281,18 +206,94 @@ class _MetadataRunner(Runner):
             set_metadata(stage, *sides)
 
 
-class _CallRunner(_MetadataRunner):
-    """Runs the calls of one step; bound for each step, as any method may have been overridden."""
+class Native(Schedule):
+    """The schedule of Taktline that runs one of these."""
 
-    def _bind(self, known: Signatures | None, trains: bool) -> Bound:
-        calls = self._schedule._calls
-        assert calls is not None  # a step is running
-        binding = self._binding(trains)
-        program = CallProgram(calls, binding.plan.placement.rank_of)
-        return Bound(program, {}, Signatures, binding, known)
+    _compared = ()  # in torch, ranks may get arguments that they do not use
+    _runner_type = _Runner
+    _runner: _Runner
 
-    def _remember(self, agreed: tuple[int, ...], known: Signatures | Bound) -> None:
-        """Remember nothing."""
+    def __init__(self, theirs: Any, on_ours: bool, settings: dict[str, Any]) -> None:
+        self.made_with = (on_ours, settings)
+        self._theirs: Any = proxy(theirs)
+        self._refusal: BatchError | None = None
+        """Why the batch of the running step cannot be cut."""
+        nothing = ("args_chunk_spec", "kwargs_chunk_spec", "output_merge_spec", "seed")
+        stages = [stage.native for stage in theirs._local_stages]
+        super().__init__(stages, **settings, **dict.fromkeys(nothing))
+        self._runner.theirs = theirs._local_stages
+
+    def run(self, theirs: Any, call: StepCall) -> Any:
+        """Run one step."""
+        try:
+            cut, self._refusal = call.microbatches(theirs), None
+        except Exception as error:
+            cut, self._refusal = (None, None, None), _refusal(error)
+        for stage in theirs._local_stages:
+            _ = stage.native  # updates it to the stage's current module
+        losses = call.losses if self._refusal is None else None
+        step = self.step if theirs._has_backward else self.eval
+        try:
+            if not theirs._on_ours:
+                context = torchs._PipelineContext(theirs, *cut, call.losses)
+                calls = Calls(theirs, context, call.return_outputs, call.loss_kwargs)
+                self._prepare(theirs, calls)
+                self._runner.calls, losses = calls, None  # the calls compute the losses
+            merged = step(
+                **dict(zip(("arg_mbs", "kwarg_mbs", "target_mbs"), cut, strict=True)),
+                losses=losses,
+                return_outputs=bool(call.return_outputs),
+                loss_kwargs=call.loss_kwargs,
+            )
+        except TaktlineError as error:
+            raise as_in_torch(error) from error.__cause__
+        finally:
+            self._runner.calls = None
+        theirs._note_shapes(known=True)
+        return merged
+
+    def _prepare(self, theirs: Any, calls: Calls) -> None:
+        """Let stages find their metadata; an error on one rank is raised on all."""
+        transport, sizes = self._runner.transport, calls.sizes()
+        changed, theirs._sizes = theirs._sizes not in (None, sizes), sizes
+        try:
+            votes = exchange_or_raise(transport, self._refusal, "a step by calls", [changed])
+            if any(vote for (vote,) in votes):
+                theirs._note_shapes(known=False)  # batches of another size on some rank
+            exchange_or_raise(transport, self._failure(calls), "the metadata of stages")
+        except TaktlineError:
+            theirs._note_shapes(known=False)
+            raise
+
+    def _failure(self, calls: Calls) -> TaktlineError | None:
+        """Why stages of this rank cannot find their metadata; None if they have."""
+        try:
+            calls.prepare()
+        except RemoteError:
+            pass  # the rank that has failed reports the error
+        except Exception as raised:
+            misfit = isinstance(raised, PipeliningMetadataError)
+            kind, text = (type(raised), raised) if misfit else (StageUseError, _refusal(raised))
+            error = kind(f"rank {self._runner.transport.rank}: {text}")
+            error.__cause__ = raised
+            return error
+        return None
+
+    def _cutter_for(self, batch: Batch) -> Cutter:
+        if self._refusal is not None:
+            raise self._refusal
+        return self._cutter
+
+    def _merged(self, feed: Feed) -> Any:
+        calls = self._runner.calls
+        if calls is not None:
+            calls.finish()
+        if feed.outputs is None:
+            return None
+        last = next(stage for stage in self._runner.theirs if stage.is_last)
+        if calls is None:
+            last.output_chunks[:] = [feed.outputs[m] for m in sorted(feed.outputs)]
+        return self._theirs._merge_outputs(last.output_chunks)
 
 
 def _settings(schedule: Any, make_plan: Any) -> dict[str, Any]:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
 from operator import getitem
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import fx
@@ -15,6 +16,7 @@ from torch import fx
 from taktline.errors import text_of
 from taktline.stage.autograd_engine import Sums, add_to_grad
 from taktline.stage.compiled.divide import Division, divide
+from taktline.stage.split_backward import Pending
 from taktline.stage.split_recipe import Inside
 
 _log = logging.getLogger("taktline")
@@ -24,20 +26,6 @@ Call: TypeAlias = Callable[[list[Any]], Sequence[Any]]
 
 Compile: TypeAlias = Callable[[fx.GraphModule, Sequence[Any], Sequence[int]], Call]
 """Compiles a graph for example arguments, whose numbers in the whole backward are given."""
-
-
-class PutOff(Protocol):
-    """Takes over the gradients that a node of the graph does not compute at once."""
-
-    def take_over(
-        self,
-        weights: Sequence[torch.Tensor],
-        held: list[Any],
-        early: Sequence[Any],
-        run: Callable[[list[Any], Sequence[Any]], None],
-    ) -> None:
-        """Later, run a function of held values and early gradients, which adds all gradients."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +55,8 @@ class _Split:
             self._weights += zip(self._late, self._division.are_shared, strict=True)
         self._sums = Sums({place: weight for place, (weight, _) in enumerate(self._weights)})
 
-    def run_first(self, arguments: list[Any], off: PutOff) -> Sequence[Any]:
-        """The gradients that are not added here; ``off`` takes over the second half."""
+    def run_first(self, arguments: list[Any], pending: Pending) -> Sequence[Any]:
+        """The gradients that are not added here; ``pending`` takes over the second half."""
         division = self._division
         held = [arguments[i] for i in division.takes_second]
         taken = [arguments[i] for i in division.takes_first]
@@ -76,7 +64,7 @@ class _Split:
         results = list(self._first(taken))
         count = len(results) - len(division.made)
         early = [results[place] for place in self._early]
-        off.take_over(self._late, [*held, *results[count:]], early, self._run_second)
+        pending.take_over(self._late, [*held, *results[count:]], early, self._run_second)
         del results[count:]
         for place in self._early:
             results[place] = None
@@ -102,8 +90,8 @@ class _Split:
 class Backward:
     """Called by autograd with saved values and the gradients of outputs.
 
-    If the running node has an attribute ``put_off``, that object takes over the gradients of the
-    weights that may wait.
+    If the running node has an attribute ``put_off``, its :class:`Pending` takes over the gradients
+    of the weights that may wait.
     """
 
     def __init__(
@@ -133,17 +121,17 @@ class Backward:
     def __call__(self, arguments: list[Any]) -> Sequence[Any]:
         """The gradients of the forward's arguments, None where they are put off."""
         node = torch._C._current_autograd_node()
-        put_off: tuple[PutOff, Inside] | None = getattr(node, "put_off", None)
+        put_off: tuple[Pending, Inside] | None = getattr(node, "put_off", None)
         if put_off is not None:
-            off, inside = put_off
+            pending, inside = put_off
             if self._latest is None or self._latest[0] is not inside:
                 self._latest = inside, self._split(inside)
             split = self._latest[1]
             if split is not None:
-                return split.run_first(arguments, off)
+                return split.run_first(arguments, pending)
         if self._whole is None:
             # A compiler changes its graph.
-            copied = fx.GraphModule(self._graph, _copied(self._graph.graph))
+            copied = fx.GraphModule(self._graph, deepcopy(self._graph.graph))
             self._whole = self._compiles(copied, self._example, range(len(self._example)))
         return self._whole(arguments)
 
@@ -185,14 +173,6 @@ class Backward:
             )
         except Exception as error:
             return f"its halves do not compile: {type(error).__name__}: {text_of(error)}"
-
-
-def _copied(graph: fx.Graph) -> fx.Graph:
-    made = fx.Graph()
-    copies: dict[fx.Node, fx.Node] = {}
-    made.output(made.graph_copy(graph, copies))
-    made.output_node().meta = dict(graph.output_node().meta)
-    return made
 
 
 def _one_by_one(division: Division) -> Callable[[Sequence[torch.Tensor], list[Any]], Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ def compile_stages(module: nn.Module, stage: int = 0, *, dynamic: bool | None = 
       (_orig_mod): Linear(in_features=2, out_features=2, bias=True)
     )
     """
-    backend = _Backend(f"stage {stage}")
+    backend = partial(_compiled, f"stage {stage}")
     if type(module).compile is not nn.Module.compile:  # the module chooses what to compile
         module.compile(backend=backend, dynamic=dynamic)
         return module
@@ -38,43 +39,25 @@ def compile_stages(module: nn.Module, stage: int = 0, *, dynamic: bool | None = 
     return compiled
 
 
-class _Backend:
-    """Inductor, but for the backward."""
+def _compiled(where: str, graph: fx.GraphModule, example: Sequence[Any]) -> Callable[..., Any]:
+    """Compile a graph that was traced from a forward: by Inductor, but for the backward."""
+    # Imported here, because they load the compiler.
+    from torch._functorch import config
+    from torch._inductor.compile_fx import compile_fx, compile_fx_inner
 
-    def __init__(self, where: str) -> None:
-        self._where = where
+    tensors: list[bool] = []
 
-    def __call__(self, graph: fx.GraphModule, example: Sequence[Any]) -> Callable[..., Any]:
-        """Compile a graph that was traced from a forward."""
-        # Imported here, because they load the compiler.
-        from torch._functorch import config
-        from torch._inductor.compile_fx import compile_fx
-
-        inner: Any = _Inner(self._where)
-        # I must not overwrite values for W, and cached backwards are whole.
-        with config.patch(donated_buffer=False, enable_autograd_cache=False):
-            made: Any = compile_fx(graph, example, inner_compile=inner)
-        return made
-
-
-class _Inner:
-    """Compiles the forward of one graph, and then its backward."""
-
-    def __init__(self, where: str) -> None:
-        self._where = where
-        self._tensors: list[bool] = []
-
-    def __call__(
-        self, graph: fx.GraphModule, example: Sequence[Any], **options: Any
-    ) -> Callable[..., Any]:
-        """Compile a graph of aten operations; ``options`` are Inductor's."""
-        from torch._inductor.compile_fx import compile_fx_inner
-
+    def inner(graph: fx.GraphModule, example: Sequence[Any], **options: Any) -> Any:
+        """Compile the forward, and then the backward; ``options`` are Inductor's."""
         if not options.get("is_backward"):
-            self._tensors = [isinstance(value, torch.Tensor) for value in example]
+            tensors[:] = [isinstance(value, torch.Tensor) for value in example]
             return compile_fx_inner(graph, example, **options)
-        later = _Later(options)
-        return Backward(graph, example, later, where=self._where, tensors=self._tensors)
+        return Backward(graph, example, _Later(options), where=where, tensors=tensors)
+
+    # I must not overwrite values for W, and cached backwards are whole.
+    with config.patch(donated_buffer=False, enable_autograd_cache=False):
+        made: Any = compile_fx(graph, example, inner_compile=inner)
+    return made
 
 
 class _Later:

@@ -149,15 +149,15 @@ def _is(node: fx.Node, kinds: Collection[object]) -> bool:
     return getattr(node.target, "overloadpacket", None) in kinds
 
 
-def _needed(results: Iterable[Any]) -> set[fx.Node]:
-    """The nodes that compute results, without arguments."""
+def _needed(results: Iterable[Any], made: Collection[fx.Node] = ()) -> set[fx.Node]:
+    """All nodes that results are computed from; ``made`` are computed already."""
     found: set[fx.Node] = set()
     waiting = [node for node in results if isinstance(node, fx.Node)]
     while waiting:
         node = waiting.pop()
-        if node not in found and node.op not in ("placeholder", "get_attr"):
+        if node not in found:
             found.add(node)
-            waiting += node.all_input_nodes
+            waiting += () if node in made else node.all_input_nodes
     return found
 
 
@@ -165,13 +165,7 @@ def _part(
     whole: fx.GraphModule, given: Sequence[fx.Node], results: Sequence[Any], made: Sequence[fx.Node]
 ) -> tuple[fx.GraphModule, tuple[int, ...]]:
     """A graph that computes results from arguments of the whole and nodes of the first half."""
-    needed: set[fx.Node] = set()
-    waiting = [node for node in results if isinstance(node, fx.Node)]
-    while waiting:
-        node = waiting.pop()
-        if node not in needed:
-            needed.add(node)
-            waiting += () if node in made else node.all_input_nodes
+    needed = _needed(results, made)
     # Dynamic sizes are arguments of their own.
     takes = [i for i, x in enumerate(given) if x in needed or _is_size(x.meta.get("val"))]
     graph = fx.Graph()

@@ -8,7 +8,7 @@ is computed here: in buckets of the same size, over the same group.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,7 +29,7 @@ class DDPSync(GradSync):
         super().__init__()
         self._wrappers = [_Wrapper.of(module) for module in wrapped]
         self._wanted: list[_Wrapper] = []
-        self._held = False
+        """Those that are reduced in the running step."""
 
     @property
     def groups(self) -> list[dist.ProcessGroup]:
@@ -44,7 +44,6 @@ class DDPSync(GradSync):
     def begin(self) -> None:
         """Stop the reducers; a DDP under no_sync() stays as it is."""
         self._wanted = [wrapper for wrapper in self._wrappers if wrapper.syncs]
-        self._held = True
         for wrapper in self._wanted:
             wrapper.syncs = False
         for wrapper in self._wrappers:
@@ -55,10 +54,9 @@ class DDPSync(GradSync):
 
     def end(self) -> None:
         """Restart the reducers."""
-        if self._held:
-            self._held = False
-            for wrapper in self._wanted:
-                wrapper.syncs = True
+        for wrapper in self._wanted:
+            wrapper.syncs = True
+        self._wanted = []
 
     def unshard(self) -> None:
         """Nothing: every replica has all parameters."""
@@ -160,25 +158,17 @@ class _Bucket:
                     parameter.grad = average.view_as(parameter).clone()
 
 
-def _buckets(wrapper: _Wrapper) -> Iterator[_Bucket]:
+def _buckets(wrapper: _Wrapper) -> list[_Bucket]:
     """The parameters that DDP reduces, in buckets of its size, each of one type and device."""
-    ddp, group = wrapper.ddp, wrapper.group
+    ddp = wrapper.ddp
     ignored: set[str] = ddp.parameters_to_ignore  # pyright: ignore[reportAssignmentType]
-    kinds: dict[tuple[torch.dtype, torch.device], list[nn.Parameter]] = {}
-    for name, parameter in ddp.module.named_parameters():
-        if parameter.requires_grad and name not in ignored:
-            kinds.setdefault((parameter.dtype, parameter.device), []).append(parameter)
-    for parameters in kinds.values():
-        bucket: list[nn.Parameter] = []
-        size = 0
-        for parameter in parameters:
-            bucket.append(parameter)
-            size += parameter.numel() * parameter.element_size()
-            if size >= ddp.bucket_bytes_cap:
-                yield _Bucket(bucket, group)
-                bucket, size = [], 0
-        if bucket:
-            yield _Bucket(bucket, group)
+    named = ddp.module.named_parameters()
+    reduced = [p for name, p in named if p.requires_grad and name not in ignored]
+    if not reduced:
+        return []
+    assign: Any = dist._compute_bucket_assignment_by_size  # pyright: ignore
+    buckets, _ = assign(reduced, [ddp.bucket_bytes_cap])
+    return [_Bucket([reduced[i] for i in bucket], wrapper.group) for bucket in buckets]
 
 
 def _hindrance(ddp: Any) -> str | None:
