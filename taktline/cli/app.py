@@ -7,12 +7,14 @@ cannot be used.
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable
 from dataclasses import fields
 from functools import wraps
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
+from typer.core import TyperGroup
 
 from taktline import __version__
 from taktline.cli.balance import balance
@@ -27,8 +29,30 @@ from taktline.cli.show import show
 from taktline.cli.simulate import simulate
 from taktline.errors import InvalidPlanError, TaktlineError
 
+# Where click is depends on typer's version.
+_UsageError: Any = typer.BadParameter.__bases__[0]
+
+
+class _Commands(TyperGroup):
+    """All commands, with one way to end."""
+
+    def main(self, *args: Any, **options: Any) -> NoReturn:
+        """Run a command, and exit."""
+        try:
+            code = super().main(*args, **options | {"standalone_mode": False})
+        except (TaktlineError, _UsageError) as error:
+            code = 1 if isinstance(error, InvalidPlanError) else 2
+            message = str(error) if isinstance(error, TaktlineError) else error.format_message()
+            if message:  # not where the help was shown
+                typer.echo(f"error: {message}", err=True)
+        except typer.Abort:
+            code = 130
+        sys.exit(code)
+
+
 app = typer.Typer(
     name="taktline",
+    cls=_Commands,
     help="Pipeline-parallel training for PyTorch: plan, check, draw and compare schedules.",
     epilog="Exit codes: 0 fine, 1 the plan breaks its rules, 2 the input cannot be used.",
     no_args_is_help=True,
@@ -59,7 +83,7 @@ def _main(
 
 
 def _as_command(command: Callable[..., None]) -> Callable[..., None]:
-    """A function as a command: with the fields of its groups of options, and errors in a line."""
+    """A function as a command: with the fields of its groups of options."""
     own = inspect.signature(command, eval_str=True).parameters
     groups = {n: each.annotation for n, each in own.items() if each.annotation in (Size, Times)}
     options: list[inspect.Parameter] = []
@@ -73,11 +97,7 @@ def _as_command(command: Callable[..., None]) -> Callable[..., None]:
     def run(**given: Any) -> None:
         for name, group in groups.items():
             given[name] = group(**{field.name: given.pop(field.name) for field in fields(group)})
-        try:
-            command(**given)
-        except (TaktlineError, typer.BadParameter) as error:
-            typer.echo(f"error: {error}", err=True)
-            raise typer.Exit(1 if isinstance(error, InvalidPlanError) else 2) from None
+        command(**given)
 
     run.__dict__["__signature__"] = inspect.Signature(options)
     run.__annotations__ = {option.name: option.annotation for option in options}

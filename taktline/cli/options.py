@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 import typer
 
-from taktline.errors import ScheduleError
+from taktline.errors import ArgumentError, ScheduleError
 from taktline.plan import (
     Costs,
     Plan,
@@ -65,7 +65,7 @@ class Size:
         """The plan in a file or of a schedule, and the costs in the file."""
         if is_file(target):
             if self != Size():
-                raise typer.BadParameter(
+                raise ArgumentError(
                     f"{target} is a file and has its own numbers; leave out --ranks, "
                     "--stages-per-rank and --microbatches"
                 )

@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 from taktline.cli.options import MEMORY, Colour, Predict, Size, Times, complete, timelines_of
+from taktline.errors import ArgumentError
 from taktline.plan import Timeline
 from taktline.plan.io import write_text
 from taktline.render.files import save
@@ -100,7 +101,7 @@ def _write(timelines: list[Timeline], output: Path, width: int | None) -> None:
     elif ending in (".svg", ".png", ".html"):
         save(timelines, output, width=width)
     else:
-        raise typer.BadParameter(
+        raise ArgumentError(
             f"drawings are .svg, .png, .html or .json (for Perfetto), not {ending or output.name!r}"
         )
     typer.echo(f"{output}: {counted(len(timelines), 'timeline')}")
