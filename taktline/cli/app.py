@@ -83,15 +83,15 @@ def _main(
 
 
 def _as_command(command: Callable[..., None]) -> Callable[..., None]:
-    """A function as a command: with the fields of its groups of options."""
-    own = inspect.signature(command, eval_str=True).parameters
-    groups = {n: each.annotation for n, each in own.items() if each.annotation in (Size, Times)}
+    """A function as a command; in place of an argument of type Size or Times, it has its fields."""
     options: list[inspect.Parameter] = []
-    for name, option in own.items():
-        inner = {name: option}
-        if name in groups:
-            inner = inspect.signature(groups[name], eval_str=True).parameters
-        options += [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in inner.values()]
+    groups: dict[str, type[Size]] = {}
+    for name, option in inspect.signature(command, eval_str=True).parameters.items():
+        inner = [option]
+        if option.annotation in (Size, Times):
+            groups[name] = option.annotation
+            inner = inspect.signature(option.annotation, eval_str=True).parameters.values()
+        options += [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in inner]
 
     @wraps(command)
     def run(**given: Any) -> None:

@@ -12,13 +12,11 @@ from taktline.cli.options import (
     Colour,
     Json,
     Predict,
-    Size,
     Times,
     complete,
     console,
     echo_json,
     rich_table,
-    timelines_of,
 )
 from taktline.plan import Timeline, names
 from taktline.render.scale import shared_axis
@@ -38,7 +36,6 @@ def compare(
         ),
     ] = None,
     *,
-    size: Size,
     times: Times,
     predict: Predict = False,
     json: Json = False,
@@ -58,12 +55,8 @@ def compare(
 
     - `taktline compare measured.json --predict`
     """
-    timelines = timelines_of(
-        schedules or [name for name in names() if name != "forward_only"],
-        size,
-        times,
-        predict=predict,
-    )
+    trained = [name for name in names() if name != "forward_only"]
+    timelines = times.timelines(schedules or trained, predict=predict)
     shared_axis(timelines)  # raises if they cannot be compared
     if json:
         echo_json([_as_dict(timeline) for timeline in timelines])

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from enum import StrEnum, auto
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from taktline.cli.options import MEMORY, Colour, Predict, Size, Times, complete, timelines_of
+from taktline.cli.options import MEMORY, Colour, Predict, Times, complete, console
 from taktline.errors import ArgumentError
 from taktline.plan import Timeline
 from taktline.plan.io import write_text
@@ -37,7 +35,6 @@ def show(
         ),
     ],
     *,
-    size: Size,
     times: Times,
     predict: Predict = False,
     output: Annotated[
@@ -74,7 +71,7 @@ def show(
 
     - `taktline show dualpipev -r 4 -m 10 --forward 1 --backward 1.1 --comm 0.1 -o plan.svg`
     """
-    timelines = timelines_of(targets, size, times, predict=predict)
+    timelines = times.timelines(targets, predict=predict)
     if output is None:
         _print(timelines, by, width, colour)
     else:
@@ -82,8 +79,8 @@ def show(
 
 
 def _print(timelines: list[Timeline], by: By, width: int | None, colour: bool | None) -> None:
-    automatic = sys.stdout.isatty() and "NO_COLOR" not in os.environ
-    painted = automatic if colour is None else colour
+    screen = console(colour)
+    painted = screen.color_system is not None and not screen.no_color
     if by is By.time:
         typer.echo(chart(timelines, width, colour=painted), color=True)
     else:

@@ -11,15 +11,13 @@ from taktline.cli.options import (
     NARROW,
     Colour,
     Json,
-    Size,
     Times,
     complete,
     console,
     echo_json,
     rich_table,
 )
-from taktline.plan import simulate as run
-from taktline.plan.timeline import Timeline
+from taktline.plan import Timeline
 from taktline.text import counted
 
 if TYPE_CHECKING:
@@ -32,7 +30,6 @@ def simulate(
         typer.Argument(metavar="FILE|NAME", help="A plan or a schedule.", autocompletion=complete),
     ],
     *,
-    size: Size,
     times: Times,
     json: Json = False,
     colour: Colour = None,
@@ -48,12 +45,11 @@ def simulate(
 
     - `taktline simulate zb_h1 -r 8 -m 24`
     """
-    plan, known = size.load(target)
-    timeline = run(plan, times.costs(plan, known))
+    timeline = times.simulate(target)
     if json:
         echo_json(
             {
-                "name": plan.name,
+                "name": timeline.plan.name,
                 "makespan": timeline.makespan,
                 "bubble": timeline.bubble(),
                 "bubble_by_span": timeline.bubble("span"),

@@ -15,7 +15,7 @@ from typing import Annotated, Any
 
 import typer
 
-from taktline.cli.options import Size, Times, complete_name
+from taktline.cli.options import Times, complete_name
 from taktline.errors import ArgumentError
 from taktline.plan import find, names
 from taktline.plan.io import write_text
@@ -48,7 +48,6 @@ def explore(
         ),
     ] = None,
     *,
-    size: Size,
     times: Times,
     memory: Annotated[
         float | None, typer.Option(help="Memory limit of a rank: activations, in micro-batches.")
@@ -69,7 +68,7 @@ def explore(
     """
     if output.suffix.lower() != ".html":
         raise ArgumentError(f"the page is an .html file, not {output.suffix or output.name!r}")
-    write_text(output, page(schedules, **asdict(size), **asdict(times), memory=memory))
+    write_text(output, page(schedules, **asdict(times), memory=memory))
     typer.echo(f"{output}: open it in a browser")
 
 
