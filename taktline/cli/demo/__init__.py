@@ -55,5 +55,4 @@ def demo(
     from taktline.cli.demo.tour import Tour
 
     size = ranks if local else int(os.environ["WORLD_SIZE"])
-    silent = not local and os.environ["RANK"] != "0"
-    Tour(size, plan.name, microbatches, steps, output, silent).run()
+    Tour(size, plan.name, microbatches, steps, output, local).run()
