@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
@@ -176,21 +176,20 @@ def _is_file(target: str) -> bool:
 
 
 def rich_table(
-    headings: Sequence[str],
-    rows: Iterable[Sequence[str | Text]],
-    left: Container[str] = (),
-    **style: Any,
+    rows: Sequence[Mapping[str, str | Text]], left: Container[str] = (), **style: Any
 ) -> Table:
-    """A table for a console: the columns named in ``left`` to the left, the others to the right."""
+    """A table for a console: the columns named in ``left`` to the left, the others to the right.
+
+    A row has a cell for each heading.
+    """
     from rich.table import Table
 
     table = Table(**style)
-    for heading in headings:
-        text = heading in left
-        justify, overflow = ("left", "fold") if text else ("right", "ellipsis")
+    for heading in rows[0]:
+        justify, overflow = ("left", "fold") if heading in left else ("right", "ellipsis")
         table.add_column(heading, justify=justify, overflow=overflow)
     for row in rows:
-        table.add_row(*row)
+        table.add_row(*row.values())
     return table
 
 

@@ -11,8 +11,6 @@ import numpy as np
 
 from taktline.plan import Costs, Kind, Plan, Timeline, simulate
 
-HEADINGS = ["schedule", "stages", "step/ms", "±", "predicted", "bubble", "in flight"]
-
 
 @dataclass(frozen=True)
 class MeasuredSchedule:
@@ -47,18 +45,18 @@ class MeasuredSchedule:
         share = self.plan.ranks / self.plan.stages
         return float(simulate(self.plan, Costs(activation=share)).peak_memory.max())
 
-    def row(self) -> list[str]:
+    def row(self) -> dict[str, str]:
         """Its line in the table."""
         predicted = simulate(self.plan, Costs.from_timeline(*self.measured)).makespan
-        return [
-            self.plan.name,
-            str(self.plan.stages),
-            f"{self.middle.makespan:.0f}",
-            f"{self.noise:.0f}",
-            f"{predicted:.0f}" if self.apart else "–",
-            f"{self.middle.bubble():.1%}",
-            f"{self.in_flight:g}",
-        ]
+        return {
+            "schedule": self.plan.name,
+            "stages": str(self.plan.stages),
+            "step/ms": f"{self.middle.makespan:.0f}",
+            "±": f"{self.noise:.0f}",
+            "predicted": f"{predicted:.0f}" if self.apart else "–",
+            "bubble": f"{self.middle.bubble():.1%}",
+            "in flight": f"{self.in_flight:g}",
+        }
 
 
 def durations(timeline: Timeline) -> Costs:

@@ -10,7 +10,7 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-from taktline.cli.demo.comparison import HEADINGS, MeasuredSchedule, conclusion
+from taktline.cli.demo.comparison import MeasuredSchedule, conclusion
 from taktline.cli.demo.gpt import GPT, Text, loss_fn
 from taktline.cli.launch import called
 from taktline.cli.options import rich_table
@@ -101,7 +101,7 @@ class Tour:
             return
         model = GPT(2 * self.ranks)
         optimizer = torch.optim.AdamW(model.parameters(), lr=_RATE)
-        rows: list[list[str]] = []
+        rows: list[dict[str, str]] = []
         largest = 0.0
         for step, loss in enumerate(losses[:_COMPARED]):
             passages, following = self._batch(step)
@@ -112,8 +112,9 @@ class Tour:
             optimizer.zero_grad()
             difference = abs(plain.item() - loss)
             largest = max(largest, difference)
-            rows.append([str(step + 1), f"{loss:.6f}", f"{plain.item():.6f}", f"{difference:.0e}"])
-        self._console.print(rich_table(["step", "pipeline", "plain", "difference"], rows, ["step"]))
+            row = {"step": str(step + 1), "pipeline": f"{loss:.6f}", "plain": f"{plain.item():.6f}"}
+            rows.append({**row, "difference": f"{difference:.0e}"})
+        self._console.print(rich_table(rows, ["step"]))
         verdict = "equal, but for rounding" if largest < _ROUNDING else "NOT EQUAL"
         self._say(f"The losses are {verdict}.")
 
@@ -135,9 +136,7 @@ class Tour:
             MeasuredSchedule(pipe.plan, ran, apart=not self.local)
             for pipe, ran in zip(pipes, measured, strict=True)
         ]
-        self._console.print(
-            rich_table(HEADINGS, [schedule.row() for schedule in schedules], HEADINGS[:1])
-        )
+        self._console.print(rich_table([schedule.row() for schedule in schedules], ["schedule"]))
         self._say(conclusion(schedules))
         return [schedule.middle for schedule in schedules]
 

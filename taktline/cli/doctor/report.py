@@ -105,56 +105,55 @@ def _ranks(report: Report) -> Table:
     hosts = len({facts["host"] for facts in report.ranks})
     way = "in one process" if report.way == "local" else report.way
     rows = [
-        [
-            str(facts["rank"]),
-            escape(facts["host"]),
-            escape(f"{facts['device']} {facts['gpu'] or ''}".strip()),
-            str(facts["cores"]),
-            str(facts["threads"]),
-        ]
+        {
+            "rank": str(facts["rank"]),
+            "host": escape(facts["host"]),
+            "device": escape(f"{facts['device']} {facts['gpu'] or ''}".strip()),
+            "cores": str(facts["cores"]),
+            "threads": str(facts["threads"]),
+        }
         for facts in report.ranks
     ]
     title = f"{counted(len(report.ranks), 'rank')} on {counted(hosts, 'host')}, {way}"
-    headings = ["rank", "host", "device", "cores", "threads"]
-    return rich_table(headings, rows, ["host", "device"], title=title)
+    return rich_table(rows, ["host", "device"], title=title)
 
 
 def _links(links: Sequence[MeasuredLink]) -> Table:
     best = max(link.bandwidth for link in links)
-    rows: list[list[Text]] = []
+    rows: list[dict[str, Text]] = []
     for link in sorted(links, key=lambda link: (link.sender, link.receiver)):
         colour = "yellow" if link.bandwidth < best / 4 else ""
         cells = [_amount(link.latency, _UNITS), _amount(link.bandwidth, _RATES)]
         if not link.intact:
-            colour, cells = "bold red", ["broken"]
+            colour, cells = "bold red", ["broken", ""]
+        latency, bandwidth = (Text(cell, colour) for cell in cells)
         ends = Text(f"{link.sender} → {link.receiver}")
-        rows.append([ends, *(Text(cell, colour) for cell in cells)])
-    return rich_table(["from → to", "latency", "bandwidth"], rows, title="Links between ranks")
+        rows.append({"from → to": ends, "latency": latency, "bandwidth": bandwidth})
+    return rich_table(rows, title="Links between ranks")
 
 
 def _runs(runs: Sequence[Run]) -> Table:
-    rows: list[list[str]] = []
+    rows: list[dict[str, str]] = []
     for run in runs:
         gradients = "[bold red]wrong[/]" if run.wrong else "[green]right[/]"
         if run.error:
             gradients = "[bold red]did not run[/]"
-        seconds = "" if run.seconds is None else _amount(run.seconds, _UNITS)
-        rows.append([run.schedule, str(run.stages_per_rank), gradients, seconds])
-    headings = ["schedule", "stages/rank", "gradients", "a step"]
-    title = "A tiny pipeline under each schedule"
-    return rich_table(headings, rows, ["schedule", "gradients"], title=title)
+        row = {"schedule": run.schedule, "stages/rank": str(run.stages_per_rank)}
+        time = "" if run.seconds is None else _amount(run.seconds, _UNITS)
+        rows.append({**row, "gradients": gradients, "a step": time})
+    return rich_table(rows, ["schedule", "gradients"], title="A tiny pipeline under each schedule")
 
 
 def _findings(findings: Sequence[Finding]) -> Table:
-    rows: list[list[Text]] = []
+    rows: list[dict[str, Text]] = []
     for finding in findings:
         mark, colour = _MARKS[finding.verdict]
         text = Text(finding.text)
         if finding.advice:
             text.append(f"\n→ {finding.advice}", style=colour)
-        rows.append([Text(mark, style=colour), Text(finding.check, no_wrap=True), text])
-    headings = ["", "check", "found, and what to do"]
-    return rich_table(headings, rows, headings, title="Checks")
+        check = Text(finding.check, no_wrap=True)
+        rows.append({"": Text(mark, colour), "check": check, "found, and what to do": text})
+    return rich_table(rows, rows[0], title="Checks")
 
 
 def _conclusion(report: Report) -> str:
