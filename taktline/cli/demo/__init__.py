@@ -13,8 +13,6 @@ from taktline.checks import launched
 from taktline.cli.launch import launch
 from taktline.plan import build
 
-__all__ = ["demo"]
-
 _PATIENCE = 5.0
 
 

@@ -18,8 +18,6 @@ from taktline.plan.io import write_text
 if TYPE_CHECKING:  # importing it takes time: the other commands must not pay for the doctor
     from taktline.cli.doctor.report import Report
 
-__all__ = ["doctor"]
-
 
 def doctor(
     ranks: Annotated[

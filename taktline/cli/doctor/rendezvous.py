@@ -6,7 +6,6 @@ import json
 import os
 import sys
 import threading
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -20,7 +19,6 @@ from torch.distributed.rendezvous import rendezvous
 from taktline.checks import read
 from taktline.errors import TransportError
 
-_POLL = 0.05
 _GRACE = 5.0
 """How much longer an alarm waits than the timeout that it guards, whose error says more."""
 
@@ -90,13 +88,9 @@ class Rendezvous:
 
     def _wait_for(self, what: str, ranks: Sequence[int], timeout: float) -> list[int]:
         """Wait until each of these ranks has set its key; returns the ranks that have not."""
-        end = time.monotonic() + timeout
-        missing = list(ranks)
-        while missing := [r for r in missing if not self._store.check([f"{what} {r}"])]:
-            if time.monotonic() > end:
-                break
-            time.sleep(_POLL)
-        return missing
+        with suppress(dist.DistStoreError):  # one is missing
+            self._store.wait([f"{what} {rank}" for rank in ranks], timedelta(seconds=timeout))
+        return [rank for rank in ranks if not self._store.check([f"{what} {rank}"])]
 
 
 @contextmanager

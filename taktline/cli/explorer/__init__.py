@@ -21,8 +21,6 @@ from taktline.plan import find, names
 from taktline.plan.io import write_text
 from taktline.render.palette import COLOURS, MEANINGS
 
-__all__ = ["explore", "page"]
-
 _SCRIPTS = ("planner.js", "chart.js", "cards.js", "plot.js", "page.js")
 
 _SETTINGS: dict[str, tuple[str, float, float, float, float]] = {
