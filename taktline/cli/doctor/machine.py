@@ -157,20 +157,18 @@ def _judge_threads(ranks: _Ranks) -> Iterator[Finding]:
     if ranks[0]["backend"] == "local":
         yield Finding("threads", "ok", "local ranks take turns, so each can use all cores")
         return
-    crowded = False
+    crowded: list[Finding] = []
     for host, who in _grouped(ranks, "host").items():
         cores = max(ranks[rank]["cores"] for rank in who)
         threads = sum(ranks[rank]["threads"] for rank in who)
         if threads > cores:
-            crowded = True
             used = f"{counted(threads, 'thread')} on {counted(cores, 'core')}"
+            text = f"{host}: {of_ranks(who)} use {used}"
             advice = f"set OMP_NUM_THREADS={max(1, cores // len(who))}"
             if threads == len(who):
                 advice = "start fewer ranks here"
-            text = f"{host}: {of_ranks(who)} use {used}"
-            yield Finding("threads", "warning", text, advice)
-    if not crowded:
-        yield Finding("threads", "ok", "no more of them than there are cores")
+            crowded.append(Finding("threads", "warning", text, advice))
+    yield from crowded or [Finding("threads", "ok", "no more of them than there are cores")]
 
 
 def _judge_addresses(ranks: _Ranks) -> Iterator[Finding]:
