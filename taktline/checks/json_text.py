@@ -18,6 +18,7 @@ import json
 import math
 import re
 from collections import Counter
+from contextlib import suppress
 from typing import Any, NoReturn, cast
 
 from taktline.errors import JsonError
@@ -58,7 +59,7 @@ def loads(text: str | bytes, *, what: str) -> Any:
         text.encode("utf-8")
         if _SURROGATE.search(text):
             json.dumps(value, ensure_ascii=False).encode("utf-8")
-        if not _within_depth(value):
+        if _depth(value) > MAX_DEPTH:
             raise RecursionError
     except json.JSONDecodeError as error:
         raise JsonError(
@@ -105,23 +106,13 @@ def _constant(name: str) -> NoReturn:
     raise _Refused(f"holds {name}, which is not JSON")
 
 
-def _within_depth(value: Any) -> bool:
-    """Whether no more than so many lists and objects lie in each other: level by level."""
-    level: list[list[Any]] = [[value]]
-    for _ in range(MAX_DEPTH + 1):
-        level = [
-            _parts(cast(Any, part))
-            for whole in level
-            for part in whole
-            if isinstance(part, (list, dict))
-        ]
-        if not level:
-            return True
-    return False
-
-
-def _parts(whole: list[Any] | dict[str, Any]) -> list[Any]:
-    return list(whole.values()) if isinstance(whole, dict) else whole
+def _depth(value: Any) -> int:
+    """How many lists and objects lie in each other."""
+    if isinstance(value, dict):
+        value = list(cast("dict[str, Any]", value).values())
+    if not isinstance(value, list):
+        return 0
+    return 1 + max(map(_depth, cast("list[Any]", value)), default=0)
 
 
 _NAMES = {
@@ -156,57 +147,56 @@ def read(text: str | bytes, shape: Any, *, what: str) -> Any:
 
 def conform(value: Any, shape: Any, *, what: str) -> Any:
     """The value, if it has the shape; raises a :class:`JsonError` otherwise."""
-    if fault := _fault(value, shape, ""):
-        raise JsonError(what, fault)
+    try:
+        _check(value, shape, "")
+    except _Refused as error:
+        raise JsonError(what, str(error)) from None
     return value
 
 
-def _fault(value: Any, shape: Any, path: str) -> str:
-    """The difference between a value and a shape, in words; empty if there is none."""
+def _check(value: Any, shape: Any, path: str) -> None:
+    """Raise the difference between a value and a shape, if there is one."""
     if isinstance(shape, Either):
-        faults = [_fault(value, each, path) for each in shape.shapes]
-        return "" if "" in faults else f"{_place(path)} is {_kind(value)}, which does not fit here"
+        for each in shape.shapes:
+            with suppress(_Refused):
+                return _check(value, each, path)
+        _refuse(path, f"is {_kind(value)}, which does not fit here")
     if isinstance(shape, (list, tuple)):
-        return _fault_of_list(value, cast(Any, shape), path)
-    if isinstance(shape, dict):
-        return _fault_of_object(value, cast(Any, shape), path)
-    if shape is object:
-        return ""
-    if shape is int and type(value) is int and not -(2**63) <= value < 2**63:
-        return f"{_place(path)} has more than 64 bits"
-    types = (int, float) if shape is float else (shape,)
-    fits = type(value) in types or value is shape is None
-    return "" if fits else f"{_place(path)} is {_kind(value)}, not {_NAMES[shape]}"
+        _check_list(value, cast(Any, shape), path)
+    elif isinstance(shape, dict):
+        _check_object(value, cast(Any, shape), path)
+    elif shape is int and type(value) is int and not -(2**63) <= value < 2**63:
+        _refuse(path, "has more than 64 bits")
+    elif shape is not object:
+        types = (int, float) if shape is float else (shape,)
+        if type(value) not in types and not (value is shape is None):
+            _refuse(path, f"is {_kind(value)}, not {_NAMES[shape]}")
 
 
-def _fault_of_list(value: Any, shape: list[Any] | tuple[Any, ...], path: str) -> str:
+def _check_list(value: Any, shape: list[Any] | tuple[Any, ...], path: str) -> None:
     if not isinstance(value, list):
-        return f"{_place(path)} is {_kind(value)}, not a list"
+        _refuse(path, f"is {_kind(value)}, not a list")
     items = cast("list[Any]", value)
     if isinstance(shape, tuple) and len(items) != len(shape):
-        return f"{_place(path)} has {len(items)} entries, not {len(shape)}"
+        _refuse(path, f"has {len(items)} entries, not {len(shape)}")
     shapes = shape if isinstance(shape, tuple) else shape * len(items)
     for index, (item, inner) in enumerate(zip(items, shapes, strict=True)):
-        if fault := _fault(item, inner, f"{path}[{index}]"):
-            return fault
-    return ""
+        _check(item, inner, f"{path}[{index}]")
 
 
-def _fault_of_object(value: Any, shape: dict[Any, Any], path: str) -> str:
+def _check_object(value: Any, shape: dict[Any, Any], path: str) -> None:
     if not isinstance(value, dict):
-        return f"{_place(path)} is {_kind(value)}, not an object"
+        _refuse(path, f"is {_kind(value)}, not an object")
     fields = cast("dict[str, Any]", value)
     shapes = dict.fromkeys(fields, shape[str]) if str in shape else shape
     if fields.keys() != shapes.keys():
-        return f"{_place(path)} has the keys {_listed(fields)}, not {_listed(shapes)}"
+        _refuse(path, f"has the keys {_listed(fields)}, not {_listed(shapes)}")
     for key, item in fields.items():
-        if fault := _fault(item, shapes[key], f"{path}.{key[:40]}" if path else key[:40]):
-            return fault
-    return ""
+        _check(item, shapes[key], f"{path}.{key[:40]}" if path else key[:40])
 
 
-def _place(path: str) -> str:
-    return path or "the value"
+def _refuse(path: str, text: str) -> NoReturn:
+    raise _Refused(f"{path or 'the value'} {text}")
 
 
 def _kind(value: Any) -> str:

@@ -7,12 +7,14 @@ cannot be used.
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable
 from dataclasses import fields
 from functools import wraps
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
+from typer.core import TyperGroup
 
 from taktline import __version__
 from taktline.cli.balance import balance
@@ -27,8 +29,30 @@ from taktline.cli.show import show
 from taktline.cli.simulate import simulate
 from taktline.errors import InvalidPlanError, TaktlineError
 
+# Where click is depends on typer's version.
+_UsageError: Any = typer.BadParameter.__bases__[0]
+
+
+class _Commands(TyperGroup):
+    """All commands, with one way to end."""
+
+    def main(self, *args: Any, **options: Any) -> NoReturn:
+        """Run a command, and exit."""
+        try:
+            code = super().main(*args, **options | {"standalone_mode": False})
+        except (TaktlineError, _UsageError) as error:
+            code = 1 if isinstance(error, InvalidPlanError) else 2
+            message = str(error) if isinstance(error, TaktlineError) else error.format_message()
+            if message:  # not where the help was shown
+                typer.echo(f"error: {message}", err=True)
+        except typer.Abort:
+            code = 130
+        sys.exit(code)
+
+
 app = typer.Typer(
     name="taktline",
+    cls=_Commands,
     help="Pipeline-parallel training for PyTorch: plan, check, draw and compare schedules.",
     epilog="Exit codes: 0 fine, 1 the plan breaks its rules, 2 the input cannot be used.",
     no_args_is_help=True,
@@ -59,25 +83,21 @@ def _main(
 
 
 def _as_command(command: Callable[..., None]) -> Callable[..., None]:
-    """A function as a command: with the fields of its groups of options, and errors in a line."""
-    own = inspect.signature(command, eval_str=True).parameters
-    groups = {n: each.annotation for n, each in own.items() if each.annotation in (Size, Times)}
+    """A function as a command; in place of an argument of type Size or Times, it has its fields."""
     options: list[inspect.Parameter] = []
-    for name, option in own.items():
-        inner = {name: option}
-        if name in groups:
-            inner = inspect.signature(groups[name], eval_str=True).parameters
-        options += [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in inner.values()]
+    groups: dict[str, type[Size]] = {}
+    for name, option in inspect.signature(command, eval_str=True).parameters.items():
+        inner = [option]
+        if option.annotation in (Size, Times):
+            groups[name] = option.annotation
+            inner = inspect.signature(option.annotation, eval_str=True).parameters.values()
+        options += [each.replace(kind=inspect.Parameter.KEYWORD_ONLY) for each in inner]
 
     @wraps(command)
     def run(**given: Any) -> None:
         for name, group in groups.items():
             given[name] = group(**{field.name: given.pop(field.name) for field in fields(group)})
-        try:
-            command(**given)
-        except (TaktlineError, typer.BadParameter) as error:
-            typer.echo(f"error: {error}", err=True)
-            raise typer.Exit(1 if isinstance(error, InvalidPlanError) else 2) from None
+        command(**given)
 
     run.__dict__["__signature__"] = inspect.Signature(options)
     run.__annotations__ = {option.name: option.annotation for option in options}

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from taktline.cli.options import Json, echo_json
+from taktline.errors import ArgumentError
 from taktline.plan import balance as cut_evenly
 
 
@@ -48,7 +49,7 @@ def _numbers(text: str) -> list[float]:
         try:
             numbers.append(int(word) if word.strip().isdecimal() else float(word))
         except ValueError:
-            raise typer.BadParameter(
+            raise ArgumentError(
                 f"expected numbers with commas between them, not {word!r} in {text!r}"
             ) from None
     return numbers

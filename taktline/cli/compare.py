@@ -12,13 +12,11 @@ from taktline.cli.options import (
     Colour,
     Json,
     Predict,
-    Size,
     Times,
     complete,
     console,
     echo_json,
     rich_table,
-    timelines_of,
 )
 from taktline.plan import Timeline, names
 from taktline.render.scale import shared_axis
@@ -38,7 +36,6 @@ def compare(
         ),
     ] = None,
     *,
-    size: Size,
     times: Times,
     predict: Predict = False,
     json: Json = False,
@@ -58,44 +55,44 @@ def compare(
 
     - `taktline compare measured.json --predict`
     """
-    timelines = timelines_of(
-        schedules or [name for name in names() if name != "forward_only"],
-        size,
-        times,
-        predict=predict,
-    )
+    trained = [name for name in names() if name != "forward_only"]
+    timelines = times.timelines(schedules or trained, predict=predict)
     shared_axis(timelines)  # raises if they cannot be compared
     if json:
         echo_json([_as_dict(timeline) for timeline in timelines])
     else:
-        _print_table(timelines, console(colour))
+        _print(timelines, console(colour))
 
 
-def _print_table(timelines: list[Timeline], screen: Console) -> None:
+def _print(timelines: list[Timeline], screen: Console) -> None:
     """Print timelines as a table, a row each; the best figure of a column stands out."""
     plan, unit = timelines[0].plan, timelines[0].costs.unit
-    shapes = {(t.plan.ranks, t.plan.microbatches) for t in timelines}
-    ranks, microbatches = counted(plan.ranks, "rank"), counted(plan.microbatches, "micro-batch")
-    title = f"{ranks}, {microbatches}" if len(shapes) == 1 else None
-    makespan = f"makespan/{unit}" if unit else "makespan"
-    headings = ["schedule", "stages/rank", "bubble", "by span", makespan, "memory"]
-    figures = [[found[name] for name in _FIGURES] for found in map(_as_dict, timelines)]
-    best = [min(column) for column in zip(*figures, strict=True)]
-    rows: list[list[str]] = []
-    for timeline, row in zip(timelines, figures, strict=True):
-        texts = [f"{row[0]}", f"{row[1]:.1%}", f"{row[2]:.1%}", f"{row[3]:.4g}", f"{row[4]:.4g}"]
-        for place in range(1, 5):
-            if row[place] <= best[place] + 1e-9 and len(timelines) > 1:
-                texts[place] = f"[bold green]{texts[place]}[/]"
-        rows.append([timeline.name, *texts])
+    found = [_as_dict(timeline) for timeline in timelines]
+
+    def cell(figures: dict[str, Any], name: str, form: str) -> str:
+        text = f"{figures[name]:{form}}"
+        best = figures[name] <= min(each[name] for each in found) + 1e-9
+        return f"[bold green]{text}[/]" if best and len(found) > 1 else text
+
+    rows = [
+        {
+            "schedule": figures["schedule"],
+            "stages/rank": str(figures["stages_per_rank"]),
+            "bubble": cell(figures, "bubble", ".1%"),
+            "by span": cell(figures, "bubble_by_span", ".1%"),
+            f"makespan/{unit}" if unit else "makespan": cell(figures, "makespan", ".4g"),
+            "memory": cell(figures, "peak_memory", ".4g"),
+        }
+        for figures in found
+    ]
     if screen.width < NARROW:
-        headings, *rows = ([row[at] for at in (0, 2, 4, 5)] for row in (headings, *rows))
+        for row in rows:
+            del row["stages/rank"], row["by span"]
+    ranks, microbatches = counted(plan.ranks, "rank"), counted(plan.microbatches, "micro-batch")
+    alike = len({(figures["ranks"], figures["microbatches"]) for figures in found}) == 1
+    title = f"{ranks}, {microbatches}" if alike else None
     style = {"title": title, "caption": MEMORY, "caption_justify": "left"}
-    screen.print(rich_table(headings, rows, ["schedule"], **style))
-
-
-_FIGURES = ("stages_per_rank", "bubble", "bubble_by_span", "makespan", "peak_memory")
-"""The numbers of a row."""
+    screen.print(rich_table(rows, ["schedule"], **style))
 
 
 def _as_dict(timeline: Timeline) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 import socket
@@ -56,14 +57,12 @@ def launch(ranks: int, words: Sequence[str], patience: float) -> int:
 
 
 def _wait(processes: Sequence[subprocess.Popen[bytes]], patience: float) -> int:
-    end = None
-    while any(process.poll() is None for process in processes):
-        if end is None and any(process.poll() for process in processes):
-            end = time.monotonic() + patience
-        if end is not None and time.monotonic() > end:
-            return 1
+    end = math.inf
+    while time.monotonic() < end and any(process.poll() is None for process in processes):
+        if any(process.poll() for process in processes):
+            end = min(end, time.monotonic() + patience)
         time.sleep(_POLL)
-    return int(any(process.returncode for process in processes))
+    return int(any(process.poll() != 0 for process in processes))
 
 
 def _free_port() -> int:

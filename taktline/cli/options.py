@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 import typer
 
-from taktline.errors import ScheduleError
+from taktline.errors import ArgumentError, ScheduleError
 from taktline.plan import (
     Costs,
+    Link,
     Plan,
     Timeline,
     find,
@@ -63,9 +63,9 @@ class Size:
 
     def load(self, target: str) -> tuple[Plan, Costs | None]:
         """The plan in a file or of a schedule, and the costs in the file."""
-        if is_file(target):
-            if self != Size():
-                raise typer.BadParameter(
+        if _is_file(target):
+            if (self.ranks, self.stages_per_rank, self.microbatches) != (None, None, None):
+                raise ArgumentError(
                     f"{target} is a file and has its own numbers; leave out --ranks, "
                     "--stages-per-rank and --microbatches"
                 )
@@ -78,8 +78,8 @@ class Size:
 
 
 @dataclass(frozen=True, slots=True)
-class Times:
-    """How long actions take; each field is an option."""
+class Times(Size):
+    """Also how long actions take; each field is an option."""
 
     forward: Annotated[
         float | None, typer.Option(help="Time of a rank's forward, F (default 1).")
@@ -100,25 +100,53 @@ class Times:
         If no costs are known, times and memory are those of a rank's whole share of the model, of
         which each of its stages takes a part: so a plan takes equally long in all commands.
         """
-        values = (known or Costs()).to_dict()
-        asked = {
+        times = {
             "forward": self.forward,
             "backward_input": self.backward,
             "backward_weight": self.weight,
         }
-        for name, time in asked.items():
-            if time is not None:
-                values[name] = time
-                if name != "forward":
-                    values.pop("backward", None)
-                values.pop("overlap", None)
-        share = plan.stages // plan.ranks
-        if share > 1 and known is None:
-            for name in (*asked, "activation"):
-                values[name] = values.get(name, 1.0) / share
+        given: dict[str, Any] = {name: time for name, time in times.items() if time is not None}
+        if given:
+            given["overlap"] = None
+        if given.keys() & {"backward_input", "backward_weight"}:
+            given["backward"] = None
         if self.comm is not None:
-            values["link"] = {"latency": self.comm}
-        return Costs.from_dict(values)
+            given["link"] = Link(latency=self.comm)
+        costs = replace(known or Costs(), **given)
+        if known is not None:
+            return costs
+        share = plan.stages // plan.ranks
+        parts = {name: getattr(costs, name) / share for name in (*times, "activation")}
+        return replace(costs, **parts)
+
+    def simulate(self, target: str) -> Timeline:
+        """The simulated timeline of a plan in a file, or of a schedule."""
+        plan, known = self.load(target)
+        return simulate(plan, self.costs(plan, known))
+
+    def timelines(self, targets: Sequence[str], *, predict: bool) -> list[Timeline]:
+        """The timelines in files, and simulated timelines of plans and schedules.
+
+        With ``predict``, the predicted timeline of a file comes before its own. The size applies
+        to schedules only; its stages per rank to schedules that leave them open.
+        """
+        from rich.console import Console
+
+        timelines: list[Timeline] = []
+        with Console(stderr=True).status("simulating …") as status:
+            for target in targets:
+                status.update(f"simulating {target} …")
+                if _is_file(target) and is_timeline(target):
+                    timeline = read_timeline(target)
+                    timelines += [simulate(timeline.plan, timeline.costs)] * predict + [timeline]
+                    continue
+                meant = self
+                if _is_file(target) and not all(map(_is_file, targets)):
+                    meant = replace(self, ranks=None, stages_per_rank=None, microbatches=None)
+                elif len(targets) > 1 and not _is_file(target) and find(target).stages_per_rank:
+                    meant = replace(self, stages_per_rank=None)
+                timelines.append(meant.simulate(target))
+        return timelines
 
 
 Predict: TypeAlias = Annotated[
@@ -134,7 +162,7 @@ Json: TypeAlias = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 def complete(begun: str) -> list[str]:
     """Completions of a FILE|NAME: schedules, and files of plans and timelines."""
     files = (str(path) for path in Path(".").glob("*") if path.suffix in (".csv", ".json"))
-    return [name for name in (*names(), *sorted(files)) if name.startswith(begun)]
+    return complete_name(begun) + sorted(file for file in files if file.startswith(begun))
 
 
 def complete_name(begun: str) -> list[str]:
@@ -142,53 +170,26 @@ def complete_name(begun: str) -> list[str]:
     return [name for name in names() if name.startswith(begun)]
 
 
-def is_file(target: str) -> bool:
+def _is_file(target: str) -> bool:
     """Whether a FILE|NAME is a file."""
     return target.lower().endswith((".csv", ".json")) or os.path.exists(target)
 
 
-def timelines_of(
-    targets: Sequence[str], size: Size, times: Times, *, predict: bool
-) -> list[Timeline]:
-    """The timelines in files, and simulated timelines of plans and schedules.
-
-    With ``predict``, the predicted timeline of a file comes before its own. ``size`` applies to
-    schedules only; its stages per rank to schedules that leave them open.
-    """
-    timelines: list[Timeline] = []
-    with waiting("simulating") as now:
-        for target in targets:
-            now(target)
-            if is_file(target) and is_timeline(target):
-                timeline = read_timeline(target)
-                timelines += [simulate(timeline.plan, timeline.costs)] * predict + [timeline]
-                continue
-            meant = size
-            if is_file(target) and not all(map(is_file, targets)):
-                meant = Size()
-            elif len(targets) > 1 and not is_file(target) and find(target).stages_per_rank:
-                meant = replace(size, stages_per_rank=None)
-            plan, known = meant.load(target)
-            timelines.append(simulate(plan, times.costs(plan, known)))
-    return timelines
-
-
 def rich_table(
-    headings: Sequence[str],
-    rows: Iterable[Sequence[str | Text]],
-    left: Container[str] = (),
-    **style: Any,
+    rows: Sequence[Mapping[str, str | Text]], left: Container[str] = (), **style: Any
 ) -> Table:
-    """A table for a console: the columns named in ``left`` to the left, the others to the right."""
+    """A table for a console: the columns named in ``left`` to the left, the others to the right.
+
+    A row has a cell for each heading.
+    """
     from rich.table import Table
 
     table = Table(**style)
-    for heading in headings:
-        text = heading in left
-        justify, overflow = ("left", "fold") if text else ("right", "ellipsis")
+    for heading in rows[0]:
+        justify, overflow = ("left", "fold") if heading in left else ("right", "ellipsis")
         table.add_column(heading, justify=justify, overflow=overflow)
     for row in rows:
-        table.add_row(*row)
+        table.add_row(*row.values())
     return table
 
 
@@ -204,12 +205,3 @@ def console(colour: bool | None) -> Console:
 def echo_json(value: Any) -> None:
     """Print a value as JSON."""
     typer.echo(json.dumps(value, indent=2))
-
-
-@contextmanager
-def waiting(what: str) -> Iterator[Callable[[str], None]]:
-    """Show a status line on a terminal while the block runs."""
-    from rich.console import Console
-
-    with Console(stderr=True).status(f"{what} …") as status:
-        yield lambda name: status.update(f"{what} {name} …")

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from enum import StrEnum, auto
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from taktline.cli.options import MEMORY, Colour, Predict, Size, Times, complete, timelines_of
+from taktline.cli.options import MEMORY, Colour, Predict, Times, complete, console
+from taktline.errors import ArgumentError
 from taktline.plan import Timeline
 from taktline.plan.io import write_text
 from taktline.render.files import save
@@ -36,7 +35,6 @@ def show(
         ),
     ],
     *,
-    size: Size,
     times: Times,
     predict: Predict = False,
     output: Annotated[
@@ -73,7 +71,7 @@ def show(
 
     - `taktline show dualpipev -r 4 -m 10 --forward 1 --backward 1.1 --comm 0.1 -o plan.svg`
     """
-    timelines = timelines_of(targets, size, times, predict=predict)
+    timelines = times.timelines(targets, predict=predict)
     if output is None:
         _print(timelines, by, width, colour)
     else:
@@ -81,8 +79,8 @@ def show(
 
 
 def _print(timelines: list[Timeline], by: By, width: int | None, colour: bool | None) -> None:
-    automatic = sys.stdout.isatty() and "NO_COLOR" not in os.environ
-    painted = automatic if colour is None else colour
+    screen = console(colour)
+    painted = screen.color_system is not None and not screen.no_color
     if by is By.time:
         typer.echo(chart(timelines, width, colour=painted), color=True)
     else:
@@ -100,7 +98,7 @@ def _write(timelines: list[Timeline], output: Path, width: int | None) -> None:
     elif ending in (".svg", ".png", ".html"):
         save(timelines, output, width=width)
     else:
-        raise typer.BadParameter(
+        raise ArgumentError(
             f"drawings are .svg, .png, .html or .json (for Perfetto), not {ending or output.name!r}"
         )
     typer.echo(f"{output}: {counted(len(timelines), 'timeline')}")

@@ -11,15 +11,13 @@ from taktline.cli.options import (
     NARROW,
     Colour,
     Json,
-    Size,
     Times,
     complete,
     console,
     echo_json,
     rich_table,
 )
-from taktline.plan import simulate as run
-from taktline.plan.timeline import Timeline
+from taktline.plan import Timeline
 from taktline.text import counted
 
 if TYPE_CHECKING:
@@ -32,7 +30,6 @@ def simulate(
         typer.Argument(metavar="FILE|NAME", help="A plan or a schedule.", autocompletion=complete),
     ],
     *,
-    size: Size,
     times: Times,
     json: Json = False,
     colour: Colour = None,
@@ -48,12 +45,11 @@ def simulate(
 
     - `taktline simulate zb_h1 -r 8 -m 24`
     """
-    plan, known = size.load(target)
-    timeline = run(plan, times.costs(plan, known))
+    timeline = times.simulate(target)
     if json:
         echo_json(
             {
-                "name": plan.name,
+                "name": timeline.plan.name,
                 "makespan": timeline.makespan,
                 "bubble": timeline.bubble(),
                 "bubble_by_span": timeline.bubble("span"),
@@ -71,23 +67,22 @@ def simulate(
 def _show(timeline: Timeline, screen: Console) -> None:
     plan = timeline.plan
     microbatches = counted(plan.microbatches, "micro-batch")
-    rows = [["rank", "stages", "busy", "idle", "span", "utilisation", "memory"]]
-    for rank in range(plan.ranks):
-        rows.append(
-            [
-                str(rank),
-                " ".join(map(str, plan.placement.stages_of(rank))),
-                f"{timeline.busy[rank]:.4g}",
-                f"{timeline.makespan - timeline.busy[rank]:.4g}",
-                f"{timeline.rank_spans[rank]:.4g}",
-                f"{timeline.utilisation[rank]:.1%}",
-                f"{timeline.peak_memory[rank]:.4g}",
-            ]
-        )
+    rows = [
+        {
+            "rank": str(rank),
+            "stages": " ".join(map(str, plan.placement.stages_of(rank))),
+            "busy": f"{timeline.busy[rank]:.4g}",
+            "idle": f"{timeline.makespan - timeline.busy[rank]:.4g}",
+            "span": f"{timeline.rank_spans[rank]:.4g}",
+            "utilisation": f"{timeline.utilisation[rank]:.1%}",
+            "memory": f"{timeline.peak_memory[rank]:.4g}",
+        }
+        for rank in range(plan.ranks)
+    ]
     if screen.width < NARROW:
-        rows = [[row[at] for at in (0, 1, 2, 3, 6)] for row in rows]
-    title = f"{plan.name}: {plan.placement}, {microbatches}"
-    screen.print(rich_table(rows[0], rows[1:], title=title))
+        for row in rows:
+            del row["span"], row["utilisation"]
+    screen.print(rich_table(rows, title=f"{plan.name}: {plan.placement}, {microbatches}"))
     unit = f" {timeline.costs.unit}" if timeline.costs.unit else ""
     typer.echo(
         f"makespan {timeline.makespan:.6g}{unit}; bubble {timeline.bubble():.2%} of it, "

@@ -9,14 +9,15 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from taktline.cli import main
-from taktline.cli.demo.comparison import MeasuredSchedule, conclusion
+from taktline.cli.demo.comparison import MeasuredSchedule, conclusion, durations
 from taktline.cli.launch import called
-from taktline.plan import Costs, build, simulate
+from taktline.plan import Costs, Link, build, lower, names, simulate
 from tests import warm
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
@@ -69,12 +70,22 @@ def test_the_conclusion_claims_no_more_than_the_rounds_show(makespans: tuple[flo
         schedules.append(
             MeasuredSchedule(plan, [simulate(plan, costs(t)) for t in time], apart=True)
         )
-    said = conclusion(schedules, apart=True)
+    said = conclusion(schedules)
     if makespans == (100, 60):
         assert said.endswith("So choose gpipe here: 40% less time than 1f1b.")
     else:
         assert "hides how 1f1b, gpipe differ" in said
         assert said.endswith("So choose 1f1b here: none of them keeps fewer micro-batches.")
+
+
+@pytest.mark.parametrize("name", [name for name in names() if name != "forward_only"])
+def test_what_ranks_that_take_turns_would_need_apart(name: str) -> None:
+    for ranks, microbatches in ((1, 2), (2, 2), (3, 5)):
+        plan = build(name, ranks=ranks, microbatches=microbatches)
+        costs = Costs(forward=tuple(range(1, plan.stages + 1)), backward_input=3.0)
+        waited = simulate(lower(plan), replace(costs, link=Link(latency=7.0), comm_blocks=True))
+        needed = simulate(plan, durations(waited))
+        assert needed.makespan == pytest.approx(simulate(plan, costs).makespan)
 
 
 def test_the_commands_that_it_names_exist(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

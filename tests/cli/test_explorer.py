@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from taktline.cli.app import app
 from taktline.cli.explorer import page
 from taktline.cli.options import Times
-from taktline.plan import Kind, Plan, Timeline, build, find, names, read, simulate
+from taktline.plan import Kind, Timeline, build, find, names, read, simulate
 from tests.browser import browser
 
 if TYPE_CHECKING:
@@ -159,12 +159,11 @@ def test_plans_as_the_package_does(
         cases.append((name, ranks, each, many, {**costs, "comm": draw.choice([0, 0.2, 1.5])}))
     for case, there in zip(cases, json.loads(opened().page.evaluate(PLANS, cases)), strict=True):
         _, ranks, each, many, costs = case
-        plan = build(name, ranks=ranks, microbatches=many, stages_per_rank=each)
-        assert_same(plan, simulate(plan, Times(**costs).costs(plan, None)), there)
+        assert_same(Times(ranks, each, many, **costs).simulate(name), there)
 
 
-def assert_same(plan: Plan, timeline: Timeline, there: dict[str, Any]) -> None:
-    rows = plan.rows
+def assert_same(timeline: Timeline, there: dict[str, Any]) -> None:
+    plan, rows = timeline.plan, timeline.plan.rows
     assert "".join(Kind(kind).name for kind in rows.kind.tolist()) == there["kind"]
     for column in ("stage", "microbatch", "joined"):
         assert getattr(rows, column).tolist() == there[column]

@@ -13,8 +13,6 @@ from taktline.checks import launched
 from taktline.cli.launch import launch
 from taktline.plan import build
 
-__all__ = ["demo"]
-
 _PATIENCE = 5.0
 
 
@@ -24,7 +22,7 @@ def demo(
     microbatches: Annotated[
         int, typer.Option("--microbatches", "-m", help="Number of micro-batches.")
     ] = 8,
-    steps: Annotated[int, typer.Option("--steps", help="Number of training steps.")] = 150,
+    steps: Annotated[int, typer.Option(min=1, help="Number of training steps.")] = 150,
     local: Annotated[bool, typer.Option("--local", help="Run all ranks in this process.")] = False,
     output: Annotated[
         Path, typer.Option("--output", "-o", help="File for the page of timelines.")
@@ -42,8 +40,6 @@ def demo(
 
     - `taktline demo --ranks 4 --schedule zbv --local`
     """
-    if steps < 1:
-        raise typer.BadParameter("--steps must be 1 or more")
     # Raises here, and not on each rank.
     plan = build(schedule, ranks=ranks, microbatches=microbatches)
     if not (local or launched()):
@@ -57,5 +53,4 @@ def demo(
     from taktline.cli.demo.tour import Tour
 
     size = ranks if local else int(os.environ["WORLD_SIZE"])
-    silent = not local and os.environ["RANK"] != "0"
-    Tour(size, plan.name, microbatches, steps, output, silent).run()
+    Tour(size, plan.name, microbatches, steps, output, local).run()

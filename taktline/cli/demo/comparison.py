@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
 
 from taktline.plan import Costs, Kind, Plan, Timeline, simulate
-
-HEADINGS = ["schedule", "stages", "step/ms", "±", "predicted", "bubble", "in flight"]
 
 
 @dataclass(frozen=True)
@@ -47,41 +45,31 @@ class MeasuredSchedule:
         share = self.plan.ranks / self.plan.stages
         return float(simulate(self.plan, Costs(activation=share)).peak_memory.max())
 
-    def row(self) -> list[str]:
+    def row(self) -> dict[str, str]:
         """Its line in the table."""
         predicted = simulate(self.plan, Costs.from_timeline(*self.measured)).makespan
-        return [
-            self.plan.name,
-            str(self.plan.stages),
-            f"{self.middle.makespan:.0f}",
-            f"{self.noise:.0f}",
-            f"{predicted:.0f}" if self.apart else "–",
-            f"{self.middle.bubble():.1%}",
-            f"{self.in_flight:g}",
-        ]
+        return {
+            "schedule": self.plan.name,
+            "stages": str(self.plan.stages),
+            "step/ms": f"{self.middle.makespan:.0f}",
+            "±": f"{self.noise:.0f}",
+            "predicted": f"{predicted:.0f}" if self.apart else "–",
+            "bubble": f"{self.middle.bubble():.1%}",
+            "in flight": f"{self.in_flight:g}",
+        }
 
 
 def durations(timeline: Timeline) -> Costs:
-    """How long each stage computes, without any waiting."""
-
-    def mean(kind: Kind) -> tuple[float, ...] | None:
-        table = timeline.durations(kind)
-        return None if np.isnan(table).all(axis=1).any() else tuple(np.nanmean(table, axis=1))
-
-    backward = mean(Kind.B)
-    halves = tuple(time / 2 for time in backward or ())
-    return Costs(
-        forward=mean(Kind.F) or 1.0,
-        backward_input=mean(Kind.I) or halves,
-        backward_weight=mean(Kind.W) or halves,
-        backward=backward,
-        unit=timeline.costs.unit,
-    )
+    """The costs of a step without any waiting or messages: as if each rank went on at once."""
+    rows = timeline.plan.rows
+    took = np.where(rows.kind <= Kind.W, timeline.end - timeline.start, 0.0)
+    end = np.cumsum(np.where(rows.second_of_pair(), 0.0, took))
+    return Costs.from_timeline(replace(timeline, start=end - took, end=end, arrival=None))
 
 
-def conclusion(schedules: Sequence[MeasuredSchedule], apart: bool) -> str:
+def conclusion(schedules: Sequence[MeasuredSchedule]) -> str:
     """The choice that the table supports, as far as the noise allows."""
-    fastest = min(schedules, key=lambda schedule: schedule.middle.makespan)
+    fastest, second, *_ = sorted(schedules, key=lambda schedule: schedule.middle.makespan)
     close = [
         schedule
         for schedule in schedules
@@ -91,13 +79,12 @@ def conclusion(schedules: Sequence[MeasuredSchedule], apart: bool) -> str:
         "step: the median of rounds in which they took turns; ±: half of them were as near to it; "
         "predicted:\nby the simulator, from the measured costs; bubble: of that step, as on the "
         "page; in flight: the\nmicro-batches that a rank keeps at once."
-        if apart
+        if fastest.apart
         else "These ranks share a thread, so step and bubble are those that the simulator "
         "predicts for a process\neach, from how long each action took. In flight: the "
         "micro-batches that a rank keeps at once."
     ]
     if len(close) == 1:
-        second = min((r for r in schedules if r is not fastest), key=lambda r: r.middle.makespan)
         gain = 1 - fastest.middle.makespan / second.middle.makespan
         choice = f"{fastest.plan.name} here: {gain:.0%} less time than {second.plan.name}"
     else:

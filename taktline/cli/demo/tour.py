@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 from rich.console import Console
 from torch import Tensor
 
-from taktline.cli.demo.comparison import HEADINGS, MeasuredSchedule, conclusion
+from taktline.cli.demo.comparison import MeasuredSchedule, conclusion
 from taktline.cli.demo.gpt import GPT, Text, loss_fn
 from taktline.cli.launch import called
 from taktline.cli.options import rich_table
@@ -33,29 +32,21 @@ _YOUR_OWN = """
     loss = pipe.step(x, target=y)"""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Tour:
-    """The demo on one rank, or on all local ranks; silent if another rank prints."""
+    """The demo on one rank, or on all ranks if they are local."""
 
     ranks: int
     schedule: str
     microbatches: int
     steps: int
     output: Path
-    silent: bool
+    local: bool
+    _text: Text = field(default_factory=Text, init=False)
 
-    @cached_property
-    def _text(self) -> Text:
-        return Text()
-
-    @cached_property
-    def _console(self) -> Console:
-        return Console(quiet=self.silent, highlight=False)
-
-    @property
-    def _apart(self) -> bool:
-        """Whether each rank has a process, and so a time, of its own."""
-        return "WORLD_SIZE" in os.environ
+    def __post_init__(self) -> None:
+        self._silent = not self.local and os.environ["RANK"] != "0"  # one rank prints
+        self._console = Console(quiet=self._silent, highlight=False)
 
     def _batch(self, step: int) -> tuple[Tensor, Tensor]:
         return self._text.batch(step, _SAMPLES * self.microbatches)
@@ -106,11 +97,11 @@ class Tour:
 
     def _compare(self, losses: list[float]) -> None:
         """Run the first steps as plain training, on the first rank; the others wait for it."""
-        if self.silent:
+        if self._silent:
             return
         model = GPT(2 * self.ranks)
         optimizer = torch.optim.AdamW(model.parameters(), lr=_RATE)
-        rows: list[list[str]] = []
+        rows: list[dict[str, str]] = []
         largest = 0.0
         for step, loss in enumerate(losses[:_COMPARED]):
             passages, following = self._batch(step)
@@ -121,8 +112,9 @@ class Tour:
             optimizer.zero_grad()
             difference = abs(plain.item() - loss)
             largest = max(largest, difference)
-            rows.append([str(step + 1), f"{loss:.6f}", f"{plain.item():.6f}", f"{difference:.0e}"])
-        self._console.print(rich_table(["step", "pipeline", "plain", "difference"], rows, ["step"]))
+            row = {"step": str(step + 1), "pipeline": f"{loss:.6f}", "plain": f"{plain.item():.6f}"}
+            rows.append({**row, "difference": f"{difference:.0e}"})
+        self._console.print(rich_table(rows, ["step"]))
         verdict = "equal, but for rounding" if largest < _ROUNDING else "NOT EQUAL"
         self._say(f"The losses are {verdict}.")
 
@@ -141,17 +133,15 @@ class Tour:
                 if round_:  # the first one learns the shapes
                     timelines.append(trace.timeline)
         schedules = [
-            MeasuredSchedule(pipe.plan, ran, self._apart)
+            MeasuredSchedule(pipe.plan, ran, apart=not self.local)
             for pipe, ran in zip(pipes, measured, strict=True)
         ]
-        self._console.print(
-            rich_table(HEADINGS, [schedule.row() for schedule in schedules], HEADINGS[:1])
-        )
-        self._say(conclusion(schedules, self._apart))
+        self._console.print(rich_table([schedule.row() for schedule in schedules], ["schedule"]))
+        self._say(conclusion(schedules))
         return [schedule.middle for schedule in schedules]
 
     def _say_goodbye(self, timelines: list[Timeline]) -> None:
-        if not self.silent:
+        if not self._silent:
             first, *others = timelines
             self.output.write_text(first.to_html(*others), encoding="utf-8")
         command = called()

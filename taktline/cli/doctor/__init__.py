@@ -12,13 +12,11 @@ import typer
 from taktline.checks import launched
 from taktline.cli.launch import launch
 from taktline.cli.options import Json, echo_json
-from taktline.errors import TransportError
+from taktline.errors import ArgumentError, TransportError
 from taktline.plan.io import write_text
 
 if TYPE_CHECKING:  # importing it takes time: the other commands must not pay for the doctor
     from taktline.cli.doctor.report import Report
-
-__all__ = ["doctor"]
 
 
 def doctor(
@@ -51,14 +49,14 @@ def doctor(
     - `taktline doctor --ranks 4`
     """
     if backend not in (None, "gloo", "nccl"):
-        raise typer.BadParameter(f"--backend must be gloo or nccl, not {backend!r}")
+        raise ArgumentError(f"--backend must be gloo or nccl, not {backend!r}")
     if launched():
         if ranks is not None or local:
-            raise typer.BadParameter("a launcher has started the ranks; leave out --ranks, --local")
+            raise ArgumentError("a launcher has started the ranks; leave out --ranks, --local")
         well = _as_a_rank(backend, timeout, output, json)
     elif local:
         if backend is not None:
-            raise typer.BadParameter("local ranks need no --backend")
+            raise ArgumentError("local ranks need no --backend")
         from taktline.cli.doctor.examine import examine_local
 
         well = _print(examine_local(ranks or 2), output, json)

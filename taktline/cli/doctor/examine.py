@@ -6,8 +6,10 @@ import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from statistics import median
 from time import perf_counter
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,7 +17,7 @@ from torch import nn
 
 from taktline.cli.doctor import links, machine
 from taktline.cli.doctor.rendezvous import Rendezvous, alarm
-from taktline.cli.doctor.report import Finding, MeasuredLink, Report, Run, Verdict, of_ranks
+from taktline.cli.doctor.report import Finding, MeasuredLink, Report, Run, of_ranks
 from taktline.device import keep_generators
 from taktline.errors import TaktlineError
 from taktline.plan import find
@@ -39,33 +41,27 @@ _STEPS = 3
 
 def examine(backend: str | None, timeout: float) -> tuple[Report, Rendezvous]:
     """Examine as a rank that a launcher has started."""
-    chosen = machine.wanted_backend(backend)
-    device = _device(chosen)
-    with alarm(int(os.environ["RANK"]), "looking for the other ranks", 2 * timeout):
+    rank = int(os.environ["RANK"])
+    chosen, device = machine.choose(backend)
+    with alarm(rank, 2 * timeout, "looking for the other ranks"):
         rendezvous = Rendezvous(timeout)
-        ranks = rendezvous.share_facts(machine.describe(rendezvous.rank, chosen, device))
+        ranks = rendezvous.share_facts(machine.describe(rank, chosen, device))
     report = Report(chosen, ranks)
     if rendezvous.missing:
         report.findings.append(_missing(rendezvous))
         return report, rendezvous
     report.findings += machine.judge(ranks)
-    if any(f.verdict == Verdict.FAILED and f.check in _NEEDED for f in report.findings):
+    if any(f.verdict == "failed" and f.check in _NEEDED for f in report.findings):
         return report, rendezvous
-    doing = ""
-
-    def begin(phase: str) -> AbstractContextManager[None]:
-        nonlocal doing
-        doing = phase
-        return alarm(rendezvous.rank, phase, timeout)
-
+    within = partial(alarm, rank, timeout)
     try:
-        with begin("making a process group"):
+        with within("making a process group"):
             transport = transport_of(rendezvous.group(chosen, device), device)
-        _check_together(report, lambda: links.measure(transport, device), device, begin)
-        with begin("parting"):
+        _check_together(report, lambda: links.measure(transport, device), device, within)
+        with within("parting"):
             dist.destroy_process_group()
     except Exception as error:
-        report.findings.append(_broken(rendezvous.rank, doing, error))
+        report.findings.append(_broken(rank, error))
     return report, rendezvous
 
 
@@ -74,9 +70,12 @@ def examine_local(size: int) -> Report:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     ranks = [machine.describe(rank, "local", device) for rank in range(size)]
     report = Report("local", ranks, list(machine.judge(ranks)))
+
+    def measured() -> list[MeasuredLink]:
+        return local.run(lambda _: links.measure(transport_of(None, device), device), size)[0]
+
     # Local ranks notice a deadlock by themselves, and need no alarm.
-    found = local.run(lambda _: links.measure(transport_of(None, device), device), size)
-    _check_together(report, lambda: found[0], device, lambda _: nullcontext())
+    _check_together(report, measured, device, nullcontext)
     return report
 
 
@@ -84,14 +83,14 @@ def _check_together(
     report: Report,
     measured: Callable[[], list[MeasuredLink]],
     device: torch.device,
-    begin: Callable[[str], AbstractContextManager[None]],
+    within: Callable[[str], AbstractContextManager[Any]],
 ) -> None:
-    """Run the checks that take all ranks together: links, then pipelines; each within ``begin``."""
-    with begin("measuring links"):
+    """Run the checks that take all ranks together, links and pipelines, each ``within`` a phase."""
+    with within("measuring links"):
         report.links = measured()
     report.findings += links.judge(report.links)
     for schedule in _SCHEDULES:
-        with begin(f"running {schedule}"):
+        with within(f"running {schedule}"):
             report.runs.append(try_schedule(schedule, len(report.ranks), device))
     report.findings += judge_runs(report.runs)
 
@@ -128,26 +127,24 @@ def judge_runs(runs: Sequence[Run]) -> Iterator[Finding]:
     """Whether every schedule ran, with the gradients of the plain model."""
     for run in runs:
         if run.error:
-            text, advice = run.error, "see the error"
+            yield Finding("schedules", "failed", f"{run.schedule}: {run.error}", "see the error")
         elif run.wrong:
-            text = f"differs from the plain model: {run.wrong}"
+            text = f"{run.schedule}: differs from the plain model: {run.wrong}"
             advice = "check that every rank runs the same torch; look for broken memory"
-        else:
-            continue
-        yield Finding("schedules", Verdict.FAILED, f"{run.schedule}: {text}", advice)
-    if runs and all(run.good for run in runs):
+            yield Finding("schedules", "failed", text, advice)
+    if not any(run.error or run.wrong for run in runs):
         text = f"{len(runs)} schedules ran, with the plain model's gradients"
-        yield Finding("schedules", Verdict.OK, text)
+        yield Finding("schedules", "ok", text)
 
 
-def _broken(rank: int, doing: str, error: Exception) -> Finding:
+def _broken(rank: int, error: Exception) -> Finding:
     # gloo puts a place in its source before its message, and an advice of its own behind it.
     reason = re.sub(r"\[[^\]]*\.(cc|cpp|h|hpp):\d+\] ?", "", str(error))
     reason = reason.split(". This is typically")[0].split("\nException raised from")[0].strip()
     return Finding(
         "connection",
-        Verdict.FAILED,
-        f"broke on rank {rank} while {doing}: {reason or type(error).__name__}",
+        "failed",
+        f"broke on rank {rank} while {error.__notes__[-1]}: {reason or type(error).__name__}",
         "see what the other ranks say, and whether every host can reach every other one "
         "(firewalls, GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME)",
     )
@@ -156,19 +153,9 @@ def _broken(rank: int, doing: str, error: Exception) -> Finding:
 def _missing(rendezvous: Rendezvous) -> Finding:
     return Finding(
         "ranks",
-        Verdict.FAILED,
+        "failed",
         f"{of_ranks(rendezvous.missing)} of {rendezvous.size} did not arrive within "
         f"{rendezvous.timeout:g} s",
         "see whether the launcher has started them, what they say, and whether "
         f"{rendezvous.address} can be reached from there; --timeout waits longer",
     )
-
-
-def _device(backend: str) -> torch.device:
-    if backend != "nccl" or not torch.cuda.is_available():
-        return torch.device("cpu")
-    # With too few GPUs some ranks share one, which a check reports.
-    number = int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count()
-    device = torch.device("cuda", number)
-    torch.cuda.set_device(device)
-    return device

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import astuple
-from itertools import combinations
+from itertools import permutations
 from statistics import median
 from time import perf_counter
 
 import torch
 
-from taktline.cli.doctor.report import Finding, MeasuredLink, Verdict, of_ranks
+from taktline.cli.doctor.report import Finding, MeasuredLink, of_ranks
 from taktline.transport import Channel, Transport
 from taktline.transport.exchange import share_values
 
@@ -25,25 +25,21 @@ _SECONDS = 0.5
 
 
 def pairs(ranks: int) -> list[tuple[int, int]]:
-    """The pairs to measure: all, or each rank and the next one around the ring.
+    """The links to measure, from and to: between all ranks, or between neighbours around a ring.
 
     >>> pairs(3)
-    [(0, 1), (0, 2), (1, 2)]
-    >>> pairs(9)[-2:]
-    [(7, 8), (0, 8)]
+    [(0, 1), (0, 2), (1, 0), (1, 2), (2, 0), (2, 1)]
+    >>> pairs(9)[:4]
+    [(0, 8), (0, 1), (1, 0), (1, 2)]
     """
     if ranks <= _ALL_PAIRS:
-        return list(combinations(range(ranks), 2))
-    return [*((rank, rank + 1) for rank in range(ranks - 1)), (0, ranks - 1)]
+        return list(permutations(range(ranks), 2))
+    return [(rank, (rank + step) % ranks) for rank in range(ranks) for step in (-1, 1)]
 
 
 def measure(transport: Transport, device: torch.device) -> list[MeasuredLink]:
     """The links of all pairs, in both directions; every rank takes part and returns all of them."""
-    channels = [
-        Channel(*ends, gradients=False)
-        for pair in pairs(transport.size)
-        for ends in (pair, pair[::-1])
-    ]
+    channels = [Channel(*pair, gradients=False) for pair in pairs(transport.size)]
     transport.open(channels)
     # Made once: getting fresh memory takes as long as a quick link takes to fill it.
     buffer = torch.zeros(max(_LARGE), dtype=torch.uint8, device=device)
@@ -64,38 +60,33 @@ def judge(links: list[MeasuredLink]) -> Iterator[Finding]:
     if broken:
         text = f"what arrived differs from what was sent: {told}"
         advice = "check the network, and that every rank runs the same torch"
-        yield Finding("links", Verdict.FAILED, text, advice)
+        yield Finding("links", "failed", text, advice)
     elif slow:
         text = f"less than a quarter of the usual bandwidth: {told}"
         advice = "place neighbouring stages on ranks with fast links"
-        yield Finding("links", Verdict.WARNING, text, advice)
+        yield Finding("links", "warning", text, advice)
     elif links:
         ranks = sorted({link.sender for link in links})
         peers = "each other" if len(ranks) <= _ALL_PAIRS else "their neighbours"
-        yield Finding("links", Verdict.OK, f"{of_ranks(ranks)} can talk to {peers}, both ways")
+        yield Finding("links", "ok", f"{of_ranks(ranks)} can talk to {peers}, both ways")
     else:
-        yield Finding("links", Verdict.OK, "one rank has no links")
+        yield Finding("links", "ok", "one rank has no links")
 
 
 def _measure(transport: Transport, channel: Channel, buffer: torch.Tensor) -> MeasuredLink:
     """Measure one link; the numbers mean something on its sender only."""
-    intact = True
-    times: list[float] = []
-    rates: list[float] = []
-    for _ in range(_ROUND_TRIPS + 1):
-        seconds, good = _round_trip(transport, channel, buffer[:_SMALL])
-        times.append(seconds)
-        intact &= good
-    latency = median(times[1:]) / 2  # the first message connects
-    begin = perf_counter()
+    small = [_round_trip(transport, channel, buffer[:_SMALL]) for _ in range(_ROUND_TRIPS + 1)]
+    latency = median(seconds for seconds, _ in small[1:]) / 2  # the first message connects
+    large: list[tuple[float, bool]] = []
     for size in _LARGE:
-        seconds, good = _round_trip(transport, channel, buffer[:size])
-        rates.append(size / max(seconds - latency, 1e-9))  # without the answer's time
-        intact &= good
-        spent = round(1e6 * (perf_counter() - begin))
+        large.append(_round_trip(transport, channel, buffer[:size]))
+        spent = round(1e6 * sum(seconds for seconds, _ in large))
         if max(transport.exchange([spent], "measuring links"))[0] > 1e6 * _SECONDS:
             break
+    sent = zip(_LARGE, (seconds for seconds, _ in large), strict=False)
+    rates = [size / max(seconds - latency, 1e-9) for size, seconds in sent]  # without the answer
     rate = median(rates[1:] or rates)  # the first one warms up
+    intact = all(good for _, good in small + large)
     return MeasuredLink(channel.sender, channel.receiver, latency, rate, intact)
 
 

@@ -6,7 +6,6 @@ import json
 import os
 import sys
 import threading
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -14,12 +13,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
 
 from taktline.checks import read
 from taktline.errors import TransportError
 
-_POLL = 0.05
 _GRACE = 5.0
 """How much longer an alarm waits than the timeout that it guards, whose error says more."""
 
@@ -32,11 +31,22 @@ class Rendezvous:
 
     def __init__(self, timeout: float) -> None:
         self.timeout = timeout
-        self.rank = int(os.environ["RANK"])
-        self.size = int(os.environ["WORLD_SIZE"])
+        self.rank, self.size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         self.address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         self.missing: list[int] = []
-        self._store = self._connect()
+        limit = timedelta(seconds=timeout)
+        try:
+            # As if alone, because rank 0 would wait here for others that it could not name.
+            store, _, _ = next(rendezvous("env://", world_size=1, timeout=limit))
+        except (RuntimeError, ValueError) as error:
+            reason = str(error).splitlines()[0]
+            raise TransportError(
+                f"rank {self.rank} cannot reach {self.address} within {timeout:g} s; see "
+                f"whether rank 0 runs there and the port is open ({reason})"
+            ) from None
+        # torchrun may keep one store for all attempts.
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        self._store = PrefixStore(f"taktline doctor {attempt}", store)
 
     def share_facts(self, facts: dict[str, Any]) -> list[dict[str, Any]]:
         """Share the facts of this rank, and return those of each rank."""
@@ -76,43 +86,19 @@ class Rendezvous:
                 self._wait_for("leaves", [0], self.timeout + _GRACE)
                 self._store.set(f"left {self.rank}", "")
 
-    def _connect(self) -> Store:
-        host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        # torchrun keeps the store in its own process.
-        kept_elsewhere = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        try:
-            store = TCPStore(
-                host,
-                port,
-                self.size,
-                is_master=self.rank == 0 and not kept_elsewhere,
-                timeout=timedelta(seconds=self.timeout),
-                wait_for_workers=False,
-                multi_tenant=True,
-            )
-        except (RuntimeError, ValueError) as error:
-            reason = str(error).splitlines()[0]
-            raise TransportError(
-                f"rank {self.rank} cannot reach {self.address} within {self.timeout:g} s; see "
-                f"whether rank 0 runs there and the port is open ({reason})"
-            ) from None
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        return PrefixStore(f"taktline doctor {attempt}", store)
-
     def _wait_for(self, what: str, ranks: Sequence[int], timeout: float) -> list[int]:
         """Wait until each of these ranks has set its key; returns the ranks that have not."""
-        end = time.monotonic() + timeout
-        missing = list(ranks)
-        while missing := [r for r in missing if not self._store.check([f"{what} {r}"])]:
-            if time.monotonic() > end:
-                break
-            time.sleep(_POLL)
-        return missing
+        with suppress(dist.DistStoreError):  # one is missing
+            self._store.wait([f"{what} {rank}" for rank in ranks], timedelta(seconds=timeout))
+        return [rank for rank in ranks if not self._store.check([f"{what} {rank}"])]
 
 
 @contextmanager
-def alarm(rank: int, doing: str, timeout: float) -> Iterator[None]:
-    """End this process if the block takes too long: a backend's own waits may have no end."""
+def alarm(rank: int, timeout: float, doing: str) -> Iterator[None]:
+    """End this process if the block takes too long: a backend's own waits may have no end.
+
+    An error that the block raises gets a note of what it was doing.
+    """
 
     def end_process() -> None:
         print(
@@ -128,5 +114,8 @@ def alarm(rank: int, doing: str, timeout: float) -> Iterator[None]:
     timer.start()
     try:
         yield
+    except Exception as error:
+        error.add_note(doing)
+        raise
     finally:
         timer.cancel()

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from enum import StrEnum
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 from rich.console import Console
 from rich.markup import escape
@@ -15,13 +14,7 @@ from rich.text import Text
 from taktline.cli.options import rich_table
 from taktline.text import counted
 
-
-class Verdict(StrEnum):
-    """How a check went."""
-
-    OK = "ok"
-    WARNING = "warning"
-    FAILED = "failed"
+Verdict: TypeAlias = Literal["ok", "warning", "failed"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,11 +51,6 @@ class Run:
     """Where it differs from the plain model."""
     error: str = ""
 
-    @property
-    def good(self) -> bool:
-        """Whether it ran, with the right gradients."""
-        return not self.error and not self.wrong
-
 
 @dataclass(slots=True)
 class Report:
@@ -70,7 +58,7 @@ class Report:
 
     way: str
     """The backend, or ``local``."""
-    ranks: list[dict[str, Any]] = field(default_factory=list)
+    ranks: list[dict[str, Any]]
     """The facts of each rank."""
     findings: list[Finding] = field(default_factory=list)
     links: list[MeasuredLink] = field(default_factory=list)
@@ -79,7 +67,7 @@ class Report:
     @property
     def well(self) -> bool:
         """Whether nothing failed; warnings do not count."""
-        return all(finding.verdict != Verdict.FAILED for finding in self.findings)
+        return all(finding.verdict != "failed" for finding in self.findings)
 
     def to_dict(self) -> dict[str, Any]:
         """The report as JSON values."""
@@ -97,19 +85,14 @@ def of_ranks(ranks: Sequence[int]) -> str:
     return f"rank{'s' * (len(ranks) != 1)} {', '.join(map(str, ranks))}"
 
 
-_MARKS = {
-    Verdict.OK: ("✓", "green"),
-    Verdict.WARNING: ("!", "yellow"),
-    Verdict.FAILED: ("✗", "bold red"),
-}
+_MARKS = {"ok": ("✓", "green"), "warning": ("!", "yellow"), "failed": ("✗", "bold red")}
 _UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"))
 _RATES = ((1e9, "GB/s"), (1e6, "MB/s"), (1e3, "kB/s"))
 
 
 def show(report: Report, console: Console) -> None:
     """Print tables of the ranks, the links, the runs and the findings."""
-    if report.ranks:
-        console.print(_ranks(report))
+    console.print(_ranks(report))
     if report.links:
         console.print(_links(report.links))
     if report.runs:
@@ -122,63 +105,62 @@ def _ranks(report: Report) -> Table:
     hosts = len({facts["host"] for facts in report.ranks})
     way = "in one process" if report.way == "local" else report.way
     rows = [
-        [
-            str(facts["rank"]),
-            escape(facts["host"]),
-            escape(f"{facts['device']} {facts['gpu'] or ''}".strip()),
-            str(facts["cores"]),
-            str(facts["threads"]),
-        ]
+        {
+            "rank": str(facts["rank"]),
+            "host": escape(facts["host"]),
+            "device": escape(f"{facts['device']} {facts['gpu'] or ''}".strip()),
+            "cores": str(facts["cores"]),
+            "threads": str(facts["threads"]),
+        }
         for facts in report.ranks
     ]
     title = f"{counted(len(report.ranks), 'rank')} on {counted(hosts, 'host')}, {way}"
-    headings = ["rank", "host", "device", "cores", "threads"]
-    return rich_table(headings, rows, ["host", "device"], title=title)
+    return rich_table(rows, ["host", "device"], title=title)
 
 
 def _links(links: Sequence[MeasuredLink]) -> Table:
     best = max(link.bandwidth for link in links)
-    rows: list[list[Text]] = []
+    rows: list[dict[str, Text]] = []
     for link in sorted(links, key=lambda link: (link.sender, link.receiver)):
         colour = "yellow" if link.bandwidth < best / 4 else ""
         cells = [_amount(link.latency, _UNITS), _amount(link.bandwidth, _RATES)]
         if not link.intact:
-            colour, cells = "bold red", ["broken"]
+            colour, cells = "bold red", ["broken", ""]
+        latency, bandwidth = (Text(cell, colour) for cell in cells)
         ends = Text(f"{link.sender} → {link.receiver}")
-        rows.append([ends, *(Text(cell, colour) for cell in cells)])
-    return rich_table(["from → to", "latency", "bandwidth"], rows, title="Links between ranks")
+        rows.append({"from → to": ends, "latency": latency, "bandwidth": bandwidth})
+    return rich_table(rows, title="Links between ranks")
 
 
 def _runs(runs: Sequence[Run]) -> Table:
-    rows: list[list[str]] = []
+    rows: list[dict[str, str]] = []
     for run in runs:
-        gradients = "[green]right[/]" if run.good else "[bold red]wrong[/]"
+        gradients = "[bold red]wrong[/]" if run.wrong else "[green]right[/]"
         if run.error:
             gradients = "[bold red]did not run[/]"
-        seconds = "" if run.seconds is None else _amount(run.seconds, _UNITS)
-        rows.append([run.schedule, str(run.stages_per_rank), gradients, seconds])
-    headings = ["schedule", "stages/rank", "gradients", "a step"]
-    title = "A tiny pipeline under each schedule"
-    return rich_table(headings, rows, ["schedule", "gradients"], title=title)
+        row = {"schedule": run.schedule, "stages/rank": str(run.stages_per_rank)}
+        time = "" if run.seconds is None else _amount(run.seconds, _UNITS)
+        rows.append({**row, "gradients": gradients, "a step": time})
+    return rich_table(rows, ["schedule", "gradients"], title="A tiny pipeline under each schedule")
 
 
 def _findings(findings: Sequence[Finding]) -> Table:
-    rows: list[list[Text]] = []
+    rows: list[dict[str, Text]] = []
     for finding in findings:
         mark, colour = _MARKS[finding.verdict]
         text = Text(finding.text)
         if finding.advice:
             text.append(f"\n→ {finding.advice}", style=colour)
-        rows.append([Text(mark, style=colour), Text(finding.check, no_wrap=True), text])
-    headings = ["", "check", "found, and what to do"]
-    return rich_table(headings, rows, headings, title="Checks")
+        check = Text(finding.check, no_wrap=True)
+        rows.append({"": Text(mark, colour), "check": check, "found, and what to do": text})
+    return rich_table(rows, rows[0], title="Checks")
 
 
 def _conclusion(report: Report) -> str:
     verdicts = [finding.verdict for finding in report.findings]
-    if failed := verdicts.count(Verdict.FAILED):
+    if failed := verdicts.count("failed"):
         return f"[bold red]{counted(failed, 'check')} failed.[/]"
-    if warnings := verdicts.count(Verdict.WARNING):
+    if warnings := verdicts.count("warning"):
         return f"[yellow]Everything works, with {counted(warnings, 'warning')}.[/]"
     return "[green]All is well.[/]"
 

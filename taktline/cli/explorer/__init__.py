@@ -15,12 +15,11 @@ from typing import Annotated, Any
 
 import typer
 
-from taktline.cli.options import Size, Times, complete_name
+from taktline.cli.options import Times, complete_name
+from taktline.errors import ArgumentError
 from taktline.plan import find, names
 from taktline.plan.io import write_text
 from taktline.render.palette import COLOURS, MEANINGS
-
-__all__ = ["explore", "page"]
 
 _SCRIPTS = ("planner.js", "chart.js", "cards.js", "plot.js", "page.js")
 
@@ -47,7 +46,6 @@ def explore(
         ),
     ] = None,
     *,
-    size: Size,
     times: Times,
     memory: Annotated[
         float | None, typer.Option(help="Memory limit of a rank: activations, in micro-batches.")
@@ -67,8 +65,8 @@ def explore(
     - `taktline explore 1f1b zbv v_half -r 8 -m 32 --comm 0.1 -o explorer.html`
     """
     if output.suffix.lower() != ".html":
-        raise typer.BadParameter(f"the page is an .html file, not {output.suffix or output.name!r}")
-    write_text(output, page(schedules, **asdict(size), **asdict(times), memory=memory))
+        raise ArgumentError(f"the page is an .html file, not {output.suffix or output.name!r}")
+    write_text(output, page(schedules, **asdict(times), memory=memory))
     typer.echo(f"{output}: open it in a browser")
 
 
@@ -80,7 +78,7 @@ def page(schedules: list[str] | None = None, **settings: float | None) -> str:
     """
     chosen = [find(name).name for name in schedules or ("1f1b", "zbv")]
     if "forward_only" in chosen:
-        raise typer.BadParameter("forward_only has no backward, and no bubble to compare")
+        raise ArgumentError("forward_only has no backward, and no bubble to compare")
     content: dict[str, Any] = {
         "schedules": {name: find(name).summary for name in names() if name != "forward_only"},
         "open": [name for name in names() if find(name).stages_per_rank is None],
@@ -104,6 +102,6 @@ def _setting(name: str, asked: float | None) -> dict[str, Any]:
     label, least, most, step, default = _SETTINGS[name]
     if asked is not None and not least <= asked <= most:
         option = "--" + name.replace("_", "-")
-        raise typer.BadParameter(f"{option} must be from {least:g} to {most:g}, not {asked:g}")
+        raise ArgumentError(f"{option} must be from {least:g} to {most:g}, not {asked:g}")
     value = default if asked is None else asked
     return {"name": name, "label": label, "min": least, "max": most, "step": step, "value": value}
