@@ -161,7 +161,8 @@ class HeldModel:
         modules = {stage.stage_index: stage.submod for stage in schedule._stages}
 
         def gather(names: list[Any]) -> list[Any]:
-            return processes.gather(names, "the names of a checkpoint")
+            what = "the names of a checkpoint"
+            return processes.everywhere(lambda: names, what, what)
 
         return cls(ModelState.of_stages(modules, gather), processes, schedule, runner.device)
 
