@@ -8,8 +8,8 @@ wait until the first one has renamed the folder.
 from __future__ import annotations
 
 import logging
-import threading
 import time
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,62 +25,7 @@ _PAUSE = 0.02
 """Seconds between two looks into the folder."""
 _FAILED = ".failed"
 
-
-class _Background:
-    """A save that is being written."""
-
-    def __init__(self, saving: Saving) -> None:
-        self._saving = saving
-        self.error: TaktlineError | None = None
-        # Not a daemon: at its end, Python waits for it.
-        self.thread = threading.Thread(target=self._run, name="taktline save")
-        self.thread.start()
-
-    def _run(self) -> None:
-        saving = self._saving
-        _, self.error = saving.processes.attempt(self._write, f"write {saving.final}")
-        if self.error is not None:
-            _log.error("a background save has failed: %s", text_of(self.error))
-            self._leave_note(self.error)
-            saving.clear()
-
-    def _write(self) -> None:
-        saving = self._saving
-        saving.write()
-        while not self._over():
-            for note in saving.unfinished.glob(f"*{_FAILED}"):
-                raise CheckpointError(note.read_text(errors="replace"))
-            for transport in saving.processes.transports:
-                if isinstance(transport, Distributed) and transport.verdict is not None:
-                    raise CheckpointError(f"the connection was lost before {saving.final}")
-            time.sleep(_PAUSE)
-        saving.finish()
-
-    def _leave_note(self, error: TaktlineError) -> None:
-        """Leave a note for the other processes; without disk space for it, they find out later."""
-        saving = self._saving
-        try:
-            (saving.unfinished / saving.file).unlink(missing_ok=True)
-            note = saving.note_of(saving.processes.place).with_suffix(_FAILED)
-            note.write_text(text_of(error, 4000))
-        except OSError:
-            pass
-
-    def _over(self) -> bool:
-        """Whether the first process has the parts of all, or the others have the finished save."""
-        saving = self._saving
-        if not saving.processes.place:
-            return all(saving.note_of(place).exists() for place in range(saving.processes.count))
-        # In this order: the folder may be renamed between the two.
-        there = saving.unfinished.exists()
-        if saving.final.exists():
-            return True
-        if not there:
-            raise CheckpointError(f"rank 0 did not save {saving.final}")
-        return False
-
-
-_running: dict[tuple[Path, int], _Background] = {}
+_running: dict[tuple[Path, int], Future[None]] = {}
 """By folder and process."""
 _memory: dict[tuple[Path, int], Memory] = {}
 """By folder and process."""
@@ -96,7 +41,9 @@ def start(folder: Path, saving: Saving) -> None:
     key = folder, saving.processes.place
     memory = _memory.setdefault(key, Memory())
     saving.snapshot = Snapshot(saving.tensors, saving.trained, saving.others, memory)
-    _running[key] = _Background(saving)
+    thread = ThreadPoolExecutor(1, "taktline save")  # at its end, Python waits for it
+    _running[key] = thread.submit(_run, saving)
+    thread.shutdown(wait=False)
     watch(saving.snapshot)
 
 
@@ -104,6 +51,48 @@ def wait(folder: Path, place: int = 0) -> None:
     """Wait for the save that is being written to a folder; raises its error."""
     running = _running.pop((folder.resolve(), place), None)
     if running is not None:
-        running.thread.join()
-        if running.error is not None:
-            raise running.error
+        running.result()
+
+
+def _run(saving: Saving) -> None:
+    _, error = saving.processes.attempt(lambda: _write(saving), f"write {saving.final}")
+    if error is not None:
+        _log.error("a background save has failed: %s", text_of(error))
+        _leave_note(saving, error)
+        saving.clear()
+        raise error
+
+
+def _write(saving: Saving) -> None:
+    saving.write()
+    while not _is_over(saving):
+        for note in saving.unfinished.glob(f"*{_FAILED}"):
+            raise CheckpointError(note.read_text(errors="replace"))
+        for transport in saving.processes.transports:
+            if isinstance(transport, Distributed) and transport.verdict is not None:
+                raise CheckpointError(f"the connection was lost before {saving.final}")
+        time.sleep(_PAUSE)
+    saving.finish()
+
+
+def _is_over(saving: Saving) -> bool:
+    """Whether the first process has the parts of all, or the others have the finished save."""
+    if not saving.processes.place:
+        return all(saving.note_of(place).exists() for place in range(saving.processes.count))
+    # In this order: the folder may be renamed between the two.
+    there = saving.unfinished.exists()
+    if saving.final.exists():
+        return True
+    if not there:
+        raise CheckpointError(f"rank 0 did not save {saving.final}")
+    return False
+
+
+def _leave_note(saving: Saving, error: TaktlineError) -> None:
+    """Leave a note for the other processes; without disk space for it, they find out later."""
+    try:
+        (saving.unfinished / saving.file).unlink(missing_ok=True)
+        note = saving.note_of(saving.processes.place).with_suffix(_FAILED)
+        note.write_text(text_of(error, 4000))
+    except OSError:
+        pass
