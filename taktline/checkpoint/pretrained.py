@@ -49,7 +49,7 @@ def save_pretrained(model: HeldModel, folder: Any, max_shard_bytes: int) -> None
 
         def finish() -> None:
             if not processes.place:
-                _write_index(model.modules, path, files, sum(sizes.values()))
+                _write_index(model.inner_modules(), path, files, sum(sizes.values()))
 
         processes.everywhere(finish, f"write {path}", call)
 
@@ -108,7 +108,7 @@ def _write_index(
         weight_map = {name: file.name for file in files for name in file.tensors}
         content = {"metadata": {"total_size": size}, "weight_map": weight_map}
         write_text(path / INDEX, json.dumps(content, indent=2))
-    for module in (inner for outer in modules for inner in outer.modules()):
+    for module in modules:
         for name in ("config", "generation_config"):
             save = getattr(getattr(module, name, None), "save_pretrained", None)
             if callable(save):

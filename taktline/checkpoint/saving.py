@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 from taktline.checkpoint import folder as folders
 from taktline.checkpoint.background import is_first_to, start, wait
-from taktline.checkpoint.manifest import merged, packed, read_part, sealed
+from taktline.checkpoint.manifest import merged, packed, sealed
 from taktline.checkpoint.model_state import Held, HeldModel, foremost
 from taktline.checkpoint.optimizers import describe
 from taktline.checkpoint.processes import Processes, writers
@@ -87,7 +87,7 @@ class Saving:
 
     def collect(self, model: HeldModel, training: Training) -> list[tuple[str, int]]:
         """Note all tensors and values of this process; returns each shard with its priority."""
-        tensors = [] if self.processes.place else [Held(*each) for each in model.optional.items()]
+        tensors = [] if self.processes.place else [Held(*each) for each in model.state.rest.items()]
         tensors = [
             Held(f"model/{name}", value, priority)
             for name, value, priority in foremost((*tensors, *model.held)).values()
@@ -110,8 +110,7 @@ class Saving:
         shards: list[tuple[str, int]] = []
         in_bounds = {
             id(module.weight)
-            for part in model.modules
-            for module in part.modules()
+            for module in model.inner_modules()
             if getattr(module, "max_norm", None) is not None
         }  # the forward of such an embedding changes its weight
         for name, value, priority in tensors:
@@ -172,9 +171,9 @@ class Saving:
     def finish(self) -> None:
         """Merge the parts, when all are written; on the first process."""
         if not self.processes.place:
-            parts = [read_part(self.note_of(place)) for place in range(self.processes.count)]
-            manifest = sealed(merged(parts, self.step))
-            folders.finish(self.final, manifest, self.keep)
+            notes = (self.note_of(place) for place in range(self.processes.count))
+            parts = [json.loads(note.read_bytes()) for note in notes]
+            folders.finish(self.final, sealed(merged(parts, self.step)), self.keep)
 
     def clear(self) -> None:
         """Remove the files of a save that has failed; on the first process."""
@@ -184,9 +183,8 @@ class Saving:
 
 def _values(model: HeldModel, training: Training) -> dict[str, Any]:
     """All but the tensors of the model and optimizers; most values are each process's own."""
-    place, schedule = model.processes.place, model.schedule
-    ranks = None if schedule is None else schedule._runner._random
-    values: dict[str, Any] = {f"random/{place}": random_state(model.device, ranks)}
+    place = model.processes.place
+    values: dict[str, Any] = {f"random/{place}": random_state(model)}
     if training.data is not None:
         values[f"data/{place}"] = training.data.state_dict()
     if training.scaler is not None:
