@@ -125,8 +125,7 @@ class _Loading:
             )
         weights: dict[str, list[str]] = {}
         for name in saved:
-            first = model.aliases.get(name, name)
-            weights.setdefault(first, []).append(name)
+            weights.setdefault(model.aliases.get(name, name), []).append(name)
         for apart in weights.values():
             if len(apart) > 1:
                 raise CheckpointError(

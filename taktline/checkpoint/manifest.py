@@ -55,7 +55,7 @@ class Entry(NamedTuple):
 
     dtype: torch.dtype
     shape: tuple[int, ...]
-    pieces: tuple[tuple[str, Region], ...]
+    pieces: list[tuple[str, Region]]
 
 
 class Checkpoint:
@@ -74,21 +74,23 @@ class Checkpoint:
         self._listed: dict[str, dict[str, Any]] = content["files"]
         for name, known in self._listed.items():
             _require_file(path / name, name, known)
-        self.tensors = {name: self._entry(name, each) for name, each in content["tensors"].items()}
+        listed: dict[str, dict[str, Any]] = content["tensors"]
+        self.tensors = {name: self._entry(name, each) for name, each in listed.items()}
         self._files: dict[str, TensorFile] = {}
 
     def _entry(self, name: str, entry: dict[str, Any]) -> Entry:
-        files = [each["file"] for each in entry["pieces"]]
-        for file in files:
+        kind = entry["dtype"]
+        if kind not in DTYPES:
+            raise CheckpointError(f"{self.path}: {name} is of the unknown type {kind[:40]!r}")
+        pieces = [
+            (each["file"], Region(tuple(each["start"]), tuple(each["size"])))
+            for each in entry["pieces"]
+        ]
+        for file, _ in pieces:
             if file not in self._listed:
                 raise CheckpointError(
                     f"{self.path}: {name} is in {file[:40]!r}, which the manifest does not list"
                 )
-        kind = entry["dtype"]
-        if kind not in DTYPES:
-            raise CheckpointError(f"{self.path}: {name} is of the unknown type {kind[:40]!r}")
-        regions = [Region(tuple(each["start"]), tuple(each["size"])) for each in entry["pieces"]]
-        pieces = tuple(zip(files, regions, strict=True))
         return Entry(DTYPES[kind], tuple(entry["shape"]), pieces)
 
     def _pieces(self, name: str, region: Region) -> Iterator[tuple[TensorFile, Region, Region]]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -68,7 +69,9 @@ class Saving:
     keep: int | None
     file: str
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
-    """The tensors that this process writes."""
+    """The tensors that this process writes, or could write."""
+    shards: list[tuple[str, int]] = field(default_factory=list)
+    """What each of them is a shard of, and where; and its priority among processes."""
     trained: set[str] = field(default_factory=set)
     """The names of those tensors that optimizers change, and nothing else."""
     others: set[str] = field(default_factory=set)
@@ -85,63 +88,56 @@ class Saving:
         """The folder of the save while it is written."""
         return folders.unfinished(self.final)
 
-    def collect(self, model: HeldModel, training: Training) -> list[tuple[str, int]]:
-        """Note all tensors and values of this process; returns each shard with its priority."""
-        tensors = [] if self.processes.place else [Held(*each) for each in model.state.rest.items()]
-        tensors = [
+    def collect(self, model: HeldModel, training: Training) -> None:
+        """Note all tensors and values of this process."""
+        rest = [] if self.processes.place else [Held(*each) for each in model.state.rest.items()]
+        held = [
             Held(f"model/{name}", value, priority)
-            for name, value, priority in foremost((*tensors, *model.held)).values()
+            for name, value, priority in foremost((*rest, *model.held)).values()
         ]
-        names, states = model.parameter_names(), dict[str, torch.Tensor]()
+        names = model.parameter_names()
+        states, own = dict[str, torch.Tensor](), dict[str, torch.Tensor]()
         optimizers = [
             describe(optimizer, names, f"optimizer/{index}", states)
             for index, optimizer in enumerate(training.optimizers)
         ]
-        tensors += [Held(name, value) for name, value in states.items()]
-        own: dict[str, torch.Tensor] = {}
         values = _values(model, training).items()
         self.part = {
             "files": {},
             "tensors": {},
-            "aliases": dict(model.aliases),
+            "aliases": model.aliases,
             "optimizers": optimizers,
             "values": {name: packed(value, name, own) for name, value in values},
         }
-        shards: list[tuple[str, int]] = []
+        held += [Held(name, value) for name, value in states.items()]
+        held += [Held(f"values/{name}", value) for name, value in own.items()]
         in_bounds = {
             id(module.weight)
             for module in model.inner_modules()
             if getattr(module, "max_norm", None) is not None
         }  # the forward of such an embedding changes its weight
-        for name, value, priority in tensors:
-            if (key := self._add(name, value)) is None:
-                continue
-            shards.append((key, priority))
+        for name, value, priority in held:
+            self._add(name, value, priority)
             if name in states or (value.requires_grad and id(value) not in in_bounds):
                 self.trained.add(name)
             elif isinstance(value, nn.Parameter):
                 self.others.add(name)
-        for name, value in own.items():
-            self._add(f"values/{name}", value)
-        return shards
 
-    def _add(self, name: str, whole: torch.Tensor) -> str | None:
-        """Note a tensor; returns a key for the shard of this process, if it is not empty."""
+    def _add(self, name: str, whole: torch.Tensor, priority: int) -> None:
+        """Note the shard of a tensor in this process, if it is not empty."""
         tensor, region = shard_of(whole, name)
         require_writable(tensor, name)
-        if not tensor.numel() and 0 not in whole.shape:
-            return None
-        piece = {"file": self.file, "start": region.start, "size": region.size}
-        kind, shape = name_of(tensor.dtype), list(whole.shape)
-        self.part["tensors"][name] = {"dtype": kind, "shape": shape, "pieces": [piece]}
-        self.tensors[name] = tensor
-        return f"{name} {region.start}"
+        if tensor.numel() or 0 in whole.shape:
+            piece = {"file": self.file, "start": region.start, "size": region.size}
+            kind, shape = name_of(tensor.dtype), list(whole.shape)
+            self.part["tensors"][name] = {"dtype": kind, "shape": shape, "pieces": [piece]}
+            self.tensors[name] = tensor
+            self.shards.append((f"{name} {region.start}", priority))
 
-    def leave(self, writer: dict[str, int]) -> None:
+    def leave(self, writer: Mapping[str, int]) -> None:
         """Drop the tensors that other processes write."""
-        for name in list(self.tensors):
-            start = self.part["tensors"][name]["pieces"][0]["start"]
-            if writer.get(f"{name} {start}", self.processes.place) != self.processes.place:
+        for name, (shard, _) in zip(list(self.tensors), self.shards, strict=True):
+            if writer[shard] != self.processes.place:
                 del self.tensors[name], self.part["tensors"][name]
 
     def note_of(self, place: int) -> Path:
@@ -216,10 +212,10 @@ def save(
 
     def begin() -> tuple[list[tuple[str, int]], str]:
         wait(home, place)
-        shards = saving.collect(model, training)
+        saving.collect(model, training)
         if not place:
             saving.final = folders.begin(home, step)
-        return shards, saving.final.name
+        return saving.shards, saving.final.name
 
     try:
         with guarded(processes.transports[0], "save()") as call:
