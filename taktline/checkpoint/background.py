@@ -10,10 +10,13 @@ from __future__ import annotations
 import logging
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
-from taktline.checkpoint.snapshot import Memory, Snapshot, watch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from taktline.checkpoint.snapshot import Memory, Snapshot
 from taktline.errors import CheckpointError, TaktlineError, text_of
 from taktline.transport.distributed import Distributed
 
@@ -25,7 +28,15 @@ _PAUSE = 0.02
 """Seconds between two looks into the folder."""
 _FAILED = ".failed"
 
-_running: dict[tuple[Path, int], Future[None]] = {}
+
+class _Running(NamedTuple):
+    """A save that is being written; its tensors are copied first."""
+
+    snapshot: Snapshot
+    written: Future[None]
+
+
+_running: dict[tuple[Path, int], _Running] = {}
 """By folder and process."""
 _memory: dict[tuple[Path, int], Memory] = {}
 """By folder and process."""
@@ -38,24 +49,39 @@ def is_first_to(folder: Path, place: int) -> bool:
 
 def start(folder: Path, saving: Saving) -> None:
     """Copy all tensors to memory of the host, and write them, in the background."""
+    _watch_optimizers()
     key = folder, saving.processes.place
     memory = _memory.setdefault(key, Memory())
-    saving.snapshot = Snapshot(saving.tensors, saving.trained, saving.others, memory)
+    snapshot = Snapshot(saving.tensors, saving.trained, saving.others, memory)
     thread = ThreadPoolExecutor(1, "taktline save")  # at its end, Python waits for it
-    _running[key] = thread.submit(_run, saving)
+    _running[key] = _Running(snapshot, thread.submit(_run, saving, snapshot))
     thread.shutdown(wait=False)
-    watch(saving.snapshot)
 
 
 def wait(folder: Path, place: int = 0) -> None:
     """Wait for the save that is being written to a folder; raises its error."""
-    running = _running.pop((folder.resolve(), place), None)
-    if running is not None:
-        running.result()
+    key = folder.resolve(), place
+    if key in _running:
+        try:
+            _running[key].written.result()
+        finally:
+            del _running[key]
 
 
-def _run(saving: Saving) -> None:
-    _, error = saving.processes.attempt(lambda: _write(saving), f"write {saving.final}")
+def settle(*_: object) -> None:
+    """Wait until all tensors that are being saved are copied."""
+    for running in list(_running.values()):
+        running.snapshot.settle()
+
+
+@cache
+def _watch_optimizers() -> None:
+    # For all optimizers: one that is not saved may change a parameter, too.
+    register_optimizer_step_pre_hook(settle)
+
+
+def _run(saving: Saving, snapshot: Snapshot) -> None:
+    _, error = saving.processes.attempt(lambda: _write(saving, snapshot), f"write {saving.final}")
     if error is not None:
         _log.error("a background save has failed: %s", text_of(error))
         _leave_note(saving, error)
@@ -63,8 +89,11 @@ def _run(saving: Saving) -> None:
         raise error
 
 
-def _write(saving: Saving) -> None:
-    saving.write()
+def _write(saving: Saving, snapshot: Snapshot) -> None:
+    snapshot.copy()  # first of all: an optimizer may wait for it
+    saving.write_tensors()
+    snapshot.require_unchanged()
+    saving.write_part()
     while not _is_over(saving):
         for note in saving.unfinished.glob(f"*{_FAILED}"):
             raise CheckpointError(note.read_text(errors="replace"))

@@ -13,14 +13,13 @@ from typing import Any
 
 import torch
 
-from taktline.checkpoint.background import wait
+from taktline.checkpoint.background import settle, wait
 from taktline.checkpoint.folder import resolve
 from taktline.checkpoint.manifest import Checkpoint
 from taktline.checkpoint.model_state import HeldModel, joined
 from taktline.checkpoint.optimizers import OptimizerState
 from taktline.checkpoint.random_state import set_random_state
 from taktline.checkpoint.saving import Training
-from taktline.checkpoint.snapshot import settle
 from taktline.checks import require_path
 from taktline.errors import CheckpointError
 from taktline.meta import name_of

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,7 +14,7 @@ from torch import nn
 from taktline.checkpoint.folder import sync, write_text
 from taktline.checkpoint.model_state import HeldModel, foremost
 from taktline.checkpoint.processes import writers
-from taktline.checkpoint.tensor_file import TensorFile, in_order, require_writable, write
+from taktline.checkpoint.tensor_file import TensorFile, aligned, require_writable, write
 from taktline.checks import read, require_path, require_whole
 from taktline.errors import CheckpointError
 from taktline.runtime.watchdog import guarded
@@ -29,28 +29,33 @@ def save_pretrained(model: HeldModel, folder: Any, max_shard_bytes: int) -> None
     """Write files that ``from_pretrained`` reads; every process writes its own tensors."""
     path, processes = require_path("folder", folder), model.processes
     require_whole("max_shard_bytes", max_shard_bytes, least=1)
-    best = foremost(model.held)
-    held = {name: each.tensor for name, each in best.items()}
+    held = foremost(model.held)
 
     def begin() -> list[tuple[str, int, int]]:
         path.mkdir(parents=True, exist_ok=True)
-        for name, value in held.items():
+        for name, value, _ in held.values():
             require_writable(local(value), name)
-        return [(name, priority, value.nbytes) for name, value, priority in best.values()]
+        return [(name, priority, value.nbytes) for name, value, priority in held.values()]
 
     with guarded(processes.transports[0], "save_pretrained()") as call:
         model.arrive(call)
         listed = processes.everywhere(begin, f"save to {path}", call)
-        files = _share_out(listed, max_shard_bytes)
-        processes.everywhere(
-            lambda: _write(held, path, files, processes.place), f"write {path}", call
-        )
         sizes = {name: size for process in listed for name, _, size in process}
+        writer = writers([[(name, best) for name, best, _ in process] for process in listed])
+        files = _share_out(writer, sizes, max_shard_bytes)
+
+        def write_own() -> None:
+            for file in files:
+                here = {name: held[name].tensor for name in file.tensors if name in held}
+                _write(path / file.name, aligned(here), is_mine=file.place == processes.place)
 
         def finish() -> None:
             if not processes.place:
-                _write_index(model.inner_modules(), path, files, sum(sizes.values()))
+                _write_index(path, files, sum(sizes.values()))
+                _write_config(model, path)
+                sync(path)
 
+        processes.everywhere(write_own, f"write {path}", call)
         processes.everywhere(finish, f"write {path}", call)
 
 
@@ -62,12 +67,10 @@ class _File(NamedTuple):
     tensors: list[str]
 
 
-def _share_out(listed: Sequence[Sequence[tuple[str, int, int]]], most: int) -> list[_File]:
+def _share_out(writer: Mapping[str, int], sizes: Mapping[str, int], most: int) -> list[_File]:
     """The tensors of each file, in the order in which all processes write the files."""
-    sizes = {name: size for process in listed for name, _, size in process}
     groups: list[tuple[int, list[str]]] = []
     room = 0
-    writer = writers([[(name, priority) for name, priority, _ in process] for process in listed])
     for name, place in sorted(writer.items(), key=lambda each: each[1]):
         if not groups or groups[-1][0] != place or room < sizes[name]:
             groups.append((place, []))
@@ -81,41 +84,35 @@ def _share_out(listed: Sequence[Sequence[tuple[str, int, int]]], most: int) -> l
     ]
 
 
-def _write(
-    held: Mapping[str, torch.Tensor], path: Path, files: Sequence[_File], place: int
-) -> None:
-    """Write the files of this process; all processes take part in gathering shards."""
-    for file in files:
-        here = {name: held[name] for name in file.tensors if name in held}
-        values = (
-            value.full_tensor() if is_sharded(value) else value
-            for value in (here[name] for name in in_order(here))
-        )
-        try:
-            if file.place == place:
-                made = path / f"{file.name}.new"
-                write(made, here, values)
-                made.rename(path / file.name)
-        finally:
-            for _ in values:  # other processes wait for the shards of this one, even if it fails
-                pass
+def _write(path: Path, tensors: Mapping[str, torch.Tensor], *, is_mine: bool) -> None:
+    """Write a file, or help to: all processes take part in gathering shards."""
+    values = (each.full_tensor() if is_sharded(each) else each for each in tensors.values())
+    try:
+        if is_mine:
+            made = path.with_name(f"{path.name}.new")
+            write(made, tensors, values)
+            made.rename(path)
+    finally:
+        for _ in values:  # other processes wait for the shards of this one, even if it fails
+            pass
 
 
-def _write_index(
-    modules: Iterable[nn.Module], path: Path, files: Sequence[_File], size: int
-) -> None:
+def _write_index(path: Path, files: Sequence[_File], size: int) -> None:
     if len(files) > 1:
         weight_map = {name: file.name for file in files for name in file.tensors}
         content = {"metadata": {"total_size": size}, "weight_map": weight_map}
         write_text(path / INDEX, json.dumps(content, indent=2))
-    for module in modules:
+
+
+def _write_config(model: HeldModel, path: Path) -> None:
+    """Write the config of the first module that has one; and that of its generation, if any."""
+    for module in model.inner_modules():
         for name in ("config", "generation_config"):
             save = getattr(getattr(module, name, None), "save_pretrained", None)
             if callable(save):
                 save(path)
         if hasattr(getattr(module, "config", None), "save_pretrained"):
             break
-    sync(path)
 
 
 class PretrainedFiles(Mapping[str, torch.Tensor]):
@@ -132,30 +129,27 @@ class PretrainedFiles(Mapping[str, torch.Tensor]):
                 raise CheckpointError(f"{index} names a file outside of its folder")
         elif not (folder / SINGLE).exists():
             raise CheckpointError(f"{folder} has neither {INDEX} nor {SINGLE}")
-        self._prefix = f"{prefix}." if prefix else ""
-        self._file_of = {
-            name: file
-            for file in (TensorFile(folder / each) for each in sorted(files))
-            for name in file.tensors
-        }
-
-    def _found(self, name: str) -> str:
-        """The name of a tensor in the files, which may be those of a part of the model."""
-        others = (name, name.removeprefix(self._prefix), f"{self._prefix}{name}")
-        return next((other for other in others if other in self._file_of), name)
+        prefix = f"{prefix}." if prefix else ""
+        self._places: dict[str, tuple[TensorFile, str]] = {}
+        """For each name, the file and the name in it; of several, an exact one, and the longest."""
+        for file in (TensorFile(folder / each) for each in sorted(files)):
+            self._places |= {name: (file, name) for name in file.tensors}
+        for name, place in list(self._places.items()):
+            self._places.setdefault(f"{prefix}{name}", place)
+            self._places.setdefault(name.removeprefix(prefix), place)
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        found = self._found(name)
-        return self._file_of[found].view(found)
+        file, stored = self._places[name]
+        return file.view(stored)
 
     def __contains__(self, name: object) -> bool:
-        return isinstance(name, str) and self._found(name) in self._file_of
+        return name in self._places
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._file_of)
+        return iter(self._places)
 
     def __len__(self) -> int:
-        return len(self._file_of)
+        return len(self._places)
 
 
 @contextmanager

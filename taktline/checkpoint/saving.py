@@ -28,8 +28,7 @@ from taktline.checkpoint.optimizers import describe
 from taktline.checkpoint.processes import Processes, writers
 from taktline.checkpoint.random_state import random_state
 from taktline.checkpoint.shards import shard_of
-from taktline.checkpoint.snapshot import Snapshot
-from taktline.checkpoint.tensor_file import require_writable, write
+from taktline.checkpoint.tensor_file import aligned, require_writable, write
 from taktline.checks import refuse, require_flag, require_instance, require_path, require_whole
 from taktline.errors import CheckpointError, TaktlineError, text_of
 from taktline.meta import name_of
@@ -76,8 +75,6 @@ class Saving:
     """The names of those tensors that optimizers change, and nothing else."""
     others: set[str] = field(default_factory=set)
     """The names of all other parameters."""
-    snapshot: Snapshot | None = None
-    """Copies the tensors, in the background."""
     part: dict[str, Any] = field(default_factory=dict)
     """This process's part of the manifest."""
     final: Path = Path()
@@ -152,17 +149,23 @@ class Saving:
                 "rank, on a disk that all hosts share"
             )
 
-    def write(self) -> None:
-        """Write this process's part."""
-        if self.snapshot is not None:  # first of all: an optimizer may wait for the copy
-            self.snapshot.copy()
+    def write_tensors(self) -> None:
+        """Write the tensors of this process."""
         self.require_folder()
         if self.tensors:
-            self.part["files"][self.file] = write(self.unfinished / self.file, self.tensors)
-        if self.snapshot is not None:
-            self.snapshot.require_unchanged()
+            tensors = aligned(self.tensors)
+            written = write(self.unfinished / self.file, tensors, tensors.values())
+            self.part["files"][self.file] = written
+
+    def write_part(self) -> None:
+        """Write this process's part of the manifest, when its tensors are written."""
         note = self.note_of(self.processes.place)
         folders.write_text(note, json.dumps(self.part), lasting=False)
+
+    def write(self) -> None:
+        """Write all that is this process's part."""
+        self.write_tensors()
+        self.write_part()
 
     def finish(self) -> None:
         """Merge the parts, when all are written; on the first process."""

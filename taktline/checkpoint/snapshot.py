@@ -15,10 +15,8 @@ import threading
 from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from functools import cache
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from taktline.errors import CheckpointError
 
@@ -35,10 +33,6 @@ class Memory:
     """Tensors that were changed before they were copied."""
     versions: dict[str, int] = field(default_factory=dict)
     """The versions of parameters that are not trained, at the last save."""
-
-
-_pending: set[Snapshot] = set()
-"""Snapshots that are not copied yet."""
 
 
 class Snapshot:
@@ -100,16 +94,16 @@ class Snapshot:
 
     def settle(self) -> None:
         """Wait until everything is copied; then tensors may be changed."""
-        self._copied.wait()
-        for device, stream in self._streams.items():
-            torch.cuda.current_stream(device).wait_stream(stream)
-        self._look()
+        if self._after is None:
+            self._copied.wait()
+            for device, stream in self._streams.items():
+                torch.cuda.current_stream(device).wait_stream(stream)
+            self._look()
 
     def _look(self) -> None:
         with self._looking:
             if self._after is None:
                 self._after = self._marks()
-        _pending.discard(self)
 
     def require_unchanged(self) -> None:
         """Raise if a tensor was changed before it was copied; in the background."""
@@ -142,21 +136,3 @@ def _few(tensor: torch.Tensor) -> torch.Tensor:
     some = tensor[tuple(slice(None, None, max(1, size // 8)) for size in tensor.shape)]
     plain = torch.empty(some.shape, dtype=some.dtype, device=some.device).copy_(some)
     return plain.reshape(-1).view(torch.uint8)
-
-
-def watch(snapshot: Snapshot) -> None:
-    """Let optimizers and loads wait until a snapshot is copied."""
-    _watch_optimizers()
-    _pending.add(snapshot)
-
-
-def settle(*_: object) -> None:
-    """Wait until all tensors that are being saved are copied."""
-    for snapshot in list(_pending):
-        snapshot.settle()
-
-
-@cache
-def _watch_optimizers() -> None:
-    # For all optimizers: one that is not saved may change a parameter, too.
-    register_optimizer_step_pre_hook(settle)

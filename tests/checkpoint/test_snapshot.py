@@ -152,7 +152,7 @@ def test_a_change_in_between(
     pipe.save(tmp_path, optimizer, async_save=True)
     change(dict(pipe.named_parameters())["1.weight"])
     optimizer.step()
-    background._running[tmp_path, 0].exception()
+    background._running[tmp_path, 0].written.exception()
     text = r"1\.weight was changed before it was copied; change it after the next optimizer\.step"
     with pytest.raises(CheckpointError, match=f"{text}.*unchanged: {first}"):
         pipe.save(tmp_path, optimizer)
@@ -208,7 +208,7 @@ def changed_on_the_last(rank: int, group: Any, runs: str) -> str:
         training.save(runs, async_save=True)
         if rank:
             by_torch(next(p for p in training.pipe.parameters() if p.dim() == 2))
-        background._running[Path(runs), rank].exception()
+        background._running[Path(runs), rank].written.exception()
         with pytest.raises(CheckpointError) as caught:
             training.save(runs)
         training.save(runs, async_save=True)
