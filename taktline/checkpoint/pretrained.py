@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import UserDict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -115,7 +116,7 @@ def _write_config(model: HeldModel, path: Path) -> None:
             break
 
 
-class PretrainedFiles(Mapping[str, torch.Tensor]):
+class PretrainedFiles(UserDict[str, Any]):
     """The tensors in a folder of safetensors files; each is read when it is used."""
 
     def __init__(self, folder: Path, prefix: str) -> None:
@@ -130,26 +131,15 @@ class PretrainedFiles(Mapping[str, torch.Tensor]):
         elif not (folder / SINGLE).exists():
             raise CheckpointError(f"{folder} has neither {INDEX} nor {SINGLE}")
         prefix = f"{prefix}." if prefix else ""
-        self._places: dict[str, tuple[TensorFile, str]] = {}
-        """For each name, the file and the name in it; of several, an exact one, and the longest."""
-        for file in (TensorFile(folder / each) for each in sorted(files)):
-            self._places |= {name: (file, name) for name in file.tensors}
-        for name, place in list(self._places.items()):
-            self._places.setdefault(f"{prefix}{name}", place)
-            self._places.setdefault(name.removeprefix(prefix), place)
+        opened = [TensorFile(folder / each) for each in sorted(files)]
+        places = {name: (file, name) for file in opened for name in file.tensors}
+        with_it = {f"{prefix}{name}": place for name, place in places.items()}
+        without = {name.removeprefix(prefix): place for name, place in places.items()}
+        super().__init__(without | with_it | places)
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        file, stored = self._places[name]
+        file, stored = self.data[name]
         return file.view(stored)
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._places
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._places)
-
-    def __len__(self) -> int:
-        return len(self._places)
 
 
 @contextmanager

@@ -5,12 +5,18 @@
     every process   lists its tensors, and agrees with the others which process writes which
                     writes its file and, last, its part of the manifest
     the first one   merges all parts into the manifest, and gives the folder its name
+
+In the background a thread of each process does this. It must not use the connections that steps
+use, and looks into the folder instead: the first one waits for all parts, and the others wait until
+the first one has renamed the folder.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import shutil
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,7 +27,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from taktline.checkpoint import folder as folders
-from taktline.checkpoint.background import is_first_to, start, wait
+from taktline.checkpoint.background import Snapshot, is_first_to, start, wait
 from taktline.checkpoint.manifest import merged, packed, sealed
 from taktline.checkpoint.model_state import Held, HeldModel, foremost
 from taktline.checkpoint.optimizers import describe
@@ -33,7 +39,13 @@ from taktline.checks import refuse, require_flag, require_instance, require_path
 from taktline.errors import CheckpointError, TaktlineError, text_of
 from taktline.meta import name_of
 from taktline.runtime.watchdog import guarded
+from taktline.transport.distributed import Distributed
 from taktline.transport.exchange import retold
+
+_log = logging.getLogger("taktline")
+_PAUSE = 0.02
+"""Seconds between two looks into the folder."""
+_FAILED = ".failed"
 
 
 class Training:
@@ -149,23 +161,19 @@ class Saving:
                 "rank, on a disk that all hosts share"
             )
 
-    def write_tensors(self) -> None:
-        """Write the tensors of this process."""
+    def write(self, snapshot: Snapshot | None = None) -> None:
+        """Write this process's part; in the background, of a snapshot."""
+        if snapshot is not None:
+            snapshot.copy()  # first of all: an optimizer may wait for it
         self.require_folder()
         if self.tensors:
             tensors = aligned(self.tensors)
             written = write(self.unfinished / self.file, tensors, tensors.values())
             self.part["files"][self.file] = written
-
-    def write_part(self) -> None:
-        """Write this process's part of the manifest, when its tensors are written."""
+        if snapshot is not None:
+            snapshot.require_unchanged()
         note = self.note_of(self.processes.place)
         folders.write_text(note, json.dumps(self.part), lasting=False)
-
-    def write(self) -> None:
-        """Write all that is this process's part."""
-        self.write_tensors()
-        self.write_part()
 
     def finish(self) -> None:
         """Merge the parts, when all are written; on the first process."""
@@ -178,6 +186,47 @@ class Saving:
         """Remove the files of a save that has failed; on the first process."""
         if not self.processes.place and self.final.name:
             shutil.rmtree(self.unfinished, ignore_errors=True)
+
+    def run(self, snapshot: Snapshot) -> None:
+        """Do all of it in the background, without the connections that steps use."""
+        _, error = self.processes.attempt(lambda: self._run(snapshot), f"write {self.final}")
+        if error is not None:
+            _log.error("a background save has failed: %s", text_of(error))
+            self._leave_note(error)
+            self.clear()
+            raise error
+
+    def _run(self, snapshot: Snapshot) -> None:
+        self.write(snapshot)
+        while not self._is_over():
+            for note in self.unfinished.glob(f"*{_FAILED}"):
+                raise CheckpointError(note.read_text(errors="replace"))
+            for transport in self.processes.transports:
+                if isinstance(transport, Distributed) and transport.verdict is not None:
+                    raise CheckpointError(f"the connection was lost before {self.final}")
+            time.sleep(_PAUSE)
+        self.finish()
+
+    def _is_over(self) -> bool:
+        """Whether the first process has the parts of all, or the others have the finished save."""
+        if not self.processes.place:
+            return all(self.note_of(place).exists() for place in range(self.processes.count))
+        # In this order: the folder may be renamed between the two.
+        there = self.unfinished.exists()
+        if self.final.exists():
+            return True
+        if not there:
+            raise CheckpointError(f"rank 0 did not save {self.final}")
+        return False
+
+    def _leave_note(self, error: TaktlineError) -> None:
+        """Leave a note for the other processes; without disk space for it, they find out later."""
+        try:
+            (self.unfinished / self.file).unlink(missing_ok=True)
+            note = self.note_of(self.processes.place).with_suffix(_FAILED)
+            note.write_text(text_of(error, 4000))
+        except OSError:
+            pass
 
 
 def _values(model: HeldModel, training: Training) -> dict[str, Any]:
@@ -229,7 +278,7 @@ def save(
             if async_save:
                 if is_first_to(home, place):  # only once, as training stands still meanwhile
                     processes.everywhere(saving.require_folder, f"save to {folder}", call)
-                start(home, saving)
+                start(home, place, saving.tensors, saving.trained, saving.others, saving.run)
             else:
                 processes.everywhere(saving.write, f"write {saving.final}", call)
                 processes.everywhere(saving.finish, f"write {saving.final}", call)

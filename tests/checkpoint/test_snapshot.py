@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import taktline as tl
-from taktline.checkpoint import background, snapshot
+from taktline.checkpoint import background
 from taktline.errors import CheckpointError
 from tests.checkpoint.training import Training, mesh_of, pipeline
 from tests.workers import Workers
@@ -23,15 +23,15 @@ from tests.workers import Workers
 @contextmanager
 def lateness() -> Iterator[None]:
     """Let copies be late: whoever does not wait for them changes what they are made of."""
-    copy_in_time = snapshot.Snapshot.copy
+    copy_in_time = background.Snapshot.copy
 
-    def copy_late(made: snapshot.Snapshot) -> None:
+    def copy_late(made: background.Snapshot) -> None:
         time.sleep(0.2)
         copy_in_time(made)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(snapshot, "_SMALL", -1)
-        patch.setattr(snapshot.Snapshot, "copy", copy_late)
+        patch.setattr(background, "_SMALL", -1)
+        patch.setattr(background.Snapshot, "copy", copy_late)
         yield
 
 
