@@ -30,7 +30,7 @@ _SMALL = 1 << 14
 
 
 @dataclass(slots=True)
-class _Memory:
+class Memory:
     """Kept from one save to the next one."""
 
     copies: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -52,7 +52,7 @@ class Snapshot:
         tensors: dict[str, torch.Tensor],
         trained: Iterable[str],
         others: Iterable[str],
-        memory: _Memory,
+        memory: Memory,
     ) -> None:
         self.tensors = tensors
         self._memory = memory
@@ -105,21 +105,22 @@ class Snapshot:
                 torch.cuda.current_stream(device).wait_stream(stream)
             self._look()
 
-    def _look(self) -> None:
+    def _look(self) -> dict[str, tuple[int, torch.Tensor]]:
+        """The marks after the copy, of the first that looks: the optimizer may go on then."""
         with self._looking:
             if self._after is None:
                 self._after = self._marks()
+            return self._after
 
     def require_unchanged(self) -> None:
         """Raise if a tensor was changed before it was copied; in the background."""
-        self._look()
-        assert self._after is not None
+        after = self._look()
         for device in self._streams:
             torch.cuda.synchronize(device)
         changed = [
             name
             for name, (count, few) in self._before.items()
-            if count != self._after[name][0] or not torch.equal(few, self._after[name][1])
+            if count != after[name][0] or not torch.equal(few, after[name][1])
         ]
         if changed:
             self._memory.unsteady |= set(changed)
@@ -152,29 +153,19 @@ class _Running(NamedTuple):
 
 _running: dict[tuple[Path, int], _Running] = {}
 """By folder and process."""
-_memory: dict[tuple[Path, int], _Memory] = {}
-"""By folder and process."""
 
 
-def is_first_to(folder: Path, place: int) -> bool:
-    """Whether nothing was saved to a folder in the background yet."""
-    return (folder, place) not in _memory
+@cache
+def memory_of(folder: Path, place: int) -> Memory:
+    """What is kept of the last save of a process to a folder; empty before the first one."""
+    return Memory()
 
 
-def start(
-    folder: Path,
-    place: int,
-    tensors: dict[str, torch.Tensor],
-    trained: Iterable[str],
-    others: Iterable[str],
-    write: Callable[[Snapshot], None],
-) -> None:
-    """Replace tensors by copies, which ``write`` completes and writes, in the background."""
+def start(folder: Path, place: int, snapshot: Snapshot, run: Callable[[Snapshot], None]) -> None:
+    """Call a function that copies and writes a snapshot, in the background."""
     _watch_optimizers()
-    memory = _memory.setdefault((folder, place), _Memory())
-    snapshot = Snapshot(tensors, trained, others, memory)
     thread = ThreadPoolExecutor(1, "taktline save")  # at its end, Python waits for it
-    _running[folder, place] = _Running(snapshot, thread.submit(write, snapshot))
+    _running[folder, place] = _Running(snapshot, thread.submit(run, snapshot))
     thread.shutdown(wait=False)
 
 

@@ -108,12 +108,12 @@ def _write_index(path: Path, files: Sequence[_File], size: int) -> None:
 def _write_config(model: HeldModel, path: Path) -> None:
     """Write the config of the first module that has one; and that of its generation, if any."""
     for module in model.inner_modules():
-        for name in ("config", "generation_config"):
-            save = getattr(getattr(module, name, None), "save_pretrained", None)
-            if callable(save):
-                save(path)
-        if hasattr(getattr(module, "config", None), "save_pretrained"):
-            break
+        configs = [getattr(module, name, None) for name in ("config", "generation_config")]
+        if hasattr(configs[0], "save_pretrained"):
+            for config in configs:
+                if config is not None:
+                    config.save_pretrained(path)
+            return
 
 
 class PretrainedFiles(UserDict[str, Any]):

@@ -27,7 +27,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from taktline.checkpoint import folder as folders
-from taktline.checkpoint.background import Snapshot, is_first_to, start, wait
+from taktline.checkpoint.background import Snapshot, memory_of, start, wait
 from taktline.checkpoint.manifest import merged, packed, sealed
 from taktline.checkpoint.model_state import Held, HeldModel, foremost
 from taktline.checkpoint.optimizers import describe
@@ -276,9 +276,11 @@ def save(
             saving.final = home / results[0][1]
             saving.leave(writers([shards for shards, _ in results]))
             if async_save:
-                if is_first_to(home, place):  # only once, as training stands still meanwhile
+                memory = memory_of(home, place)
+                if not memory.copies:  # only once, as training stands still meanwhile
                     processes.everywhere(saving.require_folder, f"save to {folder}", call)
-                start(home, place, saving.tensors, saving.trained, saving.others, saving.run)
+                snapshot = Snapshot(saving.tensors, saving.trained, saving.others, memory)
+                start(home, place, snapshot, saving.run)
             else:
                 processes.everywhere(saving.write, f"write {saving.final}", call)
                 processes.everywhere(saving.finish, f"write {saving.final}", call)

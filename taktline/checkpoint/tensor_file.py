@@ -22,7 +22,7 @@ import torch
 from taktline.checks import conform, read
 from taktline.errors import CheckpointError, JsonError
 
-BLOCK = 1 << 16
+_BLOCK = 1 << 16
 """The bytes of one checksum: reading a part of a file checks only that part."""
 
 _LONGEST_HEADER = 100_000_000
@@ -105,8 +105,8 @@ def write(
 def _add(file: FileIO, data: memoryview, checksums: defaultdict[int, int]) -> None:
     """Write bytes, and add them to the checksums of their blocks."""
     start, count = file.tell(), len(data)
-    for block in range(start // BLOCK, -(-(start + count) // BLOCK)):
-        part = data[max(0, block * BLOCK - start) : (block + 1) * BLOCK - start]
+    for block in range(start // _BLOCK, -(-(start + count) // _BLOCK)):
+        part = data[max(0, block * _BLOCK - start) : (block + 1) * _BLOCK - start]
         checksums[block] = zlib.crc32(part, checksums[block])
     while data:
         data = data[file.write(data) :]
@@ -165,14 +165,14 @@ class TensorFile:
         """Raise unless the bytes from the first to the last element of a part are as written."""
         begin, end = self._span(name, part)
         with memoryview(self._map) as data:
-            for block in range(begin // BLOCK, -(-end // BLOCK)):
+            for block in range(begin // _BLOCK, -(-end // _BLOCK)):
                 if block in self._checked:
                     continue
-                found = zlib.crc32(data[block * BLOCK : (block + 1) * BLOCK])
+                found = zlib.crc32(data[block * _BLOCK : (block + 1) * _BLOCK])
                 if f"{found:08x}" != self._checksums[8 * block : 8 * block + 8]:
                     raise CheckpointError(
-                        f"{self.path} is damaged, somewhere in bytes {block * BLOCK:,} to "
-                        f"{(block + 1) * BLOCK:,}, where {name} is; load an earlier save"
+                        f"{self.path} is damaged, somewhere in bytes {block * _BLOCK:,} to "
+                        f"{(block + 1) * _BLOCK:,}, where {name} is; load an earlier save"
                     )
                 self._checked.add(block)
         self.release(name)
