@@ -6,6 +6,7 @@ import json
 from collections import UserDict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -46,9 +47,8 @@ def save_pretrained(model: HeldModel, folder: Any, max_shard_bytes: int) -> None
         files = _share_out(writer, sizes, max_shard_bytes)
 
         def write_own() -> None:
-            for file in files:
-                here = {name: held[name].tensor for name in file.tensors if name in held}
-                _write(path / file.name, aligned(here), is_mine=file.place == processes.place)
+            here = [{n: held[n].tensor for n in file.tensors if n in held} for file in files]
+            _write(path, files, [aligned(each) for each in here], processes.place)
 
         def finish() -> None:
             if not processes.place:
@@ -85,17 +85,27 @@ def _share_out(writer: Mapping[str, int], sizes: Mapping[str, int], most: int) -
     ]
 
 
-def _write(path: Path, tensors: Mapping[str, torch.Tensor], *, is_mine: bool) -> None:
-    """Write a file, or help to: all processes take part in gathering shards."""
-    values = (each.full_tensor() if is_sharded(each) else each for each in tensors.values())
+def _write(
+    path: Path, files: Sequence[_File], shapes: Sequence[Mapping[str, torch.Tensor]], place: int
+) -> None:
+    """Write the files of this process; all processes take part in gathering shards."""
+    tensors = (tensor for each in shapes for tensor in each.values())
+    values = (each.full_tensor() if is_sharded(each) else each for each in tensors)
     try:
-        if is_mine:
-            made = path.with_name(f"{path.name}.new")
-            write(made, tensors, values)
-            made.rename(path)
+        for file, here in zip(files, shapes, strict=True):
+            gathered = islice(values, len(here))
+            if file.place == place:
+                made = path / f"{file.name}.new"
+                write(made, here, gathered)
+                made.rename(path / file.name)
+            _drain(gathered)
     finally:
-        for _ in values:  # other processes wait for the shards of this one, even if it fails
-            pass
+        _drain(values)  # other processes wait for the shards of this one, even if it fails
+
+
+def _drain(values: Iterator[torch.Tensor]) -> None:
+    for _ in values:
+        pass
 
 
 def _write_index(path: Path, files: Sequence[_File], size: int) -> None:
