@@ -31,7 +31,6 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 
 import taktline as tl
 from taktline.checkpoint import background
-from taktline.checkpoint.snapshot import settle
 
 dcp: Any = importlib.import_module("torch.distributed.checkpoint")
 RANKS = 2
@@ -102,7 +101,7 @@ def measure(rank: int, options: argparse.Namespace, folder: str) -> None:
         "step": step,
         "async_save": lambda: pipe.save(beside, optimizer, async_save=True),
         "step beside": step,
-        "wait": settle,  # as optimizer.step() does
+        "wait": background.settle,  # as optimizer.step() does
     }
     for _ in range(options.rounds + 1):
         for name, do in verbs.items():

@@ -13,7 +13,7 @@ import re
 import shutil
 from pathlib import Path
 
-from taktline.checkpoint.manifest import MANIFEST, Manifest
+from taktline.checkpoint.manifest import MANIFEST, Checkpoint
 from taktline.checks import require_path
 from taktline.errors import CheckpointError
 
@@ -55,7 +55,7 @@ def latest(folder: str | os.PathLike[str]) -> Path | None:
 def is_whole(save: Path) -> bool:
     """Whether a save has a manifest, and all files that it names."""
     try:
-        Manifest.read(save)
+        Checkpoint(save)
     except CheckpointError:
         return False
     return True

@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint: its contents, their files, and checksums of everything.
+"""A checkpoint on disk: the manifest with its contents, their files, and checksums of everything.
 
 ::
 
@@ -18,18 +18,17 @@ from __future__ import annotations
 import json
 import sys
 import zlib
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from taktline.checkpoint.model_state import joined
-from taktline.checkpoint.shards import Region
-from taktline.checkpoint.tensor_file import BLOCK
-from taktline.checks import conform, loads, read, shown
+from taktline.checkpoint.shards import Region, shard_of
+from taktline.checkpoint.tensor_file import TensorFile
+from taktline.checks import conform, read, shown
 from taktline.errors import CheckpointError, JsonError
 from taktline.meta import DTYPES
 from taktline.transport.plain import NotPlainError, pack, unpack
@@ -51,90 +50,126 @@ _PART = {
 _SHAPE = {"format": str, "version": int, "written_by": {str: str}, "step": int, **_PART}
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
+class Entry(NamedTuple):
     """A tensor of a checkpoint: its pieces, each with the name of a file."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
-    pieces: tuple[tuple[str, Region], ...]
+    pieces: list[tuple[str, Region]]
 
 
-@dataclass(frozen=True, slots=True)
-class Manifest:
-    """All of a checkpoint but its tensors."""
+class Checkpoint:
+    """What a checkpoint contains; of its tensors only the parts that are used are read."""
 
-    path: Path
-    step: int
-    files: Mapping[str, dict[str, Any]]
-    tensors: Mapping[str, Entry]
-    aliases: Mapping[str, str]
-    """Further names in the model for a weight that the checkpoint has under another name."""
-    optimizers: list[dict[str, Any]]
-    values: Mapping[str, Any]
-    """All other values, packed."""
-
-    @classmethod
-    def read(cls, path: Path) -> Manifest:
-        """Read the manifest of a checkpoint; raises if the checkpoint is not whole."""
-        file = path / MANIFEST
-        try:
-            content = loads(file.read_bytes(), what=str(file))
-            content = conform(content, {"crc32": str, "content": object}, what=str(file))
-            found, content = content["crc32"], content["content"]
-            version = content.get("version") if isinstance(content, dict) else None
-            if isinstance(version, int) and version > _VERSION:
-                raise CheckpointError(
-                    f"{path} has version {version} of the format, and this Taktline reads up to "
-                    f"{_VERSION}; install the one that has written it, or a newer one"
-                )
-            if found != _checksum(content):
-                raise CheckpointError(f"{file} is damaged; load an earlier save")
-            conform(content, _SHAPE, what=str(file))
-        except OSError as error:
-            reason = f"{file}: {error.strerror}"
-            raise CheckpointError(f"{path} is not a checkpoint: {reason}") from error
-        except JsonError as error:
-            raise CheckpointError(f"{error}; {path} is not a checkpoint, or is damaged") from error
-        for name, known in content["files"].items():
+    def __init__(self, path: Path) -> None:
+        """Read the manifest; raises if the checkpoint is not whole."""
+        content = _content(path)
+        self.path = path
+        self.step: int = content["step"]
+        self.aliases: dict[str, str] = content["aliases"]
+        """Further names in the model for a weight that the checkpoint has under another name."""
+        self.optimizers: list[dict[str, Any]] = content["optimizers"]
+        self.values: dict[str, Any] = content["values"]
+        """All other values, packed."""
+        self._listed: dict[str, dict[str, Any]] = content["files"]
+        for name, known in self._listed.items():
             _require_file(path / name, name, known)
-        entries, files = content["tensors"], content["files"]
-        tensors = {name: _entry(name, each, files, path) for name, each in entries.items()}
-        aliases = joined(content["aliases"])
-        rest = content["optimizers"], content["values"]
-        return cls(path, content["step"], files, tensors, aliases, *rest)
+        listed: dict[str, dict[str, Any]] = content["tensors"]
+        self.tensors = {name: self._entry(name, each) for name, each in listed.items()}
+        self._files: dict[str, TensorFile] = {}
+
+    def _entry(self, name: str, entry: dict[str, Any]) -> Entry:
+        kind = entry["dtype"]
+        if kind not in DTYPES:
+            raise CheckpointError(f"{self.path}: {name} is of the unknown type {kind[:40]!r}")
+        pieces = [
+            (each["file"], Region(tuple(each["start"]), tuple(each["size"])))
+            for each in entry["pieces"]
+        ]
+        for file, _ in pieces:
+            if file not in self._listed:
+                raise CheckpointError(
+                    f"{self.path}: {name} is in {file[:40]!r}, which the manifest does not list"
+                )
+        return Entry(DTYPES[kind], tuple(entry["shape"]), pieces)
+
+    def _pieces(self, name: str, region: Region) -> Iterator[tuple[TensorFile, Region, Region]]:
+        """The pieces of a tensor that meet a region: file, piece, and what both have in common."""
+        for file, piece in self.tensors[name].pieces:
+            common = piece.meets(region)
+            if common is not None:
+                if file not in self._files:
+                    checksums = self._listed[file]["crc32"]
+                    self._files[file] = TensorFile(self.path / file, checksums)
+                yield self._files[file], piece, common
+
+    def check(self, name: str, like: torch.Tensor) -> None:
+        """Raise unless all bytes for a tensor are there, and as they were written."""
+        _, region = shard_of(like, name)
+        covered = 0
+        for file, piece, common in self._pieces(name, region):
+            stored = file.tensors.get(name)
+            expected = self.tensors[name].dtype, piece.size
+            if stored is None or (stored.dtype, stored.shape) != expected:
+                raise CheckpointError(f"{file.path} does not have {name} as the manifest says")
+            file.check(name, common.inside(piece))
+            covered += prod(common.size)
+        if covered != prod(region.size):
+            raise CheckpointError(f"{self.path} lacks a part of {name}")
+
+    def fill(self, name: str, tensor: torch.Tensor) -> None:
+        """Fill a tensor that has been checked."""
+        tensor, region = shard_of(tensor, name)
+        for file, piece, common in self._pieces(name, region):
+            tensor[common.inside(region)].copy_(file.view(name)[common.inside(piece)])
+            file.release(name)
+
+    def value(self, name: str) -> Any:
+        """A value that belongs neither to the model nor to an optimizer; None if there is none."""
+        return unpacked(self.values.get(name), self._read)
+
+    def _read(self, name: str) -> torch.Tensor:
+        entry = self.tensors[f"values/{name}"]
+        tensor = torch.empty(entry.shape, dtype=entry.dtype)
+        self.check(f"values/{name}", tensor)
+        self.fill(f"values/{name}", tensor)
+        return tensor
+
+
+def _content(path: Path) -> Any:
+    """What the manifest of a checkpoint says, if it is as it was written."""
+    file = path / MANIFEST
+    try:
+        whole = read(file.read_bytes(), {"crc32": str, "content": object}, what=str(file))
+        content = whole["content"]
+        version = content.get("version") if isinstance(content, dict) else None
+        if isinstance(version, int) and version > _VERSION:
+            raise CheckpointError(
+                f"{path} has version {version} of the format, and this Taktline reads up to "
+                f"{_VERSION}; install the one that has written it, or a newer one"
+            )
+        if whole["crc32"] != _checksum(content):
+            raise CheckpointError(f"{file} is damaged; load an earlier save")
+        return conform(content, _SHAPE, what=str(file))
+    except OSError as error:
+        reason = f"{file}: {error.strerror}"
+        raise CheckpointError(f"{path} is not a checkpoint: {reason}") from error
+    except JsonError as error:
+        raise CheckpointError(f"{error}; {path} is not a checkpoint, or is damaged") from error
 
 
 def _require_file(file: Path, name: str, known: dict[str, Any]) -> None:
-    """Raise unless a file is there, in its size, and has as many checksums as blocks."""
+    """Raise unless a file is there, in its size."""
     size, found = known["bytes"], None
     if Path(name).name == name and file.is_file():
         found = file.stat().st_size
     if found != size:
         state = "is missing" if found is None else f"has {found:,} bytes, not {size:,}"
         raise CheckpointError(f"{file} {state}; load an earlier save")
-    if len(known["crc32"]) != 8 * -(-size // BLOCK):
-        raise CheckpointError(f"{file} lacks checksums in {MANIFEST}; load an earlier save")
 
 
 def _checksum(content: Any) -> str:
     return f"{zlib.crc32(json.dumps(content, sort_keys=True).encode()):08x}"
-
-
-def _entry(name: str, entry: dict[str, Any], files: Mapping[str, Any], path: Path) -> Entry:
-    unknown = [each["file"][:40] for each in entry["pieces"] if each["file"] not in files]
-    if unknown:
-        raise CheckpointError(
-            f"{path}: {name} is in {unknown[0]!r}, which the manifest does not list"
-        )
-    dtype = DTYPES.get(entry["dtype"])
-    if dtype is None:
-        raise CheckpointError(f"{path}: {name} is of the unknown type {entry['dtype'][:40]!r}")
-    pieces = (
-        (each["file"], Region(tuple(each["start"]), tuple(each["size"])))
-        for each in entry["pieces"]
-    )
-    return Entry(dtype, tuple(entry["shape"]), tuple(pieces))
 
 
 def packed(value: Any, what: str, tensors: dict[str, torch.Tensor]) -> Any:
@@ -169,11 +204,6 @@ def sealed(content: Any) -> str:
     return json.dumps({"crc32": _checksum(content), "content": content})
 
 
-def read_part(path: Path) -> dict[str, Any]:
-    """Read the part of one process."""
-    return read(path.read_bytes(), _PART, what=str(path))
-
-
 def merged(parts: Iterable[dict[str, Any]], step: int) -> dict[str, Any]:
     """The content of a manifest, from the parts of all processes."""
     # The package is not imported: it is above this room.
@@ -183,7 +213,7 @@ def merged(parts: Iterable[dict[str, Any]], step: int) -> dict[str, Any]:
     for part in parts:
         whole["files"] |= part["files"]
         whole["values"] |= part["values"]
-        whole["aliases"] = joined(whole["aliases"], part["aliases"])
+        whole["aliases"] = joined([whole["aliases"], part["aliases"]])
         for name, entry in part["tensors"].items():
             known = whole["tensors"].setdefault(name, {**entry, "pieces": []})
             known["pieces"] += entry["pieces"]

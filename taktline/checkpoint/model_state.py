@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Self
 
@@ -104,7 +104,7 @@ class ModelState:
         ]
 
     def first_names(self) -> dict[str, str]:
-        """For each name of a weight that has several, the one that the model lists first."""
+        """For each further name of a weight, the one that the model lists first."""
         first: dict[int, str] = {}
         same = {name: first.setdefault(id(value), name) for name, value, _ in self.held()}
         tied = [
@@ -112,15 +112,7 @@ class ModelState:
             for module in self.modules.values()
             for tie in declared(module)
         ]
-        alike: dict[str, set[str]] = {}
-        for name, known in joined(same, self.aliases, *tied).items():
-            alike.setdefault(known, {known}).add(name)
-        places = {name: place for place, name in enumerate(self.names)}
-        return {
-            name: min(names, key=lambda each: places.get(each, len(places)))
-            for names in alike.values()
-            for name in names
-        }
+        return joined([same, self.aliases, *tied], self.names)
 
 
 class HeldModel:
@@ -131,24 +123,18 @@ class HeldModel:
         state: ModelState,
         processes: Processes | None = None,
         schedule: Schedule | None = None,
-        device: torch.device | None = None,
     ) -> None:
-        first = state.first_names()
-        self.held = [each._replace(name=first.get(each.name, each.name)) for each in state.held()]
-        self.aliases = {name: known for name, known in first.items() if name != known}
-        """Further names in the model of tensors, here or in another process."""
-        self.names, self.optional = state.names, state.rest
-        self.modules = list(state.modules.values())
+        self.state, self.schedule = state, schedule
         self.processes = processes or Processes()
-        self.schedule = schedule
-        self.device = device or torch.device("cpu")
+        self.aliases = state.first_names()
+        """Further names in the model of tensors, here or in another process."""
+        first = self.aliases
+        self.held = [each._replace(name=first.get(each.name, each.name)) for each in state.held()]
 
     @classmethod
     def of_model(cls, model: nn.Module) -> Self:
         """All of a model, without a pipeline."""
-        state = state_of(model)
-        device = next((value.device for value in state.values()), None)
-        return cls(ModelState({0: model}, list(state)), device=device)
+        return cls(ModelState({0: model}, list(state_of(model))))
 
     @classmethod
     def of_schedule(cls, schedule: Schedule) -> Self:
@@ -161,9 +147,10 @@ class HeldModel:
         modules = {stage.stage_index: stage.submod for stage in schedule._stages}
 
         def gather(names: list[Any]) -> list[Any]:
-            return processes.gather(names, "the names of a checkpoint")
+            what = "the names of a checkpoint"
+            return processes.everywhere(lambda: names, what, what)
 
-        return cls(ModelState.of_stages(modules, gather), processes, schedule, runner.device)
+        return cls(ModelState.of_stages(modules, gather), processes, schedule)
 
     def arrive(self, call: str) -> None:
         """Raise unless all ranks of all replicas are in the same call; then put shards back.
@@ -173,9 +160,13 @@ class HeldModel:
         if self.schedule is not None:
             self.schedule._runner.arrive(call)
         kind = getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", ())
-        for inner in (inner for module in self.modules for inner in module.modules()):
+        for inner in self.inner_modules():
             if isinstance(inner, kind):
                 inner.reshard()  # pyright: ignore[reportCallIssue]
+
+    def inner_modules(self) -> Iterator[nn.Module]:
+        """All modules of the stages here."""
+        return (inner for module in self.state.modules.values() for inner in module.modules())
 
     def parameter_names(self) -> dict[int, str]:
         """The model's name for each parameter, by its id."""
@@ -205,12 +196,17 @@ def _priority(value: torch.Tensor, stage: int) -> int:
     return -stage if isinstance(value, nn.Parameter) else stage
 
 
-def joined(*tables: Mapping[str, str]) -> dict[str, str]:
-    """Tables of names that stand for other names, as one: with one name for all that are alike.
+def joined(tables: Iterable[Mapping[str, str]], order: Iterable[str] = ()) -> dict[str, str]:
+    """Tables of names that stand for other names, as one.
 
-    >>> joined({"head": "embed"}, {"embed": "head", "out": "head"})
+    Of all names that are alike, the one that comes first in ``order`` stands for the others.
+
+    >>> joined([{"head": "embed"}, {"embed": "head", "out": "head"}])
     {'head': 'embed', 'out': 'embed'}
+    >>> joined([{"head": "embed"}, {"out": "head"}], ["out", "embed"])
+    {'head': 'out', 'embed': 'out'}
     """
+    places = {name: place for place, name in enumerate(order)}
     above: dict[str, str] = {}
 
     def first(name: str) -> str:
@@ -218,7 +214,9 @@ def joined(*tables: Mapping[str, str]) -> dict[str, str]:
             name = above[name]
         return name
 
-    for name, known in (pair for aliases in tables for pair in aliases.items()):
-        if (one := first(name)) != (other := first(known)):
-            above[one] = other
+    for name, known in (pair for table in tables for pair in table.items()):
+        both = first(known), first(name)
+        one, other = sorted(both, key=lambda each: places.get(each, len(places)))
+        if one != other:
+            above[other] = one
     return {name: first(name) for name in above}

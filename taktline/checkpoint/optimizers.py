@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from taktline.checkpoint.manifest import Entry, Manifest, packed, unpacked
+from taktline.checkpoint.manifest import Checkpoint, Entry, packed, unpacked
 from taktline.errors import CheckpointError
 from taktline.sharding import is_sharded
 from taktline.text import counted
 
 _NOT_OPTIONS = ("params", "param_names")
+_NO_TENSORS: dict[str, torch.Tensor] = {}
+"""The tensors inside of options and other values, which are never saved."""
 
 
 def _kind(optimizer: Optimizer) -> str:
@@ -101,42 +103,38 @@ class OptimizerState:
     """The state of an optimizer in a checkpoint; raises if it does not fit, and changes nothing."""
 
     def __init__(
-        self,
-        optimizer: Optimizer,
-        index: int,
-        manifest: Manifest,
-        names: Mapping[int, str],
-        stored_name: Callable[[str], str],
+        self, optimizer: Optimizer, index: int, checkpoint: Checkpoint, names: Mapping[int, str]
     ) -> None:
-        if index >= len(manifest.optimizers):
+        """``names`` are those of parameters in the checkpoint, by their ids."""
+        path, count = checkpoint.path, len(checkpoint.optimizers)
+        if index >= count:
             raise CheckpointError(
-                f"{manifest.path} has the state of {counted(len(manifest.optimizers), 'optimizer')}"
-                f", so there is none for optimizer {index}; leave it out, or load another save"
+                f"{path} has the state of {counted(count, 'optimizer')}, so there is none for "
+                f"optimizer {index}; leave it out, or load another save"
             )
-        saved = manifest.optimizers[index]
+        saved = checkpoint.optimizers[index]
         if saved["class"] != _kind(optimizer):
             raise CheckpointError(
-                f"{manifest.path} has the state of {saved['class']}, and this optimizer is "
+                f"{path} has the state of {saved['class']}, and this optimizer is "
                 f"{_kind(optimizer)}; use the one that was saved, or load without it"
             )
-        self._optimizer, self._manifest = optimizer, manifest
-        named = [(stored_name(name), each) for name, each in _named(optimizer, names)]
-        self._options = self._options_of({id(each): name for name, each in named}, saved["groups"])
+        self._optimizer, self._path = optimizer, path
+        named = _named(optimizer, names)
+        self._options = self._options_of(names, saved["groups"])
         self._state: dict[int, dict[str, Any]] = {}
         self.targets: list[tuple[str, torch.Tensor]] = []
         """The tensors to fill before ``apply()``, by their names in the checkpoint."""
         prefix = f"optimizer/{index}/"
         keys: dict[str, list[str]] = {}
-        for name in manifest.tensors:
+        for name in checkpoint.tensors:
             if name.startswith(prefix):
                 owner, _, key = name.removeprefix(prefix).rpartition("/")
                 keys.setdefault(owner, []).append(key)
         for number, (name, parameter) in enumerate(named):
-            rest = saved["state"].get(name, {})
-            state = {key: unpacked(each, _no_tensor) for key, each in rest.items()}
+            state = unpacked(saved["state"].get(name, {}), _NO_TENSORS.__getitem__)
             for key in keys.get(name, []):
                 full = f"{prefix}{name}/{key}"
-                state[key] = self._room(parameter, key, full, manifest.tensors[full])
+                state[key] = self._room(parameter, key, full, checkpoint.tensors[full])
                 self.targets.append((full, state[key]))
             if state:
                 self._state[number] = state
@@ -150,7 +148,7 @@ class OptimizerState:
             for name in (names[id(parameter)] for parameter in now["params"]):
                 if name not in group_of:
                     raise CheckpointError(
-                        f"{self._manifest.path} has no state of the optimizer for {name}; pass the "
+                        f"{self._path} has no state of the optimizer for {name}; pass the "
                         "optimizer the parameters that it was saved with"
                     )
                 found.setdefault(group_of[name], name)
@@ -158,10 +156,10 @@ class OptimizerState:
                 first, second = list(found.values())[:2]
                 raise CheckpointError(
                     f"{first} and {second} are in one group of this optimizer, and were in two "
-                    f"with other options in {self._manifest.path}; use the groups that were saved"
+                    f"with other options in {self._path}; use the groups that were saved"
                 )
             group = groups[next(iter(found))]["options"] if found else {}
-            options.append({key: unpacked(each, _no_tensor) for key, each in group.items()})
+            options.append(unpacked(group, _NO_TENSORS.__getitem__))
         return options
 
     def _room(self, parameter: nn.Parameter, key: str, name: str, entry: Entry) -> torch.Tensor:
@@ -174,7 +172,7 @@ class OptimizerState:
             return torch.empty_like(parameter, dtype=entry.dtype, requires_grad=False)
         if is_sharded(parameter) and entry.shape:
             raise CheckpointError(
-                f"{name} has the shape {list(entry.shape)} in {self._manifest.path}, and cannot be "
+                f"{name} has the shape {list(entry.shape)} in {self._path}, and cannot be "
                 "put in shards as the parameter is"
             )
         return torch.empty(entry.shape, dtype=entry.dtype)
@@ -195,7 +193,3 @@ class OptimizerState:
             for key, value in state.items():
                 if isinstance(value, torch.Tensor) and now[key].dtype != value.dtype:
                     now[key] = value.to(now[key].device)
-
-
-def _no_tensor(name: str) -> torch.Tensor:
-    raise CheckpointError(f"an option of an optimizer is a tensor of several elements: {name}")

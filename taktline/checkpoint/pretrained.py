@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import UserDict
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,7 +16,7 @@ from torch import nn
 from taktline.checkpoint.folder import sync, write_text
 from taktline.checkpoint.model_state import HeldModel, foremost
 from taktline.checkpoint.processes import writers
-from taktline.checkpoint.tensor_file import TensorFile, in_order, require_writable, write
+from taktline.checkpoint.tensor_file import TensorFile, aligned, require_writable, write
 from taktline.checks import read, require_path, require_whole
 from taktline.errors import CheckpointError
 from taktline.runtime.watchdog import guarded
@@ -29,28 +31,32 @@ def save_pretrained(model: HeldModel, folder: Any, max_shard_bytes: int) -> None
     """Write files that ``from_pretrained`` reads; every process writes its own tensors."""
     path, processes = require_path("folder", folder), model.processes
     require_whole("max_shard_bytes", max_shard_bytes, least=1)
-    best = foremost(model.held)
-    held = {name: each.tensor for name, each in best.items()}
+    held = foremost(model.held)
 
     def begin() -> list[tuple[str, int, int]]:
         path.mkdir(parents=True, exist_ok=True)
-        for name, value in held.items():
+        for name, value, _ in held.values():
             require_writable(local(value), name)
-        return [(name, priority, value.nbytes) for name, value, priority in best.values()]
+        return [(name, priority, value.nbytes) for name, value, priority in held.values()]
 
     with guarded(processes.transports[0], "save_pretrained()") as call:
         model.arrive(call)
         listed = processes.everywhere(begin, f"save to {path}", call)
-        files = _share_out(listed, max_shard_bytes)
-        processes.everywhere(
-            lambda: _write(held, path, files, processes.place), f"write {path}", call
-        )
         sizes = {name: size for process in listed for name, _, size in process}
+        writer = writers([[(name, best) for name, best, _ in process] for process in listed])
+        files = _share_out(writer, sizes, max_shard_bytes)
+
+        def write_own() -> None:
+            here = [{n: held[n].tensor for n in file.tensors if n in held} for file in files]
+            _write(path, files, [aligned(each) for each in here], processes.place)
 
         def finish() -> None:
             if not processes.place:
-                _write_index(model.modules, path, files, sum(sizes.values()))
+                _write_index(path, files, sum(sizes.values()))
+                _write_config(model, path)
+                sync(path)
 
+        processes.everywhere(write_own, f"write {path}", call)
         processes.everywhere(finish, f"write {path}", call)
 
 
@@ -62,12 +68,10 @@ class _File(NamedTuple):
     tensors: list[str]
 
 
-def _share_out(listed: Sequence[Sequence[tuple[str, int, int]]], most: int) -> list[_File]:
+def _share_out(writer: Mapping[str, int], sizes: Mapping[str, int], most: int) -> list[_File]:
     """The tensors of each file, in the order in which all processes write the files."""
-    sizes = {name: size for process in listed for name, _, size in process}
     groups: list[tuple[int, list[str]]] = []
     room = 0
-    writer = writers([[(name, priority) for name, priority, _ in process] for process in listed])
     for name, place in sorted(writer.items(), key=lambda each: each[1]):
         if not groups or groups[-1][0] != place or room < sizes[name]:
             groups.append((place, []))
@@ -82,43 +86,47 @@ def _share_out(listed: Sequence[Sequence[tuple[str, int, int]]], most: int) -> l
 
 
 def _write(
-    held: Mapping[str, torch.Tensor], path: Path, files: Sequence[_File], place: int
+    path: Path, files: Sequence[_File], shapes: Sequence[Mapping[str, torch.Tensor]], place: int
 ) -> None:
     """Write the files of this process; all processes take part in gathering shards."""
-    for file in files:
-        here = {name: held[name] for name in file.tensors if name in held}
-        values = (
-            value.full_tensor() if is_sharded(value) else value
-            for value in (here[name] for name in in_order(here))
-        )
-        try:
+    tensors = (tensor for each in shapes for tensor in each.values())
+    values = (each.full_tensor() if is_sharded(each) else each for each in tensors)
+    try:
+        for file, here in zip(files, shapes, strict=True):
+            gathered = islice(values, len(here))
             if file.place == place:
                 made = path / f"{file.name}.new"
-                write(made, here, values)
+                write(made, here, gathered)
                 made.rename(path / file.name)
-        finally:
-            for _ in values:  # other processes wait for the shards of this one, even if it fails
-                pass
+            _drain(gathered)
+    finally:
+        _drain(values)  # other processes wait for the shards of this one, even if it fails
 
 
-def _write_index(
-    modules: Iterable[nn.Module], path: Path, files: Sequence[_File], size: int
-) -> None:
+def _drain(values: Iterator[torch.Tensor]) -> None:
+    for _ in values:
+        pass
+
+
+def _write_index(path: Path, files: Sequence[_File], size: int) -> None:
     if len(files) > 1:
         weight_map = {name: file.name for file in files for name in file.tensors}
         content = {"metadata": {"total_size": size}, "weight_map": weight_map}
         write_text(path / INDEX, json.dumps(content, indent=2))
-    for module in (inner for outer in modules for inner in outer.modules()):
-        for name in ("config", "generation_config"):
-            save = getattr(getattr(module, name, None), "save_pretrained", None)
-            if callable(save):
-                save(path)
-        if hasattr(getattr(module, "config", None), "save_pretrained"):
-            break
-    sync(path)
 
 
-class PretrainedFiles(Mapping[str, torch.Tensor]):
+def _write_config(model: HeldModel, path: Path) -> None:
+    """Write the config of the first module that has one; and that of its generation, if any."""
+    for module in model.inner_modules():
+        configs = [getattr(module, name, None) for name in ("config", "generation_config")]
+        if hasattr(configs[0], "save_pretrained"):
+            for config in configs:
+                if config is not None:
+                    config.save_pretrained(path)
+            return
+
+
+class PretrainedFiles(UserDict[str, Any]):
     """The tensors in a folder of safetensors files; each is read when it is used."""
 
     def __init__(self, folder: Path, prefix: str) -> None:
@@ -132,30 +140,16 @@ class PretrainedFiles(Mapping[str, torch.Tensor]):
                 raise CheckpointError(f"{index} names a file outside of its folder")
         elif not (folder / SINGLE).exists():
             raise CheckpointError(f"{folder} has neither {INDEX} nor {SINGLE}")
-        self._prefix = f"{prefix}." if prefix else ""
-        self._file_of = {
-            name: file
-            for file in (TensorFile(folder / each) for each in sorted(files))
-            for name in file.tensors
-        }
-
-    def _found(self, name: str) -> str:
-        """The name of a tensor in the files, which may be those of a part of the model."""
-        others = (name, name.removeprefix(self._prefix), f"{self._prefix}{name}")
-        return next((other for other in others if other in self._file_of), name)
+        prefix = f"{prefix}." if prefix else ""
+        opened = [TensorFile(folder / each) for each in sorted(files)]
+        places = {name: (file, name) for file in opened for name in file.tensors}
+        with_it = {f"{prefix}{name}": place for name, place in places.items()}
+        without = {name.removeprefix(prefix): place for name, place in places.items()}
+        super().__init__(without | with_it | places)
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        found = self._found(name)
-        return self._file_of[found].view(found)
-
-    def __contains__(self, name: object) -> bool:
-        return isinstance(name, str) and self._found(name) in self._file_of
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._file_of)
-
-    def __len__(self) -> int:
-        return len(self._file_of)
+        file, stored = self.data[name]
+        return file.view(stored)
 
 
 @contextmanager

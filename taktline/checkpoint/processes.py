@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-from taktline.checks import Either
 from taktline.errors import CheckpointError, MismatchError, TaktlineError, text_of
 from taktline.transport import Transport
-from taktline.transport.exchange import retold, share_error, share_values
+from taktline.transport.exchange import restored, retold, share_values, written
 from taktline.transport.one_rank import Alone
 
 
@@ -38,23 +37,6 @@ class Processes:
             place, size = place + transport.rank * size, size * transport.size
         return place
 
-    def gather(self, value: Any, call: str) -> list[Any]:
-        """The JSON values of all processes, in the order of their numbers."""
-        values, apart = [value], None
-        for transport in self.transports:
-            try:
-                mine, shape = None if apart else values, Either([object], None)
-                rows = share_values(transport, mine, shape, call, what=call)
-                if None in rows:
-                    apart = share_error(transport, apart)
-                else:
-                    values = [each for row in rows for each in row]
-            except MismatchError as error:
-                apart = apart or error  # processes along the other dimensions must know
-        if apart is not None:
-            raise apart
-        return values
-
     def attempt(self, do: Callable[[], Any], what: str) -> tuple[Any, TaktlineError | None]:
         """The result of a function, or the error of a disk or a user's code, with the rank."""
         who = f"rank {self.place}: " if self.count > 1 else ""
@@ -71,15 +53,24 @@ class Processes:
             return None, found
 
     def everywhere(self, do: Callable[[], Any], what: str, call: str) -> list[Any]:
-        """The results of all processes, as JSON; an error of one is raised on all."""
+        """The results of all processes, as JSON, in the order of their numbers.
+
+        An error of one is raised on all, and so is one about processes in different calls.
+        """
         result, error = self.attempt(do, what)
-        results = self.gather([error is None, result], call)
-        if not all(done for done, _ in results):
-            for transport in self.transports:
-                error = share_error(transport, error) or error
-        if error is not None:
-            raise error
-        return [each for _, each in results]
+        told = "" if error is None else written(error)
+        rows = [[told, result]]
+        for transport in self.transports:
+            try:
+                shared = share_values(transport, rows, [(str, object)], call, what=call)
+                rows = [row for each in shared for row in each]
+            except MismatchError as apart:  # processes along the other dimensions must know
+                error, told = apart, written(apart)
+                rows = [[told, None]]
+        for place, (text, _) in enumerate(rows):
+            if text:
+                raise error if error is not None and text == told else restored(text, place)
+        return [each for _, each in rows]
 
 
 def writers(listed: Sequence[Sequence[tuple[str, int]]]) -> dict[str, int]:

@@ -5,12 +5,19 @@
     every process   lists its tensors, and agrees with the others which process writes which
                     writes its file and, last, its part of the manifest
     the first one   merges all parts into the manifest, and gives the folder its name
+
+In the background a thread of each process does this. It must not use the connections that steps
+use, and looks into the folder instead: the first one waits for all parts, and the others wait until
+the first one has renamed the folder.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import shutil
+import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,20 +27,25 @@ from torch import nn
 from torch.optim import Optimizer
 
 from taktline.checkpoint import folder as folders
-from taktline.checkpoint.background import is_first_to, start, wait
-from taktline.checkpoint.manifest import merged, packed, read_part, sealed
+from taktline.checkpoint.background import Snapshot, memory_of, start, wait
+from taktline.checkpoint.manifest import merged, packed, sealed
 from taktline.checkpoint.model_state import Held, HeldModel, foremost
 from taktline.checkpoint.optimizers import describe
 from taktline.checkpoint.processes import Processes, writers
 from taktline.checkpoint.random_state import random_state
 from taktline.checkpoint.shards import shard_of
-from taktline.checkpoint.snapshot import Snapshot
-from taktline.checkpoint.tensor_file import require_writable, write
+from taktline.checkpoint.tensor_file import aligned, require_writable, write
 from taktline.checks import refuse, require_flag, require_instance, require_path, require_whole
 from taktline.errors import CheckpointError, TaktlineError, text_of
 from taktline.meta import name_of
 from taktline.runtime.watchdog import guarded
+from taktline.transport.distributed import Distributed
 from taktline.transport.exchange import retold
+
+_log = logging.getLogger("taktline")
+_PAUSE = 0.02
+"""Seconds between two looks into the folder."""
+_FAILED = ".failed"
 
 
 class Training:
@@ -68,13 +80,13 @@ class Saving:
     keep: int | None
     file: str
     tensors: dict[str, torch.Tensor] = field(default_factory=dict)
-    """The tensors that this process writes."""
+    """The tensors that this process writes, or could write."""
+    shards: list[tuple[str, int]] = field(default_factory=list)
+    """What each of them is a shard of, and where; and its priority among processes."""
     trained: set[str] = field(default_factory=set)
     """The names of those tensors that optimizers change, and nothing else."""
     others: set[str] = field(default_factory=set)
     """The names of all other parameters."""
-    snapshot: Snapshot | None = None
-    """Copies the tensors, in the background."""
     part: dict[str, Any] = field(default_factory=dict)
     """This process's part of the manifest."""
     final: Path = Path()
@@ -85,64 +97,56 @@ class Saving:
         """The folder of the save while it is written."""
         return folders.unfinished(self.final)
 
-    def collect(self, model: HeldModel, training: Training) -> list[tuple[str, int]]:
-        """Note all tensors and values of this process; returns each shard with its priority."""
-        tensors = [] if self.processes.place else [Held(*each) for each in model.optional.items()]
-        tensors = [
+    def collect(self, model: HeldModel, training: Training) -> None:
+        """Note all tensors and values of this process."""
+        rest = [] if self.processes.place else [Held(*each) for each in model.state.rest.items()]
+        held = [
             Held(f"model/{name}", value, priority)
-            for name, value, priority in foremost((*tensors, *model.held)).values()
+            for name, value, priority in foremost((*rest, *model.held)).values()
         ]
-        names, states = model.parameter_names(), dict[str, torch.Tensor]()
+        names = model.parameter_names()
+        states, own = dict[str, torch.Tensor](), dict[str, torch.Tensor]()
         optimizers = [
             describe(optimizer, names, f"optimizer/{index}", states)
             for index, optimizer in enumerate(training.optimizers)
         ]
-        tensors += [Held(name, value) for name, value in states.items()]
-        own: dict[str, torch.Tensor] = {}
         values = _values(model, training).items()
         self.part = {
             "files": {},
             "tensors": {},
-            "aliases": dict(model.aliases),
+            "aliases": model.aliases,
             "optimizers": optimizers,
             "values": {name: packed(value, name, own) for name, value in values},
         }
-        shards: list[tuple[str, int]] = []
+        held += [Held(name, value) for name, value in states.items()]
+        held += [Held(f"values/{name}", value) for name, value in own.items()]
         in_bounds = {
             id(module.weight)
-            for part in model.modules
-            for module in part.modules()
+            for module in model.inner_modules()
             if getattr(module, "max_norm", None) is not None
         }  # the forward of such an embedding changes its weight
-        for name, value, priority in tensors:
-            if (key := self._add(name, value)) is None:
-                continue
-            shards.append((key, priority))
+        for name, value, priority in held:
+            self._add(name, value, priority)
             if name in states or (value.requires_grad and id(value) not in in_bounds):
                 self.trained.add(name)
             elif isinstance(value, nn.Parameter):
                 self.others.add(name)
-        for name, value in own.items():
-            self._add(f"values/{name}", value)
-        return shards
 
-    def _add(self, name: str, whole: torch.Tensor) -> str | None:
-        """Note a tensor; returns a key for the shard of this process, if it is not empty."""
+    def _add(self, name: str, whole: torch.Tensor, priority: int) -> None:
+        """Note the shard of a tensor in this process, if it is not empty."""
         tensor, region = shard_of(whole, name)
         require_writable(tensor, name)
-        if not tensor.numel() and 0 not in whole.shape:
-            return None
-        piece = {"file": self.file, "start": region.start, "size": region.size}
-        kind, shape = name_of(tensor.dtype), list(whole.shape)
-        self.part["tensors"][name] = {"dtype": kind, "shape": shape, "pieces": [piece]}
-        self.tensors[name] = tensor
-        return f"{name} {region.start}"
+        if tensor.numel() or 0 in whole.shape:
+            piece = {"file": self.file, "start": region.start, "size": region.size}
+            kind, shape = name_of(tensor.dtype), list(whole.shape)
+            self.part["tensors"][name] = {"dtype": kind, "shape": shape, "pieces": [piece]}
+            self.tensors[name] = tensor
+            self.shards.append((f"{name} {region.start}", priority))
 
-    def leave(self, writer: dict[str, int]) -> None:
+    def leave(self, writer: Mapping[str, int]) -> None:
         """Drop the tensors that other processes write."""
-        for name in list(self.tensors):
-            start = self.part["tensors"][name]["pieces"][0]["start"]
-            if writer.get(f"{name} {start}", self.processes.place) != self.processes.place:
+        for name, (shard, _) in zip(list(self.tensors), self.shards, strict=True):
+            if writer[shard] != self.processes.place:
                 del self.tensors[name], self.part["tensors"][name]
 
     def note_of(self, place: int) -> Path:
@@ -157,36 +161,78 @@ class Saving:
                 "rank, on a disk that all hosts share"
             )
 
-    def write(self) -> None:
-        """Write this process's part."""
-        if self.snapshot is not None:  # first of all: an optimizer may wait for the copy
-            self.snapshot.copy()
+    def write(self, snapshot: Snapshot | None = None) -> None:
+        """Write this process's part; in the background, of a snapshot."""
+        if snapshot is not None:
+            snapshot.copy()  # first of all: an optimizer may wait for it
         self.require_folder()
         if self.tensors:
-            self.part["files"][self.file] = write(self.unfinished / self.file, self.tensors)
-        if self.snapshot is not None:
-            self.snapshot.require_unchanged()
+            tensors = aligned(self.tensors)
+            written = write(self.unfinished / self.file, tensors, tensors.values())
+            self.part["files"][self.file] = written
+        if snapshot is not None:
+            snapshot.require_unchanged()
         note = self.note_of(self.processes.place)
         folders.write_text(note, json.dumps(self.part), lasting=False)
 
     def finish(self) -> None:
         """Merge the parts, when all are written; on the first process."""
         if not self.processes.place:
-            parts = [read_part(self.note_of(place)) for place in range(self.processes.count)]
-            manifest = sealed(merged(parts, self.step))
-            folders.finish(self.final, manifest, self.keep)
+            notes = (self.note_of(place) for place in range(self.processes.count))
+            parts = [json.loads(note.read_bytes()) for note in notes]
+            folders.finish(self.final, sealed(merged(parts, self.step)), self.keep)
 
     def clear(self) -> None:
         """Remove the files of a save that has failed; on the first process."""
         if not self.processes.place and self.final.name:
             shutil.rmtree(self.unfinished, ignore_errors=True)
 
+    def run(self, snapshot: Snapshot) -> None:
+        """Do all of it in the background, without the connections that steps use."""
+        _, error = self.processes.attempt(lambda: self._run(snapshot), f"write {self.final}")
+        if error is not None:
+            _log.error("a background save has failed: %s", text_of(error))
+            self._leave_note(error)
+            self.clear()
+            raise error
+
+    def _run(self, snapshot: Snapshot) -> None:
+        self.write(snapshot)
+        while not self._is_over():
+            for note in self.unfinished.glob(f"*{_FAILED}"):
+                raise CheckpointError(note.read_text(errors="replace"))
+            for transport in self.processes.transports:
+                if isinstance(transport, Distributed) and transport.verdict is not None:
+                    raise CheckpointError(f"the connection was lost before {self.final}")
+            time.sleep(_PAUSE)
+        self.finish()
+
+    def _is_over(self) -> bool:
+        """Whether the first process has the parts of all, or the others have the finished save."""
+        if not self.processes.place:
+            return all(self.note_of(place).exists() for place in range(self.processes.count))
+        # In this order: the folder may be renamed between the two.
+        there = self.unfinished.exists()
+        if self.final.exists():
+            return True
+        if not there:
+            raise CheckpointError(f"rank 0 did not save {self.final}")
+        return False
+
+    def _leave_note(self, error: TaktlineError) -> None:
+        """Leave a note for the other processes; without disk space for it, they find out later."""
+        try:
+            (self.unfinished / self.file).unlink(missing_ok=True)
+            note = self.note_of(self.processes.place).with_suffix(_FAILED)
+            note.write_text(text_of(error, 4000))
+        except OSError:
+            pass
+
 
 def _values(model: HeldModel, training: Training) -> dict[str, Any]:
     """All but the tensors of the model and optimizers; most values are each process's own."""
-    place, schedule = model.processes.place, model.schedule
-    ranks = None if schedule is None else schedule._runner._random
-    values: dict[str, Any] = {f"random/{place}": random_state(model.device, ranks)}
+    place = model.processes.place
+    values: dict[str, Any] = {f"random/{place}": random_state(model)}
     if training.data is not None:
         values[f"data/{place}"] = training.data.state_dict()
     if training.scaler is not None:
@@ -218,10 +264,10 @@ def save(
 
     def begin() -> tuple[list[tuple[str, int]], str]:
         wait(home, place)
-        shards = saving.collect(model, training)
+        saving.collect(model, training)
         if not place:
             saving.final = folders.begin(home, step)
-        return shards, saving.final.name
+        return saving.shards, saving.final.name
 
     try:
         with guarded(processes.transports[0], "save()") as call:
@@ -230,9 +276,11 @@ def save(
             saving.final = home / results[0][1]
             saving.leave(writers([shards for shards, _ in results]))
             if async_save:
-                if is_first_to(home, place):  # only once, as training stands still meanwhile
+                memory = memory_of(home, place)
+                if not memory.copies:  # only once, as training stands still meanwhile
                     processes.everywhere(saving.require_folder, f"save to {folder}", call)
-                start(home, saving)
+                snapshot = Snapshot(saving.tensors, saving.trained, saving.others, memory)
+                start(home, place, snapshot, saving.run)
             else:
                 processes.everywhere(saving.write, f"write {saving.final}", call)
                 processes.everywhere(saving.finish, f"write {saving.final}", call)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -16,11 +15,6 @@ class Region(NamedTuple):
 
     start: tuple[int, ...]
     size: tuple[int, ...]
-
-    @classmethod
-    def whole(cls, shape: Sequence[int]) -> Region:
-        """All of a tensor."""
-        return cls((0,) * len(shape), tuple(shape))
 
     def meets(self, other: Region) -> Region | None:
         """The region that two regions have in common.
@@ -49,7 +43,7 @@ def shard_of(tensor: torch.Tensor, name: str) -> tuple[torch.Tensor, Region]:
     """The shard of a tensor in this process, and its region; of a plain tensor, all of it."""
     tensor = tensor.detach()
     if not is_sharded(tensor):
-        return tensor, Region.whole(tensor.shape)
+        return tensor, Region((0,) * tensor.dim(), tuple(tensor.shape))
     try:
         chunks = tensor.__create_chunk_list__()
     except RuntimeError as error:  # a part of a sum

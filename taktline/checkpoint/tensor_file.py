@@ -10,6 +10,7 @@ import json
 import mmap
 import os
 import zlib
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from io import FileIO
 from math import prod
@@ -21,7 +22,7 @@ import torch
 from taktline.checks import conform, read
 from taktline.errors import CheckpointError, JsonError
 
-BLOCK = 1 << 16
+_BLOCK = 1 << 16
 """The bytes of one checksum: reading a part of a file checks only that part."""
 
 _LONGEST_HEADER = 100_000_000
@@ -64,58 +65,54 @@ def require_writable(tensor: torch.Tensor, name: str) -> None:
         raise CheckpointError(f"{name} is a tensor of {kind}, which cannot be saved")
 
 
-def in_order(tensors: Mapping[str, torch.Tensor]) -> list[str]:
-    """The names in the order of the file: the largest elements first, so that all are aligned."""
-    return sorted(tensors, key=lambda name: -tensors[name].element_size())
+def aligned(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The tensors in the order of a file: the largest elements first, so that all are aligned."""
+    return dict(sorted(tensors.items(), key=lambda each: -each[1].element_size()))
 
 
 def write(
-    path: Path, tensors: Mapping[str, torch.Tensor], values: Iterable[torch.Tensor] | None = None
+    path: Path, shapes: Mapping[str, torch.Tensor], values: Iterable[torch.Tensor]
 ) -> dict[str, Any]:
     """Write a file, and flush it to disk; returns its size and its checksums.
 
-    ``values`` are the tensors to write, in order, if ``tensors`` only have the shapes.
+    ``values`` are the tensors to write, and ``shapes`` what they look like, in the same order.
 
     >>> from tempfile import mkdtemp
     >>> path = Path(mkdtemp(), "some.safetensors")
-    >>> write(path, {"weight": torch.ones(2, 3)})
+    >>> tensors = {"weight": torch.ones(2, 3)}
+    >>> write(path, tensors, tensors.values())
     {'bytes': 104, 'crc32': '0ee85a4c'}
     >>> TensorFile(path).view("weight").sum()
     tensor(6.)
     """
-    order, header, end = in_order(tensors), {}, 0
-    for name in order:
-        tensor = tensors[name]
+    header, end = {}, 0
+    for name, tensor in shapes.items():
         begin, end = end, end + tensor.numel() * tensor.element_size()
         kind, shape = _NAMES[tensor.dtype], list(tensor.shape)
         header[name] = {"dtype": kind, "shape": shape, "data_offsets": [begin, end]}
     text = json.dumps(header).encode()
     text = text.ljust(-(-len(text) // 8) * 8)
-    checksums: list[int] = []
+    checksums: defaultdict[int, int] = defaultdict(int)
     with open(path, "wb", buffering=0) as file:
-        room = _add(file, memoryview(len(text).to_bytes(8, "little") + text), checksums, 0)
-        for value in (tensors[name] for name in order) if values is None else values:
-            room = _add(file, _bytes(value), checksums, room)
+        _add(file, memoryview(len(text).to_bytes(8, "little") + text), checksums)
+        for value in values:
+            _add(file, _bytes(value), checksums)
         os.fsync(file.fileno())
-        return {"bytes": file.tell(), "crc32": "".join(f"{each:08x}" for each in checksums)}
+        found = "".join(f"{each:08x}" for each in checksums.values())
+        return {"bytes": file.tell(), "crc32": found}
 
 
-def _add(file: FileIO, data: memoryview, checksums: list[int], room: int) -> int:
-    """Write bytes, with their checksums; returns how many more fit into the last block."""
-    at, start, count = 0, file.tell(), len(data)
-    while at < count:
-        if not room:
-            checksums.append(0)
-            room = BLOCK
-        part = data[at : at + room]
-        checksums[-1] = zlib.crc32(part, checksums[-1])
-        at, room = at + len(part), room - len(part)
+def _add(file: FileIO, data: memoryview, checksums: defaultdict[int, int]) -> None:
+    """Write bytes, and add them to the checksums of their blocks."""
+    start, count = file.tell(), len(data)
+    for block in range(start // _BLOCK, -(-(start + count) // _BLOCK)):
+        part = data[max(0, block * _BLOCK - start) : (block + 1) * _BLOCK - start]
+        checksums[block] = zlib.crc32(part, checksums[block])
     while data:
         data = data[file.write(data) :]
     if count >= _LARGE and hasattr(os, "posix_fadvise"):
         # Let the disk begin now, and not only when all is written.
         os.posix_fadvise(file.fileno(), start, count, os.POSIX_FADV_DONTNEED)
-    return room
 
 
 def _bytes(tensor: torch.Tensor) -> memoryview:
@@ -168,14 +165,14 @@ class TensorFile:
         """Raise unless the bytes from the first to the last element of a part are as written."""
         begin, end = self._span(name, part)
         with memoryview(self._map) as data:
-            for block in range(begin // BLOCK, -(-end // BLOCK)):
+            for block in range(begin // _BLOCK, -(-end // _BLOCK)):
                 if block in self._checked:
                     continue
-                found = zlib.crc32(data[block * BLOCK : (block + 1) * BLOCK])
+                found = zlib.crc32(data[block * _BLOCK : (block + 1) * _BLOCK])
                 if f"{found:08x}" != self._checksums[8 * block : 8 * block + 8]:
                     raise CheckpointError(
-                        f"{self.path} is damaged, somewhere in bytes {block * BLOCK:,} to "
-                        f"{(block + 1) * BLOCK:,}, where {name} is; load an earlier save"
+                        f"{self.path} is damaged, somewhere in bytes {block * _BLOCK:,} to "
+                        f"{(block + 1) * _BLOCK:,}, where {name} is; load an earlier save"
                     )
                 self._checked.add(block)
         self.release(name)

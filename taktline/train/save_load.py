@@ -190,5 +190,4 @@ class SaveLoad(PipelineBase):
 
     def _held(self) -> HeldModel:
         built = self._built
-        processes = Processes(built.ranks.everyone)
-        return HeldModel(built.model, processes, built.schedule, built.ranks.device)
+        return HeldModel(built.model, Processes(built.ranks.everyone), built.schedule)

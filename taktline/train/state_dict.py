@@ -9,8 +9,8 @@ from math import prod
 import torch
 import torch.distributed as dist
 
+from taktline.checkpoint.background import settle
 from taktline.checkpoint.model_state import ModelState, foremost
-from taktline.checkpoint.snapshot import settle
 from taktline.errors import MismatchError, TransportError
 from taktline.meta import DTYPES, name_of
 from taktline.sharding import is_sharded

@@ -109,7 +109,7 @@ def test_a_full_disk_in_the_background(tmp_path: Path, caplog: pytest.LogCapture
     saved = training.save(tmp_path)
     with full_disk():
         training.save(tmp_path, async_save=True)
-        background._running[tmp_path, 0].thread.join()
+        background._running[tmp_path, 0].written.exception()
     assert "a background save has failed: cannot write" in caplog.text
     with pytest.raises(CheckpointError, match=f"File too large.*unchanged: {saved}"):
         training.save(tmp_path)
@@ -124,7 +124,7 @@ def on_one_rank(rank: int, group: Any, runs: str, asynchronous: bool) -> str:
     try:
         with full_disk() if rank == 1 else nullcontext():
             training.save(runs, async_save=asynchronous)
-            background._running[Path(runs), rank].thread.join()
+            background._running[Path(runs), rank].written.exception()
         training.save(runs)
     except tl.TaktlineError as error:
         if isinstance(error, CheckpointError):

@@ -108,17 +108,18 @@ def test_processes(workers: Workers, tmp_path: Path, shape: Any, way: str | None
         assert torch.equal(value, model.state_dict()[name])
 
 
-def on_a_full_disk(rank: int, group: Any, folder: str) -> str:
+def on_a_full_disk(rank: int, group: Any, folder: str, largest: int) -> str:
     """The first rank cannot write, while others wait for its shards of the next tensor."""
     options: Any = {"cuts": CUTS, "microbatches": 2, "data_parallel": "fsdp", "timeout": 20}
     pipe = tl.Pipeline(llama(), mesh=mesh_of(group, (2, 2)), **options)
     with full_disk() if rank == 0 else nullcontext(), pytest.raises(CheckpointError) as caught:
-        pipe.save_pretrained(folder)
+        pipe.save_pretrained(folder, max_shard_bytes=largest)
     assert pipe.grad_norm() >= 0, "the next call works"
     return str(caught.value)
 
 
 @pytest.mark.processes
-def test_a_full_disk(workers: Workers, tmp_path: Path) -> None:
-    told = workers.run(on_a_full_disk, str(tmp_path), ranks=4)
+@pytest.mark.parametrize("largest", [5_000, 10**9], ids=["several files", "one file"])
+def test_a_full_disk(workers: Workers, tmp_path: Path, largest: int) -> None:
+    told = workers.run(on_a_full_disk, str(tmp_path), largest, ranks=4)
     assert told == [f"rank 0: cannot write {tmp_path}: File too large"] * 4

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import taktline as tl
-from taktline.checkpoint import background, snapshot
+from taktline.checkpoint import background
 from taktline.errors import CheckpointError
 from tests.checkpoint.training import Training, mesh_of, pipeline
 from tests.workers import Workers
@@ -23,15 +23,15 @@ from tests.workers import Workers
 @contextmanager
 def lateness() -> Iterator[None]:
     """Let copies be late: whoever does not wait for them changes what they are made of."""
-    copy_in_time = snapshot.Snapshot.copy
+    copy_in_time = background.Snapshot.copy
 
-    def copy_late(made: snapshot.Snapshot) -> None:
+    def copy_late(made: background.Snapshot) -> None:
         time.sleep(0.2)
         copy_in_time(made)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(snapshot, "_SMALL", -1)
-        patch.setattr(snapshot.Snapshot, "copy", copy_late)
+        patch.setattr(background, "_SMALL", -1)
+        patch.setattr(background.Snapshot, "copy", copy_late)
         yield
 
 
@@ -152,7 +152,7 @@ def test_a_change_in_between(
     pipe.save(tmp_path, optimizer, async_save=True)
     change(dict(pipe.named_parameters())["1.weight"])
     optimizer.step()
-    background._running[tmp_path, 0].thread.join()
+    background._running[tmp_path, 0].written.exception()
     text = r"1\.weight was changed before it was copied; change it after the next optimizer\.step"
     with pytest.raises(CheckpointError, match=f"{text}.*unchanged: {first}"):
         pipe.save(tmp_path, optimizer)
@@ -208,7 +208,7 @@ def changed_on_the_last(rank: int, group: Any, runs: str) -> str:
         training.save(runs, async_save=True)
         if rank:
             by_torch(next(p for p in training.pipe.parameters() if p.dim() == 2))
-        background._running[Path(runs), rank].thread.join()
+        background._running[Path(runs), rank].written.exception()
         with pytest.raises(CheckpointError) as caught:
             training.save(runs)
         training.save(runs, async_save=True)
