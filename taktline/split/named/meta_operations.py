@@ -35,11 +35,11 @@ def run_on_meta(func: Any, args: Args, kwargs: Kwargs, context: Any, source: Any
     try:
         return func(*args, **kwargs)
     except Exception as error:
-        if not context.mixed and not isinstance(error, NotImplementedError):
+        if not context.runs_model and not isinstance(error, NotImplementedError):
             raise
         if func.overloadpacket is torch.ops.aten._pack_padded_sequence:
             raise missing_data(source, "a packed sequence") from error
-        if not context.mixed or torch.Tag.data_dependent_output in func.tags:
+        if not context.runs_model or torch.Tag.data_dependent_output in func.tags:
             raise missing_data(source, str(func)) from error
         return _run_filled(func, args, kwargs, most=False)
 

@@ -37,12 +37,10 @@ _FILLED = {
 class PlaceholderContext:
     """A running forward with placeholders; its methods see each operation on them."""
 
-    mixed = False
-    """Whether the forward computes with real tensors, too, so that their data must not be lost."""
+    runs_model = False
+    """Whether it is the model's, which has real tensors, too: their data must not be lost."""
     bare = False
     """Whether the units of this stage get no placeholders, so that they run unchanged."""
-    repeats = False
-    """Whether an earlier call has shown what units of other stages return."""
     numbers: Any = None
     """The :class:`Numbers` that the forward reads from tensors, if they are tracked."""
     _outer: PlaceholderContext | None
@@ -189,11 +187,11 @@ class Placeholder(torch.Tensor):
         source = context.source(placeholders)
         if func is torch.ops.aten._local_scalar_dense.default:
             raise missing_data(source, "a number")
-        if context.mixed:
+        if context.runs_model:
             _require_no_writing(func, args, kwargs, source)
         metas = [_without_data(leaf) for leaf in leaves]
         meta_args, meta_kwargs = pytree.tree_unflatten(metas, spec)
-        if context.mixed and func.overloadpacket in _FILLED:
+        if context.runs_model and func.overloadpacket in _FILLED:
             return func(*meta_args, **{**meta_kwargs, "device": context.device})
         if size_depends_on_data(func, args):
             if context.numbers is None:

@@ -150,8 +150,6 @@ class Differs(BaseException):
 class RepeatedRun(StageRun):
     """A forward that repeats a prefix."""
 
-    repeats = True
-
     def __init__(self, layout: Layout, stage: int, given: StageInput) -> None:
         super().__init__(layout, stage, given)
         self._counts = bool(self._known.exit.extras) or self._layout.is_shared(self._stage)
@@ -180,7 +178,7 @@ class RepeatedRun(StageRun):
         if self._counts:
             super().note_own(unit, args, kwargs, output)
 
-    def call_again(self, probe: ShapeProbe, training: bool, args: Args, kwargs: Kwargs) -> Any:
+    def call_foreign(self, probe: ShapeProbe, training: bool, args: Args, kwargs: Kwargs) -> Any:
         """The recorded output of a foreign unit; raises ``Leave`` where this stage ends."""
         if self._has_begun:
             raise self.leave(probe, args, kwargs)
@@ -192,8 +190,6 @@ class RepeatedRun(StageRun):
         is_simple = len(args) == 1 and args[0] is step.only and not kwargs
         output = step.output if is_simple else self._output(step, args, kwargs)
         return apply_side_effects(output, probe.module, args, kwargs)
-
-    call_foreign = call_again
 
     def call(self, func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
         """The recorded result of a function of torch, until the stage begins."""

@@ -55,9 +55,6 @@ class StageInput(NamedTuple):
 class StageRun(Checkpoints, ABC):
     """The forward of one micro-batch in one stage."""
 
-    mixed = True
-    is_inside = False
-    """Whether an own unit runs."""
     _modes: Sequence[Any] = ()
     """The modes of torch in which the forward runs."""
     _before: StateBefore | None = None
@@ -80,9 +77,8 @@ class StageRun(Checkpoints, ABC):
         self._has_begun = stage == 0
         self._calls: dict[str, int] = {}
         """How often each unit was called, as far as it matters."""
-        if known.exit.extras or not self.repeats:
-            self._caught: dict[UnitTensor, torch.Tensor] = {}
-            self._unsure: set[UnitTensor] = set()
+        self._caught: dict[UnitTensor, torch.Tensor] = {}
+        self._unsure: set[UnitTensor] = set()
 
     def is_open(self, checkpoint: int) -> bool:
         """Whether a block has units of other stages, which cannot run again."""

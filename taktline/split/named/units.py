@@ -39,7 +39,7 @@ class _OwnUnit:
         context: Any = here.context
         if context is not None and context.bare:
             return super().__call__(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
-        if context is None or not hasattr(context, "before_own"):
+        if context is None or not context.runs_model:
             # The user calls the unit, or a checkpoint runs it again in the backward.
             args, kwargs = resolved((args, kwargs))
             return super().__call__(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
@@ -58,7 +58,7 @@ class _CopiedUnit:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         context: Any = here.context
-        if hasattr(context, "call_foreign"):
+        if context is not None and context.runs_model:
             return context.call_foreign(self._probe, self._probe.training, args, kwargs)
         return super().__call__(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -74,20 +74,20 @@ class _ForeignUnit:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         context: Any = here.context
         has_hooks = self._forward_hooks or self._forward_pre_hooks
-        if context is not None and context.repeats and not has_hooks:
-            return context.call_again(self._probe, self.training, args, kwargs)
+        if context is not None and context.runs_model and not has_hooks:
+            return context.call_foreign(self._probe, self.training, args, kwargs)
         # Not the call of the class, which may checkpoint: there is nothing to compute.
         return nn.Module.__call__(self, *args, **kwargs)  # pyright: ignore[reportArgumentType]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return placeholders, or end this stage."""
-        probe: ShapeProbe = vars(self)["_probe"]
         context: Any = here.context
-        if not hasattr(context, "call_foreign"):
+        if context is None or not context.runs_model:
             raise PartitionError(
-                f"{probe.name!r} belongs to another stage; it cannot be called on its own here"
+                f"{self._probe.name!r} belongs to another stage; it cannot be called on its own "
+                "here"
             )
-        return context.call_foreign(probe, vars(self)["training"], args, kwargs)
+        return context.call_foreign(self._probe, self.training, args, kwargs)
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Compile nothing."""
