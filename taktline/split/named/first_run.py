@@ -10,7 +10,7 @@ import torch
 from taktline import pytree
 from taktline.errors import PartitionError
 from taktline.split.arguments import Args, Call, Kwargs
-from taktline.split.named.direct_calls import SeenCall, versions_of
+from taktline.split.named.direct_calls import CallRecorder
 from taktline.split.named.forward_summary import UnitTensor
 from taktline.split.named.layout import Layout
 from taktline.split.named.placeholder import Placeholder
@@ -36,8 +36,8 @@ class FirstRun(StageRun):
     """
 
     prefix: Prefix | None = None
-    seen: list[SeenCall] | None = None
-    """The calls of own units, if the forward may be left out."""
+    recorder: CallRecorder | None = None
+    """Sees the calls of own units, if the forward may be left out."""
 
     def __init__(
         self,
@@ -55,7 +55,6 @@ class FirstRun(StageRun):
         self._last = last
         self._is_repeatable = self._known.is_repeatable
         self._steps: list[Step] = []
-        self._versions: dict[int, int] = {}
         self._received: dict[int, int] = {}
         """The numbers of received values, by the ids of their placeholders, or their own."""
         if self._has_begun and self._is_repeatable:
@@ -81,8 +80,8 @@ class FirstRun(StageRun):
         self._given = (args, kwargs)
         args, kwargs = self.require_data(self._given, f"a {name}")
         self._note_before(unit, args, kwargs)
-        if self.seen is not None:
-            self._versions = versions_of((*args, *kwargs.values()))
+        if self.recorder is not None:
+            self.recorder.note_before((*args, *kwargs.values()))
         return args, kwargs
 
     def note_own(self, unit: Any, args: Args, kwargs: Kwargs, output: Any) -> None:
@@ -91,9 +90,8 @@ class FirstRun(StageRun):
         super().note_own(unit, args, kwargs, output)
         if self._before is not None:
             refill(self._given, (args, kwargs))
-        if self.seen is not None:
-            after = versions_of((*args, *kwargs.values(), output))
-            self.seen.append(SeenCall(unit, args, kwargs, self._versions, output, after))
+        if self.recorder is not None:
+            self.recorder.note_after(unit, args, kwargs, output)
 
     def call_foreign(self, probe: ShapeProbe, training: bool, args: Args, kwargs: Kwargs) -> Any:
         """Placeholders before this stage begins; raises ``Leave`` where it ends."""
@@ -175,7 +173,7 @@ class FirstRun(StageRun):
         if not types and self._is_repeatable:
             self.prefix = record_prefix(self._steps, self._received, places)
             if self.prefix and self._known.is_plain and not torch.is_inference_mode_enabled():
-                self.seen = []
+                self.recorder = CallRecorder(self._values)
         self._steps.clear()
         for _, placeholder in given:
             if isinstance(placeholder, Placeholder):

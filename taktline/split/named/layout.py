@@ -93,8 +93,7 @@ class Layout:
             return made.direct[name]
 
         made.empty_model = made._copy(model, child, parameter)
-        for name in made.containers:
-            container = made.empty_model.get_submodule(name)
+        for container in made.containers_in(made.empty_model).values():
             container._buffers = copy.deepcopy(container._buffers, free)
         return made
 
@@ -134,11 +133,14 @@ class Layout:
         """The modules without data that every stage runs."""
         return self.common_of(self.empty_model)
 
+    def containers_in(self, model: nn.Module) -> dict[str, nn.Module]:
+        """The containers of a model or a stage by name."""
+        return {name: model.get_submodule(name) for name in sorted(self.containers)}
+
     def common_of(self, model: nn.Module) -> dict[str, nn.Module]:
         """The modules of a stage that every stage runs: containers, and submodules in no unit."""
         found: dict[str, nn.Module] = {}
-        for name in sorted(self.containers):
-            container = model.get_submodule(name)
+        for name, container in self.containers_in(model).items():
             found[name] = container
             for key, child in container._modules.items():
                 path = joined(name, key)
@@ -165,8 +167,7 @@ class Layout:
 
     def separate(self, stage_module: nn.Module, changed: Collection[str]) -> None:
         """Give a stage its own copies of the shared submodules whose attributes are changed."""
-        for name in self.containers:
-            container = stage_module.get_submodule(name)
+        for name, container in self.containers_in(stage_module).items():
             for key, child in container._modules.items():
                 path = joined(name, key)
                 is_changed = any(each.startswith(f"{path}.") for each in changed)
@@ -215,15 +216,16 @@ class Layout:
         made = copied(model, "", self.containers, child, parameter)
         self._rebind(model, made)
         if "use_cache" not in self.arguments:
-            for name in self.containers - {""}:
-                disable_cache(made.get_submodule(name))
+            for name, container in self.containers_in(made).items():
+                if name:
+                    disable_cache(container)
         return made
 
     def _rebind(self, model: nn.Module, made: nn.Module) -> None:
         """Bind methods that containers keep as attributes to the copies of the containers."""
         paths = {id(part): path for path, part in model.named_modules()}
-        for name in self.containers:
-            attributes = vars(made.get_submodule(name))
+        for name, container in self.containers_in(made).items():
+            attributes = vars(container)
             for key, value in attributes.items():
                 path = paths.get(id(value.__self__)) if isinstance(value, MethodType) else None
                 if path in self.containers:

@@ -20,16 +20,9 @@ from taktline import pytree
 from taktline.errors import PartitionError
 from taktline.split.arguments import Args, Call, Kwargs, device_of
 from taktline.split.named.changes import Changes
-from taktline.split.named.direct_calls import (
-    DirectCalls,
-    SeenCall,
-    record_direct_calls,
-    versions_of,
-)
 from taktline.split.named.dry_run import dry_run
 from taktline.split.named.first_run import FirstRun, OtherTypes
 from taktline.split.named.forward_summary import ForwardSummary
-from taktline.split.named.guards import guards_of
 from taktline.split.named.hugging_face import require_not_collected, without_cache
 from taktline.split.named.known_calls import CallCache, KnownCall, autocast_dtype, cache_key
 from taktline.split.named.layout import BY_HAND, Layout, all_modules
@@ -153,7 +146,7 @@ class StageForward:
         self, given: StageInput, stage_module: nn.Module, forward: Callable[..., Any]
     ) -> Any:
         """Run the forward with placeholders, and record what later calls can repeat."""
-        known, versions = given.known, versions_of(given.values)
+        known = given.known
         units = {name: stage_module.get_submodule(name) for name in self.layout.probes}
         # A wrapper around a unit may call anything inside of it.
         own = {name: module for name, module in units.items() if is_own_unit(module)}
@@ -183,29 +176,10 @@ class StageForward:
             changed = self.layout.common_in(changes.changed())
             is_noted = bool(inner) or not self.layout.inner
             self._require_like_model(known.summary, run.order, changed, is_noted=is_noted)
-            if run.seen is not None:
-                known.direct_calls = self._direct_calls(
-                    stage_module, run.seen, given, versions, output
-                )
+            if run.recorder is not None:
+                returned = [output] if self._is_last else output[0]
+                known.direct_calls = run.recorder.direct_calls(returned, self.layout, stage_module)
         return output
-
-    def _direct_calls(
-        self,
-        stage_module: nn.Module,
-        seen: Sequence[SeenCall],
-        given: StageInput,
-        versions: Mapping[int, int],
-        output: Any,
-    ) -> DirectCalls | None:
-        """The calls of the own units, if the forward is plain."""
-        layout = self.layout
-        containers = {name: stage_module.get_submodule(name) for name in sorted(layout.containers)}
-        guards = guards_of(layout.model_class, containers, layout.probes, layout.hooked)
-        if guards is None:
-            return None
-        returned = [output] if self._is_last else output[0]
-        modules = list(containers.values())
-        return record_direct_calls(seen, given.values, versions, returned, guards, modules)
 
     def _run(self, run: StageRun, forward: Callable[..., Any]) -> Any:
         known, received = run.given.known, run.given.received
