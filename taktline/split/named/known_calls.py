@@ -109,7 +109,7 @@ class KnownCall:
     prefix: Prefix | None = None
     direct_calls: DirectCalls | None = None
     _placeholders: dict[Absent, Placeholder] = field(default_factory=dict)
-    _exits: tuple[Path, ...] = ()
+    exits: tuple[Path, ...] = ()
     """The paths of the arguments that go to the next stage, in order."""
 
     @classmethod
@@ -145,25 +145,6 @@ class KnownCall:
         if not self._placeholders:
             return received
         return _with_placeholders(received, self._placeholders.__getitem__)
-
-    def packed(
-        self,
-        arguments: Any,
-        extras: tuple[torch.Tensor, ...],
-        received: Call,
-        require_data: Callable[[Any], Any],
-    ) -> tuple[Any, ...]:
-        """The values for the next stage, and the arguments of the model.
-
-        ``arguments`` are those of the next stage's first unit.
-        """
-        values = tuple([leaf_at(arguments, path) for path in self._exits])
-        if not values or not all(type(value) is torch.Tensor for value in values):
-            leaves, _ = pytree.tree_flatten_with_path(arguments)
-            crossing = [(path, leaf) for path, leaf in leaves if path in self.exit.arguments]
-            self._exits = tuple(path for path, _ in crossing)
-            values = tuple(require_data(leaf) for _, leaf in crossing)
-        return self.handed_on((*values, *extras), received)
 
     def handed_on(self, values: tuple[Any, ...], received: Call) -> tuple[Any, ...]:
         """Values for the next stage, with those arguments of the model whose data it needs."""

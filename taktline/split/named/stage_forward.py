@@ -29,7 +29,7 @@ from taktline.split.named.layout import BY_HAND, Layout, all_modules
 from taktline.split.named.mutable import with_copies
 from taktline.split.named.placeholder import Absent
 from taktline.split.named.repeated_run import Differs, RepeatedRun
-from taktline.split.named.stage_run import Leave, StageInput, StageRun
+from taktline.split.named.stage_run import StageInput
 from taktline.split.named.units import inner_modules, is_own_unit, noting_inner_calls
 from taktline.stage.names import unwrapped
 
@@ -136,7 +136,7 @@ class StageForward:
             known.direct_calls = None
         if known.prefix is not None:
             try:
-                return self._run(RepeatedRun(self.layout, self.stage, given), forward)
+                return RepeatedRun(self.layout, self.stage, given).run(forward)
             except Differs:
                 if self._changes is not None:
                     self._changes.undo()
@@ -164,7 +164,7 @@ class StageForward:
             run = FirstRun(self.layout, self.stage, given, types=self._types, last=tries == 3)
             try:
                 with noting_inner_calls(run, inner) if inner else nullcontext():
-                    output = self._run(run, forward)
+                    output = run.run(forward)
                 break
             except OtherTypes as other:
                 self._types = other.types
@@ -180,17 +180,6 @@ class StageForward:
                 returned = [output] if self._is_last else output[0]
                 known.direct_calls = run.recorder.direct_calls(returned, self.layout, stage_module)
         return output
-
-    def _run(self, run: StageRun, forward: Callable[..., Any]) -> Any:
-        known, received = run.given.known, run.given.received
-        args, kwargs = known.arguments(received)
-        with run:
-            try:
-                output = forward(*args, **kwargs)
-            except Leave as leave:
-                extras = run.extras() if known.exit.extras or known.exit.numbers else ()
-                return known.packed(leave.arguments, extras, received, run.require_handed_on)
-        return run.finish(output)
 
     @property
     def _is_last(self) -> bool:

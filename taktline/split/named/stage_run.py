@@ -12,7 +12,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -23,7 +23,7 @@ from taktline.split.arguments import Args, Call, Kwargs
 from taktline.split.named.checkpoints import Checkpoints
 from taktline.split.named.data_dependent import Numbers, Sizes
 from taktline.split.named.forward_summary import UnitTensor
-from taktline.split.named.known_calls import KnownCall
+from taktline.split.named.known_calls import KnownCall, leaf_at
 from taktline.split.named.layout import Layout
 from taktline.split.named.placeholder import Placeholder, resolved
 from taktline.split.named.shape_probe import ShapeProbe
@@ -61,8 +61,7 @@ class StageRun(Checkpoints, ABC):
     """The state before an own unit runs, if the unit has side effects."""
 
     def __init__(self, layout: Layout, stage: int, given: StageInput) -> None:
-        values, _, self.device, known = given
-        self.given = given
+        values, self._model_call, self.device, known = given
         self.opened = known.summary.opened
         self._layout = layout
         self._stage = stage
@@ -79,6 +78,16 @@ class StageRun(Checkpoints, ABC):
         """How often each unit was called, as far as it matters."""
         self._caught: dict[UnitTensor, torch.Tensor] = {}
         self._unsure: set[UnitTensor] = set()
+
+    def run(self, forward: Callable[..., Any]) -> Any:
+        """Run a forward; returns what the next stage needs, or the model's output."""
+        args, kwargs = self._known.arguments(self._model_call)
+        with self:
+            try:
+                output = forward(*args, **kwargs)
+            except Leave as leave:
+                return self._known.handed_on(self._packed(leave.arguments), self._model_call)
+        return self._finish(output)
 
     def is_open(self, checkpoint: int) -> bool:
         """Whether a block has units of other stages, which cannot run again."""
@@ -131,14 +140,14 @@ class StageRun(Checkpoints, ABC):
         self._calls[unit] = call + 1
         return call
 
-    def extras(self) -> tuple[torch.Tensor, ...]:
+    def _extras(self) -> list[torch.Tensor]:
         """The values for the next stage besides the arguments of its first unit."""
         entry, exit = self._known.entry, self._known.exit
         received = dict(zip(entry.extras, self._values[self._arguments :], strict=False))
         sent = [self._sent(value, received) for value in exit.extras]
         if exit.numbers:
             sent.append(self.numbers.sent(exit.numbers, self.device))
-        return tuple(sent)
+        return sent
 
     def _sent(self, value: UnitTensor, received: Mapping[UnitTensor, Any]) -> torch.Tensor:
         sent = self._caught.get(value, received.get(value))
@@ -193,11 +202,21 @@ class StageRun(Checkpoints, ABC):
             )
         return Leave(args, kwargs)
 
-    def require_handed_on(self, arguments: Any) -> Any:
-        """The arguments of the next stage's first unit, with their data."""
-        return self.require_data(arguments, repr(self._layout.start(self._stage + 1)))
+    def _packed(self, arguments: Any) -> tuple[Any, ...]:
+        """The values for the next stage, whose first unit gets these arguments."""
+        known = self._known
+        values = [leaf_at(arguments, path) for path in known.exits]
+        if not values or not all(type(value) is torch.Tensor for value in values):
+            leaves, _ = pytree.tree_flatten_with_path(arguments)
+            crossing = [(path, leaf) for path, leaf in leaves if path in known.exit.arguments]
+            known.exits = tuple(path for path, _ in crossing)
+            user = repr(self._layout.start(self._stage + 1))
+            values = [self.require_data(leaf, user) for _, leaf in crossing]
+        if known.exit.extras or known.exit.numbers:
+            values += self._extras()
+        return tuple(values)
 
-    def finish(self, output: Any) -> Any:
+    def _finish(self, output: Any) -> Any:
         """The output of the model, after its last stage."""
         if not self._has_begun or self._stage < self._layout.stages - 1:
             start = self._layout.start(self._stage + (1 if self._has_begun else 0))
