@@ -68,11 +68,11 @@ class FirstRun(StageRun):
         """The arguments of an own unit, with the data of the received values."""
         name = type(unit).__name__
         if not self._has_begun:
-            if not self._begins(unit):
+            if not self._is_at(self._start, unit):
                 raise PartitionError(
-                    f"the forward calls {name} of stage {self._stage} before "
-                    f"{self._layout.start(self._stage)!r}, with which the stage begins; every "
-                    "micro-batch must take the same path through the stages"
+                    f"the forward calls {name} of stage {self._stage} before {self._start!r}, with "
+                    "which the stage begins; every micro-batch must take the same path through the "
+                    "stages"
                 )
             self._begin((args, kwargs))
         self.order.append(unit.unit)
@@ -147,19 +147,18 @@ class FirstRun(StageRun):
         self._has_begun = True
         if self.numbers is not None:
             self.numbers.require_all_taken(self._stage)
-        start = self._layout.start(self._stage)
         leaves, _ = pytree.tree_flatten_with_path(arguments)
         given = [(path, leaf) for path, leaf in leaves if path in self._known.entry.arguments]
         if len(given) != self._arguments:
             raise PartitionError(
-                f"{start!r}, with which stage {self._stage} begins, expects {len(given)} tensors "
-                f"from the stage before, but got {self._arguments}; every rank must cut the same "
-                "model"
+                f"{self._start!r}, with which stage {self._stage} begins, expects {len(given)} "
+                f"tensors from the stage before, but got {self._arguments}; every rank must cut "
+                "the same model"
             )
         types: dict[torch.dtype, torch.dtype] = {}
         for number, (_, placeholder) in enumerate(given):
             if isinstance(placeholder, Placeholder):
-                name_of = f"{start!r}, with which stage {self._stage} begins,"
+                name_of = f"{self._start!r}, with which stage {self._stage} begins,"
                 value = self._fitting(placeholder, number, name_of)
                 if placeholder.dtype is not value.dtype:
                     types[placeholder.dtype] = value.dtype

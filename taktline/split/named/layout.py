@@ -178,10 +178,9 @@ class Layout:
         """The call with which a stage begins; None for the first stage, and after the last."""
         return self.cuts[stage - 1] if 0 < stage < self.stages else None
 
-    def is_shared(self, stage: int) -> bool:
-        """Whether a stage begins or ends with a unit that several stages have."""
-        ends = (self.start(stage), self.start(stage + 1))
-        return any(cut is not None and len(self.homes[cut.unit]) > 1 for cut in ends)
+    def is_shared(self, unit: str) -> bool:
+        """Whether several stages have a unit."""
+        return len(self.homes[unit]) > 1
 
     def stage_modules(self, model: nn.Module, stage: int) -> nn.Module:
         """A copy of the model with the units of one stage."""
@@ -190,11 +189,7 @@ class Layout:
             if name not in self.probes:
                 return module
             if stage in self.homes[name]:
-                begins, ends = (
-                    cut.call if cut and cut.unit == name else None
-                    for cut in (self.start(stage), self.start(stage + 1))
-                )
-                return own_unit(module, name, begins=begins, ends=ends)
+                return own_unit(module, name)
             return foreign_unit(self.probes[name], type(unwrapped(module)), module.training)
 
         def parameter(name: str, parameter: nn.Parameter) -> nn.Parameter | Placeholder:

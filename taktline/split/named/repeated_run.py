@@ -152,7 +152,9 @@ class RepeatedRun(StageRun):
 
     def __init__(self, layout: Layout, stage: int, given: StageInput) -> None:
         super().__init__(layout, stage, given)
-        self._counts = bool(self._known.exit.extras) or self._layout.is_shared(self._stage)
+        ends = (self._start, self._end)
+        is_shared = any(cut is not None and layout.is_shared(cut.unit) for cut in ends)
+        self._counts = bool(self._known.exit.extras) or is_shared
         self.bare = self._has_begun and not self._counts
         self._prefix: Any = given.known.prefix
         self._steps = iter(self._prefix.steps)
@@ -164,7 +166,7 @@ class RepeatedRun(StageRun):
             self._note_before(unit, args, kwargs)
         if self._has_begun:
             return args, kwargs
-        if not self._begins(unit) or next(self._steps, None) is not None:
+        if not self._is_at(self._start, unit) or next(self._steps, None) is not None:
             raise Differs
         arguments = (args, kwargs)
         for path, value in self._prefix.places:

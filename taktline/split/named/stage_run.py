@@ -22,7 +22,7 @@ from taktline.errors import PartitionError
 from taktline.split.arguments import Args, Call, Kwargs
 from taktline.split.named.checkpoints import Checkpoints
 from taktline.split.named.data_dependent import Numbers, Sizes
-from taktline.split.named.forward_summary import UnitTensor
+from taktline.split.named.forward_summary import Cut, UnitTensor
 from taktline.split.named.known_calls import KnownCall, leaf_at
 from taktline.split.named.layout import Layout
 from taktline.split.named.placeholder import Placeholder, resolved
@@ -65,6 +65,7 @@ class StageRun(Checkpoints, ABC):
         self.opened = known.summary.opened
         self._layout = layout
         self._stage = stage
+        self._start, self._end = layout.start(stage), layout.start(stage + 1)
         self._values = values
         self._known = known
         received_numbers = known.entry.numbers > 0
@@ -96,12 +97,12 @@ class StageRun(Checkpoints, ABC):
     def is_foreign(self, unit: Any) -> bool:
         """Whether this call of an own unit belongs to another stage that has the unit, too."""
         if self._has_begun:
-            return unit.ends is not None and unit.ends == self._calls.get(unit.unit, 0)
-        return not self._begins(unit) and len(self._layout.homes[unit.unit]) > 1
+            return self._is_at(self._end, unit)
+        return not self._is_at(self._start, unit) and self._layout.is_shared(unit.unit)
 
-    def _begins(self, unit: Any) -> bool:
-        """Whether the stage begins with this call of a unit."""
-        return unit.begins is not None and unit.begins == self._calls.get(unit.unit, 0)
+    def _is_at(self, cut: Cut | None, unit: Any) -> bool:
+        """Whether a cut is at this call of a unit."""
+        return cut is not None and cut == (unit.unit, self._calls.get(unit.unit, 0))
 
     def call_early(self, unit: Any, args: Args, kwargs: Kwargs) -> Any:
         """Treat a call of an own unit as one of another stage's."""
@@ -193,8 +194,7 @@ class StageRun(Checkpoints, ABC):
 
     def leave(self, probe: ShapeProbe, args: Args, kwargs: Kwargs) -> Leave:
         """The end of this stage at a call of the next stage's first unit; raises at others."""
-        start = self._layout.start(self._stage + 1)
-        if start is None or start.unit != probe.name:
+        if self._end is None or self._end.unit != probe.name:
             raise PartitionError(
                 f"the forward calls {probe.name!r}, which is in stage "
                 f"{min(self._layout.homes[probe.name])}, in the middle of stage {self._stage}; "
@@ -210,8 +210,7 @@ class StageRun(Checkpoints, ABC):
             leaves, _ = pytree.tree_flatten_with_path(arguments)
             crossing = [(path, leaf) for path, leaf in leaves if path in known.exit.arguments]
             known.exits = tuple(path for path, _ in crossing)
-            user = repr(self._layout.start(self._stage + 1))
-            values = [self.require_data(leaf, user) for _, leaf in crossing]
+            values = [self.require_data(leaf, repr(self._end)) for _, leaf in crossing]
         if known.exit.extras or known.exit.numbers:
             values += self._extras()
         return tuple(values)
@@ -219,9 +218,9 @@ class StageRun(Checkpoints, ABC):
     def _finish(self, output: Any) -> Any:
         """The output of the model, after its last stage."""
         if not self._has_begun or self._stage < self._layout.stages - 1:
-            start = self._layout.start(self._stage + (1 if self._has_begun else 0))
             raise PartitionError(
                 f"the forward of {self._layout.model_class.__name__} ended without a call of "
-                f"{start!r}; every micro-batch must take the same path through the stages"
+                f"{self._end if self._has_begun else self._start!r}; every micro-batch must take "
+                "the same path through the stages"
             )
         return self.require_data(output, "the output of the model")

@@ -29,10 +29,6 @@ class _OwnUnit:
 
     unit = ""
     """The name of the submodule in the model."""
-    begins: int | None = None
-    """The call of the submodule with which the stage begins."""
-    ends: int | None = None
-    """The call of the submodule with which the next stage begins."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         # Not a hook: a checkpoint that the class puts around its call must see the real arguments.
@@ -147,13 +143,9 @@ def derived_class(kind: type[nn.Module], mixin: type, **attributes: Any) -> type
     return type(kind.__name__, (mixin, kind), {"__doc__": kind.__doc__, **names, **attributes})
 
 
-def own_unit(module: nn.Module, unit: str, *, begins: int | None, ends: int | None) -> nn.Module:
-    """A submodule that reports its calls: it shares everything with the module but its class.
-
-    ``begins`` and ``ends`` are the calls with which this stage and the next one begin.
-    """
-    kind = derived_class(type(module), _OwnUnit, unit=unit, begins=begins, ends=ends)
-    made = object.__new__(kind)
+def own_unit(module: nn.Module, unit: str) -> nn.Module:
+    """A submodule that reports its calls: it shares everything with the module but its class."""
+    made = object.__new__(derived_class(type(module), _OwnUnit, unit=unit))
     made.__dict__ = module.__dict__
     return made
 
