@@ -33,9 +33,6 @@ from taktline.split.named.stage_run import StageInput
 from taktline.split.named.units import inner_modules, is_own_unit, noting_inner_calls
 from taktline.stage.names import unwrapped
 
-_UNKNOWN = object()
-"""The output of a call that cannot be repeated."""
-
 
 def crossings_of(stage_module: nn.Module) -> list[str]:
     """Names of the tensors that a stage hands to the next one besides the model's arguments.
@@ -113,9 +110,7 @@ class StageForward:
             values, copies = with_copies(values)
         given = StageInput(values, received, device, known)
         try:
-            output = self._repeat(given, forward)
-            if output is _UNKNOWN:
-                output = self._run_first(given, stage_module, forward)
+            output = self._run(given, stage_module, forward)
         finally:
             self._known.keep(key, known)
             if modes and changes is not None:
@@ -126,7 +121,7 @@ class StageForward:
             known.writes = any(copy._version for copy in copies)
         return output
 
-    def _repeat(self, given: StageInput, forward: Callable[..., Any]) -> Any:
+    def _run(self, given: StageInput, stage_module: nn.Module, forward: Callable[..., Any]) -> Any:
         """Do the same as in an earlier call, if that is possible."""
         known = given.known
         if known.direct_calls is not None:
@@ -140,7 +135,7 @@ class StageForward:
             except Differs:
                 if self._changes is not None:
                     self._changes.undo()
-        return _UNKNOWN
+        return self._run_first(given, stage_module, forward)
 
     def _run_first(
         self, given: StageInput, stage_module: nn.Module, forward: Callable[..., Any]
