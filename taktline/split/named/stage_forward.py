@@ -7,7 +7,7 @@ plain forward, call the stage's own units alone (``direct_calls``).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import zip_longest
@@ -101,9 +101,10 @@ class StageForward:
             known.is_repeatable &= not modes
         if not modes and not known.summary.changed <= self._changed:
             self._separate(stage_module, known.summary.changed)
-        # A run without data must not change the model.
-        changes = Changes(all_modules(stage_module)) if modes else self._changes
-        if changes is not None:
+        changes = self._changes
+        if modes:  # a run without data must not change the model
+            changes = Changes(all_modules(stage_module))
+        elif changes is not None:
             changes.keep()
         copies: Sequence[torch.Tensor] = ()
         if known.writes is not False and any(value.requires_grad for value in values):
@@ -150,9 +151,8 @@ class StageForward:
             module._compiled_call_impl or unwrapped(module) is not module
             for module in units.values()
         )
-        inner = {} if is_compiled else {**self.layout.inner, **inner_modules(own)}
+        inner = {} if is_compiled else self.layout.inner | inner_modules(own)
         changes = Changes(all_modules(stage_module))
-        changes.keep()
         tries = 0
         while True:  # with the known types, with those of placeholders, with any
             tries += 1
@@ -169,8 +169,7 @@ class StageForward:
         if not known.is_checked:
             known.is_checked = True
             changed = self.layout.common_in(changes.changed())
-            is_noted = bool(inner) or not self.layout.inner
-            self._require_like_model(known.summary, run.order, changed, is_noted=is_noted)
+            self._require_like_model(known.summary, run.order, changed, set(inner.values()))
             if run.recorder is not None:
                 returned = [output] if self._is_last else output[0]
                 known.direct_calls = run.recorder.direct_calls(returned, self.layout, stage_module)
@@ -223,12 +222,11 @@ class StageForward:
         summary: ForwardSummary,
         order: Sequence[str],
         changed: frozenset[str],
-        *,
-        is_noted: bool,
+        inner: Container[str],
     ) -> None:
         """Raise if a stage differs from the whole model up to its end.
 
-        ``is_noted`` is whether ``order`` has the calls of modules inside of units.
+        ``inner`` are the modules inside of units whose calls are in ``order``.
         """
         is_complete = self._is_last and not summary.is_guessed
         missing = summary.changed - changed if is_complete else set()
@@ -241,7 +239,7 @@ class StageForward:
         expects = [
             name
             for name, stage in summary.order
-            if stage <= self.stage and (is_noted or name in self.layout.probes)
+            if stage <= self.stage and (name in self.layout.probes or name in inner)
         ]
         if list(order) == expects:
             return
