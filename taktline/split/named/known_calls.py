@@ -115,16 +115,11 @@ class KnownCall:
     @classmethod
     def of(cls, received: Call, device: torch.device) -> KnownCall:
         """A call of which nothing is known but the arguments of the model."""
-        made = cls()
-
-        def placeholder(absent: Absent) -> Placeholder:
-            if absent not in made._placeholders:
-                made._placeholders[absent] = absent.as_placeholder(device)
-            return made._placeholders[absent]
-
-        leaves = pytree.tree_leaves(_with_placeholders(received, placeholder))
-        made.is_plain = all(isinstance(leaf, torch.Tensor) or is_constant(leaf) for leaf in leaves)
-        return made
+        leaves = pytree.tree_leaves(received, is_leaf=_is_absent)
+        return cls(
+            is_plain=all(isinstance(x, (torch.Tensor, Absent)) or is_constant(x) for x in leaves),
+            _placeholders={x: x.as_placeholder(device) for x in leaves if _is_absent(x)},
+        )
 
     def follow(self, summary: ForwardSummary, stage: int) -> None:
         """Take over what a dry run has seen of a stage."""
@@ -144,7 +139,8 @@ class KnownCall:
         """The arguments of the model, with placeholders for those whose data has not come."""
         if not self._placeholders:
             return received
-        return _with_placeholders(received, self._placeholders.__getitem__)
+        placeholder = self._placeholders.__getitem__
+        return pytree.tree_map_only(Absent, placeholder, received, is_leaf=_is_absent)
 
     def handed_on(self, values: tuple[Any, ...], received: Call) -> tuple[Any, ...]:
         """Values for the next stage, with those arguments of the model whose data it needs."""
@@ -166,7 +162,5 @@ def leaf_at(tree: Any, path: Path) -> Any:
     return tree
 
 
-def _with_placeholders(received: Call, placeholder: Callable[[Absent], Placeholder]) -> Call:
-    return pytree.tree_map_only(
-        Absent, placeholder, received, is_leaf=lambda part: isinstance(part, Absent)
-    )
+def _is_absent(part: object) -> bool:
+    return isinstance(part, Absent)

@@ -255,13 +255,10 @@ class Layout:
                     if follow(table):
                         probe.forget()
         follow(self.direct)
+        for model in (self.empty_model, stage_module):
+            for container in self.containers_in(model).values():
+                follow(vars(container))
         self.retyped += 1
-        for name, placeholder in self.direct.items():
-            path, _, key = name.rpartition(".")
-            for model in (self.empty_model, stage_module):
-                container = vars(model.get_submodule(path))
-                if key in container:
-                    container[key] = placeholder
 
 
 def _placeholders(unit: str, module: nn.Module) -> dict[int, Any]:
