@@ -99,7 +99,7 @@ class FirstRun(StageRun):
             raise self.leave(probe, args, kwargs)
         self.order.append(probe.name)
         call = self.count(probe.name)
-        for number, value in self._received_from(probe.name, call, is_output=False):
+        for value, number in self._received_from(probe.name, call, is_output=False):
             placeholder = pytree.tree_leaves((args, kwargs))[value.leaf]
             if isinstance(placeholder, Placeholder):
                 placeholder.value = self._fitting(placeholder, number, str(value))
@@ -108,13 +108,9 @@ class FirstRun(StageRun):
         output = probe.output(args, kwargs, training=training, stage=0, device=self.device)
         if self._types:
             output = pytree.tree_map_only(Placeholder, self._typed, output)
-        came = {
-            value.leaf: number
-            for number, value in self._received_from(probe.name, call, is_output=True)
-        }
-        if came:
+        if came := self._received_from(probe.name, call, is_output=True):
             leaves, spec = pytree.tree_flatten(output)
-            for leaf, number in came.items():
+            for (*_, leaf), number in came:
                 leaves[leaf] = self._fitting(leaves[leaf], number, f"the output of {probe.name!r}")
                 self._received[id(leaves[leaf])] = number
             output = pytree.tree_unflatten(leaves, spec)
@@ -123,10 +119,10 @@ class FirstRun(StageRun):
 
     def _received_from(
         self, unit: str, call: int, *, is_output: bool
-    ) -> list[tuple[int, UnitTensor]]:
+    ) -> list[tuple[UnitTensor, int]]:
         """The received arguments or outputs of a call of a unit, with their numbers."""
         return [
-            (number, value)
+            (value, number)
             for number, value in enumerate(self._known.entry.extras, self._arguments)
             if value[:3] == (unit, call, is_output)
         ]
