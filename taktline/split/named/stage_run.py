@@ -102,7 +102,8 @@ class StageRun(Checkpoints, ABC):
 
     def _is_at(self, cut: Cut | None, unit: Any) -> bool:
         """Whether a cut is at this call of a unit."""
-        return cut is not None and cut == (unit.unit, self._calls.get(unit.unit, 0))
+        name = unit.unit
+        return cut is not None and cut.unit == name and cut.call == self._calls.get(name, 0)
 
     def call_early(self, unit: Any, args: Args, kwargs: Kwargs) -> Any:
         """Treat a call of an own unit as one of another stage's."""
