@@ -46,7 +46,6 @@ def measure(modules: Sequence[nn.Module], example: Any) -> list[StageNeeds] | No
         {f"{at}.{path}": part for at, m in enumerate(modules) for path, part in m.named_modules()}
     )
     for run in (_run_without_data, _run_with_data):
-        changes.keep()
         try:
             with torch.enable_grad(), _quietly():
                 return run(modules, *arguments_of(example))

@@ -165,6 +165,39 @@ def test_a_condition_on_data_that_an_attribute_brings() -> None:
             toggle_flag(pieces[1])
 
 
+class Weighted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, weights: Tensor) -> Tensor:
+        return self.linear(x) * weights
+
+
+class Broadcast(nn.Module):
+    """One function returns what a stage receives, and what every stage computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(WIDTH, WIDTH)
+        self.layers = nn.ModuleList(Weighted() for _ in range(3))
+
+    def forward(self, x: Tensor, weights: Tensor) -> Tensor:
+        weights, x = torch.broadcast_tensors(weights, self.embed(x))
+        for layer in self.layers:
+            x = layer(x, weights)
+        return x
+
+
+def test_a_function_that_computes_besides_what_was_received() -> None:
+    torch.manual_seed(0)
+    model = Broadcast()
+    batches = [(torch.randn(2, WIDTH), torch.randn(3, 2, 1)) for _ in range(3)]
+    pieces = tl.split.by_names(model, ["layers.0", "layers.1"], example=batches[0])
+    for batch in batches:
+        torch.testing.assert_close(pieces(*batch), model(*batch), rtol=0, atol=0)
+
+
 def test_another_mode_is_another_kind() -> None:
     torch.manual_seed(0)
     model = Chain()

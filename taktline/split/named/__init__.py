@@ -11,7 +11,7 @@ To cut a model:
 
 To run without data, there and in each stage:
 
-- ``placeholder`` is a tensor without data, ``meta_operations`` finds the shapes of results;
+- ``placeholder`` is a tensor without data, and finds the shapes of results of operations;
 - ``shape_probe`` finds what a submodule returns, ``side_effects`` what it leaves behind besides;
 - ``data_dependent`` has the numbers that a forward reads from tensors, ``checkpoints`` what is
   special about gradient checkpoints, and ``hugging_face`` about models of transformers;

@@ -54,7 +54,7 @@ class Changes:
     def __init__(
         self, modules: Mapping[str, nn.Module], names: Container[str] | None = None
     ) -> None:
-        """``names`` are those that matter; by default all do, and hooks."""
+        """Keep the present values; ``names`` are those that matter, by default all, and hooks."""
         self._names = names
         self._modules = modules if names is None else {}
         """The modules whose hooks matter."""
@@ -71,6 +71,7 @@ class Changes:
                     is_tensor = isinstance(value, torch.Tensor) and is_own
                     if is_tensor or is_constant(value) or is_mutable(value):
                         self._entries.append(_Entry(name, table, key, is_tensor))
+        self.keep()
 
     def _named(self, prefix: str, table: dict[str, Any]) -> list[tuple[str, str]]:
         """The names and keys of the values in a table that matter."""

@@ -31,8 +31,11 @@ _torch_generator: Callable[..., Any] = _names[_GENERATOR]
 
 
 class Checkpoints(PlaceholderContext):
-    """A forward that may have checkpoints, numbered in the order of their calls."""
+    """A forward of a model; its checkpoints are numbered in the order of their calls."""
 
+    runs_model = True
+    is_inside = False
+    """Whether an own unit runs."""
     opened: Collection[int] = ()
     """The checkpoints that a cut goes through."""
     in_reentrant = False

@@ -28,8 +28,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from taktline import pytree
 from taktline.errors import PartitionError
 from taktline.split.arguments import NUMBER_READERS, NUMBERS, Args, Number, tensors_in
-from taktline.split.named.meta_operations import size_depends_on_data
-from taktline.split.named.placeholder import Placeholder, PlaceholderContext, here, resolved
+from taktline.split.named.placeholder import (
+    Placeholder,
+    PlaceholderContext,
+    here,
+    resolved,
+    size_depends_on_data,
+)
 
 _BY_ITSELF = 16
 """How many numbers get a guess of their own."""

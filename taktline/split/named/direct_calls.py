@@ -13,7 +13,8 @@ import torch
 from torch import nn
 
 from taktline.split.arguments import Args, Kwargs
-from taktline.split.named.guards import Guards
+from taktline.split.named.guards import Guards, guards_of
+from taktline.split.named.layout import Layout
 from taktline.split.named.mutable import is_constant, version_of
 from taktline.split.named.units import call_of
 
@@ -57,73 +58,76 @@ class DirectCalls(NamedTuple):
         return tuple([values[number] for number in self.returned])
 
 
-class SeenCall(NamedTuple):
-    """A call of an own unit in the first run."""
-
-    module: nn.Module
-    args: Args
-    kwargs: Kwargs
-    before: Mapping[int, int]
-    """The versions of the arguments before the call."""
-    output: Any
-    after: Mapping[int, int]
-    """The versions of the arguments and the output after the call."""
-
-
-def versions_of(values: Iterable[Any]) -> dict[int, int]:
+def _versions_of(values: Iterable[Any]) -> dict[int, int]:
     """The versions of tensors by id: they grow with each change in place."""
     return {id(value): version_of(value) for value in values if isinstance(value, torch.Tensor)}
 
 
-def record_direct_calls(
-    seen: Sequence[SeenCall],
-    received: Sequence[Any],
-    versions: Mapping[int, int],
-    returned: Sequence[Any],
-    guards: Guards,
-    containers: Sequence[nn.Module],
-) -> DirectCalls | None:
-    """The calls that a first run has seen; None if a unit got a value from elsewhere.
+class _SeenCall(NamedTuple):
+    unit: nn.Module
+    args: Args
+    kwargs: Kwargs
+    output: Any
 
-    ``versions`` are those of the received values before the run.
-    """
-    places = {
-        id(module): (container._modules, name)
-        for container in containers
-        for name, module in container._modules.items()
-    }
-    constants = [
-        value
-        for call in seen
-        for value in (*call.args, *call.kwargs.values())
-        if is_constant(value)
-    ]
-    first = len(received) + len(constants)
-    constant_numbers = iter(range(len(received), first))
-    numbers = {id(value): number for number, value in enumerate(received)}
-    now = dict(versions)
 
-    def number(value: Any) -> int:
-        return next(constant_numbers) if is_constant(value) else numbers[id(value)]
+class CallRecorder:
+    """Sees the calls of own units in a first run, to make direct calls of them."""
 
-    calls: list[_DirectCall] = []
-    try:
-        for place, call in enumerate(seen, first):
-            if not isinstance(call.output, torch.Tensor):
-                return None  # a number would be taken for a constant
-            if any(now.get(key) != version for key, version in call.before.items()):
-                return None  # the forward has changed a tensor in place
-            args = tuple(map(number, call.args))
-            kwargs = tuple((key, number(value)) for key, value in call.kwargs.items())
-            calls.append(_DirectCall(*places[id(call.module)], *call_of(call.module), args, kwargs))
-            numbers[id(call.output)] = place
-            now.update(call.after)
-        if any(now.get(key) != version for key, version in versions_of(returned).items()):
+    def __init__(self, received: Sequence[Any]) -> None:
+        self._received = received
+        self._versions = _versions_of(received)
+        """Those that values have got from units, or when they were received."""
+        self._seen: list[_SeenCall] = []
+        self._is_changed = False
+        """Whether the forward itself has made or changed a value."""
+
+    def note_before(self, values: Iterable[Any]) -> None:
+        """Note what a unit is going to get, or the stage returns."""
+        now = _versions_of(values).items()
+        self._is_changed |= any(self._versions.get(key) != version for key, version in now)
+
+    def note_after(self, unit: nn.Module, args: Args, kwargs: Kwargs, output: Any) -> None:
+        """Note a call of a unit."""
+        self._seen.append(_SeenCall(unit, args, kwargs, output))
+        self._versions |= _versions_of((*args, *kwargs.values(), output))
+
+    def direct_calls(
+        self, returned: Sequence[Any], layout: Layout, stage_module: nn.Module
+    ) -> DirectCalls | None:
+        """The calls; None if the forward is not plain, or a unit got a value from elsewhere."""
+        self.note_before(returned)
+        # A number in an output would be taken for a constant.
+        has_numbers = not all(isinstance(call.output, torch.Tensor) for call in self._seen)
+        if self._is_changed or has_numbers:
             return None
-        last = tuple(numbers[id(value)] for value in returned)
-    except KeyError:
-        return None
-    return DirectCalls(tuple(_freeing(calls, last)), tuple(constants), last, guards)
+        guards = guards_of(layout, stage_module)
+        if guards is None:
+            return None
+        places = {
+            id(module): (container._modules, name)
+            for container in layout.containers_in(stage_module).values()
+            for name, module in container._modules.items()
+        }
+        given = [value for call in self._seen for value in (*call.args, *call.kwargs.values())]
+        constants = tuple(filter(is_constant, given))
+        known = [*self._received, *constants]
+        constant_numbers = iter(range(len(self._received), len(known)))
+        numbers = {id(value): number for number, value in enumerate(self._received)}
+
+        def number(value: Any) -> int:
+            return next(constant_numbers) if is_constant(value) else numbers[id(value)]
+
+        calls: list[_DirectCall] = []
+        try:
+            for place, (unit, args, kwargs, output) in enumerate(self._seen, len(known)):
+                positional = tuple(map(number, args))
+                named = tuple((key, number(value)) for key, value in kwargs.items())
+                calls.append(_DirectCall(*places[id(unit)], *call_of(unit), positional, named))
+                numbers[id(output)] = place
+            last = tuple(numbers[id(value)] for value in returned)
+        except KeyError:
+            return None
+        return DirectCalls(tuple(_freeing(calls, last)), constants, last, guards)
 
 
 def _freeing(calls: Sequence[_DirectCall], returned: Iterable[int]) -> list[_DirectCall]:

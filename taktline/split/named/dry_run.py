@@ -83,7 +83,6 @@ def _run(
         context = DryRunContext(summary, layout, device, **options)
         context.arguments = set(map(id, pytree.tree_leaves((args, kwargs))))
         changes = Changes(all_modules(layout.empty_model))
-        changes.keep()
         installed = _with_hooks(layout)
         rng = _rng_states(device)
         numbers = context.numbers
@@ -143,7 +142,6 @@ def _find_late_changes(
         _run(ForwardSummary(), layout, args, kwargs, guess=Guess(0), refused=set(), at_end=at_end)
 
     state = Changes(modules, changed)
-    state.keep()
     found: dict[Cut, PartitionError] = {}
     ends: list[Changes] = []
     at_ends: list[dict[str, Any]] = []
@@ -151,7 +149,6 @@ def _find_late_changes(
 
     def note_end(stage: int) -> None:
         ends.append(Changes(modules, changed))
-        ends[-1].keep()
         at_ends.append(state.fingerprints())
 
     try:

@@ -74,9 +74,6 @@ class DryRunContext(Checkpoints):
     stage ends.
     """
 
-    mixed = True
-    is_inside = False
-
     def __init__(
         self,
         summary: ForwardSummary,

@@ -10,7 +10,7 @@ import torch
 from taktline import pytree
 from taktline.errors import PartitionError
 from taktline.split.arguments import Args, Call, Kwargs
-from taktline.split.named.direct_calls import SeenCall, versions_of
+from taktline.split.named.direct_calls import CallRecorder
 from taktline.split.named.forward_summary import UnitTensor
 from taktline.split.named.layout import Layout
 from taktline.split.named.placeholder import Placeholder
@@ -36,8 +36,8 @@ class FirstRun(StageRun):
     """
 
     prefix: Prefix | None = None
-    seen: list[SeenCall] | None = None
-    """The calls of own units, if the forward may be left out."""
+    recorder: CallRecorder | None = None
+    """Sees the calls of own units, if the forward may be left out."""
 
     def __init__(
         self,
@@ -55,7 +55,6 @@ class FirstRun(StageRun):
         self._last = last
         self._is_repeatable = self._known.is_repeatable
         self._steps: list[Step] = []
-        self._versions: dict[int, int] = {}
         self._received: dict[int, int] = {}
         """The numbers of received values, by the ids of their placeholders, or their own."""
         if self._has_begun and self._is_repeatable:
@@ -69,11 +68,11 @@ class FirstRun(StageRun):
         """The arguments of an own unit, with the data of the received values."""
         name = type(unit).__name__
         if not self._has_begun:
-            if not self._begins(unit):
+            if not self._is_at(self._start, unit):
                 raise PartitionError(
-                    f"the forward calls {name} of stage {self._stage} before "
-                    f"{self._layout.start(self._stage)!r}, with which the stage begins; every "
-                    "micro-batch must take the same path through the stages"
+                    f"the forward calls {name} of stage {self._stage} before {self._start!r}, with "
+                    "which the stage begins; every micro-batch must take the same path through the "
+                    "stages"
                 )
             self._begin((args, kwargs))
         self.order.append(unit.unit)
@@ -81,8 +80,8 @@ class FirstRun(StageRun):
         self._given = (args, kwargs)
         args, kwargs = self.require_data(self._given, f"a {name}")
         self._note_before(unit, args, kwargs)
-        if self.seen is not None:
-            self._versions = versions_of((*args, *kwargs.values()))
+        if self.recorder is not None:
+            self.recorder.note_before((*args, *kwargs.values()))
         return args, kwargs
 
     def note_own(self, unit: Any, args: Args, kwargs: Kwargs, output: Any) -> None:
@@ -91,9 +90,8 @@ class FirstRun(StageRun):
         super().note_own(unit, args, kwargs, output)
         if self._before is not None:
             refill(self._given, (args, kwargs))
-        if self.seen is not None:
-            after = versions_of((*args, *kwargs.values(), output))
-            self.seen.append(SeenCall(unit, args, kwargs, self._versions, output, after))
+        if self.recorder is not None:
+            self.recorder.note_after(unit, args, kwargs, output)
 
     def call_foreign(self, probe: ShapeProbe, training: bool, args: Args, kwargs: Kwargs) -> Any:
         """Placeholders before this stage begins; raises ``Leave`` where it ends."""
@@ -101,7 +99,7 @@ class FirstRun(StageRun):
             raise self.leave(probe, args, kwargs)
         self.order.append(probe.name)
         call = self.count(probe.name)
-        for number, value in self._received_from(probe.name, call, is_output=False):
+        for value, number in self._received_from(probe.name, call, is_output=False):
             placeholder = pytree.tree_leaves((args, kwargs))[value.leaf]
             if isinstance(placeholder, Placeholder):
                 placeholder.value = self._fitting(placeholder, number, str(value))
@@ -110,13 +108,9 @@ class FirstRun(StageRun):
         output = probe.output(args, kwargs, training=training, stage=0, device=self.device)
         if self._types:
             output = pytree.tree_map_only(Placeholder, self._typed, output)
-        came = {
-            value.leaf: number
-            for number, value in self._received_from(probe.name, call, is_output=True)
-        }
-        if came:
+        if came := self._received_from(probe.name, call, is_output=True):
             leaves, spec = pytree.tree_flatten(output)
-            for leaf, number in came.items():
+            for (*_, leaf), number in came:
                 leaves[leaf] = self._fitting(leaves[leaf], number, f"the output of {probe.name!r}")
                 self._received[id(leaves[leaf])] = number
             output = pytree.tree_unflatten(leaves, spec)
@@ -125,10 +119,10 @@ class FirstRun(StageRun):
 
     def _received_from(
         self, unit: str, call: int, *, is_output: bool
-    ) -> list[tuple[int, UnitTensor]]:
+    ) -> list[tuple[UnitTensor, int]]:
         """The received arguments or outputs of a call of a unit, with their numbers."""
         return [
-            (number, value)
+            (value, number)
             for number, value in enumerate(self._known.entry.extras, self._arguments)
             if value[:3] == (unit, call, is_output)
         ]
@@ -149,19 +143,18 @@ class FirstRun(StageRun):
         self._has_begun = True
         if self.numbers is not None:
             self.numbers.require_all_taken(self._stage)
-        start = self._layout.start(self._stage)
         leaves, _ = pytree.tree_flatten_with_path(arguments)
         given = [(path, leaf) for path, leaf in leaves if path in self._known.entry.arguments]
         if len(given) != self._arguments:
             raise PartitionError(
-                f"{start!r}, with which stage {self._stage} begins, expects {len(given)} tensors "
-                f"from the stage before, but got {self._arguments}; every rank must cut the same "
-                "model"
+                f"{self._start!r}, with which stage {self._stage} begins, expects {len(given)} "
+                f"tensors from the stage before, but got {self._arguments}; every rank must cut "
+                "the same model"
             )
         types: dict[torch.dtype, torch.dtype] = {}
         for number, (_, placeholder) in enumerate(given):
             if isinstance(placeholder, Placeholder):
-                name_of = f"{start!r}, with which stage {self._stage} begins,"
+                name_of = f"{self._start!r}, with which stage {self._stage} begins,"
                 value = self._fitting(placeholder, number, name_of)
                 if placeholder.dtype is not value.dtype:
                     types[placeholder.dtype] = value.dtype
@@ -175,7 +168,7 @@ class FirstRun(StageRun):
         if not types and self._is_repeatable:
             self.prefix = record_prefix(self._steps, self._received, places)
             if self.prefix and self._known.is_plain and not torch.is_inference_mode_enabled():
-                self.seen = []
+                self.recorder = CallRecorder(self._values)
         self._steps.clear()
         for _, placeholder in given:
             if isinstance(placeholder, Placeholder):

@@ -17,7 +17,7 @@ number from a tensor, as in a condition, and draws no random numbers.
 from __future__ import annotations
 
 import builtins
-from collections.abc import Container, Mapping, Sequence, Sized
+from collections.abc import Mapping, Sequence, Sized
 from dis import get_instructions
 from inspect import CO_VARARGS, CO_VARKEYWORDS, getattr_static
 from types import FunctionType
@@ -28,6 +28,7 @@ from torch import nn
 
 from taktline.split.named.changes import HOOKS
 from taktline.split.named.containers import joined
+from taktline.split.named.layout import Layout
 from taktline.split.named.mutable import is_constant
 from taktline.split.named.placeholder import Placeholder
 from taktline.split.named.units import ROWS
@@ -86,35 +87,24 @@ class _NotPlain(Exception):
     """Another call may do something else."""
 
 
-def guards_of(
-    kind: type[nn.Module],
-    containers: Mapping[str, nn.Module],
-    units: Container[str],
-    hooked: Sequence[str],
-) -> Guards | None:
-    """The guards of a plain forward; None if it is not plain.
-
-    Args:
-        kind: the model's class.
-        containers: the containers of a stage, by name.
-        units: the names of the units; every stage runs the other submodules.
-        hooked: the foreign units that have hooks.
-    """
+def guards_of(layout: Layout, stage_module: nn.Module) -> Guards | None:
+    """The guards of the plain forward of a stage; None if it is not plain."""
+    containers = layout.containers_in(stage_module)
     guards = Guards()
     reader = _Reader(list(containers.values()), guards)
     try:
-        _watch_hooks(hooked, guards)
+        _watch_hooks(layout.hooked, guards)
         for hooks in HOOKS:
             _watch_hooks(getattr(nn.modules.module, f"_global{hooks}"), guards)
         for name, container in containers.items():
-            owner = type(container) if name else kind
+            owner = type(container) if name else layout.model_class
             if owner not in ROWS:
                 _require_own_methods(owner)
                 reader.read(owner.forward)
             guards.watch_size(container._modules)
             for key, module in container._modules.items():
                 path = joined(name, key)
-                if module is not None and path not in units:
+                if module is not None and path not in layout.probes:
                     guards.watch(container._modules, key)
                     _watch(module, guards, is_container=path in containers)
     except _NotPlain:

@@ -109,22 +109,17 @@ class KnownCall:
     prefix: Prefix | None = None
     direct_calls: DirectCalls | None = None
     _placeholders: dict[Absent, Placeholder] = field(default_factory=dict)
-    _exits: tuple[Path, ...] = ()
+    exits: tuple[Path, ...] = ()
     """The paths of the arguments that go to the next stage, in order."""
 
     @classmethod
     def of(cls, received: Call, device: torch.device) -> KnownCall:
         """A call of which nothing is known but the arguments of the model."""
-        made = cls()
-
-        def placeholder(absent: Absent) -> Placeholder:
-            if absent not in made._placeholders:
-                made._placeholders[absent] = absent.as_placeholder(device)
-            return made._placeholders[absent]
-
-        leaves = pytree.tree_leaves(_with_placeholders(received, placeholder))
-        made.is_plain = all(isinstance(leaf, torch.Tensor) or is_constant(leaf) for leaf in leaves)
-        return made
+        leaves = pytree.tree_leaves(received, is_leaf=_is_absent)
+        return cls(
+            is_plain=all(isinstance(x, (torch.Tensor, Absent)) or is_constant(x) for x in leaves),
+            _placeholders={x: x.as_placeholder(device) for x in leaves if _is_absent(x)},
+        )
 
     def follow(self, summary: ForwardSummary, stage: int) -> None:
         """Take over what a dry run has seen of a stage."""
@@ -144,26 +139,8 @@ class KnownCall:
         """The arguments of the model, with placeholders for those whose data has not come."""
         if not self._placeholders:
             return received
-        return _with_placeholders(received, self._placeholders.__getitem__)
-
-    def packed(
-        self,
-        arguments: Any,
-        extras: tuple[torch.Tensor, ...],
-        received: Call,
-        require_data: Callable[[Any], Any],
-    ) -> tuple[Any, ...]:
-        """The values for the next stage, and the arguments of the model.
-
-        ``arguments`` are those of the next stage's first unit.
-        """
-        values = tuple([leaf_at(arguments, path) for path in self._exits])
-        if not values or not all(type(value) is torch.Tensor for value in values):
-            leaves, _ = pytree.tree_flatten_with_path(arguments)
-            crossing = [(path, leaf) for path, leaf in leaves if path in self.exit.arguments]
-            self._exits = tuple(path for path, _ in crossing)
-            values = tuple(require_data(leaf) for _, leaf in crossing)
-        return self.handed_on((*values, *extras), received)
+        placeholder = self._placeholders.__getitem__
+        return pytree.tree_map_only(Absent, placeholder, received, is_leaf=_is_absent)
 
     def handed_on(self, values: tuple[Any, ...], received: Call) -> tuple[Any, ...]:
         """Values for the next stage, with those arguments of the model whose data it needs."""
@@ -185,7 +162,5 @@ def leaf_at(tree: Any, path: Path) -> Any:
     return tree
 
 
-def _with_placeholders(received: Call, placeholder: Callable[[Absent], Placeholder]) -> Call:
-    return pytree.tree_map_only(
-        Absent, placeholder, received, is_leaf=lambda part: isinstance(part, Absent)
-    )
+def _is_absent(part: object) -> bool:
+    return isinstance(part, Absent)

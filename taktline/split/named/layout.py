@@ -93,8 +93,7 @@ class Layout:
             return made.direct[name]
 
         made.empty_model = made._copy(model, child, parameter)
-        for name in made.containers:
-            container = made.empty_model.get_submodule(name)
+        for container in made.containers_in(made.empty_model).values():
             container._buffers = copy.deepcopy(container._buffers, free)
         return made
 
@@ -134,11 +133,14 @@ class Layout:
         """The modules without data that every stage runs."""
         return self.common_of(self.empty_model)
 
+    def containers_in(self, model: nn.Module) -> dict[str, nn.Module]:
+        """The containers of a model or a stage by name."""
+        return {name: model.get_submodule(name) for name in sorted(self.containers)}
+
     def common_of(self, model: nn.Module) -> dict[str, nn.Module]:
         """The modules of a stage that every stage runs: containers, and submodules in no unit."""
         found: dict[str, nn.Module] = {}
-        for name in sorted(self.containers):
-            container = model.get_submodule(name)
+        for name, container in self.containers_in(model).items():
             found[name] = container
             for key, child in container._modules.items():
                 path = joined(name, key)
@@ -165,8 +167,7 @@ class Layout:
 
     def separate(self, stage_module: nn.Module, changed: Collection[str]) -> None:
         """Give a stage its own copies of the shared submodules whose attributes are changed."""
-        for name in self.containers:
-            container = stage_module.get_submodule(name)
+        for name, container in self.containers_in(stage_module).items():
             for key, child in container._modules.items():
                 path = joined(name, key)
                 is_changed = any(each.startswith(f"{path}.") for each in changed)
@@ -177,10 +178,9 @@ class Layout:
         """The call with which a stage begins; None for the first stage, and after the last."""
         return self.cuts[stage - 1] if 0 < stage < self.stages else None
 
-    def is_shared(self, stage: int) -> bool:
-        """Whether a stage begins or ends with a unit that several stages have."""
-        ends = (self.start(stage), self.start(stage + 1))
-        return any(cut is not None and len(self.homes[cut.unit]) > 1 for cut in ends)
+    def is_shared(self, unit: str) -> bool:
+        """Whether several stages have a unit."""
+        return len(self.homes[unit]) > 1
 
     def stage_modules(self, model: nn.Module, stage: int) -> nn.Module:
         """A copy of the model with the units of one stage."""
@@ -189,11 +189,7 @@ class Layout:
             if name not in self.probes:
                 return module
             if stage in self.homes[name]:
-                begins, ends = (
-                    cut.call if cut and cut.unit == name else None
-                    for cut in (self.start(stage), self.start(stage + 1))
-                )
-                return own_unit(module, name, begins=begins, ends=ends)
+                return own_unit(module, name)
             return foreign_unit(self.probes[name], type(unwrapped(module)), module.training)
 
         def parameter(name: str, parameter: nn.Parameter) -> nn.Parameter | Placeholder:
@@ -215,15 +211,16 @@ class Layout:
         made = copied(model, "", self.containers, child, parameter)
         self._rebind(model, made)
         if "use_cache" not in self.arguments:
-            for name in self.containers - {""}:
-                disable_cache(made.get_submodule(name))
+            for name, container in self.containers_in(made).items():
+                if name:
+                    disable_cache(container)
         return made
 
     def _rebind(self, model: nn.Module, made: nn.Module) -> None:
         """Bind methods that containers keep as attributes to the copies of the containers."""
         paths = {id(part): path for path, part in model.named_modules()}
-        for name in self.containers:
-            attributes = vars(made.get_submodule(name))
+        for name, container in self.containers_in(made).items():
+            attributes = vars(container)
             for key, value in attributes.items():
                 path = paths.get(id(value.__self__)) if isinstance(value, MethodType) else None
                 if path in self.containers:
@@ -258,13 +255,10 @@ class Layout:
                     if follow(table):
                         probe.forget()
         follow(self.direct)
+        for model in (self.empty_model, stage_module):
+            for container in self.containers_in(model).values():
+                follow(vars(container))
         self.retyped += 1
-        for name, placeholder in self.direct.items():
-            path, _, key = name.rpartition(".")
-            for model in (self.empty_model, stage_module):
-                container = vars(model.get_submodule(path))
-                if key in container:
-                    container[key] = placeholder
 
 
 def _placeholders(unit: str, module: nn.Module) -> dict[int, Any]:

@@ -12,17 +12,12 @@ import torch
 from taktline import pytree
 from taktline.errors import PartitionError
 from taktline.split.arguments import Args, Kwargs, aliased
-from taktline.split.named.meta_operations import (
-    META,
-    missing_data,
-    run_on_meta,
-    run_with_sizes,
-    size_depends_on_data,
-    to_meta,
-)
 
 ANYWHERE = 1 << 30
 """The stage of a value that every stage has."""
+_META = torch.device("meta")
+_MASKS = (torch.bool, torch.uint8)
+"""The types of an index whose data decides how many elements it selects."""
 _FILLED = {
     torch.ops.aten.full_like,
     torch.ops.aten.new_full,
@@ -37,12 +32,10 @@ _FILLED = {
 class PlaceholderContext:
     """A running forward with placeholders; its methods see each operation on them."""
 
-    mixed = False
-    """Whether the forward computes with real tensors, too, so that their data must not be lost."""
+    runs_model = False
+    """Whether it is the model's, which has real tensors, too: their data must not be lost."""
     bare = False
     """Whether the units of this stage get no placeholders, so that they run unchanged."""
-    repeats = False
-    """Whether an earlier call has shown what units of other stages return."""
     numbers: Any = None
     """The :class:`Numbers` that the forward reads from tensors, if they are tracked."""
     _outer: PlaceholderContext | None
@@ -90,7 +83,7 @@ class _Here(local):
 
 
 here = _Here()
-_nowhere = PlaceholderContext(META)
+_nowhere = PlaceholderContext(_META)
 
 
 class Placeholder(torch.Tensor):
@@ -188,21 +181,21 @@ class Placeholder(torch.Tensor):
         context = here.context or PlaceholderContext(placeholders[0].device)
         source = context.source(placeholders)
         if func is torch.ops.aten._local_scalar_dense.default:
-            raise missing_data(source, "a number")
-        if context.mixed:
+            raise _missing_data(source, "a number")
+        if context.runs_model:
             _require_no_writing(func, args, kwargs, source)
         metas = [_without_data(leaf) for leaf in leaves]
         meta_args, meta_kwargs = pytree.tree_unflatten(metas, spec)
-        if context.mixed and func.overloadpacket in _FILLED:
+        if context.runs_model and func.overloadpacket in _FILLED:
             return func(*meta_args, **{**meta_kwargs, "device": context.device})
         if size_depends_on_data(func, args):
             if context.numbers is None:
-                raise missing_data(source, str(func))
+                raise _missing_data(source, str(func))
             for placeholder in placeholders:
                 context.note_asked(placeholder)
-            output = run_with_sizes(func, meta_args, meta_kwargs, context, source.maker)
+            output = _run_with_sizes(func, meta_args, meta_kwargs, context.numbers, source.maker)
         else:
-            output = run_on_meta(func, meta_args, meta_kwargs, context, source)
+            output = _run_on_meta(func, meta_args, meta_kwargs, context, source)
         device = next((leaf for leaf in leaves if isinstance(leaf, torch.device)), context.device)
         # An operation in place returns the tensor itself.
         same = {id(meta): leaf for meta, leaf in zip(metas, leaves, strict=True)}
@@ -244,14 +237,16 @@ pytree.register_pytree_node(
 
 def as_meta(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor on the meta device with the same shape, strides and type."""
-    return tensor.meta if isinstance(tensor, Placeholder) else to_meta(tensor)
+    if isinstance(tensor, Placeholder):
+        return tensor.meta
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=_META)
 
 
 def _without_data(leaf: Any) -> Any:
     if isinstance(leaf, torch.Tensor):
         # Placeholders may share a meta tensor, and some operations change its shape.
         return as_meta(leaf).detach()
-    return META if isinstance(leaf, torch.device) else leaf
+    return _META if isinstance(leaf, torch.device) else leaf
 
 
 def resolved(tree: Any) -> Any:
@@ -274,3 +269,66 @@ def _require_no_writing(func: Any, args: Args, kwargs: Kwargs, source: Placehold
                 "stage has, but only one stage has that value; make a new tensor instead, or cut "
                 "the model with taktline.pipeline, which traces it"
             )
+
+
+def size_depends_on_data(func: Any, args: Sequence[Any]) -> bool:
+    """Whether the shape of an operation's result depends on data."""
+    if torch.Tag.dynamic_output_shape not in func.tags:
+        return False
+    if func is not torch.ops.aten.index.Tensor:
+        return True
+    return any(index is not None and index.dtype in _MASKS for index in args[1])
+
+
+def _run_on_meta(
+    func: Any, args: Args, kwargs: Kwargs, context: PlaceholderContext, source: Placeholder
+) -> Any:
+    """The result of an operation on the meta device; if it needs data, that for zeros."""
+    try:
+        return func(*args, **kwargs)
+    except Exception as error:
+        if not context.runs_model and not isinstance(error, NotImplementedError):
+            raise
+        if func.overloadpacket is torch.ops.aten._pack_padded_sequence:
+            raise _missing_data(source, "a packed sequence") from error
+        if not context.runs_model or torch.Tag.data_dependent_output in func.tags:
+            raise _missing_data(source, str(func)) from error
+        return _run_filled(func, args, kwargs, most=False)
+
+
+def _run_with_sizes(func: Any, args: Args, kwargs: Kwargs, numbers: Any, maker: str) -> Any:
+    """The result of an operation whose shape depends on data, in sizes of the run's numbers."""
+    most, least = (_run_filled(func, args, kwargs, most=most) for most in (True, False))
+
+    def sized(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        likely = zip(one.shape, other.shape, strict=True)
+        shape = [numbers.take_size(sizes, maker) for sizes in likely]
+        return torch.empty(shape, dtype=one.dtype, device=_META)
+
+    return pytree.tree_map(sized, most, least)
+
+
+def _run_filled(func: Any, args: Args, kwargs: Kwargs, *, most: bool) -> Any:
+    """The result for zeros, or for data that makes the result as large as possible."""
+
+    def filled(leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor):
+            is_mask = leaf.dtype in _MASKS
+            # An index other than 0 may be out of range.
+            is_index = func is torch.ops.aten.index.Tensor and not is_mask
+            if is_mask or is_index or not most:
+                return torch.full(tuple(leaf.shape), most and is_mask, dtype=leaf.dtype)
+            return torch.arange(leaf.numel(), dtype=leaf.dtype).view(leaf.shape)
+        return torch.device("cpu") if isinstance(leaf, torch.device) else leaf
+
+    args, kwargs = pytree.tree_map(filled, (args, kwargs))
+    with torch._C.DisableTorchFunctionSubclass():
+        return pytree.tree_map_only(torch.Tensor, as_meta, func(*args, **kwargs))
+
+
+def _missing_data(source: Placeholder, what: str) -> PartitionError:
+    """The error of a forward that needs data which another stage has."""
+    return PartitionError(
+        f"the forward needs {what}, which depends on the data that {source.maker!r} returns; every "
+        "stage runs the forward, but only one has that data; cut the model elsewhere, or by hand"
+    )

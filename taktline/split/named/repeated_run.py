@@ -30,6 +30,8 @@ from taktline.split.named.side_effects import FullOutput, apply_side_effects
 from taktline.split.named.stage_run import StageInput, StageRun
 
 _NOTHING = object()
+_COMPUTED = object()
+"""Replaces a tensor with data in the recorded output of a function, which each call computes."""
 
 
 class Step(NamedTuple):
@@ -109,14 +111,22 @@ def record_prefix(
 def _recorded(step: Step, received: Mapping[int, int]) -> Step:
     """A step to compare with."""
     parts, tree = pytree.tree_flatten(step.output)
-    made = tuple(_Received(received[id(part)]) if id(part) in received else part for part in parts)
-    runs = any(isinstance(x, torch.Tensor) and not isinstance(x, Placeholder) for x in made)
+
+    def part_of(part: Any) -> Any:
+        if id(part) in received:
+            return _Received(received[id(part)])
+        has_data = isinstance(part, torch.Tensor) and not isinstance(part, Placeholder)
+        return _COMPUTED if has_data else part
+
+    made = tuple(map(part_of, parts))
+    runs = any(part is _COMPUTED for part in made)
     is_full = type(step.output) is FullOutput
     output = step.output.output if is_full else step.output
     is_built = (
         not (isinstance(output, torch.Tensor) or type(output) is tuple)
         or (is_full and step.output.arguments)
         or any(type(part) is _Received for part in made)
+        or (runs and any(part is not _COMPUTED for part in made))
     )
     leaves = pytree.tree_leaves((step.args, step.kwargs))
     kept = [x for x in leaves if isinstance(x, Placeholder) and id(x) not in received]
@@ -150,11 +160,11 @@ class Differs(BaseException):
 class RepeatedRun(StageRun):
     """A forward that repeats a prefix."""
 
-    repeats = True
-
     def __init__(self, layout: Layout, stage: int, given: StageInput) -> None:
         super().__init__(layout, stage, given)
-        self._counts = bool(self._known.exit.extras) or self._layout.is_shared(self._stage)
+        ends = (self._start, self._end)
+        is_shared = any(cut is not None and layout.is_shared(cut.unit) for cut in ends)
+        self._counts = bool(self._known.exit.extras) or is_shared
         self.bare = self._has_begun and not self._counts
         self._prefix: Any = given.known.prefix
         self._steps = iter(self._prefix.steps)
@@ -166,7 +176,7 @@ class RepeatedRun(StageRun):
             self._note_before(unit, args, kwargs)
         if self._has_begun:
             return args, kwargs
-        if not self._begins(unit) or next(self._steps, None) is not None:
+        if not self._is_at(self._start, unit) or next(self._steps, None) is not None:
             raise Differs
         arguments = (args, kwargs)
         for path, value in self._prefix.places:
@@ -180,7 +190,7 @@ class RepeatedRun(StageRun):
         if self._counts:
             super().note_own(unit, args, kwargs, output)
 
-    def call_again(self, probe: ShapeProbe, training: bool, args: Args, kwargs: Kwargs) -> Any:
+    def call_foreign(self, probe: ShapeProbe, training: bool, args: Args, kwargs: Kwargs) -> Any:
         """The recorded output of a foreign unit; raises ``Leave`` where this stage ends."""
         if self._has_begun:
             raise self.leave(probe, args, kwargs)
@@ -192,8 +202,6 @@ class RepeatedRun(StageRun):
         is_simple = len(args) == 1 and args[0] is step.only and not kwargs
         output = step.output if is_simple else self._output(step, args, kwargs)
         return apply_side_effects(output, probe.module, args, kwargs)
-
-    call_foreign = call_again
 
     def call(self, func: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
         """The recorded result of a function of torch, until the stage begins."""
@@ -211,5 +219,9 @@ class RepeatedRun(StageRun):
         if step.makes is None:
             return super().call(step.called, args, kwargs) if step.runs else step.output
         parts, tree = step.makes
+        if step.runs:
+            computed = pytree.tree_leaves(super().call(step.called, args, kwargs))
+            pairs = zip(parts, computed, strict=True)
+            parts = [new if part is _COMPUTED else part for part, new in pairs]
         parts = [self._values[part.value] if type(part) is _Received else part for part in parts]
         return parts[0] if tree.is_leaf() else pytree.tree_unflatten(parts, tree)

@@ -17,6 +17,7 @@ from taktline.errors import PartitionError
 from taktline.meta import TensorMeta
 from taktline.side_values import Aside, Skip
 from taktline.split.arguments import NUMBERS, Args, Kwargs, Number, tensors_in
+from taktline.split.named.data_dependent import Guess, Numbers
 from taktline.split.named.hugging_face import collected_lists
 from taktline.split.named.known_calls import CallCache, autocast_dtype, cache_key
 from taktline.split.named.mutable import is_constant, version_of
@@ -37,19 +38,6 @@ class _DataNumber(NamedTuple):
     """A leaf of an output that is a number, and depends on data."""
 
     kind: type[Number]
-
-
-class _Likely:
-    """Guesses sizes that depend on data: all as large as possible, or as small."""
-
-    def __init__(self, which: int) -> None:
-        self._which = which
-        self.is_asked = False
-
-    def take_size(self, likely: Sequence[int], maker: str) -> int:
-        """One of the two likely sizes."""
-        self.is_asked = True
-        return likely[self._which]
 
 
 class _ProbeAside(Aside):
@@ -172,11 +160,10 @@ class ShapeProbe:
                     else _own(leaf)
                     for leaf in leaves
                 ]
-                sizes = _Likely(0)
-                found = self._run(self.module, empty, spec, device, sizes)
-                if sizes.is_asked:
-                    other = self._run(self.module, empty, spec, device, _Likely(1))
-                    self._compare_sizes(found, other)
+                large, small = (_guessing(device, usual) for usual in (0, 1))
+                found = self._run(self.module, empty, spec, large)
+                if large.numbers.is_sized:
+                    self._compare_sizes(found, self._run(self.module, empty, spec, small))
                 return found
             except Exception as error:
                 # A forward that reads data may raise anything.
@@ -187,8 +174,7 @@ class ShapeProbe:
         module: nn.Module,
         leaves: Sequence[Any],
         spec: pytree.TreeSpec,
-        device: torch.device,
-        sizes: _Likely | None = None,
+        context: PlaceholderContext,
     ) -> Flat:
         """The output of a copy, with meta tensors, and notes of what the call has changed."""
         args, kwargs = pytree.tree_unflatten(leaves, spec)
@@ -196,8 +182,7 @@ class ShapeProbe:
         before = _versions(buffers)
         given = {at: leaf for at, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)}
         versions = _versions(given.values())
-        with PlaceholderContext(device) as context, _ProbeAside(0, self.skips), torch.no_grad():
-            context.numbers = sizes
+        with context, _ProbeAside(0, self.skips), torch.no_grad():
             state = StateBefore(self.name, module, args, kwargs)
             try:
                 output = state.with_effects(module(*args, **kwargs))
@@ -230,9 +215,10 @@ class ShapeProbe:
                 torch.manual_seed(seed)
                 tensors = (*self.module.parameters(), *self.module.buffers())
                 memo = {id(tensor): _random_like(tensor, device) for tensor in tensors}
+                context = PlaceholderContext(device)
                 inputs = [_with_data(leaf, device, keep=not seed) for leaf in leaves]
                 try:
-                    made = self._run(copy.deepcopy(self.module, memo), inputs, spec, device)
+                    made = self._run(copy.deepcopy(self.module, memo), inputs, spec, context)
                 except PartitionError:
                     raise
                 except Exception as other:
@@ -269,6 +255,13 @@ class ShapeProbe:
             f"{type(error).__name__}: {_text(error)}; pass arguments that fit the model, or, if "
             "they do, cut it with taktline.pipeline, which traces it, or by hand"
         )
+
+
+def _guessing(device: torch.device, usual: int) -> PlaceholderContext:
+    """A run that guesses sizes: all as large as possible, or with 1 as small."""
+    context = PlaceholderContext(device)
+    context.numbers = Numbers(context, guess=Guess(usual))
+    return context
 
 
 def _versions(tensors: Iterable[torch.Tensor]) -> list[tuple[int, int]]:

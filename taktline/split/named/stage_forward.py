@@ -7,7 +7,7 @@ plain forward, call the stage's own units alone (``direct_calls``).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from itertools import zip_longest
@@ -20,28 +20,18 @@ from taktline import pytree
 from taktline.errors import PartitionError
 from taktline.split.arguments import Args, Call, Kwargs, device_of
 from taktline.split.named.changes import Changes
-from taktline.split.named.direct_calls import (
-    DirectCalls,
-    SeenCall,
-    record_direct_calls,
-    versions_of,
-)
 from taktline.split.named.dry_run import dry_run
 from taktline.split.named.first_run import FirstRun, OtherTypes
 from taktline.split.named.forward_summary import ForwardSummary
-from taktline.split.named.guards import guards_of
 from taktline.split.named.hugging_face import require_not_collected, without_cache
 from taktline.split.named.known_calls import CallCache, KnownCall, autocast_dtype, cache_key
 from taktline.split.named.layout import BY_HAND, Layout, all_modules
 from taktline.split.named.mutable import with_copies
 from taktline.split.named.placeholder import Absent
 from taktline.split.named.repeated_run import Differs, RepeatedRun
-from taktline.split.named.stage_run import Leave, StageInput, StageRun
+from taktline.split.named.stage_run import StageInput
 from taktline.split.named.units import inner_modules, is_own_unit, noting_inner_calls
 from taktline.stage.names import unwrapped
-
-_UNKNOWN = object()
-"""The output of a call that cannot be repeated."""
 
 
 def crossings_of(stage_module: nn.Module) -> list[str]:
@@ -111,18 +101,17 @@ class StageForward:
             known.is_repeatable &= not modes
         if not modes and not known.summary.changed <= self._changed:
             self._separate(stage_module, known.summary.changed)
-        # A run without data must not change the model.
-        changes = Changes(all_modules(stage_module)) if modes else self._changes
-        if changes is not None:
+        changes = self._changes
+        if modes:  # a run without data must not change the model
+            changes = Changes(all_modules(stage_module))
+        elif changes is not None:
             changes.keep()
         copies: Sequence[torch.Tensor] = ()
         if known.writes is not False and any(value.requires_grad for value in values):
             values, copies = with_copies(values)
         given = StageInput(values, received, device, known)
         try:
-            output = self._repeat(given, forward)
-            if output is _UNKNOWN:
-                output = self._run_first(given, stage_module, forward)
+            output = self._run(given, stage_module, forward)
         finally:
             self._known.keep(key, known)
             if modes and changes is not None:
@@ -133,7 +122,7 @@ class StageForward:
             known.writes = any(copy._version for copy in copies)
         return output
 
-    def _repeat(self, given: StageInput, forward: Callable[..., Any]) -> Any:
+    def _run(self, given: StageInput, stage_module: nn.Module, forward: Callable[..., Any]) -> Any:
         """Do the same as in an earlier call, if that is possible."""
         known = given.known
         if known.direct_calls is not None:
@@ -143,17 +132,17 @@ class StageForward:
             known.direct_calls = None
         if known.prefix is not None:
             try:
-                return self._run(RepeatedRun(self.layout, self.stage, given), forward)
+                return RepeatedRun(self.layout, self.stage, given).run(forward)
             except Differs:
                 if self._changes is not None:
                     self._changes.undo()
-        return _UNKNOWN
+        return self._run_first(given, stage_module, forward)
 
     def _run_first(
         self, given: StageInput, stage_module: nn.Module, forward: Callable[..., Any]
     ) -> Any:
         """Run the forward with placeholders, and record what later calls can repeat."""
-        known, versions = given.known, versions_of(given.values)
+        known = given.known
         units = {name: stage_module.get_submodule(name) for name in self.layout.probes}
         # A wrapper around a unit may call anything inside of it.
         own = {name: module for name, module in units.items() if is_own_unit(module)}
@@ -162,16 +151,15 @@ class StageForward:
             module._compiled_call_impl or unwrapped(module) is not module
             for module in units.values()
         )
-        inner = {} if is_compiled else {**self.layout.inner, **inner_modules(own)}
+        inner = {} if is_compiled else self.layout.inner | inner_modules(own)
         changes = Changes(all_modules(stage_module))
-        changes.keep()
         tries = 0
         while True:  # with the known types, with those of placeholders, with any
             tries += 1
             run = FirstRun(self.layout, self.stage, given, types=self._types, last=tries == 3)
             try:
                 with noting_inner_calls(run, inner) if inner else nullcontext():
-                    output = self._run(run, forward)
+                    output = run.run(forward)
                 break
             except OtherTypes as other:
                 self._types = other.types
@@ -181,42 +169,11 @@ class StageForward:
         if not known.is_checked:
             known.is_checked = True
             changed = self.layout.common_in(changes.changed())
-            is_noted = bool(inner) or not self.layout.inner
-            self._require_like_model(known.summary, run.order, changed, is_noted=is_noted)
-            if run.seen is not None:
-                known.direct_calls = self._direct_calls(
-                    stage_module, run.seen, given, versions, output
-                )
+            self._require_like_model(known.summary, run.order, changed, set(inner.values()))
+            if run.recorder is not None:
+                returned = [output] if self._is_last else output[0]
+                known.direct_calls = run.recorder.direct_calls(returned, self.layout, stage_module)
         return output
-
-    def _direct_calls(
-        self,
-        stage_module: nn.Module,
-        seen: Sequence[SeenCall],
-        given: StageInput,
-        versions: Mapping[int, int],
-        output: Any,
-    ) -> DirectCalls | None:
-        """The calls of the own units, if the forward is plain."""
-        layout = self.layout
-        containers = {name: stage_module.get_submodule(name) for name in sorted(layout.containers)}
-        guards = guards_of(layout.model_class, containers, layout.probes, layout.hooked)
-        if guards is None:
-            return None
-        returned = [output] if self._is_last else output[0]
-        modules = list(containers.values())
-        return record_direct_calls(seen, given.values, versions, returned, guards, modules)
-
-    def _run(self, run: StageRun, forward: Callable[..., Any]) -> Any:
-        known, received = run.given.known, run.given.received
-        args, kwargs = known.arguments(received)
-        with run:
-            try:
-                output = forward(*args, **kwargs)
-            except Leave as leave:
-                extras = run.extras() if known.exit.extras or known.exit.numbers else ()
-                return known.packed(leave.arguments, extras, received, run.require_handed_on)
-        return run.finish(output)
 
     @property
     def _is_last(self) -> bool:
@@ -265,12 +222,11 @@ class StageForward:
         summary: ForwardSummary,
         order: Sequence[str],
         changed: frozenset[str],
-        *,
-        is_noted: bool,
+        inner: Container[str],
     ) -> None:
         """Raise if a stage differs from the whole model up to its end.
 
-        ``is_noted`` is whether ``order`` has the calls of modules inside of units.
+        ``inner`` are the modules inside of units whose calls are in ``order``.
         """
         is_complete = self._is_last and not summary.is_guessed
         missing = summary.changed - changed if is_complete else set()
@@ -283,7 +239,7 @@ class StageForward:
         expects = [
             name
             for name, stage in summary.order
-            if stage <= self.stage and (is_noted or name in self.layout.probes)
+            if stage <= self.stage and (name in self.layout.probes or name in inner)
         ]
         if list(order) == expects:
             return

@@ -12,7 +12,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -22,8 +22,8 @@ from taktline.errors import PartitionError
 from taktline.split.arguments import Args, Call, Kwargs
 from taktline.split.named.checkpoints import Checkpoints
 from taktline.split.named.data_dependent import Numbers, Sizes
-from taktline.split.named.forward_summary import UnitTensor
-from taktline.split.named.known_calls import KnownCall
+from taktline.split.named.forward_summary import Cut, UnitTensor
+from taktline.split.named.known_calls import KnownCall, leaf_at
 from taktline.split.named.layout import Layout
 from taktline.split.named.placeholder import Placeholder, resolved
 from taktline.split.named.shape_probe import ShapeProbe
@@ -55,20 +55,17 @@ class StageInput(NamedTuple):
 class StageRun(Checkpoints, ABC):
     """The forward of one micro-batch in one stage."""
 
-    mixed = True
-    is_inside = False
-    """Whether an own unit runs."""
     _modes: Sequence[Any] = ()
     """The modes of torch in which the forward runs."""
     _before: StateBefore | None = None
     """The state before an own unit runs, if the unit has side effects."""
 
     def __init__(self, layout: Layout, stage: int, given: StageInput) -> None:
-        values, _, self.device, known = given
-        self.given = given
+        values, self._model_call, self.device, known = given
         self.opened = known.summary.opened
         self._layout = layout
         self._stage = stage
+        self._start, self._end = layout.start(stage), layout.start(stage + 1)
         self._values = values
         self._known = known
         received_numbers = known.entry.numbers > 0
@@ -80,9 +77,18 @@ class StageRun(Checkpoints, ABC):
         self._has_begun = stage == 0
         self._calls: dict[str, int] = {}
         """How often each unit was called, as far as it matters."""
-        if known.exit.extras or not self.repeats:
-            self._caught: dict[UnitTensor, torch.Tensor] = {}
-            self._unsure: set[UnitTensor] = set()
+        self._caught: dict[UnitTensor, torch.Tensor] = {}
+        self._unsure: set[UnitTensor] = set()
+
+    def run(self, forward: Callable[..., Any]) -> Any:
+        """Run a forward; returns what the next stage needs, or the model's output."""
+        args, kwargs = self._known.arguments(self._model_call)
+        with self:
+            try:
+                output = forward(*args, **kwargs)
+            except Leave as leave:
+                return self._known.handed_on(self._packed(leave.arguments), self._model_call)
+        return self._finish(output)
 
     def is_open(self, checkpoint: int) -> bool:
         """Whether a block has units of other stages, which cannot run again."""
@@ -91,12 +97,13 @@ class StageRun(Checkpoints, ABC):
     def is_foreign(self, unit: Any) -> bool:
         """Whether this call of an own unit belongs to another stage that has the unit, too."""
         if self._has_begun:
-            return unit.ends is not None and unit.ends == self._calls.get(unit.unit, 0)
-        return not self._begins(unit) and len(self._layout.homes[unit.unit]) > 1
+            return self._is_at(self._end, unit)
+        return not self._is_at(self._start, unit) and self._layout.is_shared(unit.unit)
 
-    def _begins(self, unit: Any) -> bool:
-        """Whether the stage begins with this call of a unit."""
-        return unit.begins is not None and unit.begins == self._calls.get(unit.unit, 0)
+    def _is_at(self, cut: Cut | None, unit: Any) -> bool:
+        """Whether a cut is at this call of a unit."""
+        name = unit.unit
+        return cut is not None and cut.unit == name and cut.call == self._calls.get(name, 0)
 
     def call_early(self, unit: Any, args: Args, kwargs: Kwargs) -> Any:
         """Treat a call of an own unit as one of another stage's."""
@@ -135,14 +142,14 @@ class StageRun(Checkpoints, ABC):
         self._calls[unit] = call + 1
         return call
 
-    def extras(self) -> tuple[torch.Tensor, ...]:
+    def _extras(self) -> list[torch.Tensor]:
         """The values for the next stage besides the arguments of its first unit."""
         entry, exit = self._known.entry, self._known.exit
         received = dict(zip(entry.extras, self._values[self._arguments :], strict=False))
         sent = [self._sent(value, received) for value in exit.extras]
         if exit.numbers:
             sent.append(self.numbers.sent(exit.numbers, self.device))
-        return tuple(sent)
+        return sent
 
     def _sent(self, value: UnitTensor, received: Mapping[UnitTensor, Any]) -> torch.Tensor:
         sent = self._caught.get(value, received.get(value))
@@ -188,8 +195,7 @@ class StageRun(Checkpoints, ABC):
 
     def leave(self, probe: ShapeProbe, args: Args, kwargs: Kwargs) -> Leave:
         """The end of this stage at a call of the next stage's first unit; raises at others."""
-        start = self._layout.start(self._stage + 1)
-        if start is None or start.unit != probe.name:
+        if self._end is None or self._end.unit != probe.name:
             raise PartitionError(
                 f"the forward calls {probe.name!r}, which is in stage "
                 f"{min(self._layout.homes[probe.name])}, in the middle of stage {self._stage}; "
@@ -197,16 +203,25 @@ class StageRun(Checkpoints, ABC):
             )
         return Leave(args, kwargs)
 
-    def require_handed_on(self, arguments: Any) -> Any:
-        """The arguments of the next stage's first unit, with their data."""
-        return self.require_data(arguments, repr(self._layout.start(self._stage + 1)))
+    def _packed(self, arguments: Any) -> tuple[Any, ...]:
+        """The values for the next stage, whose first unit gets these arguments."""
+        known = self._known
+        values = [leaf_at(arguments, path) for path in known.exits]
+        if not values or not all(type(value) is torch.Tensor for value in values):
+            leaves, _ = pytree.tree_flatten_with_path(arguments)
+            crossing = [(path, leaf) for path, leaf in leaves if path in known.exit.arguments]
+            known.exits = tuple(path for path, _ in crossing)
+            values = [self.require_data(leaf, repr(self._end)) for _, leaf in crossing]
+        if known.exit.extras or known.exit.numbers:
+            values += self._extras()
+        return tuple(values)
 
-    def finish(self, output: Any) -> Any:
+    def _finish(self, output: Any) -> Any:
         """The output of the model, after its last stage."""
         if not self._has_begun or self._stage < self._layout.stages - 1:
-            start = self._layout.start(self._stage + (1 if self._has_begun else 0))
             raise PartitionError(
                 f"the forward of {self._layout.model_class.__name__} ended without a call of "
-                f"{start!r}; every micro-batch must take the same path through the stages"
+                f"{self._end if self._has_begun else self._start!r}; every micro-batch must take "
+                "the same path through the stages"
             )
         return self.require_data(output, "the output of the model")

@@ -29,17 +29,13 @@ class _OwnUnit:
 
     unit = ""
     """The name of the submodule in the model."""
-    begins: int | None = None
-    """The call of the submodule with which the stage begins."""
-    ends: int | None = None
-    """The call of the submodule with which the next stage begins."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         # Not a hook: a checkpoint that the class puts around its call must see the real arguments.
         context: Any = here.context
         if context is not None and context.bare:
             return super().__call__(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
-        if context is None or not hasattr(context, "before_own"):
+        if context is None or not context.runs_model:
             # The user calls the unit, or a checkpoint runs it again in the backward.
             args, kwargs = resolved((args, kwargs))
             return super().__call__(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
@@ -58,7 +54,7 @@ class _CopiedUnit:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         context: Any = here.context
-        if hasattr(context, "call_foreign"):
+        if context is not None and context.runs_model:
             return context.call_foreign(self._probe, self._probe.training, args, kwargs)
         return super().__call__(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -74,20 +70,20 @@ class _ForeignUnit:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         context: Any = here.context
         has_hooks = self._forward_hooks or self._forward_pre_hooks
-        if context is not None and context.repeats and not has_hooks:
-            return context.call_again(self._probe, self.training, args, kwargs)
+        if context is not None and context.runs_model and not has_hooks:
+            return context.call_foreign(self._probe, self.training, args, kwargs)
         # Not the call of the class, which may checkpoint: there is nothing to compute.
         return nn.Module.__call__(self, *args, **kwargs)  # pyright: ignore[reportArgumentType]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return placeholders, or end this stage."""
-        probe: ShapeProbe = vars(self)["_probe"]
         context: Any = here.context
-        if not hasattr(context, "call_foreign"):
+        if context is None or not context.runs_model:
             raise PartitionError(
-                f"{probe.name!r} belongs to another stage; it cannot be called on its own here"
+                f"{self._probe.name!r} belongs to another stage; it cannot be called on its own "
+                "here"
             )
-        return context.call_foreign(probe, vars(self)["training"], args, kwargs)
+        return context.call_foreign(self._probe, self.training, args, kwargs)
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Compile nothing."""
@@ -147,13 +143,9 @@ def derived_class(kind: type[nn.Module], mixin: type, **attributes: Any) -> type
     return type(kind.__name__, (mixin, kind), {"__doc__": kind.__doc__, **names, **attributes})
 
 
-def own_unit(module: nn.Module, unit: str, *, begins: int | None, ends: int | None) -> nn.Module:
-    """A submodule that reports its calls: it shares everything with the module but its class.
-
-    ``begins`` and ``ends`` are the calls with which this stage and the next one begin.
-    """
-    kind = derived_class(type(module), _OwnUnit, unit=unit, begins=begins, ends=ends)
-    made = object.__new__(kind)
+def own_unit(module: nn.Module, unit: str) -> nn.Module:
+    """A submodule that reports its calls: it shares everything with the module but its class."""
+    made = object.__new__(derived_class(type(module), _OwnUnit, unit=unit))
     made.__dict__ = module.__dict__
     return made
 
