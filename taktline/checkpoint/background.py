@@ -130,6 +130,10 @@ class Snapshot:
                 "optimizer.step(), or save without async_save"
             )
 
+    def release(self) -> None:
+        """Keep no tensor alive any more, once all is written."""
+        self.tensors, self._steady = {}, {}
+
 
 def _is_watched(tensor: torch.Tensor) -> bool:
     """Whether a tensor is large enough to copy later, and changes of it would be seen."""
@@ -165,7 +169,9 @@ def start(folder: Path, place: int, snapshot: Snapshot, run: Callable[[Snapshot]
     """Call a function that copies and writes a snapshot, in the background."""
     _watch_optimizers()
     thread = ThreadPoolExecutor(1, "taktline save")  # at its end, Python waits for it
-    _running[folder, place] = _Running(snapshot, thread.submit(run, snapshot))
+    written = thread.submit(run, snapshot)
+    written.add_done_callback(lambda _: snapshot.release())
+    _running[folder, place] = _Running(snapshot, written)
     thread.shutdown(wait=False)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import shutil
 import time
 from collections.abc import Callable, Iterator
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import taktline as tl
 from taktline.checkpoint import background
@@ -240,3 +242,16 @@ def in_shards(rank: int, group: Any, runs: str) -> bool:
 @pytest.mark.processes
 def test_shards(workers: Workers, tmp_path: Path) -> None:
     assert workers.run(in_shards, str(tmp_path), ranks=4) == [True] * 4
+
+
+def test_a_finished_save_keeps_no_tensor_alive(tmp_path: Path) -> None:
+    pipe = pipe_of(nn.Linear(4, 4), nn.Linear(4, 4))
+    weights = [StorageWeakRef(weight.untyped_storage()) for weight in pipe.parameters()]
+    pipe.save(tmp_path, async_save=True)
+    pipe.close()
+    del pipe
+    until = time.monotonic() + 20
+    while not all(weight.expired() for weight in weights) and time.monotonic() < until:
+        gc.collect()
+        time.sleep(0.01)
+    assert all(weight.expired() for weight in weights)
