@@ -39,6 +39,8 @@ class Product:
     """One product that W computes: the slot of its node, and the chain from it to the weight."""
 
     slot: int
+    end: int
+    """The slot of the weight's own node."""
     kind: _Kind
     chain: tuple[str, ...]
     weight: torch.Tensor
@@ -88,12 +90,13 @@ class Recipe:
             if here is not leaf and (leaf is not None or not is_among(here, inputs)):
                 return False
         for product in self.products:
-            if _hooked(product.weight) or _hindrance(product.kind, nodes[product.slot]):
+            hooked = _hooked(product.weight, nodes[product.end])
+            if hooked or _hindrance(product.kind, nodes[product.slot]):
                 return False
         for inside in self.compiled:
-            for leaf in inside.leaves.values():
-                if (leaf._backward_hooks or leaf._post_accumulate_grad_hooks) and _hooked(leaf):
-                    return False
+            edges = nodes[inside.slot].next_functions
+            if any(_hooked(leaf, edges[edge][0]) for edge, leaf in inside.leaves.items()):
+                return False
         return True
 
 
@@ -138,7 +141,8 @@ def learn(
             reasons[leaf] = found
         else:
             products += [
-                Product(slots[node], _KINDS[node.name()], chain, leaf) for node, chain in found
+                Product(slots[node], slot, _KINDS[node.name()], chain, leaf)
+                for node, chain in found
             ]
             later.append(leaf)
     reached = graph.leading_to(slot for slot, leaf in ends if leaf is None or leaf in reasons)
@@ -166,7 +170,11 @@ def _inside(graph: Graph, slot: int, leaves: Collection[torch.Tensor]) -> Inside
         for edge, (node, _) in enumerate(edges)
         if type(node) is LEAF and len(graph.consumers[node]) == 1
     }
-    found = {edge: leaf for edge, leaf in alone.items() if leaf in leaves and not _hooked(leaf)}
+    found = {
+        edge: leaf
+        for edge, leaf in alone.items()
+        if leaf in leaves and not _hooked(leaf, edges[edge][0])
+    }
     return Inside(slot, len(edges), found)
 
 
@@ -181,7 +189,7 @@ def _uses(
     plain = weight.dim() == 2 and weight.stride() == (weight.size(1), 1) and weight.numel() != 1
     if not plain or weight.is_complex():
         return "no plain matrix"
-    if _hooked(weight):
+    if _hooked(weight, leaf):
         return "it has hooks"
     found: list[tuple[Node, tuple[str, ...]]] = []
     order: list[tuple[int, int]] = []
@@ -219,7 +227,20 @@ def _hindrance(kind: _Kind, product: Node) -> str | None:
     return "in a scaled product" if kind.scaled and product._saved_alpha != 1 else None
 
 
-def _hooked(weight: torch.Tensor) -> bool:
+def _hooked(weight: torch.Tensor, node: Node) -> bool:
+    """Whether a weight or its node has hooks, which only the engine calls."""
     hooks: Mapping[int, Callable[..., object]] | None = weight._backward_hooks
     after: Mapping[int, Callable[..., object]] | None = weight._post_accumulate_grad_hooks
-    return bool(hooks) or (bool(after) and not all(map(is_own_hook, after.values())))
+    if hooks or (after and not all(map(is_own_hook, after.values()))):
+        return True
+    for register in (node.register_hook, node.register_prehook):
+        handle = register(_hook)  # the one way to the hooks of a node
+        others = handle.hooks_dict_ref()
+        handle.remove()
+        if others:
+            return True
+    return False
+
+
+def _hook(*_: object) -> None:
+    """Never called."""

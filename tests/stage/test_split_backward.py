@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
-from torch.autograd.graph import save_on_cpu
+from torch.autograd.graph import get_gradient_edge, save_on_cpu
 from torch.profiler import ProfilerActivity, profile
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
@@ -501,6 +501,24 @@ def test_a_hook_may_change_the_gradient(hooked: bool) -> None:
             pending.run()
     for one, other in zip(plain.parameters(), split.parameters(), strict=True):
         assert same(one.grad, other.grad)
+
+
+@pytest.mark.parametrize("learned", [False, True])
+@pytest.mark.parametrize("kind", ["register_hook", "register_prehook"])
+def test_a_hook_on_the_node_of_a_parameter_runs(kind: str, learned: bool) -> None:
+    """Wrappers that reduce gradients themselves put their hooks there."""
+    layer, x, calls = linear(), example(0), []
+    splitter, parameters = Splitter(), list(layer.parameters())
+    if learned:  # the recipe of a graph without hooks
+        pending = splitter.run_input([layer(x)], [torch.ones(5, 4)], [x], parameters)
+        assert pending is not None
+        pending.run()
+    node = get_gradient_edge(layer.weight).node
+    getattr(node, kind)(lambda *gradients: calls.append(gradients))
+    pending = splitter.run_input([layer(x)], [torch.ones(5, 4)], [x], parameters)
+    if pending is not None:
+        pending.run()
+    assert len(calls) == 1
 
 
 def test_gradients_share_no_memory_where_a_parameter_has_hooks() -> None:
