@@ -39,8 +39,6 @@ class Product:
     """One product that W computes: the slot of its node, and the chain from it to the weight."""
 
     slot: int
-    end: int
-    """The slot of the weight's own node."""
     kind: _Kind
     chain: tuple[str, ...]
     weight: torch.Tensor
@@ -90,13 +88,12 @@ class Recipe:
             if here is not leaf and (leaf is not None or not is_among(here, inputs)):
                 return False
         for product in self.products:
-            hooked = _hooked(product.weight, nodes[product.end])
-            if hooked or _hindrance(product.kind, nodes[product.slot]):
+            if _hooked(product.weight) or _hindrance(product.kind, nodes[product.slot]):
                 return False
         for inside in self.compiled:
-            edges = nodes[inside.slot].next_functions
-            if any(_hooked(leaf, edges[edge][0]) for edge, leaf in inside.leaves.items()):
-                return False
+            for leaf in inside.leaves.values():
+                if (leaf._backward_hooks or leaf._post_accumulate_grad_hooks) and _hooked(leaf):
+                    return False
         return True
 
 
@@ -141,8 +138,7 @@ def learn(
             reasons[leaf] = found
         else:
             products += [
-                Product(slots[node], slot, _KINDS[node.name()], chain, leaf)
-                for node, chain in found
+                Product(slots[node], _KINDS[node.name()], chain, leaf) for node, chain in found
             ]
             later.append(leaf)
     reached = graph.leading_to(slot for slot, leaf in ends if leaf is None or leaf in reasons)
@@ -173,7 +169,7 @@ def _inside(graph: Graph, slot: int, leaves: Collection[torch.Tensor]) -> Inside
     found = {
         edge: leaf
         for edge, leaf in alone.items()
-        if leaf in leaves and not _hooked(leaf, edges[edge][0])
+        if leaf in leaves and not (_hooked(leaf) or _is_node_hooked(edges[edge][0]))
     }
     return Inside(slot, len(edges), found)
 
@@ -189,7 +185,7 @@ def _uses(
     plain = weight.dim() == 2 and weight.stride() == (weight.size(1), 1) and weight.numel() != 1
     if not plain or weight.is_complex():
         return "no plain matrix"
-    if _hooked(weight, leaf):
+    if _hooked(weight) or _is_node_hooked(leaf):
         return "it has hooks"
     found: list[tuple[Node, tuple[str, ...]]] = []
     order: list[tuple[int, int]] = []
@@ -227,20 +223,18 @@ def _hindrance(kind: _Kind, product: Node) -> str | None:
     return "in a scaled product" if kind.scaled and product._saved_alpha != 1 else None
 
 
-def _hooked(weight: torch.Tensor, node: Node) -> bool:
-    """Whether a weight or its node has hooks, which only the engine calls."""
+def _hooked(weight: torch.Tensor) -> bool:
     hooks: Mapping[int, Callable[..., object]] | None = weight._backward_hooks
     after: Mapping[int, Callable[..., object]] | None = weight._post_accumulate_grad_hooks
-    if hooks or (after and not all(map(is_own_hook, after.values()))):
-        return True
+    return bool(hooks) or (bool(after) and not all(map(is_own_hook, after.values())))
+
+
+def _is_node_hooked(node: Node) -> bool:
+    """Whether the node of a weight has hooks; too slow to be asked in each step."""
     for register in (node.register_hook, node.register_prehook):
-        handle = register(_hook)  # the one way to the hooks of a node
+        handle = register(lambda *_: None)  # the one way to the hooks of a node
         others = handle.hooks_dict_ref()
         handle.remove()
         if others:
             return True
     return False
-
-
-def _hook(*_: object) -> None:
-    """Never called."""
