@@ -198,6 +198,32 @@ def test_a_function_that_computes_besides_what_was_received() -> None:
         torch.testing.assert_close(pieces(*batch), model(*batch), rtol=0, atol=0)
 
 
+class WritesThroughView(nn.Module):
+    """A unit gets a view of a tensor that the forward changes in a later stage."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        whole = self.layers[0](x) * 1
+        view = whole[:]
+        x = self.layers[2](self.layers[1](view))
+        whole.add_(1)
+        return self.layers[3](x + view)
+
+
+@pytest.mark.parametrize("cut", ["layers.1", "layers.2", "layers.3"])
+def test_a_view_of_a_tensor_that_changes_in_a_later_stage(cut: str) -> None:
+    torch.manual_seed(0)
+    model = WritesThroughView()
+    batches = [torch.randn(2, WIDTH) for _ in range(3)]
+    pieces = tl.split.by_names(model, [cut], example=(batches[0],))
+    with torch.no_grad():
+        for batch in batches:
+            torch.testing.assert_close(pieces(batch), model(batch), rtol=0, atol=0)
+
+
 def test_another_mode_is_another_kind() -> None:
     torch.manual_seed(0)
     model = Chain()
