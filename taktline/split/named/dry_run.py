@@ -116,6 +116,12 @@ def _run(
                 values = changes.values()
                 if context.at_end is None:
                     changes.undo()
+        for at in sorted(summary.written):
+            if unit := context.written_by_units.get(id(given[at])):
+                raise PartitionError(
+                    f"the forward changes an argument of the model in place, and {unit!r} changes "
+                    "it, too; make a new tensor instead"
+                )
         context.finish(output, [values.get(name) for name in sorted(summary.changed)])
 
 

@@ -43,6 +43,8 @@ class _Memory:
     """The other placeholders among the arguments of the operations that changed it."""
     is_drawn: bool = False
     """Whether one of them draws random numbers."""
+    writer: tuple[str, int] | None = None
+    """The last unit that changed it, and the stage of that call."""
 
 
 @dataclass(slots=True, eq=False)
@@ -101,6 +103,8 @@ class DryRunContext(Checkpoints):
         self.at_end = at_end
         self.arguments: set[int] = set()
         """The ids of the model's arguments."""
+        self.written_by_units: dict[int, str] = {}
+        """The units that change arguments of the model in place, by the ids of these."""
         self.summary = summary
         self.numbers = Numbers(self, guess=guess)
         self._layout = layout
@@ -171,6 +175,13 @@ class DryRunContext(Checkpoints):
             args, kwargs, training=training, stage=self._stage, device=self.device
         )
         self._require_no_writing(probe, leaves)
+        for place, placeholder in placeholders:
+            if place in probe.writes and placeholder.history is not None:
+                memory = placeholder.history.memory
+                memory.written, memory.writer = self._now(), (probe.name, self._stage)
+                placeholder.history.add_place(
+                    UnitTensor(probe.name, call, False, place), self._stage, self._now()
+                )
         for leaf, placeholder in enumerate(pytree.tree_leaves(output)):
             if isinstance(placeholder, Placeholder) and placeholder.history is None:
                 placeholder.history = self._history()
@@ -182,7 +193,9 @@ class DryRunContext(Checkpoints):
         for place in probe.writes:
             written = leaves[place] if place < len(leaves) else None
             is_made = isinstance(written, torch.Tensor) and not isinstance(written, Placeholder)
-            if is_made and id(written) not in self.arguments:
+            if is_made and id(written) in self.arguments:
+                self.written_by_units[id(written)] = probe.name
+            elif is_made:
                 raise PartitionError(
                     f"{probe.name!r} changes in place a tensor that the forward has made without "
                     "data, and that every stage has; return a new tensor instead"
@@ -279,6 +292,14 @@ class DryRunContext(Checkpoints):
                     "tensor instead",
                 )
             else:
+                if history.memory.writer is not None:
+                    unit, stage = history.memory.writer
+                    self._refuse(
+                        stage,
+                        f"{user} in stage {self._stage} uses a value that {unit!r} has changed in "
+                        f"place in stage {stage}, which no other stage can do again; return a new "
+                        "tensor there, or cut the model elsewhere",
+                    )
                 if history.is_drawn or history.memory.is_drawn:
                     self._refuse(
                         history.stage,
