@@ -198,6 +198,65 @@ def test_a_function_that_computes_besides_what_was_received() -> None:
         torch.testing.assert_close(pieces(*batch), model(*batch), rtol=0, atol=0)
 
 
+class WritesThroughView(nn.Module):
+    """A unit gets a view of a tensor that the forward changes in a later stage."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        whole = self.layers[0](x) * 1
+        view = whole[:]
+        x = self.layers[2](self.layers[1](view))
+        whole.add_(1)
+        return self.layers[3](x + view)
+
+
+@pytest.mark.parametrize("cut", ["layers.1", "layers.2", "layers.3"])
+def test_a_view_of_a_tensor_that_changes_in_a_later_stage(cut: str) -> None:
+    torch.manual_seed(0)
+    model = WritesThroughView()
+    batches = [torch.randn(2, WIDTH) for _ in range(3)]
+    pieces = tl.split.by_names(model, [cut], example=(batches[0],))
+    with torch.no_grad():
+        for batch in batches:
+            torch.testing.assert_close(pieces(batch), model(batch), rtol=0, atol=0)
+
+
+class WritesArguments(nn.Module):
+    """The forward itself changes its arguments, in all stages and in the last one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x: Tensor, shift: Tensor, last: Tensor) -> Tensor:
+        x /= 2
+        shift += 1
+        y = self.layers[0](x) + shift
+        y = self.layers[2](self.layers[1](y) + shift)
+        last *= 3
+        return y * last
+
+
+def test_a_forward_that_changes_its_arguments() -> None:
+    torch.manual_seed(0)
+    model = WritesArguments()
+
+    def draw(rows: int) -> list[Tensor]:
+        return [torch.randn(rows, WIDTH), torch.randn(rows, 2 * WIDTH)[:, ::2], torch.randn(1)]
+
+    example = draw(2)
+    kept = copy.deepcopy(example)
+    pieces = tl.split.by_names(model, ["layers.1", "layers.2"], example=tuple(example))
+    torch.testing.assert_close(example, kept, rtol=0, atol=0)
+    for rows in (2, 2, 3, 2):
+        batch = draw(rows)
+        output = pieces(*copy.deepcopy(batch))
+        torch.testing.assert_close(output, model(*batch), rtol=0, atol=0)
+
+
 def test_another_mode_is_another_kind() -> None:
     torch.manual_seed(0)
     model = Chain()

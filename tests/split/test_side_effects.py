@@ -257,3 +257,61 @@ def test_a_method_of_what_is_cut() -> None:
     torch.testing.assert_close(pieces(x), model(x))
     with pytest.raises(PartitionError, match=r"'method' is a method of 'inner\.layers\.1', which"):
         tl.split.by_names(Outer("layers.1"), ["inner.layers.2"], example=(x,))
+
+
+class AddsOne(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, written: Tensor) -> Tensor:
+        written.add_(1)
+        return self.linear(x) + written
+
+
+class WritesShared(nn.Module):
+    """A unit changes a tensor that each stage can compute."""
+
+    def __init__(self, uses: str) -> None:
+        super().__init__()
+        self.uses = uses
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+        self.adds = AddsOne()
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.uses == "argument":
+            x += 1
+            whole = x
+        else:
+            x = self.layers[0](x)
+            whole = x * 1
+        view, product = whole[:], whole * 2
+        y = self.layers[1](self.adds(x * 1, whole))
+        return self.layers[2](y) + {"view": view, "product": product}.get(self.uses, whole) + x
+
+
+@pytest.mark.parametrize(
+    ("uses", "message"),
+    [
+        ("whole", "'adds' changes in place a value that stage 1 computes, too"),
+        ("view", "stage 1 uses a value that 'adds' has changed in place in stage 0"),
+        ("product", "stage 1 uses a value that 'adds' has changed in place in stage 0"),
+        ("argument", "changes an argument of the model in place, and 'adds' changes it, too"),
+    ],
+)
+def test_a_unit_that_changes_what_a_later_stage_computes_is_refused(
+    uses: str, message: str
+) -> None:
+    x = torch.randn(2, 4)
+    with pytest.raises(PartitionError, match=message), torch.no_grad():
+        tl.split.by_names(WritesShared(uses), ["layers.1"], example=(x,))(x)
+
+
+def test_a_unit_that_changes_what_its_stage_computes() -> None:
+    torch.manual_seed(0)
+    model = WritesShared("view")
+    x = torch.randn(2, 4)
+    pieces = tl.split.by_names(model, ["adds"], example=(x,))
+    with torch.no_grad():
+        for _ in range(3):
+            torch.testing.assert_close(pieces(x), model(x), rtol=0, atol=0)

@@ -21,6 +21,7 @@ from taktline.split.named.dry_run_context import DryRunContext
 from taktline.split.named.forward_summary import Cut, ForwardSummary
 from taktline.split.named.hugging_face import INSTALLED
 from taktline.split.named.layout import Layout, all_modules
+from taktline.split.named.mutable import copied, is_writable, version_of
 from taktline.split.named.units import noting_inner_calls
 
 
@@ -81,7 +82,12 @@ def _run(
     device = device_of((args, kwargs))
     with keep_generators([device]), torch.no_grad():
         context = DryRunContext(summary, layout, device, **options)
-        context.arguments = set(map(id, pytree.tree_leaves((args, kwargs))))
+        with torch.inference_mode(False):  # which would give them no versions
+            args, kwargs = copied((args, kwargs))
+        leaves = pytree.tree_leaves((args, kwargs))
+        given = {at: leaf for at, leaf in enumerate(leaves) if is_writable(leaf)}
+        versions = {at: version_of(leaf) for at, leaf in given.items()}
+        context.arguments = set(map(id, leaves))
         changes = Changes(all_modules(layout.empty_model))
         installed = _with_hooks(layout)
         rng = _rng_states(device)
@@ -98,6 +104,9 @@ def _run(
                 )
                 raise
             finally:
+                summary.written = frozenset(
+                    at for at, leaf in given.items() if version_of(leaf) != versions[at]
+                )
                 summary.changed = layout.common_in(changes.changed())
                 summary.hooked = frozenset(_with_hooks(layout) - installed)
                 summary.is_guessed |= bool(numbers.guessed) or numbers.is_sized
@@ -107,6 +116,12 @@ def _run(
                 values = changes.values()
                 if context.at_end is None:
                     changes.undo()
+        for at in sorted(summary.written):
+            if unit := context.written_by_units.get(id(given[at])):
+                raise PartitionError(
+                    f"the forward changes an argument of the model in place, and {unit!r} changes "
+                    "it, too; make a new tensor instead"
+                )
         context.finish(output, [values.get(name) for name in sorted(summary.changed)])
 
 

@@ -34,6 +34,20 @@ class _Place(NamedTuple):
 
 
 @dataclass(slots=True, eq=False)
+class _Memory:
+    """The data of a placeholder and of all its views."""
+
+    written: int = 0
+    """When it was last changed in place."""
+    parents: Sequence[Placeholder] = ()
+    """The other placeholders among the arguments of the operations that changed it."""
+    is_drawn: bool = False
+    """Whether one of them draws random numbers."""
+    writer: tuple[str, int] | None = None
+    """The last unit that changed it, and the stage of that call."""
+
+
+@dataclass(slots=True, eq=False)
 class _History:
     """How a placeholder was made."""
 
@@ -43,26 +57,25 @@ class _History:
     """The placeholders among the arguments of the operation that returned it."""
     is_drawn: bool = False
     """Whether that operation draws random numbers."""
-    is_view: bool = False
-    """Whether it shares its data with these arguments."""
+    memory: _Memory = field(default_factory=_Memory)
     output: UnitTensor | None = None
     """Which output of a unit it is, if it is one."""
     places: list[_Place] = field(default_factory=list)
     """The first unit of each stage that gets it as an argument."""
-    written: int = 0
-    """When it was changed in place."""
 
     def named(self, before: int) -> _Place | None:
         """The argument or output of a unit that had this value before a time."""
-        found = [place for place in self.places if self.written <= place.time < before]
-        if self.output is not None and not self.written:
+        written = self.memory.written
+        found = [place for place in self.places if written <= place.time < before]
+        if self.output is not None and not written:
             found.insert(0, _Place(self.output, self.stage, self.time))
         # The first in the last stage that has the value.
         return next((place for place in found if place.stage == found[-1].stage), None)
 
     def add_place(self, value: UnitTensor, stage: int, time: int) -> None:
         """Note that a unit gets it as an argument."""
-        if not self.places or self.places[-1].stage < stage or self.places[-1].time < self.written:
+        last = self.places[-1] if self.places else None
+        if last is None or last.stage < stage or last.time < self.memory.written:
             self.places.append(_Place(value, stage, time))
 
 
@@ -90,6 +103,8 @@ class DryRunContext(Checkpoints):
         self.at_end = at_end
         self.arguments: set[int] = set()
         """The ids of the model's arguments."""
+        self.written_by_units: dict[int, str] = {}
+        """The units that change arguments of the model in place, by the ids of these."""
         self.summary = summary
         self.numbers = Numbers(self, guess=guess)
         self._layout = layout
@@ -110,21 +125,21 @@ class DryRunContext(Checkpoints):
         """Note how a placeholder was made."""
         made.history = self._history(tuple(placeholders))
         made.history.is_drawn = torch.Tag.nondeterministic_seeded in func.tags
-        made.history.is_view = any(part.alias_info is not None for part in func._schema.returns)
+        of = placeholders[0].history
+        if of is not None and any(part.alias_info is not None for part in func._schema.returns):
+            made.history.memory = of.memory
 
     def note_written(
         self, placeholder: Placeholder, placeholders: Sequence[Placeholder], func: Any
     ) -> None:
-        """Note that a placeholder, and those that it is a view of, were changed in place."""
-        others = tuple(other for other in placeholders if other is not placeholder)
-        written = [placeholder]
-        while written:
-            history: _History | None = written.pop().history
-            if history is not None:
-                history.written = self._now()
-                history.is_drawn |= torch.Tag.nondeterministic_seeded in func.tags
-                written += history.parents if history.is_view else ()
-                history.parents = (*history.parents, *others)
+        """Note that a placeholder, and all that share its data, were changed in place."""
+        history: _History | None = placeholder.history
+        if history is not None:
+            memory = history.memory
+            memory.written = self._now()
+            memory.is_drawn |= torch.Tag.nondeterministic_seeded in func.tags
+            others = (other for other in placeholders if other is not placeholder)
+            memory.parents = (*memory.parents, *others)
 
     def note_asked(self, placeholder: Placeholder) -> None:
         """Let a stage that reads a number have the data."""
@@ -160,6 +175,13 @@ class DryRunContext(Checkpoints):
             args, kwargs, training=training, stage=self._stage, device=self.device
         )
         self._require_no_writing(probe, leaves)
+        for place, placeholder in placeholders:
+            if place in probe.writes and placeholder.history is not None:
+                memory = placeholder.history.memory
+                memory.written, memory.writer = self._now(), (probe.name, self._stage)
+                placeholder.history.add_place(
+                    UnitTensor(probe.name, call, False, place), self._stage, self._now()
+                )
         for leaf, placeholder in enumerate(pytree.tree_leaves(output)):
             if isinstance(placeholder, Placeholder) and placeholder.history is None:
                 placeholder.history = self._history()
@@ -171,7 +193,9 @@ class DryRunContext(Checkpoints):
         for place in probe.writes:
             written = leaves[place] if place < len(leaves) else None
             is_made = isinstance(written, torch.Tensor) and not isinstance(written, Placeholder)
-            if is_made and id(written) not in self.arguments:
+            if is_made and id(written) in self.arguments:
+                self.written_by_units[id(written)] = probe.name
+            elif is_made:
                 raise PartitionError(
                     f"{probe.name!r} changes in place a tensor that the forward has made without "
                     "data, and that every stage has; return a new tensor instead"
@@ -268,7 +292,15 @@ class DryRunContext(Checkpoints):
                     "tensor instead",
                 )
             else:
-                if history.is_drawn:
+                if history.memory.writer is not None:
+                    unit, stage = history.memory.writer
+                    self._refuse(
+                        stage,
+                        f"{user} in stage {self._stage} uses a value that {unit!r} has changed in "
+                        f"place in stage {stage}, which no other stage can do again; return a new "
+                        "tensor there, or cut the model elsewhere",
+                    )
+                if history.is_drawn or history.memory.is_drawn:
                     self._refuse(
                         history.stage,
                         f"{user} in stage {self._stage} uses a value that the forward has made "
@@ -276,7 +308,8 @@ class DryRunContext(Checkpoints):
                         "which no other stage can draw again; draw them in a submodule, or cut the "
                         "model elsewhere",
                     )
-                needed += [(parent, history.time) for parent in history.parents]
+                parents = (*history.parents, *history.memory.parents)
+                needed += [(parent, history.time) for parent in parents]
 
     def _refuse(self, stage: int, why: str) -> None:
         """Refuse the cuts between a stage and the present one."""

@@ -104,6 +104,11 @@ class FirstRun(StageRun):
             if isinstance(placeholder, Placeholder):
                 placeholder.value = self._fitting(placeholder, number, str(value))
                 self._received[id(placeholder)] = number
+            elif value.leaf in probe.writes:
+                raise PartitionError(
+                    f"{probe.name!r} changes in place a value that stage {self._stage} computes, "
+                    "too, and uses later; return a new tensor instead, or cut the model elsewhere"
+                )
         given: Any = pytree.tree_map(lambda part: part, (args, kwargs))  # the call may change lists
         output = probe.output(args, kwargs, training=training, stage=0, device=self.device)
         if self._types:

@@ -83,6 +83,8 @@ class ForwardSummary:
     """What crosses each cut."""
     changed: frozenset[str] = frozenset()
     """The buffers and attributes that the forward itself changes."""
+    written: frozenset[int] = frozenset()
+    """The leaves of the model's arguments that the forward itself changes in place."""
     hooked: frozenset[str] = frozenset()
     """The models inside of the model that register hooks with their layers."""
     opened: set[int] = field(default_factory=set)
@@ -113,6 +115,7 @@ class ForwardSummary:
         self.is_sized |= other.is_sized
         self.shapes |= other.shapes
         self.changed |= other.changed
+        self.written |= other.written
         self.hooked |= other.hooked
         self.opened |= other.opened
 

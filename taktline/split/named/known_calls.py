@@ -11,7 +11,7 @@ import torch
 from taktline import pytree
 from taktline.split.arguments import Call
 from taktline.split.named.forward_summary import Boundary, ForwardSummary, Path
-from taktline.split.named.mutable import is_constant
+from taktline.split.named.mutable import copied, is_constant
 from taktline.split.named.placeholder import Absent, Placeholder
 
 if TYPE_CHECKING:
@@ -136,11 +136,14 @@ class KnownCall:
         self.is_repeatable = not (has_numbers or (stage and summary.draws))
 
     def arguments(self, received: Call) -> Call:
-        """The arguments of the model, with placeholders for those whose data has not come."""
-        if not self._placeholders:
-            return received
-        placeholder = self._placeholders.__getitem__
-        return pytree.tree_map_only(Absent, placeholder, received, is_leaf=_is_absent)
+        """The arguments of the model, with placeholders for those whose data has not come.
+
+        With copies of those that the forward itself changes, as each stage does so anew.
+        """
+        if self._placeholders:
+            placeholder = self._placeholders.__getitem__
+            received = pytree.tree_map_only(Absent, placeholder, received, is_leaf=_is_absent)
+        return copied(received, self.summary.written) if self.summary.written else received
 
     def handed_on(self, values: tuple[Any, ...], received: Call) -> tuple[Any, ...]:
         """Values for the next stage, with those arguments of the model whose data it needs."""

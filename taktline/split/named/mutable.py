@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from enum import Enum
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from taktline import pytree
+from taktline.split.named.placeholder import Placeholder
 
 _CONSTANTS = (bool, int, float, str, Enum, torch.dtype, torch.device)
 _CONTAINERS = (list, dict, set, deque)
@@ -144,3 +145,26 @@ def with_copies(tree: Any) -> tuple[Any, list[torch.Tensor]]:
         return made[-1]
 
     return pytree.tree_map_only(torch.Tensor, copied, tree), made
+
+
+def copied(tree: Any, places: Container[int] | None = None) -> Any:
+    """A tree with copies of its tensors, by default of all; ``places`` are those of leaves.
+
+    Copies have the same strides. A forward cannot change a tensor whose elements overlap.
+    """
+    leaves, spec = pytree.tree_flatten(tree)
+    made: dict[int, Any] = {}
+    for place, leaf in enumerate(leaves):
+        if (places is None or place in places) and is_writable(leaf) and id(leaf) not in made:
+            new = leaf.new_empty_strided(leaf.shape, leaf.stride()).copy_(leaf)
+            made[id(leaf)] = new.requires_grad_(leaf.requires_grad)
+    return pytree.tree_unflatten([made.get(id(leaf), leaf) for leaf in leaves], spec)
+
+
+def is_writable(leaf: object) -> bool:
+    """Whether a value is a tensor with data that a forward may change in place."""
+    if not isinstance(leaf, torch.Tensor) or isinstance(leaf, Placeholder):
+        return False
+    if leaf.is_nested or leaf.layout is not torch.strided:
+        return False
+    return all(step or size < 2 for size, step in zip(leaf.shape, leaf.stride(), strict=True))
