@@ -106,6 +106,15 @@ class SameSeeds(nn.Module):
         self.last = nn.Linear(2, 2)
 
 
+class DryRun(nn.Module):
+    """A forward in the constructor, which changes statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.features = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+        self.head = nn.Linear(self.features(torch.randn(5, 3)).shape[1], 2)
+
+
 def small(config: type, model: type, **more: object) -> Callable[[], nn.Module]:
     """A constructor of a small model of transformers."""
     return lambda: model(config(**{**_HF, **more}))
@@ -116,6 +125,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "buffers": Buffers,
     "seeds": Seeds,
     "same seeds": SameSeeds,
+    "dry run": DryRun,
     "transformer": lambda: nn.Transformer(8, 2, 2, 2, 16, batch_first=True),
     "gpt2": small(
         transformers.GPT2Config, transformers.GPT2LMHeadModel, bos_token_id=0, eos_token_id=0
