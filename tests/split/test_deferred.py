@@ -260,6 +260,11 @@ def test_what_comes_from_outside() -> None:
         deferred(),
     ):
         torch.tensor([torch.randn(2)[0], 1.0])
+    with (
+        pytest.raises(StateError, match=r"binomial\.default cannot be recorded; build the part"),
+        deferred(),
+    ):
+        torch.binomial(torch.ones(3), torch.rand(3))
     with pytest.raises(RuntimeError, match="negative dimension"), deferred():
         nn.Linear(2, -3)
 
