@@ -44,6 +44,25 @@ def test_a_buffer_is_assigned_where_it_is_computed() -> None:
     assert torch.equal(model.total, reference.total)
 
 
+def test_statistics_that_one_stage_changes_and_another_reads() -> None:
+    class Functional(Three):
+        mean: Tensor
+        var: Tensor
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("mean", torch.zeros(4))
+            self.register_buffer("var", torch.ones(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = nn.functional.batch_norm(self.a(x), self.mean, self.var, training=True)
+            tl.pipe_split()
+            return self.b(x + self.mean)
+
+    with pytest.raises(PartitionError, match=r"stage 0 changes 'mean' .*, which stage 1 uses too"):
+        tl.pipeline(Functional(), (torch.randn(2, 4),))
+
+
 def test_a_buffer_that_one_stage_writes_and_another_reads() -> None:
     class Shared(nn.Module):
         def __init__(self) -> None:
@@ -54,7 +73,7 @@ def test_a_buffer_that_one_stage_writes_and_another_reads() -> None:
             return self.norm(self.linear(self.norm(x)))
 
     with pytest.raises(
-        PartitionError, match=r"stage 1 changes 'norm.*' .*, which stage 0 uses too"
+        PartitionError, match=r"stage 0 changes 'norm.*' .*, which stage 1 uses too"
     ):
         tl.pipeline(Shared(), (torch.ones(2, 4),), split_spec={"linear": BEGINNING})
 
