@@ -44,6 +44,19 @@ def test_a_buffer_is_assigned_where_it_is_computed() -> None:
     assert torch.equal(model.total, reference.total)
 
 
+def test_a_buffer_of_a_submodule_is_changed_in_place_or_refused() -> None:
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.last = Counts(late=False), nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.last(self.inner(x))
+
+    with pytest.raises(PartitionError, match=r"assigns 'inner\.total', .* change it in place"):
+        tl.pipeline(Outer(), (torch.randn(2, 4),))
+
+
 def test_statistics_that_one_stage_changes_and_another_reads() -> None:
     class Functional(Three):
         mean: Tensor
