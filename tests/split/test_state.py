@@ -44,6 +44,26 @@ def test_a_buffer_is_assigned_where_it_is_computed() -> None:
     assert torch.equal(model.total, reference.total)
 
 
+@pytest.mark.parametrize("assigns", [False, True])
+def test_a_view_of_a_buffer_crosses_as_it_was(assigns: bool) -> None:
+    class Viewed(Counts):
+        def forward(self, x: Tensor) -> Tensor:
+            view, x = self.total[None], self.a(x)
+            if assigns:
+                self.total = self.total + 1
+            else:
+                self.total.add_(1)
+            tl.pipe_split()
+            return self.b(x) + view
+
+    model, x = Viewed(late=False), torch.randn(8, 4)
+    reference = copy.deepcopy(model)
+    pipe = tl.pipeline(model, (x[:2],))
+    stages = [pipe.build_stage(stage, CPU) for stage in (0, 1)]
+    output = tl.ScheduleLoopedBFS(stages, n_microbatches=4).eval(x)
+    assert torch.equal(output, torch.cat([reference(part) for part in x.chunk(4)]))
+
+
 def test_a_buffer_of_a_submodule_is_changed_in_place_or_refused() -> None:
     class Outer(nn.Module):
         def __init__(self) -> None:
