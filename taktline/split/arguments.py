@@ -32,6 +32,13 @@ NUMBER_READERS: dict[Any, type[Number] | None] = {
 }
 """Functions that read a number from a tensor, and its type; None for the tensor's own type."""
 
+_CHANGE_STATISTICS = (
+    torch.ops.aten.batch_norm.default,
+    torch.ops.aten.instance_norm.default,
+    torch.ops.aten.native_batch_norm.default,
+)
+"""Operations that write to running statistics, which their schemas do not say."""
+
 
 def arguments_of(example: Any) -> Call:
     """An example as positional and keyword arguments.
@@ -73,3 +80,6 @@ def aliased(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], *, written:
         if alias is not None and (alias.is_write or not written):
             value = args[place] if place < len(args) else kwargs.get(argument.name)
             yield from value if isinstance(value, (list, tuple)) else (value,)
+    if written and op in _CHANGE_STATISTICS:
+        mean, var, is_training = args[3:6]
+        yield from (mean, var) if is_training else ()

@@ -87,6 +87,34 @@ class Seeds(nn.Module):
         self.seeded = nn.Linear(2, 2)
 
 
+class SameSeeds(nn.Module):
+    """Several draws that begin in one state, with others between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        first, second = (torch.Generator().manual_seed(7) for _ in range(2))
+        self.one = nn.Parameter(torch.randn(3, generator=first))
+        self.two = nn.Parameter(torch.randn(5, generator=second))
+        self.rest = nn.Parameter(torch.randn(2, generator=first))
+        torch.manual_seed(3)
+        self.layer = nn.Linear(2, 2)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(3)
+            self.forked = nn.Linear(3, 3)
+        self.behind = nn.Linear(2, 2)
+        self.counts = nn.Parameter(torch.poisson(torch.full((4,), 9.0), first))
+        self.last = nn.Linear(2, 2)
+
+
+class DryRun(nn.Module):
+    """A forward in the constructor, which changes statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.features = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+        self.head = nn.Linear(self.features(torch.randn(5, 3)).shape[1], 2)
+
+
 def small(config: type, model: type, **more: object) -> Callable[[], nn.Module]:
     """A constructor of a small model of transformers."""
     return lambda: model(config(**{**_HF, **more}))
@@ -96,6 +124,8 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "inits": Inits,
     "buffers": Buffers,
     "seeds": Seeds,
+    "same seeds": SameSeeds,
+    "dry run": DryRun,
     "transformer": lambda: nn.Transformer(8, 2, 2, 2, 16, batch_first=True),
     "gpt2": small(
         transformers.GPT2Config, transformers.GPT2LMHeadModel, bos_token_id=0, eos_token_id=0
@@ -230,6 +260,11 @@ def test_what_comes_from_outside() -> None:
         deferred(),
     ):
         torch.tensor([torch.randn(2)[0], 1.0])
+    with (
+        pytest.raises(StateError, match=r"binomial\.default cannot be recorded; build the part"),
+        deferred(),
+    ):
+        torch.binomial(torch.ones(3), torch.rand(3))
     with pytest.raises(RuntimeError, match="negative dimension"), deferred():
         nn.Linear(2, -3)
 

@@ -44,6 +44,58 @@ def test_a_buffer_is_assigned_where_it_is_computed() -> None:
     assert torch.equal(model.total, reference.total)
 
 
+@pytest.mark.parametrize("assigns", [False, True])
+def test_a_view_of_a_buffer_crosses_as_it_was(assigns: bool) -> None:
+    class Viewed(Counts):
+        def forward(self, x: Tensor) -> Tensor:
+            view, x = self.total[None], self.a(x)
+            if assigns:
+                self.total = self.total + 1
+            else:
+                self.total.add_(1)
+            tl.pipe_split()
+            return self.b(x) + view
+
+    model, x = Viewed(late=False), torch.randn(8, 4)
+    reference = copy.deepcopy(model)
+    pipe = tl.pipeline(model, (x[:2],))
+    stages = [pipe.build_stage(stage, CPU) for stage in (0, 1)]
+    output = tl.ScheduleLoopedBFS(stages, n_microbatches=4).eval(x)
+    assert torch.equal(output, torch.cat([reference(part) for part in x.chunk(4)]))
+
+
+def test_a_buffer_of_a_submodule_is_changed_in_place_or_refused() -> None:
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.last = Counts(late=False), nn.Linear(4, 4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.last(self.inner(x))
+
+    with pytest.raises(PartitionError, match=r"assigns 'inner\.total', .* change it in place"):
+        tl.pipeline(Outer(), (torch.randn(2, 4),))
+
+
+def test_statistics_that_one_stage_changes_and_another_reads() -> None:
+    class Functional(Three):
+        mean: Tensor
+        var: Tensor
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("mean", torch.zeros(4))
+            self.register_buffer("var", torch.ones(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = nn.functional.batch_norm(self.a(x), self.mean, self.var, training=True)
+            tl.pipe_split()
+            return self.b(x + self.mean)
+
+    with pytest.raises(PartitionError, match=r"stage 0 changes 'mean' .*, which stage 1 uses too"):
+        tl.pipeline(Functional(), (torch.randn(2, 4),))
+
+
 def test_a_buffer_that_one_stage_writes_and_another_reads() -> None:
     class Shared(nn.Module):
         def __init__(self) -> None:
@@ -54,7 +106,7 @@ def test_a_buffer_that_one_stage_writes_and_another_reads() -> None:
             return self.norm(self.linear(self.norm(x)))
 
     with pytest.raises(
-        PartitionError, match=r"stage 1 changes 'norm.*' .*, which stage 0 uses too"
+        PartitionError, match=r"stage 0 changes 'norm.*' .*, which stage 1 uses too"
     ):
         tl.pipeline(Shared(), (torch.ones(2, 4),), split_spec={"linear": BEGINNING})
 

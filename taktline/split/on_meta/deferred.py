@@ -92,6 +92,10 @@ class _Recorder(TorchDispatchMode):
         try:
             result = op(*args, **kwargs)
         except NotImplementedError:  # on the meta device; what it returns is a constant
+            if draws or written(op, args, kwargs):
+                raise StateError(
+                    f"{op} cannot be recorded; build the part that calls it outside of deferred()"
+                ) from None
             args, kwargs = pytree.tree_map(self._log.real, (args, kwargs))
             return pytree.tree_map(self._log.on_meta, op(*args, **kwargs))
         self._log.add(op, args, kwargs, result)

@@ -31,8 +31,9 @@ from taktline.split.arguments import Args, Kwargs, aliased, tensors_in
 class _Draw(NamedTuple):
     """Random numbers that an operation will draw in a replay.
 
-    Until then the generator moves by one number, so that it has another state behind each draw. The
-    state before a draw shows where that goes on, also if it was seeded or set back::
+    Until then the generator moves a little, so that it has another state behind each draw, of this
+    generator or another one. The state before a draw shows where that goes on, also if it was
+    seeded or set back::
 
         draw 0 ─ draw 1 ─ seed(7) ─ draw 2 ─ set back ─ draw 3
            └───────┴─────────────────────────────┴────────┘   3 goes on where 1 ended
@@ -129,7 +130,7 @@ class Log:
 
     def add(self, op: OpOverload, args: Args, kwargs: Kwargs, result: Any) -> None:
         """Add an operation, unless it returns a view."""
-        draw = self._draw(kwargs) if torch.Tag.nondeterministic_seeded in op.tags else None
+        draw = self._draw(args, kwargs) if torch.Tag.nondeterministic_seeded in op.tags else None
         reads = frozenset(self.ref(tensor).memory for tensor in tensors_in((args, kwargs)))
         writes = {self.ref(tensor).memory for tensor in written(op, args, kwargs)}
         known, results = len(self._numbers), tensors_in(result)
@@ -163,11 +164,14 @@ class Log:
         memory = StorageWeakRef(tensor.untyped_storage())
         return self._numbers.setdefault(memory, len(self._numbers))
 
-    def _draw(self, kwargs: Kwargs) -> _Draw:
-        generator = kwargs.get("generator") or torch.default_generator
+    def _draw(self, args: Args, kwargs: Kwargs) -> _Draw:
+        given = (each for each in (*args, *kwargs.values()) if isinstance(each, torch.Generator))
+        generator = next(given, torch.default_generator)
         state = generator.get_state()
-        torch.rand((), generator=generator)
-        begin, end = (hash(s.numpy().tobytes()) for s in (state, generator.get_state()))
+        begin, end = _hash(state), None
+        while end is None or end in self._ends:  # of the same seed
+            torch.rand(len(self._ends) if end else 1, generator=generator)
+            end = _hash(generator.get_state())
         draw = _Draw(generator, begin if begin in self._ends else state, end)
         self._ends.add(end)
         return draw
@@ -177,6 +181,10 @@ class Log:
             return self.ref(value)
         # Values are made on the CPU, and moved later.
         return torch.device("cpu") if isinstance(value, torch.device) else value
+
+
+def _hash(state: torch.Tensor) -> int:
+    return hash(state.numpy().tobytes())
 
 
 class _Replay:

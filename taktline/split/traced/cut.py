@@ -42,7 +42,11 @@ def cut(traced: fx.GraphModule, state: State) -> list[fx.Graph]:
             builder.take_arguments()
         else:
             builder.take(crossing[stage - 1], aliases.changed(stage, crossing[stage - 1]))
+        is_past = False
         for node in traced.graph.nodes:
+            if not is_past and stages.get(node, 0) > stage:
+                is_past = True  # buffers may be assigned later
+                builder.clone(aliases.of_changed_buffers(stage, crossing[stage]))
             if node.op != "placeholder" and stages.get(node) == stage:
                 builder.copy(node)
         if stage < last:
@@ -129,6 +133,14 @@ class _Aliases:
                         f"{users[0]} uses too; move the split point so that one stage does both"
                     )
 
+    def of_changed_buffers(self, stage: int, values: Sequence[fx.Node]) -> Iterable[fx.Node]:
+        """The sent values that are views of a buffer which the stage changes.
+
+        The stage must copy them: it changes the buffer again before the next stage reads them.
+        """
+        roots = {root for root in self._written.get(stage, {}) if root.op == "get_attr"}
+        return [node for node in values if self._root[node] in roots]
+
     def changed(self, stage: int, values: Sequence[fx.Node]) -> Iterable[fx.Node]:
         """The received values that a stage changes in place.
 
@@ -180,8 +192,12 @@ class _Builder:
         for node in values:
             self._values[node] = self.graph.placeholder(node.name)
             self._values[node].meta = dict(node.meta)
+        self.clone(changed)
+
+    def clone(self, values: Iterable[fx.Node]) -> None:
+        """Go on with copies of some values."""
         clone = torch.ops.aten.clone.default
-        for node in changed:
+        for node in values:
             self._values[node] = self.graph.call_function(clone, (self._values[node],))
             self._values[node].meta = dict(node.meta)
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import wraps
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import fx, nn
@@ -39,7 +41,7 @@ def trace(
     """The module's graph in its present mode; the module stays unchanged."""
     if not isinstance(args, tuple):
         raise PartitionError(f"mb_args must be a tuple of arguments, not {type(args).__name__}")
-    with marked(module, spec), tracing():
+    with _requiring_own_assignments(module), marked(module, spec), tracing():
         program = _export(module, args, kwargs)
     # Guards would refuse micro-batches of other sizes even if the graph fits them.
     traced: Any = program.module(check_guards=False)
@@ -52,6 +54,30 @@ def trace(
                 f"split_policy must return the GraphModule with its marks, not {traced!r}"
             )
     return traced
+
+
+@contextmanager
+def _requiring_own_assignments(module: nn.Module) -> Iterator[None]:
+    """Raise if the forward assigns buffers of submodules: torch.export drops that silently."""
+    assigned: set[str] = set()
+    forward = module.forward
+
+    @wraps(forward)
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        before = dict(module.named_buffers())
+        output = forward(*args, **kwargs)
+        after = dict(module.named_buffers())
+        assigned.update(name for name in before if after.get(name) is not before[name])
+        return output
+
+    with patch.object(module, "forward", watched):
+        yield
+    dropped = sorted(name for name in assigned if "." in name)
+    if dropped:
+        raise PartitionError(
+            f"the forward assigns {dropped[0]!r}, a buffer of a submodule, which torch.export does "
+            "not trace; change it in place, with copy_()"
+        )
 
 
 class _TracedAside(Aside):
