@@ -394,7 +394,7 @@ def test_a_change_before_every_step() -> None:
 
 
 def test_a_new_module_in_the_place_of_a_freed_one() -> None:
-    def counted(loss_fn: Weighted) -> set[Attribute]:
+    def counted(loss_fn: Weighted) -> list[Attribute]:
         kept = Kept([], loss_fn)
         loss_fn.factor += 1
         return kept.changed_attributes()

@@ -126,3 +126,23 @@ def test_a_list_that_grows_runs_eagerly() -> None:
         pair.step(seed=10)
     assert count(pair, "replay") <= 1
     assert [len(each) for each in kept(pair.pipe, "outputs")] == [44] * 4
+
+
+class Elsewhere(Stage):
+    """Counts micro-batches on another device."""
+
+    calls = torch.zeros((), device="meta")
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls = self.calls + 1
+        return super().forward(x)
+
+
+def test_a_tensor_on_another_device_runs_eagerly() -> None:
+    pair = pair_of(Elsewhere)
+    for seed in range(3):
+        pair.step(seed=seed)
+    with pytest.warns(UserWarning, match="stage 0: its forward changes 'calls', which is on meta"):
+        pair.step(seed=3)
+    pair.step(seed=4)
+    assert count(pair, "replay") == 0

@@ -192,7 +192,7 @@ class Captures:
         static = inputs.static(self._stages[0].device)
         static.fill(inputs, bound.binding.feed.number)
         buffers = self._pool.buffers(entry.touched, apart)
-        carried = Carried(self._changing, self._stages[0].device)
+        carried = Carried(self._changing, self._stages)
         restore = keep_state(self._stages, bound.binding.loss_fn)
         binding = replace(bound.binding, feed=static.feed, any_order=entry.any_order)
 

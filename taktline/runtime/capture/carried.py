@@ -11,27 +11,34 @@ A graph works on fixed memory, so they are copied into it and out of it::
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeGuard
 
 import torch
+from torch import nn
 
 from taktline import pytree
 from taktline.runtime.capture.module_state import Attribute
+from taktline.stage import PipelineStage
 
 
 @dataclass(slots=True)
 class _Value:
     """An attribute of a module: a tensor, a container, or any other value."""
 
-    table: dict[str, Any]
+    module: nn.Module
     name: str
     buffers: list[torch.Tensor] = field(default_factory=list)
     """Copies of its tensors, which the graph reads."""
     result: Any = None
     """The value that the captured program leaves."""
+
+    @property
+    def table(self) -> dict[str, Any]:
+        """The attributes of the module."""
+        return vars(self.module)
 
     @property
     def value(self) -> Any:
@@ -40,7 +47,7 @@ class _Value:
 
 
 def _found(changing: Collection[Attribute]) -> list[_Value]:
-    return [_Value(vars(module), name) for weak, name in changing if (module := weak()) is not None]
+    return [_Value(module, name) for weak, name in changing if (module := weak()) is not None]
 
 
 def kind_of(changing: Collection[Attribute]) -> tuple[object, ...]:
@@ -56,9 +63,9 @@ def kind_of(changing: Collection[Attribute]) -> tuple[object, ...]:
 class Carried:
     """The attributes that forwards change, in one graph."""
 
-    def __init__(self, changing: Collection[Attribute], device: torch.device) -> None:
+    def __init__(self, changing: Collection[Attribute], stages: Sequence[PipelineStage]) -> None:
         self._kept = _found(changing)
-        self._device = device
+        self._stages = stages
         for kept in self._kept:
             if _tensors(kept.value):
                 kept.table[kept.name] = _detached(kept.value)
@@ -74,14 +81,25 @@ class Carried:
             yield
             for kept in self._kept:
                 kept.result = _detached(kept.value)
-                if any(tensor.device.type != self._device.type for tensor in _tensors(kept.result)):
-                    reasons.append(f"a forward changes {kept.name!r}, which is on the CPU")
+                reasons += self._misplaced(kept)
         finally:
             for kept in self._kept:
                 kept.table.pop(kept.name, None)
             for kept, value in before:
                 kept.table[kept.name] = value
         self._kept = [kept for kept in self._kept if _tensors((kept.buffers, kept.result))]
+
+    def _misplaced(self, kept: _Value) -> list[str]:
+        """Why the captured program cannot change an attribute, with its stage; empty if it can."""
+        owners = (each for each in self._stages if kept.module in each.submod.modules())
+        owner = next((f"stage {each.stage_index}" for each in owners), "loss_fn")
+        device = self._stages[0].device
+        return [
+            f"{owner}: its forward changes {kept.name!r}, which is on {tensor.device}; keep it on "
+            f"{device}"
+            for tensor in _tensors(kept.result)
+            if tensor.device.type != device.type
+        ]
 
     @torch.no_grad()
     def fill(self) -> None:

@@ -12,7 +12,7 @@ from weakref import WeakSet
 
 import torch
 
-from taktline.errors import ScheduleError
+from taktline.errors import ScheduleError, StageError
 from taktline.runtime.bind import Binding
 from taktline.runtime.random_numbers import RankRandom, seed_of
 
@@ -94,7 +94,10 @@ class CudaGraphs:
             return
         self._pool = None
         try:
-            raise ScheduleError(_SET_BACK) if "set_current_seed" in str(error) else error
+            if "set_current_seed" in str(error):
+                where = f"stage {error.stage}: " if isinstance(error, StageError) else ""
+                raise ScheduleError(f"{where}{_SET_BACK}")
+            raise error
         finally:
             del error  # and with it the tensors of the step: its traceback refers to this frame
 

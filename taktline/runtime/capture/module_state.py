@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from itertools import chain
+from operator import itemgetter
 from typing import Any, TypeAlias
 from weakref import ref
 
@@ -138,17 +139,17 @@ class Kept:
         same = list(map(id, self._tensors)) == list(map(id, now))
         return not same or _versions(now) != self._versions
 
-    def changed_attributes(self) -> set[Attribute]:
-        """The attributes that have changed, come or gone."""
+    def changed_attributes(self) -> list[Attribute]:
+        """The attributes that have changed, come or gone, in the order of modules and names."""
         before, now = self._attributes, self._noted()
-        return {key for key in before.keys() | now.keys() if before.get(key) != now.get(key)}
+        return [key for key in before | now if before.get(key) != now.get(key)]
 
     def _noted(self) -> dict[Attribute, tuple[object]]:
         # In a tuple, to distinguish None from no value.
         return {
             (ref(module), name): (value,)
             for module in self._modules
-            for name, value in _attributes(module)
+            for name, value in sorted(_attributes(module), key=itemgetter(0))
         }
 
     def _found(self) -> list[torch.Tensor]:
