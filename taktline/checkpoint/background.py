@@ -191,6 +191,12 @@ def settle(*_: object) -> None:
         running.snapshot.settle()
 
 
+def finish() -> None:
+    """Wait until all saves are written; the next ones raise their errors."""
+    for running in list(_running.values()):
+        running.written.exception()
+
+
 @cache
 def _watch_optimizers() -> None:
     # For all optimizers: one that is not saved may change a parameter, too.

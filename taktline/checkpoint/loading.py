@@ -99,6 +99,7 @@ class _Loading:
             _fit_groups(scheduler)
         if self._model.schedule is not None:
             self._model.schedule.steps = self._checkpoint.step
+            self._model.schedule._runner.stepped_at = 0  # gradients are of other weights now
         if self._random is not None:
             set_random_state(self._random, self._model)
 

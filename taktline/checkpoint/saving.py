@@ -58,6 +58,8 @@ class Training:
         self.optimizers: list[Optimizer] = _listed(optimizer)
         self.schedulers = _listed(scheduler)
         self.scaler, self.data, self.extra = scaler, data, extra
+        self.noted: dict[str, Any] = {}
+        """The state of ``data`` and of ``random`` numbers, if it is not that of now."""
         for each in self.optimizers:
             require_instance("optimizer", each, Optimizer, "an optimizer of torch, or a list")
         others = [("scheduler", each) for each in self.schedulers]
@@ -231,10 +233,10 @@ class Saving:
 
 def _values(model: HeldModel, training: Training) -> dict[str, Any]:
     """All but the tensors of the model and optimizers; most values are each process's own."""
-    place = model.processes.place
-    values: dict[str, Any] = {f"random/{place}": random_state(model)}
+    place, noted = model.processes.place, training.noted
+    values: dict[str, Any] = {f"random/{place}": noted.get("random") or random_state(model)}
     if training.data is not None:
-        values[f"data/{place}"] = training.data.state_dict()
+        values[f"data/{place}"] = noted["data"] if "data" in noted else training.data.state_dict()
     if training.scaler is not None:
         values[f"scaler/{place}"] = training.scaler.state_dict()
     if training.schedulers:
@@ -242,6 +244,16 @@ def _values(model: HeldModel, training: Training) -> dict[str, Any]:
     if not place:
         values |= {"layout": model.processes.sizes, "extra": training.extra}
     return values
+
+
+def _require_updated(model: HeldModel) -> None:
+    """Raise if gradients wait for an optimizer: a save does not hold them."""
+    if model.schedule is not None and model.schedule._runner.awaits_update():
+        raise CheckpointError(
+            f"the gradients of step {model.schedule.steps} wait for an optimizer, and a save does "
+            "not hold them, so a resumed run would lack their update; save after optimizer.step(), "
+            "or call zero_grad() before"
+        )
 
 
 def save(
@@ -264,6 +276,7 @@ def save(
 
     def begin() -> tuple[list[tuple[str, int]], str]:
         wait(home, place)
+        _require_updated(model)
         saving.collect(model, training)
         if not place:
             saving.final = folders.begin(home, step)

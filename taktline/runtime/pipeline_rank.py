@@ -9,6 +9,7 @@ import torch
 
 from taktline.errors import MismatchError
 from taktline.plan import Plan
+from taktline.runtime import updates
 from taktline.runtime.agreement import Agreement, ScheduleNumber
 from taktline.runtime.bind import Bound, channels_of
 from taktline.runtime.capture import Captures
@@ -73,6 +74,17 @@ class PipelineRank:
         self.run_ahead = RunAhead()
         self._known: dict[tuple[int, ...], Signatures | Bound] = {}
         """The latest kinds of steps, by mode and by the inputs of all ranks; equal on all ranks."""
+        self.stepped_at = 0
+        """When the latest training step has ended; 0 before the first one, and after a load."""
+        self.unreduced = False
+        """Whether the running ``accumulate()`` has gradients of a step."""
+
+    def awaits_update(self) -> bool:
+        """Whether gradients of steps on this rank wait for an optimizer."""
+        if self.unreduced or not self.stepped_at:
+            return self.unreduced
+        parameters = (each for stage in self._stages for each in stage.submod.parameters())
+        return updates.wait(parameters, self.stepped_at)
 
     def run_all_ranks(self, count: int) -> None:
         """Run all ranks of the plan in one thread, where messages are handed over as they are."""

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from taktline.errors import MismatchError, StageError, TaktlineError, text_of
+from taktline.runtime import updates
 from taktline.runtime.agreement import Call, mismatch, out_of_step
 from taktline.runtime.bind import Binding, Bound, bind
 from taktline.runtime.capture import Captures, CudaGraphs, Graphs
@@ -139,6 +140,8 @@ class Runner(PipelineRank):
         if not self._dynamic_shapes:
             self._remember(agreed, bound.learned().along(skips) if known is None else bound)
         self._failed = False
+        if trains:
+            self.stepped_at, self.unreduced = updates.now(), self._ties.accumulating
         return output, self._feed
 
     def _tried(self, call: Callable[[Feed], Any]) -> tuple[Any, Failure | None]:
@@ -215,6 +218,7 @@ class Runner(PipelineRank):
 
     def _accumulate(self, accumulating: bool) -> None:
         self._ties.accumulating = accumulating
+        self.unreduced = self.unreduced and accumulating
         self.replicas.accumulate(accumulating)
 
     def _end_accumulating(self, raised: Exception | None = None) -> None:

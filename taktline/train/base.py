@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 from collections.abc import Callable
 from typing import Any, NoReturn, Self
 
 import torch
 
+from taktline.checkpoint.model_state import HeldModel
+from taktline.checkpoint.processes import Processes
+from taktline.checkpoint.random_state import random_state
 from taktline.errors import UseError
 from taktline.runtime.schedule import LossFn
 from taktline.train.build import Built
 from taktline.train.metrics import Metrics, StragglerReport
-from taktline.train.preemption import Preemption
+from taktline.train.preemption import Position, Preemption
 from taktline.train.ranks import Ranks
 from taktline.transport.turn import Turn
 
@@ -37,6 +41,8 @@ class PipelineBase:
         self._loss_fn, self._turn, self._metrics = loss_fn, Turn("this pipeline"), Metrics()
         self._report = None if report_every is None else StragglerReport(report_every)
         self._preemption = None if on_preempt is None else Preemption(on_preempt, self)
+        self._data: Any = None
+        """The object with the position in the data, of the latest save or load."""
 
     @property
     def _built(self) -> Built:
@@ -85,6 +91,7 @@ class PipelineBase:
             alone = self._ranks.group is None
             if self._preemption is not None:
                 self._preemption.close()
+                self._preemption.forget()
             self._ranks.made.close()
             self._live = None
             if not alone:
@@ -117,12 +124,29 @@ class PipelineBase:
         if self._preemption is not None:
             self._built.schedule._runner.agreement.asks_to_stop = self._preemption.heard
 
-    def _end_if_preempted(self) -> None:
-        """End this process if SIGTERM has reached any rank; all ranks call this."""
+    def _hear(self) -> None:
+        """Agree whether SIGTERM has reached any rank; all ranks call this after a step or eval."""
         preemption, ranks = self._preemption, self._ranks
         if preemption is None or preemption.ending:
             return
-        if ranks.in_any_pipeline(
-            self._built.schedule._runner.agreement.preempted, "whether to end"
-        ):
+        heard = self._built.schedule._runner.agreement.preempted
+        if preemption.agreed or ranks.in_any_pipeline(heard, "whether to end"):
+            preemption.agree(self._position)
+
+    def _end_if_preempted(self) -> None:
+        """End this process if SIGTERM has reached any rank, unless gradients wait anywhere."""
+        preemption, ranks = self._preemption, self._ranks
+        if preemption is None or preemption.ending or not preemption.agreed:
+            return
+        waits = self._built.schedule._runner.awaits_update()
+        if not ranks.on_any_rank(waits, "whether to end"):
             preemption.end(self, lambda: ranks.on_any_rank(True, "the end of on_preempt"))
+
+    def _position(self) -> Position:
+        """Where training goes on from here."""
+        state = None if self._data is None else copy.deepcopy(self._data.state_dict())
+        return Position(random_state(self._held()), self._data, state)
+
+    def _held(self) -> HeldModel:
+        built = self._built
+        return HeldModel(built.model, Processes(built.ranks.everyone), built.schedule)

@@ -80,9 +80,9 @@ class Pipeline(AsModule, Gradients, SaveLoad, Monitoring):
         kwargs_chunk_spec: how keyword arguments are cut.
         output_merge_spec: how outputs are joined.
         target_chunk_spec: how the target is cut; its rows then need not match those of the batch.
-        on_preempt: called with this pipeline on every rank, after the step or eval in which SIGTERM
-            reached any of them; then all end with the exit code :attr:`PREEMPTED`. Every rank
-            passes one, from its main thread.
+        on_preempt: called with this pipeline on every rank after SIGTERM has reached any of them,
+            in the first step or eval after an optimizer has used all gradients; then all end
+            with the exit code :attr:`PREEMPTED`. Every rank passes one, from its main thread.
         report_stragglers: every so many steps, trace a step and write to the log ("taktline") which
             ranks are slow for their work.
         timeout: seconds after which a wait for another rank raises an error on all ranks; by
@@ -204,6 +204,7 @@ class Pipeline(AsModule, Gradients, SaveLoad, Monitoring):
                 ``target_mbs`` as in :meth:`Schedule.step`; all others are keyword arguments of
                 the model.
         """
+        self._end_if_preempted()
         if not self.plan.has(Kind.B, Kind.I):
             raise ScheduleError(f"{self.plan.name} has no backward; call eval(…)")
         if self._loss_fn is None:
@@ -216,7 +217,7 @@ class Pipeline(AsModule, Gradients, SaveLoad, Monitoring):
             step = self._built.schedule.step
             output, loss = run(self._built, step, (args, target, options), lists, return_outputs)
         self._metrics.note((*args, *options.values()), loss)
-        self._end_if_preempted()
+        self._hear()
         return (loss, output) if return_outputs else loss
 
     @short_traceback
@@ -239,6 +240,7 @@ class Pipeline(AsModule, Gradients, SaveLoad, Monitoring):
         """
         if not args and not options and target is None and return_outputs is None:
             return self.train(False)
+        self._end_if_preempted()
         own = options.get("labels") is not None or return_outputs is False
         if self._loss_fn is None and own:
             target, options = with_own_loss(target, options)
@@ -247,6 +249,7 @@ class Pipeline(AsModule, Gradients, SaveLoad, Monitoring):
         batch, lists = (args, target, options), (losses, aux_losses)
         with self._turn, in_mode(*self.stages.values(), training=False):
             output, loss = run(self._built, self._built.schedule.eval, batch, lists, wanted)
+        self._hear()
         self._end_if_preempted()
         if not wanted:
             return loss

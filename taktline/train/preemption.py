@@ -1,4 +1,12 @@
-"""Preemption: after SIGTERM on any rank, all ranks end with the running step."""
+"""Preemption: after SIGTERM on any rank, all ranks end when an optimizer has used the gradients.
+
+::
+
+    step()             the ranks agree that one of them has received SIGTERM
+    optimizer.step()   the position in the data and the random numbers are noted
+    a learning rate scheduler steps, and the next batch is read
+    step()             on_preempt(pipe): a save has the update, and what was noted before that batch
+"""
 
 from __future__ import annotations
 
@@ -9,9 +17,14 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from types import FrameType
-from typing import Any, NoReturn
-from weakref import finalize
+from typing import Any, NamedTuple
+from weakref import WeakMethod, finalize
 
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.hooks import RemovableHandle
+
+from taktline.checkpoint import background
 from taktline.errors import UseError
 
 PREEMPTED = 83
@@ -19,6 +32,20 @@ PREEMPTED = 83
 
 _ONE_SIGNAL = 2.0
 """Seconds in which further signals count as the first: launchers pass on what ranks get as well."""
+
+
+class Position(NamedTuple):
+    """Where training goes on, noted before the next batch was read."""
+
+    random: dict[str, Any]
+    """The state of all generators."""
+    data: Any
+    """The object with the position in the data, as far as it is known; and its state."""
+    state: Any
+
+
+class AnotherStep(BaseException):
+    """A save needs a position that was not noted; it will be after one more step."""
 
 
 class Preemption:
@@ -31,8 +58,14 @@ class Preemption:
                 "there"
             )
         self.on_preempt = on_preempt
+        self.agreed = False
+        """Whether all ranks know that one of them has received SIGTERM."""
         self.ending = False
         """Whether ``on_preempt`` is running; its own steps do not end the process."""
+        self.position: Position | None = None
+        self.waited = False
+        """Whether a save has asked for one more step already."""
+        self._noting: RemovableHandle | None = None
         _signals.join()
         self.close = finalize(owner, _signals.leave)
         """Stop listening."""
@@ -41,18 +74,49 @@ class Preemption:
         """Whether this process has received SIGTERM."""
         return _signals.heard is not None
 
-    def end(self, pipe: object, wait: Callable[[], object]) -> NoReturn:
-        """Call ``on_preempt``, wait until it has returned on every rank, and end the process."""
+    def agree(self, note: Callable[[], Position]) -> None:
+        """Note the position now, and after each step of an optimizer."""
+        self.agreed, self.position, method = True, note(), WeakMethod(note)
+
+        def again(*_: object) -> None:
+            if (alive := method()) is not None and not torch.compiler.is_compiling():
+                self.position = alive()
+
+        if self._noting is None:
+            # An optimizer may draw random numbers, too.
+            self._noting = register_optimizer_step_post_hook(again)
+
+    def forget(self) -> None:
+        """Begin anew: nothing is agreed on or noted."""
+        if self._noting is not None:
+            self._noting.remove()
+        self.ending = self.agreed = self.waited = False
+        self.position = self._noting = None
+
+    def end(self, pipe: object, wait: Callable[[], object]) -> None:
+        """Call ``on_preempt``, wait until it has returned on every rank, and end the process.
+
+        Returns only if training has to go on for one more step.
+        """
         self.ending = True
         try:
             self.on_preempt(pipe)
+        except AnotherStep:
+            self.ending, self.waited = False, True
+            return
         finally:
-            # Launchers end the other ranks as soon as one has ended. Ranks that are not connected
-            # any more, or have closed the pipeline, do not wait.
-            with suppress(Exception):
-                wait()
-            self.ending, _signals.heard = False, None
+            if self.ending:
+                self._finish(wait)
         raise SystemExit(PREEMPTED)
+
+    def _finish(self, wait: Callable[[], object]) -> None:
+        # Launchers end the other ranks as soon as one has ended. Ranks that are not connected
+        # any more, or have closed the pipeline, do not wait.
+        with suppress(Exception):
+            background.finish()
+            wait()
+        self.forget()
+        _signals.heard = None
 
 
 class _Signals:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -13,14 +14,15 @@ from torch.optim import Optimizer
 
 from taktline.checkpoint import loading, pretrained, saving
 from taktline.checkpoint.loading import Loaded
-from taktline.checkpoint.model_state import HeldModel
-from taktline.checkpoint.processes import Processes
 from taktline.checkpoint.saving import Training
 from taktline.checks import require_flag, require_instance
 from taktline.runtime.watchdog import guarded
 from taktline.train.base import PipelineBase
+from taktline.train.preemption import AnotherStep
 from taktline.train.state_dict import gathered_state, load_state, own_state
 from taktline.train.tracebacks import short_traceback
+
+_log = logging.getLogger("taktline")
 
 
 class _AnyName:
@@ -112,6 +114,7 @@ class SaveLoad(PipelineBase):
         """
         training = Training(optimizer, scheduler, scaler, data, extra)
         with self._turn:
+            self._place(training)
             return saving.save(self._held(), folder, training, keep=keep, async_save=async_save)
 
     @short_traceback
@@ -142,7 +145,27 @@ class SaveLoad(PipelineBase):
         """
         training = Training(optimizer, scheduler, scaler, data)
         with self._turn:
-            return loading.load(self._held(), folder, training)
+            loaded = loading.load(self._held(), folder, training)
+            self._data = self._data if data is None else data
+            return loaded
+
+    def _place(self, training: Training) -> None:
+        """In ``on_preempt``, save the position from before the batch of the step that waits."""
+        data, preemption = training.data, self._preemption
+        self._data = self._data if data is None else data
+        if preemption is None or not preemption.ending or preemption.position is None:
+            return
+        unknown = data is not None and data is not preemption.position.data
+        if self._ranks.on_any_rank(unknown and not preemption.waited, "save()"):
+            raise AnotherStep
+        training.noted["random"] = preemption.position.random
+        if unknown:
+            _log.warning(
+                "the save in on_preempt has another object as data=… than saves before it, whose "
+                "position may be a batch too far; pass the same object to every save and load"
+            )
+        elif data is not None:
+            training.noted["data"] = preemption.position.state
 
     @short_traceback
     def save_pretrained(
@@ -187,7 +210,3 @@ class SaveLoad(PipelineBase):
         """The attribute in which torch looks up the rest of a name, by the name's first part."""
         names = (*self._built.model.names, *(each.name for each in self._held().held))
         return {name.partition(".")[0]: "_names" for name in names}
-
-    def _held(self) -> HeldModel:
-        built = self._built
-        return HeldModel(built.model, Processes(built.ranks.everyone), built.schedule)

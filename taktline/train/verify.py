@@ -61,7 +61,10 @@ def verify(
         for stage, module in built.model.modules.items():
             same = _same_modules(built, stage, plain)
             stack.enter_context(recorders[stage].recording(module, same))
+        runner, before = built.schedule._runner, built.schedule.steps
+        stepped_at = runner.stepped_at
         _, loss = run(built, built.schedule.step, cloned(batch), (None, None), False)
+        built.schedule.steps, runner.stepped_at = before, stepped_at  # this is no training step
         found = Comparison(expected, tolerance)
         for stage, recorder in recorders.items():
             count = len(recorder.forwards)

@@ -1,0 +1,68 @@
+"""Whether gradients of earlier steps wait for an optimizer: then a save would lose an update."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+from functools import cache
+from weakref import WeakKeyDictionary
+
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from taktline.sharding import local
+
+_times = itertools.count(1)
+_stepped: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
+"""When each optimizer of this process has stepped last."""
+
+
+def now() -> int:
+    """The time, counted in steps of schedules and of optimizers."""
+    _watch_optimizers()
+    return next(_times)
+
+
+@cache
+def _watch_optimizers() -> None:
+    register_optimizer_step_post_hook(_note)
+
+
+def _note(optimizer: Optimizer, *_: object) -> None:
+    _stepped[optimizer] = next(_times)
+
+
+def wait(parameters: Iterable[nn.Parameter], since: int) -> bool:
+    """Whether gradients wait for an optimizer, after a step at the time ``since``.
+
+    Those that are zero do not, nor those of parameters that no optimizer ever changes.
+
+    >>> import torch
+    >>> model = nn.Linear(2, 1)
+    >>> optimizer = torch.optim.SGD(model.parameters())
+    >>> model(torch.ones(2)).backward()
+    >>> since = now()
+    >>> wait(model.parameters(), since)
+    True
+    >>> optimizer.step()
+    >>> wait(model.parameters(), since)
+    False
+    """
+    found = {id(each): each for each in parameters if each.grad is not None}
+    changed: set[int] = set()
+    late: set[int] = set()
+    for optimizer, when in list(_stepped.items()):
+        held = {id(each) for group in optimizer.param_groups for each in group["params"]}
+        (changed if when > since else late).update(held & found.keys())
+    left = (late if changed or late else found.keys()) - changed
+    return any(_is_there(found[key]) for key in left)
+
+
+def _is_there(parameter: nn.Parameter) -> bool:
+    """Whether a parameter has a gradient that is not zero."""
+    gradient = parameter.grad
+    assert gradient is not None
+    if gradient.is_sparse:
+        gradient = gradient.coalesce().values()
+    return bool(local(gradient).any())
