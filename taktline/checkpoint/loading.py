@@ -1,12 +1,20 @@
 """Loads a checkpoint into any layout; each process reads only its own part.
 
-Names, shapes, types and checksums are checked on every rank before anything is changed. If a check
-fails on one rank, all ranks raise the error, and nothing has changed.
+::
+
+    check     names, shapes, types, checksums, random numbers; changes nothing
+    begin     what torch or a user's object may refuse: optimizers, schedulers, data; can be undone
+    finish    fills the tensors, and sets the rest
+
+All ranks end each of them together. If one refuses something, all ranks raise the error, and
+nothing has changed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import copy
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +26,7 @@ from taktline.checkpoint.folder import resolve
 from taktline.checkpoint.manifest import Checkpoint
 from taktline.checkpoint.model_state import HeldModel, joined
 from taktline.checkpoint.optimizers import OptimizerState
-from taktline.checkpoint.random_state import set_random_state
+from taktline.checkpoint.random_state import RandomState
 from taktline.checkpoint.saving import Training
 from taktline.checks import require_path
 from taktline.errors import CheckpointError
@@ -54,7 +62,12 @@ def load(model: HeldModel, folder: Any, training: Training) -> Loaded:
         path = processes.everywhere(find, f"read {folder}", call)[0]
         loading = _Loading(model, Path(path), training)
         processes.everywhere(loading.check, f"read {path}", call)
-        processes.everywhere(loading.apply, f"load {path}", call)
+        try:
+            processes.everywhere(loading.begin, f"load {path}", call)
+        except BaseException:
+            loading.undo()
+            raise
+        processes.everywhere(loading.finish, f"load {path}", call)
         return loading.loaded
 
 
@@ -63,6 +76,7 @@ class _Loading:
 
     def __init__(self, model: HeldModel, path: Path, training: Training) -> None:
         self._model, self.path, self._training = model, path, training
+        self._undo: list[Callable[[], None]] = []
 
     def check(self) -> None:
         """Raise if anything does not fit."""
@@ -74,34 +88,46 @@ class _Loading:
             OptimizerState(optimizer, index, checkpoint, names)
             for index, optimizer in enumerate(self._training.optimizers)
         ]
-        for optimizer in self._optimizers:
-            self._targets += optimizer.targets
         for name, tensor in self._targets:
             checkpoint.check(name, tensor)
+        for optimizer in self._optimizers:
+            for name, tensor in optimizer.targets:
+                checkpoint.check(name, tensor)
         place, sizes = self._model.processes.place, self._model.processes.sizes
         self._same = checkpoint.values.get("layout") == sizes
         self._states = self._of_others()
         # In another layout, only the first process finds random numbers to go on with.
         goes_on = self._same or not place
-        self._random = self._own("random", "random numbers") if goes_on else None
+        self._random = self._random_state() if goes_on else None
         self.loaded = Loaded(self.path, checkpoint.step, checkpoint.value("extra"))
 
-    @torch.no_grad()
-    def apply(self) -> None:
-        """Load everything."""
+    def begin(self) -> None:
+        """Load everything that may still be refused: by torch, or by a user's own object."""
         for target, state in self._states:
+            self._undo.append(_kept(target))
             target.load_state_dict(state)
-        for name, tensor in self._targets:
-            self._checkpoint.fill(name, tensor)
         for optimizer in self._optimizers:
-            optimizer.apply()
+            self._undo.append(optimizer.kept())
+            self._targets += optimizer.apply()
         for scheduler in self._training.schedulers:
             _fit_groups(scheduler)
+
+    def undo(self) -> None:
+        """Undo ``begin()``."""
+        while self._undo:
+            with suppress(Exception):
+                self._undo.pop()()
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Fill all tensors, and load the rest, which was checked."""
+        for name, tensor in self._targets:
+            self._checkpoint.fill(name, tensor)
         if self._model.schedule is not None:
             self._model.schedule.steps = self._checkpoint.step
             self._model.schedule._runner.stepped_at = 0  # gradients are of other weights now
         if self._random is not None:
-            set_random_state(self._random, self._model)
+            self._random.apply()
 
     def _stored_names(self) -> dict[str, str]:
         """The name in the checkpoint for each tensor of the model; raises if one is missing."""
@@ -168,6 +194,17 @@ class _Loading:
             states += zip(training.schedulers, saved, strict=True)
         return states
 
+    def _random_state(self) -> RandomState:
+        """The state of random numbers, which generators can take."""
+        state = self._own("random", "random numbers")
+        try:
+            return RandomState(state, self._model)
+        except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+            raise CheckpointError(
+                f"{self.path} has random numbers that no generator takes ({error}); load an "
+                "earlier save"
+            ) from error
+
     def _own(self, name: str, what: str) -> Any:
         """The value that this process saved; in another layout, or without one, the first one's."""
         values = self._checkpoint.values
@@ -179,6 +216,19 @@ class _Loading:
         place = self._model.processes.place
         place = place if self._same and place in places else places[0]
         return self._checkpoint.value(f"{name}/{place}")
+
+
+def _kept(target: Any) -> Callable[[], None]:
+    """A function that gives an object the state back that it has now."""
+    state, own = copy.deepcopy(target.state_dict()), dict(getattr(target, "__dict__", {}))
+
+    def undo() -> None:
+        if own:
+            vars(target).clear()
+            vars(target).update(own)
+        target.load_state_dict(state)
+
+    return undo
 
 
 def _fit_groups(scheduler: Any) -> None:

@@ -25,8 +25,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from taktline.checkpoint.files import open_file, require_regular
 from taktline.checkpoint.model_state import joined
-from taktline.checkpoint.shards import Region, shard_of
+from taktline.checkpoint.shards import Region, overlap, shard_of
 from taktline.checkpoint.tensor_file import TensorFile
 from taktline.checks import conform, read, shown
 from taktline.errors import CheckpointError, JsonError
@@ -37,6 +38,8 @@ MANIFEST = "manifest.json"
 _FORMAT = "taktline checkpoint"
 _VERSION = 1
 """Of the format; newer ones are refused."""
+MOST_STEPS = 2**53
+"""The largest step that all programs can read from JSON."""
 
 _PIECE = {"file": str, "start": [int], "size": [int]}
 _GROUP = {"names": [str], "options": {str: object}}
@@ -106,15 +109,15 @@ class Checkpoint:
     def check(self, name: str, like: torch.Tensor) -> None:
         """Raise unless all bytes for a tensor are there, and as they were written."""
         _, region = shard_of(like, name)
-        covered = 0
+        covered = list[Region]()
         for file, piece, common in self._pieces(name, region):
             stored = file.tensors.get(name)
             expected = self.tensors[name].dtype, piece.size
             if stored is None or (stored.dtype, stored.shape) != expected:
                 raise CheckpointError(f"{file.path} does not have {name} as the manifest says")
             file.check(name, common.inside(piece))
-            covered += prod(common.size)
-        if covered != prod(region.size):
+            covered.append(common)
+        if sum(prod(each.size) for each in covered) != prod(region.size) or overlap(covered):
             raise CheckpointError(f"{self.path} lacks a part of {name}")
 
     def fill(self, name: str, tensor: torch.Tensor) -> None:
@@ -130,8 +133,8 @@ class Checkpoint:
 
     def _read(self, name: str) -> torch.Tensor:
         entry = self.tensors[f"values/{name}"]
+        self.check(f"values/{name}", torch.empty(entry.shape, dtype=entry.dtype, device="meta"))
         tensor = torch.empty(entry.shape, dtype=entry.dtype)
-        self.check(f"values/{name}", tensor)
         self.fill(f"values/{name}", tensor)
         return tensor
 
@@ -140,7 +143,8 @@ def _content(path: Path) -> Any:
     """What the manifest of a checkpoint says, if it is as it was written."""
     file = path / MANIFEST
     try:
-        whole = read(file.read_bytes(), {"crc32": str, "content": object}, what=str(file))
+        with open_file(file) as opened:
+            whole = read(opened.read(), {"crc32": str, "content": object}, what=str(file))
         content = whole["content"]
         version = content.get("version") if isinstance(content, dict) else None
         if isinstance(version, int) and version > _VERSION:
@@ -150,7 +154,9 @@ def _content(path: Path) -> Any:
             )
         if whole["crc32"] != _checksum(content):
             raise CheckpointError(f"{file} is damaged; load an earlier save")
-        return conform(content, _SHAPE, what=str(file))
+        if not 0 <= conform(content, _SHAPE, what=str(file))["step"] <= MOST_STEPS:
+            raise CheckpointError(f"{file}: the step is {content['step']}, not a number of steps")
+        return content
     except OSError as error:
         reason = f"{file}: {error.strerror}"
         raise CheckpointError(f"{path} is not a checkpoint: {reason}") from error
@@ -161,7 +167,8 @@ def _content(path: Path) -> Any:
 def _require_file(file: Path, name: str, known: dict[str, Any]) -> None:
     """Raise unless a file is there, in its size."""
     size, found = known["bytes"], None
-    if Path(name).name == name and file.is_file():
+    if Path(name).name == name and file.exists():
+        require_regular(file, file.stat().st_mode)
         found = file.stat().st_size
     if found != size:
         state = "is missing" if found is None else f"has {found:,} bytes, not {size:,}"

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -123,7 +124,9 @@ class OptimizerState:
         self._options = self._options_of(names, saved["groups"])
         self._state: dict[int, dict[str, Any]] = {}
         self.targets: list[tuple[str, torch.Tensor]] = []
-        """The tensors to fill before ``apply()``, by their names in the checkpoint."""
+        """Tensors as those that ``apply()`` returns, to check them."""
+        self._places: list[tuple[str, int, str]] = []
+        """Their names in the checkpoint, the numbers of their parameters, and their keys."""
         prefix = f"optimizer/{index}/"
         keys: dict[str, list[str]] = {}
         for name in checkpoint.tensors:
@@ -136,6 +139,7 @@ class OptimizerState:
                 full = f"{prefix}{name}/{key}"
                 state[key] = self._room(parameter, key, full, checkpoint.tensors[full])
                 self.targets.append((full, state[key]))
+                self._places.append((full, number, key))
             if state:
                 self._state[number] = state
 
@@ -177,8 +181,13 @@ class OptimizerState:
             )
         return torch.empty(entry.shape, dtype=entry.dtype)
 
-    def apply(self) -> None:
-        """Load the state, once all targets are filled."""
+    def kept(self) -> Callable[[], None]:
+        """A function that gives the optimizer the state back that it has now."""
+        own = self._optimizer.__dict__
+        return partial(own.update, dict(own))  # a load replaces state and groups
+
+    def apply(self) -> list[tuple[str, torch.Tensor]]:
+        """Load the state; returns its tensors, which are to be filled, with their names."""
         optimizer, groups = self._optimizer, self._optimizer.state_dict()["param_groups"]
         for group, options in zip(groups, self._options, strict=True):
             for key, value in options.items():
@@ -186,10 +195,11 @@ class OptimizerState:
                 on_device = isinstance(before, torch.Tensor) and isinstance(value, torch.Tensor)
                 group[key] = value.to(before.device) if on_device else value
         optimizer.load_state_dict({"state": self._state, "param_groups": groups})
-        # Torch casts a state to the type of its parameter, which may be less precise.
+        # Torch copies the tensors, and casts them to the type of the parameter.
         flat = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        for number, state in self._state.items():
-            now = optimizer.state[flat[number]]
-            for key, value in state.items():
-                if isinstance(value, torch.Tensor) and now[key].dtype != value.dtype:
-                    now[key] = value.to(now[key].device)
+        filled: list[tuple[str, torch.Tensor]] = []
+        for name, number, key in self._places:
+            now, room = optimizer.state[flat[number]], self._state[number][key]
+            now[key] = room.to(now[key].device)
+            filled.append((name, now[key]))
+        return filled

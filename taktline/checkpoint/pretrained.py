@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from taktline.checkpoint.files import open_file
 from taktline.checkpoint.folder import sync, write_text
 from taktline.checkpoint.model_state import HeldModel, foremost
 from taktline.checkpoint.processes import writers
@@ -133,9 +134,9 @@ class PretrainedFiles(UserDict[str, Any]):
         """``prefix`` may precede names in the model, and be left out in the files, or reversed."""
         index, files = folder / INDEX, {SINGLE}
         if index.exists():
-            files = set(
-                read(index.read_bytes(), _WEIGHT_MAP, what=str(index))["weight_map"].values()
-            )
+            with open_file(index) as opened:
+                found = read(opened.read(), _WEIGHT_MAP, what=str(index))
+            files = set(found["weight_map"].values())
             if any(Path(name).name != name for name in files):
                 raise CheckpointError(f"{index} names a file outside of its folder")
         elif not (folder / SINGLE).exists():

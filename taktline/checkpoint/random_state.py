@@ -27,18 +27,40 @@ def random_state(model: HeldModel) -> dict[str, Any]:
     }
 
 
-def set_random_state(state: dict[str, Any], model: HeldModel) -> None:
-    """Set the state of all generators, except those of another kind of device."""
-    device, ranks = _drawing(model)
-    torch.set_rng_state(state["torch"])
-    if device.type != "cpu" and state["device"] is not None:
-        torch.get_device_module(device).set_rng_state(state["device"], device)
-    version, numbers, gauss = state["python"]
-    random.setstate((version, tuple(numbers.tolist()), gauss))
-    kind, keys, *rest = state["numpy"]
-    np.random.set_state((kind, keys.numpy().astype(np.uint32), *rest))
-    if ranks is not None and state["ranks"] is not None:
-        ranks.set_states(state["ranks"])
+class RandomState:
+    """The state of all generators in a checkpoint; raises if they cannot take it."""
+
+    def __init__(self, state: Any, model: HeldModel) -> None:
+        """Try everything on generators that nobody uses."""
+        device, self._ranks = _drawing(model)
+        self._state: dict[str, Any] = state
+        version, numbers, gauss = state["python"]
+        self._python = (version, tuple(numbers.tolist()), gauss)
+        random.Random().setstate(self._python)
+        kind, keys, *rest = state["numpy"]
+        self._numpy = (kind, keys.numpy().astype(np.uint32), *rest)
+        np.random.RandomState().set_state(self._numpy)
+        torch.Generator().set_state(state["torch"])
+        # That of another kind of device stays as it is.
+        self._device = None if device.type == "cpu" or state["device"] is None else device
+        if self._device is not None:
+            torch.Generator(device).set_state(state["device"])
+        if self._ranks is not None and state["ranks"] is not None:
+            kinds = [torch.device("cpu"), device]  # in the order of their generators
+            for kind, states in zip(kinds, state["ranks"], strict=False):
+                for each in states:
+                    torch.Generator(kind).set_state(each)
+
+    def apply(self) -> None:
+        """Set the state of all generators."""
+        torch.set_rng_state(self._state["torch"])
+        if self._device is not None:
+            module = torch.get_device_module(self._device)
+            module.set_rng_state(self._state["device"], self._device)
+        random.setstate(self._python)
+        np.random.set_state(self._numpy)
+        if self._ranks is not None and self._state["ranks"] is not None:
+            self._ranks.set_states(self._state["ranks"])
 
 
 def _drawing(model: HeldModel) -> tuple[torch.device, RankRandom | None]:

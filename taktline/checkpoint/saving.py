@@ -28,7 +28,7 @@ from torch.optim import Optimizer
 
 from taktline.checkpoint import folder as folders
 from taktline.checkpoint.background import Snapshot, memory_of, start, wait
-from taktline.checkpoint.manifest import merged, packed, sealed
+from taktline.checkpoint.manifest import MOST_STEPS, merged, packed, sealed
 from taktline.checkpoint.model_state import Held, HeldModel, foremost
 from taktline.checkpoint.optimizers import describe
 from taktline.checkpoint.processes import Processes, writers
@@ -271,6 +271,7 @@ def save(
         require_whole("keep", keep, least=1)
     processes, place = model.processes, model.processes.place
     step = 0 if model.schedule is None else model.schedule.steps
+    step = require_whole("steps", step, least=0, most=MOST_STEPS)
     saving = Saving(processes, step, keep, f"rank-{place:05d}.safetensors")
     home = folder.resolve()  # the program may change its folder while this is written
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -37,6 +38,24 @@ class Region(NamedTuple):
             slice(first - base, first - base + count)
             for first, count, base in zip(self.start, self.size, other.start, strict=True)
         )
+
+
+def overlap(regions: Sequence[Region]) -> bool:
+    """Whether any two regions have something in common.
+
+    >>> overlap([Region((0,), (2,)), Region((2,), (2,))])
+    False
+    >>> overlap([Region((0,), (2,)), Region((3,), (1,)), Region((1,), (1,))])
+    True
+    """
+    ordered = sorted(regions)
+    for number, one in enumerate(ordered):
+        for other in ordered[number + 1 :]:
+            if one.start and other.start[0] >= one.start[0] + one.size[0]:
+                break  # and so do all that follow
+            if one.meets(other) is not None:
+                return True
+    return False
 
 
 def shard_of(tensor: torch.Tensor, name: str) -> tuple[torch.Tensor, Region]:

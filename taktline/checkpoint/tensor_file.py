@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from taktline.checkpoint.files import open_file
 from taktline.checks import conform, read
 from taktline.errors import CheckpointError, JsonError
 
@@ -137,7 +138,7 @@ class TensorFile:
         self.path, self._checksums = path, checksums
         self._checked: set[int] = set()
         try:
-            with open(path, "rb") as file:
+            with open_file(path) as file:
                 size = os.fstat(file.fileno()).st_size
                 length = int.from_bytes(file.read(8), "little")
                 if size < 8 or length > min(size - 8, _LONGEST_HEADER):

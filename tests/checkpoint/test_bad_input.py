@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
+import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -107,6 +109,76 @@ def test_a_file_that_the_manifest_does_not_list(copied: Path) -> None:
     refused(copied, "model/embed.weight is in '../other', which the manifest does not list")
 
 
+@pytest.mark.parametrize("name", [MANIFEST, "rank-00000.safetensors"])
+@pytest.mark.parametrize("kind", ["a pipe", "a socket", "a folder", "a device"])
+def test_what_is_no_regular_file_is_not_opened(copied: Path, name: str, kind: str) -> None:
+    file = copied / name
+    file.unlink()
+    with socket.socket(socket.AF_UNIX) as listener:
+        if kind == "a pipe":
+            os.mkfifo(file)  # without a writer, an open would wait for ever
+        elif kind == "a socket":
+            handle = os.open(copied, os.O_RDONLY)
+            listener.bind(f"/proc/self/fd/{handle}/{name}")  # a path of theirs must be short
+            os.close(handle)
+        elif kind == "a folder":
+            file.mkdir()
+        else:
+            file.symlink_to("/dev/zero")
+        refused(copied, f"{name} is {kind}, not a regular file")
+        assert tl.checkpoint.latest(copied.parent) is None
+
+
+@pytest.mark.parametrize("step", [-1, 2**60])
+def test_a_step_that_is_no_number_of_steps(copied: Path, step: int) -> None:
+    edited(copied, lambda content: content.update(step=step))
+    refused(copied, f"the step is {step}, not a number of steps")
+    pipe = pipeline(2, ranks=2)
+    pipe.schedules[0].steps = step
+    with pytest.raises(tl.TaktlineError, match="steps must be a whole number from 0"):
+        pipe.save(copied.parent)
+
+
+def test_pieces_that_overlap(copied: Path) -> None:
+    """As many elements as there should be, but not all of them."""
+
+    def twice(content: dict[str, Any]) -> None:
+        pieces = content["tensors"]["model/blocks.0.wide.bias"]["pieces"]
+        pieces.append({**pieces[0], "start": [-8]})
+        pieces[0] = {**pieces[0], "start": [8]}
+        pieces.append(dict(pieces[0]))
+
+    edited(copied, twice)
+    refused(copied, "lacks a part of model/blocks.0.wide.bias")
+
+
+def test_random_numbers_that_no_generator_takes(copied: Path) -> None:
+    def spoilt(content: dict[str, Any]) -> None:
+        content["values"]["random/0"]["python"] = 3
+
+    edited(copied, spoilt)
+    refused(copied, "has random numbers that no generator takes")
+
+
+def test_state_that_an_optimizer_refuses(copied: Path) -> None:
+    """Torch finds out after it has changed the optimizer."""
+
+    def spoilt(content: dict[str, Any]) -> None:
+        for name in [each for each in content["tensors"] if each.endswith("/step")]:
+            del content["tensors"][name]
+            content["optimizers"][0]["state"][name.split("/")[2]] = {"step": "three"}
+
+    edited(copied, spoilt)
+    training = Training(pipeline(2, ranks=2))
+    training.run(1)
+    before, optimizer = list(training.state()), training.optimizer.state_dict()
+    with pytest.raises(CheckpointError, match="ValueError: could not convert string to float"):
+        training.load(copied)
+    assert all(map(torch.equal, training.state(), before))
+    assert training.optimizer.state_dict() == optimizer
+    assert training.run(1)
+
+
 def test_a_newer_version(copied: Path) -> None:
     edited(copied, lambda content: content.update(version=2, whatever=[]))
     refused(copied, "has version 2 of the format, and this Taktline reads up to 1")
@@ -194,9 +266,11 @@ def one_rank(rank: int, group: Any, folder: str, what: str) -> tuple[str, bool]:
     before = list(training.state())
     if rank == 1 and what == "optimizer":
         training.optimizer = torch.optim.SGD(training.pipe.parameters())
+    if rank == 1 and what == "data":
+        training.data.load_state_dict = lambda state: 1 / 0
     with pytest.raises(tl.TaktlineError) as caught:
         training.load(folder)
-    same = all(map(torch.equal, training.state(), before))
+    same = training.data.next == 0 and all(map(torch.equal, training.state(), before))
     assert training.pipe.grad_norm() >= 0  # pyright: ignore
     return str(caught.value), same
 
@@ -207,6 +281,10 @@ def test_what_one_rank_finds_all_ranks_raise(workers: Workers, tmp_path: Path) -
     told = workers.run(one_rank, str(tmp_path), "optimizer")
     assert told[0] == told[1]
     assert told[0][0].startswith("rank 1: ")
+    assert told[0][1]
+    told = workers.run(one_rank, str(tmp_path), "data")
+    assert told[0] == told[1]
+    assert "ZeroDivisionError" in told[0][0]
     assert told[0][1]
     (save,) = tmp_path.iterdir()
     flip(save / "rank-00001.safetensors", -1)
