@@ -4,6 +4,7 @@
 
     runs/000003-step-300/            a save: its number, and the training step
     runs/.000004-step-400.saving/    a save that is being written
+    runs/.lock                       the job that writes it
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import re
 import shutil
 from pathlib import Path
 
+from taktline.checkpoint.lock import FolderLock
 from taktline.checkpoint.manifest import MANIFEST, Checkpoint
 from taktline.checks import require_path
 from taktline.errors import CheckpointError
@@ -72,15 +74,20 @@ def resolve(folder: Path) -> Path:
     return found
 
 
-def begin(folder: Path, step: int) -> Path:
-    """Begin a new save; returns the folder that it will have."""
+def begin(folder: Path, step: int) -> tuple[Path, FolderLock]:
+    """Begin a new save; returns the folder that it will have, and the lock to release then."""
     folder.mkdir(parents=True, exist_ok=True)
-    for name in filter(_UNFINISHED.fullmatch, os.listdir(folder)):  # of a killed process
-        shutil.rmtree(folder / name, ignore_errors=True)
-    known = saves(folder)
-    final = folder / f"{_number(known[0].name) + 1 if known else 1:06d}-step-{step}"
-    unfinished(final).mkdir()
-    return final
+    lock = FolderLock(folder)
+    try:
+        for name in filter(_UNFINISHED.fullmatch, os.listdir(folder)):  # of a killed process
+            shutil.rmtree(folder / name, ignore_errors=True)
+        known = saves(folder)
+        final = folder / f"{_number(known[0].name) + 1 if known else 1:06d}-step-{step}"
+        unfinished(final).mkdir()
+    except BaseException:
+        lock.release()
+        raise
+    return final, lock
 
 
 def unfinished(final: Path) -> Path:

@@ -28,6 +28,7 @@ from torch.optim import Optimizer
 
 from taktline.checkpoint import folder as folders
 from taktline.checkpoint.background import Snapshot, memory_of, start, wait
+from taktline.checkpoint.lock import FolderLock
 from taktline.checkpoint.manifest import MOST_STEPS, merged, packed, sealed
 from taktline.checkpoint.model_state import Held, HeldModel, foremost
 from taktline.checkpoint.optimizers import describe
@@ -93,6 +94,8 @@ class Saving:
     """This process's part of the manifest."""
     final: Path = Path()
     """The folder of the save, once it is complete."""
+    lock: FolderLock | None = None
+    """On the first process, until the save is complete or has failed."""
 
     @property
     def unfinished(self) -> Path:
@@ -183,11 +186,14 @@ class Saving:
             notes = (self.note_of(place) for place in range(self.processes.count))
             parts = [json.loads(note.read_bytes()) for note in notes]
             folders.finish(self.final, sealed(merged(parts, self.step)), self.keep)
+            self.clear()
 
     def clear(self) -> None:
-        """Remove the files of a save that has failed; on the first process."""
-        if not self.processes.place and self.final.name:
+        """Remove what a save that has failed leaves, and release the folder."""
+        if self.lock is not None:
             shutil.rmtree(self.unfinished, ignore_errors=True)
+            self.lock.release()
+            self.lock = None
 
     def run(self, snapshot: Snapshot) -> None:
         """Do all of it in the background, without the connections that steps use."""
@@ -280,7 +286,7 @@ def save(
         _require_updated(model)
         saving.collect(model, training)
         if not place:
-            saving.final = folders.begin(home, step)
+            saving.final, saving.lock = folders.begin(home, step)
         return saving.shards, saving.final.name
 
     try:
@@ -299,9 +305,11 @@ def save(
                 processes.everywhere(saving.write, f"write {saving.final}", call)
                 processes.everywhere(saving.finish, f"write {saving.final}", call)
             return folder / saving.final.name
-    except TaktlineError as raised:
+    except BaseException as raised:
         saving.clear()
-        raise _reassured(raised, folder) from raised.__cause__
+        if isinstance(raised, TaktlineError):
+            raise _reassured(raised, folder) from raised.__cause__
+        raise
 
 
 def _reassured(error: TaktlineError, folder: Path) -> TaktlineError:

@@ -1,0 +1,122 @@
+"""One job at a time writes to a folder of saves; another one is refused, and harms nothing."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from taktline.checkpoint import background, lock
+from taktline.checkpoint.lock import FolderLock
+from taktline.errors import CheckpointError
+from tests.checkpoint.training import Training, mesh_of, pipeline
+from tests.workers import Workers
+
+HOLDER = """
+import sys, time
+from pathlib import Path
+from taktline.checkpoint import folder
+folder.begin(Path(sys.argv[1]), 7)
+print("holds", flush=True)
+time.sleep(600)
+"""
+
+
+def another_job(folder: Path) -> subprocess.Popen[str]:
+    """A process that is in the middle of a save."""
+    command = [sys.executable, "-c", HOLDER, str(folder)]
+    job = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert job.stdout is not None
+    assert job.stdout.readline() == "holds\n"
+    return job
+
+
+def test_another_job_is_named_until_it_has_ended(tmp_path: Path) -> None:
+    training = Training(pipeline(2, ranks=2))
+    saved = training.save(tmp_path)
+    job = another_job(tmp_path)
+    try:
+        text = rf"another job is saving to .*: process {job.pid} on \S+.*, since \d.*unchanged: "
+        for asynchronous in (False, True):
+            with pytest.raises(CheckpointError, match=f"{text}{saved}"):
+                training.save(tmp_path, async_save=asynchronous)
+        assert (tmp_path / ".000002-step-7.saving").is_dir(), "its save is still there"
+        assert training.load(tmp_path).path == saved, "a load is not in its way"
+    finally:
+        job.send_signal(signal.SIGKILL)
+        job.communicate()
+    # Whatever has ended it, its lock has ended, too.
+    assert (tmp_path / lock.NAME).exists()
+    second = training.save(tmp_path)
+    assert sorted(os.listdir(tmp_path)) == [saved.name, second.name]
+
+
+def test_a_lock_that_was_just_removed_is_not_held(tmp_path: Path) -> None:
+    first = FolderLock(tmp_path)
+    with pytest.raises(CheckpointError, match=f"process {os.getpid()} on"):
+        FolderLock(tmp_path)
+    first.release()
+    first.release()
+    FolderLock(tmp_path).release()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_who_holds_it_may_not_be_written_yet(tmp_path: Path) -> None:
+    held = FolderLock(tmp_path)
+    (tmp_path / lock.NAME).write_text("")
+    with pytest.raises(CheckpointError, match="a process that has begun just now"):
+        FolderLock(tmp_path)
+    held.release()
+
+
+def test_a_file_system_without_locks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def flock(*_: object) -> None:
+        raise OSError(lock.errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(lock.fcntl, "flock", flock)
+    saved = Training(pipeline(2, ranks=2)).save(tmp_path)
+    assert saved.is_dir()
+    assert "cannot be locked: No locks available" in caplog.text
+
+
+def test_it_is_released_whatever_happens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    training = Training(pipeline(2, ranks=2))
+
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("taktline.checkpoint.saving.write", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            training.save(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+    training.save(tmp_path, async_save=True)
+    background.wait(tmp_path)
+    assert [each.name for each in tmp_path.iterdir()] == ["000001-step-0"]
+
+
+def refused(rank: int, group: Any, folder: str) -> str:
+    training = Training(pipeline(2, mesh=mesh_of(group, None), timeout=20))
+    with pytest.raises(CheckpointError) as caught:
+        training.save(folder)
+    assert training.pipe.grad_norm() >= 0  # pyright: ignore
+    return str(caught.value)
+
+
+@pytest.mark.processes
+def test_all_ranks_name_the_other_job(workers: Workers, tmp_path: Path) -> None:
+    job = another_job(tmp_path)
+    try:
+        told = workers.run(refused, str(tmp_path))
+    finally:
+        job.kill()
+        job.communicate()
+    assert told[0] == told[1]
+    assert told[0].startswith(f"rank 0: another job is saving to {tmp_path}: process {job.pid} on")
