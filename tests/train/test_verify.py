@@ -99,6 +99,7 @@ def test_nothing_is_changed() -> None:
     pipe.verify(model, TOKENS, target=TARGET)
     after = [model.state_dict(), [p.grad for p in model.parameters()], torch.get_rng_state()]
     torch.testing.assert_close(after, before, rtol=0, atol=0)
+    assert pipe.schedules[0].steps == 1
     assert all(module.training for module in model.modules())
     assert not any(module._forward_hooks for module in model.modules())
 
