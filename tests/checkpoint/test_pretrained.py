@@ -31,6 +31,7 @@ def llama(tied: bool = False) -> Any:
         num_hidden_layers=2,
         num_attention_heads=2,
         tie_word_embeddings=tied,
+        use_cache=False,  # as a split has it: its values have other strides
     )
     return LlamaForCausalLM(config).eval()
 
