@@ -30,6 +30,6 @@ def settle() -> None:
         warnings.simplefilter("ignore")
         for dtype in (torch.bfloat16, torch.float16):
             square = torch.ones(_SIZE, _SIZE, dtype=dtype)
-            square @ square
+            torch.mm(square, square)
             F.linear(square, square, square[0])
             torch.bmm(square[None], square[None])
