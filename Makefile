@@ -20,7 +20,7 @@ export NO_MKDOCS_2_WARNING := 1
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help demo test unit tests matrix lint format docs bench torture faults zoo versions clean
+.PHONY: help demo test unit tests matrix lint format docs bench torture faults zoo cpus versions clean
 
 help: ## List the targets
 	@echo "Usage: make TARGET [PYTHON=python3.x]"
@@ -68,6 +68,9 @@ faults: $(VENV)/.stamp-dev ## Kill, stop, interrupt and cut off ranks in every p
 
 zoo: $(VENV)/.stamp-dev ## Train every architecture of the zoo on pipelines, and write docs/models.md
 	@$(BIN)/python -m tests.zoo
+
+cpus: $(VENV)/.stamp-dev ## Run the tests that compare numbers as on other CPUs
+	@$(BIN)/python -m tests.cpus
 
 versions: $(VENV)/.stamp-dev ## Run the tests of the drop-in under each supported version of torch
 	@$(BIN)/python -m tests.compat.versions

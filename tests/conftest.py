@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 from collections import Counter
 from collections.abc import Generator, Iterator
 from typing import TYPE_CHECKING
@@ -22,12 +23,17 @@ settings.register_profile("local", deadline=None, print_blob=True)
 settings.register_profile("ci", settings.get_profile("local"), derandomize=True)
 settings.load_profile("ci" if os.environ.get("CI") else "local")
 
+# Before torch is loaded: some of its threads ask for no other number, see tests/settled.py.
+os.environ["OMP_NUM_THREADS"] = "1"
 
 TEST_SECONDS = 300
 """What a test may take before it fails, unless it is marked with a ``limit`` of its own.
 
-Where Python cannot raise, as in a wait of C++, ``faulthandler_timeout`` ends the whole run later.
+Its fixtures have the same again. Where Python cannot raise, as in a wait of C++,
+``faulthandler_timeout`` ends the whole run later.
 """
+
+_SETTLED = pytest.StashKey[bool]()
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -53,7 +59,27 @@ def pytest_unconfigure() -> None:
 
 
 @pytest.hookimpl(wrapper=True)
+def pytest_runtest_setup(item: pytest.Item) -> Generator[None, object, object]:
+    """Settle torch before the first test that has it; most need none, and do not load it."""
+    if "torch" in sys.modules and not item.session.stash.get(_SETTLED, False):
+        from tests.settled import settle
+
+        settle()
+        item.session.stash[_SETTLED] = True
+    return (yield from _limited(item))
+
+
+@pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
+    return (yield from _limited(item))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item) -> Generator[None, object, object]:
+    return (yield from _limited(item))
+
+
+def _limited(item: pytest.Item) -> Generator[None, object, object]:
     """Let no test take for ever, whether or not there is somebody to press Ctrl-C."""
     marker = item.get_closest_marker("limit")
     seconds = TEST_SECONDS if marker is None else marker.args[0]

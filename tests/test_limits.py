@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import subprocess
 import sys
@@ -23,7 +24,24 @@ def test_endless() -> None:
     except Exception:
         time.sleep(600)
 
-def test_after_it() -> None:
+@pytest.fixture
+def endless():
+    time.sleep(600)
+
+@pytest.mark.limit(0.5)
+def test_endless_fixture(endless) -> None:
+    assert True
+
+@pytest.fixture
+def endless_end():
+    yield
+    time.sleep(600)
+
+@pytest.mark.limit(0.5)
+def test_endless_end(endless_end) -> None:
+    assert True
+
+def test_after_them() -> None:
     assert True
 """
 
@@ -50,8 +68,8 @@ def test_a_test_that_does_not_end_fails_also_where_ctrl_c_is_ignored(tmp_path: P
         check=False,
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN),
     )
-    assert "1 failed, 1 passed" in done.stdout, done.stdout + done.stderr
-    assert "TimeoutError: no end within 0.5 s" in done.stdout
+    assert "\nFE.E. " in f"\n{done.stdout}", done.stdout + done.stderr
+    assert len(re.findall(r"E +TimeoutError: no end within 0\.5 s", done.stdout)) == 3
 
 
 def test_this_very_test_has_a_limit() -> None:

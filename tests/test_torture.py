@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 import taktline as tl
-from tests.runtime.conftest import one_thread as one_thread
 from tests.torture.case import draw
 from tests.torture.run import Record, run_local
 from tests.torture.verdict import complaint, judge
@@ -20,7 +19,6 @@ CASES = [*(f"local-{n}" for n in range(40)), *(f"gloo-{n}" for n in range(15))]
 
 
 @pytest.mark.processes
-@pytest.mark.usefixtures("one_thread")
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", CASES)
 def test_nothing_hangs_and_nothing_is_wrong(workers: Workers, name: str) -> None:
@@ -34,7 +32,6 @@ def first(wanted: Callable[[Any], bool]) -> Any:
     return next(case for n in range(1000) if wanted(case := draw(f"local-{n}", RANKS)))
 
 
-@pytest.mark.usefixtures("one_thread")
 def test_wrong_values_are_noticed() -> None:
     case = first(lambda case: case.exact and not any(call.faults for call in case.calls))
     ranks = run_local(0, None, case)
@@ -50,7 +47,6 @@ def test_wrong_values_are_noticed() -> None:
     assert complaint(case, ranks).kind == "wrong errors"
 
 
-@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize(
     "change", [{"rank": 77}, {"stage": 77}, {"microbatch": 77}, {"reason": "no"}, {"action": "0W0"}]
 )

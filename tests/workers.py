@@ -45,6 +45,7 @@ import torch.distributed as dist
 
 from taktline.train.process_groups import end_unused
 from taktline.transport.exit_hooks import planes
+from tests.settled import settle
 
 PRELOADED = [
     "torch.distributed.fsdp",
@@ -367,7 +368,7 @@ def _work(
     """Answer requests until the other end is closed: the main function of a worker."""
     # Ctrl-C reaches the workers as well; how it ends them is up to their parent.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    torch.set_num_threads(1)
+    settle()
     gc.freeze()  # or each collection would look at all that was imported
     worker = _Worker(rank, size, group_timeout)
     with stack_file.open("w") as stacks:

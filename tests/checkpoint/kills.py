@@ -23,12 +23,12 @@ from datetime import timedelta
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-import torch
 import torch.distributed as dist
 
 import taktline as tl
 from taktline.checkpoint.folder import latest, saves
 from tests.checkpoint.training import DropLM, Training, pipeline
+from tests.settled import settle
 
 RANKS = 2
 STEPS = 10
@@ -168,7 +168,7 @@ def _met(rank: int, store: Path) -> bool:
 
 
 def _train(home: Path, rank: int) -> None:
-    torch.set_num_threads(1)
+    settle()
     training = Training(pipeline(4, "zbv", seed=3))
     (home / f"met-{rank}").touch()
     assert isinstance(training.pipe, tl.Pipeline)

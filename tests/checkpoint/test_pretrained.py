@@ -31,8 +31,14 @@ def llama(tied: bool = False) -> Any:
         num_hidden_layers=2,
         num_attention_heads=2,
         tie_word_embeddings=tied,
+        use_cache=False,  # as a split has it: its values have other strides
     )
     return LlamaForCausalLM(config).eval()
+
+
+def logits_of(model: Any) -> torch.Tensor:
+    """In micro-batches, as a pipeline has them: products of other shapes may round otherwise."""
+    return torch.cat([model(part).logits for part in IDS.chunk(2)])
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -51,7 +57,7 @@ def test_out_and_in(tmp_path: Path, tied: bool, largest: int) -> None:
         assert name == other
         assert torch.equal(mine, theirs), name
     again = tl.Pipeline.from_pretrained(tmp_path, cuts=CUTS, microbatches=2, ranks=2)
-    assert torch.equal(again.eval(IDS).logits, model(IDS).logits)
+    assert torch.equal(again.eval(IDS).logits, logits_of(model))
 
 
 def test_what_transformers_writes(tmp_path: Path) -> None:
@@ -61,7 +67,7 @@ def test_what_transformers_writes(tmp_path: Path) -> None:
     model: Any = AutoModelForCausalLM.from_pretrained(tmp_path)
     pipe = tl.Pipeline.from_pretrained(tmp_path, cuts=CUTS, microbatches=2, ranks=2)
     assert {value.dtype for value in pipe.parameters()} == {torch.bfloat16}
-    torch.testing.assert_close(pipe.eval(IDS).logits, model(IDS).logits)
+    torch.testing.assert_close(pipe.eval(IDS).logits, logits_of(model))
 
 
 def test_a_config_makes_a_new_model() -> None:
@@ -102,7 +108,7 @@ def test_processes(workers: Workers, tmp_path: Path, shape: Any, way: str | None
     model.save_pretrained(tmp_path)
     ranks = 2 if shape is None else 4
     for logits in workers.run(over_processes, str(tmp_path), shape, way, ranks=ranks):
-        torch.testing.assert_close(logits, model(IDS).logits)
+        torch.testing.assert_close(logits, logits_of(model))
     read: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "again")
     for name, value in read.state_dict().items():
         assert torch.equal(value, model.state_dict()[name])

@@ -26,6 +26,7 @@ import taktline as tl
 from tests.faults.case import TIMEOUT, Case
 from tests.faults.messages import Answer, Place, Struck
 from tests.faults.model import LUCK, WIDTH, Block, Sour, Trap, in_parts
+from tests.settled import settle
 
 SAMPLES = {"1f1b": 2, "interleaved_1f1b": 2, "gpipe": 4096, "zbv": 4096}
 """In a micro-batch, by schedule: large tensors take another way than small ones."""
@@ -227,7 +228,7 @@ def keep_store(place: Place, pipe: Connection) -> None:
 def work(case: Case, rank: int, place: Place, pipe: Connection) -> None:
     """The main function of a rank: obeys until it is told to leave, or the other end closes."""
     place.enter()
-    torch.set_num_threads(1)
+    settle()
     store = place.store()
     pipe.send(store.port)
     me = Rank(case, rank, pipe)

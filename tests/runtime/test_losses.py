@@ -27,8 +27,6 @@ from tests.runtime.test_errors import Outcomes, assert_all, make, run
 from tests.runtime.test_errors import outcomes as outcomes
 from tests.workers import Workers
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 DIM, CLASSES, IGNORED = 6, 5, -100
 
 

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import taktline as tl
+from tests.settled import settle
 from tests.workers import PRELOADED
 
 pytestmark = pytest.mark.processes
@@ -84,7 +85,7 @@ class Falters(nn.Module):
 def _rank(
     rank: int, ranks: int, store: Path, victim: int, phase: str, sign: int, answer: Connection
 ) -> None:
-    torch.set_num_threads(1)
+    settle()
     records: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: records.append(record.getMessage())
@@ -105,6 +106,7 @@ def _rank(
     call, number = PHASES[phase]
     layer.forwards = layer.backwards = 0
     layer.due = (number, sign) if rank == victim else None
+    records.clear()  # a busy machine may well stand still before
     try:
         getattr(schedule, call)(x, target=x)
     except tl.TaktlineError as error:
@@ -172,7 +174,8 @@ def test_a_rank_that_stands_still(strike: Any, phase: str) -> None:
     answers = strike(2, 1, phase, signal.SIGSTOP)
     (answer,) = answers.values()
     # First a report, while there is hope; then, when time is up, the error with another one.
-    (told,) = [text for text in answer.log if "has made no progress" in text]
+    # On a busy machine there may be more reports: on the way to where the rank stands still.
+    *_, told = [text for text in answer.log if "has made no progress" in text]
     assert answer.kind == "StallError"
     assert answer.peer == 1
     first, *report = answer.text.splitlines()

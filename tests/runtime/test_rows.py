@@ -21,8 +21,6 @@ from tests.runtime.test_errors import Outcomes, assert_all, make
 from tests.runtime.test_errors import outcomes as outcomes
 from tests.workers import Workers
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 DIM = 4
 SIZES = [(32, 5), (17, 16), (6, 8), (1, 4), (16, 4)]
 """Rows, and micro-batches."""

@@ -26,8 +26,6 @@ from tests.runtime.test_errors import Outcomes, assert_all
 from tests.runtime.test_errors import outcomes as outcomes
 from tests.workers import Workers
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 DIM = 6
 
 

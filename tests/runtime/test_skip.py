@@ -29,8 +29,6 @@ from tests.runtime.test_errors import Outcomes, assert_all, make, run
 from tests.runtime.test_errors import outcomes as outcomes
 from tests.workers import Workers
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 WIDTH = 4
 
 

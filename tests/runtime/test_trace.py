@@ -40,8 +40,6 @@ from tests.runtime.cases import (
 )
 from tests.workers import Workers
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 CALLS = (("step", 8), ("step", 8), ("eval", 8), ("step", 12))
 
 

@@ -24,8 +24,6 @@ from tests.runtime.cases import (
 )
 from tests.workers import Workers
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 # Evaluation before, between and after training steps that accumulate; batches of several sizes,
 # which are uneven micro-batches for most counts.
 CALLS = (("eval", 8), ("step", 8), ("step", 8), ("eval", 9), ("step", 11), ("eval", 8))

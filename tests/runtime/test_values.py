@@ -23,8 +23,6 @@ from tests.runtime.scenarios import (
 )
 from tests.workers import Workers
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 DIM = 6
 
 

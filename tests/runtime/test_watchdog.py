@@ -81,16 +81,21 @@ def test_each_rank_tells_where_all_of_them_are(workers: Workers, call: str) -> N
     seconds = r"(\d+\.\d|\d+) seconds?"
     computes = rf"0F0 for {seconds}: computes, in test_watchdog\.py, line \d+ \(Sleeps\.forward\)"
     waits = rf"1F0 for {seconds}: waits for activations from rank 0 \(stage 0\)"
-    assert re.fullmatch(
+    assert_told(
+        first,
         rf"rank 0 of Schedule1F1B has made no progress for {seconds}\n  rank 0: {computes}\n"
         rf"  rank 1: .*",
-        first[0],
     )
-    assert re.fullmatch(
+    assert_told(
+        second,
         rf"rank 1 of Schedule1F1B has made no progress for {seconds}\n  rank 0: .*{computes}\n"
         rf"  rank 1: {waits}",
-        second[0],
     )
+
+
+def assert_told(records: list[str], pattern: str) -> None:
+    """One of them is that; a busy machine may stand still elsewhere as well."""
+    assert any(re.fullmatch(pattern, text) for text in records), records
 
 
 def missing(rank: int, group: Any) -> list[str]:
@@ -109,12 +114,12 @@ def missing(rank: int, group: Any) -> list[str]:
 @pytest.mark.processes
 def test_a_rank_that_has_not_begun(workers: Workers) -> None:
     first, _ = workers.run(missing, ranks=2)
-    assert re.fullmatch(
+    assert_told(
+        first,
         r"rank 0 of Schedule1F1B has made no progress for .* seconds?\n"
         r"  rank 0: waits for every rank to begin the step, for .* seconds?\n"
         # The second if another test has used the same ranks.
         r"  rank 1: (has sent nothing yet|is not in a step)",
-        first[0],
     )
 
 

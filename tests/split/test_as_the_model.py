@@ -268,6 +268,7 @@ class Wrapper(nn.Module):
 
 def test_a_wrapper_that_hands_on_its_arguments() -> None:
     model: Any = LANGUAGES["llama"].make()
+    model.config.use_cache = True
     words = texts(4)[0]
     pipe = tl.Pipeline(Wrapper(model), example=(words[:2],), microbatches=2, ranks=2)
     output = pipe.eval(words)

@@ -21,6 +21,8 @@ _SIZES: dict[str, Any] = {
     "bos_token_id": 1,
     "eos_token_id": 2,
     "pad_token_id": 0,
+    # As splits run them: what comes out of a cache has other strides, and may be rounded otherwise.
+    "use_cache": False,
 }
 _LLAMA: dict[str, Any] = {**_SIZES, "intermediate_size": 64, "num_key_value_heads": 2}
 

@@ -9,10 +9,10 @@ from collections import Counter
 from collections.abc import Iterator
 from itertools import count
 
-import torch
 from rich.console import Console
 from rich.table import Table
 
+from tests.settled import settle
 from tests.torture.case import TRANSPORTS, Case, draw
 from tests.torture.verdict import Verdict, judge
 from tests.workers import Workers
@@ -24,7 +24,7 @@ PROGRESS_SECONDS = 10.0
 def main() -> int:
     """Run the cases; 1 if any of them went wrong."""
     options = _parse()
-    torch.set_num_threads(1)
+    settle()
     # A group waits longer than a case may take: who hangs is found busy, not with an error.
     workers = Workers(options.ranks, group_timeout=2 * options.case_timeout + 10)
     tally = Tally()

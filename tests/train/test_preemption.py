@@ -22,6 +22,7 @@ from torch import nn
 import taktline as tl
 from taktline.errors import ArgumentError, UseError
 from taktline.train import preemption
+from tests.settled import settle
 from tests.workers import PRELOADED
 
 
@@ -33,7 +34,7 @@ class Slow(nn.Linear):
 
 def train(store: str, rank: int, world: int, copies: int, call: str, told: Connection) -> None:
     """Train for ever as one rank; tells when it runs, and what it saves."""
-    torch.set_num_threads(1)
+    settle()
     x, step = torch.ones(8, 4), 0
 
     def saved(pipe: tl.Pipeline) -> None:

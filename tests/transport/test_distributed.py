@@ -38,7 +38,6 @@ from tests.runtime.cases import (
     run_pipelined,
     run_plain,
 )
-from tests.runtime.conftest import one_thread as one_thread
 from tests.workers import Workers
 
 MANY = 1 << 20
@@ -416,7 +415,6 @@ CALLS = (("eval", 8), ("step", 8), ("step", 8), ("step", 9), ("eval", 8))
 
 
 @pytest.mark.processes
-@pytest.mark.usefixtures("one_thread")
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("case", "counts"),

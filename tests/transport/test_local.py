@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -572,23 +573,22 @@ def test_a_forked_process_has_threads_of_its_own() -> None:
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/task"), reason="needs Linux")
-def test_kernels_start_no_more_threads_than_the_caller_allows(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+@pytest.mark.processes
+def test_kernels_start_no_more_threads_than_the_caller_allows() -> None:
     """In a new thread, oneDNN's gelu started a team of all cores, whatever was set."""
-    x, before = torch.randn(64, 4096), torch.get_num_threads()
-    monkeypatch.setattr(thread_pool, "_idle", [])
-
-    def started(rank: int) -> int:
-        there = len(os.listdir("/proc/self/task"))
-        torch.nn.functional.gelu(x)
-        return len(os.listdir("/proc/self/task")) - there
-
-    try:
+    code = """if True:
+        import os, torch
+        from taktline.transport.local import run
+        x = torch.randn(64, 4096)
+        def started(rank):
+            there = len(os.listdir("/proc/self/task"))
+            torch.nn.functional.gelu(x)
+            return len(os.listdir("/proc/self/task")) - there
         torch.set_num_threads(1)
         assert run(started, 1) == [0]
-    finally:
-        torch.set_num_threads(before)
+    """
+    environment = {**os.environ, "OMP_NUM_THREADS": "4"}
+    subprocess.run([sys.executable, "-c", code], check=True, env=environment)
 
 
 def test_what_a_rank_has_entered_and_not_left_is_not_there_in_the_next_run() -> None:

@@ -10,8 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
-import torch
-
+from tests.settled import settle
 from tests.workers import Workers, WorkersFailed, WorkersLost
 from tests.zoo import zoo
 from tests.zoo.architecture import Architecture
@@ -30,7 +29,7 @@ def main() -> int:
     warnings.simplefilter("ignore")
     for name in ("torch", "transformers"):  # a trace that fails prints its graph
         logging.getLogger(name).setLevel(logging.CRITICAL)
-    torch.set_num_threads(1)
+    settle()
     results = read(PAGE.read_text())
     wheres = [options.where] if options.where else ["local", "gloo"]
     pool, wrong = Workers(group_timeout=300.0), False
