@@ -39,7 +39,7 @@ _log = logging.getLogger("taktline")
 _HOME = str(Path(__file__).parent.parent)
 _OURS = tuple(
     str(Path(_HOME, "transport", name))
-    for name in ("distributed.py", "connect.py", "lanes.py", "all_gather.py")
+    for name in ("distributed.py", "connect.py", "listener.py", "lanes.py", "all_gather.py")
 )
 _COLLECTIVES = ("_functional_collectives.py", "distributed_c10d.py")
 _FRAMES = 4

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable
@@ -13,6 +14,9 @@ SILENT_SECONDS = 2.0
 """After how long without a word a process counts as silent: that is four beats."""
 _LONGEST = 50_000
 """The most characters of a report, so that it fits into a message."""
+_LONGEST_STATE = 2000
+
+_log = logging.getLogger("taktline")
 
 
 class Heard(NamedTuple):
@@ -42,6 +46,15 @@ class News:
         self._process = process
         self._state = state
         self.heard: dict[int, Heard] = {}
+
+    def own(self) -> tuple[str, bool]:
+        """What this process is doing, and whether that is a step."""
+        try:
+            state, busy = self._state()
+        except Exception as error:  # a failing look must not stop the control thread
+            _log.debug("the control plane could not read what this process is doing: %s", error)
+            return "cannot say what it is doing", True
+        return state[:_LONGEST_STATE], busy
 
     def lives(self, process: int) -> bool:
         """Whether a process has been heard of just now."""
@@ -75,7 +88,7 @@ class News:
     def _told(self, process: int) -> str:
         """What a process is doing, as far as it has said."""
         if process == self._process:
-            return self._state()[0]
+            return self.own()[0]
         if reason := self.gone.get(process):
             return f"{reason} (its process)"
         said = self.heard.get(process)

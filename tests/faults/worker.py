@@ -23,6 +23,7 @@ from torch._C._distributed_c10d import Store
 from torch.distributed.device_mesh import init_device_mesh
 
 import taktline as tl
+from taktline.transport.control_plane import Plane
 from tests.faults.case import TIMEOUT, Case
 from tests.faults.messages import Answer, Place, Struck
 from tests.faults.model import LUCK, WIDTH, Block, Sour, Trap, in_parts
@@ -133,6 +134,10 @@ class Rank:
         """Gather the state, and train on: a rank that others need not wait for knows then."""
         self.pipeline.state_dict(gathered=True)
         return self.step()
+
+    def address(self) -> Answer:
+        """Where the control plane of this process listens."""
+        return Answer(time.monotonic(), where=Plane.current()._peers._listener.address)
 
     def grad_norm(self) -> Answer:
         return Answer(time.monotonic(), numbers=(self.pipeline.grad_norm().item(),))

@@ -246,28 +246,10 @@ def test_what_is_no_message(data: bytes) -> None:
         Message.from_bytes(data)
 
 
-def hello(words: Any) -> list[Message] | None:
-    """What a peer makes of a greeting."""
-    here, there = socket.socketpair()
-    with here, there:
-        peer = Peer(here, None, "secret")
-        data = json.dumps(words).encode()
-        there.sendall(len(data).to_bytes(4, "little") + data)
-        found = peer.read()
-        return None if found is None or peer.process is None else found
-
-
-def test_strangers_are_not_let_in() -> None:
-    address = ["127.0.0.1", 1, "theirs"]
-    assert hello([3, "secret", address]) == []
-    for words in ([3, "guess", address], [3, "secret"], ["3", "secret", address], {}, "secret"):
-        assert hello(words) is None
-
-
 def test_a_length_that_cannot_be() -> None:
     here, there = socket.socketpair()
     with here, there:
-        peer = Peer(here, 1, "secret")
+        peer = Peer(here, 1)
         there.sendall((2**31).to_bytes(4, "little"))
         assert peer.read() is None
 
