@@ -12,6 +12,7 @@ from typing import ParamSpec, TypeVar
 from torch import __file__ as _torch
 
 import taktline
+from taktline.checks import known_keywords
 from taktline.errors import TaktlineError
 
 P = ParamSpec("P")
@@ -24,13 +25,15 @@ _INSIDE = (*_OURS, f"{Path(_torch).parent}{os.sep}")
 def short_traceback(method: Callable[P, R]) -> Callable[P, R]:
     """Let errors of ours begin at ``method`` in tracebacks; their causes stay.
 
-    With ``TAKTLINE_DEBUG=1`` in the environment tracebacks are whole.
+    With ``TAKTLINE_DEBUG=1`` in the environment tracebacks are whole. An unknown keyword is an
+    error of ours, too.
     """
+    inner = known_keywords(method)
 
     @functools.wraps(method)
     def called(*args: P.args, **kwargs: P.kwargs) -> R:
         try:
-            return method(*args, **kwargs)
+            return inner(*args, **kwargs)
         except TaktlineError as error:
             if os.environ.get("TAKTLINE_DEBUG", "") not in ("", "0"):
                 raise
