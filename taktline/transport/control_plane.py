@@ -71,8 +71,7 @@ class Plane:
         self._members: WeakSet[Member] = WeakSet()
         self._left: dict[str, Verdict] = {}
         """Why other processes have left a place to which this one has not come."""
-        self._lost: list[tuple[float, int]] = []
-        """Processes that were lost, and when to conclude it."""
+        self._lost: list[tuple[float, int]] = []  # processes, and when to conclude their loss
         self._lock = threading.Lock()
         self._outgoing: list[tuple[Message, Collection[int], threading.Event]] = []
         self._closing = self._forgotten = False
@@ -174,9 +173,9 @@ class Plane:
         if self._closing or self._pid != os.getpid():
             return
         if threading.current_thread() is self._thread:  # Python has collected a group there
+            self._closing = True
             for process in self._peers.connected:
                 self._peers.write(process, Message("goodbye"))
-            self._closing = True
             return
         self._send(Message("goodbye"), self._peers.connected).wait(_SENDING_SECONDS)
         self._closing = True
