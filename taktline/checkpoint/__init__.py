@@ -26,12 +26,13 @@ from taktline.checkpoint.loading import load as _load
 from taktline.checkpoint.model_state import HeldModel
 from taktline.checkpoint.saving import Training
 from taktline.checkpoint.saving import save as _save
-from taktline.checks import require_instance
+from taktline.checks import known_keywords, require_instance
 from taktline.runtime.schedule import Schedule
 
 __all__ = ["Loaded", "latest", "load", "load_into", "save"]
 
 
+@known_keywords
 def save(
     folder: str | os.PathLike[str],
     schedule: Schedule,
@@ -57,6 +58,7 @@ def save(
     return _save(model, folder, training, keep=keep, async_save=async_save)
 
 
+@known_keywords
 def load(
     folder: str | os.PathLike[str],
     schedule: Schedule,
@@ -78,6 +80,7 @@ def load(
     return _load(model, folder, Training(optimizer, scheduler, scaler, data))
 
 
+@known_keywords
 def load_into(
     model: nn.Module,
     optimizer: Optimizer | Sequence[Optimizer] | None = None,

@@ -20,6 +20,7 @@ from taktline.checks.json_text import Either as Either
 from taktline.checks.json_text import conform as conform
 from taktline.checks.json_text import loads as loads
 from taktline.checks.json_text import read as read
+from taktline.checks.keywords import known_keywords as known_keywords
 from taktline.errors import ArgumentError, TaktlineError
 
 T = TypeVar("T")

@@ -36,6 +36,9 @@ NARROW = 72
 
 MEMORY = "memory: peak activations on a rank, counted in micro-batches"
 
+_MOST = 500_000
+"""The most forwards of a plan that a command builds: with more it would run for a minute."""
+
 
 @dataclass(frozen=True, slots=True)
 class Size:
@@ -59,7 +62,16 @@ class Size:
         """The plan of a schedule, by default on 4 ranks with 8 micro-batches."""
         ranks = 4 if self.ranks is None else self.ranks
         microbatches = 8 if self.microbatches is None else self.microbatches
-        return find(name).build(ranks, microbatches, self.stages_per_rank)
+        schedule = find(name)
+        per_rank = schedule.stages_per_rank or self.stages_per_rank or 2
+        if min(ranks, per_rank, microbatches) > 0 and ranks * per_rank * microbatches > _MOST:
+            raise ScheduleError(
+                f"{schedule.name}: {ranks * per_rank:,} stages × {microbatches:,} micro-batches "
+                f"are {ranks * per_rank * microbatches:,} forwards; the commands plan at most "
+                f"{_MOST:,}. Pass a smaller --microbatches or --ranks, or call taktline.build() in "
+                "Python, which takes more"
+            )
+        return schedule.build(ranks, microbatches, self.stages_per_rank)
 
     def load(self, target: str) -> tuple[Plan, Costs | None]:
         """The plan in a file or of a schedule, and the costs in the file."""

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 
 from taktline.checks import (
+    known_keywords,
     refuse,
     require_flag,
     require_instance,
@@ -41,6 +42,7 @@ def _checked(name: str, value: Any) -> PerStage:
     return tuple(map(float, numbers)) if numbers.ndim else float(numbers)
 
 
+@known_keywords
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
     """The connection between two ranks.
@@ -68,6 +70,7 @@ class Link:
         return self.latency + require_number("bytes", bytes, least=0) / self.bandwidth
 
 
+@known_keywords
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Costs:
     """Times and memory of a plan's actions, as one number for all stages or a sequence of them.

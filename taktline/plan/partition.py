@@ -11,7 +11,7 @@ from itertools import accumulate, pairwise
 from numbers import Integral
 from typing import Any
 
-from taktline.checks import require_iterable, require_whole, shown
+from taktline.checks import known_keywords, require_iterable, require_whole, shown
 from taktline.errors import CostError, PartitionError
 from taktline.plan.action import LARGEST
 from taktline.text import counted, table
@@ -73,6 +73,7 @@ class Partition:
         )
 
 
+@known_keywords
 def balance(
     costs: Iterable[float],
     stages: int,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from taktline.checks import require_flag, require_instance, require_whole
+from taktline.checks import known_keywords, require_flag, require_instance, require_whole
 from taktline.errors import PlanError
 from taktline.plan.action import Kind
 from taktline.plan.deps import channels
@@ -15,6 +15,7 @@ from taktline.plan.walk import Walk, unit_run
 from taktline.text import counted
 
 
+@known_keywords
 def lower(
     plan: Plan, *, merge: bool = False, keep_ready: int | None = None, reduce: bool = False
 ) -> Plan:

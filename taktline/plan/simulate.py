@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from taktline.checks import require_instance
+from taktline.checks import known_keywords, require_instance
 from taktline.plan.action import Kind
 from taktline.plan.costs import Costs
 from taktline.plan.deps import channels, needs
@@ -15,6 +15,7 @@ from taktline.plan.validate import require_valid
 from taktline.plan.walk import walk
 
 
+@known_keywords
 def simulate(plan: Plan, costs: Costs | None = None) -> Timeline:
     """Simulate a plan: every action runs as early as its rank and its dependencies allow.
 

@@ -253,11 +253,12 @@ def _require_enough(arguments: list[_Argument], chunks: int) -> None:
     """Raise unless there is a row for each micro-batch."""
     require_whole("micro-batches", chunks, least=1, error=BatchError)
     first = _first_cut(arguments)
+    if first is not None and not first.size:
+        raise BatchError(f"{first}: it is empty; leave out batches without rows")
     if first is not None and first.size < chunks:
-        fewer = f", or use at most {counted(first.size, 'micro-batch')}" if first.size else ""
         raise BatchError(
             f"{first} cannot be cut into {counted(chunks, 'micro-batch')}; pass at least "
-            f"{chunks}{fewer}"
+            f"{chunks}, or use at most {counted(first.size, 'micro-batch')}"
         )
 
 

@@ -11,6 +11,7 @@ import torch
 
 from taktline.batch_norm import update_all
 from taktline.checks import (
+    known_keywords,
     require_callable,
     require_flag,
     require_instance,
@@ -61,6 +62,7 @@ class Schedule:
     """
     _runner_type: Callable[..., Runner] = Runner
 
+    @known_keywords
     def __init__(
         self,
         stages: Sequence[PipelineStage],

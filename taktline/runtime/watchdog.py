@@ -24,6 +24,7 @@ from taktline.plan import Kind
 from taktline.runtime.program import Instruction, Program
 from taktline.text import counted
 from taktline.transport import Transport, gloo
+from taktline.transport.control_news import COMPUTES, RESTS
 from taktline.transport.distributed import Distributed
 from taktline.transport.verdict import Verdict
 
@@ -38,8 +39,11 @@ STUCK = 84
 _log = logging.getLogger("taktline")
 _HOME = str(Path(__file__).parent.parent)
 _OURS = tuple(
-    str(Path(_HOME, "transport", name))
-    for name in ("distributed.py", "connect.py", "lanes.py", "all_gather.py")
+    str(Path(_HOME, "transport", f"{name}.py"))
+    for name in (
+        *("distributed", "connect", "listener", "lanes", "all_gather"),
+        *("control_plane", "control_news"),
+    )
 )
 _COLLECTIVES = ("_functional_collectives.py", "distributed_c10d.py")
 _FRAMES = 4
@@ -93,7 +97,8 @@ class Watch:
         if self._transport is not None:
             plane = self._transport.plane
             plane.watched = tuple(each for each in plane.watched if each is not self)
-            plane.state = _idle
+            outer = [each for each in plane.watched if isinstance(each, Watch)]
+            plane.state = outer[-1]._state if outer else _idle
 
     def tick(self) -> None:
         """Check whether the step goes on; called on the plane's thread, some times a second."""
@@ -141,8 +146,7 @@ class Watch:
         if instruction is None:
             return f"{self.doing}, for {waited}", True
         if self._computes():
-            place = _place(self._frame())
-            return f"{instruction.action} for {waited}: computes{place}", True
+            return f"{instruction.action} for {waited}: {COMPUTES}{_place(self._frame())}", True
         return f"{instruction.action} for {waited}: waits for {self._waits_for()}", True
 
     def _waits_for(self) -> str:
@@ -237,6 +241,16 @@ class _Guard(Watch):
 
     def _computes(self) -> bool:
         return not self._waits()
+
+    def _state(self) -> tuple[str, bool]:
+        waited, frame = _seconds(time.monotonic() - self._since), self._frame()
+        if frame is None or _shows_wait(frame):
+            doing = "waits for other ranks"
+        elif self._rests():
+            doing = RESTS
+        else:
+            doing = f"{COMPUTES}{_place(frame)}"
+        return f"{self.doing} for {waited}: {doing}", True
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from taktline.checks import (
+    known_keywords,
     require_callable,
     require_instance,
     require_instances,
@@ -55,6 +56,7 @@ class PipelineStage:
     PipelineStage(0 of 2, Linear, 20 parameters, cpu)
     """
 
+    @known_keywords
     def __init__(
         self,
         submodule: nn.Module,

@@ -153,6 +153,7 @@ def build(
     with guarded(here.transport, "Pipeline(…)"):
         state = take_apart(model, plan, example, cuts, here.transport)
         table = StageTable.of(plan, state.modules, example, here.transport)
+        table.prepared = prepare is not None
         options["dynamic_shapes"] |= any(map(has_dynamic_shapes, state.modules.values()))
         keep(state, [stage for rank in here.own for stage in plan.placement.stages_of(rank)])
         _make_ready(state.modules, here, state_dict, prepare, data_parallel, compiles=compiles)

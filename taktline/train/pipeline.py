@@ -31,7 +31,7 @@ from taktline.train.monitoring import Monitoring
 from taktline.train.preemption import PREEMPTED
 from taktline.train.save_load import SaveLoad
 from taktline.train.steps import Outputs, loss_in_output, run, with_own_loss
-from taktline.train.tracebacks import short_traceback
+from taktline.train.tracebacks import note_loss, short_traceback
 from taktline.train.verify import verify
 
 
@@ -61,7 +61,7 @@ class Pipeline(AsModule, Gradients, SaveLoad, Monitoring):
         data_parallel: ``"ddp"`` or ``"fsdp"``: the wrapper of each stage.
         prepare: called with each stage of this process and its number, once it is on its device
             and before it is wrapped; returns the module to use. For activation checkpointing or
-            tensor parallelism.
+            tensor parallelism. The printed table shows the stages as they were before it.
         compile: compiles each stage, after ``prepare``, by :func:`taktline.compile_stages`.
         device: where to compute.
         state_dict: values for a model that was built on the meta device, of which each process
@@ -188,7 +188,8 @@ class Pipeline(AsModule, Gradients, SaveLoad, Monitoring):
 
         Every row counts the same, also where micro-batches differ in size.
 
-        Gradients are added to ``.grad``, as ``backward()`` does. Every rank may pass the whole
+        Gradients are added to ``.grad``, as ``backward()`` does, so do not call that on the loss.
+        Every rank may pass the whole
         batch; ranks that do not need it ignore it. On a GPU this returns before the loss is
         computed; reading the loss waits.
 
@@ -217,6 +218,7 @@ class Pipeline(AsModule, Gradients, SaveLoad, Monitoring):
             step = self._built.schedule.step
             output, loss = run(self._built, step, (args, target, options), lists, return_outputs)
         self._metrics.note((*args, *options.values()), loss)
+        note_loss(loss)
         self._hear()
         return (loss, output) if return_outputs else loss
 

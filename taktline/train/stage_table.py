@@ -84,6 +84,8 @@ class StageTable:
         self, plan: Plan, rows: Sequence[Row], boundaries: Boundaries | None = None
     ) -> None:
         self._plan = plan
+        self.prepared = False
+        """Whether ``prepare`` has changed the stages since they were measured."""
         self.boundaries = boundaries or Boundaries()
         self._rows = {row.stage: row for row in rows}
 
@@ -147,6 +149,7 @@ class StageTable:
         if known:
             basis = "from counted operations"
             memory = "sends, keeps: per micro-batch; peak: activations of a rank"
+            memory += "; all before prepare=" * self.prepared
         bubble = f"predicted bubble: {self.predicted().bubble():.1%}"
         return f"{table(lines, left=['layers'])}\n{bubble} ({basis}); {memory}"
 

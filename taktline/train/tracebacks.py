@@ -1,4 +1,4 @@
-"""Leaves our own frames out of tracebacks, unless ``TAKTLINE_DEBUG=1``."""
+"""Leaves our own frames out of tracebacks, unless ``TAKTLINE_DEBUG=1``; explains torch's errors."""
 
 from __future__ import annotations
 
@@ -8,29 +8,37 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import ParamSpec, TypeVar
+from weakref import ref
 
-from torch import __file__ as _torch
+import torch
 
 import taktline
+from taktline.checks import known_keywords
 from taktline.errors import TaktlineError
+from taktline.transport.exit_hooks import notes
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
+_loss: ref[torch.Tensor] | None = None
+"""The loss of the last step."""
+
 _OURS = (f"{Path(taktline.__file__).parent}{os.sep}",)
-_INSIDE = (*_OURS, f"{Path(_torch).parent}{os.sep}")
+_INSIDE = (*_OURS, f"{Path(torch.__file__).parent}{os.sep}")
 
 
 def short_traceback(method: Callable[P, R]) -> Callable[P, R]:
     """Let errors of ours begin at ``method`` in tracebacks; their causes stay.
 
-    With ``TAKTLINE_DEBUG=1`` in the environment tracebacks are whole.
+    With ``TAKTLINE_DEBUG=1`` in the environment tracebacks are whole. An unknown keyword is an
+    error of ours, too.
     """
+    inner = known_keywords(method)
 
     @functools.wraps(method)
     def called(*args: P.args, **kwargs: P.kwargs) -> R:
         try:
-            return method(*args, **kwargs)
+            return inner(*args, **kwargs)
         except TaktlineError as error:
             if os.environ.get("TAKTLINE_DEBUG", "") not in ("", "0"):
                 raise
@@ -44,6 +52,29 @@ def short_traceback(method: Callable[P, R]) -> Callable[P, R]:
             del found, cause  # they hold this frame
 
     return called
+
+
+def note_loss(loss: torch.Tensor | None) -> None:
+    """Note the loss of a step, so that an error of its ``backward()`` can be explained."""
+    global _loss
+    _loss = None if loss is None else ref(loss)
+
+
+def _explain_backward(error: BaseException) -> None:
+    """Add a note to the error of ``loss.backward()`` after a step.
+
+    torch says only that the loss requires no gradient. As an attribute of the loss would keep
+    ``torch.load`` from reading it, this waits for the error that ends the program.
+    """
+    loss = None if _loss is None else _loss()
+    frames = _frames(error, _OURS)
+    if loss is not None and any(each.tb_frame.f_locals.get("self") is loss for each in frames):
+        error.add_note(
+            "pipe.step() has run the backward: gradients are in .grad. Leave out loss.backward()"
+        )
+
+
+notes.append(_explain_backward)
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:

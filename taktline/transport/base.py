@@ -85,3 +85,11 @@ class Transport(Protocol):
             ragged: whether ranks may pass different amounts.
         """
         ...
+
+
+class Watched(Protocol):
+    """A step that is running."""
+
+    def tick(self) -> None:
+        """Look at the step; called some times a second."""
+        ...

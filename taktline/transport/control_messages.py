@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import secrets
 import socket
 import struct
 from contextlib import suppress
@@ -34,9 +33,6 @@ _MESSAGE = {
     "value": str,
     "verdict": Either(None, _VERDICT),
 }
-Address = tuple[str, int, str]
-ADDRESS = (str, int, str)
-"""Host, port, and the token without which a caller is refused."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +47,8 @@ class Message:
 
     def to_bytes(self) -> bytes:
         """The bytes to send, with their length first."""
-        return _framed(asdict(self))
+        data = json.dumps(asdict(self)).encode()
+        return _LENGTH.pack(len(data)) + data
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Message:
@@ -66,36 +63,25 @@ class Peer:
 
     Args:
         connection: the socket.
-        process: the number of the other process; None until a caller has said its own.
-        token: what a caller has to know.
+        process: the number of the other process.
     """
 
-    def __init__(self, connection: socket.socket, process: int | None, token: str) -> None:
+    def __init__(self, connection: socket.socket, process: int) -> None:
         self.socket = connection
         self.process = process
         self.said_goodbye = False
-        self.address: Address | None = None
-        """Where its process can be called, if known."""
         self.answered = False
         """Whether it has sent anything."""
-        self._token = token
         self._unread = bytearray()
         self._unsent = bytearray()
         connection.setblocking(False)
         with suppress(OSError):
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
-    def greet(self, process: int, address: Address) -> bool:
-        """Say which process calls, and where it can be called itself."""
-        return self._write(_framed([process, self._token, address]))
-
     def write(self, message: Message) -> bool:
         """Send as much of a message as there is room for; False if the socket is dead."""
-        return self._write(message.to_bytes())
-
-    def _write(self, data: bytes) -> bool:
         if len(self._unsent) < _UNSENT:
-            self._unsent += data
+            self._unsent += message.to_bytes()
         try:
             while self._unsent:
                 del self._unsent[: self.socket.send(self._unsent)]
@@ -127,21 +113,7 @@ class Peer:
                     break
                 body = bytes(self._unread[_LENGTH.size : _LENGTH.size + length])
                 del self._unread[: _LENGTH.size + length]
-                if self.process is None:
-                    self._read_greeting(body)
-                else:
-                    found.append(Message.from_bytes(body))
+                found.append(Message.from_bytes(body))
         except JsonError:
             return None
         return found
-
-    def _read_greeting(self, body: bytes) -> None:
-        process, token, address = read(body, (int, str, ADDRESS), what="a greeting")
-        if not secrets.compare_digest(token, self._token):
-            raise JsonError("a greeting", "from a stranger")
-        self.process, self.address = process, address
-
-
-def _framed(value: object) -> bytes:
-    data = json.dumps(value).encode()
-    return _LENGTH.pack(len(data)) + data

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable
 from typing import NamedTuple
 
@@ -11,8 +13,13 @@ from taktline.transport.verdict import Cause, Verdict
 
 SILENT_SECONDS = 2.0
 """After how long without a word a process counts as silent: that is four beats."""
+COMPUTES, RESTS = "computes", "waits for a file, or an operation of torch"
+"""What a process is doing that does not wait for others, as far as can be seen."""
 _LONGEST = 50_000
 """The most characters of a report, so that it fits into a message."""
+_LONGEST_STATE = 2000
+
+_log = logging.getLogger("taktline")
 
 
 class Heard(NamedTuple):
@@ -43,6 +50,15 @@ class News:
         self._state = state
         self.heard: dict[int, Heard] = {}
 
+    def own(self) -> tuple[str, bool]:
+        """What this process is doing, and whether that is a step."""
+        try:
+            state, busy = self._state()
+        except Exception as error:  # a failing look must not stop the control thread
+            _log.debug("the control plane could not read what this process is doing: %s", error)
+            return "cannot say what it is doing", True
+        return state[:_LONGEST_STATE], busy
+
     def lives(self, process: int) -> bool:
         """Whether a process has been heard of just now."""
         said = self.heard.get(process)
@@ -56,26 +72,38 @@ class News:
         """A verdict on the process that holds up the others: a silent, busy or absent one.
 
         It may be in none of the groups of this process: a rank that waits for it holds up others.
-        Of several, it is one that is awaited here.
+        Of several, it is one that is awaited here. If there is none, the verdict says so.
         """
         others = sorted(set(everyone) - {self._process})
         others.sort(key=lambda process: process not in awaited)
         signs: list[Callable[[Heard | None], bool]] = [
             lambda said: said is not None and said.age > SILENT_SECONDS,
-            lambda said: said is not None and ": computes" in said.state,
+            lambda said: said is not None and f": {COMPUTES}" in said.state,
             lambda said: said is not None and not said.busy,
             lambda said: said is None,
-            lambda said: True,
+            lambda said: said is not None and f": {RESTS}" in said.state,
         ]
-        suspect = next(p for sign in signs for p in others if sign(self.heard.get(p)))
-        where = f"(rank {self._process} waits for {what})" if what else ""
+        suspects = [p for sign in signs for p in others if sign(self.heard.get(p))]
+        suspects += self._elsewhere(others)
+        where = f"rank {self._process} waits for {what}" if what else ""
+        if not suspects:
+            unknown = "all wait for each other: which rank holds them up cannot be told"
+            where = f"{where}; {unknown}" if where else unknown
         report = self.report(sorted({*everyone, self._process}))[:_LONGEST]
-        return Verdict(Cause.STALLED, suspect, report, where)
+        suspect = [*suspects, *others][0]
+        return Verdict(Cause.STALLED, suspect, report, f"({where})" if where else "")
+
+    def _elsewhere(self, others: Collection[int]) -> list[int]:
+        """The process that is in another call than all the others, if there is one."""
+        calls = {p: self.heard[p].state.split(" for ")[0] for p in others if p in self.heard}
+        counts = Counter([*calls.values(), self.own()[0].split(" for ")[0]])
+        alone = [p for p, call in calls.items() if counts[call] == 1]
+        return alone if len(counts) == 2 and len(alone) == 1 else []
 
     def _told(self, process: int) -> str:
         """What a process is doing, as far as it has said."""
         if process == self._process:
-            return self._state()[0]
+            return self.own()[0]
         if reason := self.gone.get(process):
             return f"{reason} (its process)"
         said = self.heard.get(process)

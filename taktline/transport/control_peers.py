@@ -8,13 +8,9 @@ All this is done in rounds, in which a process calls the missing ones, or sees w
 
 from __future__ import annotations
 
-import fcntl
 import json
-import os
-import secrets
 import selectors
 import socket
-import struct
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -24,7 +20,9 @@ from torch._C._distributed_c10d import PrefixStore, Store
 
 from taktline.checks import read
 from taktline.errors import JsonError
-from taktline.transport.control_messages import ADDRESS, Address, Message, Peer
+from taktline.transport.control_messages import Message, Peer
+from taktline.transport.listener import ADDRESS, Address, Listener, call
+from taktline.transport.own_host import own_host
 
 _CONNECT_SECONDS = 0.5
 _FIRST_PAUSE, _PAUSE = 0.02, 0.25
@@ -33,7 +31,6 @@ _REFUSED_SECONDS = 0.25
 """How long a process that was never connected refuses calls before it counts as ended."""
 _PROBES = 12
 """How often a process that does not call is tried: it may be stopped."""
-_INTERFACE_ADDRESS = 0x8915  # SIOCGIFADDR
 
 
 class Peers:
@@ -58,18 +55,16 @@ class Peers:
         take: Callable[[int, Message], None],
         part: Callable[[int, bool], None],
     ) -> None:
-        self._process = process
+        self._process, self._size = process, size
         self._greet, self._take, self._part = greet, take, part
         # A connection of its own, for another thread.
         own = store.clone()  # pyright: ignore[reportAttributeAccessIssue]
         self._store = PrefixStore(name, own)
-        self.host = _host(store)
+        self.host = own_host(store)
         """The address under which other hosts reach this one."""
-        server = socket.create_server((self.host, 0), backlog=max(size, 16))
-        server.setblocking(False)
-        self._address: Address = (self.host, server.getsockname()[1], secrets.token_hex(16))
+        self._listener = Listener(self.host, size)
         self._selector = selectors.DefaultSelector()
-        self._selector.register(server, selectors.EVENT_READ, lambda: self._accept(server))
+        self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
         reader, self._waker = socket.socketpair()
         self._waker.setblocking(False)
         self._selector.register(reader, selectors.EVENT_READ, lambda: reader.recv(4096))
@@ -87,7 +82,7 @@ class Peers:
         self._rounds = 0
         self.due = 0.0
         """When to call :meth:`look` next."""
-        self._store.set(str(process), json.dumps(self._address))
+        self._store.set(str(process), json.dumps(self._listener.address))
 
     @property
     def connected(self) -> list[int]:
@@ -112,6 +107,7 @@ class Peers:
         """Wait until something arrives, or :meth:`wake` is called, and take it."""
         for key, _ in self._selector.select(seconds):
             key.data()
+        self._accept()  # also to drop callers that say nothing
 
     def wake(self) -> None:
         """End the wait; from any thread."""
@@ -130,6 +126,7 @@ class Peers:
             if isinstance(key.fileobj, socket.socket):
                 key.fileobj.close()
         self._selector.close()
+        self._listener.close()
         self._waker.close()
 
     def forget(self) -> None:
@@ -163,7 +160,7 @@ class Peers:
         self._probed[process] += 1
         try:
             self._reach(process)
-        except (OSError, OverflowError) as error:
+        except (OSError, OverflowError, ValueError) as error:  # the latter: no address at all
             if process in self._met:
                 self._end(process)
             elif isinstance(error, ConnectionRefusedError):
@@ -176,47 +173,50 @@ class Peers:
         A process listens as long as it lives, even while it is stopped, and will call this one.
         """
         address = self._addresses[process]
-        connection = socket.create_connection(address[:2], _CONNECT_SECONDS)
         if process > self._process:
-            connection.close()
+            socket.create_connection(address[:2], _CONNECT_SECONDS).close()
             return
-        peer = Peer(connection, process, address[2])
-        peer.address = address
-        if not peer.greet(self._process, self._address):
-            connection.close()
-            raise ConnectionResetError
+        peer = Peer(call(address, self._process, _CONNECT_SECONDS), process)
         self._calling.add(process)
         self._register(peer)
+        # The store may be gone when this process has to be called.
+        peer.write(Message("address", value=json.dumps(self._listener.address)))
 
-    def _accept(self, server: socket.socket) -> None:
-        with suppress(OSError):
-            self._register(Peer(server.accept()[0], None, self._address[2]))
+    def _accept(self) -> None:
+        for process, connection in self._listener.accept():
+            if process == self._process or process >= self._size:
+                connection.close()
+                continue
+            peer = Peer(connection, process)
+            self._register(peer)
+            self._add(peer)
 
     def _register(self, peer: Peer) -> None:
         self._selector.register(peer.socket, selectors.EVENT_READ, lambda: self._read(peer))
 
     def _read(self, peer: Peer) -> None:
         messages = peer.read()
-        process = peer.process
-        if process is not None and peer.answered:
-            if self._peers.get(process) is not peer:
-                self._add(peer, process)
-            for message in messages or ():
-                if message.kind == "goodbye":
-                    peer.said_goodbye = True
-                else:
-                    self._take(process, message)
         if messages is None:
             self._lose(peer)
+            return
+        if peer.answered and self._peers.get(peer.process) is not peer:
+            self._add(peer)
+        for message in messages:
+            if message.kind == "goodbye":
+                peer.said_goodbye = True
+            elif message.kind == "address":
+                with suppress(JsonError):
+                    self._addresses[peer.process] = read(message.value, ADDRESS, what="an address")
+            else:
+                self._take(peer.process, message)
 
-    def _add(self, peer: Peer, process: int) -> None:
-        """Note a peer that has said its number, or has answered."""
+    def _add(self, peer: Peer) -> None:
+        """Note a peer that has greeted, or has answered."""
+        process = peer.process
         self._missing.discard(process)
         self._met.add(process)
         self._calling.discard(process)
         self._refused.pop(process, None)
-        if peer.address is not None:
-            self._addresses[process] = peer.address
         if (before := self._peers.get(process)) is not None:
             self._drop(before)  # the other process has noticed first that this socket has ended
         self._peers[process] = peer
@@ -232,8 +232,6 @@ class Peers:
         """Let go of a socket that has ended: with its process, or alone."""
         self._drop(peer)
         process = peer.process
-        if process is None:
-            return
         self._calling.discard(process)
         if self._peers.get(process) is not peer:
             return
@@ -249,20 +247,3 @@ class Peers:
         """Note that a process has ended without a goodbye."""
         self._missing.discard(process)
         self._part(process, False)
-
-
-def _host(store: Store) -> str:
-    """The address under which other hosts reach this one."""
-    interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
-    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        if interface:
-            request = struct.pack("256s", interface.encode()[:15])
-            return socket.inet_ntoa(fcntl.ioctl(probe, _INTERFACE_ADDRESS, request)[20:24])
-    while hasattr(store, "underlying_store"):
-        store = store.underlying_store  # pyright: ignore[reportAttributeAccessIssue]
-    host, port = getattr(store, "host", None), getattr(store, "port", None)
-    if isinstance(host, str) and isinstance(port, int):
-        with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((host, port))  # sends nothing: asks by which way the store is reached
-            return probe.getsockname()[0]
-    return "127.0.0.1"

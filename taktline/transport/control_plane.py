@@ -10,7 +10,8 @@ asked for addresses only while the processes meet: later its host may be the one
         │     ╲     ╱     │            verdict   "I have left you, as this process is lost"
     process 2 ───────── process 3      goodbye   before a program ends in order
 
-If a socket ends without a goodbye, its process has died, and all others know at once.
+If a socket ends without a goodbye, its process has died, and all others know at once. If the thread
+itself fails, so does the job: without it no later fault would be known.
 """
 
 from __future__ import annotations
@@ -20,13 +21,14 @@ import os
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
-from typing import Protocol
+from contextlib import suppress
 from weakref import WeakSet, finalize
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
 from taktline.errors import text_of
+from taktline.transport.base import Watched
 from taktline.transport.control_messages import Message
 from taktline.transport.control_news import Heard, News, Values
 from taktline.transport.control_peers import Peers
@@ -43,14 +45,6 @@ _LAPSE_SECONDS = 1.0
 _SENDING_SECONDS = 1.0
 
 _log = logging.getLogger("taktline")
-
-
-class Watched(Protocol):
-    """A step that is running."""
-
-    def tick(self) -> None:
-        """Look at the step; called some times a second."""
-        ...
 
 
 class Plane:
@@ -77,11 +71,12 @@ class Plane:
         self._members: WeakSet[Member] = WeakSet()
         self._left: dict[str, Verdict] = {}
         """Why other processes have left a place to which this one has not come."""
-        self._lost: list[tuple[float, int]] = []
-        """Processes that were lost, and when to conclude it."""
+        self._lost: list[tuple[float, int]] = []  # processes, and when to conclude their loss
         self._lock = threading.Lock()
         self._outgoing: list[tuple[Message, Collection[int], threading.Event]] = []
         self._closing = self._forgotten = False
+        self._failure: Verdict | None = None
+        """Why the thread has ended, unless it was closed."""
         self._peers = Peers(
             store, process, size, name, greet=self._greet, take=self._take, part=self._part
         )
@@ -117,8 +112,9 @@ class Plane:
             if again:
                 here = {*self._values.at(member.place), self.process}
                 member.absent = {*member.processes} - here
-        if left is not None and not again:
-            self._leave(member, left)
+                left = None
+        if verdict := self._failure or left:
+            self._leave(member, verdict)
 
     def leave(self, member: Member) -> None:
         """Tell a member of no further verdicts."""
@@ -177,9 +173,9 @@ class Plane:
         if self._closing or self._pid != os.getpid():
             return
         if threading.current_thread() is self._thread:  # Python has collected a group there
+            self._closing = True
             for process in self._peers.connected:
                 self._peers.write(process, Message("goodbye"))
-            self._closing = True
             return
         self._send(Message("goodbye"), self._peers.connected).wait(_SENDING_SECONDS)
         self._closing = True
@@ -198,7 +194,7 @@ class Plane:
 
     def _send(self, message: Message, processes: Collection[int]) -> threading.Event:
         done = threading.Event()
-        if not processes:
+        if not processes or self._failure is not None:
             done.set()
             return done
         with self._lock:
@@ -209,6 +205,27 @@ class Plane:
     # What follows runs on the control thread.
 
     def _run(self) -> None:
+        try:
+            self._serve()
+        except BaseException as error:
+            self._fail(error)
+        self._peers.close()
+        if self._forgotten:
+            self._peers.forget()
+
+    def _fail(self, error: BaseException) -> None:
+        """Fail the job loudly, on every rank."""
+        _log.critical("the control plane of rank %d has failed", self.process, exc_info=error)
+        text = f"{type(error).__name__}: {text_of(error, 2000)}"
+        self._failure = failure = Verdict(Cause.RAISED, self.process, text, "in its control thread")
+        with suppress(Exception):
+            for process in self._peers.connected:
+                self._peers.write(process, Message("verdict", verdict=failure))
+        for member in self._all():
+            if member.verdict is None:
+                self._leave(member, failure)
+
+    def _serve(self) -> None:
         looked = beat = 0.0
         while not self._closing:
             now = time.monotonic()
@@ -220,15 +237,13 @@ class Plane:
                 self._tick()
             if now >= beat:
                 beat = now + _BEAT_SECONDS
-                self._beat()
+                for process in self._peers.connected:
+                    self._peers.write(process, Message("beat", *self.news.own()))
             self._peers.look()
             due = min([looked + pause, self._peers.due, *(at for at, _ in self._lost)])
             self._peers.wait(max(0.0, due - time.monotonic()))
             self._flush()
             self._conclude_losses()
-        self._peers.close()
-        if self._forgotten:
-            self._peers.forget()
 
     def _hurries(self) -> bool:
         return bool(self.watched) and any(member.verdict is not None for member in self._all())
@@ -239,15 +254,6 @@ class Plane:
                 each.tick()
             except Exception as error:  # a failing look must not stop the control thread
                 _log.debug("the control plane could not look at a step: %s", error)
-
-    def _beat(self) -> None:
-        try:
-            state, busy = self.state()
-        except Exception as error:
-            _log.debug("the control plane could not read what this process is doing: %s", error)
-            return
-        for process in self._peers.connected:
-            self._peers.write(process, Message("beat", state=state[:2000], busy=busy))
 
     def _flush(self) -> None:
         with self._lock:
@@ -264,7 +270,7 @@ class Plane:
         mine = self._values.of(self.process)
         left = [m for m in self._all() if process in m.processes and m.verdict is not None]
         return [
-            Message("beat", *self.state()),
+            Message("beat", *self.news.own()),
             *(Message("value", state=place, value=value) for place, value in mine.items()),
             *(Message("verdict", state=m.place, verdict=m.verdict) for m in left),
         ]
@@ -341,4 +347,4 @@ class Plane:
 
     def _all(self) -> list[Member]:
         with self._lock:
-            return list(self._members)
+            return [*self._members]

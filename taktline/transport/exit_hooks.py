@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import os
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing.util import Finalize
 from typing import Any
@@ -12,6 +13,8 @@ from weakref import WeakKeyDictionary
 
 planes: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 """The control plane of each default process group."""
+notes: list[Callable[[BaseException], None]] = []
+"""Called with an error that ends the program, to add notes to it."""
 
 
 def _close_all() -> None:
@@ -34,6 +37,9 @@ def _forked() -> None:
 
 def _excepthook(kind: type[BaseException], error: BaseException, trace: Any) -> None:
     """Announce that an error ends this program, and call the hook that was there before."""
+    for note in notes:
+        with suppress(Exception):
+            note(error)
     for plane in list(planes.values()):
         with suppress(Exception):
             plane.raised(error)

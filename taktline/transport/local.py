@@ -22,7 +22,7 @@ from typing import Any, TypeVar, TypeVarTuple
 
 import torch
 
-from taktline.checks import require_callable, require_flag, require_whole
+from taktline.checks import known_keywords, require_callable, require_flag, require_whole
 from taktline.errors import DeadlockError, TransportError
 from taktline.text import counted
 from taktline.transport import thread_pool
@@ -38,6 +38,7 @@ Args = TypeVarTuple("Args")
 _thread = threading.local()
 
 
+@known_keywords
 def run(fn: Callable[[int, *Args], T], ranks: int, *args: *Args, strict: bool = False) -> list[T]:
     """Call ``fn(rank, *args)`` for each rank, and return the results in the order of the ranks.
 

@@ -463,3 +463,17 @@ class TestAsAProcess:
         write(plan, "plan.json")
         code = "from taktline.plan import read; print(read('plan.json').digest())"
         assert self.taktline(code, folder).stdout.strip() == plan.digest()
+
+
+@pytest.mark.parametrize("command", ["plan", "show", "simulate", "compare"])
+@pytest.mark.parametrize("size", [["-m", "3000000"], ["-m", str(10**30)], ["-r", "3000000"]])
+def test_sizes_that_would_take_minutes(command: str, size: list[str]) -> None:
+    result = run(command, "zbv", *size)
+    assert result.exit_code == 2
+    assert "forwards; the commands plan at most 500,000" in result.output
+
+
+def test_a_demo_of_many_microbatches() -> None:
+    result = run("demo", "-m", "3000000")
+    assert result.exit_code == 2
+    assert "1024" in result.output

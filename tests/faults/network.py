@@ -30,6 +30,7 @@ from tests.faults.pool import PATIENCE, Job, Report
 SETUP = Case.of("stop-1f1b-4-none-steady")
 SIDES = ((0, 1), (2, 3))
 ADDRESSES = ("10.214.0.1", "10.214.0.2")
+V6_ADDRESSES = ("fd00:214::1", "fd00:214::2")
 TUNSETIFF, IFF_TUN, IFF_NO_PI = 0x400454CA, 0x0001, 0x1000
 STEPS = 100
 """Some seconds; the fault comes half a second after their beginning."""
@@ -73,7 +74,8 @@ class Wire(threading.Thread):
 class Hosts:
     """The two namespaces; their names hold the process that made them."""
 
-    def __init__(self) -> None:
+    def __init__(self, addresses: Sequence[str]) -> None:
+        self.addresses = addresses
         self.names = [f"taktline-{os.getpid()}-{side}" for side in range(2)]
         self.links = [f"takt{os.getpid()}.{side}" for side in range(2)]
         self.wire: Wire | None = None
@@ -81,11 +83,13 @@ class Hosts:
     def make(self) -> None:
         self.wire = Wire(self.links)
         self.wire.start()
-        for name, link, address in zip(self.names, self.links, ADDRESSES, strict=True):
+        for name, link, address in zip(self.names, self.links, self.addresses, strict=True):
             _run("ip", "netns", "add", name)
             _run("ip", "link", "set", link, "netns", name)
             for words in (
-                f"addr add {address}/24 dev {link}",
+                f"addr add {address}/64 dev {link} nodad"
+                if ":" in address
+                else f"addr add {address}/24 dev {link}",
                 "link set lo up",
                 f"link set {link} up",
             ):
@@ -98,7 +102,7 @@ class Hosts:
 
     def places(self, quiet: bool) -> list[Place]:
         return [
-            Place(ADDRESSES[0], namespace=name, interface=link, quiet=quiet)
+            Place(self.addresses[0], namespace=name, interface=link, quiet=quiet)
             for name, link, ranks in zip(self.names, self.links, SIDES, strict=True)
             for _ in ranks
         ]
@@ -115,9 +119,9 @@ class Hosts:
 
 
 @contextmanager
-def hosts() -> Iterator[Hosts]:
+def hosts(addresses: Sequence[str] = ADDRESSES) -> Iterator[Hosts]:
     """Two hosts, for as long as the block lasts."""
-    made = Hosts()
+    made = Hosts(addresses)
     try:
         try:
             made.make()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -15,7 +16,7 @@ from tests.faults.case import FAULTS, SCHEDULES, TIMEOUT, WRAPPERS, Case, draw, 
 from tests.faults.judge import judge, run
 from tests.faults.messages import Answer, Struck
 from tests.faults.model import LUCK
-from tests.faults.pool import Report
+from tests.faults.pool import Job, Report
 
 # Tests run on machines that are busy: here, a rank must only know before the timeout can tell it.
 LIMIT = TIMEOUT - 0.5
@@ -39,6 +40,47 @@ def test_faults_of_the_network(name: str) -> None:
     except network.Unable as error:
         pytest.skip(str(error))
     assert not verdict.wrong, f"{name}\n{verdict}"
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+def test_two_hosts_with_ipv6_only() -> None:
+    case = Case.of("kill-1f1b-4-none-steady")
+    try:
+        with network.hosts(network.V6_ADDRESSES) as hosts, Job(case, hosts.places(True)) as job:
+            job.build()
+            job.tell("face", case)
+            others = [rank for rank in range(case.ranks) if rank != case.victim]
+            answers = job.listen(others, 30.0)
+    except network.Unable as error:
+        pytest.skip(str(error))
+    known = {rank: (answer.kind, answer.peer) for rank, answer in answers.items()}
+    assert known == dict.fromkeys(others, ("LostRankError", case.victim))
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("ranks", "call", "victim", "how"),
+    [
+        (6, "save", 4, "sleeps"),
+        (6, "load", 1, "loops"),
+        (6, "save", 2, "loops"),
+    ],
+)
+def test_a_rank_that_hangs_in_a_save_or_load(
+    tmp_path: Path, ranks: int, call: str, victim: int, how: str
+) -> None:
+    with Job(Case.of(f"hang-1f1b-{ranks}-none-steady")) as job:
+        job.build()
+        if call == "load":
+            job.ask("checkpoint", "save", str(tmp_path), victim, "not")
+        job.tell("checkpoint", call, str(tmp_path), victim, how)
+        others = [rank for rank in range(ranks) if rank != victim]
+        answers = job.listen(others, 6 * TIMEOUT)
+    known = {rank: (answer.kind, answer.peer) for rank, answer in answers.items()}
+    assert known == dict.fromkeys(others, ("StallError", victim)), answers[others[0]].text
+    assert f"rank {victim}: is in {call}() for " in answers[others[0]].text
 
 
 LOST = Answer(10.2, "LostRankError", ours=True, text="rank 0 has lost rank 4", peer=4)

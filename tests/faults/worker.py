@@ -23,6 +23,7 @@ from torch._C._distributed_c10d import Store
 from torch.distributed.device_mesh import init_device_mesh
 
 import taktline as tl
+from taktline.transport.control_plane import Plane
 from tests.faults.case import TIMEOUT, Case
 from tests.faults.messages import Answer, Place, Struck
 from tests.faults.model import LUCK, WIDTH, Block, Sour, Trap, in_parts
@@ -135,6 +136,16 @@ class Rank:
         self.pipeline.state_dict(gathered=True)
         return self.step()
 
+    def address(self) -> Answer:
+        """Where the control plane of this process listens."""
+        return Answer(time.monotonic(), where=Plane.current()._peers._listener.address)
+
+    def checkpoint(self, call: str, folder: str, victim: int, how: str) -> Answer:
+        """Save or load, where the data of one rank hangs."""
+        data = _Hangs(how) if self.rank == victim else _Hangs("not")
+        getattr(self.pipeline, call)(folder, data=data)
+        return Answer(time.monotonic())
+
     def grad_norm(self) -> Answer:
         return Answer(time.monotonic(), numbers=(self.pipeline.grad_norm().item(),))
 
@@ -211,6 +222,22 @@ class Rank:
         gc.collect()
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+class _Hangs:
+    """What a rank saves as its data: it sleeps, or computes, for longer than the timeout."""
+
+    def __init__(self, how: str) -> None:
+        self._how = how
+
+    def state_dict(self) -> dict[str, Any]:
+        until = time.monotonic() + 2 * TIMEOUT
+        while self._how != "not" and time.monotonic() < until:
+            time.sleep(60.0 if self._how == "sleeps" else 0.0)
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.state_dict()
 
 
 SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "interrupt": signal.SIGINT}

@@ -389,8 +389,8 @@ DIM: Any = TensorChunkSpec
         ),
         (
             (), {"mask": X[:0]}, 1,
-            "keyword argument 'mask' is float32[0, 16]: 0 along dimension 0 cannot be cut into 1 "
-            "micro-batch; pass at least 1",
+            "keyword argument 'mask' is float32[0, 16]: 0 along dimension 0: it is empty; leave "
+            "out batches without rows",
         ),
         (
             (X, torch.zeros(6).long()), {}, 2,

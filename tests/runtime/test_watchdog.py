@@ -146,8 +146,8 @@ def test_a_process_ends_that_cannot_leave_a_collective(workers: Workers, tmp_pat
     assert info.value.died == {0: watchdog.STUCK}
     assert re.fullmatch(
         "rank 1 has raised RuntimeError in 1F0, and left the others behind: out of luck\n"
-        r"rank 0 is in grad_norm\(\), for .* seconds?, and cannot leave a collective that waits "
-        "for others: its process ends, with exit code 84\n",
+        r"rank 0 is in grad_norm\(\) for .* seconds?: waits for other ranks, and cannot leave a "
+        "collective that waits for others: its process ends, with exit code 84\n",
         log.read_text(),
     )
 

@@ -105,3 +105,13 @@ def test_what_is_shared_stays_as_it_is_if_the_model_fails() -> None:
         tl.Pipeline(model, example=(x[:2],), microbatches=2, ranks=2)
     for name, tensor in model.named_buffers():
         assert tensor is buffers[name], name
+
+
+def test_the_table_says_that_it_does_not_know_what_prepare_does() -> None:
+    options: dict[str, Any] = {"microbatches": 2, "ranks": 2, "cuts": ["1"]}
+    options["example"] = (torch.ones(2, 4),)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    note = "peak: activations of a rank; all before prepare="
+    assert note not in str(tl.Pipeline(model, **options))
+    prepared = tl.Pipeline(model, **options, prepare=lambda module, stage: module)
+    assert str(prepared).endswith(note)

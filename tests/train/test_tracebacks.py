@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 import traceback
 import weakref
 from pathlib import Path
@@ -104,3 +105,17 @@ def test_no_lines_of_a_cause_that_is_all_ours() -> None:
         fails()
     assert isinstance(told.value.__cause__, AttributeError)
     assert files(told.value.__cause__) == []
+
+
+def test_a_backward_after_a_step_is_explained(capsys: pytest.CaptureFixture[str]) -> None:
+    layers = [nn.Linear(4, 4), nn.Linear(4, 4)]
+    pipe = Pipeline(layers, microbatches=2, ranks=2, loss_fn=nn.functional.mse_loss)
+    loss = pipe.step(torch.ones(4, 4), target=torch.ones(4, 4))
+    for tensor, explained in ((loss, True), (torch.ones(()), False)):
+        try:
+            tensor.backward()
+        except RuntimeError as error:
+            sys.excepthook(type(error), error, error.__traceback__)
+        assert ("pipe.step() has run the backward" in capsys.readouterr().err) == explained
+    assert type(loss) is torch.Tensor
+    assert not loss.__dict__

@@ -12,9 +12,10 @@ import pytest
 from torch._C._distributed_c10d import HashStore
 
 from taktline.transport.all_gather import AllGather
-from taktline.transport.connect import PeerFailure, call
+from taktline.transport.connect import PeerFailure
 from taktline.transport.control_plane import Plane
 from taktline.transport.frames import framed
+from taktline.transport.listener import call
 from taktline.transport.verdict import Cause, Member, Verdict
 
 SOON = 20.0
@@ -129,7 +130,7 @@ def test_strangers_are_not_let_in(connect: Any, monkeypatch: pytest.MonkeyPatch)
         addresses.append(value)
         host, port, token, name = json.loads(value)
         for address in ((host, port, "x" * len(token), name), (host, port, "x" * len(token), "")):
-            call(json.dumps(address), 1, SOON).close()
+            call(address, 1, SOON).close()
         for hello in (b"", b"x" * 36):
             with socket.create_connection((host, port)) as stranger:
                 stranger.sendall(hello)

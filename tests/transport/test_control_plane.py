@@ -16,7 +16,7 @@ from torch._C._distributed_c10d import HashStore
 from taktline.errors import JsonError, LostRankError, StageError, StallError
 from taktline.transport import exit_hooks
 from taktline.transport.control_messages import Message, Peer
-from taktline.transport.control_news import Heard
+from taktline.transport.control_news import RESTS, Heard, News
 from taktline.transport.control_plane import Plane
 from taktline.transport.exchange import written
 from taktline.transport.verdict import Cause, Member, Verdict
@@ -180,6 +180,31 @@ def test_who_holds_up_the_others(planes: list[Plane]) -> None:
     assert "rank 1: silent for 60 seconds (stopped, or cut off); then: 1F0" in verdict.text
 
 
+@pytest.mark.parametrize(
+    ("states", "suspect"),
+    [
+        (["save() for 9 seconds: computes, in a.py", "save() for 9 seconds: waits"], 1),
+        (["save() for 9 seconds: waits", "save() for 9 seconds: computes, in a.py"], 2),
+        (["save() for 9 seconds: waits", "save() for 1 second: waits for a file, or an op"], None),
+        (["save() for 9 seconds: waits", f"save() for 1 second: {RESTS}"], 2),
+        (["load() for 9 seconds: waits", "save() for 1 second: waits"], 1),
+        (["save() for 9 seconds: waits", "load() for 1 second: waits"], 2),
+        (["save() for 9 seconds: waits", "save() for 1 second: waits"], None),
+        (["load() for 9 seconds: waits", "load() for 1 second: waits"], None),
+        (["load() for 9 seconds: waits", "step() for 1 second: waits"], None),
+    ],
+)
+def test_who_is_not_where_the_others_are(states: list[str], suspect: int | None) -> None:
+    news = News(0, lambda: ("save() for 9 seconds: waits", True))
+    now = time.monotonic()
+    news.heard = {process: Heard(now, state, True) for process, state in enumerate(states, 1)}
+    verdict = news.stalled([0, 1, 2], [1], "save()")
+    if suspect is None:
+        assert verdict.where.endswith("which rank holds them up cannot be told)")
+    else:
+        assert (verdict.process, verdict.where) == (suspect, "(rank 0 waits for save())")
+
+
 def test_what_each_cause_is_called() -> None:
     lost = Verdict(Cause.LOST, 3).error([0, 1, 2, 3])
     assert isinstance(lost, LostRankError)
@@ -246,28 +271,10 @@ def test_what_is_no_message(data: bytes) -> None:
         Message.from_bytes(data)
 
 
-def hello(words: Any) -> list[Message] | None:
-    """What a peer makes of a greeting."""
-    here, there = socket.socketpair()
-    with here, there:
-        peer = Peer(here, None, "secret")
-        data = json.dumps(words).encode()
-        there.sendall(len(data).to_bytes(4, "little") + data)
-        found = peer.read()
-        return None if found is None or peer.process is None else found
-
-
-def test_strangers_are_not_let_in() -> None:
-    address = ["127.0.0.1", 1, "theirs"]
-    assert hello([3, "secret", address]) == []
-    for words in ([3, "guess", address], [3, "secret"], ["3", "secret", address], {}, "secret"):
-        assert hello(words) is None
-
-
 def test_a_length_that_cannot_be() -> None:
     here, there = socket.socketpair()
     with here, there:
-        peer = Peer(here, 1, "secret")
+        peer = Peer(here, 1)
         there.sendall((2**31).to_bytes(4, "little"))
         assert peer.read() is None
 

@@ -20,7 +20,7 @@ def demo(
     ranks: Annotated[int, typer.Option("--ranks", "-r", help="Number of ranks.")] = 2,
     schedule: Annotated[str, typer.Option("--schedule", help="Schedule to train with.")] = "1f1b",
     microbatches: Annotated[
-        int, typer.Option("--microbatches", "-m", help="Number of micro-batches.")
+        int, typer.Option("--microbatches", "-m", max=1024, help="Number of micro-batches.")
     ] = 8,
     steps: Annotated[int, typer.Option(min=1, help="Number of training steps.")] = 150,
     local: Annotated[bool, typer.Option("--local", help="Run all ranks in this process.")] = False,

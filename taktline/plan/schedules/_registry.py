@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import wraps
 from typing import TypeAlias
 
-from taktline.checks import require_callable, require_text, require_whole, shown
+from taktline.checks import known_keywords, require_callable, require_text, require_whole, shown
 from taktline.errors import ScheduleError
 from taktline.plan.placement import MOST_STAGES, Placement
 from taktline.plan.plan import Plan
@@ -172,6 +172,7 @@ def find(name: str) -> NamedSchedule:
     return schedule
 
 
+@known_keywords
 def build(name: str, *, ranks: int, microbatches: int, stages_per_rank: int | None = None) -> Plan:
     """The compute plan of a schedule.
 

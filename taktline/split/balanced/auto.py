@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from taktline.checks import require_flag, require_instance, require_whole
+from taktline.checks import known_keywords, require_flag, require_instance, require_whole
 from taktline.errors import PartitionError
 from taktline.plan import Partition, balance
 from taktline.split.arguments import Call
@@ -23,6 +23,7 @@ from taktline.split.stages import Pieces
 from taktline.text import counted, table
 
 
+@known_keywords
 def auto(
     model: nn.Module,
     n: int,

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from taktline.checks import refuse, require_instance
+from taktline.checks import known_keywords, refuse, require_instance
 from taktline.device import keep_generators, require_device
 from taktline.errors import ArgumentError, StateError
 from taktline.split.on_meta.operation_log import Log, find_log
@@ -21,6 +21,7 @@ from taktline.text import counted
 M = TypeVar("M", bound=nn.Module)
 
 
+@known_keywords
 def materialise(
     piece: M, device: torch.device | str, *, state_dict: Mapping[str, torch.Tensor] | None = None
 ) -> M:

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import fx, nn
 
-from taktline.checks import require_callable, require_instance
+from taktline.checks import known_keywords, require_callable, require_instance
 from taktline.errors import PartitionError
 from taktline.meta import as_arguments
 from taktline.split.arguments import Args, Call, Kwargs
@@ -135,6 +135,7 @@ def build_stage(
     return PipelineStage(stage_module, stage_index, pipe_info.num_stages, device, group=group)
 
 
+@known_keywords
 def pipeline(
     module: nn.Module,
     mb_args: Args,

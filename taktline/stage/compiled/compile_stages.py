@@ -10,9 +10,11 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from taktline.checks import known_keywords
 from taktline.stage.compiled.backward import Backward, Call
 
 
+@known_keywords
 def compile_stages(module: nn.Module, stage: int = 0, *, dynamic: bool | None = None) -> nn.Module:
     """Compile a stage by ``torch.compile``, so that its backward splits into I and W.
 
