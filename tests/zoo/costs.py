@@ -1,4 +1,7 @@
-"""What layers are counted to cost, against the times that they take."""
+"""What layers are counted to cost, against the times that they take.
+
+``python -m tests.zoo --costs`` compares all architectures.
+"""
 
 from __future__ import annotations
 
@@ -38,6 +41,11 @@ class Compared(NamedTuple):
     kinds: list[Kind]
 
     @property
+    def mixed(self) -> bool:
+        """Whether there are several kinds of layers."""
+        return len(self.kinds) > 2
+
+    @property
     def ratio(self) -> float:
         """How far a kind of layers is off, of those that matter: 2 for twice or half its time."""
         counted = sum(kind.layers * kind.counted for kind in self.kinds)
@@ -68,20 +76,25 @@ def compare(architecture: Architecture, rows: int = 2) -> Compared:
     )
 
 
-def rank_correlation(pairs: Sequence[tuple[float, float]]) -> float:
+def rank_correlation(pairs: Sequence[tuple[float, ...]]) -> float:
     """Spearman's: 1 if both orders are the same."""
     ranks = [np.argsort(np.argsort(column)) for column in zip(*pairs, strict=True)]
     return float(np.corrcoef(np.array(ranks))[0, 1])
 
 
+def correlation_of(found: Sequence[Compared]) -> float:
+    """Whether layers of all architectures are in the order of their times: 1 if they are."""
+    return rank_correlation([kind[1:] for each in found for kind in each.kinds])
+
+
 def report(found: Sequence[Compared]) -> str:
     """The figures of all architectures."""
-    kinds = [(kind.counted, kind.measured) for each in found for kind in each.kinds]
     ratios = sorted((each.ratio, each.name) for each in found)
+    within = [rank_correlation([kind[1:] for kind in each.kinds]) for each in found if each.mixed]
     middle = median(ratio for ratio, _ in ratios)
     worst = ", ".join(f"{name} {ratio:.1f}" for ratio, name in ratios[-3:])
     return (
-        f"{len(found)} architectures, {len(kinds)} kinds of layers: rank correlation "
-        f"{rank_correlation(kinds):.2f}; ratio of shares: median {middle:.1f}, "
-        f"worst {worst}"
+        f"{len(found)} architectures, {sum(len(each.kinds) for each in found)} kinds of layers: "
+        f"rank correlation {correlation_of(found):.2f}, within a model {median(within):.2f}; "
+        f"factor between shares: median {middle:.1f}, worst {worst}"
     )
