@@ -57,7 +57,7 @@ class OperationCounter(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        if not _returns_view(func):
+        if tensors_in(result) and not _returns_view(func):  # it computes, and does not only ask
             self.calls += 1
             self.flops += _flops(func, args, kwargs, result)
             written = _size(result)
