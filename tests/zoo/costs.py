@@ -9,7 +9,7 @@ import time
 from collections import defaultdict
 from collections.abc import Sequence
 from statistics import median
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from unittest import mock
 
 import numpy as np
@@ -79,7 +79,8 @@ def compare(architecture: Architecture, rows: int = 2) -> Compared:
 def rank_correlation(pairs: Sequence[tuple[float, ...]]) -> float:
     """Spearman's: 1 if both orders are the same."""
     ranks = [np.argsort(np.argsort(column)) for column in zip(*pairs, strict=True)]
-    return float(np.corrcoef(np.array(ranks))[0, 1])
+    table: Any = np.corrcoef(np.array(ranks))
+    return float(table[0, 1])
 
 
 def correlation_of(found: Sequence[Compared]) -> float:
