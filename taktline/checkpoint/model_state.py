@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import nn
 
+from taktline.checkpoint.conversions import Conversions
 from taktline.checkpoint.processes import Processes
 from taktline.runtime.schedule import Schedule
 from taktline.stage.names import named_buffers, named_parameters
@@ -42,13 +43,16 @@ class ModelState:
     """Tensors in the model's state that no stage has."""
     prefixes: bool = False
     """Whether a name begins with the number of its stage."""
+    conversions: Conversions | None = None
+    """How files have the tensors of a model of transformers."""
 
     @classmethod
     def of_model(cls, model: nn.Module, modules: dict[int, nn.Module]) -> Self:
         """The state of a model that was cut into these stages."""
         state = state_of(model)
         # In the order of the model's own state_dict(), which may leave out or add something.
-        found = cls(modules, [name for name in model.state_dict() if name in state] or list(state))
+        names = [name for name in model.state_dict() if name in state] or list(state)
+        found = cls(modules, names, conversions=Conversions.of(model))
         held = {name for module in modules.values() for name in state_of(module)}
         known = {id(state[name]): name for name in state if name in held}
         for name in found.names:

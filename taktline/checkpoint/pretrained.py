@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 from collections import UserDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,11 +14,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from taktline.checkpoint.conversions import Conversions, Source, find_sources
 from taktline.checkpoint.files import open_file
 from taktline.checkpoint.folder import sync, write_text
 from taktline.checkpoint.model_state import HeldModel, foremost
 from taktline.checkpoint.processes import writers
-from taktline.checkpoint.tensor_file import TensorFile, aligned, require_writable, write
+from taktline.checkpoint.tensor_file import TensorFile, require_writable, write
 from taktline.checks import read, require_path, require_whole
 from taktline.errors import CheckpointError
 from taktline.runtime.watchdog import guarded
@@ -32,28 +34,28 @@ def save_pretrained(model: HeldModel, folder: Any, max_shard_bytes: int) -> None
     """Write files that ``from_pretrained`` reads; every process writes its own tensors."""
     path, processes = require_path("folder", folder), model.processes
     require_whole("max_shard_bytes", max_shard_bytes, least=1)
-    held = foremost(model.held)
+    pieces: dict[str, _Piece] = {}
 
-    def begin() -> list[tuple[str, int, int]]:
+    def begin() -> list[tuple[str, int, dict[str, int]]]:
         path.mkdir(parents=True, exist_ok=True)
-        for name, value, _ in held.values():
-            require_writable(local(value), name)
-        return [(name, priority, value.nbytes) for name, value, priority in held.values()]
+        pieces.update(_pieces(model))
+        return [(key, piece.priority, piece.sizes()) for key, piece in pieces.items()]
 
     with guarded(processes.transports[0], "save_pretrained()") as call:
         model.arrive(call)
         listed = processes.everywhere(begin, f"save to {path}", call)
-        sizes = {name: size for process in listed for name, _, size in process}
-        writer = writers([[(name, best) for name, best, _ in process] for process in listed])
-        files = _share_out(writer, sizes, max_shard_bytes)
+        sizes = {key: names for process in listed for key, _, names in process}
+        writer = writers([[(key, best) for key, best, _ in process] for process in listed])
+        files = _share_out(
+            writer, {key: sum(sizes[key].values()) for key in sizes}, max_shard_bytes
+        )
 
         def write_own() -> None:
-            here = [{n: held[n].tensor for n in file.tensors if n in held} for file in files]
-            _write(path, files, [aligned(each) for each in here], processes.place)
+            _write(path, files, pieces, processes.place)
 
         def finish() -> None:
             if not processes.place:
-                _write_index(path, files, sum(sizes.values()))
+                _write_index(path, files, sizes)
                 _write_config(model, path)
                 sync(path)
 
@@ -61,16 +63,69 @@ def save_pretrained(model: HeldModel, folder: Any, max_shard_bytes: int) -> None
         processes.everywhere(finish, f"write {path}", call)
 
 
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """Tensors of the model that files have in another form; or one that they have as it is.
+
+    Args:
+        held: by their names in the model.
+        priority: as in :class:`Held`.
+        conversions: make what files have.
+    """
+
+    held: dict[str, torch.Tensor]
+    priority: int
+    conversions: Conversions | None
+
+    def shapes(self) -> dict[str, torch.Tensor]:
+        """The tensors in files, on the meta device."""
+        return self.written({name: as_meta(tensor) for name, tensor in self.held.items()})
+
+    def sizes(self) -> dict[str, int]:
+        """The bytes of each tensor in files."""
+        return {name: tensor.nbytes for name, tensor in self.shapes().items()}
+
+    def gathered(self) -> dict[str, torch.Tensor]:
+        """All of each tensor; the processes that have shards of it take part."""
+        return {
+            name: tensor.full_tensor() if is_sharded(tensor) else tensor.detach()
+            for name, tensor in self.held.items()
+        }
+
+    def written(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The model's tensors as they are in files."""
+        return tensors if self.conversions is None else self.conversions.written(tensors)
+
+
+def as_meta(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor of the same shape and type, without values."""
+    return torch.empty(tuple(tensor.shape), dtype=tensor.dtype, device="meta")
+
+
+def _pieces(model: HeldModel) -> dict[str, _Piece]:
+    """What this process has, by the first name in each piece."""
+    held, conversions = foremost(model.held), model.state.conversions
+    for name, value, _ in held.values():
+        require_writable(local(value), name)
+    groups = [[name] for name in held] if conversions is None else conversions.groups(held)
+    return {
+        names[0]: _Piece(
+            {name: held[name].tensor for name in names}, held[names[0]].priority, conversions
+        )
+        for names in groups
+    }
+
+
 class _File(NamedTuple):
     """A file of several, and the process that writes it."""
 
     name: str
     place: int
-    tensors: list[str]
+    pieces: list[str]
 
 
 def _share_out(writer: Mapping[str, int], sizes: Mapping[str, int], most: int) -> list[_File]:
-    """The tensors of each file, in the order in which all processes write the files."""
+    """The pieces of each file, in the order in which all processes write the files."""
     groups: list[tuple[int, list[str]]] = []
     room = 0
     for name, place in sorted(writer.items(), key=lambda each: each[1]):
@@ -86,32 +141,48 @@ def _share_out(writer: Mapping[str, int], sizes: Mapping[str, int], most: int) -
     ]
 
 
-def _write(
-    path: Path, files: Sequence[_File], shapes: Sequence[Mapping[str, torch.Tensor]], place: int
-) -> None:
+def _write(path: Path, files: Sequence[_File], pieces: Mapping[str, _Piece], place: int) -> None:
     """Write the files of this process; all processes take part in gathering shards."""
-    tensors = (tensor for each in shapes for tensor in each.values())
-    values = (each.full_tensor() if is_sharded(each) else each for each in tensors)
+    here = [_aligned([pieces[key] for key in file.pieces if key in pieces]) for file in files]
+    values = (piece.gathered() for own in here for piece in own)
     try:
-        for file, here in zip(files, shapes, strict=True):
-            gathered = islice(values, len(here))
+        for file, own in zip(files, here, strict=True):
+            gathered = islice(values, len(own))
             if file.place == place:
                 made = path / f"{file.name}.new"
-                write(made, here, gathered)
+                shapes = {name: shape for piece in own for name, shape in piece.shapes().items()}
+                write(made, shapes, _converted(own, gathered))
                 made.rename(path / file.name)
             _drain(gathered)
     finally:
         _drain(values)  # other processes wait for the shards of this one, even if it fails
 
 
-def _drain(values: Iterator[torch.Tensor]) -> None:
+def _aligned(pieces: list[_Piece]) -> list[_Piece]:
+    """The largest elements first, so that all tensors of a file are aligned."""
+    return sorted(pieces, key=lambda piece: -next(iter(piece.held.values())).element_size())
+
+
+def _converted(
+    pieces: Sequence[_Piece], gathered: Iterable[dict[str, torch.Tensor]]
+) -> Iterator[torch.Tensor]:
+    for piece, whole in zip(pieces, gathered, strict=False):
+        yield from piece.written(whole).values()
+
+
+def _drain(values: Iterator[Any]) -> None:
     for _ in values:
         pass
 
 
-def _write_index(path: Path, files: Sequence[_File], size: int) -> None:
+def _write_index(
+    path: Path, files: Sequence[_File], sizes: Mapping[str, Mapping[str, int]]
+) -> None:
     if len(files) > 1:
-        weight_map = {name: file.name for file in files for name in file.tensors}
+        weight_map = {
+            name: file.name for file in files for piece in file.pieces for name in sizes[piece]
+        }
+        size = sum(sum(names.values()) for names in sizes.values())
         content = {"metadata": {"total_size": size}, "weight_map": weight_map}
         write_text(path / INDEX, json.dumps(content, indent=2))
 
@@ -128,10 +199,12 @@ def _write_config(model: HeldModel, path: Path) -> None:
 
 
 class PretrainedFiles(UserDict[str, Any]):
-    """The tensors in a folder of safetensors files; each is read when it is used."""
+    """The tensors in a folder of safetensors files, by their names in a model.
 
-    def __init__(self, folder: Path, prefix: str) -> None:
-        """``prefix`` may precede names in the model, and be left out in the files, or reversed."""
+    Each is read when it is used.
+    """
+
+    def __init__(self, folder: Path, model: Any) -> None:
         index, files = folder / INDEX, {SINGLE}
         if index.exists():
             with open_file(index) as opened:
@@ -141,16 +214,23 @@ class PretrainedFiles(UserDict[str, Any]):
                 raise CheckpointError(f"{index} names a file outside of its folder")
         elif not (folder / SINGLE).exists():
             raise CheckpointError(f"{folder} has neither {INDEX} nor {SINGLE}")
-        prefix = f"{prefix}." if prefix else ""
         opened = [TensorFile(folder / each) for each in sorted(files)]
-        places = {name: (file, name) for file in opened for name in file.tensors}
-        with_it = {f"{prefix}{name}": place for name, place in places.items()}
-        without = {name.removeprefix(prefix): place for name, place in places.items()}
-        super().__init__(without | with_it | places)
+        self._model = model
+        self._places = {name: file for file in opened for name in file.tensors}
+        shapes = {name: file.shape(name) for name, file in self._places.items()}
+        # A prefix may precede names in the model, and be left out in the files, or reversed.
+        prefix = f"{found}." if (found := getattr(model, "base_model_prefix", "")) else ""
+        as_is = {name: Source(name, {name: ""}) for name in shapes}
+        with_it = {f"{prefix}{name}": source for name, source in as_is.items()}
+        without = {name.removeprefix(prefix): source for name, source in as_is.items()}
+        super().__init__(without | with_it | as_is | find_sources(model, shapes))
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        file, stored = self.data[name]
-        return file.view(stored)
+        source = self.data[name]
+        stored = {each: self._places[each].view(each) for each in source.pattern}
+        if source.converter is None:
+            return next(iter(stored.values()))
+        return source.make(self._model, stored)[name]
 
 
 @contextmanager
@@ -180,5 +260,4 @@ def build(source: Any) -> tuple[nn.Module, PretrainedFiles | None]:
     with deferred(), _default_dtype(getattr(config, "dtype", None)):
         auto = transformers.AutoModelForCausalLM
         model = auto.from_config(config) if kind is None else kind(config)
-    prefix = str(getattr(model, "base_model_prefix", ""))
-    return model, None if folder is None else PretrainedFiles(folder, prefix)
+    return model, None if folder is None else PretrainedFiles(folder, model)

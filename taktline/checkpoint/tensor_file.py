@@ -150,6 +150,11 @@ class TensorFile:
             raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
         self.tensors = _stored(text, 8 + length, size, path)
 
+    def shape(self, name: str) -> torch.Tensor:
+        """What a tensor looks like, without its values."""
+        stored = self.tensors[name]
+        return torch.empty(stored.shape, dtype=stored.dtype, device="meta")
+
     def view(self, name: str) -> torch.Tensor:
         """A tensor in the memory of the map; its bytes are read when they are used."""
         stored = self.tensors[name]

@@ -20,6 +20,7 @@ from taktline.checks import (
     require_whole,
 )
 from taktline.errors import MismatchError, PartitionError, ScheduleError
+from taktline.split import Pipe
 from taktline.train.megatron_layout import cuts_of
 
 
@@ -33,8 +34,9 @@ def _require_wrapper(name: str, value: Any) -> None:
         raise MismatchError(f'{name} is "ddp", "fsdp" or None, not {value!r}')
 
 
+_FLAGS = ("dynamic_shapes", "cuda_graphs", "run_ahead", "compile", "measure")
 _CHECKS: dict[str, Callable[[str, Any], object]] = {
-    **dict.fromkeys(("dynamic_shapes", "cuda_graphs", "run_ahead", "compile"), require_flag),
+    **dict.fromkeys(_FLAGS, require_flag),
     **dict.fromkeys(("loss_fn", "prepare", "on_preempt"), require_callable),
     "microbatches": partial(require_whole, least=1, error=ScheduleError),
     "stages_per_rank": partial(require_whole, least=1, error=ScheduleError),
@@ -51,6 +53,25 @@ def check(given: Mapping[str, Any]) -> None:
     for name, require in _CHECKS.items():
         if given[name] is not None or require is require_flag:
             require(name, given[name])
+    if given["measure"]:
+        _require_measurable(given["model"], given["example"], given["cuts"])
+
+
+def _require_measurable(model: Any, example: Any, cuts: Any) -> None:
+    """Raise unless there is a model to cut by the times of its layers, and what to run them on."""
+    if cuts is not None:
+        raise PartitionError(
+            "measure=True finds where to cut the model, and cuts=[…] says it; pass one of them"
+        )
+    if not isinstance(model, nn.Module) or isinstance(model, Pipe):
+        raise PartitionError(
+            "measure=True is for a model that has yet to be cut, and these are its stages; pass "
+            "the whole model, or leave out measure=True"
+        )
+    if example is None:
+        raise PartitionError(
+            "measure=True runs the layers; pass example=(…), the arguments of one micro-batch"
+        )
 
 
 def names_of(cuts: Any, model: Any) -> list[str] | None:

@@ -31,6 +31,7 @@ from taktline.train.batch_dims import BatchDims
 from taktline.train.choose_plan import ScheduleChoice, opened, plan_for
 from taktline.train.model_stages import Model, keep, stages_in, take_apart
 from taktline.train.ranks import Ranks, find_ranks
+from taktline.train.shared_times import shared_times
 from taktline.train.stage_table import StageTable
 from taktline.train.stale_optimizers import note_replaced
 
@@ -114,6 +115,7 @@ def build(
     ranks: int | None,
     stages_per_rank: int | None,
     cuts: Sequence[str] | None,
+    measures: bool,
     mesh: DeviceMesh | None,
     data_parallel: str | None,
     prepare: Prepare | None,
@@ -151,7 +153,8 @@ def build(
         materialise(model, here.device, state_dict=state_dict)
     options = {**options, "seed": None if seed is None else seed + here.replica}
     with guarded(here.transport, "Pipeline(…)"):
-        state = take_apart(model, plan, example, cuts, here.transport)
+        measure = shared_times(here) if measures else None
+        state = take_apart(model, plan, example, cuts, here.transport, measure)
         table = StageTable.of(plan, state.modules, example, here.transport)
         table.prepared = prepare is not None
         options["dynamic_shapes"] |= any(map(has_dynamic_shapes, state.modules.values()))

@@ -30,7 +30,7 @@ class StageNeeds(NamedTuple):
     """Of one stage, for one micro-batch."""
 
     work: float
-    """Floating-point operations of a forward."""
+    """What a forward costs, counted."""
     sends: int
     """Bytes that go to the next stage."""
     keeps: int
@@ -135,7 +135,7 @@ def _run(
             (name_of(leaf.dtype), tuple(leaf.shape), leaf.nbytes) for leaf in tensors_in(handed)
         )
         sends = sum(nbytes for *_, nbytes in crosses)
-        found.append(StageNeeds(counter.flops, sends, kept.bytes, crosses))
+        found.append(StageNeeds(counter.cost, sends, kept.bytes, crosses))
     return found
 
 

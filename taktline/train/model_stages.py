@@ -15,9 +15,12 @@ from taktline.device import keep_generators
 from taktline.errors import PartitionError, TaktlineError, text_of
 from taktline.plan import Plan
 from taktline.split import Pipe
+from taktline.split.balanced.auto import divide
+from taktline.split.balanced.times import Measure
 from taktline.split.named.by_names import as_call
 from taktline.text import counted
 from taktline.train.measure import with_copied_buffers
+from taktline.train.own_example import own_example
 from taktline.transport import Transport
 from taktline.transport.exchange import share_values
 
@@ -37,9 +40,17 @@ def stages_in(model: Model, cuts: Sequence[str] | None) -> int | None:
 
 
 def take_apart(
-    model: Model, plan: Plan, example: Any, cuts: Sequence[str] | None, transport: Transport
+    model: Model,
+    plan: Plan,
+    example: Any,
+    cuts: Sequence[str] | None,
+    transport: Transport,
+    measure: Measure | None = None,
 ) -> ModelState:
-    """All stages of a model, or those that were given; all processes take part."""
+    """All stages of a model, or those that were given; all processes take part.
+
+    ``measure`` returns the times of layers to cut by; without it, their costs are counted.
+    """
     if isinstance(model, Mapping):
 
         def gather(names: list[Any]) -> list[Any]:
@@ -47,7 +58,7 @@ def take_apart(
             return share_values(transport, names, shape, "Pipeline(…)", what="the stages")
 
         return ModelState.of_stages(_checked(dict(model), plan), gather)
-    stages = _stages(model, plan, example, cuts)
+    stages = _stages(model, plan, example, cuts, measure)
     if len(stages) != plan.stages:
         raise PartitionError(
             f"the model has {counted(len(stages), 'stage')}, but {plan.name} on "
@@ -60,7 +71,11 @@ def take_apart(
 
 
 def _stages(
-    model: Model, plan: Plan, example: Any, cuts: Sequence[str] | None
+    model: Model,
+    plan: Plan,
+    example: Any,
+    cuts: Sequence[str] | None,
+    measure: Measure | None,
 ) -> Sequence[nn.Module]:
     if isinstance(model, Pipe):
         return [model.get_stage_module(stage) for stage in range(model.num_stages)]
@@ -72,21 +87,29 @@ def _stages(
         )
     if plan.stages == 1 and not cuts:
         return [model]
+    is_own = cuts is None and example is None
+    example = own_example(model) if is_own else example
     if cuts is None and example is None:
-        raise PartitionError(
-            f"to cut {type(model).__name__} into {plan.stages} stages, pass example=(…), the "
-            "arguments of one micro-batch, or cuts=[…], the names of the submodules at which new "
-            "stages begin"
-        )
+        raise _no_example(model, plan)
     try:
         if cuts is not None:
             return split.by_names(model, cuts, example=example)
-        return split.auto(model, plan.stages, example)
+        return divide(model, plan.stages, example, measure)
     except Exception as error:  # the model's code runs there
+        if is_own and _is_from_the_model(error):
+            raise _no_example(model, plan) from error
         better = _explained(error, model, example, None if cuts else plan)
         if better is error:
             raise
         raise better from better.__cause__
+
+
+def _no_example(model: nn.Module, plan: Plan) -> PartitionError:
+    return PartitionError(
+        f"to cut {type(model).__name__} into {plan.stages} stages, pass example=(…), the "
+        "arguments of one micro-batch, or cuts=[…], the names of the submodules at which new "
+        "stages begin"
+    )
 
 
 def _checked(modules: dict[int, nn.Module], plan: Plan) -> dict[int, nn.Module]:

@@ -57,6 +57,9 @@ class Pipeline(AsModule, Gradients, SaveLoad, Monitoring):
         stages_per_rank: for schedules that leave it open.
         cuts: names of submodules at which new stages begin; or a layout as Megatron writes it, a
             text such as ``"Et*3|(tt|)*2,L"``.
+        measure: cuts the model by the times of its layers, forward and backward, for the
+            ``example``; the first rank measures them on its device. By default their operations are
+            counted.
         mesh: a device mesh with a dimension "pp", and one that begins with "dp" for replicas.
         data_parallel: ``"ddp"`` or ``"fsdp"``: the wrapper of each stage.
         prepare: called with each stage of this process and its number, once it is on its device
@@ -118,6 +121,7 @@ class Pipeline(AsModule, Gradients, SaveLoad, Monitoring):
         ranks: int | None = None,
         stages_per_rank: int | None = None,
         cuts: Sequence[str] | str | None = None,
+        measure: bool = False,
         mesh: DeviceMesh | None = None,
         data_parallel: Literal["ddp", "fsdp"] | None = None,
         prepare: Prepare | None = None,
@@ -157,6 +161,7 @@ class Pipeline(AsModule, Gradients, SaveLoad, Monitoring):
             ranks=ranks,
             stages_per_rank=stages_per_rank,
             cuts=names_of(cuts, model),
+            measures=measure,
             mesh=mesh,
             data_parallel=data_parallel,
             prepare=prepare,

@@ -174,7 +174,8 @@ class SaveLoad(PipelineBase):
         """Write the model so that ``from_pretrained`` of transformers reads it.
 
         Every rank calls it, and writes files with its own part; the first one writes the index,
-        and the config if the model has one.
+        and the config if the model has one. Names are those that transformers writes, also where
+        they are not the model's own, as for experts.
         """
         with self._turn:
             pretrained.save_pretrained(self._held(), folder, max_shard_bytes)
@@ -186,7 +187,8 @@ class SaveLoad(PipelineBase):
         Args:
             source: a folder with a config and safetensors files; or a config, for a model with new
                 values.
-            options: what :class:`Pipeline` takes beside the model.
+            options: what :class:`Pipeline` takes beside the model. Without ``example`` and
+                ``cuts``, a model for texts or images is cut by an example of its own.
         """
         model, files = pretrained.build(source)
         pipeline: Any = cls

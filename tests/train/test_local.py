@@ -292,8 +292,10 @@ def test_what_a_forward_keeps() -> None:
     needs = measure(stages, (torch.ones(2, 4),))
     # Of the first stage its input and its output; weights are there anyway.
     assert needs == [
-        StageNeeds(2 * 2 * 4 * 8, 64, 32 + 64, (("float32", (2, 8), 64),)),
-        StageNeeds(2 * 2 * 8 * 2, 16, 64, (("float32", (2, 2), 16),)),
+        StageNeeds(
+            2 * 2 * 4 * 8 + 16 * (64 + 32) + 200_000, 64, 32 + 64, (("float32", (2, 8), 64),)
+        ),
+        StageNeeds(2 * 2 * 8 * 2 + 16 * 38 + 100_000, 16, 64, (("float32", (2, 2), 16),)),
     ]
 
 

@@ -12,7 +12,7 @@ from functools import partial
 
 from tests.settled import settle
 from tests.workers import Workers, WorkersFailed, WorkersLost
-from tests.zoo import zoo
+from tests.zoo import costs, zoo
 from tests.zoo.architecture import Architecture
 from tests.zoo.page import PAGE, Result, read, shortened, write
 from tests.zoo.trial import PLACES, Found, Place, Way, compare, over_processes, plain, train
@@ -30,6 +30,8 @@ def main() -> int:
     for name in ("torch", "transformers"):  # a trace that fails prints its graph
         logging.getLogger(name).setLevel(logging.CRITICAL)
     settle()
+    if options.costs:
+        return _compare_costs(options.only)
     results = read(PAGE.read_text())
     wheres = [options.where] if options.where else ["local", "gloo"]
     pool, wrong = Workers(group_timeout=300.0), False
@@ -54,8 +56,22 @@ def _parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.zoo", description=__doc__)
     parser.add_argument("--only", metavar="TEXT", default="", help="those with this in their name")
     parser.add_argument("--where", choices=["local", "gloo"], help="in one process, or in several")
+    parser.add_argument(
+        "--costs", action="store_true", help="compare what layers are counted to cost with times"
+    )
     parser.add_argument("--missing", action="store_true", help="those without a result in the page")
     return parser.parse_args()
+
+
+def _compare_costs(only: str) -> int:
+    """Print how far counted costs are from measured ones."""
+    found: list[costs.Compared] = []
+    for architecture in zoo():
+        if only.lower() in architecture.name.lower():
+            found.append(costs.compare(architecture))
+            print(f"{architecture.name:44} off by a factor of {found[-1].ratio:.1f}", flush=True)
+    print(costs.report(found))
+    return 0
 
 
 def judge(architecture: Architecture, where: str, before: Result, pool: Workers) -> Result:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.workers import Workers
-from tests.zoo import find, zoo
+from tests.zoo import costs, find, zoo
 from tests.zoo.page import PAGE, Result, read, shortened, write
 from tests.zoo.trial import PLACES, Place, compare, over_processes, plain, train
 
@@ -59,6 +59,28 @@ def test_experts_in_mixed_precision(name: str) -> None:
 @pytest.mark.parametrize("name", ["OPTForCausalLM", "GPT with a tied head"])
 def test_trains_as_the_plain_model_over_processes(name: str, workers: Workers) -> None:
     assert workers.run(over_processes, name, Place("zbv", 2, 4), "by name") == [None, None]
+
+
+MEASURED = [
+    "GPT2LMHeadModel",
+    "Qwen3MoeForCausalLM",
+    "MixtralForCausalLM",
+    "T5ForConditionalGeneration",
+    "ViTForImageClassification",
+    "DLRM",
+    "U-Net",
+    "mixture of experts with add_loss",
+]
+
+
+@pytest.mark.zoo
+@pytest.mark.slow
+def test_counted_costs_are_like_times() -> None:
+    found = [costs.compare(find(name)) for name in MEASURED]
+    told = costs.report(found)
+    # Layers as small as these take up to five times as long as others that cost as much.
+    assert max(each.ratio for each in found) < 10, told
+    assert costs.correlation_of(found) > 0.5, told
 
 
 def test_the_page_lists_the_whole_zoo() -> None:

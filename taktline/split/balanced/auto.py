@@ -13,8 +13,9 @@ from taktline.checks import known_keywords, require_flag, require_instance, requ
 from taktline.errors import PartitionError
 from taktline.plan import Partition, balance
 from taktline.split.arguments import Call
-from taktline.split.balanced.costs import LayerCosts, count_operations, measure_times
+from taktline.split.balanced.costs import LayerCosts, count_operations
 from taktline.split.balanced.layers import find_reused, find_starts, layer_layout, why_not
+from taktline.split.balanced.times import Measure, measure_times
 from taktline.split.named.by_names import as_call, by_names, without_compiler
 from taktline.split.named.forward_summary import Cut
 from taktline.split.named.layout import Layout
@@ -42,7 +43,7 @@ def auto(
         model: any module with a row of layers; it may be on the meta device.
         n: how many stages.
         example: a micro-batch: a tuple of arguments, or ``(args, kwargs)``.
-        measure: time the layers in a run of the model, instead of counting their operations.
+        measure: time copies of the layers, forward and backward, instead of counting.
         limits: how many bytes of parameters and buffers a stage may have: one number for all, or
             one for each.
 
@@ -51,16 +52,27 @@ def auto(
     >>> model = nn.Sequential(nn.Embedding(100, 16), *(nn.Linear(16, 16) for _ in range(6)))
     >>> _ = model.append(nn.Linear(16, 100))
     >>> print(auto(model, 3, (torch.zeros(8, dtype=torch.int64),)))
-    Pieces(3 stages: 2,416, 816, 1,700 parameters)
+    Pieces(3 stages: 2,144, 816, 1,972 parameters)
     stage  from       layers  operations  bytes
-        0  the input       4      12,416  9,664
-        1  4               3      12,288  3,264
-        2  7               1      25,600  6,800
+        0  the input       3     329,184  8,576
+        1  3               3     337,632  3,264
+        2  6               2     280,192  7,888
     """
     require_instance("model", model, nn.Module, "an nn.Module", PartitionError)
-    model = without_compiler(model)
     n = require_whole("n", n, least=1, error=PartitionError)
-    require_flag("measure", measure, PartitionError)
+    measured = require_flag("measure", measure, PartitionError)
+    return divide(model, n, example, measure_times if measured else None, limits)
+
+
+def divide(
+    model: nn.Module,
+    n: int,
+    example: Any,
+    measure: Measure | None,
+    limits: float | Iterable[float] | None = None,
+) -> Pieces:
+    """Cut a model as :func:`auto` does; ``measure`` returns the times of its layers."""
+    model = without_compiler(model)
     call = as_call(model, example)
     whole = open_recurrent(model, [f"{name}.0" for name in recurrent_in(model)])
     layout, counted_costs = _count(whole, call)
@@ -68,8 +80,8 @@ def auto(
     starts = find_starts(layout, list(costs), call)
     if len(starts) < n:
         raise _too_many_stages(model, n, layout, list(costs), starts, call)
-    if measure:
-        times = measure_times(whole, {cut.unit for cut in costs}, call)
+    if measure is not None:
+        times = measure(whole, {cut.unit for cut in costs}, call)
         costs = {cut: times.get(cut, 0.0) for cut in costs}
     memory = {cut: sum(t.nbytes for t in tensors_of(whole, cut.unit)) for cut in costs}
     groups = _grouped(list(costs), starts[1:])
@@ -79,7 +91,7 @@ def auto(
     # A module that a stage calls several times takes its memory once.
     once = [{cut.unit: memory[cut] for cut in calls} for calls in _grouped(list(memory), cuts)]
     partition = replace(partition, stage_memory=tuple(sum(sizes.values()) for sizes in once))
-    unit = "milliseconds" if measure else "operations"
+    unit = "operations" if measure is None else "milliseconds"
     pieces.division = Division(partition, ("", *map(str, cuts)), unit)
     return pieces
 

@@ -1,10 +1,10 @@
-"""The costs of what runs: floating-point operations, also without data, and times of layers."""
+"""The costs of what runs, counted without data: products, numbers read and written, calls."""
 
 from __future__ import annotations
 
-import time
+import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -13,16 +13,20 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from taktline.device import keep_generators
-from taktline.errors import PartitionError
 from taktline.split.arguments import Call, tensors_in
 from taktline.split.named.dry_run import dry_run
 from taktline.split.named.forward_summary import Cut
 from taktline.split.named.layout import Layout
-from taktline.split.traced.trace import in_mode
 
-_RECURRENT = (torch.ops.aten.mkldnn_rnn_layer, torch.ops.aten._cudnn_rnn)
-_RUNS = 3
+_RECURRENT = {"mkldnn_rnn_layer", "_cudnn_rnn"}
+_PRODUCT = re.compile(r"(^|_)(mm|bmm|gmm|mv|dot|linear|matmul)(_|$)")
+"""Operations that multiply matrices, of torch and of other libraries: ``_scaled_grouped_mm_v2``."""
+_GATHERS = {"embedding", "index", "index_select", "gather", "index_put_", "index_add_"}
+"""Operations that read only some rows of a tensor."""
+_NUMBER = 16
+"""A number that is read or written takes as long as so many operations of a product."""
+_CALL = 100_000
+"""The same of a call, forward and backward, as small as it may be."""
 
 
 class OperationCounter(TorchDispatchMode):
@@ -30,8 +34,8 @@ class OperationCounter(TorchDispatchMode):
 
     >>> with OperationCounter() as counter:
     ...     _ = torch.ones(2, 3) @ torch.ones(3, 4)
-    >>> counter.flops, counter.elements
-    (48, 18)
+    >>> counter.flops, counter.numbers, counter.calls
+    (48, 44, 3)
     """
 
     supports_higher_order_operators = True
@@ -39,21 +43,52 @@ class OperationCounter(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.flops = 0
-        """Floating-point operations of products of matrices, convolutions and the like."""
-        self.elements = 0
-        """Numbers that all other operations have returned, without views."""
+        """Floating-point operations of products of matrices, convolutions and attention."""
+        self.numbers = 0
+        """Numbers that operations read and write, without views."""
+        self.calls = 0
+        """Operations, without views."""
+
+    @property
+    def cost(self) -> int:
+        """How long it takes, in the time of one floating-point operation of a product."""
+        return self.flops + _NUMBER * self.numbers + _CALL * self.calls
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        packet = getattr(func, "overloadpacket", func)
-        if packet in _RECURRENT:
-            self.flops += _recurrent_flops(*args)
-        elif packet in flop_registry:
-            self.flops += flop_registry[packet](*args, **kwargs, out_val=result)
-        elif not _returns_view(func):
-            self.elements += sum(tensor.numel() for tensor in tensors_in(result))
+        if tensors_in(result) and not _returns_view(func):  # it computes, and does not only ask
+            self.calls += 1
+            self.flops += _flops(func, args, kwargs, result)
+            written = _size(result)
+            is_whole = getattr(func, "__name__", "").partition(".")[0] not in _GATHERS
+            self.numbers += written + (_size((args, kwargs)) if is_whole else written)
         return result
+
+
+def _flops(func: Any, args: Any, kwargs: Any, result: Any) -> int:
+    """The floating-point operations of a product; 0 of others."""
+    packet = getattr(func, "overloadpacket", func)
+    if packet in flop_registry:
+        return flop_registry[packet](*args, **kwargs, out_val=result)
+    name = getattr(packet, "__name__", "")
+    if name in _RECURRENT:
+        return _recurrent_flops(*args)
+    given = tensors_in((args, kwargs))
+    if "dot_product" in name and len(given) > 2:
+        query, key, value = given[:3]
+        pairs = query.numel() // query.shape[-1] * key.shape[-2]
+        return 2 * pairs * (query.shape[-1] + value.shape[-1])
+    if _PRODUCT.search(name) and len(given) > 1 and given[0].ndim:
+        one, other, made = *given[:2], tensors_in(result)
+        if one.ndim == other.ndim == 2 and made and made[0].ndim == 3:  # in groups of columns
+            return 2 * one.numel() * other.shape[-1]
+        return 2 * _size(result) * one.shape[-1]
+    return 0
+
+
+def _size(tree: Any) -> int:
+    return sum(tensor.numel() for tensor in tensors_in(tree))
 
 
 def _recurrent_flops(inputs: torch.Tensor, *others: Any) -> int:
@@ -64,60 +99,30 @@ def _recurrent_flops(inputs: torch.Tensor, *others: Any) -> int:
 
 
 def _returns_view(func: Any) -> bool:
+    """Whether an operation returns a part of its argument, and computes nothing."""
     schema = getattr(func, "_schema", None)
-    return schema is None or any(made.alias_info is not None for made in schema.returns)
+    if schema is None:
+        return False
+    made = [each.alias_info for each in schema.returns]
+    return any(alias is not None and not alias.is_write for alias in made)
 
 
 class LayerCosts(NamedTuple):
     """What a dry run has counted."""
 
     operations: dict[Cut, int]
-    """The floating-point operations of each call of a unit, in the order of the calls."""
+    """The cost of each call of a unit, in the order of the calls."""
     runs: Counter[str]
     """How often each module has run, also inside of units."""
 
 
 def count_operations(layout: Layout, call: Call) -> LayerCosts:
-    """Count the operations of all units, without data.
-
-    An operation that multiplies no matrices counts as one for each number that it returns.
-    """
+    """Count what all units cost, without data."""
     counter = OperationCounter()
     every = dict(nn.Module.named_modules(layout.empty_model))
-    with counter, _spent(every, lambda: counter.flops + counter.elements) as (counts, runs):
+    with counter, _spent(every, lambda: counter.cost) as (counts, runs):
         summary = dry_run(layout, *call, reruns=True)
     return LayerCosts({cut: counts.get(cut, 0) for cut in summary.unit_calls()}, runs)
-
-
-def measure_times(model: nn.Module, units: Iterable[str], call: Call) -> dict[Cut, float]:
-    """The time of each call of a unit in evaluation, in milliseconds.
-
-    The shortest of a few runs, after one to warm up.
-    """
-    tensors = [*model.parameters(), *model.buffers()]
-    if any(tensor.is_meta for tensor in tensors):
-        raise PartitionError(
-            "a model on the meta device cannot run, so its layers cannot be measured; count their "
-            "operations (measure=False), or materialise it first"
-        )
-    args, kwargs = call
-    named = {name: model.get_submodule(name) for name in units}
-    best: dict[Cut, float] = {}
-    devices = {tensor.device for tensor in tensors}
-    with in_mode(model, training=False), keep_generators(devices), torch.no_grad():
-        for run in range(_RUNS + 1):
-            with _spent(named, _now) as (times, _):
-                model(*args, **kwargs)
-            if run:
-                best = {cut: min(took, best.get(cut, took)) for cut, took in times.items()}
-    return best
-
-
-def _now() -> float:
-    """The time in milliseconds."""
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        torch.cuda.synchronize()
-    return 1e3 * time.perf_counter()
 
 
 @contextmanager
