@@ -19,7 +19,7 @@ from taktline.runtime.ports import Signatures
 from taktline.runtime.random_numbers import Drawing, RankRandom
 from taktline.runtime.replicas import Replicas
 from taktline.runtime.run_ahead import RunAhead
-from taktline.runtime.runnable_plan import Runnable
+from taktline.runtime.runnable_plan import Limits, Runnable
 from taktline.runtime.step_data import Feed
 from taktline.runtime.ties import Ties
 from taktline.stage import PipelineStage
@@ -45,6 +45,7 @@ class PipelineRank:
         parts: Callable[[int], int],
         seed: int | None,
         dynamic_shapes: bool,
+        limits: Limits,
     ) -> None:
         """``parts`` returns the number of micro-batches for a number of rows."""
         self._name = name
@@ -56,6 +57,7 @@ class PipelineRank:
         self._parts = parts
         self._seed = seed
         self._dynamic_shapes = dynamic_shapes
+        self._limits = limits
         self.replicas = Replicas(self._stages)
         self._ties = Ties(self._stages)
         self._reduces = self._entangled = False
@@ -104,7 +106,8 @@ class PipelineRank:
     @cached_property
     def runnable(self) -> Runnable:
         """The plan, for training and for evaluation."""
-        return Runnable(self._make_plan(self.transport.size * len(self.ranks)))
+        plan = self._make_plan(self.transport.size * len(self.ranks))
+        return Runnable(plan, limits=self._limits)
 
     def connect(self) -> None:
         """Open the channels now, so that the first step does not wait for them; on every rank.

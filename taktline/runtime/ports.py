@@ -14,6 +14,7 @@ their tree (None: the leaves are the arguments themselves).
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
@@ -101,12 +102,17 @@ class Outgoing:
         signatures: Sequence[Signature] | None = None,
         *,
         limit: float = inf,
+        sends: Sends | None = None,
     ) -> None:
-        """``limit`` is how many messages may be under way before the next one waits."""
+        """``limit`` is how many messages may be under way before the next one waits.
+
+        ``sends`` has those of all ports, if there is a limit for all of them.
+        """
         self._post = post
         self._layouts = layouts
         self._signatures = signatures
         self._limit = limit
+        self._sends = sends
         self._packed: dict[int, Parcel] = {}
         self._sent: dict[int, tuple[Handle, Parcel]] = {}
 
@@ -152,11 +158,28 @@ class Outgoing:
             if not self._sent[first][0].done and len(self._sent) < self._limit:
                 break
             self.settle(first)
+        if self._sends is not None:
+            self._sends.add(self, microbatch)
         handle = self._post(parcel.buffer, parcel.marks)
         if handle.done:
             self._layouts[microbatch].recycle(parcel)
         else:
             self._sent[microbatch] = handle, parcel
+
+
+class Sends:
+    """The messages of a rank that are under way; the oldest are waited for, if there are many."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._sent: deque[tuple[Outgoing, int]] = deque()
+
+    def add(self, port: Outgoing, microbatch: int) -> None:
+        """Wait until one more may be under way."""
+        while len(self._sent) >= self._limit:
+            first, earlier = self._sent.popleft()
+            first.settle(earlier)
+        self._sent.append((port, microbatch))
 
 
 class Incoming:
@@ -237,12 +260,14 @@ class KnownPorts:
         *,
         trains: bool,
         sends_may_wait: bool,
+        most_sends: int | None = None,
     ) -> None:
         self._stages = stages
         self._transport = transport
         self._signatures = signatures
         self._trains = trains
         self._sends_may_wait = sends_may_wait
+        self._sends = Sends(most_sends) if most_sends is not None and sends_may_wait else None
         self._layouts: dict[object, Layout] = {}
 
     def incoming(self, stage: int, channel: Channel) -> Incoming:
@@ -263,10 +288,11 @@ class KnownPorts:
         limit = inf if answered or not self._sends_may_wait else _UNDER_WAY
         if channel.gradients:
             arriving = self._signatures.arriving[stage]
-            return Outgoing(post, [self._layout(stage, s.gradients) for s in arriving], limit=limit)
+            layouts = [self._layout(stage, s.gradients) for s in arriving]
+            return Outgoing(post, layouts, limit=limit, sends=self._sends)
         leaving = self._signatures.leaving[stage]
         layouts = [self._layout(stage, s.tensors) for s in leaving]
-        return Outgoing(post, layouts, leaving, limit=limit)
+        return Outgoing(post, layouts, leaving, limit=limit, sends=self._sends)
 
     def _layout(self, stage: int, tensors: tuple[TensorMeta, ...]) -> Layout:
         owner = self._stages[stage]
