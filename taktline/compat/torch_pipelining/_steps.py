@@ -244,6 +244,7 @@ class Native(Schedule):
                 losses=losses,
                 return_outputs=bool(call.return_outputs),
                 loss_kwargs=call.loss_kwargs,
+                **({} if theirs._finalize_gradients else {"finalize_gradients": False}),
             )
         except TaktlineError as error:
             raise as_in_torch(error) from error.__cause__
@@ -304,6 +305,7 @@ def _settings(schedule: Any, make_plan: Any) -> dict[str, Any]:
         "loss_fn": schedule._loss_fn,
         "scale_grads": schedule.scale_grads,
         "dynamic_shapes": schedule.dynamic_shapes,
+        "limits": schedule._limits,
     }
 
 
