@@ -78,11 +78,12 @@ class Schedule:
         cuda_graphs: bool = False,
         run_ahead: bool = False,
         limits: Limits = Limits(),  # noqa: B008
+        idle: PipelineStage | None = None,
         name: str,
         make_plan: Callable[[int], Plan],
     ) -> None:
         self._stages = require_instances("stages", stages, PipelineStage)
-        if not self._stages:
+        if not self._stages and idle is None:
             raise MismatchError(
                 f"{type(self).__name__} needs the stages of this rank, at least one; a rank that "
                 "holds none takes no part in the plan"
@@ -119,6 +120,7 @@ class Schedule:
             seed=seed,
             dynamic_shapes=require_flag("dynamic_shapes", dynamic_shapes),
             limits=limits,
+            idle=idle,
         )
         if require_flag("cuda_graphs", cuda_graphs):
             self._runner.capture()

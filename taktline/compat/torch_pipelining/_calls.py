@@ -54,7 +54,7 @@ class Calls:
     def __post_init__(self) -> None:
         schedule = self.schedule
         self.functions = getattr(schedule, "_comp_type_to_function_map", {})
-        self.stages = {stage.stage_index: stage for stage in schedule._local_stages}
+        self.stages = {stage.stage_index: stage for stage in schedule._running_stages}
         self.underway: dict[Any, dict[tuple[int, int | None], Any]] = {
             torchs.RECV_F: schedule.fwd_recv_ops,
             torchs.RECV_B: schedule.bwd_recv_ops,
@@ -91,7 +91,7 @@ class Calls:
         """Fill the caller's list of losses; there are none in an evaluation without targets."""
         schedule = self.schedule
         made = schedule._has_backward or schedule._internal_losses
-        schedule._update_losses(schedule._local_stages, self.context.losses if made else None)
+        schedule._update_losses(schedule._running_stages, self.context.losses if made else None)
 
     def row(self) -> list[Any]:
         """The actions of this rank, in order."""
@@ -103,7 +103,7 @@ class Calls:
                 for rank, row in order.items()
             }
             order = lowered(forwards, schedule, 0)
-        return [action for action in order[schedule.rank] if action is not None]
+        return [action for action in order.get(schedule.rank, ()) if action is not None]
 
     def instructions(self) -> Iterator[Instruction]:
         """Each action: how it runs, and what it does if this rank has failed."""
@@ -333,14 +333,14 @@ def lowered(order: Order, schedule: Any, reduces: int) -> Any:
     ``reduces`` is after how many backwards a stage is reduced; 0 for never.
     """
     limits, rows = schedule._limits, {}
-    most, ahead = limits.max_active_stages, limits.ahead(len(order))
+    most, full = limits.max_active_stages, limits.unshard_lookahead == "full"
+    if not full and not HAS_LIMITS:
+        raise ScheduleError(
+            "unshard_lookahead needs torch 2.15, or stages whose methods are not overridden; leave "
+            "it out"
+        )
     for rank, row in order.items():
-        more = {"unshard_lookahead": ahead[rank]} if HAS_LIMITS else {}
-        if not HAS_LIMITS and ahead[rank] != most:
-            raise ScheduleError(
-                "unshard_lookahead needs torch 2.15, or stages whose methods are not overridden; "
-                "leave it out"
-            )
+        more = {} if full else {"unshard_lookahead": limits.ahead(schedule.pp_group_size)[rank]}
         rows[rank] = torchs._add_unshard_reshard([*row], most, **more)
         if reduces:
             rows[rank] = torchs._add_reduce_grad(rows[rank], reduces)

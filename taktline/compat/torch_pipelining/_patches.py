@@ -56,6 +56,7 @@ def apply() -> None:
     either = "|".join(sorted(kinds, key=len, reverse=True))
     schedules._action_regex = re.compile(rf"(\d+)({either})(\d*)")
     _put(_check_torch_compile_compatibility, PipeInfo)
+    schedules._add_send_recv = _with_idle_ranks(schedules._add_send_recv)
     _put(*_defined_in(_split_backward))
     _utils.PipeliningMetadataError = _utils.PipeliningShapeError = PipeliningMetadataError
     stage.PipeliningMetadataError = stage.PipeliningShapeError = PipeliningMetadataError
@@ -104,6 +105,17 @@ def _put(*values: Any) -> None:
         for module in _COPIES:
             if hasattr(module, name := value.__name__):
                 setattr(module, name, value)
+
+
+def _with_idle_ranks(add: Any) -> Any:
+    """Torch's pass that adds messages, which fails for a rank that has nothing to do."""
+
+    @wraps(add)
+    def _add_send_recv(compute_actions: Any, *args: Any, **kwargs: Any) -> Any:
+        rows = {rank: [*row] or [None] for rank, row in compute_actions.items()}
+        return add(rows, *args, **kwargs)
+
+    return _add_send_recv
 
 
 def _of_tensors(check: Any) -> Any:

@@ -65,6 +65,16 @@ class _PipelineSchedule(torchs._PipelineSchedule):
         return [self._stage] if several is None else several
 
     @property
+    def _is_idle(self) -> bool:
+        """Whether its order has nothing to do for this rank."""
+        return False
+
+    @property
+    def _running_stages(self) -> list[Any]:
+        """The stages of this rank, if it has anything to do."""
+        return [] if self._is_idle else self._local_stages
+
+    @property
     def _grad_factor(self) -> int:
         """The divisor of gradients."""
         return self._n_microbatches if self.scale_grads else 1
@@ -217,6 +227,10 @@ class PipelineScheduleMulti(_PipelineSchedule, torchs.PipelineScheduleMulti):
         self.stage_index_to_group_rank |= placement_of(order)
         for stage in self._stages:
             stage.stage_index_to_group_rank = self.stage_index_to_group_rank
+
+    @property
+    def _is_idle(self) -> bool:
+        return not any(self._order_as_data().get(self.rank, ()))
 
     def _get_pipeline_order(self) -> Order | None:
         """The computations of each rank."""
