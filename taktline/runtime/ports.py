@@ -14,7 +14,6 @@ their tree (None: the leaves are the arguments themselves).
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
@@ -152,6 +151,10 @@ class Outgoing:
         for microbatch in list(self._sent):
             self.settle(microbatch)
 
+    def is_under_way(self, microbatch: int) -> bool:
+        """Whether a message was sent, and may not have left."""
+        return microbatch in self._sent
+
     def _dispatch(self, microbatch: int, parcel: Parcel) -> None:
         while self._sent:
             first = next(iter(self._sent))
@@ -172,12 +175,13 @@ class Sends:
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        self._sent: deque[tuple[Outgoing, int]] = deque()
+        self._sent: list[tuple[Outgoing, int]] = []
 
     def add(self, port: Outgoing, microbatch: int) -> None:
         """Wait until one more may be under way."""
+        self._sent = [(sender, m) for sender, m in self._sent if sender.is_under_way(m)]
         while len(self._sent) >= self._limit:
-            first, earlier = self._sent.popleft()
+            first, earlier = self._sent.pop(0)
             first.settle(earlier)
         self._sent.append((port, microbatch))
 

@@ -121,6 +121,14 @@ class Later(torchs._PipelineStageBase):
         if clean is not None:  # since 2.12
             clean()
 
+    def _forward_metadata_inference(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module for its metadata, in its context."""
+        find: Any = super()._forward_metadata_inference  # pyright: ignore
+        if KEEPS_STATES:  # it enters the context itself
+            return find(*args, **kwargs)
+        with self.in_context(0, infers=True):
+            return find(*args, **kwargs)
+
     def start_gradient_reduction(self) -> None:
         """Start to average the gradients of a sharded stage over replicas."""
         sync = self._sharded()

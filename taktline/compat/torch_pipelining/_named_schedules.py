@@ -134,7 +134,8 @@ class _InRounds(_Multi):
         try:
             super().__init__(*args, **kwargs)
         except ValueError:
-            if not self._n_microbatches % getattr(self, "number_of_rounds", 1):
+            rounds = getattr(self, "number_of_rounds", None)
+            if rounds is None or not self._n_microbatches % rounds:
                 raise
             # The last round is not full: torch has no order for that, but there is a plan.
             sizes = (self.pp_group_size, self._n_microbatches, self.n_local_stages)

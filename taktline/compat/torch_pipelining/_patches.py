@@ -57,6 +57,8 @@ def apply() -> None:
     schedules._action_regex = re.compile(rf"(\d+)({either})(\d*)")
     _put(_check_torch_compile_compatibility, PipeInfo)
     schedules._add_send_recv = _with_idle_ranks(schedules._add_send_recv)
+    if hasattr(stage, "_build_p2p_direction_groups"):  # in 2.14
+        stage._build_p2p_direction_groups = _or_one_group(stage._build_p2p_direction_groups)
     _put(*_defined_in(_split_backward))
     _utils.PipeliningMetadataError = _utils.PipeliningShapeError = PipeliningMetadataError
     stage.PipeliningMetadataError = stage.PipeliningShapeError = PipeliningMetadataError
@@ -116,6 +118,22 @@ def _with_idle_ranks(add: Any) -> Any:
         return add(rows, *args, **kwargs)
 
     return _add_send_recv
+
+
+def _or_one_group(split: Any) -> Any:
+    """Torch's groups for each direction; one for both where a group cannot be split.
+
+    Taktline's own channels have a direction in any case, and messages by calls a tag of their own.
+    """
+
+    @wraps(split)
+    def _build_p2p_direction_groups(group: Any) -> Any:
+        try:
+            return split(group)
+        except RuntimeError:
+            return group, group
+
+    return _build_p2p_direction_groups
 
 
 def _of_tensors(check: Any) -> Any:
