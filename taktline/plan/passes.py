@@ -96,9 +96,9 @@ def add_shard(plan: Plan, keep_ready: int = 3, ahead: Sequence[int] | None = Non
         ahead = [keep_ready] * plan.ranks
     if len(ahead) != plan.ranks:
         raise PlanError(f"ahead has {len(ahead)} numbers, but the plan has {plan.ranks} ranks")
-    most = {"least": 1, "most": keep_ready, "error": PlanError}
-    numbers = [require_whole(f"ahead[{rank}]", n, **most) for rank, n in enumerate(ahead)]
-    by_rank = [_shard(plan.rows_of(rank), keep_ready, n) for rank, n in enumerate(numbers)]
+    for rank, number in enumerate(ahead):
+        require_whole(f"ahead[{rank}]", number, least=1, most=keep_ready, error=PlanError)
+    by_rank = [_shard(plan.rows_of(rank), keep_ready, n) for rank, n in enumerate(ahead)]
     return plan.with_rows(by_rank, Level.SHARDED)
 
 

@@ -6,6 +6,7 @@ import pickle
 import re
 from collections.abc import Callable, Iterable
 from inspect import signature
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -95,8 +96,8 @@ def test_gathering_fewer_in_advance_gives_what_torch_gives(
     ahead = data.draw(numbers)
     sharded = add_shard(plan, keep_ready, ahead)
     for rank, number in enumerate(ahead):
-        row = torch_actions(plan, rank)
-        expected = torch_schedules._add_unshard_reshard(row, keep_ready, unshard_lookahead=number)
+        add: Any = torch_schedules._add_unshard_reshard
+        expected = add(torch_actions(plan, rank), keep_ready, unshard_lookahead=number)
         assert _reshards_sorted(texts(sharded, rank)) == _reshards_sorted(map(str, expected))
     assert validate(sharded) == ()
 

@@ -65,7 +65,7 @@ def test_a_limit_for_the_messages_of_all_ports(limit: int) -> None:
     posted: list[Message] = []
     layout, sends = Layout((TensorMeta((4,), torch.float32),)), Sends(limit)
 
-    def post(buffer: torch.Tensor, marks: bytes = b"") -> Message:
+    def post(buffer: torch.Tensor, marks: bytes | bytearray = b"", /) -> Message:
         posted.append(Message(done=False))
         return posted[-1]
 

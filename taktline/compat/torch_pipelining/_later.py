@@ -180,7 +180,7 @@ def backward_from_edges(run: Any, outputs: Any, gradients: Any, inputs: Any) -> 
     pairs = zip(several, gradients, strict=True)
     kinds = (GradientEdge, torch.Tensor)
     roots = [(o, g) for o, g in pairs if isinstance(o, kinds) and getattr(o, "requires_grad", True)]
-    torch.autograd.backward(*zip(*roots, strict=True))
+    torch.autograd.backward([root for root, _ in roots], [gradient for _, gradient in roots])
     found = [value.grad if isinstance(value, torch.Tensor) else None for value in inputs]
     for value, gradient in zip(inputs, found, strict=True):
         if gradient is not None:

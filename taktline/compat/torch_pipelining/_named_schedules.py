@@ -82,7 +82,7 @@ class _Multi(_PipelineScheduleRuntime):
 
     _plan_name: str
     _own_order: Order | None = None
-    _is_idle = False
+    _is_idle: Any = False
 
     def _prepare_schedule_with_comms(self, actions: Any, format: Any = "compute_only") -> None:
         if self._own_order is not None:

@@ -87,7 +87,7 @@ def apply() -> None:
     stage._RootArgPlaceholder = getattr(stage, "_RootArgPlaceholder", _RootArgPlaceholder)
 
 
-def show(module: ModuleType, *values: Any) -> None:
+def show(module: Any, *values: Any) -> None:
     """Make functions and classes public names of a module, if they are not."""
     for value in values:
         setattr(module, value.__name__, value)

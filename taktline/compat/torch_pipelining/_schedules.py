@@ -64,10 +64,8 @@ class _PipelineSchedule(torchs._PipelineSchedule):
         several = vars(self).get("_stages")
         return [self._stage] if several is None else several
 
-    @property
-    def _is_idle(self) -> bool:
-        """Whether its order has nothing to do for this rank."""
-        return False
+    _is_idle: Any = False
+    """Whether its order has nothing to do for this rank."""
 
     @property
     def _running_stages(self) -> list[Any]:

@@ -244,7 +244,7 @@ class Native(Schedule):
         for stage in theirs._local_stages:
             _ = stage.native  # updates it to the stage's current module
         losses = call.losses if self._refusal is None else None
-        step = self.step if theirs._has_backward else self.eval
+        step: Any = self.step if theirs._has_backward else self.eval
         try:
             if not theirs._on_ours:
                 context = torchs._PipelineContext(theirs, *cut, call.losses)
