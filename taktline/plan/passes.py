@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from taktline.checks import known_keywords, require_flag, require_instance, require_whole
@@ -17,7 +19,12 @@ from taktline.text import counted
 
 @known_keywords
 def lower(
-    plan: Plan, *, merge: bool = False, keep_ready: int | None = None, reduce: bool = False
+    plan: Plan,
+    *,
+    merge: bool = False,
+    keep_ready: int | None = None,
+    ahead: Sequence[int] | None = None,
+    reduce: bool = False,
 ) -> Plan:
     """A plan that is ready to run, by these passes in this order.
 
@@ -25,6 +32,7 @@ def lower(
         plan: the plan; it stays as it is.
         merge: join each I that is directly followed by its W into one B.
         keep_ready: gather and release sharded parameters, so many stages ahead (None: not sharded).
+        ahead: for each rank, how many of these are gathered in advance; all of them by default.
         reduce: reduce each stage's gradients over the data-parallel ranks once they are complete.
 
     Last, every SEND and RECV is added.
@@ -36,7 +44,7 @@ def lower(
     if require_flag("merge", merge):
         plan = merge_backward(plan)
     if keep_ready is not None:
-        plan = add_shard(plan, keep_ready)
+        plan = add_shard(plan, keep_ready, ahead)
     if require_flag("reduce", reduce):
         plan = add_reduce(plan)
     return add_comm(plan)
@@ -68,8 +76,11 @@ def _merge(rows: Rows) -> Rows:
     return merged[np.delete(np.arange(len(rows)), at + 1)]
 
 
-def add_shard(plan: Plan, keep_ready: int = 3) -> Plan:
+def add_shard(plan: Plan, keep_ready: int = 3, ahead: Sequence[int] | None = None) -> Plan:
     """Add UNSHARD and RESHARD so that the next ``keep_ready`` stages in use are gathered.
+
+    With ``ahead``, a number for each rank, only so many of them are gathered in advance; the others
+    stay gathered if they are.
 
     >>> from taktline.plan import Plan
     >>> plan = Plan.from_actions([["0F0", "1F0", "1B0", "0B0"]])
@@ -82,29 +93,37 @@ def add_shard(plan: Plan, keep_ready: int = 3) -> Plan:
         raise PlanError(
             f"add_shard needs a COMPUTE plan, this one is {plan.level.name}; apply it once, first"
         )
-    by_rank = [_shard(plan.rows_of(rank), keep_ready) for rank in range(plan.ranks)]
+    if ahead is None:
+        ahead = [keep_ready] * plan.ranks
+    if len(ahead) != plan.ranks:
+        raise PlanError(f"ahead has {len(ahead)} numbers, but the plan has {plan.ranks} ranks")
+    for rank, number in enumerate(ahead):
+        require_whole(f"ahead[{rank}]", number, least=1, most=keep_ready, error=PlanError)
+    by_rank = [_shard(plan.rows_of(rank), keep_ready, n) for rank, n in enumerate(ahead)]
     return plan.with_rows(by_rank, Level.SHARDED)
 
 
-def _shard(rows: Rows, keep_ready: int) -> Rows:
+def _shard(rows: Rows, keep_ready: int, ahead: int) -> Rows:
     kinds: list[int] = []
     stages: list[int] = []
     anchors: list[int] = []
     held: list[int] = []
-    for row, wanted in _changes(rows, keep_ready):
+    for row, wanted, soon in _changes(rows, keep_ready, ahead):
         release = sorted(set(held) - set(wanted))
-        gather = [stage for stage in wanted if stage not in held]
+        gather = [stage for stage in wanted[:soon] if stage not in held]
         kinds += [Kind.RESHARD] * len(release) + [Kind.UNSHARD] * len(gather)
         stages += release + gather
         anchors += [row] * (len(release) + len(gather))
-        held = wanted
+        held = [stage for stage in (*held, *gather) if stage in wanted]
     anchor = np.concatenate([np.array(anchors, np.int64), np.arange(len(rows))])
     order = np.argsort(anchor, kind="stable")
     return Rows.concatenate([Rows.of(np.array(kinds), np.array(stages)), rows])[order]
 
 
-def _changes(rows: Rows, keep_ready: int) -> list[tuple[int, list[int]]]:
-    """(row, stages wanted from there on), wherever that changes; at the end none is wanted.
+def _changes(rows: Rows, keep_ready: int, ahead: int) -> list[tuple[int, list[int], int]]:
+    """(row, stages wanted from there on, how many of them soon), wherever that changes.
+
+    At the end none is wanted.
 
     Read from the back: a stage that is used moves to the front of the queue of next uses.
     """
@@ -112,7 +131,7 @@ def _changes(rows: Rows, keep_ready: int) -> list[tuple[int, list[int]]]:
     joined = rows.joined.tolist()
     stage = rows.stage.tolist()
     queue: list[int] = []
-    changes: list[tuple[int, list[int]]] = [(len(rows), [])]
+    changes: list[tuple[int, list[int], int]] = [(len(rows), [], 0)]
     for row in range(len(rows) - 1, -1, -1):
         if queue[:1] != [stage[row]]:
             if stage[row] in queue:
@@ -122,11 +141,14 @@ def _changes(rows: Rows, keep_ready: int) -> list[tuple[int, list[int]]]:
             continue
         # Both stages of a pair are in use at once, whatever the number to keep ready.
         pair = joined[row] and stage[row] != stage[row + 1]
-        wanted = queue[: max(keep_ready, 2 if pair else 1)]
-        if sorted(wanted) == sorted(changes[-1][1]):
-            changes[-1] = (row, wanted)
+        least = 2 if pair else 1
+        wanted, soon = queue[: max(keep_ready, least)], max(ahead, least)
+        _, later, later_soon = changes[-1]
+        same = sorted(wanted) == sorted(later)
+        if same and sorted(wanted[:soon]) == sorted(later[:later_soon]):
+            changes[-1] = (row, wanted, soon)
         else:
-            changes.append((row, wanted))
+            changes.append((row, wanted, soon))
     return changes[::-1]
 
 

@@ -106,7 +106,12 @@ def _ends(binding: Binding, known: Signatures | None) -> _Ends:
         make = DescribedPorts(stages, transport, binding.plan)
     else:
         make = KnownPorts(
-            stages, transport, known, trains=train, sends_may_wait=binding.sends_may_wait
+            stages,
+            transport,
+            known,
+            trains=train,
+            sends_may_wait=binding.sends_may_wait,
+            most_sends=binding.most_sends,
         )
     here, rank_of = transport.rank, binding.plan.placement.rank_of
     # A boundary between two stages of this rank has the number of the first.

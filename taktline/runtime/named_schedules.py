@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import ClassVar, Unpack
+from typing import ClassVar, Literal, Unpack
 
 from taktline.checks import refuse, require_instance
 from taktline.errors import MismatchError, ScheduleError
 from taktline.plan import Kind, Plan, build, find, read
+from taktline.runtime.runnable_plan import Limits
 from taktline.runtime.schedule import (
     ArgsSpec,
     KwargsSpec,
@@ -33,6 +34,7 @@ class _Named(Schedule):
         chunk_specs: tuple[ArgsSpec | None, KwargsSpec | None, MergeSpec | None],
         scale_grads: bool,
         options: ScheduleOptions,
+        limits: Limits = Limits(),  # noqa: B008
     ) -> None:
         """``chunk_specs`` are those of arguments, keyword arguments and outputs."""
         super().__init__(
@@ -43,6 +45,7 @@ class _Named(Schedule):
             scale_grads,
             name=type(self).__name__,
             make_plan=lambda ranks: self._plan(self._stages[0].num_stages, n_microbatches, ranks),
+            limits=limits,
             **options,
         )
 
@@ -80,8 +83,15 @@ class _Single(_Named):
 class _Multi(_Named):
     """A schedule with several stages per rank.
 
-    ``backward_requires_autograd`` and ``defer_pp_recv`` are accepted for scripts that pass them,
-    and change nothing: a plan's receives are posted where they overlap and hold up no send.
+    ``max_active_stages`` is how many stages of this rank in ``fully_shard`` are gathered at a time,
+    and ``unshard_lookahead`` how many of them in advance: "full" for all, "auto" for two on the
+    first rank and one more on each, or a number for each rank. ``max_outstanding_sends`` is how
+    many messages may be under way before the next one waits; a first step, in which shapes are
+    learned, has no limit.
+
+    ``backward_requires_autograd``, ``defer_pp_recv`` and ``defer_reduce_grad_wait`` are accepted
+    for scripts that pass them, and change nothing: a plan's receives are posted where they overlap
+    and hold up no send, and reductions are waited for at the end of a step.
     """
 
     def __init__(
@@ -95,10 +105,16 @@ class _Multi(_Named):
         scale_grads: bool = True,
         backward_requires_autograd: bool = True,
         defer_pp_recv: bool = False,
+        max_active_stages: int = 3,
+        unshard_lookahead: Literal["full", "auto"] | tuple[int, ...] = "full",
+        *,
+        defer_reduce_grad_wait: bool = False,
+        max_outstanding_sends: int | None = None,
         **options: Unpack[ScheduleOptions],
     ) -> None:
         specs = args_chunk_spec, kwargs_chunk_spec, output_merge_spec
-        super().__init__(stages, n_microbatches, loss_fn, specs, scale_grads, options)
+        limits = Limits(max_active_stages, unshard_lookahead, max_outstanding_sends)
+        super().__init__(stages, n_microbatches, loss_fn, specs, scale_grads, options, limits)
 
 
 class ScheduleGPipe(_Single):
@@ -157,10 +173,25 @@ class ScheduleLoopedBFS(_Multi):
         scale_grads: bool = True,
         backward_requires_autograd: bool = True,
         defer_pp_recv: bool = False,
+        max_active_stages: int = 3,
+        unshard_lookahead: Literal["full", "auto"] | tuple[int, ...] = "full",
+        *,
+        defer_reduce_grad_wait: bool = False,
+        max_outstanding_sends: int | None = None,
         **options: Unpack[ScheduleOptions],
     ) -> None:
         specs = None, None, output_merge_spec
-        super().__init__(stages, n_microbatches, loss_fn, *specs, scale_grads, **options)
+        super().__init__(
+            stages,
+            n_microbatches,
+            loss_fn,
+            *specs,
+            scale_grads,
+            max_active_stages=max_active_stages,
+            unshard_lookahead=unshard_lookahead,
+            max_outstanding_sends=max_outstanding_sends,
+            **options,
+        )
 
 
 class ScheduleInterleavedZeroBubble(_Multi):

@@ -20,7 +20,7 @@ from taktline.runtime.ports import Signatures
 from taktline.runtime.random_numbers import Drawing, RankRandom
 from taktline.runtime.replicas import Replicas
 from taktline.runtime.run_ahead import RunAhead
-from taktline.runtime.runnable_plan import Runnable
+from taktline.runtime.runnable_plan import Limits, Runnable
 from taktline.runtime.step_data import Feed
 from taktline.runtime.ties import Ties
 from taktline.stage import PipelineStage
@@ -46,17 +46,25 @@ class PipelineRank:
         parts: Callable[[int], int],
         seed: int | None,
         dynamic_shapes: bool,
+        limits: Limits,
+        idle: PipelineStage | None = None,
     ) -> None:
-        """``parts`` returns the number of micro-batches for a number of rows."""
+        """``parts`` returns the number of micro-batches for a number of rows.
+
+        A rank without stages has the group and device of the stage ``idle``.
+        """
         self._name = name
         self._turn = Turn(name)
         self._make_plan = make_plan
         self._stages = list(stages)
+        anywhere = idle or self._stages[0]
+        self._group, self.device = anywhere.group, anywhere.device
         self._microbatches = microbatches
         self._loss_fn = loss_fn
         self._parts = parts
         self._seed = seed
         self._dynamic_shapes = dynamic_shapes
+        self._limits = limits
         self.replicas = Replicas(self._stages)
         self._ties = Ties(self._stages)
         self._reduces = self._entangled = False
@@ -65,7 +73,7 @@ class PipelineRank:
         """The random numbers of all ranks, where they run in this process."""
         self._drawing: Drawing | None = None
         """The same; or finds out whether a single rank draws."""
-        self._identity = ScheduleNumber(self._stages[0].group)
+        self._identity = ScheduleNumber(self._group)
         self._calls = 0
         self._channels: list[Channel] = []
         self._data = DataCheck()
@@ -101,22 +109,18 @@ class PipelineRank:
     @cached_property
     def transport(self) -> Transport:
         """The connections to the other ranks."""
-        return transport_of(self._stages[0].group, self.device)
+        return transport_of(self._group, self.device)
 
     @cached_property
     def agreement(self) -> Agreement:
         """Raises the errors that all ranks raise."""
         return Agreement(self.transport, self.replicas, self._feed, self._forget)
 
-    @property
-    def device(self) -> torch.device:
-        """The device of this rank."""
-        return self._stages[0].device
-
     @cached_property
     def runnable(self) -> Runnable:
         """The plan, for training and for evaluation."""
-        return Runnable(self._make_plan(self.transport.size * len(self.ranks)))
+        plan = self._make_plan(self.transport.size * len(self.ranks))
+        return Runnable(plan, limits=self._limits)
 
     def connect(self) -> None:
         """Open the channels now, so that the first step does not wait for them; on every rank.

@@ -101,12 +101,17 @@ class Outgoing:
         signatures: Sequence[Signature] | None = None,
         *,
         limit: float = inf,
+        sends: Sends | None = None,
     ) -> None:
-        """``limit`` is how many messages may be under way before the next one waits."""
+        """``limit`` is how many messages may be under way before the next one waits.
+
+        ``sends`` has those of all ports, if there is a limit for all of them.
+        """
         self._post = post
         self._layouts = layouts
         self._signatures = signatures
         self._limit = limit
+        self._sends = sends
         self._packed: dict[int, Parcel] = {}
         self._sent: dict[int, tuple[Handle, Parcel]] = {}
 
@@ -146,17 +151,39 @@ class Outgoing:
         for microbatch in list(self._sent):
             self.settle(microbatch)
 
+    def is_under_way(self, microbatch: int) -> bool:
+        """Whether a message was sent, and may not have left."""
+        return microbatch in self._sent
+
     def _dispatch(self, microbatch: int, parcel: Parcel) -> None:
         while self._sent:
             first = next(iter(self._sent))
             if not self._sent[first][0].done and len(self._sent) < self._limit:
                 break
             self.settle(first)
+        if self._sends is not None:
+            self._sends.add(self, microbatch)
         handle = self._post(parcel.buffer, parcel.marks)
         if handle.done:
             self._layouts[microbatch].recycle(parcel)
         else:
             self._sent[microbatch] = handle, parcel
+
+
+class Sends:
+    """The messages of a rank that are under way; the oldest are waited for, if there are many."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._sent: list[tuple[Outgoing, int]] = []
+
+    def add(self, port: Outgoing, microbatch: int) -> None:
+        """Wait until one more may be under way."""
+        self._sent = [(sender, m) for sender, m in self._sent if sender.is_under_way(m)]
+        while len(self._sent) >= self._limit:
+            first, earlier = self._sent.pop(0)
+            first.settle(earlier)
+        self._sent.append((port, microbatch))
 
 
 class Incoming:
@@ -237,12 +264,14 @@ class KnownPorts:
         *,
         trains: bool,
         sends_may_wait: bool,
+        most_sends: int | None = None,
     ) -> None:
         self._stages = stages
         self._transport = transport
         self._signatures = signatures
         self._trains = trains
         self._sends_may_wait = sends_may_wait
+        self._sends = Sends(most_sends) if most_sends is not None and sends_may_wait else None
         self._layouts: dict[object, Layout] = {}
 
     def incoming(self, stage: int, channel: Channel) -> Incoming:
@@ -263,10 +292,11 @@ class KnownPorts:
         limit = inf if answered or not self._sends_may_wait else _UNDER_WAY
         if channel.gradients:
             arriving = self._signatures.arriving[stage]
-            return Outgoing(post, [self._layout(stage, s.gradients) for s in arriving], limit=limit)
+            layouts = [self._layout(stage, s.gradients) for s in arriving]
+            return Outgoing(post, layouts, limit=limit, sends=self._sends)
         leaving = self._signatures.leaving[stage]
         layouts = [self._layout(stage, s.tensors) for s in leaving]
-        return Outgoing(post, layouts, leaving, limit=limit)
+        return Outgoing(post, layouts, leaving, limit=limit, sends=self._sends)
 
     def _layout(self, stage: int, tensors: tuple[TensorMeta, ...]) -> Layout:
         owner = self._stages[stage]

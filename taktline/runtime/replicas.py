@@ -91,11 +91,15 @@ class Replicas:
         return any(bool(_work_groups(each)) for each in self._stages if each.stage_index == stage)
 
     @contextmanager
-    def step(self) -> Iterator[None]:
-        """Inside, the wrappers do not communicate by themselves."""
+    def step(self, *, finalizes: bool = True) -> Iterator[None]:
+        """Inside, the wrappers do not communicate by themselves.
+
+        Unless it ``finalizes``, gradients of sharded stages stay as they are until one does.
+        """
         begun: list[GradSync] = []
         try:
             for sync in self._syncs:
+                sync.accumulating = self._accumulating or (sync.shards and not finalizes)
                 begun.append(sync)
                 sync.begin()
             yield

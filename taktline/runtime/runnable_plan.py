@@ -3,20 +3,62 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import dataclass
 from functools import cached_property
 from typing import cast
 
 import numpy as np
 
-from taktline.checks import warn
-from taktline.errors import DeadlockError
+from taktline.checks import require_whole, warn
+from taktline.errors import DeadlockError, ScheduleError
 from taktline.plan import Kind, Level, Plan, lower, require_valid, restrict, validate
 from taktline.plan.deps import needs
 from taktline.plan.rows import Rows
 
-KEEP_READY = 3
-"""How many of a rank's sharded stages are gathered at a time, where a plan does not say."""
 _MESSAGES = (Kind.SEND_F, Kind.RECV_F, Kind.SEND_B, Kind.RECV_B)
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a rank may hold at a time, where a plan does not say."""
+
+    max_active_stages: int = 3
+    """How many of a rank's sharded stages are gathered."""
+    unshard_lookahead: str | tuple[int, ...] = "full"
+    """How many of them are gathered in advance: "full" is all, "auto" one more on each rank."""
+    max_outstanding_sends: int | None = None
+    """How many messages of a rank may be under way, before the next one waits; None: any number."""
+
+    def __post_init__(self) -> None:
+        most, ahead, sends = self.max_active_stages, self.unshard_lookahead, "max_outstanding_sends"
+        require_whole("max_active_stages", most, least=1, error=ScheduleError)
+        if self.max_outstanding_sends is not None:
+            require_whole(sends, self.max_outstanding_sends, least=0, error=ScheduleError)
+        if ahead not in ("full", "auto") and not isinstance(ahead, tuple):
+            raise ScheduleError(
+                "unshard_lookahead must be 'full', 'auto', or a tuple of a whole number for each "
+                f"rank, got {ahead!r}"
+            )
+        if isinstance(ahead, tuple):
+            for rank, number in enumerate(ahead):
+                name = f"unshard_lookahead[{rank}]"
+                require_whole(name, number, least=1, most=most, error=ScheduleError)
+
+    def ahead(self, ranks: int) -> list[int]:
+        """For each rank, how many stages are gathered in advance.
+
+        >>> Limits(4, "auto").ahead(4)
+        [2, 3, 4, 4]
+        """
+        most, given = self.max_active_stages, self.unshard_lookahead
+        if isinstance(given, str):
+            return [most if given == "full" else min(rank + 2, most) for rank in range(ranks)]
+        if len(given) != ranks:
+            raise ScheduleError(
+                "unshard_lookahead tuple length must equal the pipeline degree "
+                f"({ranks}), got {len(given)}"
+            )
+        return [*given]
 
 
 class Runnable:
@@ -26,6 +68,7 @@ class Runnable:
         plan: the plan.
         shards: whether stages of any rank are gathered before they compute.
         reduces: whether stages of any rank average gradients over replicas.
+        limits: what a rank may hold at a time.
 
     Actions for either are added unless the plan has its own.
 
@@ -35,17 +78,39 @@ class Runnable:
     '1RECV_F0 1RECV_F1 1F0 1F1'
     """
 
-    def __init__(self, plan: Plan, *, shards: bool = False, reduces: bool = False) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        *,
+        shards: bool = False,
+        reduces: bool = False,
+        limits: Limits = Limits(),  # noqa: B008
+    ) -> None:
         require_valid(plan)
+        self.limits = limits
+        self._ahead = limits.ahead(plan.ranks)
         self.plan = plan
         self.fingerprint = int(plan.digest()[:15], 16)
         self._shards = shards
         self._reduces = reduces
+        self._check_sends()
         if not self.sends_may_wait:
             warn(
                 f"plan {plan.name!r} can deadlock where a send waits until its receive is posted: "
                 f"{validate(plan)[0]}. It runs with sends that do not wait; leave out its SEND and "
                 "RECV, and safe ones are added"
+            )
+
+    def _check_sends(self) -> None:
+        """Raise if no order of waits can keep the number of messages that may be under way."""
+        most = self.limits.max_outstanding_sends
+        if most is None or (most and self.sends_may_wait):
+            return
+        if len(set(self.plan.placement.rank_of)) > 1:
+            raise ScheduleError(
+                f"Cannot satisfy max_outstanding_sends={most} for plan {self.plan.name!r}: a send "
+                + ("waits for one before its receive is posted" if most else "is one message")
+                + "; increase the limit, or leave out the SEND and RECV of the plan"
             )
 
     def with_wrapped(self, *, shards: bool, reduces: bool) -> Runnable:
@@ -54,7 +119,7 @@ class Runnable:
             return self
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the first one has warned
-            return Runnable(self.plan, shards=shards, reduces=reduces)
+            return Runnable(self.plan, shards=shards, reduces=reduces, limits=self.limits)
 
     @cached_property
     def sends_may_wait(self) -> bool:
@@ -72,7 +137,7 @@ class Runnable:
         shards = self._shards and not plan.has(Kind.UNSHARD, Kind.RESHARD)
         reduces = self._reduces and not plan.has(Kind.REDUCE_GRAD)
         if plan.level == Level.COMPUTE:
-            return lower(plan, keep_ready=KEEP_READY if shards else None, reduce=reduces)
+            return self._lowered(plan, shards=shards, reduces=reduces)
         if shards or reduces:
             by_rank = [plan.rows_of(rank) for rank in range(plan.ranks)]
             plan = plan.with_rows([_wrapped(rows, shards, reduces) for rows in by_rank], plan.level)
@@ -85,7 +150,11 @@ class Runnable:
         forwards = [rows[rows.kind == Kind.F] for rows in by_rank]
         apart = [Rows.of(rows.kind, rows.stage, rows.microbatch) for rows in forwards]
         plan = self.plan.with_rows(apart, Level.COMPUTE)
-        return lower(plan, keep_ready=KEEP_READY if self._shards else None)
+        return self._lowered(plan, shards=self._shards, reduces=False)
+
+    def _lowered(self, plan: Plan, *, shards: bool, reduces: bool) -> Plan:
+        keep_ready = self.limits.max_active_stages if shards else None
+        return lower(plan, keep_ready=keep_ready, ahead=self._ahead, reduce=reduces)
 
 
 def _wrapped(rows: Rows, shards: bool, reduces: bool) -> Rows:

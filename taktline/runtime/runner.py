@@ -56,14 +56,24 @@ class Runner(PipelineRank):
     @property
     def _call(self) -> str:
         """The running call, in words."""
-        return "step()" if self._feed.trains else "eval()"
+        if not self._feed.trains:
+            return "eval()"
+        return "step()" if self._feed.finalizes else "step(finalize_gradients=False)"
 
     @cached_property
     def _watch(self) -> Watch:
         transport = self.transport if isinstance(self.transport, Distributed) else None
         return Watch(self._name, transport)
 
-    def run(self, prepare: Prepare, fit: Fit, finish: Finish, *, trains: bool) -> tuple[Any, Feed]:
+    def run(
+        self,
+        prepare: Prepare,
+        fit: Fit,
+        finish: Finish,
+        *,
+        trains: bool,
+        finalizes: bool = True,
+    ) -> tuple[Any, Feed]:
         """Run one step: returns its output, and the feed with its losses.
 
         Every rank raises the same error. ``prepare`` fills the feed, and returns what a batch says
@@ -75,7 +85,7 @@ class Runner(PipelineRank):
         with self._turn, self._watch, self.run_ahead:
             self._calls += 1
             self._feed.clear()
-            self._feed.trains = trains
+            self._feed.trains, self._feed.finalizes = trains, finalizes
             try:
                 return self._step(prepare, fit, finish)
             except TaktlineError as error:
@@ -169,7 +179,7 @@ class Runner(PipelineRank):
             torch.inference_mode(False),
             torch.set_grad_enabled(self._feed.trains),
             torch.autograd.set_multithreading_enabled(False),
-            self.replicas.step(),
+            self.replicas.step(finalizes=self._feed.finalizes),
             nullcontext() if self._drawing is None else self._drawing.step(),
             watching(self.recorder, bound, self.transport) as wrap,
         ):
@@ -250,6 +260,11 @@ class Runner(PipelineRank):
             plan = self.runnable.fingerprint
             self._check()
             call, *data = prepare(self._feed)
+            if not self._feed.finalizes and self._ties.uses and self.replicas.shards:
+                raise MismatchError(
+                    "finalize_gradients=False leaves gradients of sharded stages unreduced, but "
+                    "tied weights need them; use accumulate()"
+                )
             flags = [str(stage.begin()) for stage in self._stages]
         except Exception as raised:
             error = self.agreement.located(raised)
@@ -329,6 +344,7 @@ class Runner(PipelineRank):
             self._seed,
             trains,
             sends_may_wait=not trains or self.runnable.sends_may_wait,
+            most_sends=self._limits.max_outstanding_sends,
             drawing=self._drawing,
         )
 

@@ -24,6 +24,7 @@ from taktline.plan import Plan
 from taktline.runtime.agreement import Call
 from taktline.runtime.losses import LossWeights, Wanted, by_rows, scales, warn_if_uneven
 from taktline.runtime.microbatch import merge_chunks
+from taktline.runtime.runnable_plan import Limits
 from taktline.runtime.runner import Runner
 from taktline.runtime.step_data import Batch, Cutter, Feed
 from taktline.runtime.trace import Trace, tracing
@@ -78,11 +79,13 @@ class Schedule:
         target_chunk_spec: Any = None,
         cuda_graphs: bool = False,
         run_ahead: bool = False,
+        limits: Limits = Limits(),  # noqa: B008
+        idle: PipelineStage | None = None,
         name: str,
         make_plan: Callable[[int], Plan],
     ) -> None:
         self._stages = require_instances("stages", stages, PipelineStage)
-        if not self._stages:
+        if not self._stages and idle is None:
             raise MismatchError(
                 f"{type(self).__name__} needs the stages of this rank, at least one; a rank that "
                 "holds none takes no part in the plan"
@@ -118,6 +121,8 @@ class Schedule:
             parts=self._cutter.parts,
             seed=seed,
             dynamic_shapes=require_flag("dynamic_shapes", dynamic_shapes),
+            limits=limits,
+            idle=idle,
         )
         if require_flag("cuda_graphs", cuda_graphs):
             self._runner.capture()
@@ -156,6 +161,7 @@ class Schedule:
         arg_mbs: Sequence[tuple[Any, ...]] | None = None,
         kwarg_mbs: Sequence[dict[str, Any]] | None = None,
         target_mbs: Sequence[Any] | None = None,
+        finalize_gradients: bool = True,
         **kwargs: Any,
     ) -> Any:
         """Run a batch forward and, if there is a ``loss_fn``, backward.
@@ -180,14 +186,17 @@ class Schedule:
             arg_mbs: instead of ``args``: the arguments of each micro-batch.
             kwarg_mbs: instead of ``kwargs``, likewise.
             target_mbs: instead of ``target``, likewise.
+            finalize_gradients: whether to reduce the gradients of stages in ``fully_shard``. If
+                not, they stay as they are, and the next step that does reduces them with its own;
+                ``accumulate`` does the same for every kind of stage.
             kwargs: keyword arguments for the stages of this rank.
         """
         batch = Batch(args, kwargs, target, arg_mbs, kwarg_mbs, target_mbs)
         wanted = Wanted(losses, aux_losses, share_losses, return_outputs)
         trains = self._loss_fn is not None
-        results = self._run(
-            batch, wanted, loss_kwargs, loss_weights, grad_scale=grad_scale, trains=trains
-        )
+        ways = {"grad_scale": grad_scale, "trains": trains}
+        ways["finalizes"] = require_flag("finalize_gradients", finalize_gradients) or not trains
+        results = self._run(batch, wanted, loss_kwargs, loss_weights, **ways)
         self.steps += trains
         return results
 
@@ -243,6 +252,7 @@ class Schedule:
         *,
         grad_scale: float = 1.0,
         trains: bool,
+        finalizes: bool = True,
     ) -> Any:
         def prepare(feed: Feed) -> tuple[Call, Any, Any]:
             wanted.check()
@@ -269,7 +279,8 @@ class Schedule:
                 feed.targets = batch.targets(feed.rows)
             self._weigh(feed, loss_weights)
 
-        output, feed = self._runner.run(prepare, fit, self._merged, trains=trains)
+        ways = {"trains": trains, "finalizes": finalizes}
+        output, feed = self._runner.run(prepare, fit, self._merged, **ways)
         update_all(feed.observed)
         if feed.late is not None and wanted.lists:
             feed.late(feed)

@@ -49,6 +49,8 @@ class Binding:
     trains: bool
     sends_may_wait: bool
     """Whether the plan cannot deadlock where a send waits until its receive is posted."""
+    most_sends: int | None
+    """How many messages of a rank may be under way; None: any number."""
     drawing: Drawing | None
     """Where all stages run in one thread: observes random numbers, and separates those of ranks."""
     seeded: Seeded = seeded
@@ -169,6 +171,12 @@ class Work:
             self._activations_in, self._gradients_in = ports
 
     def _call(self, microbatch: int, arguments: Sequence[Any]) -> Any:
+        if self._stage.around_forward is None:
+            return self._run_module(microbatch, arguments)
+        with self._stage.around_forward(microbatch):
+            return self._run_module(microbatch, arguments)
+
+    def _run_module(self, microbatch: int, arguments: Sequence[Any]) -> Any:
         keywords = self._feed.keywords[microbatch]
         if self._seed is None:
             return self._stage.submod(*arguments, **keywords)

@@ -167,6 +167,8 @@ class Feed:
 
     trains: bool = False
     """Whether the step runs backward, too."""
+    finalizes: bool = True
+    """Whether the gradients of sharded stages are reduced at its end."""
     arguments: Sequence[Sequence[Any]] = ()
     keywords: Sequence[Mapping[str, Any]] = ()
     targets: Sequence[Any] | None = None

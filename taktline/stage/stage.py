@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -108,6 +109,8 @@ class PipelineStage:
         self._meshes: dict[object, DeviceMesh] = {}
         self._in_flight: dict[int, tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]] = {}
         self._weights_due: dict[int, Callable[[], object]] = {}
+        self.around_forward: Callable[[int], AbstractContextManager[None]] | None = None
+        """Makes a context for the forward of a micro-batch, if there is to be one."""
 
     @property
     def is_first(self) -> bool:

@@ -5,23 +5,15 @@ from __future__ import annotations
 import contextlib
 import importlib
 import io
+import pkgutil
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import pytest
+from torch.distributed import pipelining
 
-MODULES = (
-    "",
-    ".schedules",
-    ".stage",
-    ".microbatch",
-    "._IR",
-    "._backward",
-    "._utils",
-    "._unflatten",
-    "._debug",
-    "._schedule_visualizer",
-)
+MODULES = ("", *(f".{found.name}" for found in pkgutil.iter_modules(pipelining.__path__)))
+"""The modules of the installed torch."""
 
 
 class Pair(NamedTuple):
@@ -88,5 +80,6 @@ def _since(version: str, *, there: bool) -> pytest.MarkDecorator:
 SINCE_2_12 = _since("2.12", there=hasattr(module("._utils").peer, "InferenceMode"))
 SINCE_2_13 = _since("2.13", there=hasattr(module(".schedules").peer, "_TARGET_CHUNK_SPEC"))
 """Tests of what earlier versions of torch do not have."""
+SINCE_2_15 = _since("2.15", there=hasattr(module(".schedules").peer, "WAIT_REDUCE_GRAD"))
 DEFERS = hasattr(module(".schedules").peer, "_defer_recv_ops")
 """Whether schedules take ``defer_pp_recv``, as they do since 2.13."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,8 @@ class Calls:
         torch.manual_seed(0)
         self.module = nn.Linear(4, 4)
         self.file = f"{folder}/order.csv"
+        takes = inspect.signature(self.t._RecvInfo).parameters
+        self.buffer = [torch.zeros(2)] if "buffer" in takes else []
 
     def stage(self, index: int = 0, count: int = 1) -> Any:
         return self.t.PipelineStage(self.module, index, count, CPU, group=self.group)
@@ -124,7 +127,7 @@ class Calls:
             "W before I": lambda: self._with_backward().backward_weight_one_chunk(bwd_chunk_id=0),
             "no gradients": self.without_gradient,
             "a target, forward only": self.forward_only,
-            "an info": lambda: repr(self.t._RecvInfo("x", 3, torch.zeros(2), None)),
+            "an info": lambda: repr(self.t._RecvInfo("x", 3, *self.buffer, None)),
             "outputs": lambda: [
                 self.t._normalize_model_output_as_tuple(x) for x in ([1, 2], (1,), 1, None)
             ],

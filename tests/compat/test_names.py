@@ -20,13 +20,19 @@ _RENAMED = ("validate_tensors_metadata", "_make_tensor_from_meta")
 
 _OLDER = not hasattr(module(".schedules").peer, "_TARGET_CHUNK_SPEC")  # than 2.13
 
+_NEWEST = hasattr(module(".schedules").peer, "WAIT_REDUCE_GRAD")
+"""Whether torch has all that ours has."""
+
 _SCHEDULES = """
     Schedule1F1B ScheduleGPipe ScheduleInterleaved1F1B ScheduleLoopedBFS ScheduleDualPipeV
     ScheduleInterleavedZeroBubble ScheduleZBVZeroBubble _ScheduleForwardOnly
 """
 
 _NAMES = {
-    "": f"Pipe pipe_split SplitPoint pipeline PipelineStage build_stage {_SCHEDULES}",
+    "": f"""
+        Pipe pipe_split SplitPoint pipeline PipelineStage build_stage {_SCHEDULES} PipelineStageInfo
+        PipelineActivationLiveness analyze_pipeline_activation_liveness
+    """,
     ".schedules": f"""
         {_SCHEDULES} PipelineScheduleSingle PipelineScheduleMulti _PipelineSchedule
         _PipelineScheduleRuntime _PipelineContext get_schedule_class _Action _ComputationType
@@ -38,10 +44,12 @@ _NAMES = {
         _get_profiler_function_name _check_torch_compile_compatibility _action_regex dist torch
         logger TensorChunkSpec merge_chunks split_args_kwargs_into_chunks PipelineStage
         _PipelineStageBase generate_rank_to_stage_mapping generate_stage_to_rank_mapping
+        PipelineActivationLiveness analyze_pipeline_activation_liveness
+        WAIT_SEND_F WAIT_SEND_B WAIT_REDUCE_GRAD
     """,
     ".stage": """
         PipelineStage build_stage _PipelineStageBase _PipelineStage _RecvInfo _RootArgPlaceholder
-        _normalize_model_output_as_tuple
+        _normalize_model_output_as_tuple PipelineStageInfo
     """,
     ".microbatch": """
         TensorChunkSpec split_args_kwargs_into_chunks merge_chunks _Replicate _LossReducer
@@ -66,6 +74,8 @@ _NAMES = {
         get_schedule_ops add_schedule_op_spacing visualize_schedule OpKey
         action_type_to_color_mapping
     """,
+    "._p2p": "_stage_rank_assignment",
+    "._recv_buffers": "_RecvInfo",
 }
 
 _ON_A_SCHEDULE = """
@@ -82,7 +92,8 @@ _ON_A_STAGE = """
     _prepare_forward_infra _prepare_backward_infra _create_grad_recv_info _create_act_recv_info
     _create_act_send_info _get_init_p2p_neighbors_ops _retrieve_recv_activations
     _retrieve_recv_grads _validate_fwd_input _validate_fwd_outputs _shape_inference
-    _configure_outputs_meta _check_chunk_id
+    _configure_outputs_meta _check_chunk_id register_forward_context release_fwd_send_outputs
+    start_gradient_reduction wait_for_gradient_reduction _pre_metadata_inference_backup
 """
 
 
@@ -158,7 +169,7 @@ def _signature(function: Any) -> list[tuple[str, str, str]] | None:
 def _fits(peer: Any, ours: Any) -> bool:
     """Whether all calls that fit the one fit the other: ours may add keywords, and defaults.
 
-    Under an older torch, so may what 2.13 has added at the end.
+    Under an older torch, so may what later ones have added at the end.
     """
     if peer is None or ours is None:
         return True
@@ -166,8 +177,9 @@ def _fits(peer: Any, ours: Any) -> bool:
     empty = repr(inspect.Parameter.empty)
     if [name for name, _, _ in ours if name in theirs] != list(theirs):
         return False
-    while _OLDER and ours[-1:] and ours[-1][0] not in theirs and ours[-1][2] != empty:
-        ours = ours[:-1]
+    if not _NEWEST:
+        while ours and ours[-1][0] not in theirs and (ours[-1][2] != empty or "VAR" in ours[-1][1]):
+            ours = ours[:-1]
     for name, kind, default in ours:
         if name not in theirs and kind == "VAR_KEYWORD":  # our options, of which none is required
             continue

@@ -239,14 +239,16 @@ def test_messages_go_out_one_by_one_unless_they_could_wait_for_each_other(
 
     monkeypatch.setattr(schedules.dist, "batch_isend_irecv", batched)
 
+    group = MagicMock(group_name="all")
+
     def message(number: int, peer: int, kind: str) -> Any:
         op = getattr(schedules.dist, kind)
-        return MagicMock(op=op, tensor=number, peer=peer, group_peer=peer, tag=7, group=None)
+        return MagicMock(op=op, tensor=number, peer=peer, group_peer=peer, tag=7, group=group)
 
     sends = [message(number, peer, "isend") for number, peer in enumerate((3, 1, 3))]
     works = schedules._batch_p2p(sends)
     assert [work.message for work in works] == [0, 1, 2]
-    assert started[0] == ("isend", 0, {"group": None, "tag": 7, "group_dst": 3})
+    assert started[0] == ("isend", 0, {"group": group, "tag": 7, "group_dst": 3})
     assert [name for name, *_ in started] == ["isend"] * 3
     started.clear()
     by_peer = schedules._sorted_batch_p2p(sends)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
 from unittest.mock import MagicMock
@@ -50,7 +51,8 @@ def test_what_torch_cannot_show() -> None:
     assert str(get_schedule_ops("1F1B", 2, 2, add_spacing=True)) == (
         "[[0F0, 0F1, None, None, 0B0, None, 0B1], [None, 1F0, 1B0, 1F1, 1B1, None]]"
     )
-    assert str(get_schedule_ops(ScheduleGPipe, 2, 1, with_comms=True)) == (
+    shown = str(get_schedule_ops(ScheduleGPipe, 2, 1, with_comms=True))
+    assert re.sub(r", \dWAIT_REDUCE_GRAD", "", shown) == (  # since torch 2.15
         "[[0F0, 0SEND_F0, 0RECV_B0, 0B0, 0REDUCE_GRAD], "
         "[1RECV_F0, 1F0, 1B0, 1SEND_B0, 1REDUCE_GRAD]]"
     )

@@ -32,7 +32,7 @@ class StandIn:
         return []
 
     get_fwd_recv_ops = get_fwd_send_ops = get_bwd_recv_ops = get_bwd_send_ops = _nothing
-    perform_reduce_grad = _nothing
+    perform_reduce_grad = release_fwd_send_outputs = _nothing
 
 
 def make(name: str, rank: int, ranks: int, microbatches: int, stages_per_rank: int) -> Any:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import pickle
 import re
 from collections.abc import Callable, Iterable
+from inspect import signature
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -82,6 +84,35 @@ def test_sharding_gives_what_torch_gives(plan: Plan, keep_ready: int) -> None:
     assert validate(sharded) == ()
 
 
+_AHEAD = "unshard_lookahead" in signature(torch_schedules._add_unshard_reshard).parameters
+
+
+@pytest.mark.skipif(not _AHEAD, reason="torch has it since 2.15")
+@given(shapes(4, 6), st.integers(2, 4), st.data())
+def test_gathering_fewer_in_advance_gives_what_torch_gives(
+    plan: Plan, keep_ready: int, data: st.DataObject
+) -> None:
+    numbers = st.lists(st.integers(1, keep_ready), min_size=plan.ranks, max_size=plan.ranks)
+    ahead = data.draw(numbers)
+    sharded = add_shard(plan, keep_ready, ahead)
+    for rank, number in enumerate(ahead):
+        add: Any = torch_schedules._add_unshard_reshard
+        expected = add(torch_actions(plan, rank), keep_ready, unshard_lookahead=number)
+        assert _reshards_sorted(texts(sharded, rank)) == _reshards_sorted(map(str, expected))
+    assert validate(sharded) == ()
+
+
+def test_gathering_fewer_in_advance() -> None:
+    plan = Plan.from_actions([["0F0", "1F0", "2F0", "2B0", "1B0", "0B0"]])
+    assert " ".join(texts(add_shard(plan, 3, [1]), 0)) == (
+        "0UNSHARD 0F0 1UNSHARD 1F0 2UNSHARD 2F0 2B0 2RESHARD 1B0 1RESHARD 0B0 0RESHARD"
+    )
+    assert " ".join(texts(add_shard(plan, 2, [1]), 0)) == (
+        "0UNSHARD 0F0 0RESHARD 1UNSHARD 1F0 2UNSHARD 2F0 2B0 2RESHARD 1B0 1RESHARD 0UNSHARD 0B0 "
+        "0RESHARD"
+    )
+
+
 def _reshards_sorted(cells: Iterable[str]) -> list[str]:
     """Torch releases several stages at once in the order of a set: here, in that of their names."""
     groups: list[list[str]] = [[]]
@@ -105,6 +136,8 @@ def test_reducing_gives_what_torch_gives(plan: Plan) -> None:
     ("make", "message"),
     [
         (lambda plan: add_shard(plan, 0), "keep_ready must be a whole number from 1 up, not 0"),
+        (lambda plan: add_shard(plan, 2, [1] * 9), "ahead has 9 numbers"),
+        (lambda plan: add_shard(plan, 2, [3] * plan.ranks), r"ahead\[0\] must be .* from 1 to 2"),
         (lambda plan: add_shard(add_shard(plan)), "this one is SHARDED"),
         (lambda plan: add_shard(lower(plan)), "this one is LOWERED"),
         (lambda plan: add_reduce(add_reduce(plan)), "without REDUCE_GRAD"),

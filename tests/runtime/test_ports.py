@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from taktline.meta import TensorMeta
-from taktline.runtime.ports import Outgoing
+from taktline.runtime.ports import Outgoing, Sends
 from taktline.runtime.self_describing import DescribedOutgoing
 from taktline.transport.wire import Layout
 
@@ -58,3 +58,25 @@ def test_messages_that_have_left_are_freed(
     alive = [buffer for buffer in buffers.values() if buffer() is not None]
     assert (len(alive) <= 2) == done
     assert done or not any(message.waits for message in posted)
+
+
+@pytest.mark.parametrize("limit", [1, 2, 3])
+def test_a_limit_for_the_messages_of_all_ports(limit: int) -> None:
+    posted: list[Message] = []
+    layout, sends = Layout((TensorMeta((4,), torch.float32),)), Sends(limit)
+
+    def post(buffer: torch.Tensor, marks: bytes | bytearray = b"", /) -> Message:
+        posted.append(Message(done=False))
+        return posted[-1]
+
+    ports = [Outgoing(post, [layout] * 4, sends=sends) for _ in range(2)]
+    for _ in range(2):  # steps
+        for microbatch in range(4):
+            for port in ports:
+                port.give(microbatch, [torch.ones(4)], None)
+                port.send(microbatch)
+                assert sum(not message.waits for message in posted) == min(limit, len(posted))
+        for port in ports:
+            port.settle_all()
+        assert all(message.waits == 1 for message in posted)
+        posted.clear()

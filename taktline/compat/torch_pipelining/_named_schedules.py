@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from functools import cache, cached_property
+from inspect import Parameter, signature
 from typing import Any
 
 from taktline.compat.torch_pipelining import schedules as torchs
-from taktline.compat.torch_pipelining._calls import Order
-from taktline.compat.torch_pipelining._metadata import like
+from taktline.compat.torch_pipelining._calls import HAS_LIMITS, Order
 from taktline.compat.torch_pipelining._schedules import (
     PipelineScheduleMulti,
     PipelineScheduleSingle,
@@ -16,6 +17,7 @@ from taktline.compat.torch_pipelining._schedules import (
 from taktline.errors import StageUseError
 from taktline.plan import build
 from taktline.runtime import get_schedule_class as find_native
+from taktline.runtime.runnable_plan import Limits
 
 
 def order_of(
@@ -38,10 +40,8 @@ class _Single(PipelineScheduleSingle):
     _step_microbatches = PipelineScheduleMulti._step_microbatches
 
     def _get_pipeline_order(self) -> Order | None:
-        order = self._order_as_data()
-        for rank, row in order.items():
-            row.append(torchs._Action(rank, torchs.REDUCE_GRAD))
-        return order
+        order, count = self._order_as_data(), self._n_microbatches
+        return {rank: torchs._add_reduce_grad(row, count) for rank, row in order.items()}
 
     def _order_as_data(self) -> dict[int, list[Any]]:
         return order_of(self._plan_name, self._num_stages, self._n_microbatches, 1)
@@ -82,6 +82,7 @@ class _Multi(_PipelineScheduleRuntime):
 
     _plan_name: str
     _own_order: Order | None = None
+    _is_idle: Any = False
 
     def _prepare_schedule_with_comms(self, actions: Any, format: Any = "compute_only") -> None:
         if self._own_order is not None:
@@ -90,6 +91,8 @@ class _Multi(_PipelineScheduleRuntime):
         # At the end of torch's constructor.
         self._own_order = actions
         self._place_stages(actions)
+        if self._limits != Limits() or getattr(self, "_defer_reduce_grad_wait", False):
+            _ = self.pipeline_order_with_comms  # raises if it cannot keep them
 
     @cached_property
     def pipeline_order_with_comms(self) -> Order:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -107,15 +110,32 @@ class _Multi(_PipelineScheduleRuntime):
         return super()._maker_for(order)
 
 
+def _with_limits(cls: Any) -> Any:
+    """Give a class the constructor of torch's class, with the limits that torch has since 2.15."""
+    takes = signature(cls.__bases__[1].__init__)
+    if not HAS_LIMITS:
+        defaults = asdict(Limits()) | {"defer_reduce_grad_wait": False}
+        more = [Parameter(k, Parameter.KEYWORD_ONLY, default=v) for k, v in defaults.items()]
+        takes = takes.replace(parameters=[*takes.parameters.values(), *more])
+
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        given = takes.bind(self, *args, **kwargs).arguments
+        super(cls, self).__init__(**{k: v for k, v in given.items() if k != "self"})
+
+    __init__.__signature__ = takes
+    cls.__init__ = __init__
+    return cls
+
+
 class _InRounds(_Multi):
     """A schedule whose micro-batches go through each stage in rounds."""
 
-    @like(torchs.ScheduleInterleaved1F1B.__init__)
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         try:
             super().__init__(*args, **kwargs)
         except ValueError:
-            if not self._n_microbatches % getattr(self, "number_of_rounds", 1):
+            rounds = getattr(self, "number_of_rounds", None)
+            if rounds is None or not self._n_microbatches % rounds:
                 raise
             # The last round is not full: torch has no order for that, but there is a plan.
             sizes = (self.pp_group_size, self._n_microbatches, self.n_local_stages)
@@ -123,30 +143,35 @@ class _InRounds(_Multi):
             self._prepare_schedule_with_comms(self.pipeline_order)
 
 
+@_with_limits
 class ScheduleLoopedBFS(_Multi, torchs.ScheduleLoopedBFS):
     """GPipe over several stages per rank: each stage runs all micro-batches before the next one."""
 
     _plan_name = "looped_bfs"
 
 
+@_with_limits
 class ScheduleInterleaved1F1B(_InRounds, torchs.ScheduleInterleaved1F1B):
     """1F1B over several stages per rank: a smaller bubble for more messages."""
 
     _plan_name = "interleaved_1f1b"
 
 
+@_with_limits
 class ScheduleInterleavedZeroBubble(_InRounds, torchs.ScheduleInterleavedZeroBubble):
     """Interleaved 1F1B whose weight gradients fill what would be the bubble."""
 
     _plan_name = "interleaved_zero_bubble"
 
 
+@_with_limits
 class ScheduleZBVZeroBubble(_Multi, torchs.ScheduleZBVZeroBubble):
     """Two stages per rank in the shape of a V; weight gradients fill the bubble."""
 
     _plan_name = "zbv"
 
 
+@_with_limits
 class ScheduleDualPipeV(_Multi, torchs.ScheduleDualPipeV):
     """Two stages per rank in the shape of a V; forwards run together with backwards."""
 

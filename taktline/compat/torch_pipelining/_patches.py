@@ -13,6 +13,7 @@ from abc import ABCMeta
 from collections.abc import Sequence
 from functools import partial, wraps
 from importlib import import_module
+from importlib.util import find_spec
 from types import ModuleType
 from typing import Any
 
@@ -28,9 +29,16 @@ from taktline.transport import local, transport_of
 
 _WAITS = ("WAIT_SEND_F", "WAIT_SEND_B", "WAIT_REDUCE_GRAD")
 """Kinds of actions that only later versions of torch have."""
-_NAMES = ("_backward", "_debug", "_unflatten", "_utils", "microbatch", "schedules", "stage")
-_COPIES: list[Any] = [import_module(f"taktline.compat.torch_pipelining.{name}") for name in _NAMES]
-_backward, _debug, _unflatten, _utils, microbatch, schedules, stage = _COPIES
+_NAMES = ("_utils", "schedules", "stage", "_backward", "_debug", "_unflatten", "microbatch")
+_SINCE_2_15 = ("_p2p", "_recv_buffers")
+_HERE = "taktline.compat.torch_pipelining"
+_THERE = [name for name in _SINCE_2_15 if find_spec(f"{_HERE}.{name}")]
+_COPIES: list[Any] = [import_module(f"{_HERE}.{name}") for name in (*_NAMES, *_THERE)]
+_utils, schedules, stage = _COPIES[:3]
+
+
+LATER: list[Any] = []
+"""Public names of the package that only later versions of torch have."""
 
 
 def apply() -> None:
@@ -48,23 +56,43 @@ def apply() -> None:
     either = "|".join(sorted(kinds, key=len, reverse=True))
     schedules._action_regex = re.compile(rf"(\d+)({either})(\d*)")
     _put(_check_torch_compile_compatibility, PipeInfo)
+    schedules._add_send_recv = _with_idle_ranks(schedules._add_send_recv)
+    if hasattr(stage, "_build_p2p_direction_groups"):  # in 2.14
+        stage._build_p2p_direction_groups = _or_one_group(stage._build_p2p_direction_groups)
     _put(*_defined_in(_split_backward))
     _utils.PipeliningMetadataError = _utils.PipeliningShapeError = PipeliningMetadataError
     stage.PipeliningMetadataError = stage.PipeliningShapeError = PipeliningMetadataError
-    if hasattr(_utils, "_make_tensor_from_meta"):  # before 2.12, buffers are contiguous
-        stage._make_tensor_from_meta = _buffer
+    for module in _COPIES[1:]:  # before 2.12, buffers are contiguous
+        if hasattr(module, "_make_tensor_from_meta"):
+            module._make_tensor_from_meta = _buffer
     if hasattr(_utils, "validate_metadata"):
         _utils.validate_metadata = _of_tensors(_utils.validate_metadata)
         _utils.validate_tensor_metadata = partial(_utils.validate_metadata, raise_on_mismatch=True)
     # Imported only now, as their bases are the classes that they replace.
     from taktline.compat.torch_pipelining import _named_schedules, _schedules, _stages
+    from taktline.compat.torch_pipelining._later import PipelineStageInfo
+    from taktline.compat.torch_pipelining._liveness import (
+        PipelineActivationLiveness,
+        analyze_pipeline_activation_liveness,
+    )
 
-    ours = [
-        value for module in (_stages, _schedules, _named_schedules) for value in _defined_in(module)
-    ]
+    liveness = (PipelineActivationLiveness, analyze_pipeline_activation_liveness)
+    show(stage, PipelineStageInfo)
+    show(schedules, *liveness)
+    LATER.extend((PipelineStageInfo, *liveness))
+    modules = (_stages, _schedules, _named_schedules)
+    ours = [value for module in modules for value in _defined_in(module)]
     _put(*ours)
     remember(*(value for value in ours if isinstance(value, ABCMeta)))
     stage._RootArgPlaceholder = getattr(stage, "_RootArgPlaceholder", _RootArgPlaceholder)
+
+
+def show(module: Any, *values: Any) -> None:
+    """Make functions and classes public names of a module, if they are not."""
+    for value in values:
+        setattr(module, value.__name__, value)
+    names = [value.__name__ for value in values]
+    module.__all__ = [*dict.fromkeys((*module.__all__, *names))]
 
 
 def _defined_in(module: ModuleType) -> list[Any]:
@@ -79,6 +107,33 @@ def _put(*values: Any) -> None:
         for module in _COPIES:
             if hasattr(module, name := value.__name__):
                 setattr(module, name, value)
+
+
+def _with_idle_ranks(add: Any) -> Any:
+    """Torch's pass that adds messages, which fails for a rank that has nothing to do."""
+
+    @wraps(add)
+    def _add_send_recv(compute_actions: Any, *args: Any, **kwargs: Any) -> Any:
+        rows = {rank: [*row] or [None] for rank, row in compute_actions.items()}
+        return add(rows, *args, **kwargs)
+
+    return _add_send_recv
+
+
+def _or_one_group(split: Any) -> Any:
+    """Torch's groups for each direction; one for both where a group cannot be split.
+
+    Taktline's own channels have a direction in any case, and messages by calls a tag of their own.
+    """
+
+    @wraps(split)
+    def _build_p2p_direction_groups(group: Any) -> Any:
+        try:
+            return split(group)
+        except RuntimeError:
+            return group, group
+
+    return _build_p2p_direction_groups
 
 
 def _of_tensors(check: Any) -> Any:

@@ -27,7 +27,7 @@ def get_schedule_ops(schedule: str | type, *sizes: Any, **options: Any) -> Any:
     """The actions of each rank in a schedule, given by its name or class.
 
     >>> get_schedule_ops("GPipe", 2, 1)
-    [[0F0, 0B0, 0REDUCE_GRAD], [1F0, 1B0, 1REDUCE_GRAD]]
+    [[0F0, 0B0, 0REDUCE_GRAD...], [1F0, 1B0, 1REDUCE_GRAD...]]
     """
     cls: Any = schedules.get_schedule_class(schedule) if isinstance(schedule, str) else schedule
     given = signature(_torchs.get_schedule_ops).bind(cls, *sizes, **options).arguments

@@ -12,11 +12,19 @@ from typing import Any
 import torch
 
 from taktline.compat.torch_pipelining import schedules as torchs
-from taktline.compat.torch_pipelining._calls import Calls, Order, lowered, placement_of
+from taktline.compat.torch_pipelining._calls import (
+    HAS_LIMITS,
+    LIMITS,
+    Calls,
+    Order,
+    lowered,
+    placement_of,
+)
 from taktline.compat.torch_pipelining._metadata import HAS_META, like, preparing
 from taktline.compat.torch_pipelining._steps import Native, StepCall, run
-from taktline.errors import BatchError, CallOrderError
-from taktline.plan import Plan, validate
+from taktline.errors import BatchError, CallOrderError, ScheduleError
+from taktline.plan import Kind, Plan, validate
+from taktline.runtime.runnable_plan import Limits
 
 _TAKES = len(signature(torchs.PipelineScheduleSingle._initialize_stage).parameters) - 1
 """How many arguments stages are initialised with: 2.12 added a target, 2.13 loss_kwargs."""
@@ -37,6 +45,10 @@ class _PipelineSchedule(torchs._PipelineSchedule):
     """The first target of a user's own step, and its loss_kwargs."""
     _sizes: list[Any] | None = None
     """Sizes of the first micro-batch of the latest step that went call by call."""
+    _limits = Limits()
+    """What a rank may hold at a time."""
+    _finalize_gradients = True
+    """Whether the running step reduces the gradients of sharded stages."""
     _prepared_for: bool | None = None
     """Whether stages were prepared for a backward; None if they were not."""
 
@@ -51,6 +63,14 @@ class _PipelineSchedule(torchs._PipelineSchedule):
         """The stages of this rank."""
         several = vars(self).get("_stages")
         return [self._stage] if several is None else several
+
+    _is_idle: Any = False
+    """Whether its order has nothing to do for this rank."""
+
+    @property
+    def _running_stages(self) -> list[Any]:
+        """The stages of this rank, if it has anything to do."""
+        return [] if self._is_idle else self._local_stages
 
     @property
     def _grad_factor(self) -> int:
@@ -67,14 +87,17 @@ class _PipelineSchedule(torchs._PipelineSchedule):
         arg_mbs: list[Any] | None = None,
         kwarg_mbs: list[Any] | None = None,
         target_mbs: list[Any] | None = None,
+        finalize_gradients: bool = True,
         **kwargs: Any,
     ) -> Any:
         """Run a batch forward and, if there is a ``loss_fn``, backward.
 
-        Beside what torch takes, ``arg_mbs``, ``kwarg_mbs`` and ``target_mbs`` are lists of ready
-        micro-batches, in the place of ``args``, ``kwargs`` and ``target``.
+        ``arg_mbs``, ``kwarg_mbs`` and ``target_mbs`` are lists of ready micro-batches, in the place
+        of ``args``, ``kwargs`` and ``target``. Without ``finalize_gradients``, gradients of stages
+        in ``fully_shard`` wait for a step that reduces them.
         """
         whole, parts = (args, kwargs, target), (arg_mbs, kwarg_mbs, target_mbs)
+        self._finalize_gradients = bool(finalize_gradients)
         return run(self, StepCall(whole, parts, losses, return_outputs, loss_kwargs))
 
     @like(torchs._PipelineSchedule.eval)
@@ -137,7 +160,7 @@ class _PipelineSchedule(torchs._PipelineSchedule):
     def _order_to_run(self) -> Order:
         """All actions of each rank."""
         order = self._order_as_data()
-        return lowered(order, self._rank_of, self._num_stages, self._n_microbatches)
+        return lowered(order, self, self._n_microbatches)
 
     def _plan_maker(self) -> Any:
         """A function that makes the plan of this order for a number of ranks, if there is one."""
@@ -203,6 +226,10 @@ class PipelineScheduleMulti(_PipelineSchedule, torchs.PipelineScheduleMulti):
         for stage in self._stages:
             stage.stage_index_to_group_rank = self.stage_index_to_group_rank
 
+    @property
+    def _is_idle(self) -> bool:
+        return not any(self._order_as_data().get(self.rank, ()))
+
     def _get_pipeline_order(self) -> Order | None:
         """The computations of each rank."""
         return self.pipeline_order
@@ -231,12 +258,36 @@ class PipelineScheduleMulti(_PipelineSchedule, torchs.PipelineScheduleMulti):
 class _PipelineScheduleRuntime(PipelineScheduleMulti, torchs._PipelineScheduleRuntime):
     """A schedule that runs what ``pipeline_order_with_comms`` says: computations and messages."""
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        limits = {name: kwargs[name] for name in LIMITS[:3] if name in kwargs}
+        self._limits = Limits(**limits)
+        if not HAS_LIMITS:
+            kwargs = {name: value for name, value in kwargs.items() if name not in LIMITS}
+        super().__init__(*args, **kwargs)
+
     @like(torchs._PipelineScheduleRuntime._prepare_schedule_with_comms)
     def _prepare_schedule_with_comms(self, actions: Any, format: Any = "compute_only") -> None:
+        self._limits.ahead(self.pp_group_size)
         super()._prepare_schedule_with_comms(actions, format)
+        if not HAS_LIMITS and self._limits != Limits():
+            self._keep_limits(actions, format)
         if format == "compute_only":
             # Taktline places the messages itself, unless a user changes the order with messages.
             self._planned = self._rows(self.pipeline_order_with_comms), self._maker_for(actions)
+
+    def _keep_limits(self, actions: Order, format: str) -> None:
+        """Do what torch does since 2.15, or raise."""
+        if format == "compute_only" and not getattr(self, "_defer_pp_recv", False):
+            self.pipeline_order_with_comms = lowered(actions, self, self._n_microbatches)
+        most, rows = self._limits.max_outstanding_sends, self._rows(self.pipeline_order_with_comms)
+        if most is None:
+            return
+        plan = Plan.from_actions([[str(action) for action in row] for row in rows])
+        if validate(plan) or (not most and plan.has(Kind.SEND_F, Kind.SEND_B)):
+            raise ScheduleError(
+                f"Cannot satisfy max_outstanding_sends={most}: a send would wait for one whose "
+                "receive comes later; increase the limit or change the schedule"
+            )
 
     def _simulate(self) -> Any:
         """Simulate the order: the action of each rank at each time, if all take equally long."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import cached_property
 from inspect import signature
 from typing import Any
@@ -14,6 +14,11 @@ from torch import nn
 
 from taktline.compat.torch_pipelining import _utils as utils
 from taktline.compat.torch_pipelining import stage as torchs
+from taktline.compat.torch_pipelining._later import (
+    KEEPS_STATES,
+    Later,
+    backward_from_edges,
+)
 from taktline.compat.torch_pipelining._metadata import HAS_META, Telling, is_whole, like, preparing
 from taktline.compat.torch_pipelining._split_backward import Gradients
 from taktline.errors import MismatchError, StageUseError
@@ -21,19 +26,29 @@ from taktline.split.traced.stage_module import StageModule
 from taktline.stage import PipelineStage as OwnStage
 from taktline.stage.grad_sync import GradSync
 
+_BUFFER = "buffer" in signature(torchs._RecvInfo.__init__).parameters
+"""Whether torch takes a buffer for each input in advance; since 2.15 a receive makes its own."""
+
 
 class _RecvInfo(torchs._RecvInfo):
-    """One input of one micro-batch; its metadata may be left out."""
+    """One input of one micro-batch; a buffer may be given in the place of its metadata."""
 
     @like(torchs._RecvInfo.__init__)
-    def __init__(self, input_name: str, source: Any, buffer: Any, *meta: Any, **more: Any) -> None:
-        if HAS_META and not meta and "tensor_meta" not in more:
-            example = None if buffer is None else buffer.detach().requires_grad_()
-            more["tensor_meta"] = None if example is None else utils.extract_tensor_meta(example)
-        super().__init__(input_name, source, buffer, *meta, **more)
+    def __init__(self, input_name: str, source: Any, *given: Any, **more: Any) -> None:
+        buffer = given[0] if given else more.get("buffer")
+        if HAS_META and len(given) < 2 and "tensor_meta" not in more:
+            if isinstance(buffer, torch.Tensor):
+                example = buffer.detach().requires_grad_()
+                more["tensor_meta"] = utils.extract_tensor_meta(example)
+            elif buffer is None:
+                more["tensor_meta"] = None
+        if not _BUFFER and ("tensor_meta" in more or len(given) > 1):
+            given = given[1:]
+            more.pop("buffer", None)
+        super().__init__(input_name, source, *given, **more)
 
 
-class _PipelineStageBase(torchs._PipelineStageBase):
+class _PipelineStageBase(Later):
     """A stage that is run by calls: one for each micro-batch's forward, backward and messages.
 
     Gradients are averaged over replicas at the end of a step, by Taktline
@@ -67,6 +82,7 @@ class _PipelineStageBase(torchs._PipelineStageBase):
             ways = {"group": self.group, "get_mesh": self.get_mesh}
             self._native = OwnStage(self.submod, *place, *self.examples, **ways)
         self._native.submod, self._native.dw_builder = self.submod, self.dw_builder
+        self._native.around_forward = self.in_context if self._forward_contexts else None
         return self._native
 
     @property
@@ -99,7 +115,8 @@ class _PipelineStageBase(torchs._PipelineStageBase):
     @like(torchs._PipelineStageBase.forward_one_chunk)
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         """F; raises if the next rank expects other tensors than the module has given."""
-        output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+        with nullcontext() if KEEPS_STATES else self.in_context(fwd_chunk_id):
+            output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
         place, there = self.stage_index_to_group_rank, self.stage_index + 1
         metas = self._stage_meta.outputs if HAS_META else getattr(self, "_outputs_meta", None)
         if metas is None or place.get(there, self.group_rank) == self.group_rank:
@@ -132,7 +149,7 @@ class _PipelineStageBase(torchs._PipelineStageBase):
         keys = ("stage_output", "output_grads", "input_values")
         outputs, gradients, inputs = (bwd_kwargs.get(key) for key in keys)
         if backward_type == "full":
-            return torchs.stage_backward(outputs, gradients, inputs), None
+            return backward_from_edges(torchs.stage_backward, outputs, gradients, inputs), None
         if backward_type == "input":
             return torchs.stage_backward_input(
                 outputs or (), gradients, inputs or (), self.submod.parameters()
@@ -164,11 +181,6 @@ class _PipelineStageBase(torchs._PipelineStageBase):
             if not output._is_view():
                 output.detach_()
 
-    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
-        """First messages to the neighbours on other ranks."""
-        ops = super()._get_init_p2p_neighbors_ops()
-        return [op for op in ops if op.group_peer != self.group_rank]
-
     def scale_grads(self, grad_scale_factor: int) -> None:
         """Divide the gradients of the parameters."""
         self.gradients_due = False
@@ -184,17 +196,36 @@ class _PipelineStageBase(torchs._PipelineStageBase):
 
     def clear_runtime_states(self) -> None:
         """Forget every micro-batch."""
+        if self.is_reducing:
+            self.wait_for_gradient_reduction(1)
         super().clear_runtime_states()
         for cache in (self.bwd_cache, self.backward_state, self.dw_runner, self._undetached):
             cache.clear()
+        if not _BUFFER:
+            # A step that has failed leaves some; its messages have ended.
+            for infos in (*self.args_recv_info.values(), *self.grad_recv_info.values()):
+                for info in infos:
+                    info.buffer = None
         self.gradients_due = False
 
 
-class Before213:
-    """Methods that stages had before torch 2.13, and some programs still call."""
+class Earlier:
+    """Methods that stages of earlier torch had, and some programs still call."""
 
     _stage_meta: Any
     stage_index: int
+
+    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
+        """First messages to the neighbours on other ranks."""
+        stage: Any = self
+        ops: list[dist.P2POp] = []
+        for neighbour in (stage.stage_index - 1, stage.stage_index + 1):
+            peer = stage.stage_index_to_group_rank.get(neighbour, stage.group_rank)
+            if peer != stage.group_rank:
+                for op in (dist.irecv, dist.isend):
+                    message = torch.zeros(1, device=stage.device)
+                    ops.append(dist.P2POp(op, message, group=stage.group, group_peer=peer))
+        return ops
 
     def get_outputs_meta(self) -> tuple[Any, ...]:
         """Shapes and types of the outputs."""
@@ -238,7 +269,7 @@ class Before213:
 _TAKES = signature(torchs.PipelineStage.__init__)
 
 
-class PipelineStage(_PipelineStageBase, Telling, Before213):
+class PipelineStage(_PipelineStageBase, Telling, Earlier):
     """One stage of a model, cut by hand; its arguments are those of the installed torch.
 
     >>> stage = PipelineStage(nn.Linear(4, 4), 0, 1, torch.device("cpu"))
@@ -309,7 +340,8 @@ def reduced(schedule: Any, stages: Sequence[Any]) -> Iterator[list[Any]]:
     try:
         yield due
         for stage in due:
-            if stage.gradients_due:
+            waits = schedule._is_sharded(stage) and not schedule._finalize_gradients
+            if stage.gradients_due and not waits:
                 stage.perform_reduce_grad(schedule._grad_factor)
     finally:
         for stage in known:

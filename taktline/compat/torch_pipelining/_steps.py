@@ -27,6 +27,7 @@ from taktline.errors import (
     BatchTypeError,
     InvalidBatchError,
     PipeliningMetadataError,
+    ScheduleError,
     StageUseError,
     TaktlineError,
     text_of,
@@ -166,10 +167,20 @@ def _agreed(schedule: Any) -> int:
         transport = transport_of(stages[0].group, torch.device(stages[0].device))
         asking = [stage for stage in stages if hasattr(stage, "_user_meta")]
         asks = [MODES.needs_dynamic(s._user_meta, schedule._has_backward) for s in asking]
-        votes = transport.exchange([mine, any(asks)], "a schedule's first step")
-        schedule._way = min(vote for vote, _ in votes)
+        mine_and_more = [mine, any(asks), schedule._is_idle]
+        votes = transport.exchange(mine_and_more, "a schedule's first step")
+        way, idle = min(vote[0] for vote in votes), [r for r, vote in enumerate(votes) if vote[2]]
+        if idle and way != _NATIVELY:
+            raise ScheduleError(
+                f"rank {idle[0]} has nothing to do in this order, which works only where no method "
+                "of schedule and stages is overridden and no action has a function of its own; "
+                "give the rank a stage, or leave these out"
+            )
+        schedule._way = way
         for stage in asking:
-            stage._inference_mode = MODES.DYNAMIC if any(ask for _, ask in votes) else MODES.STATIC
+            stage._inference_mode = (
+                MODES.DYNAMIC if any(vote[1] for vote in votes) else MODES.STATIC
+            )
     schedule._way = min(schedule._way, mine)
     return schedule._way
 
@@ -219,9 +230,10 @@ class Native(Schedule):
         self._refusal: BatchError | None = None
         """Why the batch of the running step cannot be cut."""
         nothing = ("args_chunk_spec", "kwargs_chunk_spec", "output_merge_spec", "seed")
-        stages = [stage.native for stage in theirs._local_stages]
-        super().__init__(stages, **settings, **dict.fromkeys(nothing))
-        self._runner.theirs = theirs._local_stages
+        stages = [stage.native for stage in theirs._running_stages]
+        idle = theirs._local_stages[0].native
+        super().__init__(stages, **settings, **dict.fromkeys(nothing), idle=idle)
+        self._runner.theirs = theirs._running_stages
 
     def run(self, theirs: Any, call: StepCall) -> Any:
         """Run one step."""
@@ -232,7 +244,7 @@ class Native(Schedule):
         for stage in theirs._local_stages:
             _ = stage.native  # updates it to the stage's current module
         losses = call.losses if self._refusal is None else None
-        step = self.step if theirs._has_backward else self.eval
+        step: Any = self.step if theirs._has_backward else self.eval
         try:
             if not theirs._on_ours:
                 context = torchs._PipelineContext(theirs, *cut, call.losses)
@@ -244,6 +256,7 @@ class Native(Schedule):
                 losses=losses,
                 return_outputs=bool(call.return_outputs),
                 loss_kwargs=call.loss_kwargs,
+                **({} if theirs._finalize_gradients else {"finalize_gradients": False}),
             )
         except TaktlineError as error:
             raise as_in_torch(error) from error.__cause__
@@ -304,6 +317,7 @@ def _settings(schedule: Any, make_plan: Any) -> dict[str, Any]:
         "loss_fn": schedule._loss_fn,
         "scale_grads": schedule.scale_grads,
         "dynamic_shapes": schedule.dynamic_shapes,
+        "limits": schedule._limits,
     }
 
 

@@ -58,10 +58,12 @@ class GradSync(ABC):
 
     def reduce(self) -> None:
         """REDUCE_GRAD: average the gradients, unless they are still accumulating."""
-        if self.accumulating:
-            self._put_off = True
-        else:
+        self._put_off = self.accumulating
+        if not self.accumulating:
             self._reduce()
+
+    def wait(self) -> None:  # noqa: B027
+        """Wait for the reductions that were started; nothing if a wrapper waits at once."""
 
     def forgo_unshard(self) -> None:
         """UNSHARD on a rank that has failed: its replicas need its part of the parameters."""

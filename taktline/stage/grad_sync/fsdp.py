@@ -24,6 +24,9 @@ ParamGroup = Any
 _OFF = {"reduce_grads": False, "reshard_after_backward": False, "post_forward_mesh_info": None}
 """The settings of a group that does not communicate by itself."""
 
+_MANUAL = "manual_backward_finalization"
+"""The switch of a root, since torch 2.15, that lets its user end a backward."""
+
 
 class FSDPSync(GradSync):
     """Stages in, or with parts in, ``fully_shard`` or ``replicate``."""
@@ -40,6 +43,8 @@ class FSDPSync(GradSync):
         self._groups: list[ParamGroup] = [g for state in units for g in _groups_of(state)]
         self._settings: list[dict[str, Any]] = []
         """The settings of each group outside of a step."""
+        self._by_hand: list[bool | None] = []
+        """For each root, whether its user ends a backward by hand; None before torch 2.15."""
         self._reduced = False
 
     @property
@@ -61,6 +66,7 @@ class FSDPSync(GradSync):
     def begin(self) -> None:
         """Stop FSDP from gathering, releasing and reducing by itself."""
         self._settings = [{name: getattr(g, name) for name in _OFF} for g in self._groups]
+        self._by_hand = [getattr(root._state_ctx, _MANUAL, None) for root in self._roots]
         for group in self._groups:
             _set(group, _OFF)
         # Parameters gathered by a forward outside of the pipeline may be outdated.
@@ -68,18 +74,24 @@ class FSDPSync(GradSync):
 
     def end(self) -> None:
         """Wait for reductions, release what a plan has left gathered, and restore the settings."""
-        if self._reduced:
-            self._reduced = False
-            for root in self._roots:
-                _finish(root)
+        self.wait()
         self.reshard()
-        for root in self._roots:
+        for root, by_hand in zip(self._roots, self._by_hand, strict=False):
             # FSDP uses it to prefetch, and clears it only in a backward.
             root._comm_ctx.post_forward_order.clear()
+            if by_hand is not None:
+                _set(root._state_ctx, {_MANUAL: by_hand, f"{_MANUAL}_active": None})
         for group, settings in zip(self._groups, self._settings, strict=False):
             group._post_forward_indices.clear()
             _set(group, settings)
         self._settings = []
+
+    def wait(self) -> None:
+        """Wait for the reductions that were started."""
+        if self._reduced:
+            self._reduced = False
+            for root in self._roots:
+                _finish(root)
 
     def unshard(self) -> None:
         """Start to gather; the first forward or backward waits for it."""
@@ -129,7 +141,7 @@ class FSDPSync(GradSync):
         """Add the gradients of W to those in the type of the reduction."""
         for group in self._groups:
             for parameter in group.fsdp_params:
-                if parameter.reduce_dtype is not None:
+                if parameter.reduce_dtype is not None and _keeps_sums(parameter):
                     parameter.accumulate_unsharded_grad_if_needed()
                     parameter.to_accumulated_grad_if_needed()
 
@@ -140,15 +152,21 @@ class FSDPSync(GradSync):
             _reset(root)
         for group in self._groups:
             for parameter in group.fsdp_params:
-                parameter.unsharded_accumulated_grad = None
+                if _keeps_sums(parameter):
+                    parameter.unsharded_accumulated_grad = None
                 if hasattr(parameter, "_unsharded_param"):
                     parameter._unsharded_param.grad = None
         self.reshard()
 
 
-def _set(group: ParamGroup, settings: Mapping[str, Any]) -> None:
+def _set(target: Any, settings: Mapping[str, Any]) -> None:
     for name, value in settings.items():
-        setattr(group, name, value)
+        setattr(target, name, value)
+
+
+def _keeps_sums(parameter: Any) -> bool:
+    """Whether FSDP keeps sums of gradients beside ``.grad``, as it does before torch 2.15."""
+    return hasattr(parameter, "accumulate_unsharded_grad_if_needed")
 
 
 def _outermost(module: nn.Module) -> Iterator[FSDPModule]:
@@ -171,6 +189,8 @@ def _finish(root: Any) -> None:
     """Wait for the reductions of all groups below a root, as FSDP does after a last backward."""
     context = root._state_ctx
     last, context.is_last_backward = context.is_last_backward, True
+    if hasattr(context, _MANUAL):
+        setattr(context, f"{_MANUAL}_active", False)  # it expects that a backward has set this
     root._root_post_backward_final_callback()
     context.is_last_backward = last
 
