@@ -12,8 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
+from inspect import getattr_static
 from threading import Lock
-from types import MethodType
 from typing import Any, Self
 
 import torch
@@ -22,7 +22,8 @@ from torch.utils import checkpoint as torch_checkpoint
 from taktline.split.named.placeholder import Placeholder, PlaceholderContext, here, resolved
 
 _Function = torch.autograd.Function
-_apply: Callable[..., Any] = _Function.__dict__["apply"].__func__
+_apply: Any = getattr_static(_Function, "apply")
+"""A class method: of Python or of C, by the version of torch."""
 
 _GENERATOR = "_checkpoint_without_reentrant_generator"
 _names: dict[str, Any] = torch_checkpoint.__dict__
@@ -97,18 +98,17 @@ def _replace(change: int) -> None:
         function.apply = staticmethod(_checkpoint_reentrant) if is_on else _torch_reentrant
         _names[_GENERATOR] = _checkpoint_generator if is_on else _torch_generator
         any_function: Any = _Function
-        any_function.apply = classmethod(_apply_resolved if is_on else _apply)
+        any_function.apply = classmethod(_apply_resolved) if is_on else _apply
 
 
 def _apply_resolved(kind: Any, *args: Any, **kwargs: Any) -> Any:
     """Replaces ``torch.autograd.Function.apply``, in all threads."""
-    context = here.context
+    context, apply = here.context, _apply.__get__(None, kind)
     if context is None:
-        return _apply(kind, *args, **kwargs)
+        return apply(*args, **kwargs)
     args, kwargs = resolved((args, kwargs))
     # Called as a whole: operations inside of it have no gradient.
     is_known = not any(isinstance(arg, Placeholder) for arg in args)
-    apply = MethodType(_apply, kind)
     return apply(*args, **kwargs) if is_known else context.call(apply, args, kwargs)
 
 
