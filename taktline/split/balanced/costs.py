@@ -10,22 +10,27 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from taktline.device import keep_generators
 from taktline.errors import PartitionError
+from taktline.private import private
 from taktline.split.arguments import Call, tensors_in
 from taktline.split.named.dry_run import dry_run
 from taktline.split.named.forward_summary import Cut
 from taktline.split.named.layout import Layout
 from taktline.split.traced.trace import in_mode
 
-_RECURRENT = (torch.ops.aten.mkldnn_rnn_layer, torch.ops.aten._cudnn_rnn)
+_RECURRENT = (
+    torch.ops.aten.mkldnn_rnn_layer,
+    private("torch.ops.aten._cudnn_rnn", "counting recurrent layers on a GPU", None),
+)
 _RUNS = 3
 
+_Mode = private("torch.utils._python_dispatch.TorchDispatchMode", "counting operations")
 
-class OperationCounter(TorchDispatchMode):
+
+class OperationCounter(_Mode):
     """Counts the operations that run inside of it.
 
     >>> with OperationCounter() as counter:
