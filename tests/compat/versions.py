@@ -2,7 +2,7 @@
 
 ::
 
-    python -m tests.compat.versions                # 2.11, 2.12 and 2.13
+    python -m tests.compat.versions                # 2.11 to 2.15
     python -m tests.compat.versions 2.11 -- -x     # one of them; pytest gets what follows
 
 Environments lie in ``.versions`` and are kept. A CPU build is installed: pip is asked for torch at
@@ -19,7 +19,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-VERSIONS = ("2.11", "2.12", "2.13")
+VERSIONS = ("2.11", "2.12", "2.13", "2.14", "2.15")
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 TOOLS = ("numpy", "pytest", "hypothesis")
 """What the tests need; those of programs that are not installed are skipped."""
