@@ -141,7 +141,7 @@ class FSDPSync(GradSync):
         """Add the gradients of W to those in the type of the reduction."""
         for group in self._groups:
             for parameter in group.fsdp_params:
-                if parameter.reduce_dtype is not None:
+                if parameter.reduce_dtype is not None and _keeps_sums_apart(parameter):
                     parameter.accumulate_unsharded_grad_if_needed()
                     parameter.to_accumulated_grad_if_needed()
 
@@ -152,7 +152,8 @@ class FSDPSync(GradSync):
             _reset(root)
         for group in self._groups:
             for parameter in group.fsdp_params:
-                parameter.unsharded_accumulated_grad = None
+                if _keeps_sums_apart(parameter):
+                    parameter.unsharded_accumulated_grad = None
                 if hasattr(parameter, "_unsharded_param"):
                     parameter._unsharded_param.grad = None
         self.reshard()
@@ -161,6 +162,14 @@ class FSDPSync(GradSync):
 def _set(group: ParamGroup, settings: Mapping[str, Any]) -> None:
     for name, value in settings.items():
         setattr(group, name, value)
+
+
+def _keeps_sums_apart(parameter: Any) -> bool:
+    """Whether FSDP keeps gradients in the type of the reduction beside the parameter.
+
+    Torch 2.15 has them in its ``grad``, with a ``grad_dtype``.
+    """
+    return hasattr(parameter, "to_accumulated_grad_if_needed")
 
 
 def _outermost(module: nn.Module) -> Iterator[FSDPModule]:
@@ -185,6 +194,8 @@ def _finish(root: Any) -> None:
     """Wait for the reductions of all groups below a root, as FSDP does after a last backward."""
     context = root._state_ctx
     last, context.is_last_backward = context.is_last_backward, True
+    if hasattr(context, "manual_backward_finalization_active"):
+        context.manual_backward_finalization_active = False  # the plan says when it ends
     root._root_post_backward_final_callback()
     context.is_last_backward = last
 
