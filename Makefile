@@ -1,8 +1,10 @@
-# Needs Python 3.11 or newer and make; everything else goes into .venv.
+# Needs Python 3.11 or newer and make; everything else goes into .venv, and .venv-newest.
 
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+# With the newest torch; another environment that has it will do as well.
+NEWEST ?= .venv-newest
 # With pip's own progress: torch takes minutes, and they should not be silent.
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 TORTURE_SECONDS ?= 120
@@ -10,7 +12,11 @@ FUZZ_INPUTS ?= 100000
 # How many tests run side by side; each has one thread of its own, or they would fight for the cores.
 JOBS ?= 2
 # With bytecode, also where the environment says otherwise: or each of them would compile all tests.
-PYTEST = OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --numprocesses $(JOBS) --dist worksteal
+ALONE := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE=
+SIDE_BY_SIDE = -m pytest --numprocesses $(JOBS) --dist worksteal
+PYTEST = $(ALONE) $(BIN)/python $(SIDE_BY_SIDE)
+ON_NEWEST = PYTHONPATH="$(CURDIR)" $(ALONE) $(NEWEST)/bin/python
+QUICK := not (processes or slow or zoo or matrix)
 # Not those of CUDA graphs, which need a GPU, nor files that begin with _, which are helpers.
 BENCHMARKS := $(filter-out benchmarks/_% benchmarks/cuda_graphs.py,$(sort $(wildcard benchmarks/*.py)))
 
@@ -20,7 +26,7 @@ export NO_MKDOCS_2_WARNING := 1
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: help demo test unit tests matrix lint format docs bench torture faults zoo cpus versions clean
+.PHONY: help demo test unit tests matrix lint format docs bench torture faults zoo cpus versions newest clean
 
 help: ## List the targets
 	@echo "Usage: make TARGET [PYTHON=python3.x]"
@@ -34,7 +40,7 @@ demo: $(VENV)/.stamp-cli ## Install the package with its commands and train a sm
 test: lint tests docs ## Everything that must pass: lint, types, imports, tests, docs
 
 unit: $(VENV)/.stamp-dev ## Run the quick tests, in one process each, and the doctests
-	$(PYTEST) -m "not (processes or slow or zoo or matrix)"
+	$(PYTEST) -m "$(QUICK)"
 
 tests: $(VENV)/.stamp-dev ## Run the tests and the doctests
 	$(PYTEST) -m "not matrix"
@@ -75,16 +81,26 @@ cpus: $(VENV)/.stamp-dev ## Run the tests that compare numbers as on other CPUs
 versions: $(VENV)/.stamp-dev ## Run the tests of the drop-in under each supported version of torch
 	@$(BIN)/python -m tests.compat.versions
 
-clean: ## Remove the venv and everything that was built
-	rm -rf $(VENV) site build dist .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+newest: $(NEWEST)/.stamp ## Run the quick tests, those of the drop-in and torchrun with the newest torch
+	@$(NEWEST)/bin/python -c 'import torch; print("== torch", torch.__version__)'
+	$(ON_NEWEST) $(SIDE_BY_SIDE) --ignore=tests/compat --ignore=taktline/compat -m "$(QUICK)"
+	$(ON_NEWEST) $(SIDE_BY_SIDE) -m "not matrix" tests/compat taktline/compat
+	@$(ON_NEWEST) -m torch.distributed.run --standalone --nproc-per-node 2 tests/torchrun_pipeline.py
+
+clean: ## Remove the venvs and everything that was built
+	rm -rf $(VENV) .venv-newest site build dist .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 	find taktline tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
 
+define make-venv
+@command -v "$(PYTHON)" >/dev/null || \
+	{ echo "taktline needs Python 3.11 or newer, and there is no '$(PYTHON)' here: name one with make PYTHON=..." >&2; exit 1; }
+@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	{ echo "taktline needs Python 3.11 or newer, and '$(PYTHON)' is $$("$(PYTHON)" --version 2>&1): name another with make PYTHON=..." >&2; exit 1; }
+@"$(PYTHON)" -m venv $(1)
+endef
+
 $(VENV)/.stamp-venv:
-	@command -v "$(PYTHON)" >/dev/null || \
-		{ echo "taktline needs Python 3.11 or newer, and there is no '$(PYTHON)' here: name one with make PYTHON=..." >&2; exit 1; }
-	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
-		{ echo "taktline needs Python 3.11 or newer, and '$(PYTHON)' is $$("$(PYTHON)" --version 2>&1): name another with make PYTHON=..." >&2; exit 1; }
-	@"$(PYTHON)" -m venv $(VENV)
+	$(call make-venv,$(VENV))
 	@touch $@
 
 $(VENV)/.stamp-cli: pyproject.toml constraints.txt | $(VENV)/.stamp-venv
@@ -97,3 +113,12 @@ $(VENV)/.stamp-dev: pyproject.toml constraints.txt | $(VENV)/.stamp-venv
 	@echo "Installing taktline and its development tools into $(VENV) ..."
 	@$(PIP) install --constraint constraints.txt --editable '.[dev]'
 	@touch $(VENV)/.stamp-cli $@
+
+# At the same versions, but for torch and triton, which belongs to it.
+$(NEWEST)/.stamp: pyproject.toml constraints.txt
+	@echo "Installing the newest torch (several GB) and the development tools into $(NEWEST) ..."
+	$(call make-venv,$(NEWEST))
+	@grep --invert-match --extended-regexp '^(torch|triton)==' constraints.txt > $(NEWEST)/constraints.txt
+	@$(NEWEST)/bin/python -m pip --disable-pip-version-check install --upgrade \
+		--constraint $(NEWEST)/constraints.txt torch --editable '.[dev]'
+	@touch $@

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from taktline.side_values import current_aside, uncompiled
 
@@ -43,7 +42,7 @@ class Statistics:
         return cls(count, mean, torch.stack(deviations).sum(0))
 
 
-class DeferredBatchNorm(_BatchNorm):
+class DeferredBatchNorm(nn.BatchNorm1d):
     """Batch norm that updates its running statistics once per step, with those of the whole batch.
 
     In a pipeline, a plain batch norm updates them once per micro-batch. Both normalise each

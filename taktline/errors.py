@@ -8,7 +8,8 @@
     ├── BatchError          BatchTypeError, InvalidBatchError
     ├── SignatureError      PipeliningMetadataError
     ├── SplitError          StageBackwardError
-    ├── of a call           ArgumentError, UseError, StageUseError, CallOrderError, InstallError
+    ├── of a call           ArgumentError, UseError, StageUseError, CallOrderError, InstallError,
+    │                       TorchVersionError
     ├── of numbers          ScheduleError, CostError, PartitionError
     ├── of texts and files  ActionSyntaxError, PlanFileError, JsonError, CheckpointError
     └── of a step           StageError, MismatchError, DataError, LossError, SkipError, StateError
@@ -257,6 +258,10 @@ class StallError(TransportError):
 
 class InstallError(TaktlineError):
     """Taktline cannot take the place of torch.distributed.pipelining in this process."""
+
+
+class TorchVersionError(TaktlineError):
+    """A feature needs a private name of torch that the installed version lacks."""
 
 
 # Code that is written for torch expects the builtin exceptions in these.

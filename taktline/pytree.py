@@ -1,16 +1,51 @@
-"""Nested values as a list of leaves and a structure: torch's private pytree, imported only here.
+"""Nested values as a list of leaves and a structure: torch's private pytree, used only here.
 
 Only torch knows the containers that users have registered with it.
 """
 
-from torch.utils._pytree import SUPPORTED_NODES as SUPPORTED_NODES
-from torch.utils._pytree import TreeSpec as TreeSpec
-from torch.utils._pytree import register_dataclass as register_dataclass
-from torch.utils._pytree import register_pytree_node as register_pytree_node
-from torch.utils._pytree import tree_flatten as tree_flatten
-from torch.utils._pytree import tree_flatten_with_path as tree_flatten_with_path
-from torch.utils._pytree import tree_leaves as tree_leaves
-from torch.utils._pytree import tree_map as tree_map
-from torch.utils._pytree import tree_map_only as tree_map_only
-from torch.utils._pytree import tree_structure as tree_structure
-from torch.utils._pytree import tree_unflatten as tree_unflatten
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from taktline.errors import TorchVersionError
+from taktline.private import missing, private
+
+if TYPE_CHECKING:
+    from torch.utils._pytree import SUPPORTED_NODES as SUPPORTED_NODES
+    from torch.utils._pytree import TreeSpec as TreeSpec
+    from torch.utils._pytree import register_dataclass as register_dataclass
+    from torch.utils._pytree import register_pytree_node as register_pytree_node
+    from torch.utils._pytree import tree_flatten as tree_flatten
+    from torch.utils._pytree import tree_flatten_with_path as tree_flatten_with_path
+    from torch.utils._pytree import tree_leaves as tree_leaves
+    from torch.utils._pytree import tree_map as tree_map
+    from torch.utils._pytree import tree_map_only as tree_map_only
+    from torch.utils._pytree import tree_structure as tree_structure
+    from torch.utils._pytree import tree_unflatten as tree_unflatten
+else:
+    _NESTED, _OWN = "nested values", "a container of its own"
+    SUPPORTED_NODES = private("torch.utils._pytree.SUPPORTED_NODES", _OWN)
+    TreeSpec = private("torch.utils._pytree.TreeSpec", _NESTED)
+    register_dataclass = private("torch.utils._pytree.register_dataclass", _OWN)
+    register_pytree_node = private("torch.utils._pytree.register_pytree_node", _OWN)
+    tree_flatten = private("torch.utils._pytree.tree_flatten", _NESTED)
+    tree_flatten_with_path = private("torch.utils._pytree.tree_flatten_with_path", _NESTED)
+    tree_leaves = private("torch.utils._pytree.tree_leaves", _NESTED)
+    tree_map = private("torch.utils._pytree.tree_map", _NESTED)
+    tree_map_only = private("torch.utils._pytree.tree_map_only", _NESTED)
+    tree_structure = private("torch.utils._pytree.tree_structure", _NESTED)
+    tree_unflatten = private("torch.utils._pytree.tree_unflatten", _NESTED)
+
+
+def register_own(cls: Any, flatten: Callable[..., Any], unflatten: Callable[..., Any]) -> None:
+    """Register a class of this package; if torch lacks the function, making an object raises so."""
+    reason = missing(register_pytree_node)
+    if reason is None:
+        register_pytree_node(cls, flatten, unflatten)
+    else:
+        cls.__init__ = lambda *_, **__: _refuse(reason)
+
+
+def _refuse(reason: str) -> None:
+    raise TorchVersionError(reason)

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from taktline.errors import SignatureError
+from taktline.private import private
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -176,9 +177,7 @@ def _layout_of(mesh: DeviceMesh) -> tuple[tuple[_Numbers, _Numbers], ...]:
 
 
 def _layout_from(axes: tuple[tuple[_Numbers, _Numbers], ...]) -> Any:
-    if not axes:
-        return None
-    from torch.distributed import _mesh_layout
-
-    flat = getattr(_mesh_layout, "_FlatLayout")  # noqa: B009
-    return getattr(_mesh_layout, "_MeshLayout")([flat(*axis) for axis in axes])  # noqa: B009
+    what = "the layout of a mesh"
+    flat = private("torch.distributed._mesh_layout._FlatLayout", what, None)
+    whole = private("torch.distributed._mesh_layout._MeshLayout", what, None)
+    return whole([flat(*axis) for axis in axes]) if axes and flat and whole else None

@@ -248,7 +248,7 @@ def _unflattened(parts: Iterable[Any], named: Sequence[Sequence[Any]]) -> Bundle
     return Bundle(arguments, {name: Skip(value, *rest) for value, (name, *rest) in pairs})
 
 
-pytree.register_pytree_node(Bundle, _flattened, _unflattened)
+pytree.register_own(Bundle, _flattened, _unflattened)
 
 
 def handed_on(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -45,6 +45,25 @@ def used() -> dict[str, set[str]]:
     return found
 
 
+def imported_directly() -> dict[str, set[str]]:
+    """Each name that is written out or imported, not looked up, and the files that do so."""
+    found: dict[str, set[str]] = {}
+    for path in ROOT.rglob("*.py"):
+        tree = _Runtime().visit(ast.parse(path.read_text("utf-8")))
+        for name in _imported(list(ast.walk(tree)), look_up=False):
+            found.setdefault(name, set()).add(str(path.relative_to(ROOT)))
+    return found
+
+
+class _Runtime(ast.NodeTransformer):
+    """Leaves out what only a type checker reads."""
+
+    def visit_If(self, node: ast.If) -> ast.AST:
+        if isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
+            node.body = [ast.Pass()]
+        return node
+
+
 def _is_private(name: str) -> bool:
     return name.startswith("_") and not name.startswith("__")
 
@@ -61,7 +80,7 @@ def _defined(nodes: Sequence[ast.AST]) -> Iterator[str]:
                 yield name
 
 
-def _imported(nodes: Sequence[ast.AST]) -> Iterator[str]:
+def _imported(nodes: Sequence[ast.AST], *, look_up: bool = True) -> Iterator[str]:
     """What comes from a private module of torch, or is private in a public one."""
     modules: dict[str, str] = {}
     for node in nodes:
@@ -78,8 +97,17 @@ def _imported(nodes: Sequence[ast.AST]) -> Iterator[str]:
         for node in nodes
         if (path := _path(node)) and path[0] in modules
     }
+    used |= set(_looked_up(nodes) if look_up else ())
     found = {_shortened(name) for name in used if any(map(_is_private, name.split(".")))}
     yield from (name for name in found if not any(other.startswith(f"{name}.") for other in found))
+
+
+def _looked_up(nodes: Iterable[ast.AST]) -> Iterator[str]:
+    """What is asked for by :mod:`taktline.private`."""
+    for node in nodes:
+        match node:
+            case ast.Call(func=ast.Name(id="private" | "for_all"), args=[ast.Constant(name), *_]):
+                yield str(name)
 
 
 def _shortened(name: str) -> str:

@@ -1,8 +1,8 @@
 """Plans and timelines as files: CSV in torch's dialect, and JSON with more fields.
 
-CSV has one row per rank and one action per cell; empty cells are ignored. JSON adds the placement,
-the number of micro-batches, the plan's origin and, if known, costs. A timeline is the JSON of its
-plan, and when each action started and ended.
+CSV has one row per rank and one action per cell; empty cells are ignored, and so are torch's waits
+for a send or a reduction. JSON adds the placement, the number of micro-batches, the plan's origin
+and, if known, costs. A timeline is the JSON of its plan, and when each action started and ended.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import csv
 import io
 import json
 import os
+import re
 import secrets
 import shutil
 from collections.abc import Iterable
@@ -31,6 +32,7 @@ from taktline.plan.timeline import Timeline
 
 _FORMAT, _TIMELINE_FORMAT, _VERSION = "taktline-plan", "taktline-timeline", 1
 _PLAN = {"ranks": [[str]], "level": str, "placement": [int], "microbatches": int, "origin": str}
+_WAIT = re.compile(r"[0-9]+WAIT_(SEND_[FB][0-9]+|REDUCE_GRAD)")
 _COLUMN = [[float]]
 _TIMES = {"start": _COLUMN, "end": _COLUMN, "arrival": Either(None, _COLUMN), "measured": bool}
 
@@ -153,7 +155,8 @@ def from_csv(text: str, path: str | os.PathLike[str] = "<text>") -> Plan:
         for row in reader:
             if len(ranks) == MOST_RANKS:
                 raise PlanFileError(path, f"a plan has at most {MOST_RANKS:,} ranks")
-            ranks.append(list(_parse_cells(row, path, len(ranks) + 1)))
+            cells = ("" if _WAIT.fullmatch(cell.strip()) else cell for cell in row)
+            ranks.append(list(_parse_cells(cells, path, len(ranks) + 1)))
     except csv.Error as error:
         raise PlanFileError(path, f"not CSV: {error}", row=reader.line_num) from None
     while ranks and not ranks[-1]:

@@ -18,6 +18,7 @@ from taktline.runtime.replicas import Replicas
 from taktline.runtime.step_data import Feed
 from taktline.text import by_rank, counted
 from taktline.transport import Transport, local
+from taktline.transport.communicators import default_group
 from taktline.transport.distributed import Distributed
 from taktline.transport.exchange import retold, share_error, share_values
 from taktline.transport.posts import Post, Posts
@@ -174,7 +175,7 @@ class ScheduleNumber:
         """0 before the first step."""
         self.maker = local.current()
         if self.maker is None and group is None and dist.is_available() and dist.is_initialized():
-            group = dist.distributed_c10d._get_default_group()
+            group = default_group()
         ranks = self.maker or group
         self._made = _Made() if ranks is None else _made.setdefault(ranks, _Made())
         self._made.waiting.append(ref(self))

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from taktline import pytree
 from taktline.sharding import local
@@ -166,7 +165,7 @@ def _sampled(tensor: torch.Tensor) -> torch.Tensor | None:
     """The sum of a tensor's sampled elements, each with a weight of its own, modulo 2**64."""
     tensor = local(tensor.detach())
     opaque = tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized
-    if opaque or tensor.is_meta or is_traceable_wrapper_subclass(tensor):
+    if opaque or tensor.is_meta or hasattr(tensor, "__tensor_flatten__"):
         return None
     tensor = tensor.resolve_conj().resolve_neg()
     if tensor.dtype.itemsize > 8:  # complex128

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, NamedTuple, Self
 
@@ -25,6 +26,7 @@ import torch
 
 from taktline import pytree
 from taktline.errors import MismatchError
+from taktline.private import private
 from taktline.runtime.agreement import Call
 from taktline.runtime.losses import mean_of
 from taktline.runtime.program import Failure
@@ -33,6 +35,10 @@ from taktline.text import by_rank
 from taktline.transport.posts import Posts
 
 _log = logging.getLogger("taktline")
+
+_without_torch_functions = private(
+    "torch._C.DisableTorchFunctionSubclass", "a late loss", nullcontext
+)
 
 
 class _Agreed(NamedTuple):
@@ -143,7 +149,7 @@ class LateLoss(torch.Tensor):
         args: Sequence[Any] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        with torch._C.DisableTorchFunctionSubclass():
+        with _without_torch_functions():
             given = pytree.tree_map_only(LateLoss, _value, (tuple(args), kwargs or {}))
             return func(*given[0], **given[1])
 

@@ -142,7 +142,7 @@ def watching(
 ) -> AbstractContextManager[Wrap | None]:
     """The wrapper for the instructions of a step: None without a trace and a profiler."""
     # Read once a step: the flag changes when a profiler starts and stops.
-    profiled = profiler._is_profiler_enabled
+    profiled = getattr(profiler, "_is_profiler_enabled", True)
     if recorder is None:
         return nullcontext(_named if profiled else None)
     return recorder.watch(bound, transport, profiled)

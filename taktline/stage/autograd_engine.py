@@ -7,7 +7,8 @@ from operator import attrgetter
 from typing import Any
 
 import torch
-from torch.autograd import Variable
+
+from taktline.private import for_all, private
 
 SMALL = 8 * 2**20
 """The most bytes of a gradient whose addition takes longer to launch than to run.
@@ -16,14 +17,20 @@ Adding many larger ones at once is slower than one by one."""
 
 # The call inside of torch.autograd.backward(), whose checks cost as much as the whole backward of a
 # small stage, and are not needed here.
-_run = Variable._execution_engine.run_backward  # pyright: ignore
+_engine = private("torch.autograd.Variable._execution_engine", "a quick backward", None)
+
+add_all = for_all("torch._foreach_add_", torch.Tensor.add_)
+"""Adds to many tensors in one call."""
 
 
 def accumulate(
     roots: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor], inputs: Sequence[Any] = ()
 ) -> None:
     """Add gradients to the ``.grad`` of ``inputs``, or of all leaves, and free the graph."""
-    _run(
+    if _engine is None:
+        torch.autograd.backward(tuple(roots), tuple(gradients), inputs=tuple(inputs) or None)
+        return
+    _engine.run_backward(
         tuple(roots),
         tuple(gradients),
         False,
@@ -76,7 +83,7 @@ class Sums:
             if not (_are_plain(known, dtype) and set(map(type, new)) == {torch.Tensor}):
                 continue
             if is_small:
-                torch._foreach_add_(known, new)  # pyright: ignore
+                add_all(known, new)
             else:
                 for each, gradient in zip(known, new, strict=True):
                     each.add_(gradient)  # pyright: ignore

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import torch
 
+from taktline.private import lacking
 from taktline.stage.autograd_engine import is_own_hook
 from taktline.stage.autograd_graph import LEAF, Graph, Node, Shape
 
@@ -32,6 +33,10 @@ _KINDS = {
 _TURN, _CAST = "TBackward0", "ToCopyBackward0"
 _REENTRANT = "CheckpointFunctionBackward"
 _COMPILED = "CompiledFunctionBackward"
+_HOOKS = "_backward_hooks", "_post_accumulate_grad_hooks"
+_FEATURE = "a backward in halves"
+_UNSEEN = lacking(torch.Tensor, *_HOOKS, "_version", feature=_FEATURE)
+"""Why no backward is split; None if torch has what that needs of tensors."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +125,8 @@ def learn(
         recipe = Recipe(graph.shape, tuple(ends), whole=True)
         return recipe, dict.fromkeys(weights, reason)
 
+    if _UNSEEN is not None:
+        return whole(_UNSEEN)
     if None in graph.roots:
         return whole("an output of the stage is one of its leaves")
     if any(node.name() == _REENTRANT for node in graph.nodes):
@@ -201,8 +208,8 @@ def _uses(
                 waiting.append((parent, (name, *chain), last or parent))
             elif name not in _KINDS or edge != _KINDS[name].edge:
                 return f"used in {name.removesuffix('0').removesuffix('Backward')}"
-            elif (hindrance := _hindrance(_KINDS[name], parent)) is not None:
-                return hindrance
+            elif reason := _lacking(_KINDS[name], parent) or _hindrance(_KINDS[name], parent):
+                return reason
             else:
                 found.append((parent, chain))
                 order.append((parent._sequence_nr(), (last or parent)._sequence_nr()))
@@ -214,6 +221,12 @@ def _uses(
     if len(found) > 2 and len(set(lasts)) > 1 and lasts != sorted(set(lasts)):
         return "used several times, in an order of its own"
     return found
+
+
+def _lacking(kind: _Kind, product: Node) -> str | None:
+    """Which attribute of the node the installed torch lacks."""
+    names = [kind.factor, kind.raw, "_sequence_nr", *(["_saved_alpha"] if kind.scaled else [])]
+    return lacking(type(product), *names, feature=_FEATURE)
 
 
 def _hindrance(kind: _Kind, product: Node) -> str | None:

@@ -13,11 +13,14 @@ from torch import nn
 
 from taktline.checks import refuse, require_flag, require_instance, require_number
 from taktline.errors import LossError, MismatchError
+from taktline.private import private
 from taktline.runtime.watchdog import guarded
 from taktline.sharding import is_sharded, local
 from taktline.train.base import PipelineBase
 from taktline.train.ranks import Ranks
 from taktline.train.tracebacks import short_traceback
+
+_norms_on_gpu = private("torch._foreach_norm", "norms of many gradients at once", None)
 
 _DOUBLE = -1
 """Stands beside the places of gradients: some of them are in double precision."""
@@ -174,8 +177,8 @@ def _norm_of_shards(gradients: Sequence[Any], norm_type: float) -> torch.Tensor:
 
 def _single_norms(gradients: list[torch.Tensor], norm_type: float) -> Sequence[torch.Tensor]:
     """The norm of each gradient, by the same kernels as in torch's clip_grad_norm_."""
-    if gradients[0].is_cuda:
-        return torch._foreach_norm(gradients, norm_type)  # pyright: ignore[reportPrivateImportUsage]
+    if gradients[0].is_cuda and _norms_on_gpu is not None:
+        return _norms_on_gpu(gradients, norm_type)
     return [torch.linalg.vector_norm(gradient, norm_type) for gradient in gradients]
 
 

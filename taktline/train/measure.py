@@ -9,14 +9,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.autograd.graph import saved_tensors_hooks
 from torch.func import functional_call
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from taktline import pytree
 from taktline.device import keep_generators
 from taktline.meta import as_arguments, name_of
+from taktline.private import private
 from taktline.side_values import Aside, Skip
 from taktline.split.arguments import arguments_of, tensors_in
 from taktline.split.balanced.costs import OperationCounter
@@ -24,6 +23,11 @@ from taktline.split.named.changes import Changes
 from taktline.transport.containers import note_containers
 
 _log = logging.getLogger("taktline")
+
+_WITHOUT_DATA = "a prediction without data"
+_FakeMode = private("torch._subclasses.fake_tensor.FakeTensorMode", _WITHOUT_DATA)
+_with_data = private("torch._subclasses.fake_tensor.unset_fake_temporarily", _WITHOUT_DATA)
+_Mode = private("torch.utils._python_dispatch.TorchDispatchMode", _WITHOUT_DATA)
 
 
 class StageNeeds(NamedTuple):
@@ -62,7 +66,7 @@ def measure(modules: Sequence[nn.Module], example: Any) -> list[StageNeeds] | No
 def _run_without_data(
     modules: Sequence[nn.Module], args: Sequence[Any], kwargs: dict[str, Any]
 ) -> list[StageNeeds]:
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    mode = _FakeMode(allow_non_fake_inputs=True)
 
     def fake(tensor: torch.Tensor) -> torch.Tensor:
         if not tensor.is_meta:
@@ -139,7 +143,7 @@ def _run(
     return found
 
 
-class _Filled(TorchDispatchMode):
+class _Filled(_Mode):
     """Runs on zeros what cannot run without data."""
 
     def __init__(self, fake: Callable[[torch.Tensor], torch.Tensor]) -> None:
@@ -151,7 +155,7 @@ class _Filled(TorchDispatchMode):
         try:
             return func(*args, **kwargs)
         except RuntimeError:
-            with unset_fake_temporarily():
+            with _with_data():
                 args, kwargs = pytree.tree_map_only(torch.Tensor, _zeros, (args, kwargs))
                 output = func(*args, **kwargs)
             return pytree.tree_map_only(torch.Tensor, self._fake, output)

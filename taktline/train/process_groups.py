@@ -18,7 +18,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from taktline.private import private
 from taktline.transport.distributed import Distributed
+
+_abort = private(
+    "torch.distributed.distributed_c10d._abort_process_group",
+    "ending a group without waiting",
+    dist.destroy_process_group,
+)
 
 
 class Groups:
@@ -53,10 +60,13 @@ def end_unused() -> None:
             if "nccl" in dist.get_backend_config(group):
                 # Abort once its work is done: to destroy it, nccl would wait for the other ranks.
                 torch.cuda.synchronize()
-                dist.distributed_c10d._abort_process_group(group)
+                _abort(group)
             else:
                 dist.destroy_process_group(group)
     if "torch.distributed.tensor" in sys.modules:
-        from torch.distributed.tensor import debug
+        what = "a DTensor of a second pipeline"
+        private("torch.distributed.tensor.debug._clear_sharding_prop_cache", what, _do_nothing)()
 
-        debug._clear_sharding_prop_cache()
+
+def _do_nothing() -> None:
+    pass

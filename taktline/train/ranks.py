@@ -21,7 +21,7 @@ from taktline.errors import MismatchError, TransportError
 from taktline.text import counted
 from taktline.train.process_groups import Groups, end_unused
 from taktline.transport import Transport, transport_of
-from taktline.transport.communicators import timeout_of
+from taktline.transport.communicators import default_group, timeout_of
 from taktline.transport.distributed import Distributed
 from taktline.transport.exchange import share_floats
 from taktline.transport.local import refuse_inside
@@ -208,9 +208,9 @@ def _own_store() -> dict[str, Any]:
 def _own_groups(mesh: DeviceMesh, timeout: timedelta | None) -> Groups:
     """The groups of a mesh that was made here, with our timeout; torch's is half an hour."""
     own = [group for group in mesh.get_all_groups() if group is not dist.group.WORLD]
-    limit = timeout or timeout_of(dist.distributed_c10d._get_default_group())
+    limit = timeout or timeout_of(default_group())
     for group in own:
-        dist.distributed_c10d._set_pg_timeout(limit, group)
+        group.set_timeout(limit)
     return Groups(own)
 
 

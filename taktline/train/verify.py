@@ -8,7 +8,6 @@ from dataclasses import asdict
 from typing import Any
 
 from torch import nn
-from torch.nn.modules.dropout import _DropoutNd
 
 from taktline.checks import Either, require_instance
 from taktline.device import keep_generators
@@ -31,6 +30,15 @@ from taktline.train.state_dict import gathered_state
 from taktline.train.steps import forward_order, run
 from taktline.transport.exchange import share_values
 
+_DROPOUTS = (
+    nn.Dropout,
+    nn.Dropout1d,
+    nn.Dropout2d,
+    nn.Dropout3d,
+    nn.AlphaDropout,
+    nn.FeatureAlphaDropout,
+)
+
 
 def verify(
     built: Built,
@@ -49,7 +57,7 @@ def verify(
         built.schedule._runner.arrive(what)
         plain = _copy_of(model, built)
     parts = [m for module in (plain, *built.model.modules.values()) for m in module.modules()]
-    dropouts = [part for part in parts if isinstance(part, _DropoutNd)]
+    dropouts = [part for part in parts if isinstance(part, _DROPOUTS)]
     with (
         keep_generators([built.ranks.device]),
         unchanged(built.model.modules.values()),

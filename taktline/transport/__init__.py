@@ -7,6 +7,7 @@ import torch.distributed as dist
 
 from taktline.transport import local
 from taktline.transport.base import Channel, Handle, Post, Transport
+from taktline.transport.communicators import default_group
 from taktline.transport.containers import register_container
 from taktline.transport.distributed import Distributed
 from taktline.transport.one_rank import Alone
@@ -31,7 +32,7 @@ def transport_of(
         return here
     if not dist.is_available() or not dist.is_initialized():
         return Alone()
-    group = group if group is not None else dist.distributed_c10d._get_default_group()
+    group = group if group is not None else default_group()
     if group.size() == 1:
         return Alone()
     return Distributed.of(group, device or torch.device("cpu"))

@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import Store
+from torch.distributed.distributed_c10d import Store
 
 from taktline.errors import TaktlineError, TransportError
 from taktline.transport.base import Channel, Handle, bytes_of
@@ -49,7 +49,8 @@ class Communicator:
         try:
             if backend == "nccl":
                 options = dist.ProcessGroupNCCL.Options()
-                options._timeout = timeout
+                if hasattr(options, "_timeout"):  # or it has torch's own
+                    options._timeout = timeout
                 made: Any = dist.ProcessGroupNCCL(store, 1 - peer, 2, options)
             elif backend == "gloo":  # for tests without a GPU
                 made = dist.ProcessGroupGloo(store, 1 - peer, 2, timeout)
@@ -139,11 +140,20 @@ def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
 
 def timeout_of(group: dist.ProcessGroup) -> timedelta:
     """After how long a wait in a group is given up."""
-    for device in group._device_types:
-        timeout = getattr(getattr(group._get_backend(device), "options", None), "_timeout", None)
+    for device in getattr(group, "_device_types", ()):
+        backend = getattr(group, "_get_backend", lambda _: None)(device)
+        timeout = getattr(getattr(backend, "options", None), "_timeout", None)
         if isinstance(timeout, timedelta):
             return timeout
     return timedelta(minutes=30)
+
+
+def default_group() -> dist.ProcessGroup:
+    """The process group of the program."""
+    group = dist.group.WORLD
+    if group is None:
+        raise TransportError("there is no process group; call init_process_group first")
+    return group
 
 
 def name_of(group: dist.ProcessGroup) -> str:

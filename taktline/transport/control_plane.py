@@ -24,11 +24,11 @@ from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from weakref import WeakSet, finalize
 
-import torch.distributed as dist
-from torch._C._distributed_c10d import Store
+from torch.distributed.distributed_c10d import Store
 
 from taktline.errors import text_of
 from taktline.transport.base import Watched
+from taktline.transport.communicators import default_group
 from taktline.transport.control_messages import Message
 from taktline.transport.control_news import Heard, News, Values
 from taktline.transport.control_peers import Peers
@@ -88,13 +88,12 @@ class Plane:
     @classmethod
     def current(cls) -> Plane:
         """The plane of the default process group, made once."""
-        group = dist.distributed_c10d._get_default_group()
+        group = default_group()
         plane = planes.get(group)
         if plane is None or plane._pid != os.getpid():  # a fork has no thread
-            store = dist.distributed_c10d._get_default_store()
             restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
             name = f"taktline/control/{restart}"
-            plane = planes[group] = cls(store, group.rank(), group.size(), name)
+            plane = planes[group] = cls(group.get_group_store(), group.rank(), group.size(), name)
             finalize(group, plane.forget).atexit = False
         return plane
 

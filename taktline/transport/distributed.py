@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary, ref
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore
+from torch.distributed.distributed_c10d import PrefixStore
 
 from taktline.errors import StageError, TaktlineError, TransportError, text_of
 from taktline.transport.all_gather import AllGather

@@ -2,20 +2,51 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from contextlib import ExitStack
 from contextvars import copy_context
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, TypeVar
 
 import torch
-from torch import overrides
 from torch.autograd.graph import disable_saved_tensors_hooks, saved_tensors_hooks
-from torch.utils import _python_dispatch
+
+from taktline.private import missing, private
+
+_log = logging.getLogger("taktline")
 
 T = TypeVar("T")
 
 _CASTS = ("cpu", "cuda")
+
+_MODES, _HOOKS = "a mode of torch on local ranks", "a hook on saved tensors of local ranks"
+_function_modes = private("torch.overrides._get_current_function_mode_stack", _MODES)
+_push_function_mode = private("torch.overrides._push_mode", _MODES)
+_pop_function_mode = private("torch.overrides._pop_mode", _MODES)
+_dispatch_modes = private("torch.utils._python_dispatch._get_current_dispatch_mode_stack", _MODES)
+_push_dispatch_mode = private("torch.utils._python_dispatch._push_mode", _MODES)
+_pop_dispatch_mode = private("torch.utils._python_dispatch._pop_mode", _MODES)
+_top_hooks = private("torch._C._autograd._top_saved_tensors_default_hooks", _HOOKS)
+_hooks_error = private("torch._C._autograd._saved_tensors_hooks_get_disabled_error_message", _HOOKS)
+_no_modes = missing(
+    _function_modes,
+    _push_function_mode,
+    _pop_function_mode,
+    _dispatch_modes,
+    _push_dispatch_mode,
+    _pop_dispatch_mode,
+)
+_no_hooks = missing(_top_hooks, _hooks_error)
+
+
+@cache
+def _say_what_is_missing() -> None:
+    """Log, once, what local ranks do not get from the caller's thread."""
+    for reason in (_no_modes, _no_hooks):
+        if reason is not None:
+            _log.warning("%s; it does not reach them", reason)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,13 +95,12 @@ class ThreadState:
         self._cached = torch.is_autocast_cache_enabled()
         # A stream brings its device along.
         self._stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
-        # Private names of torch: there are no public ones to read the state of a thread.
-        private: Any = torch._C._autograd  # pyright: ignore[reportAttributeAccessIssue]
+        _say_what_is_missing()
         # Of several pairs of hooks, the innermost are the ones called.
-        self._hooks = private._top_saved_tensors_default_hooks(False)
-        self._no_hooks = private._saved_tensors_hooks_get_disabled_error_message()
-        self._function_modes = overrides._get_current_function_mode_stack()
-        self._dispatch_modes = _python_dispatch._get_current_dispatch_mode_stack()
+        self._hooks = None if _no_hooks else _top_hooks(False)
+        self._no_hooks = None if _no_hooks else _hooks_error()
+        self._function_modes = () if _no_modes else _function_modes()
+        self._dispatch_modes = () if _no_modes else _dispatch_modes()
 
     def run(self, fn: Callable[..., T], *args: Any) -> T:
         """Call a function with this state, and with a copy of the context variables."""
@@ -91,18 +121,19 @@ class ThreadState:
                 stack.enter_context(saved_tensors_hooks(*self._hooks))
             if self._no_hooks is not None:
                 stack.enter_context(disable_saved_tensors_hooks(self._no_hooks))
-            stack.callback(_leave_modes)
+            if not _no_modes:
+                stack.callback(_leave_modes)
             # Pushed, not entered: a mode has state, which entering may begin anew.
             for mode in self._dispatch_modes:
-                _python_dispatch._push_mode(mode)
+                _push_dispatch_mode(mode)
             for mode in self._function_modes:
-                overrides._push_mode(mode)
+                _push_function_mode(mode)
             return fn(*args)
 
 
 def _leave_modes() -> None:
     """Leave all modes: one that was entered inside and not left must not stay for the next run."""
-    for _ in overrides._get_current_function_mode_stack():
-        overrides._pop_mode()
-    for mode in reversed(_python_dispatch._get_current_dispatch_mode_stack()):
-        _python_dispatch._pop_mode(getattr(mode, "_mode_key", None))
+    for _ in _function_modes():
+        _pop_function_mode()
+    for mode in reversed(_dispatch_modes()):
+        _pop_dispatch_mode(getattr(mode, "_mode_key", None))

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.distributed.pipelining import schedules as torch_schedules
 
 from taktline.errors import ArgumentError, PlanFileError
 from taktline.plan import (
@@ -75,7 +76,9 @@ class TestTorchDialect:
     @pytest.mark.parametrize("lowered", [False, True])
     def test_torch_reads(self, tmp_path: Path, name: str, lowered: bool) -> None:
         plan = build(name, ranks=4, microbatches=8)
-        plan = lower(plan, keep_ready=2, reduce=True) if lowered else plan
+        # Where torch writes down its waits, it refuses a reduction without one.
+        reduce = not hasattr(torch_schedules, "WAIT_REDUCE_GRAD")
+        plan = lower(plan, keep_ready=2, reduce=reduce) if lowered else plan
         file = tmp_path / "ours.csv"
         write(plan, file)
         schedule = make("Interleaved1F1B", 0, 4, 8, 2)
@@ -83,6 +86,14 @@ class TestTorchDialect:
         read_back = schedule.pipeline_order_with_comms if lowered else schedule.pipeline_order
         for rank in range(4):
             assert [str(action) for action in read_back[rank]] == [str(a) for a in plan[rank]]
+
+    def test_waits_mean_nothing(self) -> None:
+        text = "0F0,0SEND_F0,0RECV_B0,0B0, 0WAIT_SEND_F0,0REDUCE_GRAD,0WAIT_REDUCE_GRAD\r\n"
+        plan = from_csv(text + "1RECV_F0,1F0,1B0,1SEND_B0,1WAIT_SEND_B0,1REDUCE_GRAD\r\n")
+        assert [str(action) for action in plan[0]] == [*text.split(",")[:4], "0REDUCE_GRAD"]
+        assert validate(plan) == ()
+        with pytest.raises(PlanFileError, match="row 1, column 2: not an action"):
+            from_csv("0F0,0WAIT_SEND_G0")
 
     def test_idle_cells_mean_nothing(self) -> None:
         plan = from_csv("0F0,,0B0\r\n,1F0, 1B0 \r\n\r\n")

@@ -9,7 +9,7 @@ from inspect import signature
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch.distributed.pipelining import schedules as torch_schedules
 
@@ -28,6 +28,7 @@ from taktline.plan import (
     simulate,
     validate,
 )
+from tests.plan.peer import without_waits
 from tests.plan.strategies import any_plan, shapes
 
 
@@ -79,7 +80,11 @@ def test_a_backward_in_an_overlapped_pair_is_not_merged() -> None:
 def test_sharding_gives_what_torch_gives(plan: Plan, keep_ready: int) -> None:
     sharded = add_shard(plan, keep_ready)
     for rank in range(plan.ranks):
-        expected = torch_schedules._add_unshard_reshard(torch_actions(plan, rank), keep_ready)
+        try:
+            expected = torch_schedules._add_unshard_reshard(torch_actions(plan, rank), keep_ready)
+        except ValueError:  # some versions refuse an overlap of two stages
+            assume(keep_ready > 1)
+            raise
         assert _reshards_sorted(texts(sharded, rank)) == _reshards_sorted(map(str, expected))
     assert validate(sharded) == ()
 
@@ -129,7 +134,7 @@ def test_reducing_gives_what_torch_gives(plan: Plan) -> None:
     reduced = add_reduce(plan)
     for rank in range(plan.ranks):
         expected = torch_schedules._add_reduce_grad(torch_actions(plan, rank), plan.microbatches)
-        assert texts(reduced, rank) == [str(action) for action in expected]
+        assert texts(reduced, rank) == without_waits(expected)
 
 
 @pytest.mark.parametrize(

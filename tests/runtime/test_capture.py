@@ -20,6 +20,7 @@ from taktline.runtime.capture.cuda import Graph
 from taktline.runtime.capture.gradient_buffers import Adding
 from taktline.runtime.capture.module_state import Attribute, Kept, keep_state, state_of
 from taktline.runtime.capture.streams import is_loop, side_by_side
+from taktline.stage import autograd_engine
 
 WIDTH = 6
 
@@ -751,13 +752,13 @@ def test_gradients_are_added_many_at_a_time(schedule: str, monkeypatch: pytest.M
     pair = Pair(lambda: [Stage() for _ in range(stages)], schedule=schedule)
     pair.settle()
     added: list[int] = []
-    add: Any = torch._foreach_add_  # pyright: ignore[reportPrivateImportUsage]
+    add = autograd_engine.add_all
 
     def note(buffers: Any, gradients: Any) -> None:
         added.append(len(buffers))
         add(buffers, gradients)
 
-    monkeypatch.setattr(torch, "_foreach_add_", note)
+    monkeypatch.setattr(autograd_engine, "add_all", note)
     pair.step()
     assert sum(added) == 4 * stages * 4  # each parameter's, once a micro-batch
     assert min(added) >= 8
@@ -767,9 +768,9 @@ def test_large_gradients_are_added_one_by_one(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr("taktline.stage.autograd_engine.SMALL", 4 * WIDTH)  # bytes of a bias
     pair = Pair()
     added: list[int] = []
-    add: Any = torch._foreach_add_  # pyright: ignore[reportPrivateImportUsage]
+    add = autograd_engine.add_all
     monkeypatch.setattr(
-        torch, "_foreach_add_", lambda *both: (added.append(both[0][0].dim()), add(*both))
+        autograd_engine, "add_all", lambda *both: (added.append(both[0][0].dim()), add(*both))
     )
     for seed in range(6):
         pair.step(seed=seed)

@@ -264,7 +264,7 @@ def test_every_rank_raises() -> None:
 
 def test_a_batch_that_a_submodule_cannot_take() -> None:
     pieces = tl.split.by_names(Model(), ONE, example=(torch.zeros(2, 4),))
-    text = r"'embed', given float32\[2, 5\], raises RuntimeError: mat1 .* pass arguments that"
+    text = r"'embed', given float32\[2, 5\], raises RuntimeError: .*mat1 .* pass arguments that"
     with pytest.raises(PartitionError, match=text):
         pieces(torch.zeros(2, 5))
 

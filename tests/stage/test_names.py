@@ -41,7 +41,7 @@ class First(nn.Sequential):
     ],
     ids=["shared", "transformer", "checkpointed", "parametrized", "own", "scripted", "none"],
 )
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
 def test_parameters_are_those_of_the_module_in_its_order(make: Callable[[], nn.Module]) -> None:
     module = make()
     found = parameters_of(module)

@@ -18,6 +18,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from taktline.checks import read
 from taktline.errors import TransportError
+from taktline.transport.communicators import default_group
 
 _GRACE = 5.0
 """How much longer an alarm waits than the timeout that it guards, whose error says more."""
@@ -72,7 +73,7 @@ class Rendezvous:
             timeout=timedelta(seconds=self.timeout),
             device_id=device if device.type == "cuda" else None,
         )
-        return dist.distributed_c10d._get_default_group()
+        return default_group()
 
     def leave(self) -> None:
         """Leave after rank 0 has printed: launchers end all ranks with the first one."""

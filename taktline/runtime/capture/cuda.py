@@ -13,6 +13,7 @@ from weakref import WeakSet
 import torch
 
 from taktline.errors import ScheduleError, StageError
+from taktline.private import private
 from taktline.runtime.bind import Binding
 from taktline.runtime.random_numbers import RankRandom, seed_of
 
@@ -22,6 +23,9 @@ _SET_BACK = (
 )
 _APART = 2**62
 """A seed that users do not choose."""
+
+# Without it, torch's own end of a capture has to do.
+_end_allocating = private("torch._C._cuda_endAllocateToPool", "a failed capture", lambda *_: None)
 
 
 class Graph(Protocol):
@@ -89,7 +93,7 @@ class CudaGraphs:
         except Exception as raised:
             error = error or raised
             with suppress(RuntimeError):  # the allocator may still be in the capture
-                torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), self._pool)
+                _end_allocating(torch.cuda.current_device(), self._pool)
         if error is None:
             return
         self._pool = None

@@ -14,8 +14,11 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 import torch
 from torch import nn
 
+from taktline.private import for_all
 from taktline.stage import PipelineStage, autograd_engine
 from taktline.stage.names import parameters_of
+
+_zero_all = for_all("torch._foreach_zero_", torch.Tensor.zero_)
 
 _MOST = 16 * 2**20
 """The most bytes of gradients that wait to be added."""
@@ -116,7 +119,7 @@ class Buffers:
         fresh = [slot.buffer for slot in self._own if slot.parameter.grad is None]
         fresh += self._apart.values()
         if fresh:
-            torch._foreach_zero_(fresh)  # pyright: ignore[reportPrivateImportUsage]
+            _zero_all(fresh)
         self._put()
         yield
         for parameter, buffer in self._apart.items():
@@ -230,7 +233,7 @@ def _add_all(buffers: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor])
         alike[kind][0].append(buffer)
         alike[kind][1].append(gradient)
     for ours, theirs in alike.values():
-        torch._foreach_add_(ours, theirs)  # pyright: ignore[reportPrivateImportUsage]
+        autograd_engine.add_all(ours, theirs)
 
 
 def _zeros(parameter: nn.Parameter) -> torch.Tensor:

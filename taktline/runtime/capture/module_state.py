@@ -11,9 +11,9 @@ from weakref import ref
 
 import torch
 from torch import nn
-from torch.nn.modules.module import _has_any_global_hook
 
 from taktline import pytree
+from taktline.private import lacking, missing, private
 from taktline.sharding import is_sharded, local
 from taktline.stage import PipelineStage
 from taktline.stage.autograd_engine import is_own_hook
@@ -25,6 +25,12 @@ Attribute: TypeAlias = tuple[ref[nn.Module], str]
 _OWN = frozenset(vars(nn.Module()))
 """The attributes of every module; what matters of them is looked at by itself."""
 _PLAIN = frozenset({bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device})
+_WHAT = "a CUDA graph of a step"
+_has_global_hook = private("torch.nn.modules.module._has_any_global_hook", _WHAT)
+_count_modes = private("torch._C._len_torch_dispatch_stack", _WHAT)
+_UNSEEN = missing(_has_global_hook, _count_modes) or lacking(
+    torch.Tensor, "_is_view", "_version", feature=_WHAT
+)
 _LONG, _DEEP = 64, 2
 """The most values in a container that are compared, and the most containers around it."""
 
@@ -39,9 +45,11 @@ def state_of(
     A graph is right as long as this stays the same. Attributes that are ``changing`` in every
     forward are left out.
     """
-    if _has_any_global_hook():
+    if _UNSEEN is not None:
+        return _UNSEEN
+    if _has_global_hook():
         return "there are hooks on all modules, which a replay would not call"
-    if torch._C._len_torch_dispatch_stack():
+    if _count_modes():
         return "a mode of PyTorch sees each operation, but none of a replay"
     parts: list[list[object]] = []
     for stage in stages:

@@ -10,7 +10,10 @@ from typing import Any
 import torch
 
 from taktline import pytree
+from taktline.private import for_all
 from taktline.runtime.step_data import Feed
+
+_copy_all = for_all("torch._foreach_copy_", torch.Tensor.copy_)
 
 _PLAIN = (bool, int, float, str, type(None))
 
@@ -91,7 +94,7 @@ class Static:
                 pairs.setdefault(mine.dtype, {})[id(mine)] = (mine, theirs)
         for found in pairs.values():
             mine, theirs = zip(*found.values(), strict=True)
-            torch._foreach_copy_(mine, theirs)  # pyright: ignore[reportPrivateImportUsage]
+            _copy_all(mine, theirs)
         if inputs.counts != self._counts and self.feed.counts is not None:
             self._counts = inputs.counts
             self.feed.counts.copy_(torch.tensor(inputs.counts, dtype=torch.float64).view(2, -1))

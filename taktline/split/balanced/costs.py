@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+from taktline.private import private
 from taktline.split.arguments import Call, tensors_in
 from taktline.split.named.dry_run import dry_run
 from taktline.split.named.forward_summary import Cut
@@ -28,8 +28,10 @@ _NUMBER = 16
 _CALL = 100_000
 """The same of a call, forward and backward, as small as it may be."""
 
+_Mode = private("torch.utils._python_dispatch.TorchDispatchMode", "counting operations")
 
-class OperationCounter(TorchDispatchMode):
+
+class OperationCounter(_Mode):
     """Counts the operations that run inside of it.
 
     >>> with OperationCounter() as counter:

@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import _disable_current_modes
 
 from taktline.errors import PartitionError
+from taktline.private import private
 from taktline.split.named.hugging_face import INSTALLED
 from taktline.split.named.mutable import (
     clone,
@@ -25,6 +25,8 @@ from taktline.split.named.mutable import (
     version_of,
 )
 from taktline.split.named.placeholder import Placeholder, resolved
+
+_without_modes = private("torch.utils._python_dispatch._disable_current_modes", "a split by names")
 
 _SMALL = 1024
 """Larger buffers hold no numbers that a forward would read."""
@@ -87,7 +89,7 @@ class Changes:
         self._values = [entry.now() for entry in self._entries]
         self._parts = save(self._values)
         self._fingerprints = [fingerprint(value) for value in self._values]
-        with _disable_current_modes():
+        with _without_modes():
             self._copies = [
                 (tensor, version_of(tensor), tensor.detach().clone())
                 for entry, tensor in zip(self._entries, self._values, strict=True)
@@ -117,7 +119,7 @@ class Changes:
         for entry, value in zip(self._entries, self._values, strict=True):
             entry.table[entry.key] = value
         restore(self._parts)
-        with torch.no_grad(), _disable_current_modes():
+        with torch.no_grad(), _without_modes():
             for tensor, version, copy in self._copies:
                 if version_of(tensor) != version:
                     tensor.copy_(copy)

@@ -28,7 +28,7 @@ _apply: Any = getattr_static(_Function, "apply")
 _GENERATOR = "_checkpoint_without_reentrant_generator"
 _names: dict[str, Any] = torch_checkpoint.__dict__
 _torch_reentrant: Callable[..., Any] = torch_checkpoint.CheckpointFunction.apply
-_torch_generator: Callable[..., Any] = _names[_GENERATOR]
+_torch_generator: Callable[..., Any] | None = _names.get(_GENERATOR)
 
 
 class Checkpoints(PlaceholderContext):
@@ -96,7 +96,8 @@ def _replace(change: int) -> None:
         is_on = _running > 0
         function: Any = torch_checkpoint.CheckpointFunction
         function.apply = staticmethod(_checkpoint_reentrant) if is_on else _torch_reentrant
-        _names[_GENERATOR] = _checkpoint_generator if is_on else _torch_generator
+        if _torch_generator is not None:
+            _names[_GENERATOR] = _checkpoint_generator if is_on else _torch_generator
         any_function: Any = _Function
         any_function.apply = classmethod(_apply_resolved) if is_on else _apply
 
@@ -126,5 +127,5 @@ def _checkpoint_generator(*args: Any, **kwargs: Any) -> Iterator[None]:
     if isinstance(context, Checkpoints) and context.is_open(number := context.next_checkpoint()):
         with context.open_checkpoint(number):
             yield
-    else:
+    elif _torch_generator is not None:
         yield from _torch_generator(*args, **kwargs)

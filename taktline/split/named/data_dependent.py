@@ -21,12 +21,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from taktline import pytree
 from taktline.errors import PartitionError
+from taktline.private import private
 from taktline.split.arguments import NUMBER_READERS, NUMBERS, Args, Number, tensors_in
 from taktline.split.named.placeholder import (
     Placeholder,
@@ -35,6 +34,9 @@ from taktline.split.named.placeholder import (
     resolved,
     size_depends_on_data,
 )
+
+_Mode = private("torch.utils._python_dispatch.TorchDispatchMode", "a split by names")
+_FakeTensor = private("torch._subclasses.fake_tensor.FakeTensor", "a split by names")
 
 _BY_ITSELF = 16
 """How many numbers get a guess of their own."""
@@ -179,7 +181,7 @@ class Numbers(TorchFunctionMode):
         return torch.tensor([count, *self._noted, *[0] * (room - count)], device=device)
 
 
-class Sizes(TorchDispatchMode):
+class Sizes(_Mode):
     """Notes the sizes that depend on data in results of operations outside of units."""
 
     def __init__(self, context: PlaceholderContext) -> None:
@@ -199,7 +201,7 @@ def _read(came: torch.Tensor | None) -> tuple[int | None, Sequence[int]]:
     """The count of the numbers that came, or None without data, and the numbers."""
     if came is None:
         return None, ()
-    if came.is_meta or isinstance(came, FakeTensor):
+    if came.is_meta or isinstance(came, _FakeTensor):
         return None, [0] * (len(came) - 1)
     count, *numbers = came.tolist()
     return count, numbers[:count]

@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import _disable_current_modes
 
 from taktline import pytree
 from taktline.device import keep_generators
 from taktline.errors import PartitionError
+from taktline.private import private
 from taktline.split.arguments import Args, Kwargs, device_of
 from taktline.split.named.changes import Changes
 from taktline.split.named.data_dependent import Guess, Sizes
@@ -23,6 +23,8 @@ from taktline.split.named.hugging_face import INSTALLED
 from taktline.split.named.layout import Layout, all_modules
 from taktline.split.named.mutable import copied, is_writable, version_of
 from taktline.split.named.units import noting_inner_calls
+
+_without_modes = private("torch.utils._python_dispatch._disable_current_modes", "a split by names")
 
 
 def dry_run(
@@ -132,7 +134,7 @@ def _with_hooks(layout: Layout) -> set[str]:
 
 def _rng_states(device: torch.device) -> list[Any]:
     """The states of the random number generators."""
-    with _disable_current_modes():
+    with _without_modes():
         states = [torch.get_rng_state()]
         states += [torch.cuda.get_rng_state(device)] if device.type == "cuda" else []
         return [random.getstate(), *(state.numpy().tobytes() for state in states)]

@@ -228,7 +228,7 @@ class Absent:
         return Placeholder(meta, "an argument of the model", 0, device)
 
 
-pytree.register_pytree_node(
+pytree.register_own(
     Absent,
     lambda absent: ([], [absent.dtype, *absent.shape]),
     lambda _, context: Absent(tuple(context[1:]), context[0]),

@@ -9,12 +9,12 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from taktline import pytree
 from taktline.device import keep_generators
 from taktline.errors import PartitionError
 from taktline.meta import TensorMeta
+from taktline.private import private
 from taktline.side_values import Aside, Skip
 from taktline.split.arguments import NUMBERS, Args, Kwargs, Number, tensors_in
 from taktline.split.named.data_dependent import Guess, Numbers
@@ -23,6 +23,8 @@ from taktline.split.named.known_calls import CallCache, autocast_dtype, cache_ke
 from taktline.split.named.mutable import is_constant, version_of
 from taktline.split.named.placeholder import Placeholder, PlaceholderContext, as_meta, here
 from taktline.split.named.side_effects import FullOutput, StateBefore
+
+_without_fakes = private("torch._subclasses.fake_tensor.unset_fake_temporarily", "a split by names")
 
 Flat = tuple[list[Any], pytree.TreeSpec]
 """An output as its leaves and its structure."""
@@ -151,7 +153,7 @@ class ShapeProbe:
         leaves, spec = pytree.tree_flatten((args, kwargs))
         self.module.train(training)
         # The result is used in other modes, too.
-        with unset_fake_temporarily(), torch.inference_mode(False):
+        with _without_fakes(), torch.inference_mode(False):
             try:
                 # All tensors become placeholders: another call may have other data.
                 empty = [

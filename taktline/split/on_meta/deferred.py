@@ -7,14 +7,23 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from taktline import pytree
 from taktline.errors import StateError
+from taktline.private import private
 from taktline.split.arguments import NUMBER_READERS, Args, Kwargs, tensors_in
-from taktline.split.on_meta.operation_log import Log, keep, written
+from taktline.split.on_meta.operation_log import (
+    Log,
+    Operator,
+    keep,
+    without_torch_functions,
+    written,
+)
+
+_Mode = private("torch.utils._python_dispatch.TorchDispatchMode", "deferred()")
+_modes = private("torch.utils._python_dispatch._get_current_dispatch_mode_stack", "deferred()")
+_CONJ = private("torch.ops.aten._conj.default", "conjugates in deferred()", None)
 
 
 @contextmanager
@@ -41,7 +50,7 @@ def deferred() -> Iterator[None]:
     >>> torch.equal(last.weight, as_usual[1].weight)
     True
     """
-    if any(isinstance(mode, _Recorder) for mode in _get_current_dispatch_mode_stack()):
+    if any(isinstance(mode, _Recorder) for mode in _modes()):
         yield
         return
     log = Log()
@@ -58,7 +67,7 @@ def deferred() -> Iterator[None]:
         ) from error
 
 
-class _Recorder(TorchDispatchMode):
+class _Recorder(_Mode):
     """Runs operations on the meta device instead of the CPU, and logs them."""
 
     def __init__(self, log: Log) -> None:
@@ -66,13 +75,13 @@ class _Recorder(TorchDispatchMode):
         self._log = log
 
     def __torch_dispatch__(
-        self, func: OpOverload, types: Any, args: Any = (), kwargs: Any = None
+        self, func: Operator, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        with torch._C.DisableTorchFunction():
+        with without_torch_functions():
             return self._record(func, args, dict(kwargs or {}))
 
-    def _record(self, op: OpOverload, args: Args, kwargs: Kwargs) -> Any:
-        if op is torch.ops.aten._conj.default:  # memory does not show what is such a view
+    def _record(self, op: Operator, args: Args, kwargs: Kwargs) -> Any:
+        if op is _CONJ:  # memory does not show what is such a view
             op = torch.ops.aten.conj_physical.default
         given = tensors_in((args, kwargs))
         if op is torch.ops.aten.lift_fresh.default:
@@ -133,5 +142,5 @@ _READING = {
 }
 
 
-def _takes_device(op: OpOverload) -> bool:
+def _takes_device(op: Operator) -> bool:
     return any(argument.name == "device" for argument in op._schema.arguments)

@@ -19,13 +19,18 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from torch._ops import OpOverload
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import _disable_current_modes
 
 from taktline import pytree
 from taktline.errors import StateError
+from taktline.private import private
 from taktline.split.arguments import Args, Kwargs, aliased, tensors_in
+
+Operator = Any
+"""An operation of torch for arguments of certain types; torch has no public type for these."""
+
+without_torch_functions = private("torch._C.DisableTorchFunction", "deferred()")
+_without_modes = private("torch.utils._python_dispatch._disable_current_modes", "deferred()")
 
 
 class _Draw(NamedTuple):
@@ -66,7 +71,7 @@ class _Ref:
 class _Operation:
     """One operation; its tensors are written as references."""
 
-    op: OpOverload
+    op: Operator
     args: Args
     kwargs: Kwargs
     made: tuple[_Ref, ...]
@@ -125,10 +130,10 @@ class Log:
         """The value; for a tensor on the meta device, one with its data."""
         if not isinstance(value, torch.Tensor) or not value.is_meta:
             return value
-        with _disable_current_modes():
+        with _without_modes():
             return self.replay([value])[0]
 
-    def add(self, op: OpOverload, args: Args, kwargs: Kwargs, result: Any) -> None:
+    def add(self, op: Operator, args: Args, kwargs: Kwargs, result: Any) -> None:
         """Add an operation, unless it returns a view."""
         draw = self._draw(args, kwargs) if torch.Tag.nondeterministic_seeded in op.tags else None
         reads = frozenset(self.ref(tensor).memory for tensor in tensors_in((args, kwargs)))
@@ -152,7 +157,7 @@ class Log:
         draws = [operation.draw for operation in self.operations if operation.draw]
         states = {draw.generator: draw.generator.get_state() for draw in draws}
         try:
-            with torch._C.DisableTorchFunction(), torch.no_grad():
+            with without_torch_functions(), torch.no_grad():
                 memories = _Replay(self).run({ref.memory for ref in refs})
                 return [ref.view(memories[ref.memory]) for ref in refs]
         finally:
@@ -274,6 +279,6 @@ def find_log(tensor: torch.Tensor) -> Log | None:
     return next((log for log in reversed(_logs) if tensor in log), None)
 
 
-def written(op: OpOverload, args: Args, kwargs: Kwargs) -> list[torch.Tensor]:
+def written(op: Operator, args: Args, kwargs: Kwargs) -> list[torch.Tensor]:
     """The tensors that an operation changes in place."""
     return tensors_in(list(aliased(op, args, kwargs, written=True)))

@@ -17,14 +17,17 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import fx
-from torch.fx.graph import _PyTreeCodeGen, _PyTreeInfo
 
 from taktline import pytree
 from taktline.errors import PartitionError
+from taktline.private import private
 from taktline.split.arguments import aliased
 from taktline.split.traced.markers import is_marker
 from taktline.split.traced.shapes import add_checks, read_sizes_locally
 from taktline.split.traced.state import State
+
+_CodeGen = private("torch.fx.graph._PyTreeCodeGen", "a traced split")
+_TreeInfo = private("torch.fx.graph._PyTreeInfo", "a traced split")
 
 
 def cut(traced: fx.GraphModule, state: State) -> list[fx.Graph]:
@@ -217,16 +220,15 @@ class _Builder:
 
     def set_calling(self, *, first: bool, last: bool) -> None:
         """Take and return containers where the whole module does."""
-        codegen = self._traced.graph._codegen
-        if not isinstance(codegen, _PyTreeCodeGen) or not (first or last):
+        info = getattr(self._traced.graph._codegen, "pytree_info", None)
+        if info is None or not (first or last):
             return
-        info = codegen.pytree_info
         names, in_spec = info.orig_args, info.in_spec
         if not first:
             names = [node.name for node in self.graph.find_nodes(op="placeholder")]
             in_spec = pytree.tree_structure((tuple(range(len(names))), {}))
         out_spec = info.out_spec if last else None
-        self.graph.set_codegen(_PyTreeCodeGen(_PyTreeInfo(names, in_spec, out_spec)))
+        self.graph.set_codegen(_CodeGen(_TreeInfo(names, in_spec, out_spec)))
 
     def _attribute(self, node: fx.Node, user: fx.Node) -> fx.Node:
         name = self._state.name_for(self._traced, str(node.target), user)

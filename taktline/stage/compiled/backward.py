@@ -14,12 +14,15 @@ import torch
 from torch import fx
 
 from taktline.errors import text_of
+from taktline.private import private
 from taktline.stage.autograd_engine import Sums, add_to_grad
 from taktline.stage.compiled.divide import Division, divide
 from taktline.stage.split_backward import Pending
 from taktline.stage.split_recipe import Inside
 
 _log = logging.getLogger("taktline")
+
+current_node = private("torch._C._current_autograd_node", "a compiled backward in halves")
 
 Call: TypeAlias = Callable[[list[Any]], Sequence[Any]]
 """Takes a list of arguments and empties it, so that each can be freed after its use."""
@@ -53,6 +56,7 @@ class _Split:
         else:
             self._second = halves.second
             self._weights += zip(self._late, self._division.are_shared, strict=True)
+        self._device_type = next(iter(weights.values())).device.type
         self._sums = Sums({place: weight for place, (weight, _) in enumerate(self._weights)})
 
     def run_first(self, arguments: list[Any], pending: Pending) -> Sequence[Any]:
@@ -71,12 +75,12 @@ class _Split:
         return results
 
     def _run_second(self, held: list[Any], early: Sequence[Any]) -> None:
-        if torch._C._is_any_autocast_enabled():  # the graph has its casts
-            with torch._C._DisableAutocast():
+        if torch.is_autocast_enabled(self._device_type):  # the graph has its casts
+            with torch.autocast(self._device_type, enabled=False):
                 self._run_second(held, early)
             return
         enabled = torch.is_grad_enabled()
-        torch._C._set_grad_enabled(False)  # as inside of the engine; no_grad() is slower
+        torch.set_grad_enabled(False)  # as inside of the engine; no_grad() is slower
         try:
             gradients = [*early, *self._second(held)]
             self._sums.add(gradients)
@@ -84,7 +88,7 @@ class _Split:
                 if gradient is not None:
                     add_to_grad(weight, gradient, is_shared)
         finally:
-            torch._C._set_grad_enabled(enabled)
+            torch.set_grad_enabled(enabled)
 
 
 class Backward:
@@ -120,7 +124,7 @@ class Backward:
 
     def __call__(self, arguments: list[Any]) -> Sequence[Any]:
         """The gradients of the forward's arguments, None where they are put off."""
-        node = torch._C._current_autograd_node()
+        node = current_node()
         put_off: tuple[Pending, Inside] | None = getattr(node, "put_off", None)
         if put_off is not None:
             pending, inside = put_off

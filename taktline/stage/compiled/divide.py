@@ -24,6 +24,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from taktline.private import private
+
 _aten: Any = torch.ops.aten
 
 _PRODUCTS = frozenset(
@@ -49,7 +51,13 @@ _VIEWS = frozenset(
         _aten.view,
     ]
 )
-_CASTS = frozenset([_aten._to_copy, torch.ops.prims.convert_element_type])
+_CASTS = frozenset(
+    [
+        private("torch.ops.aten._to_copy", "W of a cast weight", None),
+        torch.ops.prims.convert_element_type,
+    ]
+)
+_UNSAFE_VIEW = private("torch.ops.aten._unsafe_view", "W behind a view", None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +148,7 @@ def _is_view(node: fx.Node) -> bool:
     if node.target is getitem:  # of a list of views
         return _is_view(node.all_input_nodes[0])
     schema = getattr(node.target, "_schema", None)
-    return _is(node, (_aten._unsafe_view,)) or (
+    return _is(node, (_UNSAFE_VIEW,)) or (
         schema is not None and any(argument.alias_info for argument in schema.arguments)
     )
 

@@ -8,6 +8,7 @@ is computed here: in buckets of the same size, over the same group.
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +18,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from taktline.private import lacking
 from taktline.stage.grad_sync.base import GradSync
+
+_FEATURE = "DDP in a pipeline"
 
 
 class DDPSync(GradSync):
@@ -38,8 +42,12 @@ class DDPSync(GradSync):
 
     def refusal(self) -> str | None:
         """Why a DDP cannot be averaged here; None if it can."""
-        hindrances = (_hindrance(wrapper.ddp) for wrapper in self._wrappers)
-        return next((f"its DDP has {found}" for found in hindrances if found), None)
+        for wrapper in self._wrappers:
+            if reason := lacking(wrapper.ddp, "_comm_hooks", "_sync_buffers", feature=_FEATURE):
+                return reason
+            if found := _hindrance(wrapper.ddp):
+                return f"its DDP has {found}"
+        return None
 
     def begin(self) -> None:
         """Stop the reducers; a DDP under no_sync() stays as it is."""
@@ -164,11 +172,17 @@ def _buckets(wrapper: _Wrapper) -> list[_Bucket]:
     ignored: set[str] = ddp.parameters_to_ignore  # pyright: ignore[reportAssignmentType]
     named = ddp.module.named_parameters()
     reduced = [p for name, p in named if p.requires_grad and name not in ignored]
-    if not reduced:
-        return []
-    assign: Any = dist._compute_bucket_assignment_by_size  # pyright: ignore
-    buckets, _ = assign(reduced, [ddp.bucket_bytes_cap])
-    return [_Bucket([reduced[i] for i in bucket], wrapper.group) for bucket in buckets]
+    filling: dict[object, list[nn.Parameter]] = {}
+    sizes: Counter[object] = Counter()
+    full: list[list[nn.Parameter]] = []
+    for parameter in reduced:
+        kind = parameter.dtype, parameter.device
+        filling.setdefault(kind, []).append(parameter)
+        sizes[kind] += parameter.nbytes
+        if sizes[kind] >= ddp.bucket_bytes_cap:
+            full.append(filling.pop(kind))
+            del sizes[kind]
+    return [_Bucket(bucket, wrapper.group) for bucket in (*full, *filling.values())]
 
 
 def _hindrance(ddp: Any) -> str | None:

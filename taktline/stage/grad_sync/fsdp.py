@@ -15,6 +15,8 @@ from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.fsdp import FSDPModule
 
+from taktline.errors import TorchVersionError
+from taktline.private import lacking
 from taktline.stage.grad_sync.base import GradSync
 
 ParamGroup = Any
@@ -26,6 +28,9 @@ _OFF = {"reduce_grads": False, "reshard_after_backward": False, "post_forward_me
 
 _MANUAL = "manual_backward_finalization"
 """The switch of a root, since torch 2.15, that lets its user end a backward."""
+_FEATURE = "FSDP in a pipeline"
+_OF_STATES = ("_lazy_init", "_state_ctx", "_comm_ctx", "_root_post_backward_final_callback")
+_OF_GROUPS = (*_OFF, "mesh_info", "fsdp_params", "post_backward", "_post_forward_indices")
 
 
 class FSDPSync(GradSync):
@@ -36,6 +41,8 @@ class FSDPSync(GradSync):
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
+        if reason := lacking(FSDPModule, "_get_fsdp_state", feature=_FEATURE):
+            raise TorchVersionError(reason)
         # By state: modules that are sharded together share one.
         units = {m._get_fsdp_state(): m for m in module.modules() if isinstance(m, FSDPModule)}
         self._units: list[FSDPModule] = list(units.values())
@@ -56,6 +63,10 @@ class FSDPSync(GradSync):
 
     def refusal(self) -> str | None:
         """The error of FSDP's own set-up, which otherwise runs in the first forward."""
+        for owners, names in ((self._roots, _OF_STATES), (self._groups, _OF_GROUPS)):
+            for owner in owners:
+                if reason := lacking(owner, *names, feature=_FEATURE):
+                    return reason
         try:
             for root in self._roots:
                 root._lazy_init()
@@ -182,6 +193,8 @@ def _groups_of(state: Any) -> list[ParamGroup]:
     several = getattr(state, "_fsdp_param_groups", None)
     if several is not None:
         return list(several)
+    if reason := lacking(state, "_fsdp_param_group", feature=_FEATURE):
+        raise TorchVersionError(reason)
     return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
 
 
