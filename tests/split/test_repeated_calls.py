@@ -195,7 +195,9 @@ def test_a_function_that_computes_besides_what_was_received() -> None:
     batches = [(torch.randn(2, WIDTH), torch.randn(3, 2, 1)) for _ in range(3)]
     pieces = tl.split.by_names(model, ["layers.0", "layers.1"], example=batches[0])
     for batch in batches:
-        torch.testing.assert_close(pieces(*batch), model(*batch), rtol=0, atol=0)
+        # Within rounding: what was expanded is received contiguous, for which there are other
+        # kernels, and on a CPU without AVX they round otherwise.
+        torch.testing.assert_close(pieces(*batch), model(*batch))
 
 
 class WritesThroughView(nn.Module):
