@@ -14,7 +14,7 @@ from taktline.errors import LossError
 from taktline.meta import Signature, as_arguments, flatten
 from taktline.plan import Plan
 from taktline.runtime.ports import In, Out, Signatures, Values
-from taktline.runtime.random_numbers import Drawing, Seeded, seeded
+from taktline.runtime.random_numbers import LOSS, Drawing, Seeded, seeded
 from taktline.runtime.step_data import Feed
 from taktline.sharding import is_sharded, root_gradient
 from taktline.side_values import Aside, handed_on, opened, require_number
@@ -88,7 +88,7 @@ class Work:
         """
         self._stage = binding.stages[stage]
         self._index = stage
-        self._device_type = self._stage.device.type
+        self._device = self._stage.device
         self._feed = binding.feed
         self._activations_in = activations_in
         self._activations_out = activations_out
@@ -146,15 +146,15 @@ class Work:
 
     def backward(self, microbatch: int) -> None:
         """B."""
-        uncast(self._device_type, self._backward, microbatch, self._stage.backward)
+        uncast(self._device.type, self._backward, microbatch, self._stage.backward)
 
     def backward_input(self, microbatch: int) -> None:
         """I."""
-        uncast(self._device_type, self._backward, microbatch, self._stage.backward_input)
+        uncast(self._device.type, self._backward, microbatch, self._stage.backward_input)
 
     def backward_weight(self, microbatch: int) -> None:
         """W."""
-        uncast(self._device_type, self._stage.backward_weight, microbatch)
+        uncast(self._device.type, self._stage.backward_weight, microbatch)
 
     @contextmanager
     def noting(self, note: Callable[[], None]) -> Iterator[None]:
@@ -172,9 +172,15 @@ class Work:
         keywords = self._feed.keywords[microbatch]
         if self._seed is None:
             return self._stage.submod(*arguments, **keywords)
-        key = (self._seed, self._feed.number, self._index, microbatch)
-        with self._seeded(key, self._stage.device):
+        with self._seeded((self._seed, self._feed.number, self._index, microbatch), self._device):
             return self._stage.submod(*arguments, **keywords)
+
+    def _loss(self, loss_fn: Callable[..., Any], microbatch: int, output: Any, target: Any) -> Any:
+        keywords = self._feed.loss_keywords
+        if self._seed is None:
+            return loss_fn(output, target, **keywords)
+        with self._seeded((self._seed, self._feed.number, LOSS, microbatch), self._device):
+            return loss_fn(output, target, **keywords)
 
     def _handed_on(self, output: Any, aside: Aside) -> Values:
         """The values for the next stage: the output, and skips that later stages get."""
@@ -194,7 +200,7 @@ class Work:
             )
         if self._loss_fn is None or feed.targets is None:
             return _NO_LOSS
-        loss = self._loss_fn(output, feed.targets[microbatch], **feed.loss_keywords)
+        loss = self._loss(self._loss_fn, microbatch, output, feed.targets[microbatch])
         require_number(loss, "loss_fn must return")
         if feed.wants_losses:
             feed.losses[microbatch] = _value(loss)

@@ -68,7 +68,8 @@ class Pipeline(AsModule, Gradients, SaveLoad, Monitoring):
             takes those of its stages; without it, they are made as the model's constructor does
             (see :func:`taktline.split.deferred`).
         seed: draws dropout from (seed, step, stage, micro-batch): for one cut into stages and
-            micro-batches, the same under every schedule and on any number of ranks.
+            micro-batches, the same under every schedule and on any number of ranks; what
+            ``loss_fn`` draws depends on (seed, step, micro-batch).
         dynamic_shapes: for stages whose outputs' shapes depend on values.
         cuda_graphs: captures steps as CUDA graphs, once for each kind of batch, and replays them; a
             step that cannot be captured runs without, with a warning that says why.
