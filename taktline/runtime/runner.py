@@ -38,6 +38,7 @@ class Runner(PipelineRank):
     recorder: Recorder | None = None
     """Records the steps, while there is a trace."""
     stall_after: float | None = STALL_SECONDS
+    check_finite = False
     _failed = False
     """Whether the latest call has raised: then all ranks know."""
 
@@ -326,6 +327,7 @@ class Runner(PipelineRank):
             trains,
             sends_may_wait=not trains or self.runnable.sends_may_wait,
             drawing=self._drawing,
+            check_finite=self.check_finite,
         )
 
 

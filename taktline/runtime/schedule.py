@@ -47,6 +47,8 @@ class ScheduleOptions(TypedDict, total=False):
     """Whether steps are captured as CUDA graphs, and replayed."""
     run_ahead: bool
     """Whether a rank begins the next step while other ranks still compute this one."""
+    check_finite: bool
+    """Whether an output or a loss that is not finite is an error; waits for a GPU in each stage."""
 
 
 class Schedule:
@@ -76,6 +78,7 @@ class Schedule:
         target_chunk_spec: Any = None,
         cuda_graphs: bool = False,
         run_ahead: bool = False,
+        check_finite: bool = False,
         name: str,
         make_plan: Callable[[int], Plan],
     ) -> None:
@@ -117,7 +120,10 @@ class Schedule:
             seed=seed,
             dynamic_shapes=require_flag("dynamic_shapes", dynamic_shapes),
         )
+        self._runner.check_finite = require_flag("check_finite", check_finite)
         if require_flag("cuda_graphs", cuda_graphs):
+            if check_finite:
+                raise ScheduleError("a CUDA graph cannot check values: leave out check_finite")
             self._runner.capture()
         self._runner.run_ahead.wanted = require_flag("run_ahead", run_ahead)
 

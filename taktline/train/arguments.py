@@ -35,6 +35,7 @@ def _require_wrapper(name: str, value: Any) -> None:
 
 _CHECKS: dict[str, Callable[[str, Any], object]] = {
     **dict.fromkeys(("dynamic_shapes", "cuda_graphs", "run_ahead", "compile"), require_flag),
+    "check_finite": require_flag,
     **dict.fromkeys(("loss_fn", "prepare", "on_preempt"), require_callable),
     "microbatches": partial(require_whole, least=1, error=ScheduleError),
     "stages_per_rank": partial(require_whole, least=1, error=ScheduleError),

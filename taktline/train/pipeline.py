@@ -76,6 +76,8 @@ class Pipeline(AsModule, Gradients, SaveLoad, Monitoring):
         run_ahead: lets a rank begin its next step while other ranks still compute this one, so that
             the bubble of ``zb_h2`` and ``zbv`` is that of the ranks' own spans. An error of another
             rank then comes in a later call. Every rank passes the whole batch.
+        check_finite: raises if an output of a stage or a loss is not finite, and names the first
+            stage and micro-batch; waits for a GPU in each stage.
         args_chunk_spec: how positional arguments are cut; without this and ``kwargs_chunk_spec``,
             the batch dimension of each argument is found by comparing a batch with the example.
         kwargs_chunk_spec: how keyword arguments are cut.
@@ -129,6 +131,7 @@ class Pipeline(AsModule, Gradients, SaveLoad, Monitoring):
         dynamic_shapes: bool = False,
         cuda_graphs: bool = False,
         run_ahead: bool = False,
+        check_finite: bool = False,
         args_chunk_spec: ArgsSpec | None = None,
         kwargs_chunk_spec: KwargsSpec | None = None,
         output_merge_spec: MergeSpec | None = None,
@@ -144,6 +147,7 @@ class Pipeline(AsModule, Gradients, SaveLoad, Monitoring):
             "dynamic_shapes": dynamic_shapes,
             "cuda_graphs": cuda_graphs,
             "run_ahead": run_ahead,
+            "check_finite": check_finite,
             "args_chunk_spec": args_chunk_spec,
             "kwargs_chunk_spec": kwargs_chunk_spec,
             "output_merge_spec": output_merge_spec,
