@@ -51,10 +51,9 @@ class Pieces(Sequence[nn.Module]):
         self.division: object = None
         """The costs of the stages, if they decided where to cut."""
         self.ties: tuple[Tie, ...] = find_ties(self._modules)
-        whole = blueprint(dict(enumerate(self._modules)), cuts, model)
         for module in self._modules:
             declare(module, self.ties)
-            attach(module, whole)
+        attach(self._modules, blueprint(dict(enumerate(self._modules)), cuts, model))
 
     @property
     def num_stages(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import TypeAlias
 
 import torch
@@ -88,11 +89,21 @@ def _kind(module: nn.Module) -> str:
     return f"{kind.__name__}({options})"
 
 
-def attach(module: nn.Module, whole: Blueprint) -> None:
-    """Attach the blueprint of all stages to the module of one."""
-    module.__dict__[_MARK] = whole
+@dataclass(frozen=True, slots=True)
+class _Attached:
+    """Keeps those away who look through the containers in a module."""
+
+    whole: Blueprint
+
+
+def attach(modules: Iterable[nn.Module], whole: Blueprint) -> None:
+    """Attach the blueprint of all stages to their modules."""
+    mark = _Attached(whole)
+    for module in modules:
+        module.__dict__[_MARK] = mark
 
 
 def attached(module: nn.Module) -> Blueprint:
     """The blueprint that is attached to a module; empty if there is none."""
-    return getattr(unwrapped(module), _MARK, ())
+    mark = getattr(unwrapped(module), _MARK, None)
+    return () if mark is None else mark.whole
