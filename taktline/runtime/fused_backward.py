@@ -41,6 +41,7 @@ def join(
     That is where W follows its I at once, or if all ranks run here (``alone``) and gradients are
     added up in the same order.
     """
+    sharing = _sharing(stages)
     found = dict(enumerate(instructions))
     places = {instruction.action: place for place, instruction in found.items()}
     halves: defaultdict[int, tuple[list[int | None], list[int | None]]]
@@ -56,7 +57,8 @@ def join(
             continue
         first = places.get(replace(action, kind=Kind.I))
         inputs, weights = halves[action.stage]
-        if first is not None and (first == place - 1 or (alone and inputs == weights)):
+        may_move = alone and inputs == weights and action.stage not in sharing
+        if first is not None and (first == place - 1 or may_move):
             whole = partial(works[action.stage].backward, microbatch)
             found[first] = replace(found[first], run=whole)
             del found[place]
@@ -72,12 +74,12 @@ def plain_loop(
 ) -> list[Instruction] | None:
     """The same instructions as a plain loop; None if gradients could differ.
 
-    ``make_work(stage, joined=…, ports…)`` makes the work of a stage. Forwards keep their order,
-    unless ``any_order`` will do, and no weight of two stages would add its gradients in another
-    order.
+    That is so for a weight of two stages: the loop would add its gradients in another order than
+    a first step, which a resumed run begins with, or a traced one. ``make_work(stage, joined=…,
+    ports…)`` makes the work of a stage. Forwards keep their order, unless ``any_order`` will do.
     """
-    order = _order(instructions, any_order and not _share_weights(stages))
-    if order is None or not all(stage.may_join for stage in stages.values()):
+    order = _order(instructions, any_order)
+    if order is None or _sharing(stages) or not all(stage.may_join for stage in stages.values()):
         return None
     actions = {
         (each.action.stage, each.action.microbatch, each.action.kind == Kind.F): each.action
@@ -107,9 +109,14 @@ def plain_loop(
     return loop
 
 
-def _share_weights(stages: Mapping[int, PipelineStage]) -> bool:
-    weights = [weight for stage in stages.values() for weight in parameters_of(stage.submod)]
-    return len(set(weights)) < len(weights)
+def _sharing(stages: Mapping[int, PipelineStage]) -> set[int]:
+    """The stages that train a weight in common with another one."""
+    users: defaultdict[int, set[int]] = defaultdict(set)
+    for index, stage in stages.items():
+        for weight in parameters_of(stage.submod):
+            if weight.requires_grad:
+                users[id(weight)].add(index)
+    return set().union(*(found for found in users.values() if len(found) > 1))
 
 
 def _order(instructions: Sequence[Instruction], any_order: bool) -> list[int] | None:

@@ -42,6 +42,8 @@ class Handshake:
     """The output of each stage with an example, as text."""
     ties: list[TieUse] = field(default_factory=list)
     """The tied weights in the rank's stages."""
+    model: int = 0
+    """A digest of the model that the stages were cut from; 0 if it is not known."""
     number: int = 1
     """The number that the rank proposes for the schedule; that of rank 0 counts."""
 
@@ -58,6 +60,7 @@ class Handshake:
 
 _SCHEMA = {
     "number": int,
+    "model": int,
     "schedule": str,
     "microbatches": int,
     "num_stages": int,

@@ -21,9 +21,11 @@ from taktline.runtime.random_numbers import Drawing, RankRandom
 from taktline.runtime.replicas import Replicas
 from taktline.runtime.run_ahead import RunAhead
 from taktline.runtime.runnable_plan import Limits, Runnable
+from taktline.runtime.same_model import difference, digest, whole_model
 from taktline.runtime.step_data import Feed
 from taktline.runtime.ties import Ties
 from taktline.stage import PipelineStage
+from taktline.stage.blueprint import Blueprint
 from taktline.text import by_rank, counted
 from taktline.transport import Channel, Transport, transport_of
 from taktline.transport.distributed import Distributed
@@ -67,6 +69,8 @@ class PipelineRank:
         self._limits = limits
         self.replicas = Replicas(self._stages)
         self._ties = Ties(self._stages)
+        self._blueprint: Blueprint = ()
+        """Of the model that the stages were cut from, if it is known."""
         self._reduces = self._entangled = False
         """Whether a stage of any rank averages its gradients, or shares its work in any way."""
         self._random: RankRandom | None = None
@@ -123,15 +127,10 @@ class PipelineRank:
         return Runnable(plan, limits=self._limits)
 
     def connect(self) -> None:
-        """Open the channels now, so that the first step does not wait for them; on every rank.
-
-        If the plans of the ranks differ, the first step reports it.
-        """
+        """Open the channels now, so that the first step does not wait; on every rank, one plan."""
         if isinstance(self.transport, Distributed):
-            plans = self.transport.exchange([self.runnable.fingerprint], "Pipeline(…)")
-            if all(plan == plans[0] for plan in plans):
-                self._channels = sorted(channels_of(self.runnable.plan))
-                self.transport.open(self._channels)
+            self._channels = sorted(channels_of(self.runnable.plan))
+            self.transport.open(self._channels)
 
     def restart(self, steps: int) -> None:
         """Continue over new connections after ``steps`` training steps; on every rank."""
@@ -192,6 +191,7 @@ class PipelineRank:
                         f"the plan has {counted(count, 'stage')}; make them equal"
                     )
             self.replicas.check(self.transport)
+            self._blueprint = whole_model(self._stages)
         if not self._identity.number or self._ties.uses:
             self._ties.check()
 
@@ -214,11 +214,15 @@ class PipelineRank:
             examples({stage.stage_index: stage.expected_input for stage in self._stages}),
             examples({stage.stage_index: stage.expected_output for stage in self._stages}),
             self._ties.uses,
+            digest(self._blueprint),
             self._identity.proposed(),
         )
         texts = share_texts(self.transport, mine.to_text(), "the first step")
         all_ranks = [Handshake.from_text(text) for text in texts]
-        if reason := misfit(all_ranks):
+        models = [rank.model for rank in all_ranks]
+        if reason := misfit(all_ranks) or difference(
+            self.transport, self._blueprint, models, rank_of=all_ranks[0].rank_of
+        ):
             raise MismatchError(reason)
         # The same plan on every rank, though only some of them may hold wrapped stages.
         self._reduces = any(rank.reduces for rank in all_ranks)

@@ -16,6 +16,9 @@ from taktline.runtime.program import Instruction
 _CALLER = -1
 """Stands for the caller's own numbers, among those of the ranks."""
 
+LOSS = -1
+"""Stands for ``loss_fn`` among the stages of seeds: its numbers do not depend on the cuts."""
+
 Seeded: TypeAlias = Callable[
     [tuple[int, int, int, int], torch.device], AbstractContextManager[None]
 ]

@@ -39,6 +39,7 @@ class Runner(PipelineRank):
     recorder: Recorder | None = None
     """Records the steps, while there is a trace."""
     stall_after: float | None = STALL_SECONDS
+    check_finite = False
     _failed = False
     """Whether the latest call has raised: then all ranks know."""
 
@@ -346,6 +347,7 @@ class Runner(PipelineRank):
             sends_may_wait=not trains or self.runnable.sends_may_wait,
             most_sends=self._limits.max_outstanding_sends,
             drawing=self._drawing,
+            check_finite=self.check_finite,
         )
 
 

@@ -49,6 +49,8 @@ class ScheduleOptions(TypedDict, total=False):
     """Whether steps are captured as CUDA graphs, and replayed."""
     run_ahead: bool
     """Whether a rank begins the next step while other ranks still compute this one."""
+    check_finite: bool
+    """Whether an output or a loss that is not finite is an error; waits for a GPU in each stage."""
 
 
 class Schedule:
@@ -81,6 +83,7 @@ class Schedule:
         run_ahead: bool = False,
         limits: Limits = Limits(),  # noqa: B008
         idle: PipelineStage | None = None,
+        check_finite: bool = False,
         name: str,
         make_plan: Callable[[int], Plan],
     ) -> None:
@@ -124,7 +127,10 @@ class Schedule:
             limits=limits,
             idle=idle,
         )
+        self._runner.check_finite = require_flag("check_finite", check_finite)
         if require_flag("cuda_graphs", cuda_graphs):
+            if check_finite:
+                raise ScheduleError("a CUDA graph cannot check values: leave out check_finite")
             self._runner.capture()
         self._runner.run_ahead.wanted = require_flag("run_ahead", run_ahead)
 

@@ -13,8 +13,9 @@ from taktline import pytree
 from taktline.errors import LossError
 from taktline.meta import Signature, as_arguments, flatten
 from taktline.plan import Plan
+from taktline.runtime.finite import require_finite, require_finite_loss
 from taktline.runtime.ports import In, Out, Signatures, Values
-from taktline.runtime.random_numbers import Drawing, Seeded, seeded
+from taktline.runtime.random_numbers import LOSS, Drawing, Seeded, seeded
 from taktline.runtime.step_data import Feed
 from taktline.sharding import is_sharded, root_gradient
 from taktline.side_values import Aside, handed_on, opened, require_number
@@ -55,6 +56,8 @@ class Binding:
     """Where all stages run in one thread: observes random numbers, and separates those of ranks."""
     seeded: Seeded = seeded
     """Sets the seed for a stage and micro-batch."""
+    check_finite: bool = False
+    """Whether to raise where a value is not finite."""
     any_order: bool = False
     """Whether forwards may run in any order: none changes what another one reads."""
 
@@ -90,7 +93,7 @@ class Work:
         """
         self._stage = binding.stages[stage]
         self._index = stage
-        self._device_type = self._stage.device.type
+        self._device = self._stage.device
         self._feed = binding.feed
         self._activations_in = activations_in
         self._activations_out = activations_out
@@ -101,6 +104,7 @@ class Work:
         self._seeded = binding.seeded
         self._trains = binding.trains
         self._checks = known is None
+        self._check_finite = binding.check_finite
         self._routes = None if known is None else known.routes
         self._joined = joined
         self.got: set[str] = set()
@@ -125,6 +129,8 @@ class Work:
             _check(self._stage.expected_input, arguments, "input", "input_args")
         with aside:
             output = self._call(microbatch, arguments)
+        if self._check_finite:
+            self._require_finite(microbatch, arguments, output, aside)
         if self._checks:
             _check(self._stage.expected_output, as_arguments(output), "output", "output_args")
         used = aside.used
@@ -148,15 +154,15 @@ class Work:
 
     def backward(self, microbatch: int) -> None:
         """B."""
-        uncast(self._device_type, self._backward, microbatch, self._stage.backward)
+        uncast(self._device.type, self._backward, microbatch, self._stage.backward)
 
     def backward_input(self, microbatch: int) -> None:
         """I."""
-        uncast(self._device_type, self._backward, microbatch, self._stage.backward_input)
+        uncast(self._device.type, self._backward, microbatch, self._stage.backward_input)
 
     def backward_weight(self, microbatch: int) -> None:
         """W."""
-        uncast(self._device_type, self._stage.backward_weight, microbatch)
+        uncast(self._device.type, self._stage.backward_weight, microbatch)
 
     @contextmanager
     def noting(self, note: Callable[[], None]) -> Iterator[None]:
@@ -180,9 +186,26 @@ class Work:
         keywords = self._feed.keywords[microbatch]
         if self._seed is None:
             return self._stage.submod(*arguments, **keywords)
-        key = (self._seed, self._feed.number, self._index, microbatch)
-        with self._seeded(key, self._stage.device):
+        with self._seeded((self._seed, self._feed.number, self._index, microbatch), self._device):
             return self._stage.submod(*arguments, **keywords)
+
+    def _loss(self, loss_fn: Callable[..., Any], microbatch: int, output: Any, target: Any) -> Any:
+        keywords = self._feed.loss_keywords
+        if self._seed is None:
+            return loss_fn(output, target, **keywords)
+        with self._seeded((self._seed, self._feed.number, LOSS, microbatch), self._device):
+            return loss_fn(output, target, **keywords)
+
+    def _require_finite(
+        self, microbatch: int, arguments: Sequence[Any], output: Any, aside: Aside
+    ) -> None:
+        given = arguments, self._feed.keywords[microbatch]
+        values = [skip.value for skip in aside.skips.values() if skip.stage == self._index]
+        if self._activations_out is not None or self._feed.targets is None:
+            values.append(output)  # otherwise its loss is checked
+        require_finite("the output", values, self._stage, given)
+        for loss in aside.losses:
+            require_finite_loss(loss, self._stage, given)
 
     def _handed_on(self, output: Any, aside: Aside) -> Values:
         """The values for the next stage: the output, and skips that later stages get."""
@@ -202,8 +225,12 @@ class Work:
             )
         if self._loss_fn is None or feed.targets is None:
             return _NO_LOSS
-        loss = self._loss_fn(output, feed.targets[microbatch], **feed.loss_keywords)
+        loss = self._loss(self._loss_fn, microbatch, output, feed.targets[microbatch])
         require_number(loss, "loss_fn must return")
+        scale = feed.scale if feed.scales is None else feed.scales[microbatch]
+        if self._check_finite and scale:
+            target = feed.targets[microbatch]
+            require_finite_loss(loss, self._stage, (output, target))
         if feed.wants_losses:
             feed.losses[microbatch] = _value(loss)
         if not self._trains:
@@ -213,7 +240,6 @@ class Work:
                 "the loss depends on nothing that requires a gradient; is every parameter "
                 "frozen, or the output detached? To run forward only, call eval()"
             )
-        scale = feed.scale if feed.scales is None else feed.scales[microbatch]
         return (loss,), (self._root_gradient(loss, scale, (0, microbatch)),)
 
     def _note(self, microbatch: int, aside: Aside, own: OwnLosses) -> OwnLosses:

@@ -14,6 +14,7 @@ from taktline.errors import PartitionError
 from taktline.meta import as_arguments
 from taktline.split.on_meta.materialise import materialise
 from taktline.stage import PipelineStage
+from taktline.stage.blueprint import attach, blueprint
 from taktline.stage.ties import Tie, declare, find_ties
 from taktline.text import counted
 
@@ -33,7 +34,14 @@ class Pieces(Sequence[nn.Module]):
     torch.Size([2, 8])
     """
 
-    def __init__(self, modules: Iterable[nn.Module]) -> None:
+    def __init__(
+        self,
+        modules: Iterable[nn.Module],
+        *,
+        cuts: Iterable[str] = (),
+        model: nn.Module | None = None,
+    ) -> None:
+        """``cuts`` are the names at which ``model`` was cut into these, if it was."""
         self._modules = tuple(require_iterable("modules", modules, error=PartitionError))
         if not self._modules:
             raise PartitionError("a model without stages: pass at least one")
@@ -45,6 +53,7 @@ class Pieces(Sequence[nn.Module]):
         self.ties: tuple[Tie, ...] = find_ties(self._modules)
         for module in self._modules:
             declare(module, self.ties)
+        attach(self._modules, blueprint(dict(enumerate(self._modules)), cuts, model))
 
     @property
     def num_stages(self) -> int:

@@ -34,7 +34,7 @@ def _require_wrapper(name: str, value: Any) -> None:
         raise MismatchError(f'{name} is "ddp", "fsdp" or None, not {value!r}')
 
 
-_FLAGS = ("dynamic_shapes", "cuda_graphs", "run_ahead", "compile", "measure")
+_FLAGS = ("dynamic_shapes", "cuda_graphs", "run_ahead", "compile", "measure", "check_finite")
 _CHECKS: dict[str, Callable[[str, Any], object]] = {
     **dict.fromkeys(_FLAGS, require_flag),
     **dict.fromkeys(("loss_fn", "prepare", "on_preempt"), require_callable),

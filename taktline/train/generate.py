@@ -17,15 +17,16 @@ from torch import nn
 from torch.nn.functional import pad
 
 from taktline.checks import refuse, require_flag, require_instance, require_whole
-from taktline.errors import ArgumentError, MismatchError, TaktlineError, UseError
+from taktline.errors import ArgumentError, TaktlineError, UseError
 from taktline.runtime.fingerprint import digest_of
 from taktline.runtime.leaves import describe
 from taktline.text import by_rank
 from taktline.train.broadcast import broadcast_output
 from taktline.train.build import Built
 from taktline.train.kv_cache import Keeper, cache_of, padding_of
+from taktline.train.ranks import REPLICA
 from taktline.train.steps import forward_order
-from taktline.transport.exchange import exchange_or_raise
+from taktline.transport import Transport
 
 _TAKE_IN_PADDING = ("recurrent_gemma", "rwkv")
 """Models of transformers whose state takes in padding, whatever the mask says."""
@@ -112,16 +113,33 @@ def _agreed(built: Built, request: Request, model: nn.Module | None) -> Callable
         new_cache = cache_of(model) if request.use_cache else None
     except TaktlineError as raised:
         error = raised
-    numbers = [digest, int(new_cache is not None)]
-    shared = exchange_or_raise(built.ranks.transport, error, "generate()", numbers)
-    digests = [digest for digest, _ in shared]
+
+    def numbers(noun: str) -> list[int]:
+        # Replicas have texts of their own, but go on together until the last one has ended.
+        return [
+            0 if error else min(request.max_new_tokens, 2**62),
+            0 if noun == REPLICA else digest,
+        ]
+
+    if found := built.ranks.agreed(error, "generate()", numbers, _difference):
+        raise found
+    caches = built.ranks.transport.exchange([int(new_cache is not None)], "generate()")
+    return new_cache if all(cached for (cached,) in caches) else None
+
+
+def _difference(noun: str, _: Transport, rows: list[list[int]]) -> str | None:
+    """Why ranks cannot generate together."""
+    lengths, digests = ([row[place] for row in rows] for place in range(2))
+    if len(set(lengths)) > 1:
+        listed = "; ".join(f"{new} on {noun} {place}" for place, new in enumerate(lengths))
+        return f"generate() has different max_new_tokens: {listed}; pass the same on every {noun}"
     if len(set(digests)) > 1:
         kinds = [digests.index(digest) for digest in digests]
-        raise MismatchError(
+        return (
             "generate() was called with other texts or options on some ranks (those that agree "
             f"have the same number: {by_rank(kinds)}); pass the same on every rank"
         )
-    return new_cache if all(caches for _, caches in shared) else None
+    return None
 
 
 def _model(built: Built) -> nn.Module | None:

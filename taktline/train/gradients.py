@@ -151,7 +151,8 @@ def _norm_of(
     shared = ranks.gathered(mine, "grad_norm()")
     dtype = torch.float64 if shared.pop(_DOUBLE, 0.0) else torch.float32
     ordered = [shared[place] for place in sorted(shared)]
-    in_order = torch.tensor(ordered, dtype=dtype, device="cpu")
+    # Torch refuses the largest of no gradients.
+    in_order = torch.tensor(ordered or [0.0], dtype=dtype, device="cpu")
     return torch.linalg.vector_norm(in_order, norm_type).to(device)
 
 
@@ -177,6 +178,8 @@ def _norm_of_shards(gradients: Sequence[Any], norm_type: float) -> torch.Tensor:
 
 def _single_norms(gradients: list[torch.Tensor], norm_type: float) -> Sequence[torch.Tensor]:
     """The norm of each gradient, by the same kernels as in torch's clip_grad_norm_."""
+    if norm_type == math.inf:  # torch refuses the largest element of an empty tensor
+        gradients = [each if each.numel() else each.new_zeros(1) for each in gradients]
     if gradients[0].is_cuda and _norms_on_gpu is not None:
         return _norms_on_gpu(gradients, norm_type)
     return [torch.linalg.vector_norm(gradient, norm_type) for gradient in gradients]

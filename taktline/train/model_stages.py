@@ -44,27 +44,32 @@ def take_apart(
     plan: Plan,
     example: Any,
     cuts: Sequence[str] | None,
-    transport: Transport,
     measure: Measure | None = None,
-) -> ModelState:
-    """All stages of a model, or those that were given; all processes take part.
+) -> dict[int, nn.Module]:
+    """All stages of a model, or those that were given.
 
     ``measure`` returns the times of layers to cut by; without it, their costs are counted.
     """
     if isinstance(model, Mapping):
-
-        def gather(names: list[Any]) -> list[Any]:
-            shape = [(int, str, bool)]
-            return share_values(transport, names, shape, "Pipeline(…)", what="the stages")
-
-        return ModelState.of_stages(_checked(dict(model), plan), gather)
+        return _checked(dict(model), plan)
     stages = _stages(model, plan, example, cuts, measure)
     if len(stages) != plan.stages:
         raise PartitionError(
             f"the model has {counted(len(stages), 'stage')}, but {plan.name} on "
             f"{counted(plan.ranks, 'rank')} runs {plan.stages}; cut it into {plan.stages}"
         )
-    modules = _checked(dict(enumerate(stages)), plan)
+    return _checked(dict(enumerate(stages)), plan)
+
+
+def state_of(model: Model, modules: dict[int, nn.Module], transport: Transport) -> ModelState:
+    """The state of a model in these stages; if other processes have the others, all take part."""
+    if isinstance(model, Mapping):
+
+        def gather(names: list[Any]) -> list[Any]:
+            shape = [(int, str, bool)]
+            return share_values(transport, names, shape, "Pipeline(…)", what="the stages")
+
+        return ModelState.of_stages(modules, gather)
     if isinstance(model, nn.Module) and not isinstance(model, Pipe):
         return ModelState.of_model(model, modules)
     return ModelState.of_stages(modules)
@@ -78,7 +83,7 @@ def _stages(
     measure: Measure | None,
 ) -> Sequence[nn.Module]:
     if isinstance(model, Pipe):
-        return [model.get_stage_module(stage) for stage in range(model.num_stages)]
+        return split.by_hand(map(model.get_stage_module, range(model.num_stages)))
     if isinstance(model, Sequence):
         return split.by_hand(model)
     if not isinstance(model, nn.Module):
@@ -124,14 +129,14 @@ def _checked(modules: dict[int, nn.Module], plan: Plan) -> dict[int, nn.Module]:
     return modules
 
 
-def keep(state: ModelState, stages: Sequence[int]) -> None:
-    """Drop all stages but these."""
-    if missing := sorted(set(stages) - set(state.modules)):
+def kept(modules: Mapping[int, nn.Module], stages: Sequence[int]) -> dict[int, nn.Module]:
+    """These stages only."""
+    if missing := sorted(set(stages) - set(modules)):
         raise PartitionError(
             f"the plan puts stages {sorted(stages)} here, but {missing} are not among those "
-            f"passed: {sorted(state.modules)}"
+            f"passed: {sorted(modules)}"
         )
-    state.modules = {stage: state.modules[stage] for stage in stages}
+    return {stage: modules[stage] for stage in stages}
 
 
 def _explained(

@@ -71,13 +71,16 @@ class Pipeline(AsModule, Gradients, SaveLoad, Monitoring):
             takes those of its stages; without it, they are made as the model's constructor does
             (see :func:`taktline.split.deferred`).
         seed: draws dropout from (seed, step, stage, micro-batch): for one cut into stages and
-            micro-batches, the same under every schedule and on any number of ranks.
+            micro-batches, the same under every schedule and on any number of ranks; what
+            ``loss_fn`` draws depends on (seed, step, micro-batch).
         dynamic_shapes: for stages whose outputs' shapes depend on values.
         cuda_graphs: captures steps as CUDA graphs, once for each kind of batch, and replays them; a
             step that cannot be captured runs without, with a warning that says why.
         run_ahead: lets a rank begin its next step while other ranks still compute this one, so that
             the bubble of ``zb_h2`` and ``zbv`` is that of the ranks' own spans. An error of another
             rank then comes in a later call. Every rank passes the whole batch.
+        check_finite: raises if an output of a stage or a loss is not finite, and names the first
+            stage and micro-batch; waits for a GPU in each stage.
         args_chunk_spec: how positional arguments are cut; without this and ``kwargs_chunk_spec``,
             the batch dimension of each argument is found by comparing a batch with the example.
         kwargs_chunk_spec: how keyword arguments are cut.
@@ -132,6 +135,7 @@ class Pipeline(AsModule, Gradients, SaveLoad, Monitoring):
         dynamic_shapes: bool = False,
         cuda_graphs: bool = False,
         run_ahead: bool = False,
+        check_finite: bool = False,
         args_chunk_spec: ArgsSpec | None = None,
         kwargs_chunk_spec: KwargsSpec | None = None,
         output_merge_spec: MergeSpec | None = None,
@@ -147,6 +151,7 @@ class Pipeline(AsModule, Gradients, SaveLoad, Monitoring):
             "dynamic_shapes": dynamic_shapes,
             "cuda_graphs": cuda_graphs,
             "run_ahead": run_ahead,
+            "check_finite": check_finite,
             "args_chunk_spec": args_chunk_spec,
             "kwargs_chunk_spec": kwargs_chunk_spec,
             "output_merge_spec": output_merge_spec,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import atexit
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -17,17 +17,18 @@ from torch.distributed.rendezvous import rendezvous
 
 from taktline.checks import launched, require_whole
 from taktline.device import gpu_for_each_process
-from taktline.errors import MismatchError, TransportError
+from taktline.errors import MismatchError, TaktlineError, TransportError
 from taktline.text import counted
 from taktline.train.process_groups import Groups, end_unused
 from taktline.transport import Transport, transport_of
 from taktline.transport.communicators import default_group, timeout_of
 from taktline.transport.distributed import Distributed
-from taktline.transport.exchange import share_floats
+from taktline.transport.exchange import share_error, share_floats
 from taktline.transport.local import refuse_inside
 from taktline.transport.one_rank import Alone
 
 PIPELINE = "pp"
+RANK, REPLICA = "rank", "replica"
 _DATA = ("dp", "ddp", "fsdp")
 """The beginnings of names of data-parallel dimensions."""
 
@@ -79,7 +80,13 @@ class Ranks:
     @property
     def everyone(self) -> list[Transport]:
         """All transports, that of the pipeline first, also where this process is alone."""
-        return [self.transport, *self._along(self._others)]
+        return [transport for _, transport in self.dimensions]
+
+    @property
+    def dimensions(self) -> list[tuple[str, Transport]]:
+        """The transport along each dimension of the mesh, by its name; the pipeline is first."""
+        others = zip(self._others, self._along(self._others), strict=True)
+        return [(PIPELINE, self.transport), *others]
 
     @property
     def transport(self) -> Transport:
@@ -95,6 +102,30 @@ class Ranks:
             for row in rows
             for key, number in zip(row[::2], row[1::2], strict=True)
         }
+
+    def agreed(
+        self,
+        error: TaktlineError | None,
+        what: str,
+        numbers: Callable[[str], Sequence[int]],
+        difference: Callable[[str, Transport, list[list[int]]], str | None],
+    ) -> TaktlineError | None:
+        """The error of any process of any replica, the same on all of them, which all take part.
+
+        Processes along each dimension of the mesh share ``numbers(noun)``, where the noun is that
+        of such a process, RANK or REPLICA for example. ``difference(noun, transport, rows)`` says
+        why the rows of all do not fit together.
+        """
+        for name, transport in self.dimensions:
+            noun = RANK if name == PIPELINE else f"{name} rank"
+            noun = REPLICA if name in self.data_dims else noun
+            mine = [int(error is not None), *numbers(noun)]
+            rows = transport.exchange(mine, what)
+            if any(failed for failed, *_ in rows):
+                error = share_error(transport, error)
+            elif text := difference(noun, transport, [row for _, *row in rows]):
+                error = MismatchError(text)
+        return error
 
     def mean_of_replicas(self, loss: torch.Tensor) -> torch.Tensor:
         """The mean of a loss over the replicas."""

@@ -11,7 +11,7 @@ from contextlib import suppress
 from ipaddress import IPv6Address
 from pathlib import Path
 
-from torch._C._distributed_c10d import Store
+from torch.distributed.distributed_c10d import Store
 
 _INTERFACE_ADDRESS = 0x8915  # SIOCGIFADDR
 _V6_INTERFACES = Path("/proc/net/if_inet6")

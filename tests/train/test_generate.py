@@ -259,3 +259,26 @@ def test_replicas_generate_texts_of_their_own(workers: Workers, way: str) -> Non
     for rank, (whole, ended) in enumerate(workers.run(with_replicas, way, end, ranks=4)):
         assert torch.equal(whole, (first, second)[rank % 2])
         assert torch.equal(ended, (first[:, : LENGTH + 2], second)[rank % 2])
+
+
+def with_other_lengths(rank: int, group: Any) -> list[str]:
+    """Replicas that would add different numbers of tokens, and one that refuses its texts."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    pipe = pipeline("llama", mesh=mesh, ranks=None, data_parallel="ddp")
+    found = []
+    for texts, new in ((prompts(), 3 + 2 * pipe.replica), (prompts()[: 1 - pipe.replica], 3)):
+        with pytest.raises(tl.TaktlineError) as caught:
+            pipe.generate(texts, max_new_tokens=new)
+        found.append(str(caught.value))
+    assert pipe.generate(prompts(), max_new_tokens=1).shape == (len(prompts()), LENGTH + 1)
+    return found
+
+
+@pytest.mark.processes
+def test_replicas_with_different_lengths(workers: Workers) -> None:
+    for different, empty in workers.run(with_other_lengths, ranks=4):
+        assert different == (
+            "generate() has different max_new_tokens: 3 on replica 0; 5 on replica 1; pass the "
+            "same on every replica"
+        )
+        assert "ids must be a tensor [rows, length] of token ids" in empty

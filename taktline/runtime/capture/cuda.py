@@ -15,7 +15,7 @@ import torch
 from taktline.errors import ScheduleError, StageError
 from taktline.private import private
 from taktline.runtime.bind import Binding
-from taktline.runtime.random_numbers import RankRandom, seed_of
+from taktline.runtime.random_numbers import LOSS, RankRandom, seed_of
 
 _SET_BACK = (
     "its backward sets random numbers back, as checkpoint() does, which a graph with seed=… cannot "
@@ -156,8 +156,8 @@ class _Captured:
 class _Draws:
     """The random numbers of a captured program: the same as in an eager step.
 
-    Each source of numbers (a rank of several in this process; with a seed, a stage for a
-    micro-batch) has a generator in the graph.
+    Each source of numbers (a rank of several in this process; with a seed, a stage or the loss for
+    a micro-batch) has a generator in the graph.
     """
 
     def __init__(self, binding: Binding, device: torch.device) -> None:
@@ -172,7 +172,7 @@ class _Draws:
         self._of_rank = [torch.Generator(device) for _ in range(ranks)]
         self._of_call: dict[tuple[int, int], torch.Generator] = {}
         if binding.seed is not None:
-            calls = product(binding.stages, range(binding.plan.microbatches))
+            calls = product((*binding.stages, LOSS), range(binding.plan.microbatches))
             self._of_call = {call: torch.Generator(device) for call in calls}
         for number, generator in enumerate([*self._of_rank, *self._of_call.values()]):
             # Different ones in a capture: torch refuses to set one back to another one's numbers.

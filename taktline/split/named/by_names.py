@@ -68,7 +68,7 @@ def by_names(model: nn.Module, cuts: Sequence[str], *, example: Any = None) -> P
     call = None if example is None else as_call(model, example)
     slices = slice_sequential(model, starts)
     if slices is not None:
-        return Pieces(slices)
+        return Pieces(slices, cuts=given, model=model)
     layout, summary = _dry_run(model, starts, call)
     if summary is not None and summary.hooked:
         install_hooks(map(model.get_submodule, sorted(summary.hooked)))
@@ -78,7 +78,8 @@ def by_names(model: nn.Module, cuts: Sequence[str], *, example: Any = None) -> P
     else:
         layout.summary = summary
         _place_by_use(layout, summary)
-    return Pieces([_stage_module(layout, model, stage) for stage in range(layout.stages)])
+    modules = [_stage_module(layout, model, stage) for stage in range(layout.stages)]
+    return Pieces(modules, cuts=given, model=model)
 
 
 class _Stage:
