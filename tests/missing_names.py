@@ -1,7 +1,7 @@
 """Imports the package as if torch lacked private names: ``python -m tests.missing_names``.
 
-First without any of them, then (``--each``) without one at a time, in forks of a process that has
-torch loaded. Prints what fails.
+First without any of them, then (``--each``) without those of one module of torch at a time, in
+forks of a process that has torch loaded. Prints what fails.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def in_fork(gone: Collection[str]) -> tuple[str, str]:
 
 
 def failures(*, each: bool) -> Iterator[str]:
-    """What fails without all names that are asked for, and without each of them."""
+    """What fails without all names that are asked for, and without those of each module."""
     sys.dont_write_bytecode = False  # every fork would compile all modules again
     for module in _LOADED:
         importlib.import_module(module)
@@ -65,7 +65,9 @@ def failures(*, each: bool) -> Iterator[str]:
     names = asked.split()
     if error or len(names) < 20:
         yield f"with all names: {error or asked}"
-    for gone in (names, *([name] for name in names if each)):
+    owners = sorted({name.rpartition(".")[0] for name in names}) if each else []
+    parts = [[name for name in names if name.rpartition(".")[0] == owner] for owner in owners]
+    for gone in (names, *parts):
         if error := in_fork(gone)[1]:
             yield f"without {' '.join(gone)}: {error}"
     print(f"{len(names)} names")

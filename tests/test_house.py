@@ -74,6 +74,7 @@ def test_private_names_of_torch_are_looked_up() -> None:
     assert not {file for file in files if not file.startswith(rooms)}
 
 
+@pytest.mark.limit(900)
 @pytest.mark.parametrize("each", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_the_package_is_imported_without_private_names_of_torch(each: bool) -> None:
     words = [sys.executable, "-W", "error", "-m", "tests.missing_names", *(["--each"] * each)]
