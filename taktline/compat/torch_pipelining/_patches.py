@@ -114,8 +114,9 @@ def _with_idle_ranks(add: Any) -> Any:
 
     @wraps(add)
     def _add_send_recv(compute_actions: Any, *args: Any, **kwargs: Any) -> Any:
-        rows = {rank: [*row] or [None] for rank, row in compute_actions.items()}
-        return add(rows, *args, **kwargs)
+        for rank, row in compute_actions.items():
+            compute_actions[rank] = row or [None]
+        return add(compute_actions, *args, **kwargs)  # which consumes them
 
     return _add_send_recv
 
