@@ -93,7 +93,7 @@ class Interrupted(nn.Linear):
 
 
 @contextmanager
-def lost_connections() -> Iterator[None]:
+def lost_connections(*, finalizes: bool = True) -> Iterator[None]:
     """As gloo has it, when FSDP waits for its reductions at the end of a step."""
     try:
         yield
