@@ -11,6 +11,7 @@ import select
 import socket
 import time
 from collections.abc import Collection, Sequence
+from errno import ECONNABORTED, ECONNRESET
 
 from taktline.checks import read
 from taktline.transport.control_plane import Plane
@@ -32,6 +33,15 @@ class PeerFailure(Exception):
         super().__init__("no answer in time" if timed_out else "a connection has ended")
         self.processes = processes
         self.timed_out = timed_out
+
+
+def was_cut_off(error: BaseException | None) -> bool:
+    """Whether a connection has broken by itself: its other end has not hung up."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in (ECONNRESET, ECONNABORTED):
+            return True
+        error = error.__cause__
+    return False
 
 
 def connect(

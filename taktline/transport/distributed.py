@@ -23,7 +23,7 @@ from taktline.transport.communicators import (
     symptoms_of,
     timeout_of,
 )
-from taktline.transport.connect import PeerFailure, connect
+from taktline.transport.connect import PeerFailure, connect, was_cut_off
 from taktline.transport.control_plane import Plane
 from taktline.transport.exchange import written
 from taktline.transport.frames import agreed, framed
@@ -316,18 +316,22 @@ class Distributed:
         timed_out, lost = symptoms_of(error)
         if not timed_out and not lost and self.verdict is None:
             return TransportError(f"rank {self.rank} cannot talk to rank {peer} ({what}): {error}")
-        return self.first_cause([self.processes[peer]], what, timed_out=timed_out)
+        peers = [self.processes[peer]]
+        return self.first_cause(peers, what, timed_out=timed_out, was_cut=was_cut_off(error))
 
     def _lost(self, failure: PeerFailure, what: str) -> TaktlineError:
-        return self.first_cause(failure.processes, what, timed_out=failure.timed_out)
+        timed_out, was_cut = failure.timed_out, was_cut_off(failure)
+        return self.first_cause(failure.processes, what, timed_out=timed_out, was_cut=was_cut)
 
     def first_cause(
-        self, awaited: Sequence[int], what: object, *, timed_out: bool
+        self, awaited: Sequence[int], what: object, *, timed_out: bool, was_cut: bool = False
     ) -> TaktlineError:
         """The error for a wait for processes; without a verdict, this rank announces one."""
         # A connection may end before the verdict arrives; and if this process was stopped itself,
-        # the others have announced that long ago.
-        self._member.told.wait(_LATE_NEWS_SECONDS if timed_out else _NEWS_SECONDS)
+        # the others have announced that long ago. A peer that has hung up itself may have been cut
+        # off from another one, and announces that first.
+        seconds = _NEWS_SECONDS if was_cut else _NEWS_SECONDS + _LATE_NEWS_SECONDS
+        self._member.told.wait(_LATE_NEWS_SECONDS if timed_out else seconds)
         if self.verdict is None:
             if timed_out:
                 found = self.plane.stalled(self.processes, awaited, str(what))
