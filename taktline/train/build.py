@@ -137,8 +137,9 @@ def build(
         default=_ranks_of(schedule),
         timeout=timeout,
     )
-    with guarded(here.transport, BUILDING):
-        cut = together(
+
+    def cut_by(measure: Measure | None) -> _Cut:
+        return together(
             here,
             lambda: _cut(
                 model,
@@ -146,13 +147,18 @@ def build(
                 here,
                 state_dict,
                 cuts,
-                shared_times(here) if measures else None,
+                measure,
                 schedule=schedule,
                 microbatches=microbatches,
                 stages_per_rank=stages_per_rank,
             ),
             lambda cut: cut.compared(here, seed, data_parallel=data_parallel),
         )
+
+    with guarded(here.transport, BUILDING):
+        cut = cut_by(None)
+        if measures:  # now that all ranks have the same model, and can cut it
+            cut = cut_by(shared_times(here))
         state = state_of(model, cut.modules, here.transport)
         table = cut.table or StageTable.of(cut.plan, cut.modules, example, here.transport)
         table.prepared = prepare is not None

@@ -81,19 +81,23 @@ class Fails(nn.Linear):
         return super().forward(input)
 
 
-def failure(rank: int, group: Any) -> str:
+def failure(rank: int, group: Any, case: str) -> str:
     made = model()
-    if rank == 0:
+    if case == "layer":
         made[3] = Fails(4, 4)
+    schedule = "1f2b" if case == "schedule" and rank == 0 else "1f1b"
     with pytest.raises(TaktlineError) as caught:
-        pipeline(made, mesh=mesh_of(group, None), measure=True)
+        pipeline(made, mesh=mesh_of(group, None), schedule=schedule, measure=True)
     return str(caught.value)
 
 
 @pytest.mark.processes
-def test_all_ranks_hear_of_a_layer_that_cannot_be_measured(workers: Workers) -> None:
-    for told in workers.run(failure, ranks=2):
-        assert "ValueError: not with data" in told
+@pytest.mark.parametrize(
+    ("case", "text"), [("layer", "ValueError: not with data"), ("schedule", "called '1f2b'")]
+)
+def test_all_ranks_hear_why_one_cannot_measure(workers: Workers, case: str, text: str) -> None:
+    for told in workers.run(failure, case, ranks=2):
+        assert text in told
 
 
 @pytest.mark.parametrize(
