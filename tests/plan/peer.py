@@ -62,6 +62,10 @@ def compute_order(
     return [[str(action) for action in order[rank] if action is not None] for rank in range(ranks)]
 
 
+DEFERS = hasattr(torch_schedules, "_defer_recv_ops")
+"""Whether the installed torch can defer receives."""
+
+
 def lowered_order(
     name: str, ranks: int, microbatches: int, stages_per_rank: int, *, defer: bool = False
 ) -> list[list[str]]:

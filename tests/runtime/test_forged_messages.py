@@ -71,7 +71,7 @@ POPEN = '["collections:namedtuple", {"$": "type", "of": "subprocess:Popen"}, [nu
             "received container 'torch._inductor'",
         ),
         ("{}", "a description of values: the value is an object, not a list"),
-        ("[" * 5000, "nested deeper"),
+        ("[" * 50_000, "nested deeper"),
         ("", "not JSON"),
         ("\0", "not JSON"),
         ("[[1e999], null]", "too large"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from inspect import signature
 from itertools import cycle, product
 from typing import Any
 
@@ -84,6 +85,10 @@ def test_seeded_dropout_does_not_depend_on_the_schedule(schedule: str) -> None:
     assert not torch.equal(plain.outputs[0], other.outputs[0])
 
 
+_SENDS_TO_ITSELF = "defer_pp_recv" not in signature(peer.ScheduleZBVZeroBubble).parameters
+"""Before torch 2.12."""
+
+
 def run_peer(rank: int, group: dist.ProcessGroup, case: Case) -> Result:
     return run_pipelined(rank, group, case, peer)
 
@@ -96,6 +101,8 @@ def run_peer(rank: int, group: dist.ProcessGroup, case: Case) -> Result:
 def test_close_to_torch(workers: Workers, schedule: str, model: str) -> None:
     case = Case(schedule, 2, SCHEDULES[schedule][-1], 4, model, (("step", 8),))
     ours = merge(workers.run(run_pipelined, case))
+    if _SENDS_TO_ITSELF and schedule in ("ScheduleZBVZeroBubble", "ScheduleDualPipeV"):
+        pytest.skip("this torch sends between two stages of one rank, which gloo cannot do")
     theirs = merge(workers.run(run_peer, case))
     assert ours.gradients.keys() == theirs.gradients.keys()
     for name, gradient in theirs.gradients.items():
