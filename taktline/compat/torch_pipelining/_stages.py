@@ -272,9 +272,11 @@ _TAKES = signature(torchs.PipelineStage.__init__)
 class PipelineStage(_PipelineStageBase, Telling, Earlier):
     """One stage of a model, cut by hand; its arguments are those of the installed torch.
 
+    >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     >>> stage = PipelineStage(nn.Linear(4, 4), 0, 1, torch.device("cpu"))
     >>> stage.forward_one_chunk(0, (torch.ones(2, 4),)).shape
     torch.Size([2, 4])
+    >>> dist.destroy_process_group()
     """
 
     @like(torchs.PipelineStage.__init__)
