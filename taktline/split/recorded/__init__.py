@@ -15,13 +15,15 @@ order:
 - ``kinds`` tells kinds of calls apart, ``recorded_stage`` is the module of a stage;
 - ``by_names`` checks the cuts and makes the stages.
 
-``taktline.split.by_names`` does not use it yet. What is missing before it can:
+``taktline.split.by_names`` does not use it yet. Its tests are run by name,
+``pytest tests/split/recorded_idioms.py``. What is missing before it can be used:
 
 - an ``nn.Sequential`` is not sliced into ``nn.Sequential``, and ``auto`` does not ask for the costs
   of units, which ``repeat`` can count;
 - types that change behind the stage: ``model.double()`` after the cut, not ``piece.double()``;
 - units that fill a ``defaultdict`` among their arguments, which fail with an error of torch;
 - the cache of keys and values with which ``Pipeline.generate`` runs, in several stages;
+- re-entrant checkpoints: after other tests in one process, a weight before one got no gradient;
 - a run of all architectures of the zoo over processes;
 - size: it must take the place of ``named`` with fewer lines, not stand beside it, and ``recorder``
   is too long for one file.

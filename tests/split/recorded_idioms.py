@@ -24,7 +24,7 @@ from taktline.split.recorded.by_names import by_names
 
 X = torch.linspace(-1, 1, 8).reshape(2, 4)
 Body = Callable[..., Any]
-HERE = r"test_recorded_idioms\.py:\d+"
+HERE = r"recorded_idioms\.py:\d+"
 
 
 class Net(nn.Module):
