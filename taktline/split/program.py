@@ -1,0 +1,360 @@
+"""The steps of a stage as a Python function: nothing is looked up that is known before."""
+
+from __future__ import annotations
+
+import linecache
+from collections.abc import Callable, Sequence
+from itertools import count
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from taktline.errors import PartitionError
+from taktline.split.cut import StagePlan
+from taktline.split.nested import Node, Object, at_path, parts_in
+from taktline.split.steps import Extra, Kind, Modes, Record, Region, State, Step, Value
+from taktline.stage.names import unwrapped
+
+_INDENT = "    "
+_numbers = count()
+Program = Callable[[nn.Module, Sequence[Any], Sequence[Any]], Any]
+
+
+class Writer:
+    """Writes the function of a stage."""
+
+    def __init__(self, record: Record) -> None:
+        self.record = record
+        self.constants: dict[str, Any] = {
+            "checkpoint": checkpoint, "torch": torch, "captured": _captured,
+            "attribute": _attribute, "at_path": at_path, "require_same": require_same,
+            "tensor_of": _tensor_of, "Object": Object, "differs": differs,
+        }  # fmt: skip
+        self.lines: list[str] = []
+        self.depth = 1
+        self.modes = record.modes
+
+    def write(self, line: str) -> None:
+        """Add a line."""
+        self.lines.append(_INDENT * self.depth + line)
+
+    def constant(self, value: Any, name: str = "c") -> str:
+        """The name of a constant."""
+        name = f"{name}{len(self.constants)}"
+        self.constants[name] = value
+        return name
+
+    def text(self, part: Any) -> str:
+        """The expression for a nested value."""
+        kind = type(part)
+        if kind is Value:
+            return f"v{part.number}"
+        if kind is State:
+            return f"tensor_of(s, {part.name!r})"
+        if part is None or kind in (bool, int, str) or part is Ellipsis:
+            return repr(part)
+        if kind is tuple and not parts_in(part, Value) and not parts_in(part, State):
+            return self.constant(part) if _is_fixed(part) else self._items(part, "(", ",)")
+        if kind is tuple:
+            return self._items(part, "(", ",)")
+        if kind is list:
+            return self._items(part, "[", "]")
+        if kind is dict:
+            inside = ", ".join(
+                f"{key!r}: {self.text(v)}" if type(key) in (str, int)
+                else f"{self.constant(key)}: {self.text(v)}" for key, v in part.items()
+            )  # fmt: skip
+            return f"{{{inside}}}"
+        if kind is slice and parts_in(part, Value):
+            return f"slice({self.text(part.start)}, {self.text(part.stop)}, {self.text(part.step)})"
+        if kind is Object:
+            return f"Object({self.constant(part.kind)}, {self.text(part.attributes)}).build()"
+        if kind is Node:
+            spec = self.constant(Node(part.spec, []))
+            return f"{spec}._replace(parts={self.text(part.parts)}).build()"
+        return self.constant(part)
+
+    def _items(self, parts: Sequence[Any], start: str, end: str) -> str:
+        return f"{start}{', '.join(map(self.text, parts))}{end if parts else end[-1]}"
+
+    def steps(self, steps: Sequence[Step], wanted: set[Value], outer: int = 0) -> None:
+        """Write steps; ``wanted`` are the values that are used after them."""
+        at = 0
+        while at < len(steps):
+            step = steps[at]
+            if len(step.region) > outer:
+                region = step.region[outer]
+                end = at
+                while end < len(steps) and steps[end].region[outer : outer + 1] == (region,):
+                    end += 1
+                later = wanted.union(*(later.reads for later in steps[end:]))
+                self._region(region, steps[at:end], later, outer + 1)
+                at = end
+                continue
+            end = at + 1
+            while (
+                end < len(steps)
+                and steps[end].modes == step.modes
+                and len(steps[end].region) == outer
+            ):
+                end += 1
+            self._in_modes(step.modes, steps[at:end])
+            at = end
+
+    def _in_modes(self, modes: Modes, steps: Sequence[Step]) -> None:
+        depth, before = self.depth, self.modes
+        if modes.grad != before.grad:
+            self.write(f"with torch.set_grad_enabled({modes.grad}):")
+            self.depth += 1
+        for (device, dtype), (_, outer) in zip(modes.autocast, before.autocast, strict=True):
+            if dtype != outer:
+                kind = f"dtype={dtype}" if dtype is not None else "enabled=False"
+                self.write(f"with torch.autocast({device!r}, {kind}):")
+                self.depth += 1
+        self.modes = modes
+        for step in steps:
+            self._step(step)
+        self.modes, self.depth = before, depth
+
+    def _region(
+        self, region: Region, steps: Sequence[Step], later: set[Value], outer: int
+    ) -> None:
+        """Write a checkpointed part as a function that is called through ``checkpoint``."""
+        made = {value: None for step in steps for value in step.makes}
+        needs = {value: None for step in steps for value in step.reads if value not in made}
+        returned = [value for value in made if value in later]
+        name = f"region{len(self.lines)}"
+        names = ", ".join(map(self.text, needs))
+        self.write(f"def {name}({names}):")
+        self.depth += 1
+        before, self.modes = self.modes, steps[0].modes
+        with_modes = before
+        self.modes = with_modes
+        self.steps(steps, later, outer)
+        self.write(f"return {self._items(returned, '(', ',)')}")
+        self.modes = before
+        self.depth -= 1
+        target = f"{self._items(returned, '(', ',)')} = " if returned else ""
+        arguments = f"{name}, {names}, " if names else f"{name}, "
+        keywords = f"use_reentrant=False, preserve_rng_state={region.preserves_rng}"
+        self.write(f"{target}checkpoint({arguments}{keywords})")
+
+    def _step(self, step: Step) -> None:
+        args = [self.text(arg) for arg in step.args]
+        kwargs = [
+            f"{key}={self.text(v)}" if key.isidentifier() else f"**{{{key!r}: {self.text(v)}}}"
+            for key, v in step.kwargs.items()
+        ]
+        if step.kind is Kind.READ:
+            call = f"{self.constant(step.target, 'f')}({', '.join([*args, *kwargs])})"
+            expected = self.constant(step.output)
+            self.write(f"require_same({call}, {expected}, {step.line!r})")
+            return
+        if step.kind is Kind.CALL:
+            target = self.constant(step.target, "f")
+        else:
+            target = unit_text(step.target)
+        in_arguments = [extra for extra in step.extras if extra.where == "arguments"]
+        inside = [extra for extra in step.extras if extra.where == "inside"]
+        if in_arguments:
+            name = f"a{len(self.lines)}"
+            keywords = "{" + ", ".join(f"{k!r}: {self.text(v)}" for k, v in step.kwargs.items())
+            self.write(f"{name} = ({', '.join(args)}{',' if args else ''}), {keywords}}}")
+            arguments = f"*{name}[0], **{name}[1]"
+        else:
+            name, arguments = "", ", ".join([*args, *kwargs])
+        if inside:
+            places = self.constant([(e.module, e.call, e.path) for e in inside])
+            caught = self._items([e.value for e in inside], "(", ",)")
+            self._assign(step, f"captured({target}, {places}, {arguments})", f"{caught}, ")
+        else:
+            self._assign(step, f"{target}({arguments})", "")
+        for extra in in_arguments:
+            self.write(f"{self.text(extra.value)} = at_path({name}, {self.constant(extra.path)})")
+        for extra in step.extras:
+            if extra.where == "attribute":
+                self._attribute(target, extra)
+
+    def _attribute(self, target: str, extra: Extra) -> None:
+        path = self.constant(extra.path)
+        self.write(f"{self.text(extra.value)} = attribute({target}, {extra.module!r}, {path})")
+
+    def _assign(self, step: Step, call: str, before: str) -> None:
+        """Write a call, and put the tensors of its output into variables."""
+        output = step.output
+        if isinstance(output, State):
+            output = None
+        if isinstance(output, Value):
+            self.write(f"{before}{self.text(output)} = {call}")
+        elif not parts_in(output, Value):
+            self.write(f"{before}_ = {call}" if before else call)
+        elif type(output) in (tuple, list) and all(type(part) is Value for part in output):
+            self.write(f"{before}{self._items(output, '(', ',)')} = {call}")
+        else:
+            name = f"o{len(self.lines)}"
+            self.write(f"{before}{name} = {call}")
+            for path, value in _places(output):
+                self.write(f"{self.text(value)} = at_path({name}, {self.constant(path)})")
+
+    def compiled(self, head: str, arguments: Sequence[str]) -> Callable[..., Any]:
+        """The function."""
+        text = "\n".join([f"def {head}({', '.join(arguments)}):", *self.lines, ""])
+        name = f"<{head} {next(_numbers)}>"
+        linecache.cache[name] = (len(text), None, text.splitlines(True), name)
+        names = dict(self.constants)
+        exec(compile(text, name, "exec"), names)
+        made = names[head]
+        made.text = text
+        return made
+
+
+def _is_fixed(part: Any) -> bool:
+    """Whether a tuple has no lists or dicts in it, which a call may change."""
+    if type(part) is tuple:
+        return all(map(_is_fixed, part))
+    return not isinstance(part, (list, dict))
+
+
+def unit_text(name: str) -> str:
+    """The expression for a unit in the stage ``s``."""
+    return "s" + "".join(f"._modules[{key!r}]" for key in name.split("."))
+
+
+def _places(template: Any, path: Any = ()) -> list[tuple[Any, Value]]:
+    """The values of an output with their paths in it."""
+    if type(template) is Value:
+        return [(path, template)]
+    if isinstance(template, Node):
+        # As the paths of its parts are those of the container itself.
+        filled = template.build()
+        from taktline.split.nested import children_of
+
+        return [
+            place
+            for key, part in children_of(filled) or ()
+            for place in _places(part, (*path, key))
+        ]
+    if isinstance(template, Object):
+        pairs = [(("attribute", key), part) for key, part in template.attributes.items()]
+    elif isinstance(template, dict):
+        pairs = [(("item", key), part) for key, part in template.items()]
+    elif isinstance(template, (tuple, list)) and type(template) is not State:
+        pairs = [(("item", at), part) for at, part in enumerate(template)]
+    else:
+        return []
+    return [place for key, part in pairs for place in _places(part, (*path, key))]
+
+
+def write_stage(record: Record, plan: StagePlan, *, is_last: bool) -> Callable[..., Any]:
+    """The function of a stage, of the stage's module, received values and arguments."""
+    writer = Writer(record)
+    _begin(writer, plan, [*plan.received], plan.arguments)
+    wanted = set(plan.sent) | (set(parts_in(record.result, Value)) if is_last else set())
+    writer.steps(plan.steps, wanted)
+    sent = writer.text(record.result) if is_last else writer._items(plan.sent, "(", ",)")
+    writer.write(f"return {sent}")
+    return writer.compiled("stage", ["s", "received", "arguments"])
+
+
+def write_guards(record: Record, plan: StagePlan) -> Callable[..., Any] | None:
+    """The function that raises :class:`Differs` if what the forward reads has changed."""
+    if not plan.guards:
+        return None
+    writer = Writer(record)
+    _begin(writer, plan, [], plan.arguments)
+    for step in plan.guards:
+        if step.kind is Kind.READ:
+            args = ", ".join(map(writer.text, step.args))
+            rest = "".join(f", {key}={writer.text(v)}" for key, v in step.kwargs.items())
+            call = f"{writer.constant(step.target, 'f')}({args}{rest})"
+            writer._in_modes(step.modes, ())
+            writer.write(f"differs({call}, {writer.constant(step.output)})")
+        else:
+            writer._in_modes(step.modes, [step])
+    writer.write("return")
+    return writer.compiled("guards", ["s", "received", "arguments"])
+
+
+def _begin(writer: Writer, plan: StagePlan, received: Sequence[Value], arguments: Any) -> None:
+    given = parts_in(writer.record.given, Value)
+    if received:
+        writer.write(f"{writer._items(received, '(', ',)')} = received")
+    for place, value in enumerate(given):
+        if value in arguments:
+            writer.write(f"v{value.number} = arguments[{place}]")
+    for value in sorted(plan.copied):
+        if value in received or value in arguments:
+            writer.write(f"v{value.number} = v{value.number}.clone()")
+
+
+class Differs(Exception):
+    """A number that the forward reads from its arguments is not the one that was recorded."""
+
+
+def differs(found: Any, expected: Any) -> None:
+    """Raise if what was read is not what was recorded."""
+    if not same(found, expected):
+        raise Differs
+
+
+def require_same(found: Any, expected: Any, line: str) -> None:
+    """Raise if a random number, or the like, decides otherwise than it did in the record."""
+    if not same(found, expected):
+        raise PartitionError(
+            f"{line} reads {found!r}, where it has read {expected!r} before: what the forward does "
+            "depends on a random number, which stages cannot decide by themselves; turn that off "
+            "(a layerdrop of 0), or move it into a submodule"
+        )
+
+
+def same(found: Any, expected: Any) -> bool:
+    """Whether two values that were read are equal."""
+    try:
+        return bool(found == expected)
+    except Exception:  # arrays, which compare element by element
+        return bool((found == expected).all())
+
+
+def _tensor_of(stage: nn.Module, name: str) -> torch.Tensor:
+    """A parameter or buffer of a stage."""
+    path, _, key = name.rpartition(".")
+    return getattr(stage.get_submodule(path), key)
+
+
+def _attribute(unit: nn.Module, module: str, path: Any) -> Any:
+    return at_path(_inside(unit, module), path)
+
+
+def _inside(unit: nn.Module, path: str) -> nn.Module:
+    """A module inside of a unit, through the wrappers of modules."""
+    found = unwrapped(unit)
+    for key in path.split(".") if path else ():
+        found = unwrapped(found._modules[key])  # pyright: ignore[reportArgumentType]
+    return found
+
+
+def _captured(unit: nn.Module, places: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call a unit; returns outputs of modules inside of it, and its own output."""
+    found: list[Any] = [None] * len(places)
+    calls: dict[str, int] = {}
+    handles = []
+
+    def note(path: str) -> Callable[..., None]:
+        def hook(_: Any, __: Any, output: Any) -> None:
+            call = calls[path] = calls.get(path, -1) + 1
+            for at, (module, which, place) in enumerate(places):
+                if module == path and which == call:
+                    found[at] = at_path(output, place)
+
+        return hook
+
+    for path in {module for module, _, _ in places}:
+        handles.append(_inside(unit, path).register_forward_hook(note(path)))
+    try:
+        output = unit(*args, **kwargs)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return tuple(found), output
