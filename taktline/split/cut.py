@@ -31,6 +31,8 @@ class StagePlan:
     """The arguments of the model that this stage or a later one needs."""
     copied: frozenset[Value] = frozenset()
     """The arguments and received values that the stage changes in place."""
+    first: frozenset[Value] = frozenset()
+    """Of the first stage: all arguments that it needs."""
     guards: list[Step] = field(default_factory=list)
     """The reads of arguments that must be as they were recorded, and what they need."""
 
@@ -144,10 +146,10 @@ class Placement:
             free_arguments = {v for v in needed if v in self.given and v not in self.bound}
             arguments |= free_arguments
             crossing = {v for v in needed if v in self.bound and self.homes[v] < stage}
-            if stage == 0:
-                crossing = set()
             plan = StagePlan(steps, tuple(sorted(crossing)), sent, frozenset(arguments))
             plan.guards = guards
+            if stage == 0:
+                plan.first = frozenset(needed & self.given)
             plan.copied = self._copied(plan, stage)
             found.append(plan)
             needed = crossing
@@ -195,7 +197,7 @@ class Placement:
         record = self.record
         writes = {memory: step for step in plan.steps for memory in step.writes}
         copied: dict[int, list[Value]] = {}
-        for value in (*plan.received, *(self.given if stage == 0 else plan.arguments)):
+        for value in {*plan.received, *plan.first, *plan.arguments}:
             if record.memory[value] in writes:
                 copied.setdefault(record.memory[value], []).append(value)
         for memory, values in copied.items():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Hashable
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, TypeVar
@@ -33,28 +33,27 @@ pytree.register_pytree_node(
 )
 
 
-def key_of(value: Any) -> Any:
-    """All that a forward can see of an argument without its data.
+def key_of(value: Any, tensors: list[Any]) -> Any:
+    """All that a forward can see of an argument without its data; adds the tensors in it to a list.
 
     Without pytree where possible: this runs in each call.
     """
     kind = type(value)
-    if kind is torch.Tensor or kind is torch.nn.Parameter:
+    if kind is Absent or isinstance(value, torch.Tensor):
+        tensors.append(value)
         return (value.shape, value.dtype)
     if kind is tuple or kind is list:
-        return (kind, *[key_of(part) for part in value])
+        return (kind, *[key_of(part, tensors) for part in value])
     if kind is dict:
-        return (kind, *[(key, key_of(part)) for key, part in value.items()])
-    if kind is Absent:
-        return (value.shape, value.dtype)
-    if isinstance(value, torch.Tensor):
-        return (value.shape, value.dtype)
+        return (kind, *[(key, key_of(part, tensors)) for key, part in value.items()])
     if value is None or isinstance(value, _CONSTANTS):
         return (kind, value)
     if kind is slice:
-        return (kind, key_of((value.start, value.stop, value.step)))
-    leaves, spec = pytree.tree_flatten(value)
-    return kind if spec.is_leaf() else (spec, *[key_of(leaf) for leaf in leaves])
+        return (kind, key_of((value.start, value.stop, value.step), tensors))
+    leaves, spec = pytree.tree_flatten(value, is_leaf=lambda part: type(part) is Absent)
+    if spec.is_leaf():
+        return kind
+    return (spec, *[key_of(leaf, tensors) for leaf in leaves])
 
 
 class Latest(dict[Hashable, Found]):
@@ -72,6 +71,3 @@ class Latest(dict[Hashable, Found]):
         self[key] = value
         if len(self) > _SIZE:
             del self[next(iter(self))]
-
-
-Make = Callable[[], Found]

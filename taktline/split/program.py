@@ -5,7 +5,7 @@ from __future__ import annotations
 import linecache
 from collections.abc import Callable, Sequence
 from itertools import count
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from taktline.errors import PartitionError
 from taktline.split.cut import StagePlan
+from taktline.split.kinds import Absent
 from taktline.split.nested import Node, Object, at_path, parts_in
 from taktline.split.steps import Extra, Kind, Modes, Record, Region, State, Step, Value
 from taktline.stage.names import unwrapped
@@ -20,6 +21,28 @@ from taktline.stage.names import unwrapped
 _INDENT = "    "
 _numbers = count()
 Program = Callable[[nn.Module, Sequence[Any], Sequence[Any]], Any]
+
+
+class Given(NamedTuple):
+    """An argument of the model, as the stage has got it."""
+
+    number: int
+
+
+def replaced(template: Any, change: Callable[[Value], Any]) -> Any:
+    """A template with other parts in the places of values."""
+    kind = type(template)
+    if kind is Value:
+        return change(template)
+    if kind is tuple or kind is list:
+        return kind([replaced(part, change) for part in template])
+    if kind is dict:
+        return {key: replaced(part, change) for key, part in template.items()}
+    if kind is Node:
+        return Node(template.spec, replaced(template.parts, change))
+    if kind is Object:
+        return Object(template.kind, replaced(template.attributes, change))
+    return template
 
 
 class Writer:
@@ -51,11 +74,13 @@ class Writer:
         kind = type(part)
         if kind is Value:
             return f"v{part.number}"
+        if kind is Given:
+            return f"g{part.number}"
         if kind is State:
             return f"tensor_of(s, {part.name!r})"
         if part is None or kind in (bool, int, str) or part is Ellipsis:
             return repr(part)
-        if kind is tuple and not parts_in(part, Value) and not parts_in(part, State):
+        if kind is tuple and not any(parts_in(part, kind) for kind in (Value, State, Given)):
             return self.constant(part) if _is_fixed(part) else self._items(part, "(", ",)")
         if kind is tuple:
             return self._items(part, "(", ",)")
@@ -75,6 +100,15 @@ class Writer:
             spec = self.constant(Node(part.spec, []))
             return f"{spec}._replace(parts={self.text(part.parts)}).build()"
         return self.constant(part)
+
+    def handed_on(self, part: Any, rest: frozenset[Value]) -> str:
+        """The expression for arguments of the model as the next stage gets them."""
+        record = self.record
+
+        def changed(value: Value) -> Any:
+            return Given(value.number) if value in rest else Absent(*record.metas[value])
+
+        return self.text(replaced(part, changed))
 
     def _items(self, parts: Sequence[Any], start: str, end: str) -> str:
         return f"{start}{', '.join(map(self.text, parts))}{end if parts else end[-1]}"
@@ -247,13 +281,22 @@ def _places(template: Any, path: Any = ()) -> list[tuple[Any, Value]]:
     return [place for key, part in pairs for place in _places(part, (*path, key))]
 
 
-def write_stage(record: Record, plan: StagePlan, *, is_last: bool) -> Callable[..., Any]:
-    """The function of a stage, of the stage's module, received values and arguments."""
+def write_stage(
+    record: Record, plan: StagePlan, rest: frozenset[Value] | None
+) -> Callable[..., Any]:
+    """The function of a stage, of the stage's module, received values and arguments.
+
+    ``rest`` are the arguments that later stages need; None for the last stage.
+    """
     writer = Writer(record)
-    _begin(writer, plan, [*plan.received], plan.arguments)
-    wanted = set(plan.sent) | (set(parts_in(record.result, Value)) if is_last else set())
+    _begin(writer, plan, plan.received)
+    wanted = set(plan.sent) | (set(parts_in(record.result, Value)) if rest is None else set())
     writer.steps(plan.steps, wanted)
-    sent = writer.text(record.result) if is_last else writer._items(plan.sent, "(", ",)")
+    if rest is None:
+        sent = writer.text(record.result)
+    else:
+        args, kwargs = (writer.handed_on(part, rest) for part in record.given)
+        sent = f"{writer._items(plan.sent, '(', ',)')}, {args}, {kwargs}"
     writer.write(f"return {sent}")
     return writer.compiled("stage", ["s", "received", "arguments"])
 
@@ -263,7 +306,7 @@ def write_guards(record: Record, plan: StagePlan) -> Callable[..., Any] | None:
     if not plan.guards:
         return None
     writer = Writer(record)
-    _begin(writer, plan, [], plan.arguments)
+    _begin(writer, plan, ())
     for step in plan.guards:
         if step.kind is Kind.READ:
             args = ", ".join(map(writer.text, step.args))
@@ -277,15 +320,15 @@ def write_guards(record: Record, plan: StagePlan) -> Callable[..., Any] | None:
     return writer.compiled("guards", ["s", "received", "arguments"])
 
 
-def _begin(writer: Writer, plan: StagePlan, received: Sequence[Value], arguments: Any) -> None:
-    given = parts_in(writer.record.given, Value)
+def _begin(writer: Writer, plan: StagePlan, received: Sequence[Value]) -> None:
+    """Give variables to what the stage gets, and copy what it changes in place."""
     if received:
         writer.write(f"{writer._items(received, '(', ',)')} = received")
-    for place, value in enumerate(given):
-        if value in arguments:
-            writer.write(f"v{value.number} = arguments[{place}]")
+    for place, value in enumerate(parts_in(writer.record.given, Value)):
+        if value in plan.arguments or (value in plan.first and not received):
+            writer.write(f"v{value.number} = g{value.number} = arguments[{place}]")
     for value in sorted(plan.copied):
-        if value in received or value in arguments:
+        if value in received or value in plan.arguments or value in plan.first:
             writer.write(f"v{value.number} = v{value.number}.clone()")
 
 

@@ -283,8 +283,8 @@ class Recorder(TorchFunctionMode):
     def _run_unit(self, step: Step, module: Any, call: Any, args: Any, kwargs: Any) -> Any:
         counter = self.counter
         before = counter.flops + counter.elements if counter else 0
-        with self.fakes.inside(), counter or nullcontext():
-            output = self.fakes.run_unit(call, args, kwargs)
+        with counter or nullcontext():
+            output = self.fakes.run_unit(module, call, args, kwargs)
         if counter:
             self.costs[step.target, step.call] = counter.flops + counter.elements - before
         return output

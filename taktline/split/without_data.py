@@ -37,6 +37,12 @@ def no_data() -> Iterator[None]:
         log.disabled = before
 
 
+def has_data(tensors: Sequence[Any]) -> bool:
+    """Whether all of these have data."""
+    return not any(isinstance(t, FakeTensor) or (isinstance(t, torch.Tensor) and t.is_meta)
+                   for t in tensors)
+
+
 class Fakes:
     """The tensors without data of one recorded forward, on one device."""
 
@@ -155,14 +161,56 @@ class Fakes:
             return False
         return False
 
-    @contextmanager
-    def inside(self) -> Iterator[None]:
-        """Run a unit: all tensors that it makes have no data."""
-        with self.mode, _Filled(self):
-            yield
+    def run_unit(
+        self, module: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any
+    ) -> Any:
+        """Call a unit without data, or else with made-up data, such as one that sorts tokens."""
+        try:
+            with self.mode, _Filled(self):
+                return self._run_unit(call, args, kwargs)
+        except Exception as error:
+            # Whatever a module raises that needs data; if it fails with data, too, that counts.
+            first = error
+        try:
+            return self._run_with_data(module, call, args, kwargs)
+        except Exception as error:
+            raise error from first
 
-    def run_unit(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Call a unit without data."""
+    def _run_with_data(
+        self, module: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any
+    ) -> Any:
+        tables = [t for m in module.modules() for t in (m._parameters, m._buffers, vars(m))]
+        before = [dict(table) for table in tables]
+        made: dict[int, torch.Tensor] = {}
+
+        def real(tensor: torch.Tensor) -> torch.Tensor:
+            if not isinstance(tensor, FakeTensor):
+                return tensor
+            if id(tensor) not in made:
+                made[id(tensor)] = _made_up(tensor)
+            return made[id(tensor)]
+
+        try:
+            for table in tables:
+                for key, tensor in table.items():
+                    if isinstance(tensor, torch.Tensor):
+                        table[key] = real(tensor)
+            new_args, new_kwargs = _built(mapped((args, kwargs), real))
+            output = call(*new_args, **new_kwargs)
+        finally:
+            for table, items in zip(tables, before, strict=True):
+                table.clear()
+                table.update(items)
+        back = {id(value): key for key, value in made.items()}
+        fakes = {id(t): t for _, t in tensors_with_paths((args, kwargs))}
+
+        def fake(tensor: torch.Tensor) -> torch.Tensor:
+            known = fakes.get(back.get(id(tensor), 0))
+            return self.mode.from_tensor(tensor.detach()) if known is None else known
+
+        return _built(mapped(output, fake))
+
+    def _run_unit(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         real = [t for _, t in tensors_with_paths((args, kwargs)) if not isinstance(t, FakeTensor)]
         if not real:
             return call(*args, **kwargs)
@@ -221,6 +269,16 @@ class _Filled(TorchDispatchMode):
                 args, kwargs = pytree.tree_map_only(torch.Tensor, _zeros, (args, kwargs))
                 output = func(*args, **kwargs)
             return pytree.tree_map_only(torch.Tensor, self._fakes.mode.from_tensor, output)
+
+
+def _made_up(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor with small random numbers in the place of one without data."""
+    shape, device = tuple(tensor.shape), tensor.device
+    if not tensor.is_floating_point() and not tensor.is_complex():
+        made = torch.zeros(shape, dtype=tensor.dtype, device=device)
+    else:
+        made = torch.randn(shape, device=device).mul_(0.02).to(tensor.dtype)
+    return nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
 
 
 def _zeros(tensor: torch.Tensor) -> torch.Tensor:

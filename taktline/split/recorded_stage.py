@@ -1,0 +1,266 @@
+"""A stage of a model that was cut by names: a module that runs its steps of the recorded forward.
+
+The first call of a kind (shapes, types, constants, modes) records the forward; each later one looks
+up what that has shown, and runs the steps of the stage.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Self
+
+import torch
+from torch import nn
+
+from taktline.errors import PartitionError
+from taktline.split.arguments import Args, Call, Kwargs
+from taktline.split.cut import Placement, StagePlan
+from taktline.split.empty_model import EmptyModel, joined
+from taktline.split.hugging_face import without_cache
+from taktline.split.kinds import Latest, key_of
+from taktline.split.program import Differs, write_guards, write_stage
+from taktline.split.repeat import record_twice
+from taktline.split.steps import Cut, Modes, Record
+from taktline.split.without_data import has_data
+
+
+class Known(NamedTuple):
+    """A recorded forward, cut into stages."""
+
+    record: Record
+    plans: list[StagePlan]
+
+
+class CutModel:
+    """What the stages of a model have in common.
+
+    Args:
+        empty: the model without data.
+        cuts: the calls of units with which stages begin, from the second on.
+        arguments: the names of the arguments of the model's forward.
+    """
+
+    def __init__(self, empty: EmptyModel, cuts: Sequence[Cut], arguments: Sequence[str]) -> None:
+        self.empty, self.cuts, self.arguments = empty, tuple(cuts), tuple(arguments)
+        self.homes: dict[str, frozenset[int]] = {}
+        """The stages that have each unit, and each parameter that the forward itself uses."""
+        self.is_example = False
+        """Whether an example has shown the homes."""
+        self.first: Known | None = None
+        self._known: Latest[list[Known]] = Latest()
+        self._lock = threading.Lock()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> CutModel:
+        return self
+
+    @property
+    def stages(self) -> int:
+        """The number of stages."""
+        return len(self.cuts) + 1
+
+    def learn(self, key: Any, call: Call, training: bool, place: int) -> Known:
+        """Record a call of a kind; ``place`` is how many of that kind are known to differ."""
+        with self._lock:
+            found = self._known.get(key, [])
+            if place < len(found):
+                return found[place]
+            self.empty.model.train(training) if self.empty.model.training != training else None
+            record = record_twice(self.empty, call)
+            known = Known(record, Placement(record, self.cuts, self.empty.kind.__name__).plans())
+            if self.homes:
+                self._require_at_home(known)
+            self.first = self.first or known
+            self._known.keep(key, [*found, known])
+            return known
+
+    def _require_at_home(self, known: Known) -> None:
+        """Raise if a stage uses a unit or a parameter of another stage."""
+        for stage, plan in enumerate(known.plans):
+            last = stage == self.stages - 1
+            for name in (*plan.units, *plan.states(known.record, is_last=last)):
+                homes = self.homes.get(name, frozenset({stage}))
+                if stage not in homes:
+                    does = "calls" if name in plan.units else "uses"
+                    advice = "pass example=, the arguments of the model"
+                    if self.is_example:
+                        advice = "call the model as in the example, or cut it by hand"
+                    raise PartitionError(
+                        f"the forward {does} {name!r} in stage {stage}, but it is in stage "
+                        f"{min(homes)}; {advice}"
+                    )
+
+
+class _Program(NamedTuple):
+    """How one stage runs calls of a kind."""
+
+    guards: Callable[..., Any] | None
+    run: Callable[..., Any]
+
+
+class StageRunner:
+    """Runs one stage; it holds no tensors, so that copies of the stage share it."""
+
+    def __init__(self, cut: CutModel, stage: int) -> None:
+        self.cut, self.stage = cut, stage
+        self._programs: Latest[list[_Program]] = Latest()
+        self._devices: tuple[str, ...] = ("cpu",)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> StageRunner:
+        return self
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the stage returns the output of the model."""
+        return self.stage == self.cut.stages - 1
+
+    def run(self, module: nn.Module, args: Args, kwargs: Kwargs) -> Any:
+        """Run the stage; returns what the next one needs, or the model's output."""
+        received, call = self._received(args, kwargs)
+        tensors: list[Any] = []
+        key = (
+            key_of(call, tensors),
+            module.training,
+            Modes.now(_devices_of(tensors)),
+            torch.is_inference_mode_enabled(),
+        )
+        programs = self._programs.get(key)
+        if programs is None:
+            programs = [self._learn(key, call, module.training, 0)]
+            self._programs.keep(key, programs)
+        place = 0
+        while True:
+            guards, run = programs[place]
+            if guards is None:
+                return run(module, received, tensors)
+            try:
+                guards(module, received, tensors)
+            except Differs:
+                if not has_data(tensors):  # a run that only counts
+                    return run(module, received, tensors)
+                place += 1
+                if place == len(programs):
+                    programs.append(self._learn(key, call, module.training, place))
+                continue
+            return run(module, received, tensors)
+
+    def _received(self, args: Args, kwargs: Kwargs) -> tuple[tuple[Any, ...], Call]:
+        """The values from the stage before, and the arguments of the model."""
+        if self.stage == 0:
+            return (), (args, without_cache(self.cut.arguments[len(args) :], kwargs))
+        if len(args) != 3 or not isinstance(args[0], tuple):
+            raise PartitionError(
+                f"stage {self.stage} takes what stage {self.stage - 1} returns, not the arguments "
+                "of the model: those go to stage 0"
+            )
+        # Keywords of a rank reach all its stages; the model's came from the stage before.
+        return args[0], (args[1], args[2])
+
+    def _learn(self, key: Any, call: Call, training: bool, place: int) -> _Program:
+        known = self.cut.learn(key, call, training, place)
+        plan = known.plans[self.stage]
+        rest = None if self.is_last else known.plans[self.stage + 1].arguments
+        return _Program(
+            write_guards(known.record, plan), write_stage(known.record, plan, rest)
+        )
+
+
+def _devices_of(tensors: Sequence[Any]) -> tuple[str, ...]:
+    for tensor in tensors:
+        if isinstance(tensor, torch.Tensor):
+            return ("cpu",) if tensor.is_cpu or tensor.is_meta else ("cpu", tensor.device.type)
+    return ("cpu",)
+
+
+class RecordedStage(nn.Module):
+    """A stage: the model's own modules, parameters and buffers under the model's names."""
+
+    def __init__(self, runner: StageRunner) -> None:
+        super().__init__()
+        self.__dict__["_runner"] = runner
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run this stage."""
+        runner: StageRunner = self.__dict__["_runner"]
+        return runner.run(self, args, kwargs)
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Compile the units of this stage."""
+        runner: StageRunner = self.__dict__["_runner"]
+        for name, homes in runner.cut.homes.items():
+            if runner.stage in homes and name in runner.cut.empty.modules:
+                unit = self.get_submodule(name)
+                unit._compiled_call_impl = torch.compile(_call_of(unit), *args, **kwargs)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Self:
+        super()._apply(fn, recurse)
+        runner: StageRunner = self.__dict__["_runner"]
+        runner.cut.empty.retype(fn)
+        return self
+
+
+def _call_of(unit: nn.Module) -> Callable[..., Any]:
+    """The call of a module as a function of ours: torch does not compile its own functions."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return unit._call_impl(*args, **kwargs)
+
+    return call
+
+
+class Holder(nn.Module):
+    """In the place of a module around others that stages have, or of one of another stage."""
+
+
+def make_stage(model: nn.Module, cut: CutModel, stage: int) -> RecordedStage:
+    """The module of a stage, with the modules and tensors of the model that it has."""
+    made = RecordedStage(StageRunner(cut, stage))
+    made.training = model.training
+    places = {name: at for at, (name, _) in enumerate(model.named_modules(remove_duplicate=False))}
+    units = cut.empty.modules
+    for name in sorted((n for n in cut.homes if n in units), key=lambda n: places[n]):
+        if stage in cut.homes[name]:
+            path, _, key = name.rpartition(".")
+            _holder(model, made, path)._modules[key] = model.get_submodule(name)
+    for name in (n for n in cut.homes if n not in units and stage in cut.homes[n]):
+        path, _, key = name.rpartition(".")
+        source, holder = model.get_submodule(path), _holder(model, made, path)
+        if holder is source:
+            continue  # it has it already, as a unit of this stage
+        if key in source._buffers:
+            persistent = key not in source._non_persistent_buffers_set
+            holder.register_buffer(key, source._buffers[key], persistent)
+        else:
+            holder._parameters[key] = source._parameters[key]
+    return made
+
+
+def _holder(model: nn.Module, made: nn.Module, path: str) -> nn.Module:
+    """The module at a path in a stage."""
+    holder, source, name = made, model, ""
+    for key in path.split(".") if path else ():
+        source = source._modules[key]  # pyright: ignore[reportAssignmentType]
+        name = joined(name, key)
+        if key not in holder._modules:
+            kinds = (nn.ModuleList, nn.ModuleDict)
+            kind = next((kind for kind in kinds if isinstance(source, kind)), Holder)
+            holder._modules[key] = kind()
+            holder._modules[key].training = source.training  # pyright: ignore[reportOptionalMemberAccess]
+        holder = holder._modules[key]  # pyright: ignore[reportAssignmentType]
+    return holder
+
+
+def crossings_of(stage_module: nn.Module) -> list[str]:
+    """Names of the tensors that a stage hands to the next one besides the model's arguments."""
+    runner: StageRunner | None = vars(stage_module).get("_runner")
+    if runner is None or runner.cut.first is None or runner.is_last:
+        return []
+    known = runner.cut.first
+    return [known.record.names[value] for value in known.plans[runner.stage].sent]
+
+
+def has_dynamic_shapes(stage_module: nn.Module) -> bool:
+    """Whether the shapes of tensors between stages depend on data, as far as a call has shown."""
+    runner: StageRunner | None = vars(stage_module).get("_runner")
+    first = None if runner is None else runner.cut.first
+    return first is not None and first.record.is_sized
