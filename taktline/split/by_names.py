@@ -14,12 +14,12 @@ from taktline import pytree
 from taktline.checks import refuse, require_instance, require_iterable
 from taktline.errors import PartitionError
 from taktline.split.arguments import Call, arguments_of, tensors_in
-from taktline.split.empty_model import EmptyModel, containers_of, joined, units_of
+from taktline.split.empty_model import EmptyModel, joined, units_of
 from taktline.split.hugging_face import without_cache, without_padding
 from taktline.split.kinds import key_of
 from taktline.split.recorded_stage import CutModel, Known, make_stage
 from taktline.split.stages import Pieces
-from taktline.split.steps import Cut, Modes
+from taktline.split.steps import Cut, Modes, Record
 from taktline.stage.names import unwrapped
 from taktline.text import did_you_mean
 
@@ -59,11 +59,32 @@ def by_names(model: nn.Module, cuts: Sequence[str], *, example: Any = None) -> P
     if not all(isinstance(cut, str) for cut in given):
         refuse("cuts", _CUTS, cuts, PartitionError)
     starts = checked_cuts(model, given)
-    call = None if example is None else as_call(model, example)
     empty = EmptyModel(model, list(units_of(model, starts)))
-    names = tuple(signature(type(model).forward).parameters)[1:]
-    cut = CutModel(empty, starts, names)
-    known = _dummy_inputs(cut, model) if call is None else _learned(cut, model, call)
+    if example is not None:
+        return pieces_of(model, empty, starts, example_call(model, as_call(model, example)))
+    return pieces_of(model, empty, starts, None)
+
+
+def example_call(model: nn.Module, call: Call) -> Call:
+    """The arguments with which the forward of a model is recorded."""
+    args, kwargs = call
+    return args, without_cache(_arguments_of(model)[len(args) :], kwargs)
+
+
+def _arguments_of(model: nn.Module) -> tuple[str, ...]:
+    return tuple(signature(type(model).forward).parameters)[1:]
+
+
+def pieces_of(
+    model: nn.Module,
+    empty: EmptyModel,
+    cuts: Sequence[Cut],
+    call: Call | None,
+    record: Record | None = None,
+) -> Pieces:
+    """The stages of a model; ``record`` is that of the call, if it was recorded before."""
+    cut = CutModel(empty, cuts, _arguments_of(model))
+    known = _dummy_inputs(cut, model) if call is None else _learned(cut, model, call, record)
     if known is None:
         _place_by_definition(cut, model)
     else:
@@ -72,16 +93,14 @@ def by_names(model: nn.Module, cuts: Sequence[str], *, example: Any = None) -> P
     return Pieces([make_stage(model, cut, stage) for stage in range(cut.stages)])
 
 
-def _learned(cut: CutModel, model: nn.Module, call: Call) -> Known:
+def _learned(cut: CutModel, model: nn.Module, call: Call, record: Record | None = None) -> Known:
     """The recorded forward of an example."""
-    args, kwargs = call
-    call = args, without_cache(cut.arguments[len(args) :], kwargs)
     tensors: list[Any] = []
     key = key_of(call, tensors)
     device = next((t.device.type for t in tensors if isinstance(t, torch.Tensor)), "cpu")
     with torch.enable_grad(), torch.inference_mode(False):
         modes = Modes.now(("cpu",) if device in ("cpu", "meta") else ("cpu", device))
-        return cut.learn((key, model.training, modes, False), call, model.training, 0)
+        return cut.learn((key, model.training, modes, False), call, model.training, 0, record)
 
 
 def _dummy_inputs(cut: CutModel, model: nn.Module) -> Known | None:
@@ -91,7 +110,7 @@ def _dummy_inputs(cut: CutModel, model: nn.Module) -> Known | None:
         return None
     kwargs = {name: without_padding(model, dummy) for name, dummy in dummies.items()}
     try:
-        return _learned(cut, model, as_call(model, ((), kwargs)))
+        return _learned(cut, model, example_call(model, as_call(model, ((), kwargs))))
     except PartitionError:
         raise
     except Exception as error:
@@ -220,6 +239,3 @@ def _place_by_definition(cut: CutModel, model: nn.Module) -> None:
     for name in _own_tensors(cut, model):
         everywhere = frozenset(range(cut.stages))
         cut.homes[name] = frozenset({0}) if name in parameters else everywhere
-
-
-__all__ = ["as_call", "by_names", "checked_cuts", "containers_of", "without_compiler"]

@@ -24,7 +24,8 @@ from taktline.side_values import Aside
 from taktline.split.arguments import Args, Call, Kwargs
 from taktline.split.empty_model import EmptyModel
 from taktline.split.nested import Path, mapped, tensors_with_paths, walk
-from taktline.split.steps import Extra, Kind, Modes, Record, Region, State, Step, Value
+from taktline.split.operations import OperationCounter
+from taktline.split.steps import Cut, Extra, Kind, Modes, Record, Region, State, Step, Value
 from taktline.split.user_code import line_of_user
 from taktline.split.without_data import Fakes, NeedsData, no_data
 from taktline.split.patches import patched
@@ -69,8 +70,8 @@ class Recorder(TorchFunctionMode):
         self.last_step: dict[str, Step] = {}
         self.changes_buffers: set[str] = set()
         self.is_sized = False
-        self.counter: Any = None
-        self.costs: dict[tuple[str, int], int] = {}
+        self.counter: OperationCounter | None = None
+        self.costs: dict[Cut, int] = {}
         named = (
             *empty.model.named_parameters(remove_duplicate=False),
             *empty.model.named_buffers(remove_duplicate=False),
@@ -286,7 +287,7 @@ class Recorder(TorchFunctionMode):
         with counter or nullcontext():
             output = self.fakes.run_unit(module, call, args, kwargs)
         if counter:
-            self.costs[step.target, step.call] = counter.flops + counter.elements - before
+            self.costs[Cut(step.target, step.call)] = counter.flops + counter.elements - before
         return output
 
     def _unit_output(self, step: Step, output: Any) -> Any:
@@ -403,8 +404,10 @@ def _add_loss(loss: torch.Tensor) -> None:
     current_aside().add(loss)
 
 
-def record(empty: EmptyModel, call: Call, *, counter: Any = None) -> tuple[Record, Recorder]:
-    """Run the forward of a model once with these arguments."""
+def record(
+    empty: EmptyModel, call: Call, counter: OperationCounter | None = None
+) -> tuple[Record, dict[Cut, int]]:
+    """Run the forward of a model once with these arguments; also counts operations of units."""
     from taktline.split.arguments import device_of
 
     device = device_of(call)
@@ -438,8 +441,7 @@ def record(empty: EmptyModel, call: Call, *, counter: Any = None) -> tuple[Recor
         is_sized=recorder.is_sized,
         metas=recorder.metas,
     )
-    made.unknown = recorder.unknown  # type: ignore[attr-defined]
-    return made, recorder
+    return made, recorder.costs
 
 
 def mapped_arguments(call: Call, change: Callable[[Any], Any]) -> Call:

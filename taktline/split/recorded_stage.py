@@ -59,14 +59,17 @@ class CutModel:
         """The number of stages."""
         return len(self.cuts) + 1
 
-    def learn(self, key: Any, call: Call, training: bool, place: int) -> Known:
+    def learn(
+        self, key: Any, call: Call, training: bool, place: int, record: Record | None = None
+    ) -> Known:
         """Record a call of a kind; ``place`` is how many of that kind are known to differ."""
         with self._lock:
             found = self._known.get(key, [])
             if place < len(found):
                 return found[place]
-            self.empty.model.train(training) if self.empty.model.training != training else None
-            record = record_twice(self.empty, call)
+            if self.empty.model.training != training:
+                self.empty.model.train(training)
+            record = record or record_twice(self.empty, call)[0]
             known = Known(record, Placement(record, self.cuts, self.empty.kind.__name__).plans())
             if self.homes:
                 self._require_at_home(known)

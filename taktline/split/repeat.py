@@ -20,23 +20,30 @@ from taktline.split.arguments import Call
 from taktline.split.empty_model import EmptyModel, joined
 from taktline.split.nested import Node, Object
 from taktline.split.record import record
-from taktline.split.steps import Kind, Record, Step
+from taktline.split.operations import OperationCounter
+from taktline.split.steps import Cut, Kind, Record, Step
 
 _CONSTANTS = (bool, int, float, str, type(None), torch.dtype, torch.device)
 
 
-def record_twice(empty: EmptyModel, call: Call) -> Record:
-    """The record of a call that repeats; raises if none does."""
+def record_twice(
+    empty: EmptyModel, call: Call, counter: OperationCounter | None = None
+) -> tuple[Record, dict[Cut, int]]:
+    """The record of a call that repeats, and the operations of each unit if a counter is given.
+
+    Raises if no two records are alike.
+    """
     with _own_generators():
-        last = record(empty, call)[0]
+        last, costs = record(empty, call, counter)
         state = _state_of(empty)
-        for _ in range(2):  # a first call may fill a cache of the model
+        for repeats in (2, 3):  # a first call may fill a cache of the model
             _stir()
-            again = record(empty, call)[0]
+            again, _ = record(empty, call)
             changed = _difference(state, _state_of(empty))
             state = _state_of(empty)
             if not changed and _first_difference(last, again) is None:
-                return again
+                again.repeats = repeats
+                return again, costs
             found, last = _first_difference(last, again), again
     if changed:
         raise PartitionError(

@@ -177,7 +177,8 @@ class Record:
     """Whether units return sizes that depend on data."""
     metas: dict[Value, tuple[tuple[int, ...], torch.dtype]] = field(default_factory=dict)
     """The shape and type of each value."""
-    order: list[tuple[str, Modes]] = field(default_factory=list)
+    repeats: int = 1
+    """How often the forward ran until two records were alike."""
 
     def unit_calls(self) -> list[Cut]:
         """The calls of units, in order."""

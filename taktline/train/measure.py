@@ -19,7 +19,7 @@ from taktline.device import keep_generators
 from taktline.meta import as_arguments, name_of
 from taktline.side_values import Aside, Skip
 from taktline.split.arguments import arguments_of, tensors_in
-from taktline.split.balanced.costs import OperationCounter
+from taktline.split.operations import OperationCounter
 from taktline.split.named.changes import Changes
 from taktline.transport.containers import note_containers
 

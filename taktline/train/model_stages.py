@@ -15,7 +15,7 @@ from taktline.device import keep_generators
 from taktline.errors import PartitionError, TaktlineError, text_of
 from taktline.plan import Plan
 from taktline.split import Pipe
-from taktline.split.named.by_names import as_call
+from taktline.split.by_names import as_call
 from taktline.text import counted
 from taktline.train.measure import with_copied_buffers
 from taktline.transport import Transport

@@ -10,83 +10,41 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry
 
 from taktline.device import keep_generators
 from taktline.errors import PartitionError
-from taktline.split.arguments import Call, tensors_in
-from taktline.split.named.dry_run import dry_run
-from taktline.split.named.forward_summary import Cut
-from taktline.split.named.layout import Layout
+from taktline.split.arguments import Call
+from taktline.split.empty_model import EmptyModel
+from taktline.split.operations import OperationCounter
+from taktline.split.repeat import record_twice
+from taktline.split.steps import Cut, Record
 from taktline.split.traced.trace import in_mode
 
-_RECURRENT = (torch.ops.aten.mkldnn_rnn_layer, torch.ops.aten._cudnn_rnn)
 _RUNS = 3
 
 
-class OperationCounter(TorchDispatchMode):
-    """Counts the operations that run inside of it.
-
-    >>> with OperationCounter() as counter:
-    ...     _ = torch.ones(2, 3) @ torch.ones(3, 4)
-    >>> counter.flops, counter.elements
-    (48, 18)
-    """
-
-    supports_higher_order_operators = True
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.flops = 0
-        """Floating-point operations of products of matrices, convolutions and the like."""
-        self.elements = 0
-        """Numbers that all other operations have returned, without views."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        result = func(*args, **kwargs)
-        packet = getattr(func, "overloadpacket", func)
-        if packet in _RECURRENT:
-            self.flops += _recurrent_flops(*args)
-        elif packet in flop_registry:
-            self.flops += flop_registry[packet](*args, **kwargs, out_val=result)
-        elif not _returns_view(func):
-            self.elements += sum(tensor.numel() for tensor in tensors_in(result))
-        return result
-
-
-def _recurrent_flops(inputs: torch.Tensor, *others: Any) -> int:
-    """Each vector of the input, or of the state, is multiplied with every matrix of weights."""
-    vectors = inputs.numel() // inputs.shape[-1]
-    matrices = [weight for weight in tensors_in(others[:2]) if weight.ndim == 2]
-    return sum(2 * vectors * weight.numel() for weight in matrices)
-
-
-def _returns_view(func: Any) -> bool:
-    schema = getattr(func, "_schema", None)
-    return schema is None or any(made.alias_info is not None for made in schema.returns)
-
-
 class LayerCosts(NamedTuple):
-    """What a dry run has counted."""
+    """What a recorded forward has counted."""
 
+    record: Record
     operations: dict[Cut, int]
     """The floating-point operations of each call of a unit, in the order of the calls."""
     runs: Counter[str]
     """How often each module has run, also inside of units."""
 
 
-def count_operations(layout: Layout, call: Call) -> LayerCosts:
-    """Count the operations of all units, without data.
+def count_operations(empty: EmptyModel, call: Call) -> LayerCosts:
+    """Record a forward, and count the operations of all units, without data.
 
     An operation that multiplies no matrices counts as one for each number that it returns.
     """
     counter = OperationCounter()
-    every = dict(nn.Module.named_modules(layout.empty_model))
-    with counter, _spent(every, lambda: counter.flops + counter.elements) as (counts, runs):
-        summary = dry_run(layout, *call, reruns=True)
-    return LayerCosts({cut: counts.get(cut, 0) for cut in summary.unit_calls()}, runs)
+    every = dict(empty.model.named_modules())
+    with _spent(every, int) as (_, runs):
+        record, costs = record_twice(empty, call, counter)
+    times = record.repeats
+    counted = Counter({name: count // times for name, count in runs.items()})
+    return LayerCosts(record, {cut: costs.get(cut, 0) for cut in record.unit_calls()}, counted)
 
 
 def measure_times(model: nn.Module, units: Iterable[str], call: Call) -> dict[Cut, float]:
