@@ -100,7 +100,7 @@ def _learned(cut: CutModel, model: nn.Module, call: Call, record: Record | None 
     device = next((t.device.type for t in tensors if isinstance(t, torch.Tensor)), "cpu")
     with torch.enable_grad(), torch.inference_mode(False):
         modes = Modes.now(("cpu",) if device in ("cpu", "meta") else ("cpu", device))
-        return cut.learn((key, model.training, modes, False), call, model.training, 0, record)
+        return cut.learn((key, model.training, modes, False, 0), call, model.training, 0, record)
 
 
 def _dummy_inputs(cut: CutModel, model: nn.Module) -> Known | None:

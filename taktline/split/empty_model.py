@@ -101,6 +101,8 @@ class EmptyModel:
         self.modules = {name: self.model.get_submodule(name) for name in units}
         named = dict(self.model.named_parameters(remove_duplicate=False))
         self.parameters = frozenset(named)
+        self.retyped = 0
+        """How often the types of tensors have changed."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> EmptyModel:
         return self
@@ -146,6 +148,7 @@ class EmptyModel:
             return _like(made, tensor)
 
         self.replace(retyped)
+        self.retyped += any(before is not after for before, after in types.items())
 
 
 def _like(made: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:

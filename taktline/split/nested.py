@@ -32,7 +32,7 @@ class Object(NamedTuple):
 
     def build(self) -> Any:
         """A new object with these attributes."""
-        made = object.__new__(self.kind)
+        made = self.kind.__new__(self.kind)
         vars(made).update(self.attributes)
         return made
 

@@ -27,7 +27,7 @@ from taktline.split.nested import Path, mapped, tensors_with_paths, walk
 from taktline.split.operations import OperationCounter
 from taktline.split.steps import Cut, Extra, Kind, Modes, Record, Region, State, Step, Value
 from taktline.split.user_code import line_of_user
-from taktline.split.without_data import Fakes, NeedsData, no_data
+from taktline.split.without_data import Fakes, NeedsData, is_transformed, no_data
 from taktline.split.patches import patched
 
 _METADATA = frozenset(
@@ -110,6 +110,11 @@ class Recorder(TorchFunctionMode):
         found = self.values.get(id(tensor)) or self.states.get(id(tensor))
         if found is not None:
             return found
+        if is_transformed(tensor):
+            raise PartitionError(
+                f"{line_of_user()} is inside of torch.vmap or another transform of functions, in "
+                "which steps cannot be recorded; use it inside of a submodule"
+            )
         if self.fakes.is_fake(tensor):
             return self._left_by_unit(tensor)
         self.kept.append(tensor)

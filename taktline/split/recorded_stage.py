@@ -126,6 +126,7 @@ class StageRunner:
             module.training,
             Modes.now(_devices_of(tensors)),
             torch.is_inference_mode_enabled(),
+            self.cut.empty.retyped,
         )
         programs = self._programs.get(key)
         if programs is None:

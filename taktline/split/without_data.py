@@ -43,6 +43,13 @@ def has_data(tensors: Sequence[Any]) -> bool:
                    for t in tensors)
 
 
+def is_transformed(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is one of ``torch.vmap`` and the like."""
+    functorch = getattr(torch._C, "_functorch", None)
+    check = getattr(functorch, "is_functorch_wrapped_tensor", None)
+    return check is not None and check(tensor)
+
+
 class Fakes:
     """The tensors without data of one recorded forward, on one device."""
 
